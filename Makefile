@@ -1,0 +1,41 @@
+# make demo    set up .venv, then train a tiny transformer with ring attention over two processes
+# make test    set up .venv, then run every test that needs no GPU
+# make check   set up .venv, then lint, type-check and test the direction of imports
+# Variables:   PYTHON, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+EXTRA_INDEX_URL ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INDEX := $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
+READY := $(VENV)/.ready
+
+.PHONY: demo test check setup clean
+
+demo: setup
+	$(BIN)/torchrun --standalone --nproc-per-node 2 train/pretrain.py experiment=demo parallel.cp=2
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_imports.py
+
+setup: $(READY)
+
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "ringfa3 needs Python 3.10 or later; choose one with PYTHON=python3.x"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
+	  || { echo "Python's venv is missing. On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e ".[train,plots,test]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache

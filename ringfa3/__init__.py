@@ -1,0 +1,17 @@
+"""Exact attention at Hopper speed over contexts that no single GPU holds."""
+
+from ringfa3.comm import RingError
+from ringfa3.context import ContextPlan, plan_context
+from ringfa3.module import RingFA3Attention
+from ringfa3.ops import flash_attn_func, flash_attn_varlen_func
+from ringfa3.ring import ring_attn_func
+
+__all__ = [
+    "ContextPlan",
+    "RingError",
+    "RingFA3Attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "plan_context",
+    "ring_attn_func",
+]

@@ -1,0 +1,321 @@
+"""Attention on one device: the functions, and the custom op behind them.
+
+The op is functional and opaque: its plan is made inside from shapes and cumulative lengths, so
+that `torch.compile(fullgraph=True)`, autocast and selective activation checkpointing see one node
+with outputs (out, lse).
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ringfa3.context import check_lengths, check_window, effective_window
+from ringfa3.plan import Plan, plan_local
+from ringfa3.reference import (
+    TILE_M,
+    TILE_N,
+    attend,
+    attend_backward,
+    preprocess,
+    statistics_dtype,
+)
+
+CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+GPU_DTYPES = (torch.bfloat16, torch.float16)
+PRECISIONS = ("native", "fp8")
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str = "native",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention, softmax(scale * Q K^T) V, over a batch of sequences.
+
+    Args:
+        q: (b, s, h, d); k, v: (b, s_k, h_kv, d) with h % h_kv == 0. Any float dtype on the CPU,
+            bfloat16 or float16 on the GPU; last dim contiguous.
+        softmax_scale: default d ** -0.5.
+        causal: hide keys to the right of the diagonal; s != s_k aligns at the bottom right.
+        window_size: (left, right) keys around the diagonal that a query sees, -1 for unlimited.
+        deterministic: bitwise equal gradients from run to run.
+        return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
+        precision: "native" computes in the dtype of q.
+
+    Returns:
+        out (b, s, h, d) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
+        (float64 for float64 inputs), natural log. A row that sees no key has output 0, LSE -inf
+        and gradient 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
+    """
+    check_precision(precision)
+    left, right = effective_window(causal, check_window(window_size))
+    q, k, v = autocast_inputs(q, k, v)
+    check_qkv(q, k, v, dims=4)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch {k.shape[0]}, q has {q.shape[0]}: they must be equal")
+    scale = default_scale(softmax_scale, q)
+    out, lse = attention(q, k, v, None, None, scale, left, right, deterministic)
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | Sequence[int],
+    cu_seqlens_k: torch.Tensor | Sequence[int],
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str = "native",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over packed sequences of any length, 0 and 1 included.
+
+    Args:
+        q: (t, h, d); k, v: (t_k, h_kv, d). Query sequence i sees key sequence i.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) cumulative lengths from 0 to t and t_k, best
+            on the CPU: on the GPU each costs one synchronisation, remembered by identity and
+            version, and is an error under CUDA graph capture.
+        max_seqlen_q, max_seqlen_k: not needed; accepted as other libraries do.
+
+    The rest, the errors and the results are those of `flash_attn_func`; lse is (h, t).
+    """
+    del max_seqlen_q, max_seqlen_k  # the plan knows every length
+    check_precision(precision)
+    left, right = effective_window(causal, check_window(window_size))
+    q, k, v = autocast_inputs(q, k, v)
+    check_qkv(q, k, v, dims=3)
+    cu_q, cu_k = (
+        cu if isinstance(cu, torch.Tensor) else torch.tensor(cu, dtype=torch.int64)
+        for cu in (cu_seqlens_q, cu_seqlens_k)
+    )
+    scale = default_scale(softmax_scale, q)
+    out, lse = attention(q, k, v, cu_q, cu_k, scale, left, right, deterministic)
+    return (out, lse) if return_lse else out
+
+
+def check_precision(precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: allowed are {', '.join(map(repr, PRECISIONS))}")
+    if precision == "fp8":
+        raise ValueError("precision='fp8' has no kernel in this version: use precision='native'")
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> None:
+    """Raises a TypeError or ValueError unless q, k, v can be attended; tokens are not compared."""
+    shape = "(batch, tokens, heads, head_dim)" if dims == 4 else "(tokens, heads, head_dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != dims:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: give {shape}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q is on {q.device}: use one device")
+        allowed = GPU_DTYPES if x.device.type == "cuda" else CPU_DTYPES
+        if x.dtype not in allowed:
+            names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+            raise TypeError(f"{name} is {x.dtype}: allowed on {x.device.type} are {names}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} is {x.dtype}, q is {q.dtype}: use one dtype")
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(
+                f"{name} has stride {x.stride(-1)} in its last dim: call .contiguous() on it"
+            )
+        if x.shape[-1] == 0 or x.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                f"{name} has head_dim {x.shape[-1]}, q has {q.shape[-1]}: they must be equal, > 0"
+            )
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, k has {kv_heads}: give a multiple of k's heads")
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)}, k has {tuple(k.shape)}: must be equal")
+
+
+def default_scale(softmax_scale: float | None, q: torch.Tensor) -> float:
+    return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+
+
+def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Under autocast the inputs in its dtype, float64 left alone, as PyTorch's attention does."""
+    q = tensors[0]
+    if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )
+
+
+@lru_cache(1)
+def say_executor(device_type: str) -> None:
+    """Once per process: that tensors on this device have no kernel yet."""
+    warnings.warn(
+        f"ringfa3 has no {device_type} kernels in this version: attention runs on its PyTorch "
+        "executor, exact but slow",
+        stacklevel=2,
+    )
+
+
+@lru_cache(64)
+def _plan(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], left: int, right: int) -> Plan:
+    return plan_local(np.array(q_lengths, np.int64), np.array(k_lengths, np.int64), left, right)
+
+
+# Lengths read from cu_seqlens tensors that live on a GPU: id -> (tensor, version, lengths)
+_read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
+
+
+def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
+    """Lengths of packed sequences from `cu`, which must end at `tokens`."""
+    if cu.dim() != 1 or cu.is_floating_point():
+        raise ValueError(
+            f"{name} must be one-dimensional and integer, got {cu.dtype} {tuple(cu.shape)}"
+        )
+    known = _read.get(id(cu))
+    if known is not None and known[0]() is cu and known[1] == cu._version:
+        lengths = known[2]
+    else:
+        if cu.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"{name} is on the GPU and would be read under CUDA graph capture: pass it on "
+                "the CPU"
+            )
+        lengths = check_lengths(name, cu.tolist())
+        if cu.is_cuda:
+            key = id(cu)
+            _read[key] = (weakref.ref(cu, lambda _: _read.pop(key, None)), cu._version, lengths)
+    if sum(lengths) != tokens:
+        raise ValueError(f"{name} ends at {sum(lengths)}, but there are {tokens} tokens")
+    return lengths
+
+
+def _local_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    left: int,
+    right: int,
+) -> Plan:
+    if cu_q is None or cu_k is None:
+        return _plan((q.shape[1],) * q.shape[0], (k.shape[1],) * k.shape[0], left, right)
+    lengths_q = _lengths("cu_seqlens_q", cu_q, q.shape[0])
+    lengths_k = _lengths("cu_seqlens_k", cu_k, k.shape[0])
+    if len(lengths_q) != len(lengths_k):
+        raise ValueError(
+            f"cu_seqlens_q has {len(lengths_q)} sequences, cu_seqlens_k has {len(lengths_k)}: "
+            "they must be equal"
+        )
+    return _plan(lengths_q, lengths_k, left, right)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """(b, s, h, d) or (t, h, d) as (t, h, d)."""
+    return x.flatten(0, 1) if x.dim() == 4 else x
+
+
+def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+@torch.library.custom_op("ringfa3::attention", mutates_args=())
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of checked inputs: dense without cumulative lengths, packed with them."""
+    plan = _local_plan(q, k, cu_q, cu_k, left, right)
+    if q.is_cuda:
+        say_executor(q.device.type)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    packed = _packed(out)
+    lse = packed.new_empty((packed.shape[1], packed.shape[0]), dtype=statistics_dtype(q.dtype))
+    with torch.autocast(q.device.type, enabled=False):
+        tiling = plan.forward(TILE_M)[0]
+        attend(_packed(q), _packed(k), _packed(v), tiling, scale, packed, packed[:0], lse)
+    if q.dim() == 4:
+        lse = lse.view(-1, q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
+    return out, lse
+
+
+@attention.register_fake
+def _(q, k, v, cu_q, cu_k, scale, left, right, deterministic):  # type: ignore[no-untyped-def]
+    lse = q.new_empty(_lse_shape(q), dtype=statistics_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+@torch.library.custom_op("ringfa3::attention_backward", mutates_args=())
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) in the dtypes of q, k, v, from the gradients of out and lse."""
+    plan = _local_plan(q, k, cu_q, cu_k, left, right)
+    statistics = lse.dtype
+    if q.dim() == 4:  # (b, h, s) to (h, b * s)
+        lse, dlse = (x.transpose(0, 1).flatten(1) for x in (lse, dlse))
+    qp, kp, vp, dp, op = (_packed(x) for x in (q, k, v, dout, out))
+    dq = torch.zeros(qp.shape, dtype=statistics, device=q.device)
+    dk, dv = (torch.empty(kp.shape, dtype=statistics, device=q.device) for _ in range(2))
+    with torch.autocast(q.device.type, enabled=False):
+        tiling = plan.backward(TILE_N, TILE_M, deterministic)[0]
+        lse, delta = preprocess(dp, op, lse, dlse)
+        attend_backward(dp, qp, kp, vp, lse, delta, tiling, scale, dq, dk, dv)
+    dq, dk, dv = (g.to(x.dtype).view(x.shape) for g, x in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv
+
+
+@attention_backward.register_fake
+def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, cu_q, cu_k, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+
+
+def _differentiate(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    grads = attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.settings)
+    return (*grads, *[None] * 6)
+
+
+attention.register_autograd(_differentiate, setup_context=_save)

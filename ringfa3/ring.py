@@ -1,0 +1,276 @@
+"""Ring attention: one functional op that passes K/V from rank to rank while attention runs.
+
+At hop t rank r works on the K/V of rank r-t and merges what it finds into its running (O, LSE) by
+their online-softmax statistics (Ring Attention; the merge is FlashAttention's, across hops). Two
+K/V buffers serve any number of ranks. In the backward dQ stays and the float32 dK/dV partial of a
+block travels with its K/V; what will not be added to any more goes straight home to its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from ringfa3.buffers import Partials, Travel
+from ringfa3.comm import RingGroup, Transport
+from ringfa3.context import ContextPlan
+from ringfa3.ops import (
+    autocast_inputs,
+    check_precision,
+    check_qkv,
+    default_scale,
+    say_executor,
+)
+from ringfa3.plan import FIRST, LAST
+from ringfa3.reference import (
+    TILE_M,
+    TILE_N,
+    attend,
+    attend_backward,
+    preprocess,
+    statistics_dtype,
+)
+
+TRANSPORTS = ("auto", "nccl", "gloo")
+
+
+def ring_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: ContextPlan,
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str = "native",
+    transport: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over documents that are spread over a context group.
+
+    Args:
+        q: (t, h, d); k, v: (t, h_kv, d): the rank's tokens, t = plan.local_tokens.
+        plan: from `plan_context`. Made from (rank, world), it runs in the default group.
+        softmax_scale: default d ** -0.5.
+        deterministic: bitwise equal gradients from run to run.
+        return_lse: also return the log-sum-exp of each row, differentiable.
+        precision: "native" computes in the dtype of q.
+        transport: "nccl" for CUDA tensors, "gloo" for CPU tensors; "auto" chooses.
+
+    Returns:
+        out (t, h, d); with `return_lse` (out, lse), lse (h, t) float32 (float64 for float64).
+
+    Raises:
+        ValueError, TypeError: on every rank of the group, before anything is sent, naming the
+            rank, the argument, its value and what is allowed.
+        RingError: a peer died or stopped: within the group's timeout, naming hop and peer.
+    """
+    if not isinstance(plan, ContextPlan):
+        refuse(
+            dist.group.WORLD if dist.is_available() and dist.is_initialized() else None,
+            TypeError(f"plan must come from plan_context, got {type(plan).__name__}"),
+        )
+    plan = bind(plan)
+    q, k, v = autocast_inputs(q, k, v)
+    scale = default_scale(softmax_scale, q)
+    out, lse = ring_attention(q, k, v, plan.handle, scale, deterministic, precision, transport)
+    return (out, lse) if return_lse else out
+
+
+def refuse(group: dist.ProcessGroup | None, error: Exception) -> None:
+    """Raises `error` on every rank of the group."""
+    if group is not None:
+        RingGroup.of(group).agree({}, error)
+    raise error
+
+
+def bind(plan: ContextPlan, group: dist.ProcessGroup | None = None) -> ContextPlan:
+    """The plan with a group to run in: its own, else `group`, else the default group."""
+    if plan.world == 1 or plan.group is not None:
+        return plan
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            f"plan is for {plan.world} ranks, but torch.distributed is not initialised"
+        )
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if (rank, world) != (plan.rank, plan.world):
+        refuse(
+            group,
+            ValueError(
+                f"plan is for rank {plan.rank} of {plan.world}, but this is rank {rank} of a group "
+                f"of {world}: make it with group=({rank}, {world})"
+            ),
+        )
+    return plan.bound_to(group)
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, transport: str
+) -> None:
+    check_qkv(q, k, v, dims=3)
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[0] != plan.local_tokens:
+            raise ValueError(
+                f"{name} has {x.shape[0]} tokens; the plan gives this rank {plan.local_tokens} of "
+                f"{plan.total_tokens}"
+            )
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r}: allowed are {', '.join(map(repr, TRANSPORTS))}")
+    fitting = "nccl" if q.is_cuda else "gloo"
+    if transport not in ("auto", fitting):
+        raise ValueError(
+            f"transport={transport!r} cannot move {q.device.type} tensors: use {fitting!r}"
+        )
+
+
+def _settings(
+    q: torch.Tensor, k: torch.Tensor, plan: ContextPlan, scale: float, deterministic: bool
+) -> dict[str, str]:
+    """What must be equal on all ranks of a call."""
+    return {
+        "plan.layout": plan.layout,
+        "plan.window": f"(left, right) = {plan.band}",
+        "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
+        f"digest {plan.digest}",
+        "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",
+        "k": f"{k.shape[1]} heads",
+        "softmax_scale": repr(scale),
+        "deterministic": str(deterministic),
+    }
+
+
+def _enter(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: ContextPlan,
+    scale: float,
+    deterministic: bool,
+    precision: str,
+    transport: str,
+) -> Transport | None:
+    """Checks a call, agrees on it and gives its transport; None on one rank."""
+    error: Exception | None = None
+    settings: dict[str, str] = {}
+    try:
+        check_precision(precision)
+        _check(q, k, v, plan, transport)
+        settings = _settings(q, k, plan, scale, deterministic)
+    except (TypeError, ValueError) as problem:
+        error = problem
+    if plan.world == 1:
+        if error is not None:
+            raise error
+        return None
+    assert plan.group is not None
+    group = RingGroup.of(plan.group)
+    group.agree(settings, error)
+    group.begin(settings)
+    return group.transport("nccl" if q.is_cuda else "gloo")
+
+
+@contextmanager
+def _hops(plan: ContextPlan, q: torch.Tensor) -> Iterator[None]:
+    """Around the hops of a call: no autocast inside, and the peers hear of any error."""
+    lost = RingGroup.of(plan.group).telling_peers() if plan.group is not None else nullcontext()
+    with lost, torch.autocast(q.device.type, enabled=False):
+        yield
+
+
+@torch.library.custom_op("ringfa3::ring_attention", mutates_args=())
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: int,
+    scale: float,
+    deterministic: bool,
+    precision: str,
+    transport: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
+    context = ContextPlan.from_handle(plan)
+    moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport)
+    if q.is_cuda:
+        say_executor(q.device.type)
+    tilings = context.hops.forward(TILE_M)
+    once = all((t.tiles["flags"] == FIRST | LAST).all() for t in tilings)
+    statistics = statistics_dtype(q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    running = q.new_empty((0 if once else len(q), *q.shape[1:]), dtype=statistics)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
+    travel = Travel(k, v, context, moved_by, "forward")
+    with _hops(context, q):
+        for hop, tiling in enumerate(tilings):
+            pending = travel.advance(hop)
+            attend(q, *travel.block(hop), tiling, scale, out, running, lse)
+            if pending is not None:
+                pending.wait()
+    return out, lse
+
+
+@ring_attention.register_fake
+def _(q, k, v, plan, scale, deterministic, precision, transport):  # type: ignore[no-untyped-def]
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+@torch.library.custom_op("ringfa3::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    plan: int,
+    scale: float,
+    deterministic: bool,
+    precision: str,
+    transport: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of this rank's tokens in the dtypes of q, k, v."""
+    context = ContextPlan.from_handle(plan)
+    moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport)
+    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    travel = Travel(k, v, context, moved_by, "backward")
+    partials = Partials(k, context, moved_by)
+    with _hops(context, q):
+        lse, delta = preprocess(dout, out, lse, dlse)
+        for hop, tiling in enumerate(context.hops.backward(TILE_N, TILE_M, deterministic)):
+            pending = travel.advance(hop)
+            dkv = partials.block(hop)
+            attend_backward(dout, q, *travel.block(hop), lse, delta, tiling, scale, dq, *dkv)
+            partials.advance(hop)
+            if pending is not None:
+                pending.wait()
+        partials.settle(context.world - 1)
+    dk, dv = (
+        partials.home[:, i].to(k.dtype, copy=True, memory_format=torch.contiguous_format)
+        for i in range(2)
+    )
+    return dq.to(q.dtype), dk, dv
+
+
+@ring_attention_backward.register_fake
+def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, *ctx.settings = inputs
+    ctx.plan = ContextPlan.from_handle(inputs[3])  # alive until the backward
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiate(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    grads = ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.settings)
+    return (*grads, *[None] * 5)
+
+
+ring_attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,55 @@
+"""Imports point one way: train -> ringfa3, and inside ringfa3 from the leaves up."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A module may import those of its own package that stand before it.
+ORDER = [
+    "layout",
+    "plan",
+    "reference",
+    "movement",
+    "context",
+    "ops",
+    "comm",
+    "buffers",
+    "ring",
+    "module",
+    "__init__",
+]
+HYDRA_FILES = {"pretrain.py", "config.py"}
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of everything that a file imports, at any depth of its code."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            names.add(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ringfa3").glob("*.py")), ids=lambda p: p.stem)
+def test_ringfa3_imports_only_what_stands_before(path: Path) -> None:
+    assert path.stem in ORDER, f"give {path.name} its place in ORDER"
+    allowed = ORDER[: ORDER.index(path.stem)]
+    own = {n.split(".")[1] for n in imported(path) if n.startswith("ringfa3.")}
+    assert own <= set(allowed)
+    assert not {n.split(".")[0] for n in imported(path)} & {"train", "hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train").glob("*.py")), ids=lambda p: p.stem)
+def test_train_keeps_hydra_in_its_place(path: Path) -> None:
+    roots = {n.split(".")[0] for n in imported(path)}
+    if path.name not in HYDRA_FILES:
+        assert not roots & {"hydra", "omegaconf"}
+    assert "deepspeed" not in roots
