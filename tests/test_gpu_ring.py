@@ -1,0 +1,93 @@
+"""The ring over NCCL on real GPUs, against float64 on one device: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ringfa3 import plan_context, ring_attn_func
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def plain_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """softmax(Q K^T / sqrt(d)) V with a whole mask, document by document, in the inputs' dtype."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    outs, start = [], 0
+    for length in lengths:
+        here = slice(start, start + length)
+        s = torch.einsum("qhd,khd->hqk", q[here], k[here]) * q.shape[-1] ** -0.5
+        index = torch.arange(length, device=q.device)
+        diagonal = index.unsqueeze(0) - index.unsqueeze(1)
+        left, right = (length if w < 0 else w for w in window)
+        s = s.masked_fill((diagonal < -left) | (diagonal > right), -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", s.softmax(-1), v[here]))
+        start += length
+    return torch.cat(outs)
+
+
+def _worker(rank: int, world: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    rng = random.Random(world)
+    for case in range(24):
+        dtype = rng.choice((torch.bfloat16, torch.float16))
+        lengths = [rng.choice((1, 2, 127, 128, rng.randint(1, 900))) for _ in range(6)]
+        h, hk, d = rng.choice(((8, 2, 64), (4, 4, 128), (4, 1, 256)))
+        causal = rng.random() < 0.7
+        window = rng.choice(((-1, -1), (100, -1), (300, 50)))
+        layout = rng.choice(("zigzag", "contiguous"))
+        torch.manual_seed(case)
+        total = sum(lengths)
+        q, k, v, dout = (torch.randn(total, n, d, device="cuda") for n in (h, hk, hk, h))
+        q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+
+        cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        plan = plan_context(cu, None, layout, causal, window)
+        mine = [plan.shard(x).requires_grad_() for x in (q, k, v)]
+        out = ring_attn_func(*mine, plan)
+        assert isinstance(out, torch.Tensor)
+        out.backward(plan.shard(dout))
+        got = [plan.unshard(x.detach()) for x in (out, *(x.grad for x in mine))]
+
+        truth, plain = [], []
+        for results, kind in ((truth, torch.float64), (plain, dtype)):
+            inputs = [x.to(kind).requires_grad_() for x in (q, k, v)]
+            y = plain_attention(*inputs, lengths, plan.band)
+            y.backward(dout.to(kind))
+            results += [y.detach(), *(x.grad for x in inputs)]
+        for name, x, reference, x_pt in zip(
+            ["out", "dq", "dk", "dv"], got, truth, plain, strict=True
+        ):
+            error = (x - reference).abs().max().item()
+            bound = 2 * (x_pt - reference).abs().max().item() + 1e-5
+            assert error <= bound, f"case {case}: {name} is off by {error:.2e}, allowed {bound:.2e}"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ring_over_nccl_holds_the_single_device_gate(world: int) -> None:
+    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5 for out, dq, dk, dv; ref is float64."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_worker, (world, port), world)

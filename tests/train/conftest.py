@@ -1,0 +1,82 @@
+"""Small corpora for the tests of the trainer."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.config import Config
+from train.shards import Documents
+
+ROOT = Path(__file__).absolute().parents[2]
+WORDS = ["ring", "attention", "keeps", "every", "token", "of", "a", "long", "tale", "naïve", "λ"]
+
+
+def make_text(seed: int, words: int) -> str:
+    """The same ``words`` words for the same seed, with line breaks."""
+    chosen = random.Random(seed).choices(WORDS, k=words)
+    return " ".join(w + ("\n" if i % 9 == 8 else "") for i, w in enumerate(chosen))
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty text files of 5 to 400 words in two folders, and one that is not UTF-8."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "deep").mkdir()
+    for number in range(40):
+        name = f"{number}.txt" if number % 2 else f"deep/{number}.txt"
+        (folder / name).write_text(make_text(number, 5 + 10 * number))
+    (folder / "binary.dat").write_bytes(b"\xff\xfe\x00not text")
+    (folder / ".hidden").write_text("left out")
+    return folder
+
+
+@pytest.fixture
+def config(text_folder: Path, tmp_path: Path) -> Config:
+    """A valid configuration over ``text_folder``, its cache and run folder under ``tmp_path``."""
+    config = Config()
+    config.data.path = str(text_folder)
+    config.data.cache_dir = str(tmp_path / "cache")
+    config.data.vocab_size = 300
+    config.data.held_out = 0.2
+    config.data.seq_len = 256
+    config.run.dir = str(tmp_path / "run")
+    return config
+
+
+@pytest.fixture(scope="session")
+def make_documents() -> Callable[[Sequence[int]], Documents]:
+    """Builds documents of given lengths without a disk: token i of the corpus is the number i."""
+
+    def make(lengths: Sequence[int]) -> Documents:
+        sizes = np.array(lengths, np.int64)
+        return Documents(
+            shards=(np.arange(sizes.sum(), dtype=np.uint32),),
+            shard=np.zeros(len(sizes), np.int64),
+            start=np.cumsum(sizes) - sizes,
+            lengths=sizes,
+            n_bytes=3 * sizes,
+        )
+
+    return make
+
+
+@pytest.fixture
+def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs ``train/pretrain.py`` with the given arguments, under torchrun for several processes."""
+
+    def run(*arguments: str, processes: int | None = None) -> subprocess.CompletedProcess[str]:
+        launcher = [sys.executable]
+        if processes is not None:
+            launcher += ["-m", "torch.distributed.run", "--standalone"]
+            launcher += ["--nproc-per-node", str(processes)]
+        command = [*launcher, str(ROOT / "train" / "pretrain.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+
+    return run

@@ -1,0 +1,161 @@
+"""Settings: what is refused, how it is said, and that the files agree with the schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from train.config import Config, ConfigError, check, get, nearest, schema_keys
+
+ROOT = Path(__file__).absolute().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "valid"),
+    [
+        ("modle=tiny", "modle", "model"),
+        ("model=tinny", "model", "tiny"),
+        ("model.n_headz=4", "model.n_headz", "model.n_heads"),
+        ("model.n_heads=7", "model.n_heads", "model.n_heads=8"),
+        ("+foo=1", "foo", "nearest valid one is"),
+        ("data.path=/nowhere", "data.path", "nearest existing folder: /"),
+        ("train.steps=many", "train.steps", "train.steps=300"),
+        ("parallel.cp=3", "parallel.cp", "parallel.cp=1"),
+        ("data=text", "data.path", "data.path="),
+        ("train.seed=[", "train.seed", "quote a value"),
+        ("--multirun", "--multirun", "one command per setting"),
+    ],
+)
+def test_a_wrong_setting_exits_2_naming_key_and_remedy(pretrain, argument, key, valid):
+    done = pretrain(argument)
+    said = done.stdout + done.stderr
+    assert done.returncode == 2
+    assert len(said.splitlines()) <= 5
+    assert key in said
+    assert valid in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "model: {n_headz: 3}",
+            "model.n_headz: no such key; the nearest valid one is model.n_heads",
+        ),
+        ("model: {n_heads: lots}", "valid would be model.n_heads=4"),
+        ("run: {dir: '${run.nam}'}", "run.dir: Interpolation key 'run.nam' not found"),
+        ("model: [", "mine.yaml"),
+    ],
+    ids=["key", "type", "interpolation", "syntax"],
+)
+def test_a_wrong_file_is_explained_like_a_wrong_argument(pretrain, tmp_path, text, said):
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
+    done = pretrain("--config-dir", str(tmp_path), "experiment=mine")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.timeout(60)
+def test_under_torchrun_one_process_speaks_and_all_exit_2(pretrain):
+    done = pretrain("parallel.cp=3", processes=2)
+    assert done.stderr.count("pretrain.py: parallel.cp=3") == 1
+    assert set(re.findall(r"exitcode\s*: (\d+)", done.stderr)) == {"2"}
+
+
+def test_check_mode_starts_nothing(pretrain, text_folder, tmp_path):
+    folder = tmp_path / "run"
+    done = pretrain("mode=check", f"data.path={text_folder}", f"run.dir={folder}")
+    assert done.returncode == 0, done.stderr
+    assert "41 files" in done.stdout
+    assert not folder.exists()
+
+
+def test_help_shows_groups_and_keys(pretrain):
+    done = pretrain("--help")
+    assert done.returncode == 0
+    for expected in ("torchrun", "model: 125m, tiny", "experiment: demo", "seq_len: 4096"):
+        assert expected in done.stdout
+
+
+def test_an_existing_run_is_not_overwritten_unasked(config):
+    folder = Path(config.run.dir)
+    folder.mkdir()
+    check(config, world=1)
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir=.*run\.overwrite=true"):
+        check(config, world=1)
+    config.run.overwrite = True
+    check(config, world=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.recompute": "ful"}, "nearest valid: train.recompute=full"),
+        ({"train.steps": 0}, "nearest valid: train.steps=1"),
+        ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0"),
+        ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
+        ({"optim.betas": [0.9, 1.0]}, "optim.betas"),
+        ({"data.piece_len": 512}, "exceeds data.seq_len=256"),
+        ({"data.held_out": 1.0}, "between 0 and 1"),
+        ({"data.tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json does not exist"),
+        ({"model.head_dim": 31}, "model.head_dim=32"),
+        ({"model.n_heads": 3}, "model.n_kv_heads=2"),
+        ({"model.rope.low_freq_factor": 4.0}, "model.rope.high_freq_factor=4.0"),
+        ({"mode": "chek"}, "nearest valid: mode=check"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(config, changes, message):
+    check(config, world=1)
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        setattr(get(config, section) if section else config, name, value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(config, world=1)
+
+
+def test_context_group_must_divide_the_world(config):
+    config.parallel.cp = 4
+    with pytest.raises(ConfigError, match=r"parallel\.cp=4 .* 6; nearest valid: parallel\.cp=3"):
+        check(config, world=6)
+    check(config, world=8)
+
+
+def test_nearest_knows_sections_and_swapped_letters():
+    assert nearest("seq_len", schema_keys()) == "data.seq_len"
+    assert nearest("train.lr", schema_keys()) == "optim.lr"
+    assert nearest("modle", ["mode", "model"]) == "model"
+    assert nearest("zzz", schema_keys()) is None
+
+
+def test_every_key_of_the_files_is_documented_and_in_the_schema():
+    """The files with the defaults: each key is preceded by a comment ``(type, default: ...)``."""
+    documented = []
+    files = {"": "config", "model": "model/tiny", "data": "data/stdlib", "optim": "optim/adamw"}
+    for section, name in files.items():
+        text = (ROOT / "configs" / f"{name}.yaml").read_text()
+        values = {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra")}
+        for key, value in _leaves(values, section):
+            line = rf"\(.+default: .+\)[^\n]*\n(\s*#[^\n]*\n)*\s*{key.rpartition('.')[2]}: "
+            assert re.search(line, text), f"{key} has no comment in {name}.yaml"
+            documented.append(key)
+            default = get(Config(), key) if key != "data.path" else None
+            assert value == pytest.approx(default) if isinstance(value, float) else value == default
+    sections = [key for key in schema_keys() if dataclasses.is_dataclass(get(Config(), key))]
+    assert sorted(documented) == sorted(set(schema_keys()) - set(sections))
+
+
+def _leaves(values, prefix):
+    for name, value in values.items():
+        key = f"{prefix}.{name}" if prefix else name
+        if isinstance(value, dict):
+            yield from _leaves(value, key)
+        else:
+            yield key, value

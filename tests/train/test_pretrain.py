@@ -1,0 +1,185 @@
+"""Whole runs of ``train/pretrain.py``: the same curve however the work is spread; a dead peer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).absolute().parents[2]
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def settings(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A small model on the small corpus, clipped at a norm that is exceeded at every step."""
+    return [
+        f"data.path={text_folder}",
+        f"data.cache_dir={tmp_path_factory.mktemp('cache')}",
+        *("data.vocab_size=300", "data.held_out=0.2", "data.seq_len=500", "data.piece_len=130"),
+        *("model.dim=32", "model.ffn_dim=64", "model.n_layers=2", "optim.warmup_steps=2"),
+        *(f"train.steps={STEPS}", "train.precision=float32", "train.eval_every=4"),
+        *("optim.clip=0.05", "optim.embedding_lr_scale=3", "train.loss_chunk=100"),
+    ]
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(settings, tmp_path_factory) -> dict[int, Path]:
+    """Run folders of one process without a process group, by accumulation."""
+    folders = {}
+    for accumulation in (1, 2):
+        folder = folders[accumulation] = tmp_path_factory.mktemp("alone") / "run"
+        command = [sys.executable, "train/pretrain.py", *settings, f"run.dir={folder}"]
+        command.append(f"train.accumulation={accumulation}")
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    return folders
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("processes", "cp", "accumulation", "same_as"),
+    [(2, 2, 1, 1), (3, 3, 1, 1), (3, 3, 2, 2), (2, 1, 1, 2), (4, 2, 1, 2)],
+    ids=["cp 2", "cp 3", "cp 3 accumulating 2", "dp 2", "dp 2 x cp 2"],
+)
+def test_curves_agree(pretrain, settings, alone, tmp_path, processes, cp, accumulation, same_as):
+    """Loss and gradient norm of every step, clipped, within 1e-5 of one process's (float32).
+
+    AdamW hides the scale of gradients, their norm does not. Two data-parallel groups read the
+    samples that one process reads as two micro-batches.
+    """
+    folder = tmp_path / "run"
+    spread = [f"parallel.cp={cp}", f"train.accumulation={accumulation}", f"run.dir={folder}"]
+    done = pretrain(*settings, *spread, processes=processes)
+    assert done.returncode == 0, done.stderr
+    expected, got = metrics(alone[same_as]), metrics(folder)
+    assert [record["step"] for record in got] == list(range(1, STEPS + 1))
+    for one, other in zip(got, expected, strict=True):
+        assert one["grad_norm"] > 0.05
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+    own, other = (json.loads((f / "summary.json").read_text()) for f in (folder, alone[same_as]))
+    assert (own["world_size"], own["cp"]) == (processes, cp)
+    for key in ("nats_per_byte", "nats_per_byte_self_only", "unigram", "bigram", "gzip"):
+        assert own[key] == pytest.approx(other[key], rel=1e-4)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_without_tokens_trains_along(pretrain, settings, tmp_path):
+    """Samples of two tokens over three ranks: the same curve as on one, to 1e-5."""
+    short = ["data.seq_len=2", "data.piece_len=2", "train.steps=3", "train.final_eval_bytes=1"]
+    short += ["train.eval_every=0", "train.accumulation=4"]
+    curves = []
+    for processes in (None, 3):
+        folder = tmp_path / f"run{processes}"
+        spread = [f"parallel.cp={processes or 1}", f"run.dir={folder}"]
+        done = pretrain(*settings, *short, *spread, processes=processes)
+        assert done.returncode == 0, done.stderr
+        curves.append([(r["loss"], r["grad_norm"]) for r in metrics(folder)])
+    for one, other in zip(*curves, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_a_run_leaves_its_files_and_its_words(alone):
+    folder = alone[1]
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.json", "metrics.jsonl", "eval.jsonl", "summary.json"),
+        *("loss.png", "loss_by_position.png", "tensorboard"),
+    }
+    records = metrics(folder)
+    keys = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "memory"]
+    assert all(list(record) == keys for record in records)
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert all(record["memory"] > 50e6 for record in records)
+    evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in evaluations] == [4, 8, STEPS]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {
+        *("nats_per_byte", "nats_per_byte_self_only", "gzip", "unigram", "bigram"),
+        *("train_seconds", "world_size", "cp", "seq_len"),
+    } <= set(summary)
+    assert summary["nats_per_byte"] == evaluations[-1]["nats_per_byte"]
+
+
+def test_a_repeated_run_is_bit_equal(settings, alone, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "train/pretrain.py", *settings, f"run.dir={folder}"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    for one, other in zip(metrics(folder), metrics(alone[1]), strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
+def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
+    """One rank per command, without torchrun, which would end the survivors of a failure itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "train/pretrain.py", *command],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(len(commands)),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]
+
+
+def one_line_of(rank: int, process: subprocess.Popen[str], timeout: float) -> str:
+    """The only line in which a failed rank speaks of itself; it must exit 1 within ``timeout``."""
+    _, said = process.communicate(timeout=timeout)
+    assert process.returncode == 1, said
+    (line,) = [line for line in said.splitlines() if line.startswith(f"rank {rank}: ")]
+    return line
+
+
+@pytest.mark.timeout(90)
+def test_survivors_of_a_killed_rank_name_themselves_and_exit_1(settings, tmp_path):
+    folder = tmp_path / "run"
+    command = [*settings, f"run.dir={folder}", "train.steps=100000", "parallel.cp=3"]
+    ranks = start_ranks(*[[*command, "parallel.timeout_s=20"]] * 3)
+    try:
+        recorded = folder / "metrics.jsonl"
+        while not (recorded.exists() and recorded.read_text().count("\n") > 2):
+            assert all(process.poll() is None for process in ranks)
+            time.sleep(0.1)
+        ranks[1].send_signal(signal.SIGKILL)
+        for rank in (0, 2):
+            assert f"error-rank{rank}.txt" in one_line_of(rank, ranks[rank], timeout=25)
+            assert "Traceback" in (folder / f"error-rank{rank}.txt").read_text()
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.timeout(60)
+def test_ranks_started_with_other_settings_are_told_so(settings, tmp_path):
+    command = [*settings, f"run.dir={tmp_path / 'run'}", "parallel.cp=2"]
+    ranks = start_ranks([*command, "train.seed=1"], [*command, "train.seed=2"])
+    try:
+        for rank in (0, 1):
+            line = one_line_of(rank, ranks[rank], timeout=40)
+            assert "rank 1 has another configuration than rank 0" in line
+    finally:
+        for process in ranks:
+            process.kill()

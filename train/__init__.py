@@ -1,0 +1,1 @@
+"""Pretraining with RingFA3. Start it through ``train/pretrain.py``."""

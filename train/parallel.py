@@ -1,0 +1,133 @@
+"""Processes and groups: the mesh dp x cp, data parallel wiring, and the way out.
+
+Consecutive ranks form a context group: they share one sample. There are ``dp`` such groups.
+One process alone needs no process group and makes none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands. ``cp_group`` is None exactly when ``world`` is 1."""
+
+    rank: int
+    world: int
+    cp: int
+    device: torch.device
+    cp_group: dist.ProcessGroup | None
+
+    @property
+    def cp_rank(self) -> int:
+        """Place in the context group."""
+        return self.rank % self.cp
+
+    @property
+    def dp_rank(self) -> int:
+        """Number of the context group."""
+        return self.rank // self.cp
+
+    @property
+    def dp(self) -> int:
+        """Number of context groups."""
+        return self.world // self.cp
+
+
+def join(parallel: ParallelConfig) -> Mesh:
+    """Take this process's place, as torchrun's environment names it.
+
+    The backend is NCCL with one CUDA device per process, gloo on the CPU. A peer that fails to
+    join a collective within ``timeout_s`` is an error.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= devices:
+            raise RuntimeError(
+                f"no GPU for local rank {local_rank}: this host has {devices}; start at most as "
+                f"many processes per host (torchrun --nproc-per-node {devices})"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if world == 1:
+        return Mesh(rank, world, parallel.cp, device, cp_group=None)
+    timeout = timedelta(seconds=parallel.timeout_s)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    own_group = None
+    for first in range(0, world, parallel.cp):
+        ranks = list(range(first, first + parallel.cp))
+        group = dist.new_group(ranks, timeout=timeout)  # every rank takes part in making each
+        if rank in ranks:
+            own_group = group
+    return Mesh(rank, world, parallel.cp, device, own_group)
+
+
+def require_agreement(mesh: Mesh, facts: dict[str, str]) -> None:
+    """Raise ``RuntimeError`` on every rank when a fact differs between ranks, naming it."""
+    if mesh.world == 1:
+        return
+    everyone: list[dict[str, str]] = [{} for _ in range(mesh.world)]
+    dist.all_gather_object(everyone, facts)
+    for name, value in everyone[0].items():
+        other = next((rank for rank in range(mesh.world) if everyone[rank][name] != value), None)
+        if other is not None:
+            raise RuntimeError(
+                f"rank {other} has another {name} than rank 0: {everyone[other][name]} against "
+                f"{value}; start every host with the same command and the same files"
+            )
+
+
+def sum_over_ranks(mesh: Mesh, values: Tensor) -> Tensor:
+    """``values`` on the device of the mesh, summed over all ranks."""
+    values = values.to(mesh.device)
+    if mesh.world > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def data_parallel(module: nn.Module, mesh: Mesh) -> nn.Module:
+    """``module`` with gradients averaged over *all* ranks at the end of the backward pass.
+
+    Context parallel ranks hold different tokens and the same weights, as data parallel ones do.
+    """
+    if mesh.world == 1:
+        return module
+    return DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+
+def shutdown(mesh: Mesh | None, code: int, closers: Iterable[Callable[[], None]] = ()) -> NoReturn:
+    """Close writers, leave the process groups and end the process with ``code``.
+
+    A rank that simply returned could take its sockets down while a peer still uses them. With
+    ``code`` 0 all ranks therefore meet once more on every group first; after a failure a peer may
+    be gone, and nobody is waited for. ``os._exit`` leaves out the destructors of communication
+    threads, which abort processes that have already done all their work.
+    """
+    for close in closers:
+        close()
+    if code == 0 and mesh is not None and mesh.world > 1:
+        dist.barrier(mesh.cp_group)
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

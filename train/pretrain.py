@@ -1,0 +1,136 @@
+"""Entry of the trainer: ``[torchrun ...] python train/pretrain.py [group=option] [key=value]``.
+
+Exit codes: 0 done, 1 failed while running, 2 wrong settings (found on every process, before any
+process group is made, and printed once per host), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# Modules are imported as train.*, wherever this script is started from.
+sys.path[0] = str(Path(__file__).absolute().parents[1])
+
+import hydra  # noqa: E402
+import yaml  # noqa: E402
+from hydra.core.override_parser.overrides_parser import OverridesParser  # noqa: E402
+from hydra.errors import (  # noqa: E402
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig  # noqa: E402
+from omegaconf.errors import OmegaConfBaseException  # noqa: E402
+
+from train.config import (  # noqa: E402
+    GROUPS,
+    Config,
+    ConfigError,
+    check,
+    get,
+    nearest,
+    register_schema,
+    resolve,
+    schema_keys,
+)
+
+
+def compose() -> DictConfig | None:
+    """The configuration that ``configs/`` and the command line make; None if Hydra only printed.
+
+    Hydra composes and nothing else: training starts after it has returned, so that an error in
+    training is never reported as one of the configuration.
+    """
+    composed: list[DictConfig] = []
+
+    @hydra.main(version_base="1.3", config_path="../configs", config_name="config")
+    def keep(config: DictConfig) -> None:
+        composed.append(config)
+
+    keep()
+    return composed[0] if composed else None
+
+
+def check_command_line(arguments: list[str]) -> None:
+    """Raise ``ConfigError`` for an override whose key the schema does not know.
+
+    Hydra itself would let ``+key=value`` and ``~key`` change the schema, and has no suggestion for
+    a misspelt key.
+    """
+    if {"-m", "--multirun"} & set(arguments):
+        raise ConfigError("--multirun: one process trains once; start one command per setting")
+    keys = schema_keys()
+    overrides = [a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))]
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        if key.startswith(("hydra.", "hydra/")):
+            continue
+        known = key in GROUPS or key in keys
+        if override.is_add() or override.is_delete():
+            hint = f"write {key}=..." if known else _key_hint(key)
+            raise ConfigError(f"{override.input_line}: keys are not added or removed; {hint}")
+        if not known:
+            raise ConfigError(f"{override.input_line}: no such key; {_key_hint(key)}")
+
+
+def _key_hint(key: str) -> str:
+    best = nearest(key, [*GROUPS, *schema_keys()], cutoff=0)
+    return f"the nearest valid one is {best} (--help lists all)"
+
+
+def explain(error: Exception) -> str:
+    """What is wrong with the settings, in one or two lines, from any layer that found it."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        options = sorted(error.options or [])
+        match = nearest(option, options)
+        hint = f"did you mean {group}={match}? " if match else ""
+        return f"{group}={option}: no such option; {hint}Allowed: {', '.join(options)}"
+    if isinstance(error, OverrideParseException):
+        key = str(error.override).partition("=")[0]
+        return (
+            f"{error.override} cannot be read; quote a value that holds special characters, "
+            f"for example '{key}=\"~/text, two\"'"
+        )
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            return _explain_key(cause.full_key, cause)
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, yaml.YAMLError):
+        return " ".join(str(error).split())  # it names the file and the line
+    return str(error).strip().splitlines()[0]
+
+
+def _explain_key(key: str, error: OmegaConfBaseException) -> str:
+    if key not in schema_keys():
+        return f"{key}: no such key; {_key_hint(key)}"
+    problem = str(error.msg or error).strip().splitlines()[0]
+    return f"{key}: {problem}; valid would be {key}={get(Config(), key)}"
+
+
+def main() -> None:
+    """Compose, check and train; wrong settings end in a short explanation and exit code 2."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
+    register_schema()
+    try:
+        check_command_line(sys.argv[1:])
+        composed = compose()
+        if composed is None:
+            return
+        config = resolve(composed)
+        check(config, world=int(os.environ.get("WORLD_SIZE", "1")))
+
+        from train.trainer import run  # torch only once the settings are known to be right
+
+        run(config)
+    except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"pretrain.py: {explain(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
