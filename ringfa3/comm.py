@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 AGREEMENTS_KEPT = 4096  # keys of (plan, shapes) already agreed on
 GLANCE_S = 0.25  # how often a waiting rank looks at the side channel
@@ -71,7 +72,7 @@ class RingGroup:
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.timeout = _timeout_of(group)
-        self.store = group.get_group_store()
+        self.store, self.name = group.get_group_store(), group.group_name
         self.failure: str | None = None
         self.call = 0  # ring calls begun, forward and backward
         self._settings: dict[str, str] = {}  # of the call under way
@@ -89,12 +90,29 @@ class RingGroup:
     def transport(self, name: str) -> Transport:
         """The transport `nccl` or `gloo`; its process group is made at the first call."""
         if name not in self._transports:
-            p2p = dist.new_group(
-                self.ranks, self.timeout, backend=name, use_local_synchronization=True
-            )
-            assert isinstance(p2p, dist.ProcessGroup)
-            self._transports[name] = _TRANSPORTS[name](self, p2p)
+            if self._lookout is None:  # made now: once it is needed, the store may not answer
+                self._lookout = _Lookout(self)
+            self._transports[name] = _TRANSPORTS[name](self, self._new_group(name))
         return self._transports[name]
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        """A process group of the same ranks, made by them alone.
+
+        `new_group(use_local_synchronization=True)` names a group by how many its process has, and
+        waits for ever where that is not the same on all ranks.
+        """
+        p2p, _ = c10d._new_process_group_helper(
+            self.world,
+            self.rank,
+            self.ranks,
+            dist.Backend(backend),
+            self.store,
+            c10d.GroupName(f"{self.name}/ringfa3/{backend}"),
+            timeout=self.timeout,
+        )
+        assert isinstance(p2p, dist.ProcessGroup)
+        c10d._world.pg_group_ranks[p2p] = {r: i for i, r in enumerate(self.ranks)}
+        return p2p
 
     def begin(self, settings: Mapping[str, str]) -> None:
         """Marks the start of a ring call with settings that were agreed on.
@@ -169,8 +187,8 @@ class RingGroup:
 
     def _raise_on_difference(self, settings: Sequence[object]) -> None:
         maps = [s if isinstance(s, dict) else {} for s in settings]
-        everywhere = set(maps[0]).intersection(*maps)
-        for name in [*sorted(everywhere), *sorted(set().union(*maps) - everywhere)]:
+        everywhere = [name for name in maps[0] if all(name in m for m in maps)]  # most telling first
+        for name in [*everywhere, *sorted(set().union(*maps) - set(everywhere))]:
             values: dict[str, list[int]] = {}
             for rank, s in zip(self.ranks, maps, strict=True):
                 values.setdefault(str(s.get(name, "missing")), []).append(rank)
@@ -209,8 +227,7 @@ class RingGroup:
         """
         if done.wait(GLANCE_S):
             return
-        if self._lookout is None:
-            self._lookout = _Lookout(self)
+        assert self._lookout is not None
         with self._lookout as lookout:
             deadline = time.monotonic() + self.timeout.total_seconds() - GLANCE_S
             while not done.wait(GLANCE_S / 5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import weakref
@@ -72,15 +73,9 @@ class ContextPlan:
         """This plan with a process group, for one that was made from (rank, world)."""
         key = id(group)
         if key not in self._bound:
-            self._bound[key] = ContextPlan(
-                self.lengths,
-                self.shards,
-                self.rank,
-                group,
-                self.layout,
-                self.causal,
-                self.window_size,
-            )
+            plan = copy.copy(self)  # the tables are shared
+            plan.group, plan.handle = group, next(_handles)
+            self._bound[key] = _alive[plan.handle] = plan
         return self._bound[key]
 
     def own_rows(self, device: torch.device) -> torch.Tensor:
@@ -99,7 +94,8 @@ class ContextPlan:
         """Hash of everything that must be equal on all ranks."""
         h = hashlib.sha256(repr((self.world, self.layout, *self.band)).encode())
         h.update(self.lengths.tobytes())
-        h.update(np.array(self.tokens_per_rank).tobytes())
+        for s in self.shards:  # dense sequences and packed documents may lie differently
+            h.update(np.stack((s.sequence, s.position, s.length)).tobytes())
         return h.hexdigest()[:16]
 
     @property

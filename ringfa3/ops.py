@@ -261,7 +261,7 @@ def attention(
         tiling = plan.forward(TILE_M)[0]
         attend(_packed(q), _packed(k), _packed(v), tiling, scale, packed, packed[:0], lse)
     if q.dim() == 4:
-        lse = lse.view(-1, q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
+        lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
     return out, lse
 
 

@@ -264,7 +264,8 @@ def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     q, k, v, *ctx.settings = inputs
-    ctx.plan = ContextPlan.from_handle(inputs[3])  # alive until the backward
+    if isinstance(inputs[3], int):  # a compiler traces with a symbol
+        ctx.plan = ContextPlan.from_handle(inputs[3])  # alive until the backward
     ctx.save_for_backward(q, k, v, *output)
 
 

@@ -1,0 +1,101 @@
+"""Which K/V rows travel: all that a rank needs, as a prefix of each buffer, and nothing more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dense import cumulative, mask
+from examples import Case, cases, key_tokens
+from hypothesis import given
+
+from ringfa3.context import plan_context
+
+
+def seen_by(case: Case, owner: int, hop: int) -> np.ndarray:
+    """Which local rows of `owner` the queries of rank owner + hop see. Reference: the mask."""
+    plans = case.plans()
+    allowed = mask(case.lengths, case.lengths, *case.band)
+    queries = plans[(owner + hop) % case.world].token_index.numpy()
+    return allowed[np.ix_(queries, plans[owner].token_index.numpy())].any(0)
+
+
+@given(case=cases)
+def test_what_a_rank_sees_is_there_and_every_hop_holds_a_prefix(case: Case) -> None:
+    for owner, plan in enumerate(case.plans()):
+        rows, own = plan.movement.rows, plan.movement.own
+        assert rows.shape == (case.world, case.world + 1)
+        assert (np.diff(rows[owner]) <= 0).all()
+        assert rows[owner, 0] == plan.local_tokens
+        assert rows[owner, case.world] == 0
+        assert len(own) == rows[owner, 1]
+        assert len(set(own.tolist())) == len(own)
+        for hop in range(1, case.world):
+            here = np.zeros(plan.local_tokens, bool)
+            here[own[: rows[owner, hop]]] = True
+            assert (here | ~seen_by(case, owner, hop)).all()
+
+
+@given(case=cases)
+def test_no_segment_travels_farther_or_wider_than_it_is_seen(case: Case) -> None:
+    """What leaves is, per segment, the run from the first to the last row seen elsewhere; and a
+    segment goes only as far as the last rank that sees a row of it."""
+    for owner, plan in enumerate(case.plans()):
+        segments = plan.shards[owner]
+        seen = {hop: seen_by(case, owner, hop) for hop in range(1, case.world)}
+        expected = np.zeros(case.world + 1, int)
+        for row, length in zip(segments.row, segments.length, strict=True):
+            inside = slice(row, row + length)
+            hops = [hop for hop, s in seen.items() if s[inside].any()]
+            if hops:
+                (at,) = np.nonzero(np.any([seen[h][inside] for h in hops], axis=0))
+                expected[1 : max(hops) + 1] += at[-1] + 1 - at[0]
+        np.testing.assert_array_equal(plan.movement.rows[owner, 1:], expected[1:])
+
+
+@given(case=cases)
+def test_first_visit_is_the_first_hop_that_sees_a_row(case: Case) -> None:
+    first = case.plan(0).movement.first_visit
+    for owner in range(case.world):
+        hops = [h for h in range(1, case.world) if seen_by(case, owner, h).any()]
+        assert first[owner] == min(hops, default=case.world)
+
+
+@given(case=cases)
+def test_all_ranks_agree_on_what_moves(case: Case) -> None:
+    """Movement is the same on every rank, and spans index only rows that are there."""
+    plans = case.plans()
+    for plan in plans:
+        np.testing.assert_array_equal(plan.movement.rows, plans[0].movement.rows)
+        np.testing.assert_array_equal(plan.movement.first_visit, plans[0].movement.first_visit)
+        for hop, tiling in enumerate(plan.hops.forward(8)):
+            held = len(key_tokens(plans, plan.rank, hop))
+            assert (tiling.spans["k1"] <= held).all()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_nothing_travels_for_documents_that_lie_on_one_rank(layout: str) -> None:
+    """So many that balance needs no cut: 32 for each of 4 ranks."""
+    cu = cumulative([100] * 128)
+    for rank in range(4):
+        movement = plan_context(cu, (rank, 4), layout).movement
+        assert not movement.rows[:, 1:].any()
+        assert (movement.first_visit == 4).all()
+        assert not len(movement.own)
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 100, 256, 300, 1000])
+def test_a_window_moves_its_own_width(window: int) -> None:
+    """Contiguous and causal, 1,024 tokens on 4 ranks: exactly the window's rows, hop by hop."""
+    for owner in range(4):
+        plan = plan_context(1024, (owner, 4), "contiguous", window_size=(window, 0))
+        local = 256
+        leaving = min(window, local) if owner < 3 else 0
+        for hop in range(1, 4):
+            reached = owner + hop < 4 and window > (hop - 1) * local
+            assert plan.movement.rows[owner, hop] == (leaving if reached else 0)
+
+
+def test_causal_contiguous_sends_forward_only() -> None:
+    """Rank r's keys are seen by the 3 - r ranks behind it, and travel so far."""
+    rows = plan_context(4000, (0, 4), "contiguous").movement.rows
+    assert (rows[:, 1:] > 0).sum(1).tolist() == [3, 2, 1, 0]
