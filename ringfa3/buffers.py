@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ringfa3.comm import Exchange, Message, Transport
 from ringfa3.context import ContextPlan
 from ringfa3.reference import statistics_dtype
+from ringfa3.transports import Exchange, Message, Transport
 
 KV, PARTIAL, HOME = 0, 1, 2  # message tags
 

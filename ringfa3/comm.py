@@ -11,20 +11,19 @@ the cause reaches every rank, also where only one rank enters an agreement at al
 from __future__ import annotations
 
 import json
-import queue
-import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+from ringfa3.transports import TRANSPORTS, Transport, first_line
 
 AGREEMENTS_KEPT = 4096  # keys of (plan, shapes) already agreed on
 GLANCE_S = 0.25  # how often a waiting rank looks at the side channel
@@ -33,34 +32,6 @@ ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": Typ
 
 class RingError(RuntimeError):
     """A ring call could not be finished: a peer died, stopped, or gave up first."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """One tensor to or from a peer.
-
-    tensor  contiguous, sent or filled
-    peer    rank in the context group
-    what    for error messages, as in "forward hop 2: K/V"
-    tag     keeps streams of messages between two ranks apart
-    """
-
-    tensor: torch.Tensor
-    peer: int
-    what: str
-    tag: int
-
-
-class Exchange(Protocol):
-    """Messages under way; `wait` returns when received tensors may be used, or raises."""
-
-    def wait(self) -> None: ...
-
-
-class Transport(Protocol):
-    """Moves messages between the ranks of a context group."""
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange: ...
 
 
 class RingGroup:
@@ -77,8 +48,11 @@ class RingGroup:
         self.call = 0  # ring calls begun, forward and backward
         self._settings: dict[str, str] = {}  # of the call under way
         self._epoch = 0
+        self._generation = 0  # of the transports: a refusal in mid-call leaves messages on them
+        self._refused = False  # the call under way was refused on all ranks
         self._agreed: OrderedDict[str, None] = OrderedDict()
         self._transports: dict[str, Transport] = {}
+        self._abandoned: list[Transport] = []  # kept: a late message may still be written
         self._lookout: _Lookout | None = None
 
     @classmethod
@@ -92,7 +66,7 @@ class RingGroup:
         if name not in self._transports:
             if self._lookout is None:  # made now: once it is needed, the store may not answer
                 self._lookout = _Lookout(self)
-            self._transports[name] = _TRANSPORTS[name](self, self._new_group(name))
+            self._transports[name] = TRANSPORTS[name](self, self._new_group(name))
         return self._transports[name]
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
@@ -107,7 +81,7 @@ class RingGroup:
             self.ranks,
             dist.Backend(backend),
             self.store,
-            c10d.GroupName(f"{self.name}/ringfa3/{backend}"),
+            f"{self.name}/ringfa3/{backend}/{self._generation}",  # type: ignore[arg-type]
             timeout=self.timeout,
         )
         assert isinstance(p2p, dist.ProcessGroup)
@@ -123,7 +97,7 @@ class RingGroup:
         if self.failure is not None:
             raise RingError(f"the context group is lost since: {self.failure}")
         self.call += 1
-        self._settings = dict(settings)
+        self._settings, self._refused = dict(settings), False
 
     def agree(self, settings: Mapping[str, str], error: Exception | None = None) -> None:
         """Returns if every rank enters with equal settings and no error, else raises on all.
@@ -141,16 +115,25 @@ class RingGroup:
             return
         if self.failure is not None:
             raise RingError(f"the context group is lost since: {self.failure}")
-        entry = {"call": self.call, "settings": dict(settings), "error": None}
-        if error is not None:
-            kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
-            entry["error"] = [kind, str(error)]
-        entries = self._meet(entry)
-        self._raise_on_error(entries)
-        self._raise_on_difference([e["settings"] for e in entries])
+        self._enter({"settings": dict(settings), "error": _described(error), "inside": False})
         self._agreed[key] = None
         if len(self._agreed) > AGREEMENTS_KEPT:
             self._agreed.popitem(last=False)
+
+    def _enter(self, entry: dict[str, object]) -> None:
+        """Meets the other ranks, and raises on all of them unless all can go on."""
+        entries = self._meet({**entry, "call": self.call})
+        try:
+            self._raise_on_error(entries)
+            self._raise_on_difference([e["settings"] for e in entries])
+        except (TypeError, ValueError):
+            self._refused = True
+            self.call = max(cast(int, e["call"]) for e in entries)
+            if any(e["inside"] for e in entries):  # their messages will never be answered
+                self._abandoned += self._transports.values()
+                self._transports = {}
+                self._generation += 1
+            raise
 
     def _entry_key(self, epoch: int, rank: int) -> str:
         return f"ringfa3/agree/{epoch}/{rank}"
@@ -159,17 +142,26 @@ class RingGroup:
         """Leaves this rank's entry and reads those of all."""
         self._epoch += 1
         keys = [self._entry_key(self._epoch, r) for r in range(self.world)]
-        try:
-            self.store.set(keys[self.rank], json.dumps(entry))
-            self.store.wait(keys, self.timeout)
-            entries = [json.loads(e) for e in self.store.multi_get(keys)]
-            if self._epoch > 2:  # everyone has read it: all have entered the one after it
-                self.store.delete_key(self._entry_key(self._epoch - 2, self.rank))
-        except dist.DistError as problem:
-            raise self.fail(
-                f"agreement before a ring call: {self._absent(keys, problem)}"
-            ) from None
-        return entries
+        found: list[dict[str, object]] = []
+        problem = ["the store does not answer; is its host stopped?"]
+        done = threading.Event()
+
+        def meet() -> None:
+            try:
+                self.store.set(keys[self.rank], json.dumps(entry))
+                self.store.wait(keys, self.timeout)
+                found.extend(json.loads(e) for e in self.store.multi_get(keys))
+                if self._epoch > 2:  # everyone has read it: all have entered the one after it
+                    self.store.delete_key(self._entry_key(self._epoch - 2, self.rank))
+            except dist.DistError as error:
+                problem[0] = self._absent(keys, error)
+            done.set()
+
+        # on a thread of its own: a store whose host is stopped answers to no timeout
+        threading.Thread(target=meet, daemon=True, name="ringfa3-meeting").start()
+        if not done.wait(self.timeout.total_seconds() + GLANCE_S) or not found:
+            raise self.fail(f"agreement before a ring call: {problem[0]}")
+        return found
 
     def _absent(self, keys: list[str], problem: Exception) -> str:
         try:
@@ -187,7 +179,7 @@ class RingGroup:
 
     def _raise_on_difference(self, settings: Sequence[object]) -> None:
         maps = [s if isinstance(s, dict) else {} for s in settings]
-        everywhere = [name for name in maps[0] if all(name in m for m in maps)]  # most telling first
+        everywhere = [name for name in maps[0] if all(name in m for m in maps)]
         for name in [*everywhere, *sorted(set().union(*maps) - set(everywhere))]:
             values: dict[str, list[int]] = {}
             for rank, s in zip(self.ranks, maps, strict=True):
@@ -201,9 +193,12 @@ class RingGroup:
         """Marks the group lost, tells the other ranks, and returns the error to raise."""
         full = f"rank {self.ranks[self.rank]}: {message}"
         self.failure = full
-        teller = threading.Thread(
-            target=lambda: self.store.set("ringfa3/failure", full), daemon=True
-        )
+
+        def tell() -> None:
+            with suppress(dist.DistError):  # a store that is gone has nobody to tell
+                self.store.set("ringfa3/failure", full)
+
+        teller = threading.Thread(target=tell, daemon=True, name="ringfa3-teller")
         teller.start()
         teller.join(2 * GLANCE_S)  # a store whose host is stopped must not hold us
         return RingError(full)
@@ -214,8 +209,8 @@ class RingGroup:
         try:
             yield
         except Exception as problem:
-            if self.failure is None and not isinstance(problem, (ValueError, TypeError)):
-                self.fail(f"{type(problem).__name__}: {_first_line(problem)}")
+            if self.failure is None and not self._refused:
+                self.fail(f"{type(problem).__name__}: {first_line(problem)}")
             raise
 
     def await_event(self, done: threading.Event, what: str) -> None:
@@ -232,12 +227,20 @@ class RingGroup:
             deadline = time.monotonic() + self.timeout.total_seconds() - GLANCE_S
             while not done.wait(GLANCE_S / 5):
                 if lookout.summons:
-                    self.agree({**self._settings, "place": f"call {self.call}, {what}"})
+                    place = f"inside call {self.call}, {what}"
+                    settings = {**self._settings, "place": place}
+                    self._enter({"settings": settings, "error": None, "inside": True})
                 if lookout.alarm is not None:
                     raise self.fail(f"{what}: gave up because {lookout.alarm}")
                 if time.monotonic() > deadline:
                     seconds = self.timeout.total_seconds()
                     raise self.fail(f"{what}: nothing within {seconds:g} s; is that rank stopped?")
+
+
+def _described(error: Exception | None) -> list[str] | None:
+    if error is None:
+        return None
+    return ["TypeError" if isinstance(error, TypeError) else "ValueError", str(error)]
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -292,123 +295,3 @@ class _Lookout(threading.Thread):
                 entry = json.loads(self._store.get(key))
                 # a rank that is behind our call, or refuses, will never send what we wait for
                 self.summons |= entry["error"] is not None or entry["call"] < group.call
-
-
-class GlooTransport:
-    """Host memory. A thread waits for the messages, so that the caller can look around."""
-
-    def __init__(self, group: RingGroup, p2p: dist.ProcessGroup) -> None:
-        self.group, self.p2p = group, p2p
-        self.waiting: queue.SimpleQueue[_GlooExchange] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True, name="ringfa3-gloo").start()
-
-    def _serve(self) -> None:
-        while True:
-            self.waiting.get().run()
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        return _GlooExchange(self, sends, receives)
-
-
-class _GlooExchange:
-    def __init__(
-        self, transport: GlooTransport, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> None:
-        self._transport = transport
-        self._done = threading.Event()
-        self._failed: tuple[str, Exception] | None = None
-        self._works: list[tuple[dist.Work, str]] = []
-        group = transport.group
-        for post, verb, messages in (
-            (dist.irecv, "receiving from", receives),
-            (dist.isend, "sending to", sends),
-        ):
-            for m in messages:
-                peer = group.ranks[m.peer]
-                what = f"{m.what}, {verb} rank {peer}"
-                try:
-                    work = post(m.tensor, peer, group=transport.p2p, tag=m.tag)
-                except RuntimeError as problem:
-                    raise group.fail(f"{what}: {_first_line(problem)}") from None
-                assert work is not None
-                self._works.append((work, what))
-
-    def run(self) -> None:
-        for work, what in self._works:
-            try:
-                work.wait(self._transport.group.timeout)
-            except RuntimeError as problem:
-                self._failed = (what, problem)
-                break
-        self._done.set()
-
-    def wait(self) -> None:
-        if not self._works:
-            return
-        group = self._transport.group
-        self._transport.waiting.put(self)
-        group.await_event(self._done, self._works[0][1])
-        if self._failed is not None:
-            what, problem = self._failed
-            raise group.fail(f"{what}: {_first_line(problem)}")
-
-
-def _first_line(problem: Exception) -> str:
-    return str(problem).strip().split("\n")[0]
-
-
-class NcclTransport:
-    """CUDA memory. Waiting orders streams, not the host.
-
-    A watch names hop and peer when messages are overdue; ending the process is left to NCCL's own
-    watchdog, whose timeout on this communicator is the same.
-    """
-
-    def __init__(self, group: RingGroup, p2p: dist.ProcessGroup) -> None:
-        self.group, self.p2p = group, p2p
-        self.posted: queue.SimpleQueue[tuple[float, list[dist.Work], str]] = queue.SimpleQueue()
-        threading.Thread(target=self._watch, daemon=True, name="ringfa3-nccl").start()
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        ranks = self.group.ranks
-        posts = [
-            dist.P2POp(op, m.tensor, ranks[m.peer], self.p2p, m.tag)
-            for op, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for m in messages
-        ]
-        works = dist.batch_isend_irecv(posts) if posts else []
-        if works:
-            said = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
-            said += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]
-            self.posted.put((time.monotonic(), works, "; ".join(said)))
-        return _NcclExchange(works)
-
-    def _watch(self) -> None:
-        seconds = self.group.timeout.total_seconds()
-        while True:
-            posted, works, what = self.posted.get()
-            while not all(w.is_completed() for w in works):
-                if time.monotonic() > posted + seconds - 1:
-                    print(
-                        f"ringfa3: rank {self.group.ranks[self.group.rank]}: {what}: "
-                        f"nothing within {seconds:g} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    return
-                time.sleep(GLANCE_S)
-
-
-class _NcclExchange:
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-_TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {
-    "gloo": GlooTransport,
-    "nccl": NcclTransport,
-}

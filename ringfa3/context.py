@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
+from typing import SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -189,16 +191,25 @@ def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, i
     return left, 0 if causal else right
 
 
+def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """The values as ints, or a TypeError that says which argument holds something else."""
+    try:
+        numbers = tuple(values)
+        if set(map(type, numbers)) <= {int}:
+            return cast(tuple[int, ...], numbers)
+        return tuple(operator.index(x) for x in numbers)
+    except TypeError:
+        raise TypeError(f"{name}={values!r}: give a sequence of whole numbers") from None
+
+
 def check_window(window_size: Sequence[int]) -> tuple[int, int]:
-    """A pair of ints >= -1, or a ValueError that says so."""
-    if len(window_size) != 2 or any(
-        isinstance(w, bool) or not isinstance(w, int) or w < -1 for w in window_size
-    ):
+    """A pair of ints >= -1, or an error that says so."""
+    window = whole_numbers("window_size", window_size)
+    if len(window) != 2 or min(window) < -1:
         raise ValueError(
-            f"window_size={tuple(window_size)!r}: give (left, right), whole numbers of keys, "
-            "-1 for unlimited"
+            f"window_size={window!r}: give (left, right), numbers of keys, -1 for unlimited"
         )
-    return window_size[0], window_size[1]
+    return window[0], window[1]
 
 
 def check_lengths(name: str, cu_seqlens: Sequence[int]) -> tuple[int, ...]:
@@ -244,10 +255,10 @@ def plan_context(
                 f"{tuple(cu_seqlens.shape)}"
             )
         cu = tuple(cu_seqlens.tolist())
-    elif isinstance(cu_seqlens, int):
-        cu = (0, cu_seqlens)
+    elif isinstance(cu_seqlens, (int, np.integer)):
+        cu = (0, int(cu_seqlens))
     else:
-        cu = tuple(cu_seqlens)
+        cu = whole_numbers("cu_seqlens", cu_seqlens)
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: allowed are {', '.join(map(repr, LAYOUTS))}")
     window = check_window(window_size)
@@ -287,7 +298,7 @@ def place(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
         return rank, dist.get_world_size(group), group
     if not (isinstance(group, tuple) and len(group) == 2):
         raise TypeError(f"group={group!r}: give a ProcessGroup, (rank, world) or None")
-    rank, world = group
+    rank, world = whole_numbers("group", group)
     if not 0 <= rank < world:
         raise ValueError(f"group={group!r}: rank must lie in [0, world)")
     return rank, world, None

@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 LAYOUTS = ("zigzag", "contiguous")
 CUT = 128  # tokens; the row tile that cuts favour
-SHARES = (1 / 16, 1 / 64, 0.0)  # of a rank's mean work: more of it in one piece is cut; 0: all
+SHARES = (1.0, 1 / 16, 1 / 64, 0.0)  # of a rank's mean work: documents of more are cut; 0: all
 BALANCED = 1.015  # most work of a rank over the mean at which a placement is taken
 
 
@@ -237,6 +237,10 @@ class _Placement:
             return int(self.lengths[d])
         if len(candidates):
             return self._slice(a, b, tokens, candidates)
+        for d in [d for d in self.sliced if self.whole[d] == a]:  # a third rank makes it a cut one
+            rank, held, _ = self.sliced.pop(d)
+            self.whole[d] = -1
+            self.cut[d] = {a: int(self.lengths[d]) - held, rank: held}
         owned = [d for d, held in self.cut.items() if held.get(a, 0) > 0]
         d = max(owned, key=lambda d: self.cut[d][a])
         moved = min(tokens, self.cut[d][a])

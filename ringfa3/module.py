@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -46,10 +48,12 @@ class RingFA3Attention(nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(
-                f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}"
+                f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}, both > 0"
             )
+        if head_dim < 1:
+            raise ValueError(f"head_dim={head_dim} must be > 0")
         for name, value, allowed in (
             ("layout", layout, LAYOUTS),
             ("transport", transport, TRANSPORTS),
@@ -90,7 +94,7 @@ class RingFA3Attention(nn.Module):
             ValueError, TypeError, RingError: as `ring_attn_func`.
         """
         _, world, group = place(self.group)
-        problem = self._problem(q, k, plan)
+        problem = self._problem(q, k, v, plan, world)
         if problem is not None:
             refuse(group if world > 1 else None, problem)
         if plan is None and world == 1:
@@ -112,18 +116,42 @@ class RingFA3Attention(nn.Module):
         return out.view(q.shape)
 
     def _problem(
-        self, q: torch.Tensor, k: torch.Tensor, plan: ContextPlan | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: ContextPlan | None,
+        world: int,
     ) -> Exception | None:
         """What is wrong with the inputs that only the module can know."""
         if plan is not None and not isinstance(plan, ContextPlan):
             return TypeError(f"plan must come from plan_context, got {type(plan).__name__}")
-        for name, x, heads in (("q", q, self.num_heads), ("k", k, self.num_kv_heads)):
+        if plan is not None and plan.world != world:
+            return ValueError(f"plan is for {plan.world} ranks; this layer's group has {world}")
+        for name, x, heads in (
+            ("q", q, self.num_heads),
+            ("k", k, self.num_kv_heads),
+            ("v", v, self.num_kv_heads),
+        ):
+            if not isinstance(x, torch.Tensor):
+                return TypeError(f"{name} must be a tensor, got {type(x).__name__}")
             if x.dim() not in (3, 4) or x.shape[-2:] != (heads, self.head_dim):
                 return ValueError(
                     f"{name} has shape {tuple(x.shape)}: give ([batch,] tokens, {heads}, "
                     f"{self.head_dim})"
                 )
+            if x.shape[:-2] != q.shape[:-2]:
+                return ValueError(
+                    f"{name} has shape {tuple(x.shape)}, q has {tuple(q.shape)}: batch and tokens "
+                    "must be equal"
+                )
         return None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RingFA3Attention:
+        """A copy in the same group: process groups are shared, not copied."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        return twin
 
     def _one_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = flash_attn_func(

@@ -11,11 +11,12 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import SupportsFloat
 
 import numpy as np
 import torch
 
-from ringfa3.context import check_lengths, check_window, effective_window
+from ringfa3.context import check_lengths, check_window, effective_window, whole_numbers
 from ringfa3.plan import Plan, plan_local
 from ringfa3.reference import (
     TILE_M,
@@ -64,6 +65,7 @@ def flash_attn_func(
     """
     check_precision(precision)
     left, right = effective_window(causal, check_window(window_size))
+    check_tensors(q, k, v)
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=4)
     if k.shape[0] != q.shape[0]:
@@ -102,11 +104,12 @@ def flash_attn_varlen_func(
     del max_seqlen_q, max_seqlen_k  # the plan knows every length
     check_precision(precision)
     left, right = effective_window(causal, check_window(window_size))
+    check_tensors(q, k, v)
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=3)
     cu_q, cu_k = (
-        cu if isinstance(cu, torch.Tensor) else torch.tensor(cu, dtype=torch.int64)
-        for cu in (cu_seqlens_q, cu_seqlens_k)
+        cu if isinstance(cu, torch.Tensor) else torch.tensor(whole_numbers(name, cu))
+        for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     )
     scale = default_scale(softmax_scale, q)
     out, lse = attention(q, k, v, cu_q, cu_k, scale, left, right, deterministic)
@@ -120,12 +123,18 @@ def check_precision(precision: str) -> None:
         raise ValueError("precision='fp8' has no kernel in this version: use precision='native'")
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> None:
-    """Raises a TypeError or ValueError unless q, k, v can be attended; tokens are not compared."""
-    shape = "(batch, tokens, heads, head_dim)" if dims == 4 else "(tokens, heads, head_dim)"
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises a TypeError unless all three are tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> None:
+    """Raises a TypeError or ValueError unless q, k, v can be attended; tokens are not compared."""
+    check_tensors(q, k, v)
+    shape = "(batch, tokens, heads, head_dim)" if dims == 4 else "(tokens, heads, head_dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != dims:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: give {shape}")
         if x.device != q.device:
@@ -145,20 +154,25 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> N
                 f"{name} has head_dim {x.shape[-1]}, q has {q.shape[-1]}: they must be equal, > 0"
             )
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    if kv_heads == 0 or heads % kv_heads:
+    if kv_heads == 0 or heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads, k has {kv_heads}: give a multiple of k's heads")
     if v.shape != k.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}, k has {tuple(k.shape)}: must be equal")
 
 
 def default_scale(softmax_scale: float | None, q: torch.Tensor) -> float:
-    return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    """`softmax_scale`, or d ** -0.5 for None."""
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0  # 0: `check_qkv` refuses it
+    if isinstance(softmax_scale, str) or not isinstance(softmax_scale, SupportsFloat):
+        raise TypeError(f"softmax_scale={softmax_scale!r}: give a number or None")
+    return float(softmax_scale)
 
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Under autocast the inputs in its dtype, float64 left alone, as PyTorch's attention does."""
     q = tensors[0]
-    if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not torch.is_autocast_enabled(q.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(q.device.type)
     return tuple(

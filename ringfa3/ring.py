@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ringfa3.buffers import Partials, Travel
-from ringfa3.comm import RingGroup, Transport
+from ringfa3.comm import RingGroup
 from ringfa3.context import ContextPlan
 from ringfa3.ops import (
     autocast_inputs,
     check_precision,
     check_qkv,
+    check_tensors,
     default_scale,
     say_executor,
 )
@@ -33,6 +35,7 @@ from ringfa3.reference import (
     preprocess,
     statistics_dtype,
 )
+from ringfa3.transports import Transport
 
 TRANSPORTS = ("auto", "nccl", "gloo")
 
@@ -73,15 +76,19 @@ def ring_attn_func(
             TypeError(f"plan must come from plan_context, got {type(plan).__name__}"),
         )
     plan = bind(plan)
+    try:
+        check_tensors(q, k, v)
+        scale = default_scale(softmax_scale, q)
+    except (TypeError, ValueError) as problem:
+        refuse(plan.group, problem)
     q, k, v = autocast_inputs(q, k, v)
-    scale = default_scale(softmax_scale, q)
     out, lse = ring_attention(q, k, v, plan.handle, scale, deterministic, precision, transport)
     return (out, lse) if return_lse else out
 
 
-def refuse(group: dist.ProcessGroup | None, error: Exception) -> None:
+def refuse(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
     """Raises `error` on every rank of the group."""
-    if group is not None:
+    if group is not None and dist.get_world_size(group) > 1:
         RingGroup.of(group).agree({}, error)
     raise error
 
@@ -197,14 +204,14 @@ def ring_attention(
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport)
     if q.is_cuda:
         say_executor(q.device.type)
-    tilings = context.hops.forward(TILE_M)
-    once = all((t.tiles["flags"] == FIRST | LAST).all() for t in tilings)
-    statistics = statistics_dtype(q.dtype)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    running = q.new_empty((0 if once else len(q), *q.shape[1:]), dtype=statistics)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
-    travel = Travel(k, v, context, moved_by, "forward")
     with _hops(context, q):
+        tilings = context.hops.forward(TILE_M)
+        once = all((t.tiles["flags"] == FIRST | LAST).all() for t in tilings)
+        statistics = statistics_dtype(q.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        running = q.new_empty((0 if once else len(q), *q.shape[1:]), dtype=statistics)
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
+        travel = Travel(k, v, context, moved_by, "forward")
         for hop, tiling in enumerate(tilings):
             pending = travel.advance(hop)
             attend(q, *travel.block(hop), tiling, scale, out, running, lse)
@@ -237,10 +244,10 @@ def ring_attention_backward(
     """(dq, dk, dv) of this rank's tokens in the dtypes of q, k, v."""
     context = ContextPlan.from_handle(plan)
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport)
-    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    travel = Travel(k, v, context, moved_by, "backward")
-    partials = Partials(k, context, moved_by)
     with _hops(context, q):
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        travel = Travel(k, v, context, moved_by, "backward")
+        partials = Partials(k, context, moved_by)
         lse, delta = preprocess(dout, out, lse, dlse)
         for hop, tiling in enumerate(context.hops.backward(TILE_N, TILE_M, deterministic)):
             pending = travel.advance(hop)

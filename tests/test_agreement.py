@@ -155,7 +155,7 @@ WRONG: list[tuple[Callable[[Call, Group], Call], str, bool]] = [
     (other_window, "plan.window differs .*7, 0", False),
     (not_causal, "plan.window differs .*-1, -1", False),
     (other_scale, "softmax_scale differs .* 0.5", False),
-    (scale_is_text, "softmax_scale", False),
+    (scale_is_text, "softmax_scale='large'", True),
     (deterministic, "deterministic differs .* True", False),
     (other_transport, "transport='nccl'", False),
     (unknown_transport, "transport='pigeon'", False),

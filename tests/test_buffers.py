@@ -14,7 +14,7 @@ from ranks import Ranks
 
 from ringfa3 import plan_context, ring_attn_func
 from ringfa3.buffers import HOME, KV, PARTIAL
-from ringfa3.comm import GlooTransport, Message
+from ringfa3.transports import GlooTransport, Message
 
 Group = dist.ProcessGroup
 

@@ -17,6 +17,7 @@ ORDER = [
     "movement",
     "context",
     "ops",
+    "transports",
     "comm",
     "buffers",
     "ring",

@@ -204,7 +204,7 @@ def _ddp(group: Group, mode: str) -> float:
     model = DistributedDataParallel(Model(group, mode), process_group=group)
     got = gradients_of(model, plan, tokens_of(plan))
     alone = plan_context(cu, (0, 1))
-    ref = gradients_of(Model(None), alone, tokens_of(alone))
+    ref = gradients_of(Model((0, 1)), alone, tokens_of(alone))
     world = dist.get_world_size(group)
     return worst([(a * world, b) for a, b in zip(got, ref, strict=True)])
 

@@ -15,14 +15,14 @@ from ranks import Ranks, group_of
 
 from ringfa3 import (
     ContextPlan,
-    comm,
     flash_attn_varlen_func,
     plan_context,
     reference,
     ring,
     ring_attn_func,
+    transports,
 )
-from ringfa3.comm import GlooTransport
+from ringfa3.transports import GlooTransport
 
 EXACT = 1e-12  # float64
 Group = dist.ProcessGroup
@@ -232,7 +232,9 @@ def _overlap(group: Group) -> bool:
     with (
         mock.patch.object(ring, "attend", noted("compute", attend)),
         mock.patch.object(GlooTransport, "exchange", noted("move", exchange)),
-        mock.patch.object(comm._GlooExchange, "wait", noted("wait", comm._GlooExchange.wait)),
+        mock.patch.object(
+            transports._GlooExchange, "wait", noted("wait", transports._GlooExchange.wait)
+        ),
     ):
         ring_attn_func(*(plan.shard(x) for x in inputs), plan)
     return events == ["move", "compute", "wait", "move", "compute", "wait", "compute"]
