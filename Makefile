@@ -14,7 +14,8 @@ READY := $(VENV)/.ready
 .PHONY: demo test check setup clean
 
 demo: setup
-	$(BIN)/torchrun --standalone --nproc-per-node 2 train/pretrain.py experiment=demo parallel.cp=2
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
+	  train/pretrain.py experiment=demo parallel.cp=2
 
 test: setup
 	$(BIN)/python -m pytest
