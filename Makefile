@@ -9,7 +9,7 @@ EXTRA_INDEX_URL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INDEX := $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready-$(subst /,_,$(subst =,-,$(TORCH)))
 
 .PHONY: demo test check setup clean
 

@@ -1,4 +1,4 @@
-"""Exact attention at Hopper speed over contexts that no single GPU holds."""
+"""Exact ring attention over contexts that no single GPU holds."""
 
 from ringfa3.comm import RingError
 from ringfa3.context import ContextPlan, plan_context

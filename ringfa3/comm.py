@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,8 @@ class RingGroup:
         self.store, self.name = group.get_group_store(), group.group_name
         self.failure: str | None = None
         self.call = 0  # ring calls begun, forward and backward
-        self._settings: dict[str, str] = {}  # of the call under way
+        self.settings: dict[str, str] = {}  # of the call under way
+        self.identity = 0  # of the call under way: 28 bits that all ranks in it have in common
         self._epoch = 0
         self._generation = 0  # of the transports: a refusal in mid-call leaves messages on them
         self._refused = False  # the call under way was refused on all ranks
@@ -66,14 +68,19 @@ class RingGroup:
         if name not in self._transports:
             if self._lookout is None:  # made now: once it is needed, the store may not answer
                 self._lookout = _Lookout(self)
-            self._transports[name] = TRANSPORTS[name](self, self._new_group(name))
+            try:
+                self._transports[name] = TRANSPORTS[name](self, self._new_group(name))
+            except RuntimeError as problem:
+                raise self.fail(f"connecting over {name}: {first_line(problem)}") from None
         return self._transports[name]
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """A process group of the same ranks, made by them alone.
 
         `new_group(use_local_synchronization=True)` names a group by how many its process has, and
-        waits for ever where that is not the same on all ranks.
+        waits for ever where that is not the same on all ranks. If the default group is bound to a
+        device, NCCL splits its communicator, and all ranks of the job must make their first ring
+        call together.
         """
         p2p, _ = c10d._new_process_group_helper(
             self.world,
@@ -86,6 +93,8 @@ class RingGroup:
         )
         assert isinstance(p2p, dist.ProcessGroup)
         c10d._world.pg_group_ranks[p2p] = {r: i for i, r in enumerate(self.ranks)}
+        if backend == "nccl":  # connects all ranks: a first call may leave some without messages
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=p2p)
         return p2p
 
     def begin(self, settings: Mapping[str, str]) -> None:
@@ -93,11 +102,21 @@ class RingGroup:
 
         Raises:
             RingError: an earlier call failed; the group's connections are in no known state.
+            ValueError, TypeError: another rank refuses this call or the one before.
         """
         if self.failure is not None:
             raise RingError(f"the context group is lost since: {self.failure}")
         self.call += 1
-        self._settings, self._refused = dict(settings), False
+        self.settings, self._refused = dict(settings), False
+        said = json.dumps([self.call, self.settings], sort_keys=True)
+        self.identity = zlib.crc32(said.encode()) >> 4
+        if self._lookout is not None and self._lookout.summons == self._epoch + 1:
+            self._answer("before its first hop")
+
+    def _answer(self, place: str) -> None:
+        """Joins an agreement that only ranks in trouble have entered; it raises on all of them."""
+        settings = {**self.settings, "place": f"call {self.call}, {place}"}
+        self._enter({"settings": settings, "error": None, "inside": True})
 
     def agree(self, settings: Mapping[str, str], error: Exception | None = None) -> None:
         """Returns if every rank enters with equal settings and no error, else raises on all.
@@ -132,11 +151,18 @@ class RingGroup:
             if any(e["inside"] for e in entries):  # their messages will never be answered
                 self._abandoned += self._transports.values()
                 self._transports = {}
+                self._agreed.clear()
                 self._generation += 1
             raise
 
-    def _entry_key(self, epoch: int, rank: int) -> str:
+    @staticmethod
+    def _entry_key(epoch: int, rank: int) -> str:
         return f"ringfa3/agree/{epoch}/{rank}"
+
+    @staticmethod
+    def _summons_key(epoch: int) -> str:
+        """Set where a rank in an agreement is in trouble, or waits for the others."""
+        return f"ringfa3/summons/{epoch}"
 
     def _meet(self, entry: Mapping[str, object]) -> list[dict[str, object]]:
         """Leaves this rank's entry and reads those of all."""
@@ -149,7 +175,9 @@ class RingGroup:
         def meet() -> None:
             try:
                 self.store.set(keys[self.rank], json.dumps(entry))
-                self.store.wait(keys, self.timeout)
+                if entry["error"] is not None or entry["inside"] or not self._all_soon(keys):
+                    self.store.set(self._summons_key(self._epoch), "")
+                self.store.wait(keys, self.timeout - timedelta(seconds=GLANCE_S))
                 found.extend(json.loads(e) for e in self.store.multi_get(keys))
                 if self._epoch > 2:  # everyone has read it: all have entered the one after it
                     self.store.delete_key(self._entry_key(self._epoch - 2, self.rank))
@@ -159,9 +187,16 @@ class RingGroup:
 
         # on a thread of its own: a store whose host is stopped answers to no timeout
         threading.Thread(target=meet, daemon=True, name="ringfa3-meeting").start()
-        if not done.wait(self.timeout.total_seconds() + GLANCE_S) or not found:
+        if not done.wait(self.timeout.total_seconds() + 2 * GLANCE_S) or not found:
             raise self.fail(f"agreement before a ring call: {problem[0]}")
         return found
+
+    def _all_soon(self, keys: list[str]) -> bool:
+        try:
+            self.store.wait(keys, timedelta(seconds=GLANCE_S))
+        except dist.DistError:
+            return False
+        return True
 
     def _absent(self, keys: list[str], problem: Exception) -> str:
         try:
@@ -213,12 +248,12 @@ class RingGroup:
                 self.fail(f"{type(problem).__name__}: {first_line(problem)}")
             raise
 
-    def await_event(self, done: threading.Event, what: str) -> None:
-        """Waits for `done`, watching for other ranks' trouble.
+    def await_event(self, done: threading.Event, what: Callable[[], str]) -> None:
+        """Waits for `done`, watching for other ranks' trouble; `what` says what for.
 
         Raises:
             RingError: after the timeout, or as soon as another rank has given up.
-            ValueError, TypeError: another rank has refused this call.
+            ValueError, TypeError: another rank has refused this call, or is in another one.
         """
         if done.wait(GLANCE_S):
             return
@@ -226,15 +261,15 @@ class RingGroup:
         with self._lookout as lookout:
             deadline = time.monotonic() + self.timeout.total_seconds() - GLANCE_S
             while not done.wait(GLANCE_S / 5):
-                if lookout.summons:
-                    place = f"inside call {self.call}, {what}"
-                    settings = {**self._settings, "place": place}
-                    self._enter({"settings": settings, "error": None, "inside": True})
+                if lookout.summons == self._epoch + 1:
+                    self._answer(what())
                 if lookout.alarm is not None:
-                    raise self.fail(f"{what}: gave up because {lookout.alarm}")
+                    raise self.fail(f"{what()}: gave up because {lookout.alarm}")
                 if time.monotonic() > deadline:
                     seconds = self.timeout.total_seconds()
-                    raise self.fail(f"{what}: nothing within {seconds:g} s; is that rank stopped?")
+                    raise self.fail(
+                        f"{what()}: nothing within {seconds:g} s; is that rank stopped?"
+                    )
 
 
 def _described(error: Exception | None) -> list[str] | None:
@@ -254,44 +289,53 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 class _Lookout(threading.Thread):
-    """Watches the side channel while its rank waits; used as a context manager.
+    """Watches the side channel; as a context manager, with an eye on where the others wait.
 
     alarm     what a rank said that gave up, None so far
-    summons   a rank refuses, or asks about, the call that this rank is in
+    summons   number of an agreement that this rank has to join: a rank in it refuses the call
+              that this one is in, or has not begun it, or waits in another one
     """
 
     def __init__(self, group: RingGroup) -> None:
         super().__init__(daemon=True, name="ringfa3-lookout")
         self._group, self._store = group, group.store.clone()  # type: ignore[attr-defined]
-        self._active = threading.Event()
+        self._waiting = False
         self.alarm: str | None = None
-        self.summons = False
+        self.summons = 0
         self.start()
 
     def __enter__(self) -> _Lookout:
-        self.summons = False
-        self._active.set()
+        self._waiting = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._active.clear()
+        self._waiting = False
 
     def run(self) -> None:
-        while True:
-            self._active.wait()
-            try:
+        with suppress(dist.DistError):  # the store's host is gone: waits end at their deadline
+            while True:
                 self._glance()
-            except dist.DistError:
-                return  # the store's host is gone: the wait ends at its own deadline
-            time.sleep(GLANCE_S)
+                time.sleep(GLANCE_S)
 
     def _glance(self) -> None:
+        group = self._group
+        epoch, call = group._epoch + 1, group.call
         if self._store.check(["ringfa3/failure"]):
             self.alarm = self._store.get("ringfa3/failure").decode()
-        group = self._group
-        for rank in range(group.world):
-            key = group._entry_key(group._epoch + 1, rank)
-            if rank != group.rank and self._store.check([key]):
-                entry = json.loads(self._store.get(key))
-                # a rank that is behind our call, or refuses, will never send what we wait for
-                self.summons |= entry["error"] is not None or entry["call"] < group.call
+        if self._store.check([group._summons_key(epoch)]):
+            for entry in self._of_peers(lambda rank: group._entry_key(epoch, rank)):
+                # such a rank will never send what this call waits for
+                if entry["error"] is not None or entry["inside"] or entry["call"] < call:
+                    self.summons = epoch
+        if self._waiting:
+            mine = {"call": call, "settings": group.settings}
+            self._store.set(f"ringfa3/waiting/{group.rank}", json.dumps(mine))
+            for entry in self._of_peers(lambda rank: f"ringfa3/waiting/{rank}"):
+                if entry["call"] == call and entry["settings"] != mine["settings"]:
+                    self.summons = epoch
+
+    def _of_peers(self, key_of: Callable[[int], str]) -> Iterator[dict[str, Any]]:
+        for rank in range(self._group.world):
+            key = key_of(rank)
+            if rank != self._group.rank and self._store.check([key]):
+                yield json.loads(self._store.get(key))

@@ -20,6 +20,7 @@ from ringfa3.movement import plan_ring
 from ringfa3.plan import ramps
 
 Group = dist.ProcessGroup | tuple[int, int] | None
+MAX_TOKENS = 1 << 31  # of all ranks together: rows are int32 in the tables of a plan
 PLANS_KEPT = 64  # most recent plans kept alive by `plan_context`
 
 _handles = itertools.count(1)
@@ -48,18 +49,37 @@ class ContextPlan:
         layout: str,
         causal: bool,
         window_size: tuple[int, int],
+        implicit: bool = False,
     ) -> None:
+        self.implicit = implicit  # for one process because torch.distributed was not initialised
         self.lengths, self.shards = lengths, shards
         self.rank, self.world, self.group = rank, len(shards), group
         self.layout, self.causal, self.window_size = layout, causal, window_size
         self.tokens_per_rank = [s.tokens for s in shards]
         self.total_tokens = sum(self.tokens_per_rank)
         self.local_tokens = self.tokens_per_rank[rank]
+        self._register()
+        self.hops, self.movement = plan_ring(shards, rank, *self.band)
+
+    def _register(self) -> None:
+        """What belongs to this process alone."""
         self._bound: dict[int, ContextPlan] = {}
         self._own: dict[torch.device, torch.Tensor] = {}
         self.handle = next(_handles)
         _alive[self.handle] = self
-        self.hops, self.movement = plan_ring(shards, rank, *self.band)
+
+    def __getstate__(self) -> dict[str, object]:
+        if self.group is not None:
+            raise TypeError(
+                "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
+                "make it with group=(rank, world)"
+            )
+        own = ("_bound", "_own", "handle")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._register()
 
     @staticmethod
     def from_handle(handle: int) -> ContextPlan:
@@ -75,9 +95,8 @@ class ContextPlan:
         """This plan with a process group, for one that was made from (rank, world)."""
         key = id(group)
         if key not in self._bound:
-            plan = copy.copy(self)  # the tables are shared
-            plan.group, plan.handle = group, next(_handles)
-            self._bound[key] = _alive[plan.handle] = plan
+            self._bound[key] = copy.copy(self)  # the tables are shared
+            self._bound[key].group = group
         return self._bound[key]
 
     def own_rows(self, device: torch.device) -> torch.Tensor:
@@ -262,7 +281,9 @@ def plan_context(
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: allowed are {', '.join(map(repr, LAYOUTS))}")
     window = check_window(window_size)
-    return _cached_plan(cu, *place(group), layout, bool(causal), window, 0)
+    placed = place(group)
+    implicit = group is None and placed[2] is None
+    return _cached_plan(cu, *placed, layout, bool(causal), window, 0, implicit)
 
 
 def dense_plan(
@@ -281,7 +302,7 @@ def dense_plan(
     cu = tuple(range(0, (batch + 1) * local_tokens * world, max(local_tokens * world, 1)))
     if not local_tokens:
         cu = (0,)
-    return _cached_plan(cu, rank, world, process_group, layout, causal, window_size, batch)
+    return _cached_plan(cu, rank, world, process_group, layout, causal, window_size, batch, False)
 
 
 def place(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
@@ -314,14 +335,17 @@ def _cached_plan(
     causal: bool,
     window_size: tuple[int, int],
     batch: int,
+    implicit: bool,
 ) -> ContextPlan:
     lengths = np.array(check_lengths("cu_seqlens", cu_seqlens), np.int64)
+    if lengths.sum() >= MAX_TOKENS:
+        raise ValueError(f"cu_seqlens ends at {lengths.sum()}: allowed are fewer than 2^31 tokens")
     window = effective_window(causal, window_size)
     if batch:
         shards = [_repeat(s, len(lengths)) for s in partition(lengths[:1], world, layout, *window)]
     else:
         shards = partition(lengths, world, layout, *window)
-    return ContextPlan(lengths, shards, rank, group, layout, causal, window_size)
+    return ContextPlan(lengths, shards, rank, group, layout, causal, window_size, implicit)
 
 
 def _repeat(s: Segments, times: int) -> Segments:

@@ -16,7 +16,7 @@ from ringfa3.context import (
 )
 from ringfa3.layout import LAYOUTS
 from ringfa3.ops import check_precision, flash_attn_func
-from ringfa3.ring import TRANSPORTS, bind, refuse, ring_attn_func
+from ringfa3.ring import TRANSPORTS, bind, default_group, refuse, ring_attn_func
 
 
 class RingFA3Attention(nn.Module):
@@ -96,7 +96,7 @@ class RingFA3Attention(nn.Module):
         _, world, group = place(self.group)
         problem = self._problem(q, k, v, plan, world)
         if problem is not None:
-            refuse(group if world > 1 else None, problem)
+            refuse(group or default_group() if world > 1 else None, problem)
         if plan is None and world == 1:
             return self._one_device(q, k, v)
         if plan is None:
@@ -149,8 +149,11 @@ class RingFA3Attention(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> RingFA3Attention:
         """A copy in the same group: process groups are shared, not copied."""
-        twin = copy.copy(self)
+        twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        if self.group is not None:
+            memo[id(self.group)] = self.group
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
     def _one_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ with outputs (out, lse).
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,15 +16,9 @@ import numpy as np
 import torch
 
 from ringfa3.context import check_lengths, check_window, effective_window, whole_numbers
+from ringfa3.engine import backward_tiles, forward_engine
 from ringfa3.plan import Plan, plan_local
-from ringfa3.reference import (
-    TILE_M,
-    TILE_N,
-    attend,
-    attend_backward,
-    preprocess,
-    statistics_dtype,
-)
+from ringfa3.reference import attend_backward, preprocess, statistics_dtype
 
 CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
@@ -180,16 +173,6 @@ def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
-@lru_cache(1)
-def say_executor(device_type: str) -> None:
-    """Once per process: that tensors on this device have no kernel yet."""
-    warnings.warn(
-        f"ringfa3 has no {device_type} kernels in this version: attention runs on its PyTorch "
-        "executor, exact but slow",
-        stacklevel=2,
-    )
-
-
 @lru_cache(64)
 def _plan(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], left: int, right: int) -> Plan:
     return plan_local(np.array(q_lengths, np.int64), np.array(k_lengths, np.int64), left, right)
@@ -215,7 +198,7 @@ def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
                 "the CPU"
             )
         lengths = check_lengths(name, cu.tolist())
-        if cu.is_cuda:
+        if cu.is_cuda and not cu.is_inference():  # which have no version
             key = id(cu)
             _read[key] = (weakref.ref(cu, lambda _: _read.pop(key, None)), cu._version, lengths)
     if sum(lengths) != tokens:
@@ -266,14 +249,13 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of checked inputs: dense without cumulative lengths, packed with them."""
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
-    if q.is_cuda:
-        say_executor(q.device.type)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     packed = _packed(out)
     lse = packed.new_empty((packed.shape[1], packed.shape[0]), dtype=statistics_dtype(q.dtype))
     with torch.autocast(q.device.type, enabled=False):
-        tiling = plan.forward(TILE_M)[0]
-        attend(_packed(q), _packed(k), _packed(v), tiling, scale, packed, packed[:0], lse)
+        engine = forward_engine(_packed(q))
+        tiling = plan.forward(engine.tile_m)[0]
+        engine.attend(_packed(q), _packed(k), _packed(v), tiling, scale, packed, packed[:0], lse)
     if q.dim() == 4:
         lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
     return out, lse
@@ -310,7 +292,7 @@ def attention_backward(
     dq = torch.zeros(qp.shape, dtype=statistics, device=q.device)
     dk, dv = (torch.empty(kp.shape, dtype=statistics, device=q.device) for _ in range(2))
     with torch.autocast(q.device.type, enabled=False):
-        tiling = plan.backward(TILE_N, TILE_M, deterministic)[0]
+        tiling = plan.backward(*backward_tiles(qp), deterministic)[0]
         lse, delta = preprocess(dp, op, lse, dlse)
         attend_backward(dp, qp, kp, vp, lse, delta, tiling, scale, dq, dk, dv)
     dq, dk, dv = (g.to(x.dtype).view(x.shape) for g, x in ((dq, q), (dk, k), (dv, v)))

@@ -54,7 +54,7 @@ FIRST, LAST = 1, 2
 Table = npt.NDArray[np.void]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tiling:
     """Tiles of one hop in the order in which they are fetched, and the spans that they index.
 

@@ -166,11 +166,12 @@ def preprocess(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(LSE, D) for `attend_backward`, (h, t) each, once per backward; dlse is (h, t).
 
-    D = rowsum(dO * O) - dLSE. LSE is +inf where it was -inf, so that P = 0 in a row that sees
-    nothing.
+    D = rowsum(dO * O) - dLSE. In a row that sees nothing LSE is +inf, so that P = 0, and D is 0,
+    whatever its gradients are.
     """
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t() - dlse
-    return lse.masked_fill(lse == -torch.inf, torch.inf), delta
+    blind = lse == -torch.inf
+    return lse.masked_fill(blind, torch.inf), delta.masked_fill(blind, 0)
 
 
 def _by_kv_head(x: torch.Tensor, hk: int) -> torch.Tensor:

@@ -18,23 +18,16 @@ import torch.distributed as dist
 from ringfa3.buffers import Partials, Travel
 from ringfa3.comm import RingGroup
 from ringfa3.context import ContextPlan
+from ringfa3.engine import backward_tiles, forward_engine
 from ringfa3.ops import (
     autocast_inputs,
     check_precision,
     check_qkv,
     check_tensors,
     default_scale,
-    say_executor,
 )
 from ringfa3.plan import FIRST, LAST
-from ringfa3.reference import (
-    TILE_M,
-    TILE_N,
-    attend,
-    attend_backward,
-    preprocess,
-    statistics_dtype,
-)
+from ringfa3.reference import attend_backward, preprocess, statistics_dtype
 from ringfa3.transports import Transport
 
 TRANSPORTS = ("auto", "nccl", "gloo")
@@ -72,13 +65,20 @@ def ring_attn_func(
     """
     if not isinstance(plan, ContextPlan):
         refuse(
-            dist.group.WORLD if dist.is_available() and dist.is_initialized() else None,
+            default_group(),
             TypeError(f"plan must come from plan_context, got {type(plan).__name__}"),
         )
     plan = bind(plan)
     try:
         check_tensors(q, k, v)
         scale = default_scale(softmax_scale, q)
+        for name, value, kind in (
+            ("deterministic", deterministic, bool),
+            ("precision", precision, str),
+            ("transport", transport, str),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}={value!r}: give a {kind.__name__}")
     except (TypeError, ValueError) as problem:
         refuse(plan.group, problem)
     q, k, v = autocast_inputs(q, k, v)
@@ -93,12 +93,17 @@ def refuse(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
     raise error
 
 
+def default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def bind(plan: ContextPlan, group: dist.ProcessGroup | None = None) -> ContextPlan:
     """The plan with a group to run in: its own, else `group`, else the default group."""
-    if plan.world == 1 or plan.group is not None:
+    if plan.group is not None or (plan.world == 1 and not plan.implicit):
         return plan
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
+    group = group or default_group()
+    if plan.world == 1 and (group is None or dist.get_world_size(group) == 1):
+        return plan
     if group is None:
         raise ValueError(
             f"plan is for {plan.world} ranks, but torch.distributed is not initialised"
@@ -159,6 +164,7 @@ def _enter(
     deterministic: bool,
     precision: str,
     transport: str,
+    direction: str,
 ) -> Transport | None:
     """Checks a call, agrees on it and gives its transport; None on one rank."""
     error: Exception | None = None
@@ -167,6 +173,7 @@ def _enter(
         check_precision(precision)
         _check(q, k, v, plan, transport)
         settings = _settings(q, k, plan, scale, deterministic)
+        forward_engine(q)  # a kernel is built, if it must be, while no rank waits in a hop
     except (TypeError, ValueError) as problem:
         error = problem
     if plan.world == 1:
@@ -176,7 +183,7 @@ def _enter(
     assert plan.group is not None
     group = RingGroup.of(plan.group)
     group.agree(settings, error)
-    group.begin(settings)
+    group.begin({**settings, "pass": direction})
     return group.transport("nccl" if q.is_cuda else "gloo")
 
 
@@ -201,11 +208,10 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
-    moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport)
-    if q.is_cuda:
-        say_executor(q.device.type)
+    moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "forward")
     with _hops(context, q):
-        tilings = context.hops.forward(TILE_M)
+        engine = forward_engine(q)
+        tilings = context.hops.forward(engine.tile_m)
         once = all((t.tiles["flags"] == FIRST | LAST).all() for t in tilings)
         statistics = statistics_dtype(q.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -214,7 +220,7 @@ def ring_attention(
         travel = Travel(k, v, context, moved_by, "forward")
         for hop, tiling in enumerate(tilings):
             pending = travel.advance(hop)
-            attend(q, *travel.block(hop), tiling, scale, out, running, lse)
+            engine.attend(q, *travel.block(hop), tiling, scale, out, running, lse)
             if pending is not None:
                 pending.wait()
     return out, lse
@@ -243,13 +249,13 @@ def ring_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's tokens in the dtypes of q, k, v."""
     context = ContextPlan.from_handle(plan)
-    moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport)
+    moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
     with _hops(context, q):
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         travel = Travel(k, v, context, moved_by, "backward")
         partials = Partials(k, context, moved_by)
         lse, delta = preprocess(dout, out, lse, dlse)
-        for hop, tiling in enumerate(context.hops.backward(TILE_N, TILE_M, deterministic)):
+        for hop, tiling in enumerate(context.hops.backward(*backward_tiles(q), deterministic)):
             pending = travel.advance(hop)
             dkv = partials.block(hop)
             attend_backward(dout, q, *travel.block(hop), lse, delta, tiling, scale, dq, *dkv)

@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -24,7 +24,7 @@ class Message:
     tensor  contiguous, sent or filled
     peer    rank in the context group
     what    for error messages, as in "forward hop 2: K/V"
-    tag     keeps streams of messages between two ranks apart
+    tag     0 to 3, keeps streams of messages between two ranks apart
     """
 
     tensor: torch.Tensor
@@ -51,16 +51,18 @@ class Peers(Protocol):
     ranks    global ranks of the group
     rank     this one's place in it
     timeout  after which a silent peer is an error
+    identity of the ring call under way, 28 bits, equal on all ranks that are in the same call
     """
 
     ranks: list[int]
     rank: int
     timeout: timedelta
+    identity: int
 
     def fail(self, message: str) -> Exception:
         """Tells the other ranks and returns the error to raise."""
 
-    def await_event(self, done: threading.Event, what: str) -> None:
+    def await_event(self, done: threading.Event, what: Callable[[], str]) -> None:
         """Waits, watching for other ranks' trouble; raises after the timeout."""
 
 
@@ -95,8 +97,10 @@ class _GlooExchange:
         self._messages = (*sends, *receives)
         self._done = threading.Event()
         self._failed: tuple[str, Exception] | None = None
+        self._awaited = ""
         self._works: list[tuple[dist.Work, str]] = []
         group = transport.group
+        tag = group.identity << 2  # messages of different calls never meet
         for post, verb, messages in (
             (dist.irecv, "receiving from", receives),
             (dist.isend, "sending to", sends),
@@ -105,7 +109,7 @@ class _GlooExchange:
                 peer = group.ranks[m.peer]
                 what = f"{m.what}, {verb} rank {peer}"
                 try:
-                    work = post(m.tensor, peer, group=transport.p2p, tag=m.tag)
+                    work = post(m.tensor, peer, group=transport.p2p, tag=tag | m.tag)
                 except RuntimeError as problem:
                     raise group.fail(f"{what}: {first_line(problem)}") from None
                 assert work is not None
@@ -113,6 +117,7 @@ class _GlooExchange:
 
     def run(self) -> None:
         for work, what in self._works:
+            self._awaited = what
             try:
                 work.wait(self._transport.group.timeout)
             except RuntimeError as problem:
@@ -124,7 +129,7 @@ class _GlooExchange:
         if self._works:
             group = self._transport.group
             self._transport.waiting.put(self)
-            group.await_event(self._done, self._works[0][1])
+            group.await_event(self._done, lambda: self._awaited)
             if self._failed is not None:
                 what, problem = self._failed
                 raise group.fail(f"{what}: {first_line(problem)}")
@@ -162,14 +167,14 @@ class NcclTransport:
         while True:
             posted, works, what = self.posted.get()
             while not all(w.is_completed() for w in works):
-                if time.monotonic() > posted + seconds - 1:
+                if time.monotonic() > posted + 0.9 * seconds:
                     print(
                         f"ringfa3: rank {self.group.ranks[self.group.rank]}: {what}: "
-                        f"nothing within {seconds:g} s",
+                        f"nothing for {0.9 * seconds:g} s",
                         file=sys.stderr,
                         flush=True,
                     )
-                    return
+                    break
                 time.sleep(POLL_S)
 
 

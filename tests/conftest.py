@@ -22,6 +22,12 @@ torch.set_num_threads(1)  # small tensors; and the ranks of the pool need the co
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests of the CPU path are that on any machine; `-m gpu` selects the others."""
+    if config.getoption("-m") == "not gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Four processes that talk over gloo, shared by all tests."""

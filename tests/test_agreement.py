@@ -306,3 +306,50 @@ def test_the_group_is_of_use_after_a_refusal(ranks: Ranks, wrong_at: int) -> Non
 
 def test_ring_error_is_a_runtime_error() -> None:
     assert issubclass(RingError, RuntimeError)
+
+
+def _swapped(_: Group) -> list[tuple[str, str, float]]:
+    """Calls with plans A, B, then A on rank 0 and B on rank 1, then A; all were agreed on."""
+    group = group_of(2, 8.0)
+    if dist.get_rank() >= 2:
+        return []
+    plans = [plan_context(cu, group) for cu in ([0, 40, 41, 150], [0, 70, 71, 150])]
+    said = []
+    for i in (0, 1, dist.get_rank(), 0):
+        q, k, v = (torch.randn(plans[i].local_tokens, 2, 8) for _ in range(3))
+        said.append(told((q, k, v, plans[i], {})))
+        dist.barrier(group)
+    return said
+
+
+def test_two_known_plans_are_not_mixed(ranks: Ranks) -> None:
+    """Both ranks say that cu_seqlens differs; the group can be used afterwards."""
+    for said in ranks.run(4, _swapped)[:2]:
+        assert [kind for kind, _, _ in said] == ["", "", "ValueError", ""]
+        assert "plan.cu_seqlens differs" in said[2][1]
+        assert said[2][2] < SOON_S
+
+
+def _quiet(_: Group) -> list[tuple[str, str, float]]:
+    """Contiguous and causal: rank 0 receives nothing and ends a call that rank 2 refuses."""
+    group = group_of(3, 8.0)
+    if dist.get_rank() >= 3:
+        return []
+    plan = plan_context(96, group, layout="contiguous")
+    q, k, v = (torch.randn(plan.local_tokens, 2, 8) for _ in range(3))
+    said = [told((q, k, v, plan, {}))]
+    wrong = {"softmax_scale": 0.5} if dist.get_rank() == 2 else {}
+    said.append(told((q, k, v, plan, wrong)))
+    if dist.get_rank() == 0:
+        time.sleep(1.0)  # the next layer
+        said.append(told((q, k, v, plan, {})))
+    return said
+
+
+def test_a_rank_that_receives_nothing_raises_at_its_next_call(ranks: Ranks) -> None:
+    first, *others = ranks.run(4, _quiet)[:3]
+    assert [kind for kind, _, _ in first[:2]] == ["", ""]
+    for kind, message, seconds in (first[2], others[0][1], others[1][1]):
+        assert kind == "ValueError", message
+        assert "softmax_scale differs" in message
+        assert seconds < SOON_S

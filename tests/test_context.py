@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 
@@ -250,3 +251,18 @@ def test_planning_is_quick(
             cold.append(plan(rank))
         assert min(cold) <= 15
         assert min(plan(rank) for _ in range(20)) <= 0.1
+
+
+def test_a_pickled_plan_is_a_plan_of_its_own() -> None:
+    """Handles belong to a process: a copy gets another one, and the same tables."""
+    plan = plan_context([0, 5, 9, 30], (1, 3))
+    twin = pickle.loads(pickle.dumps(plan))
+    assert twin.handle != plan.handle
+    assert ContextPlan.from_handle(twin.handle) is twin
+    assert twin.digest == plan.digest
+    assert torch.equal(twin.token_index, plan.token_index)
+
+
+def test_too_many_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="cu_seqlens ends at 2147483648"):
+        plan_context(1 << 31, (0, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -266,3 +267,14 @@ def test_the_layer_has_no_parameters_and_says_what_it_is() -> None:
     assert not list(attn.parameters())
     assert not attn.state_dict()
     assert "window_size=(5, 0)" in repr(attn)
+
+
+def test_a_deep_copy_shares_the_group_and_nothing_else() -> None:
+    layer = RingFA3Attention(2, 1, 8, group=(0, 1))
+    twin = copy.deepcopy(layer)
+    fired = []
+    twin.register_forward_hook(lambda *_: fired.append(1))
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 1, 8)
+    assert torch.equal(layer(q, k, k), twin(q, k, k))
+    assert len(fired) == 1
+    assert twin.group is layer.group

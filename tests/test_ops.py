@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ringfa3 import flash_attn_func, flash_attn_varlen_func, ops
+from ringfa3 import flash_attn_func, flash_attn_varlen_func, ops, reference
 
 EXACT = 1e-12  # float64
 
@@ -259,14 +259,14 @@ def test_selective_checkpointing_runs_the_forward_once(
 ) -> None:
     """Calls of the executor's forward are counted; plain checkpointing runs it twice."""
     count = 0
-    inner = ops.attend
+    inner = reference.attend
 
     def counted(*args: object) -> None:
         nonlocal count
         count += 1
         inner(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ops, "attend", counted)
+    monkeypatch.setattr(reference, "attend", counted)
     inputs = dense_inputs(2, 12, 12)
     plain = torch.autograd.grad(_dense(*inputs), inputs)
     count = 0

@@ -145,14 +145,17 @@ def test_a_blind_row_gives_no_gradient_whatever_comes_back_to_its_lse() -> None:
 
 def test_preprocess_makes_blind_rows_harmless() -> None:
     """LSE -inf comes back as +inf, so that exp(S - LSE) is 0 in every block that a kernel's row
-    grid rounds into; the rest as it is, and D = rowsum(dO * O) - dLSE to 1e-6."""
+    grid rounds into, and D = 0 whatever dLSE is there; elsewhere rowsum(dO * O) - dLSE, 1e-6."""
     out, dout = torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(0)).unbind()
     lse, dlse = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).unbind()
     lse[0, 2] = lse[1, 4] = -torch.inf
+    dlse[0, 2] = torch.nan
     prepared, delta = preprocess(dout, out, lse, dlse)
+    expected = torch.einsum("thd,thd->ht", dout, out) - dlse
+    expected[0, 2] = expected[1, 4] = 0
     assert prepared[0, 2] == prepared[1, 4] == torch.inf
     assert torch.equal(prepared[lse > -torch.inf], lse[lse > -torch.inf])
-    assert worst([(delta, torch.einsum("thd,thd->ht", dout, out) - dlse)]) < 1e-6
+    assert worst([(delta, expected)]) < 1e-6
 
 
 def test_merge_is_attention_over_both_key_sets() -> None:

@@ -18,7 +18,6 @@ from ringfa3 import (
     flash_attn_varlen_func,
     plan_context,
     reference,
-    ring,
     ring_attn_func,
     transports,
 )
@@ -31,10 +30,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @contextmanager
 def tile_sizes(m: int, n: int, block: int) -> Iterator[None]:
-    with (
-        mock.patch.multiple(ring, TILE_M=m, TILE_N=n),
-        mock.patch.multiple(reference, TILE_M=m, TILE_N=n, BLOCK=block),
-    ):
+    with mock.patch.multiple(reference, TILE_M=m, TILE_N=n, BLOCK=block):
         yield
 
 
@@ -218,7 +214,7 @@ def test_deterministic_is_bitwise_repeatable(ranks: Ranks, world: int, dtype: to
 def _overlap(group: Group) -> bool:
     """Whether each hop's exchange is posted before the hop is computed, and awaited after."""
     events: list[str] = []
-    attend, exchange = ring.attend, GlooTransport.exchange
+    attend, exchange = reference.attend, GlooTransport.exchange
 
     def noted(name: str, inner: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object) -> object:
@@ -230,7 +226,7 @@ def _overlap(group: Group) -> bool:
     plan = plan_context(100, group)
     inputs, _, _ = tensors(0, 100, (2, 1), 4)
     with (
-        mock.patch.object(ring, "attend", noted("compute", attend)),
+        mock.patch.object(reference, "attend", noted("compute", attend)),
         mock.patch.object(GlooTransport, "exchange", noted("move", exchange)),
         mock.patch.object(
             transports._GlooExchange, "wait", noted("wait", transports._GlooExchange.wait)

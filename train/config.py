@@ -82,6 +82,7 @@ class ParallelConfig:
     cp: int = 1
     layout: str = "zigzag"
     transport: str = "auto"
+    device: str = "auto"
     timeout_s: float = 600.0
 
 
@@ -123,6 +124,7 @@ CHOICES = {
     "optim.schedule": ("cosine", "linear"),
     "parallel.layout": ("zigzag", "contiguous"),
     "parallel.transport": ("auto", "gloo", "nccl"),
+    "parallel.device": ("auto", "cpu", "cuda"),
     "train.precision": ("auto", "float32", "bfloat16"),
     "train.recompute": ("none", "full", "attention-saving"),
 }
@@ -234,8 +236,7 @@ def check(config: Config, world: int) -> None:
             f"nearest valid: parallel.cp={best} (or start a multiple of {cp} processes "
             f"with torchrun --nproc-per-node)"
         )
-    if config.mode == "train":
-        _check_run_dir(config.run)
+    _check_run_dir(config.run)
 
 
 def _check_values(config: Config) -> None:
@@ -327,6 +328,12 @@ def _check_run_dir(run: RunConfig) -> None:
     folder = Path(run.dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.dir={run.dir} exists and is not a folder")
+    held = [path.name for path in folder.glob("*") if not path.name.startswith("error-rank")]
+    if held and not {"config.json", "metrics.jsonl"}.intersection(held):
+        raise ConfigError(
+            f"run.dir={run.dir} holds other files ({sorted(held)[0]}, ...) and no run; "
+            f"choose an empty or a new folder"
+        )
     if (folder / "metrics.jsonl").exists() and not run.overwrite:
         raise ConfigError(
             f"run.dir={run.dir} already holds a run (metrics.jsonl); choose another run.dir "

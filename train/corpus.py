@@ -56,13 +56,22 @@ def find_sources(data: DataConfig) -> list[Source]:
         paths = [p for p in root.rglob("*.py") if _in_stdlib_corpus(p.relative_to(root))]
     else:
         root = Path(data.path).expanduser().absolute()
-        paths = [root] if root.is_file() else [p for p in root.glob(data.pattern) if p.is_file()]
+        paths = [root] if root.is_file() else _matching(root, data.pattern)
         root = root.parent if root.is_file() else root
         paths = [p for p in paths if not _hidden(p.relative_to(root))]
     if not paths:
         raise ConfigError(f"data.path={data.path} holds no file that fits {data.pattern}")
     sources = [Source(path, path.relative_to(root).as_posix()) for path in paths]
     return sorted(sources, key=lambda source: source.name)
+
+
+def _matching(root: Path, pattern: str) -> list[Path]:
+    try:
+        return [path for path in root.glob(pattern) if path.is_file()]
+    except (NotImplementedError, ValueError) as error:  # an absolute or an empty pattern
+        raise ConfigError(
+            f"data.pattern={pattern}: {error}; it is relative to data.path, for example **/*.txt"
+        ) from None
 
 
 def _in_stdlib_corpus(path: Path) -> bool:

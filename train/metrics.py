@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from train.loss import bucket_label
 
+RUN_FILES = ("metrics.jsonl", "eval.jsonl", "summary.json", "loss.png", "loss_by_position.png")
 SECONDS_BETWEEN_LINES = 10.0  # where stdout is not a terminal
 
 
@@ -37,9 +38,10 @@ def prepare_folder(folder: Path) -> None:
     """Make the run folder, or empty it of what an earlier run has left there."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    for pattern in ("*.jsonl", "summary.json", "loss*.png", "error-rank*.txt"):
-        for path in folder.glob(pattern):
-            path.unlink()
+    for name in RUN_FILES:
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.glob("error-rank*.txt"):
+        path.unlink()
 
 
 class JsonLines:

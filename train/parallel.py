@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train.config import ParallelConfig
+from train.config import Config, ConfigError, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,32 @@ class Mesh:
         return self.world // self.cp
 
 
-def join(parallel: ParallelConfig) -> Mesh:
+def choose_device(config: Config) -> torch.device:
+    """This process's device, by ``parallel.device``; ``ConfigError`` where others do not fit it."""
+    wanted, local_rank = config.parallel.device, int(os.environ.get("LOCAL_RANK", "0"))
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if wanted == "cuda" and gpus < processes:
+        raise ConfigError(
+            f"parallel.device=cuda: this host has {gpus} GPUs for {processes} processes; nearest "
+            f"valid: parallel.device=cpu (or torchrun --nproc-per-node {max(gpus, 1)})"
+        )
+    cuda = wanted == "cuda" or (wanted == "auto" and gpus >= processes)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda and config.train.precision == "float32":
+        raise ConfigError(
+            "train.precision=float32: attention on the GPU computes in 16 bits; nearest valid: "
+            "train.precision=bfloat16 (or parallel.device=cpu)"
+        )
+    fitting = "nccl" if cuda else "gloo"
+    if config.parallel.transport not in ("auto", fitting):
+        raise ConfigError(
+            f"parallel.transport={config.parallel.transport} cannot move {device.type} tensors; "
+            f"nearest valid: parallel.transport={fitting}"
+        )
+    return device
+
+
+def join(parallel: ParallelConfig, device: torch.device) -> Mesh:
     """Take this process's place, as torchrun's environment names it.
 
     The backend is NCCL with one CUDA device per process, gloo on the CPU. A peer that fails to
@@ -55,21 +80,13 @@ def join(parallel: ParallelConfig) -> Mesh:
     """
     rank = int(os.environ.get("RANK", "0"))
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local_rank >= devices:
-            raise RuntimeError(
-                f"no GPU for local rank {local_rank}: this host has {devices}; start at most as "
-                f"many processes per host (torchrun --nproc-per-node {devices})"
-            )
-        device = torch.device("cuda", local_rank)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if world == 1:
         return Mesh(rank, world, parallel.cp, device, cp_group=None)
     timeout = timedelta(seconds=parallel.timeout_s)
     if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("nccl", timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=timeout)
     own_group = None

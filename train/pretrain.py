@@ -7,7 +7,9 @@ process group is made, and printed once per host), 130 interrupted.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 # Modules are imported as train.*, wherever this script is started from.
@@ -35,6 +37,8 @@ from train.config import (  # noqa: E402
     resolve,
     schema_keys,
 )
+
+SECONDS_TO_SPEAK = 10.0  # that the first process of a host has to start and to explain
 
 
 def compose() -> DictConfig | None:
@@ -128,8 +132,16 @@ def main() -> None:
         run(config)
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"pretrain.py: {explain(error)}", file=sys.stderr)
+            print(f"pretrain.py: {explain(error)}", file=sys.stderr, flush=True)
+        else:
+            _let_the_first_speak()
         sys.exit(2)
+
+
+def _let_the_first_speak() -> None:
+    """Wait for local rank 0 to explain: torchrun ends all processes once one has failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+    time.sleep(SECONDS_TO_SPEAK)
 
 
 if __name__ == "__main__":

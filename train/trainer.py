@@ -27,7 +27,15 @@ from train.loss import n_buckets, sum_by_bucket
 from train.metrics import Recorder, StepProgress, peak_memory, prepare_folder
 from train.model import LanguageModel, Transformer
 from train.optim import learning_rate, make_optimizer, set_learning_rate
-from train.parallel import Mesh, data_parallel, join, require_agreement, shutdown, sum_over_ranks
+from train.parallel import (
+    Mesh,
+    choose_device,
+    data_parallel,
+    join,
+    require_agreement,
+    shutdown,
+    sum_over_ranks,
+)
 from train.plots import plot_run
 from train.samples import IGNORED, TrainingSamples, evaluation_documents
 from train.shards import Corpus, open_corpus
@@ -41,12 +49,13 @@ def run(config: Config) -> NoReturn:
     ``ConfigError`` passes through: the caller explains it. Any other failure is one line on stderr
     that names the rank; its traceback goes to ``error-rank<N>.txt`` in the run folder.
     """
+    device = choose_device(config)
     if config.mode == "check":
         _check_only(config)
     mesh, closers = None, []
     try:
         corpus = open_corpus(config.data)
-        mesh = join(config.parallel)
+        mesh = join(config.parallel, device)
         trainer = Trainer(config, corpus, mesh)
         closers = [trainer.close]
         trainer.train()

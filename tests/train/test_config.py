@@ -88,6 +88,11 @@ def test_an_existing_run_is_not_overwritten_unasked(config):
     folder = Path(config.run.dir)
     folder.mkdir()
     check(config, world=1)
+    (folder / "books.jsonl").touch()
+    config.run.overwrite = True
+    with pytest.raises(ConfigError, match=r"run\.dir=.*books\.jsonl.*no run"):
+        check(config, world=1)
+    config.run.overwrite = False
     (folder / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match=r"run\.dir=.*run\.overwrite=true"):
         check(config, world=1)

@@ -19,7 +19,7 @@ def corpus(config):
 
 
 def model_of(config, corpus):
-    mesh = join(config.parallel)
+    mesh = join(config.parallel, torch.device("cpu"))
     return build_model(config, corpus.tokenizer.get_vocab_size(), mesh), mesh
 
 

@@ -1,0 +1,61 @@
+"""Which code runs a hop: the kernel that fits the tensors, or the executor, which says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ringfa3 import kernels, reference
+
+if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
+    from ringfa3.build import Unit
+
+
+class Forward(NamedTuple):
+    """Runs one hop of the forward: `attend` as `reference.attend`, on tiles of `tile_m` rows."""
+
+    tile_m: int
+    attend: Callable[..., None]
+
+
+def forward_engine(q: torch.Tensor) -> Forward:
+    """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use."""
+    unit = kernels.forward_unit(q)
+    problem = _problem(unit) if unit is not None else None
+    if unit is not None and problem is None:
+        return Forward(unit.tile_m, partial(kernels.attend, unit))
+    if unit is None and q.is_cuda:
+        name = torch.cuda.get_device_name(q.device)
+        problem = f"there is no kernel for head_dim {q.shape[-1]} on {name}"
+    if problem is not None:
+        say_executor(problem)
+    return Forward(reference.TILE_M, reference.attend)
+
+
+@lru_cache(None)
+def _problem(unit: Unit) -> str | None:
+    """Why a unit cannot be had; None if it can. Asked once: a build is not tried again."""
+    from ringfa3.build import BuildError, library
+
+    try:
+        library(unit)
+    except BuildError as error:
+        return f"its kernel cannot be built ({error})"
+    return None
+
+
+def backward_tiles(q: torch.Tensor) -> tuple[int, int]:
+    """(keys, rows) of backward tiles for queries like `q`: those of the executor."""
+    if q.is_cuda:
+        say_executor("there are no backward kernels in this version")
+    return reference.TILE_N, reference.TILE_M
+
+
+@lru_cache(None)
+def say_executor(reason: str) -> None:
+    """Once per process and reason: that attention runs on the executor."""
+    warnings.warn(f"ringfa3 runs on its PyTorch executor, exact but slow: {reason}", stacklevel=2)
