@@ -63,13 +63,18 @@ class RingGroup:
             cls._known[group] = cls(group)
         return cls._known[group]
 
-    def transport(self, name: str) -> Transport:
-        """The transport `nccl` or `gloo`; its process group is made at the first call."""
+    def transport(self, name: str, device: torch.device) -> Transport:
+        """The transport `nccl` or `gloo`; its process group is made at the first call.
+
+        All ranks make it together: a first call may leave some of them without messages.
+        """
         if name not in self._transports:
             if self._lookout is None:  # made now: once it is needed, the store may not answer
                 self._lookout = _Lookout(self)
             try:
-                self._transports[name] = TRANSPORTS[name](self, self._new_group(name))
+                p2p = self._new_group(name)
+                dist.all_reduce(torch.zeros(1, device=device), group=p2p)  # connects all ranks
+                self._transports[name] = TRANSPORTS[name](self, p2p)
             except RuntimeError as problem:
                 raise self.fail(f"connecting over {name}: {first_line(problem)}") from None
         return self._transports[name]
@@ -93,8 +98,6 @@ class RingGroup:
         )
         assert isinstance(p2p, dist.ProcessGroup)
         c10d._world.pg_group_ranks[p2p] = {r: i for i, r in enumerate(self.ranks)}
-        if backend == "nccl":  # connects all ranks: a first call may leave some without messages
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=p2p)
         return p2p
 
     def begin(self, settings: Mapping[str, str]) -> None:

@@ -184,7 +184,7 @@ def _enter(
     group = RingGroup.of(plan.group)
     group.agree(settings, error)
     group.begin({**settings, "pass": direction})
-    return group.transport("nccl" if q.is_cuda else "gloo")
+    return group.transport("nccl" if q.is_cuda else "gloo", q.device)
 
 
 @contextmanager
