@@ -286,9 +286,12 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
-    return timeout
+    """The group's own timeout: of its CUDA backend, or of its CPU one where it has no other."""
+    for kind in ("cuda", "cpu"):
+        with suppress(RuntimeError):  # no such backend
+            timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
+            return timeout
+    raise ValueError("group: it has a backend neither for cuda nor for cpu tensors")
 
 
 class _Lookout(threading.Thread):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+import os
+import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,5 +58,7 @@ def backward_tiles(q: torch.Tensor) -> tuple[int, int]:
 
 @lru_cache(None)
 def say_executor(reason: str) -> None:
-    """Once per process and reason: that attention runs on the executor."""
-    warnings.warn(f"ringfa3 runs on its PyTorch executor, exact but slow: {reason}", stacklevel=2)
+    """Once per host and reason, in one line: that attention runs on the executor."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        said = f"ringfa3: attention runs on its PyTorch executor, exact but slow: {reason}"
+        print(said, file=sys.stderr, flush=True)

@@ -102,6 +102,9 @@ class Band:
     def __len__(self) -> int:
         return len(self.query)
 
+    def take(self, order: Ints) -> Band:
+        return Band(self.query[order], self.key[order], self.lo[order], self.hi[order])
+
 
 def pair_sequences(q: Segments, k: Segments) -> tuple[Ints, Ints]:
     """All (query segment, key segment) of one sequence; `k.sequence` must be sorted."""
@@ -161,7 +164,7 @@ class Plan:
     ) -> None:
         order = np.lexsort((keys.position[bands.key], bands.query, key_hop[bands.key]))
         self.queries, self.keys, self.key_hop = queries, keys, key_hop
-        self.bands = Band(*(x[order] for x in (bands.query, bands.key, bands.lo, bands.hi)))
+        self.bands = bands.take(order)
         self.stores, self.travels = stores, travels
         self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
 
@@ -252,7 +255,7 @@ class Plan:
     def _backward(self, tile_n: int, tile_m: int, deterministic: bool) -> list[Tiling]:
         k, hops = self.keys, self.num_hops
         order = np.argsort(self.bands.key, kind="stable")  # spans of a key tile side by side
-        b = Band(*(x[order] for x in (self.bands.query, self.bands.key, *_ends(self.bands))))
+        b = self.bands.take(order)
         per_segment = -(-k.length // tile_n)
         base = np.cumsum(per_segment) - per_segment
         num_tiles = int(per_segment.sum())  # of all hops
@@ -283,10 +286,6 @@ class Plan:
             Tiling(tile_n, tiles[t], spans[s], earlier[s])
             for t, s in zip(_hop_slices(hop[fetched], hops), span_slices, strict=True)
         ]
-
-
-def _ends(bands: Band) -> tuple[Ints, Ints]:
-    return bands.lo, bands.hi
 
 
 def _earlier(hop: Ints, query: Ints, offset: Ints) -> npt.NDArray[np.int32]:
