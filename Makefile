@@ -23,6 +23,7 @@ test: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports.py
 

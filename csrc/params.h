@@ -1,4 +1,5 @@
-// What crosses from Python into a kernel: plain data, mirrored field by field in ringfa3/kernels.py.
+// What crosses from Python into a kernel: plain data, mirrored field by field in
+// ringfa3/kernels.py.
 #pragma once
 
 #include <cstdint>
@@ -27,12 +28,12 @@ struct Tensor3 {
 
 struct ForwardArgs {
   Tensor3 q, k, v, out;
-  float* running;   // (tokens, heads, head_dim) contiguous, O between hops
-  float* lse;       // (heads, tokens), natural logarithm
+  float* running;  // (tokens, heads, head_dim) contiguous, O between hops
+  float* lse;      // (heads, tokens), natural logarithm
   int64_t lse_head_stride;
   Tile const* tiles;  // in the order in which they are fetched
   Span const* spans;
-  int32_t* counter;   // the next piece of work; zero before the launch
+  int32_t* counter;  // the next piece of work; zero before the launch
   int32_t num_tiles;
   int32_t head_section;  // query heads whose tiles run together, whole groups
   int32_t num_ctas;

@@ -1,0 +1,70 @@
+// Which piece of work comes next: one warp takes it from a counter and decodes it.
+#pragma once
+
+#include "traits.cuh"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// Warp-wide: O = 0 and LSE = -inf for the rows of a tile.
+template <class Traits>
+CUTE_DEVICE void store_nothing(ForwardArgs const& a, Tile const& tile, int head, int lane) {
+  auto* const out = static_cast<typename Traits::Element*>(a.out.data) + head * a.out.head_stride;
+  for (int i = lane; i < tile.rows * (Traits::D / 8); i += kWarp) {
+    int64_t const token = tile.row0 + i / (Traits::D / 8);
+    auto* const eight = out + token * a.out.token_stride + i % (Traits::D / 8) * 8;
+    *reinterpret_cast<uint4*>(eight) = make_uint4(0, 0, 0, 0);
+  }
+  for (int i = lane; i < tile.rows; i += kWarp) {
+    a.lse[head * a.lse_head_stride + tile.row0 + i] = -INFINITY;
+  }
+}
+
+// Warp-wide: takes and decodes the next piece of work while the last blocks of this one are on
+// their way. Not earlier: whoever is free first should get the next one.
+template <class Traits>
+CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::SharedStorage& smem) {
+  int const lane = threadIdx.x % kWarp;
+  ForwardArgs const& a = p.args;
+  StageState<kWorkDepth> state;
+  uint32_t wanted_phase = 0;
+  int w = blockIdx.x;
+  while (true) {
+    smem.work_empty[state.index].wait(state.phase ^ 1);
+    Work& work = smem.work[state.index];
+    if (w >= p.num_work) {
+      if (lane == 0) work.head = -1;
+    } else {
+      int const per_section = a.num_tiles * a.head_section;
+      int const section = w / per_section;
+      int const rest = w - section * per_section;
+      int const width = min(a.head_section, p.heads - section * a.head_section);
+      Tile const tile = a.tiles[rest / width];
+      int const head = section * a.head_section + rest % width;
+      if (tile.num_spans == 0) {  // sees nothing at any hop
+        store_nothing<Traits>(a, tile, head, lane);
+        if (lane == 0) w = gridDim.x + atomicAdd(a.counter, 1);
+        w = __shfl_sync(0xffffffff, w, 0);
+        continue;
+      }
+      if (lane < min(tile.num_spans, kVisits)) {
+        work.visits[lane] = Visit(tile, a.spans[tile.first_span + lane]);
+      }
+      if (lane == 0) {
+        work.tile = tile;
+        work.head = head;
+      }
+    }
+    __syncwarp();
+    if (lane == 0) smem.work_full[state.index].arrive();
+    if (w >= p.num_work) return;
+    state.advance();
+    smem.work_wanted.wait(wanted_phase);
+    wanted_phase ^= 1;
+    if (lane == 0) w = gridDim.x + atomicAdd(a.counter, 1);
+    w = __shfl_sync(0xffffffff, w, 0);
+  }
+}
+
+}  // namespace ringfa3

@@ -1,0 +1,102 @@
+// Shapes, layouts and shared memory of a forward kernel, and its parameters.
+//
+// Letters in shapes: M rows of a tile, N keys of a block, D head dim, S stages.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/cutlass.h>
+#include <cutlass/numeric_types.h>
+
+#include "work.cuh"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+template <class Element_, int HeadDim_, int TileN_, int Consumers_>
+struct ForwardTraits {
+  using Element = Element_;
+  static constexpr int D = HeadDim_;
+  static constexpr int N = TileN_;
+  static constexpr int Consumers = Consumers_;
+  static constexpr int M = 64 * Consumers;
+  static constexpr int Stages = 2;
+  static constexpr int QStages = D < 256 ? 2 : 1;  // two where they fit: the next tile's Q is there
+  static constexpr int Threads = kWarpgroup * (Consumers + 1);
+  static constexpr int ConsumerRegisters = Consumers == 2 ? 240 : 160;
+  static constexpr int ProducerRegisters = Consumers == 2 ? 24 : 32;
+
+  // One warpgroup's products: S (64, N) = Q (64, D) K^T, O (64, D) += P (64, N) V.
+  using MmaS = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<N>, Int<D>>, GMMA::Major::K,
+                           GMMA::Major::K>()));
+  using MmaO = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<D>, Int<N>>, GMMA::Major::K,
+                           GMMA::Major::MN>()));
+
+  using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
+  using AtomMN = GMMA::Layout_MN_SW128_Atom<Element>;
+  using SmemQ = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<D>, Int<QStages>>{}));
+  using SmemK = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<D>, Int<Stages>>{}));
+  // V transposed, (D, N, S): the head dim is contiguous, as the second product's B wants it.
+  using SmemV =
+      decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>, Int<Stages>>{}, Step<_2, _1, _3>{}));
+
+  // Global tensors as TMA sees them: (tokens, D, heads), V as (D, tokens, heads).
+  using GmemShape = Shape<int32_t, Int<D>, int32_t>;
+  using GmemStride = Stride<int64_t, _1, int64_t>;
+  using GmemShapeV = Shape<Int<D>, int32_t, int32_t>;
+  using GmemStrideV = Stride<_1, int64_t, int64_t>;
+  using TmaQ = decltype(make_tma_copy(
+      SM90_TMA_LOAD{},
+      make_tensor(make_gmem_ptr(static_cast<Element const*>(nullptr)), GmemShape{}, GmemStride{}),
+      take<0, 2>(SmemQ{})));
+  using TmaK = decltype(make_tma_copy(
+      SM90_TMA_LOAD{},
+      make_tensor(make_gmem_ptr(static_cast<Element const*>(nullptr)), GmemShape{}, GmemStride{}),
+      take<0, 2>(SmemK{})));
+  using TmaV = decltype(make_tma_copy(
+      SM90_TMA_LOAD{},
+      make_tensor(make_gmem_ptr(static_cast<Element const*>(nullptr)), GmemShapeV{}, GmemStrideV{}),
+      take<0, 2>(SmemV{})));
+
+  static constexpr int BytesQ = M * D * sizeof(Element);
+  static constexpr int BytesBlock = N * D * sizeof(Element);
+
+  struct SharedStorage {
+    alignas(1024) Element q[cosize_v<SmemQ>];
+    alignas(1024) Element k[cosize_v<SmemK>];
+    alignas(1024) Element v[cosize_v<SmemV>];
+    alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages];
+    alignas(16) cutlass::arch::ClusterTransactionBarrier k_full[Stages], v_full[Stages];
+    alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], k_empty[Stages], v_empty[Stages];
+    alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];
+    alignas(16) cutlass::arch::ClusterBarrier work_wanted;
+    Work work[kWorkDepth];
+  };
+};
+
+template <class Traits>
+struct ForwardParams {
+  typename Traits::TmaQ tma_q;
+  typename Traits::TmaK tma_k;
+  typename Traits::TmaV tma_v;
+  ForwardArgs args;
+  int32_t heads, group, q_tokens, k_tokens, num_work;
+};
+
+// A place in a circular buffer of S stages, and the parity that its barriers have there.
+template <int S>
+struct StageState {
+  int index = 0;
+  uint32_t phase = 0;
+  CUTE_DEVICE void advance() {
+    if (++index == S) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace ringfa3
