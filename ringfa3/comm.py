@@ -184,6 +184,8 @@ class RingGroup:
                 found.extend(json.loads(e) for e in self.store.multi_get(keys))
                 if self._epoch > 2:  # everyone has read it: all have entered the one after it
                     self.store.delete_key(self._entry_key(self._epoch - 2, self.rank))
+                    if self.rank == 0:
+                        self.store.delete_key(self._summons_key(self._epoch - 2))
             except dist.DistError as error:
                 problem[0] = self._absent(keys, error)
             done.set()

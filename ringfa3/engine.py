@@ -44,7 +44,7 @@ def _problem(unit: Unit) -> str | None:
 
     try:
         library(unit)
-    except BuildError as error:
+    except (BuildError, OSError) as error:  # OSError: the cache or the sources, by their path
         return f"its kernel cannot be built ({error})"
     return None
 

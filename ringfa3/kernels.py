@@ -109,8 +109,9 @@ def attend(
         _processors(q.device.index),
         scale,
     )
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    status = _entry(unit)(ctypes.byref(args), stream)
+    with torch.cuda.device(q.device):  # the launch goes to the current one
+        stream = torch.cuda.current_stream().cuda_stream
+        status = _entry(unit)(ctypes.byref(args), stream)
     if status:
         raise RuntimeError(f"{unit.name} could not be launched: CUDA error {status}")
 

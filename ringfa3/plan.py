@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -171,12 +170,6 @@ class Plan:
     @property
     def num_hops(self) -> int:
         return len(self.stores)
-
-    @cached_property
-    def has_work(self) -> list[bool]:
-        """Per hop: whether any local query sees any of its keys."""
-        count = np.bincount(self.key_hop[self.bands.key], minlength=self.num_hops)
-        return [bool(n) for n in count]
 
     def row_grid(self, tile_m: int) -> Ints:
         """(segments + 1,) padded row at which each query segment starts; the last is the total.

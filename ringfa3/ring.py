@@ -59,8 +59,10 @@ def ring_attn_func(
         out (t, h, d); with `return_lse` (out, lse), lse (h, t) float32 (float64 for float64).
 
     Raises:
-        ValueError, TypeError: on every rank of the group, before anything is sent, naming the
-            rank, the argument, its value and what is allowed.
+        ValueError, TypeError: on every rank of the group, naming the rank, the argument, its
+            value and what is allowed. New settings are agreed on before anything is sent; a rank
+            that deviates from known ones is found out in mid-call, or, by a rank that waits for
+            nothing in it, at its next call.
         RingError: a peer died or stopped: within the group's timeout, naming hop and peer.
     """
     if not isinstance(plan, ContextPlan):

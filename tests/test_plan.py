@@ -208,17 +208,6 @@ def test_deterministic_turns_follow_the_order_of_fetching(case: Case, m: int, n:
                 assert starts == sorted(starts), "rows of a tile must ascend"
 
 
-@given(case=cases)
-def test_has_work_says_which_hops_see_anything(case: Case) -> None:
-    """Reference: the mask restricted to the rank's queries and the hop's keys."""
-    allowed = mask(case.lengths, case.lengths, *case.band)
-    plans = case.plans()
-    for plan in plans:
-        for hop, work in enumerate(plan.hops.has_work):
-            keys = plans[(plan.rank - hop) % case.world].token_index.numpy()
-            assert work == allowed[np.ix_(plan.token_index.numpy(), keys)].any()
-
-
 def test_tilings_are_made_once() -> None:
     plan = plan_context([0, 300, 1000], (1, 3)).hops
     assert plan.forward(64) is plan.forward(64)
