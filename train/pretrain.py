@@ -26,11 +26,11 @@ from hydra.errors import (  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
+from train.checks import check  # noqa: E402
 from train.config import (  # noqa: E402
     GROUPS,
     Config,
     ConfigError,
-    check,
     get,
     nearest,
     register_schema,

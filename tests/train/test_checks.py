@@ -1,0 +1,60 @@
+"""Settings that do not fit: what is refused, and the nearest that would be taken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from train.checks import check
+from train.config import ConfigError, get
+
+
+def test_an_existing_run_is_not_overwritten_unasked(config):
+    folder = Path(config.run.dir)
+    folder.mkdir()
+    check(config, world=1)
+    (folder / "books.jsonl").touch()
+    config.run.overwrite = True
+    with pytest.raises(ConfigError, match=r"run\.dir=.*books\.jsonl.*no run"):
+        check(config, world=1)
+    config.run.overwrite = False
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir=.*run\.overwrite=true"):
+        check(config, world=1)
+    config.run.overwrite = True
+    check(config, world=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.recompute": "ful"}, "nearest valid: train.recompute=full"),
+        ({"train.steps": 0}, "nearest valid: train.steps=1"),
+        ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0"),
+        ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
+        ({"optim.betas": [0.9, 1.0]}, "optim.betas"),
+        ({"data.piece_len": 512}, "exceeds data.seq_len=256"),
+        ({"data.held_out": 1.0}, "between 0 and 1"),
+        ({"data.tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json does not exist"),
+        ({"model.head_dim": 31}, "model.head_dim=32"),
+        ({"model.n_heads": 3}, "model.n_kv_heads=2"),
+        ({"model.rope.low_freq_factor": 4.0}, "model.rope.high_freq_factor=4.0"),
+        ({"mode": "chek"}, "nearest valid: mode=check"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(config, changes, message):
+    check(config, world=1)
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        setattr(get(config, section) if section else config, name, value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(config, world=1)
+
+
+def test_context_group_must_divide_the_world(config):
+    config.parallel.cp = 4
+    with pytest.raises(ConfigError, match=r"parallel\.cp=4 .* 6; nearest valid: parallel\.cp=3"):
+        check(config, world=6)
+    check(config, world=8)

@@ -1,0 +1,173 @@
+"""Every check of the settings that needs no process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from train.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, get, nearest
+
+CHOICES = {
+    "mode": ("train", "check"),
+    "optim.schedule": ("cosine", "linear"),
+    "parallel.layout": ("zigzag", "contiguous"),
+    "parallel.transport": ("auto", "gloo", "nccl"),
+    "parallel.device": ("auto", "cpu", "cuda"),
+    "train.precision": ("auto", "float32", "bfloat16"),
+    "train.recompute": ("none", "full", "attention-saving"),
+}
+
+AT_LEAST = {
+    "model.n_layers": 1,
+    "model.n_heads": 1,
+    "model.n_kv_heads": 1,
+    "model.dim": 1,
+    "model.head_dim": 2,
+    "model.ffn_dim": 1,
+    "model.rope.factor": 1,
+    "model.rope.original_len": 1,
+    "data.vocab_size": 257,  # 256 bytes and the token that starts a document
+    "data.seq_len": 2,
+    "data.piece_len": 1,
+    "optim.embedding_lr_scale": 0,
+    "optim.weight_decay": 0,
+    "optim.warmup_steps": 0,
+    "optim.final_lr_ratio": 0,
+    "parallel.cp": 1,
+    "train.steps": 1,
+    "train.accumulation": 1,
+    "train.seed": 0,
+    "train.loss_chunk": 1,
+    "train.eval_every": 0,
+    "train.eval_bytes": 1,
+    "train.final_eval_bytes": 1,
+}
+
+ABOVE_ZERO = (
+    "model.norm_eps",
+    "model.rope.theta",
+    "model.rope.low_freq_factor",
+    "optim.lr",
+    "optim.eps",
+    "optim.clip",
+    "parallel.timeout_s",
+)
+
+
+def check(config: Config, world: int) -> None:
+    """Raise ``ConfigError`` for the first setting that cannot work with ``world`` processes."""
+    _check_values(config)
+    _check_model(config.model)
+    _check_optim(config)
+    _check_data(config.data)
+    cp = config.parallel.cp
+    if world % cp:
+        allowed = [n for n in range(1, world + 1) if world % n == 0]
+        best = min(allowed, key=lambda n: abs(n - cp))
+        raise ConfigError(
+            f"parallel.cp={cp} does not divide the number of processes, {world}; "
+            f"nearest valid: parallel.cp={best} (or start a multiple of {cp} processes "
+            f"with torchrun --nproc-per-node)"
+        )
+    _check_run_dir(config.run)
+
+
+def _check_values(config: Config) -> None:
+    for key, allowed in CHOICES.items():
+        value = get(config, key)
+        if value not in allowed:
+            match = nearest(value, allowed) or allowed[0]
+            raise ConfigError(
+                f"{key}={value}: allowed are {', '.join(allowed)}; nearest valid: {key}={match}"
+            )
+    for key, least in AT_LEAST.items():
+        value = get(config, key)
+        if value is not None and value < least:
+            raise ConfigError(f"{key}={value} is too small; nearest valid: {key}={least}")
+    for key in ABOVE_ZERO:
+        value = get(config, key)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{key}={value} must be above 0")
+
+
+def _check_model(model: ModelConfig) -> None:
+    def fits(n_heads: int) -> bool:
+        even = model.head_dim is not None or model.dim % (2 * n_heads) == 0
+        return even and n_heads % model.n_kv_heads == 0
+
+    if model.n_heads % model.n_kv_heads or not fits(model.n_heads):
+        allowed = [n for n in range(1, max(model.dim, 2 * model.n_heads) + 1) if fits(n)]
+        best = min(allowed, key=lambda n: abs(n - model.n_heads), default=None)
+        nearest_valid = f"; nearest valid: model.n_heads={best}" if best else ""
+        raise ConfigError(
+            f"model.n_heads={model.n_heads} must be a multiple of "
+            f"model.n_kv_heads={model.n_kv_heads} and, where model.head_dim is null, split "
+            f"model.dim={model.dim} into heads of even width{nearest_valid}"
+        )
+    if model.head_dim is not None and model.head_dim % 2:
+        raise ConfigError(
+            f"model.head_dim={model.head_dim} must be even (RoPE turns pairs); "
+            f"nearest valid: model.head_dim={model.head_dim + 1}"
+        )
+    rope = model.rope
+    if rope.low_freq_factor >= rope.high_freq_factor:
+        raise ConfigError(
+            f"model.rope.low_freq_factor={rope.low_freq_factor} must be below "
+            f"model.rope.high_freq_factor={rope.high_freq_factor}"
+        )
+
+
+def _check_optim(config: Config) -> None:
+    optim = config.optim
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ConfigError(f"optim.betas={optim.betas} must be two numbers in [0, 1)")
+    if optim.warmup_steps > config.train.steps:
+        raise ConfigError(
+            f"optim.warmup_steps={optim.warmup_steps} exceeds train.steps={config.train.steps}; "
+            f"nearest valid: optim.warmup_steps={config.train.steps}"
+        )
+
+
+def _check_data(data: DataConfig) -> None:
+    if not 0 < data.held_out < 1:
+        raise ConfigError(
+            f"data.held_out={data.held_out} must lie between 0 and 1, for example 0.05"
+        )
+    if data.piece_len is not None and data.piece_len > data.seq_len:
+        raise ConfigError(
+            f"data.piece_len={data.piece_len} exceeds data.seq_len={data.seq_len}; "
+            f"nearest valid: data.piece_len={data.seq_len}"
+        )
+    for key, value in (("data.path", data.path), ("data.tokenizer", data.tokenizer)):
+        if value is not None and not Path(value).expanduser().exists():
+            raise ConfigError(f"{key}={value} does not exist; {_nearest_path(value)}")
+    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
+        raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
+
+
+def _nearest_path(value: str) -> str:
+    """What to try instead of a path that does not exist."""
+    missing = Path(value).expanduser().absolute()
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    names = sorted(entry.name for entry in missing.parent.iterdir())
+    match = nearest(missing.name, names)
+    if match:
+        return f"did you mean {missing.parent / match}?"
+    return f"nearest existing folder: {missing.parent}"
+
+
+def _check_run_dir(run: RunConfig) -> None:
+    folder = Path(run.dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.dir={run.dir} exists and is not a folder")
+    held = [path.name for path in folder.glob("*") if not path.name.startswith("error-rank")]
+    if held and not {"config.json", "metrics.jsonl"}.intersection(held):
+        raise ConfigError(
+            f"run.dir={run.dir} holds other files ({sorted(held)[0]}, ...) and no run; "
+            f"choose an empty or a new folder"
+        )
+    if (folder / "metrics.jsonl").exists() and not run.overwrite:
+        raise ConfigError(
+            f"run.dir={run.dir} already holds a run (metrics.jsonl); choose another run.dir "
+            f"or replace it with run.overwrite=true"
+        )
