@@ -1,0 +1,157 @@
+"""A folder's manifest: the size and the checksum of each file, and facts about the whole.
+
+``manifest.json`` is written last, once every file is on the disk, so a folder that has one is
+complete. It holds a checksum of itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class DamagedError(RuntimeError):
+    """``path`` is not what was written there; ``problem`` says how."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path} {problem}")
+        self.path, self.problem = path, problem
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file must be: ``size`` in bytes and the CRC-32 of its contents."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``facts`` as they were given; ``files`` by name relative to the folder, with slashes."""
+
+    facts: dict[str, Any]
+    files: dict[str, FileFacts]
+
+
+def write_manifest(
+    folder: Path, facts: dict[str, Any], files: Iterable[Path] | None = None
+) -> None:
+    """Complete ``folder``: its files reach the disk, then the manifest, then the folder itself.
+
+    ``facts`` is anything JSON holds. ``files`` are paths below ``folder`` (``ValueError`` for any
+    other); None is every file there is. An earlier manifest is replaced in one step.
+    """
+    temporary = folder / f"{MANIFEST}.tmp"
+    if files is None:
+        own = (folder / MANIFEST, temporary)
+        files = (path for path in folder.rglob("*") if path.is_file() and path not in own)
+    entries, folders = {}, {folder}
+    for path in sorted(files):
+        name = path.relative_to(folder).as_posix()
+        if not _stays_inside(name):
+            raise ValueError(f"{path} is no file of {folder}")
+        entries[name] = _measure_and_sync(path)
+        folders.update(folder / parent for parent in Path(name).parents)
+    body = json.loads(json.dumps({"format": FORMAT, "facts": facts, "files": entries}))
+    text = json.dumps({**body, "crc32": _crc32_of(body)}, indent=1)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    for inner in folders:  # the names of the files, before the manifest that promises them
+        sync_folder(inner)
+    temporary.replace(folder / MANIFEST)
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of ``folder``, no other file looked at; ``DamagedError`` without a sound one."""
+    path = folder / MANIFEST
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DamagedError(path, "is missing") from None
+    except (OSError, ValueError) as error:
+        raise DamagedError(path, f"cannot be read: {error}") from None
+    expected = body.pop("crc32", None) if isinstance(body, dict) else None
+    if expected is None:
+        raise DamagedError(path, "is not a manifest with a checksum")
+    if expected != _crc32_of(body):
+        raise DamagedError(path, "differs from its checksum")
+    if body.get("format") != FORMAT:
+        raise DamagedError(path, f"has format {body.get('format')}; this version reads {FORMAT}")
+    try:
+        files = {name: FileFacts(**entry) for name, entry in body["files"].items()}
+        manifest = Manifest(body["facts"], files)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(path, f"lacks what a manifest has: {error}") from None
+    for name in manifest.files:
+        if not _stays_inside(name):
+            raise DamagedError(path, f"names {name!r}, which is no file of its folder")
+    return manifest
+
+
+def verify(folder: Path, contents: bool | Callable[[str], bool] = True) -> Manifest:
+    """The manifest of ``folder``, once every file has been compared with it.
+
+    Sizes are always compared, checksums where ``contents`` is true (of the file's name, if it is a
+    function). ``DamagedError`` names the first file that differs. Files that the manifest does not
+    list are left alone.
+    """
+    manifest = read_manifest(folder)
+    for name, expected in manifest.files.items():
+        path = folder / name
+        try:
+            if not path.is_file():
+                raise DamagedError(path, "is not a file" if path.exists() else "is missing")
+            size = path.stat().st_size
+            if size != expected.size:
+                raise DamagedError(path, f"has {size} bytes, not {expected.size}")
+            wanted = contents(name) if callable(contents) else contents
+            if wanted and checksum(path) != expected.crc32:
+                raise DamagedError(path, "differs from its checksum")
+        except OSError as error:
+            raise DamagedError(path, f"cannot be read: {error}") from None
+    return manifest
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file, read in pieces."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in ``folder`` to the disk, as after a rename."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _measure_and_sync(path: Path) -> dict[str, int]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return {"size": path.stat().st_size, "crc32": checksum(path)}
+
+
+def _crc32_of(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def _stays_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
