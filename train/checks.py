@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from train.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, get, nearest
+from train.config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    get,
+    nearest,
+)
+from train.run_folder import RunFolder
 
 CHOICES = {
     "mode": ("train", "check"),
@@ -40,6 +50,12 @@ AT_LEAST = {
     "train.eval_every": 0,
     "train.eval_bytes": 1,
     "train.final_eval_bytes": 1,
+    "parallel.threads": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_every": 1,
+    "guard.window": 2,
+    "guard.patience": 1,
 }
 
 ABOVE_ZERO = (
@@ -50,6 +66,8 @@ ABOVE_ZERO = (
     "optim.eps",
     "optim.clip",
     "parallel.timeout_s",
+    "train.max_wall_time",
+    "guard.sigma",
 )
 
 
@@ -59,6 +77,7 @@ def check(config: Config, world: int) -> None:
     _check_model(config.model)
     _check_optim(config)
     _check_data(config.data)
+    _check_checkpoint(config.checkpoint)
     cp = config.parallel.cp
     if world % cp:
         allowed = [n for n in range(1, world + 1) if world % n == 0]
@@ -68,7 +87,10 @@ def check(config: Config, world: int) -> None:
             f"nearest valid: parallel.cp={best} (or start a multiple of {cp} processes "
             f"with torchrun --nproc-per-node)"
         )
-    _check_run_dir(config.run)
+    # Agents of several hosts may start a job again that is at its first attempt here: there the
+    # trainer looks, once it knows.
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not _of_several_hosts():
+        RunFolder(config).require_fit(config)
 
 
 def _check_values(config: Config) -> None:
@@ -156,18 +178,22 @@ def _nearest_path(value: str) -> str:
     return f"nearest existing folder: {missing.parent}"
 
 
-def _check_run_dir(run: RunConfig) -> None:
-    folder = Path(run.dir).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run.dir={run.dir} exists and is not a folder")
-    held = [path.name for path in folder.glob("*") if not path.name.startswith("error-rank")]
-    if held and not {"config.json", "metrics.jsonl"}.intersection(held):
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    for key, value in (("resume", checkpoint.resume), ("init_from", checkpoint.init_from)):
+        if value in (None, "auto", "never"):
+            continue
+        if not Path(value).expanduser().is_dir():
+            words = "auto, never or " if key == "resume" else ""
+            raise ConfigError(
+                f"checkpoint.{key}={value} must be {words}the folder of a run or of a checkpoint; "
+                f"{_nearest_path(value)}"
+            )
+    if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "never"):
         raise ConfigError(
-            f"run.dir={run.dir} holds other files ({sorted(held)[0]}, ...) and no run; "
-            f"choose an empty or a new folder"
+            "checkpoint.resume and checkpoint.init_from both name a folder; the first takes all of "
+            "a run's state from it, the second the weights alone: choose one"
         )
-    if (folder / "metrics.jsonl").exists() and not run.overwrite:
-        raise ConfigError(
-            f"run.dir={run.dir} already holds a run (metrics.jsonl); choose another run.dir "
-            f"or replace it with run.overwrite=true"
-        )
+
+
+def _of_several_hosts() -> bool:
+    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"

@@ -84,6 +84,8 @@ class ParallelConfig:
     transport: str = "auto"
     device: str = "auto"
     timeout_s: float = 600.0
+    threads: int | None = None
+    numa: bool = True
 
 
 @dataclass
@@ -97,6 +99,23 @@ class TrainConfig:
     eval_every: int = 100
     eval_bytes: int | None = 100_000
     final_eval_bytes: int | None = None
+    max_wall_time: float | None = None
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 100
+    keep: int = 2
+    keep_every: int | None = None
+    resume: str = "auto"
+    init_from: str | None = None
+
+
+@dataclass
+class GuardConfig:
+    sigma: float | None = None
+    window: int = 128
+    patience: int = 10
 
 
 @dataclass
@@ -114,6 +133,8 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 

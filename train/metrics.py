@@ -1,18 +1,17 @@
-"""What a run leaves behind while it trains: JSON lines, TensorBoard scalars, a word on the console.
+"""What a run leaves behind while it trains: JSON lines, TensorBoard scalars, words on the console.
 
 Rank 0 alone records and speaks.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import resource
-import shutil
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from train.json_lines import JsonLines
 from train.loss import bucket_label
+from train.run_folder import RunFolder
 
-RUN_FILES = ("metrics.jsonl", "eval.jsonl", "summary.json", "loss.png", "loss_by_position.png")
 SECONDS_BETWEEN_LINES = 10.0  # where stdout is not a terminal
 
 
@@ -34,63 +34,81 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make the run folder, or empty it of what an earlier run has left there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    for name in RUN_FILES:
-        (folder / name).unlink(missing_ok=True)
-    for path in folder.glob("error-rank*.txt"):
-        path.unlink()
-
-
-class JsonLines:
-    """A file with one JSON object per line, complete after every line."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", buffering=1)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one object."""
-        self._file.write(json.dumps(record) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 class Recorder:
-    """Writes ``metrics.jsonl`` (one line per optimiser step), ``eval.jsonl`` and TensorBoard."""
+    """Writes ``metrics.jsonl``, ``eval.jsonl``, ``events.jsonl`` and TensorBoard.
 
-    def __init__(self, folder: Path) -> None:
-        self._steps = JsonLines(folder / "metrics.jsonl")
-        self._evaluations = JsonLines(folder / "eval.jsonl")
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+    ``last_step`` is the step after which the run goes on, 0 for a new run. A disk that is full
+    never ends training: lines wait in memory, and ``say`` tells once.
+    """
+
+    def __init__(self, folder: RunFolder, last_step: int, say: Callable[[str], None]) -> None:
+        self._folder, self._say = folder, say
+        self._waiting = False
+        self._events = JsonLines(folder.events, sys.maxsize)  # they tell how the steps came about
+        self._open(last_step)
+
+    def _open(self, last_step: int) -> None:
+        self._steps = JsonLines(self._folder.metrics, last_step)
+        self._evaluations = JsonLines(self._folder.evaluations, last_step)
+        self._board: SummaryWriter | None = SummaryWriter(
+            str(self._folder.tensorboard), purge_step=last_step + 1
+        )
+
+    def go_back(self, last_step: int) -> None:
+        """Forget the steps after ``last_step``; events stay."""
+        self._close_steps()
+        self._open(last_step)
 
     def step(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
         """One optimiser step; ``record`` is its line, ``step`` its number."""
-        self._steps.write(record)
-        for name, value in record.items():
-            if name != "step":
-                self._board.add_scalar(f"train/{name}", value, record["step"])
-        self._buckets("loss_by_position", loss_by_bucket, record["step"])
+        self._write(self._steps, record)
+        values = {f"train/{name}": value for name, value in record.items() if name != "step"}
+        self._plot(values | _by_bucket("loss_by_position", loss_by_bucket), record["step"])
 
     def evaluation(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
         """One validation after ``record["step"]`` optimiser steps."""
-        self._evaluations.write(record)
-        self._board.add_scalar("held_out/nats_per_byte", record["nats_per_byte"], record["step"])
-        self._buckets("held_out_loss_by_position", loss_by_bucket, record["step"])
+        self._write(self._evaluations, record)
+        values = {"held_out/nats_per_byte": record["nats_per_byte"]}
+        values |= _by_bucket("held_out_loss_by_position", loss_by_bucket)
+        self._plot(values, record["step"])
+
+    def event(self, step: int, event: str) -> None:
+        """Something out of the ordinary after ``step`` optimiser steps."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._write(self._events, {"step": step, "time": now, "event": event})
 
     def close(self) -> None:
         """Close every file."""
+        self._events.close()
+        self._close_steps()
+
+    def _close_steps(self) -> None:
         self._steps.close()
         self._evaluations.close()
-        self._board.close()
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
 
-    def _buckets(self, tag: str, losses: Sequence[float], step: int) -> None:
-        for bucket, loss in enumerate(losses):
-            if not math.isnan(loss):
-                self._board.add_scalar(f"{tag}/{bucket_label(bucket)}", loss, step)
+    def _write(self, lines: JsonLines, record: dict[str, Any]) -> None:
+        lines.write(record)
+        if lines.problem and not self._waiting:
+            self._say(f"{lines.problem}; lines are kept in memory until they can be written")
+        self._waiting = lines.problem is not None
+
+    def _plot(self, values: dict[str, float], step: int) -> None:
+        if self._board is None:
+            return
+        try:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+        except OSError as error:
+            self._say(f"TensorBoard is off from step {step}: {error}")
+            self._board = None
+
+
+def _by_bucket(tag: str, losses: Sequence[float]) -> dict[str, float]:
+    by_bucket = enumerate(losses)
+    return {f"{tag}/{bucket_label(b)}": loss for b, loss in by_bucket if not math.isnan(loss)}
 
 
 class StepProgress:

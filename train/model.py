@@ -21,8 +21,9 @@ from torch.utils.checkpoint import (
 
 from ringfa3 import RingFA3Attention
 from train.batches import Batch
-from train.config import ModelConfig, RopeConfig
+from train.config import Config, ModelConfig, RopeConfig
 from train.loss import token_losses
+from train.parallel import Mesh
 
 
 class Rotation(NamedTuple):
@@ -221,3 +222,25 @@ class LanguageModel(nn.Module):
             hidden_TD = self.transformer(batch.tokens, batch.positions, batch.plan)
             head_VD = self.transformer.head
             return token_losses(hidden_TD, head_VD, batch.labels, self.loss_chunk)
+
+
+def build_model(config: Config, vocab_size: int, mesh: Mesh) -> LanguageModel:
+    """The model on this rank's device, the same weights on every rank."""
+    transformer = Transformer(
+        config.model,
+        vocab_size,
+        config.train.seed,
+        recompute=config.train.recompute,
+        group=mesh.cp_group,
+        layout=config.parallel.layout,
+        transport=config.parallel.transport,
+    )
+    dtype = compute_dtype(config.train.precision, mesh.device)
+    return LanguageModel(transformer.to(mesh.device), dtype, config.train.loss_chunk)
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What ``train.precision`` means on ``device``."""
+    if precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, precision)

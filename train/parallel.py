@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,13 +25,21 @@ from train.config import Config, ConfigError, ParallelConfig
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands. ``cp_group`` is None exactly when ``world`` is 1."""
+    """Where this process stands. Groups and store are None exactly when ``world`` is 1.
+
+    ``host_group`` is all ranks over gloo, for what is not on the training step's path. ``store`` is
+    that of this attempt of the job: what earlier attempts have left is not seen in it. Rank 0 knows
+    whether torchrun has ``restarted`` the job.
+    """
 
     rank: int
     world: int
     cp: int
     device: torch.device
-    cp_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None = None
+    host_group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
+    restarted: bool = False
 
     @property
     def cp_rank(self) -> int:
@@ -82,20 +92,68 @@ def join(parallel: ParallelConfig, device: torch.device) -> Mesh:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if world == 1:
-        return Mesh(rank, world, parallel.cp, device, cp_group=None)
+        return Mesh(rank, world, parallel.cp, device, restarted=restarted)
     timeout = timedelta(seconds=parallel.timeout_s)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    shared = _connect(rank, timeout)
+    if rank == 0:  # the host of rank 0 may be at its first attempt while another's has failed
+        restarted = shared.add("attempts", 1) > 1 or restarted
+    store = meet(shared, rank, world, parallel.timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     own_group = None
     for first in range(0, world, parallel.cp):
         ranks = list(range(first, first + parallel.cp))
         group = dist.new_group(ranks, timeout=timeout)  # every rank takes part in making each
         if rank in ranks:
             own_group = group
-    return Mesh(rank, world, parallel.cp, device, own_group)
+    host_group = dist.new_group(backend="gloo", timeout=timeout)
+    return Mesh(rank, world, parallel.cp, device, own_group, host_group, store, restarted)
+
+
+def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
+    """The store at torchrun's address: the agent's, where it shares it, else one of rank 0's."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not shared,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+
+
+def meet(store: dist.Store, rank: int, world: int, timeout_s: float) -> dist.Store:
+    """A part of ``store`` that belongs to exactly the processes that meet here now.
+
+    torchrun restarts a job on the store that the attempt before has used, and agents of several
+    hosts may count attempts differently. So rank 0 names the attempt, every other rank answers
+    with a name of its own, and rank 0 lists those. A rank that is not on the list has read the
+    name of an attempt that is over, and looks again.
+
+    Raises ``TimeoutError`` after ``timeout_s`` seconds; on rank 0 it names the missing ranks.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    if rank == 0:
+        store.set("attempt", own)
+        keys = [f"{own}/{peer}" for peer in range(1, world)]
+        while missing := [key for key in keys if not store.check([key])]:
+            if time.monotonic() > deadline:
+                ranks = ", ".join(key.rpartition("/")[2] for key in missing)
+                raise TimeoutError(f"rank {ranks} did not join within {timeout_s:g} s")
+            time.sleep(0.02)
+        store.set(f"{own}/list", " ".join(store.get(key).decode() for key in keys))
+        return dist.PrefixStore(own, store)
+    while time.monotonic() < deadline:
+        if store.check(["attempt"]):
+            attempt = store.get("attempt").decode()
+            store.set(f"{attempt}/{rank}", own)
+            listed = f"{attempt}/list"
+            if store.check([listed]) and own in store.get(listed).decode().split():
+                return dist.PrefixStore(attempt, store)
+        time.sleep(0.02)
+    raise TimeoutError(f"rank 0 did not join within {timeout_s:g} s")
 
 
 def require_agreement(mesh: Mesh, facts: dict[str, str]) -> None:
@@ -142,8 +200,8 @@ def shutdown(mesh: Mesh | None, code: int, closers: Iterable[Callable[[], None]]
     for close in closers:
         close()
     if code == 0 and mesh is not None and mesh.world > 1:
-        dist.barrier(mesh.cp_group)
-        dist.barrier()
+        for group in (mesh.cp_group, mesh.host_group, None):
+            dist.barrier(group)
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

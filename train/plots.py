@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from train.json_lines import read_lines
 from train.loss import bucket_label
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ def plot_run(folder: Path, full: Evaluation, self_only: Evaluation) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    axes.plot([r["step"] for r in records], [r["loss"] for r in records])
+    records = read_lines(folder / "metrics.jsonl")
+    losses = [math.nan if r["loss"] is None else r["loss"] for r in records]
+    axes.plot([r["step"] for r in records], losses)
     axes.set(xlabel="optimiser step", ylabel="training loss (nats per token)")
     axes.grid(alpha=0.3)
     figure.savefig(folder / "loss.png", dpi=150)

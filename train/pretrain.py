@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 # Modules are imported as train.*, wherever this script is started from.
@@ -37,6 +36,7 @@ from train.config import (  # noqa: E402
     resolve,
     schema_keys,
 )
+from train.stopper import Stopper  # noqa: E402
 
 SECONDS_TO_SPEAK = 10.0  # that the first process of a host has to start and to explain
 
@@ -119,6 +119,7 @@ def main() -> None:
     """Compose, check and train; wrong settings end in a short explanation and exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
     register_schema()
+    stopper = None
     try:
         check_command_line(sys.argv[1:])
         composed = compose()
@@ -127,21 +128,29 @@ def main() -> None:
         config = resolve(composed)
         check(config, world=int(os.environ.get("WORLD_SIZE", "1")))
 
-        from train.trainer import run  # torch only once the settings are known to be right
+        # torch only once the settings are known to be right, and signals are taken
+        if config.mode == "train":
+            stopper = Stopper()
+        from train import job
 
-        run(config)
+        if stopper is not None:
+            job.run(config, stopper)
+        job.check_only(config)
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        if stopper is not None:
+            stopper.retire()
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"pretrain.py: {explain(error)}", file=sys.stderr, flush=True)
         else:
             _let_the_first_speak()
-        sys.exit(2)
+        sys.stdout.flush()
+        os._exit(2)  # leaves out the destructors of process groups
 
 
 def _let_the_first_speak() -> None:
     """Wait for local rank 0 to explain: torchrun ends all processes once one has failed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
-    time.sleep(SECONDS_TO_SPEAK)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.sigtimedwait({signal.SIGTERM}, SECONDS_TO_SPEAK)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run from its first line to its last: set up, optimiser steps, validation, summary."""
+"""A run from its first line to its last: set up, optimiser steps, validation, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,145 +6,175 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from train.baselines import count_nats_per_byte, gzip_nats_per_byte
 from train.batches import Batch, ahead, make_batch
-from train.config import Config, ConfigError
-from train.corpus import find_sources
+from train.checkpoint import Checkpoints, find_checkpoint, from_rank_0
+from train.config import Config
 from train.evaluate import Evaluation, evaluate, mean_by_bucket
+from train.failure import LastWords
+from train.gate import Gate
 from train.loss import n_buckets, sum_by_bucket
-from train.metrics import Recorder, StepProgress, peak_memory, prepare_folder
-from train.model import LanguageModel, Transformer
+from train.metrics import Recorder, StepProgress, peak_memory
+from train.model import build_model
 from train.optim import learning_rate, make_optimizer, set_learning_rate
 from train.parallel import (
     Mesh,
-    choose_device,
     data_parallel,
-    join,
     require_agreement,
-    shutdown,
     sum_over_ranks,
 )
-from train.plots import plot_run
-from train.samples import IGNORED, TrainingSamples, evaluation_documents
-from train.shards import Corpus, open_corpus
+from train.run_folder import RunFolder
+from train.samples import IGNORED, Piece, TrainingSamples, pack
+from train.shards import Corpus
+from train.state import State
+from train.stopper import Run
+from train.summary import present, summarise
 
 SELF_ONLY = (0, 0)  # the attention window in which each token sees itself alone
-
-
-def run(config: Config) -> NoReturn:
-    """Do what ``config.mode`` says and end the process: 0 when done, 1 on a failure.
-
-    ``ConfigError`` passes through: the caller explains it. Any other failure is one line on stderr
-    that names the rank; its traceback goes to ``error-rank<N>.txt`` in the run folder.
-    """
-    device = choose_device(config)
-    if config.mode == "check":
-        _check_only(config)
-    mesh, closers = None, []
-    try:
-        corpus = open_corpus(config.data)
-        mesh = join(config.parallel, device)
-        trainer = Trainer(config, corpus, mesh)
-        closers = [trainer.close]
-        trainer.train()
-        trainer.finish()
-        shutdown(mesh, 0, closers)
-    except ConfigError:
-        raise
-    except KeyboardInterrupt:
-        code = 130
-    except Exception as error:  # the outermost frame: nothing may leave without naming its rank
-        _report(error, config)
-        code = 1
-    shutdown(mesh, code, closers)
-
-
-def _check_only(config: Config) -> NoReturn:
-    sources = find_sources(config.data)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"The settings are valid; the corpus has {len(sources)} files. Nothing was started.")
-    sys.exit(0)
-
-
-def _report(error: Exception, config: Config) -> None:
-    rank = os.environ.get("RANK", "0")
-    folder = Path(config.run.dir).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"error-rank{rank}.txt"
-    log.write_text("".join(traceback.format_exception(error)))
-    summary = " ".join(str(error).split())
-    print(f"rank {rank}: {type(error).__name__}: {summary} (traceback: {log})", file=sys.stderr)
+PRIMING_TOKENS = 256
 
 
 class Trainer:
-    """The state of a run on one rank."""
+    """A run on one rank."""
 
-    def __init__(self, config: Config, corpus: Corpus, mesh: Mesh) -> None:
+    def __init__(
+        self, config: Config, corpus: Corpus, mesh: Mesh, folder: RunFolder, words: LastWords
+    ) -> None:
         self.config, self.corpus, self.mesh = config, corpus, mesh
+        self.folder, self.words = folder, words
         self.console = Console(quiet=mesh.rank != 0, markup=False, highlight=False)
         settings = json.dumps(dataclasses.asdict(config), indent=1)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
         require_agreement(mesh, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
         self.samples = TrainingSamples(corpus.train, data.seq_len, data.piece_len, train.seed)
-        self.vocab_size = corpus.tokenizer.get_vocab_size()
-        self.model = build_model(config, self.vocab_size, mesh)
+        self.model = build_model(config, corpus.tokenizer.get_vocab_size(), mesh)
         self.optimizer = make_optimizer(self.model.transformer, config.optim)
+        self.state = State(config, corpus.digest, self.model.transformer, self.optimizer)
         self.wrapped = data_parallel(self.model, mesh)
-        self.folder = Path(config.run.dir).expanduser()
-        self.recorder = None
-        if mesh.rank == 0:
-            prepare_folder(self.folder)
-            (self.folder / "config.json").write_text(settings + "\n")
-            self.recorder = Recorder(self.folder)
-        self.train_seconds = 0.0
+        self.gate = Gate()
+        self.updated: torch.cuda.Event | None = None  # after the newest change on the device
+        keep = config.checkpoint
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, mesh, keep.keep, keep.keep_every, self._say_event
+        )
+        self.recorder: Recorder | None = None
+        self._went_back_to: int | None = None
+        self._begin(settings)
+
+    def _begin(self, settings: str) -> None:
+        """Take up the run in the folder, or begin a new one there."""
+        from_rank_0(self.mesh, self._prepare_folder)
+        source = self._restore()
+        if self.mesh.rank == 0:
+            self.folder.config.write_text(settings + "\n")
+            self.recorder = Recorder(self.folder, self.state.step, self.say)
+        self._say_event(source)
+
+    def _prepare_folder(self) -> None:
+        """On rank 0: the folder is there, and what is in it is this run's."""
+        if not self.mesh.restarted:
+            self.folder.require_fit(self.config)
+            if self.config.run.overwrite:
+                self.folder.clear()
+        self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def _restore(self) -> str:
+        """Load what there is to go on from; a line that says where the state comes from."""
+        wanted = self.config.checkpoint
+        own = self.checkpoints.choose()
+        if own is not None:
+            self.state.load(own)
+            self.checkpoints.saved = self.state.step
+            return f"goes on after step {self.state.step}, from {own.name}"
+        origin = wanted.init_from
+        if wanted.resume not in ("auto", "never"):
+            origin = wanted.resume
+        if origin is None:
+            return "starts at step 0"
+        path = from_rank_0(self.mesh, lambda: find_checkpoint(Path(origin).expanduser(), self.say))
+        if wanted.init_from is not None:
+            self.state.load_weights(path)
+            return f"starts at step 0 with the weights of {path}"
+        self.state.load(path)
+        return f"goes on after step {self.state.step}, from {path}"
+
+    def say(self, text: str) -> None:
+        """A line on the console of rank 0."""
+        self.console.print(text, soft_wrap=True)
+
+    def _say_event(self, text: str) -> None:
+        self.say(text)
+        if self.recorder is not None:
+            self.recorder.event(self.state.step, text)
 
     def close(self) -> None:
         """Close the files of the run."""
         if self.recorder is not None:
             self.recorder.close()
 
+    def what_to_stop(self, deadline: float | None) -> Run:
+        """What the stopper needs to end this run at any moment."""
+        mesh = self.mesh
+        return Run(
+            rank=mesh.rank,
+            world=mesh.world,
+            store=None if mesh.store is None else mesh.store.clone(),
+            gate=self.gate,
+            save=self._save_at_once,
+            say=self._say_event,
+            close=self.close,
+            deadline=deadline if mesh.rank == 0 else None,
+        )
+
     def train(self) -> None:
         """All optimiser steps, with a validation every ``train.eval_every`` of them."""
         self._introduce()
-        train = self.config.train
-        with StepProgress(self.console, train.steps) as progress:
-            begin = previous = time.perf_counter()
-            for step, batches in enumerate(ahead(self._batches, 0, train.steps)):
-                record, by_bucket = self.step(step, batches)
-                now = time.perf_counter()
-                tokens = self.config.data.seq_len * train.accumulation * self.mesh.dp
-                record["tokens_per_s"] = tokens / (now - previous)
-                record["memory"] = peak_memory(self.mesh.device)
-                if self.recorder is not None:
-                    self.recorder.step(record, by_bucket)
-                progress.update(record)
-                done = step + 1
-                if train.eval_every and done % train.eval_every == 0 and done < train.steps:
-                    progress.say(self._validate(done))
-                    now = time.perf_counter()
-                previous = now
-            self.train_seconds = time.perf_counter() - begin
+        self._prime()
+        steps = self.config.train.steps
+        with StepProgress(self.console, steps) as progress:
+            while self.state.step < steps:
+                self._train_on(progress)
+        self.checkpoints.wait()
+        if self.checkpoints.saved != self.state.step:
+            self._save()
+            self.checkpoints.wait()
 
-    def step(self, step: int, batches: list[Batch]) -> tuple[dict[str, Any], list[float]]:
-        """One optimiser step: its line of metrics, and its loss by position bucket.
+    def _train_on(self, progress: StepProgress) -> None:
+        """Steps until the last, or until the state went back to an earlier one."""
+        train, state = self.config.train, self.state
+        first, offset, stride = state.step, state.samples, train.accumulation * self.mesh.dp
+        make = lambda step: self._batches(offset + (step - first) * stride)  # noqa: E731
+        previous = time.perf_counter()
+        for batches in ahead(make, first, train.steps):
+            self.words.begin_step(state.step + 1)
+            record = self.step(batches, previous)
+            previous = time.perf_counter()
+            progress.update(record)
+            if state.guard.exhausted:
+                self._go_back()
+                return
+            done, every = state.step, self.config.checkpoint.every
+            if every and done % every == 0:
+                self._save()
+            if train.eval_every and done % train.eval_every == 0 and done < train.steps:
+                progress.say(self._validate(done))
+                previous = time.perf_counter()
+
+    def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
+        """One optimiser step, begun at ``begin`` of ``perf_counter``: its line of metrics.
 
         The gradient is that of the sum of all token losses over the number N of valid tokens of
         all ranks and micro-batches. ``data_parallel`` averages over W ranks, hence W / N.
         """
-        mesh, optim = self.mesh, self.config.optim
+        mesh, optim, state = self.mesh, self.config.optim, self.state
         n_valid = sum_over_ranks(mesh, torch.tensor(sum(batch.n_valid for batch in batches)))
         scale = mesh.world / n_valid.clamp(min=1)
         buckets = n_buckets(self.config.data.seq_len)
@@ -156,37 +186,122 @@ class Trainer:
             sums[0] += sum_by_bucket(losses.detach(), batch.buckets, buckets)
             sums[1] += sum_by_bucket((batch.labels != IGNORED).float(), batch.buckets, buckets)
         limit = optim.clip if optim.clip is not None else float("inf")
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        lr = learning_rate(optim, step, self.config.train.steps)
-        set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         losses_by_bucket, tokens_by_bucket = sum_over_ranks(mesh, sums).tolist()
-        record = {
-            "step": step + 1,
-            "loss": sum(losses_by_bucket) / max(1, int(n_valid)),
-            "grad_norm": float(grad_norm),
-            "lr": lr,
-        }
-        return record, mean_by_bucket(losses_by_bucket, [round(n) for n in tokens_by_bucket])
+        loss = sum(losses_by_bucket) / max(1, int(n_valid))
+        objection = self._agreed(state.guard.objection(loss, grad_norm))
+        lr = learning_rate(optim, state.step, self.config.train.steps)
+        with self.gate.change():
+            if objection is None:
+                set_learning_rate(self.optimizer, lr)
+                self.optimizer.step()
+                state.guard.take(loss, grad_norm)
+            else:
+                state.guard.skip()
+            self.optimizer.zero_grad(set_to_none=True)
+            if mesh.device.type == "cuda":
+                self.updated = torch.cuda.current_stream().record_event()
+            seconds = time.perf_counter() - begin
+            state.step += 1
+            state.samples += len(batches) * mesh.dp
+            state.seconds += seconds
+            record = {
+                "step": state.step,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "tokens_per_s": self.config.data.seq_len * len(batches) * mesh.dp / seconds,
+                "memory": peak_memory(mesh.device),
+                "skipped": state.guard.skipped,
+            }
+            if self.recorder is not None:
+                tokens = [round(n) for n in tokens_by_bucket]
+                self.recorder.step(record, mean_by_bucket(losses_by_bucket, tokens))
+        if objection is not None:
+            self._say_event(
+                f"step {state.step} skipped ({state.guard.skipped} so far): {objection}"
+            )
+        return record
+
+    def _agreed(self, objection: str | None) -> str | None:
+        """The objection of any rank, on all: a step is taken by all or by none."""
+        if self.mesh.world == 1:
+            return objection
+        objections = sum_over_ranks(self.mesh, torch.tensor(int(objection is not None)))
+        return objection or (f"{int(objections)} ranks object" if int(objections) else None)
+
+    def _prime(self) -> None:
+        """One backward pass whose gradients are dropped.
+
+        Data parallel lays its buckets out anew after its first backward pass. Done here, it sums
+        in the same order in a run that goes on as in one that was never interrupted. It also makes
+        connections, and compiles kernels, before the first step.
+        """
+        length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
+        sample = pack(self.corpus.train, [Piece(0, 0, length)])
+        batch = make_batch(sample, self.mesh, self.config.parallel.layout).to(self.mesh.device)
+        self.wrapped(batch).sum().backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _save(self) -> None:
+        self.checkpoints.begin(
+            self.state.step, self.state.tensors(), self.state.facts(), self.updated
+        )
+
+    def _save_at_once(self) -> str:
+        """For the stopper: the state is saved when this returns, or an error says why not."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.set_device(self.mesh.device)
+        self.checkpoints.wait()
+        step = self.state.step
+        if self.checkpoints.saved != step:
+            self._save()
+            self.checkpoints.wait()
+        if self.checkpoints.saved != step:
+            raise RuntimeError(f"the checkpoint of step {step} could not be written")
+        return f"stopped after step {step}, which is saved; the same command goes on from there"
+
+    def _go_back(self) -> None:
+        """Return to the last checkpoint, after too many skipped steps; its data is not read again.
+
+        Raises ``RuntimeError`` where there is none, or going back has not helped.
+        """
+        self.checkpoints.wait()
+        path, skipped = self.checkpoints.choose(), self.state.guard.in_a_row
+        step = None if path is None else int(path.name.removeprefix("step-"))
+        if path is None or step == self._went_back_to:
+            why = "there is no checkpoint" if path is None else "going back has not helped"
+            raise RuntimeError(
+                f"{skipped} steps in a row were skipped and {why}; look at the losses in "
+                f"{self.folder.metrics}, at the data, and at optim.lr"
+            )
+        left = self.state.step
+        with self.gate.change():
+            self.state.go_back(path)
+            if self.recorder is not None:
+                self.recorder.go_back(self.state.step)
+        self._went_back_to = self.checkpoints.saved = step
+        self._say_event(
+            f"{skipped} steps in a row were skipped: back from step {left} to {path.name}, and on "
+            f"with the data after it"
+        )
 
     def finish(self) -> None:
         """Final evaluation, baselines, plots, ``summary.json`` and a table."""
         max_bytes = self.config.train.final_eval_bytes
         full = self._evaluate(max_bytes)
-        self_only = self._evaluate(max_bytes, SELF_ONLY)
+        alone = self._evaluate(max_bytes, SELF_ONLY)
         if self.recorder is None:
             return
-        self._record_evaluation(self.config.train.steps, full)
-        self.console.print("Counting the baselines ...")
-        summary = self._summary(full, self_only)
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        self._draw(full, self_only)
-        self._print_table(summary)
+        self._record_evaluation(self.state.step, full)
+        self.say("Counting the baselines ...")
+        summary = summarise(self.config, self.corpus, self.mesh, self.state, full, alone)
+        present(self.folder, summary, full, alone, self.console)
 
-    def _batches(self, step: int) -> list[Batch]:
+    def _batches(self, sample: int) -> list[Batch]:
+        """This rank's micro-batches of the step that begins with ``sample`` of the stream."""
         accumulation, mesh = self.config.train.accumulation, self.mesh
-        indices = [(step * accumulation + m) * mesh.dp + mesh.dp_rank for m in range(accumulation)]
+        indices = [sample + m * mesh.dp + mesh.dp_rank for m in range(accumulation)]
         layout = self.config.parallel.layout
         return [make_batch(self.samples[index], mesh, layout) for index in indices]
 
@@ -224,89 +339,11 @@ class Trainer:
     def _introduce(self) -> None:
         mesh, corpus = self.mesh, self.corpus
         parameters = sum(p.numel() for p in self.model.parameters())
+        precision = str(self.model.dtype).removeprefix("torch.")
         self.console.print(
-            f"{parameters:,} parameters in {_precision_name(self.model.dtype)} on {mesh.world} x "
+            f"{parameters:,} parameters in {precision} on {mesh.world} x "
             f"{mesh.device.type} (dp {mesh.dp}, cp {mesh.cp}); "
             f"{len(corpus.train):,} documents of {corpus.train.lengths.sum():,} tokens, "
-            f"{len(corpus.held_out):,} held out; run folder {self.folder}",
+            f"{len(corpus.held_out):,} held out; run folder {self.folder.path}",
             soft_wrap=True,
         )
-
-    def _summary(self, full: Evaluation, self_only: Evaluation) -> dict[str, Any]:
-        corpus, config = self.corpus, self.config
-        chosen = evaluation_documents(corpus.held_out, config.train.final_eval_bytes)
-        texts = (_text(corpus, document) for document in chosen)
-        unigram, bigram = count_nats_per_byte(
-            corpus.train, corpus.held_out, chosen, self.vocab_size
-        )
-        return {
-            "nats_per_byte": full.nats_per_byte,
-            "nats_per_byte_self_only": self_only.nats_per_byte,
-            "gzip": gzip_nats_per_byte(texts),
-            "unigram": unigram,
-            "bigram": bigram,
-            "train_seconds": self.train_seconds,
-            "steps": config.train.steps,
-            "world_size": self.mesh.world,
-            "cp": self.mesh.cp,
-            "seq_len": config.data.seq_len,
-            "held_out_bytes": full.n_bytes,
-            "held_out_tokens": full.tokens,
-        }
-
-    def _draw(self, full: Evaluation, self_only: Evaluation) -> None:
-        try:
-            plot_run(self.folder, full, self_only)
-        except ModuleNotFoundError as error:
-            self.console.print(f"no plots: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
-
-    def _print_table(self, summary: dict[str, Any]) -> None:
-        title = f"Held out: {summary['held_out_bytes']:,} bytes"
-        table = Table("", "nats per byte", title=title, title_justify="left")
-        rows = {
-            "this model": "nats_per_byte",
-            "this model, each token seeing only itself": "nats_per_byte_self_only",
-            "gzip -9": "gzip",
-            "unigram": "unigram",
-            "bigram": "bigram",
-        }
-        for label, key in rows.items():
-            table.add_row(label, f"{summary[key]:.3f}")
-        self.console.print(table)
-        self.console.print(
-            f"{summary['steps']} steps in {summary['train_seconds']:.0f} s; everything is in "
-            f"{self.folder}",
-            soft_wrap=True,
-        )
-
-
-def build_model(config: Config, vocab_size: int, mesh: Mesh) -> LanguageModel:
-    """The model on this rank's device, the same weights on every rank."""
-    transformer = Transformer(
-        config.model,
-        vocab_size,
-        config.train.seed,
-        recompute=config.train.recompute,
-        group=mesh.cp_group,
-        layout=config.parallel.layout,
-        transport=config.parallel.transport,
-    )
-    dtype = compute_dtype(config.train.precision, mesh.device)
-    return LanguageModel(transformer.to(mesh.device), dtype, config.train.loss_chunk)
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """What ``train.precision`` means on ``device``."""
-    if precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, precision)
-
-
-def _precision_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _text(corpus: Corpus, document: int) -> str:
-    """The text of a held-out document, from its tokens."""
-    ids = corpus.held_out.tokens(document, 1, int(corpus.held_out.lengths[document]))
-    return corpus.tokenizer.decode(ids.tolist(), skip_special_tokens=False)

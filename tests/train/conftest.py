@@ -80,3 +80,16 @@ def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def settings(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A small model on the small corpus, clipped at a norm that is exceeded at every step."""
+    return [
+        f"data.path={text_folder}",
+        f"data.cache_dir={tmp_path_factory.mktemp('cache')}",
+        *("data.vocab_size=300", "data.held_out=0.2", "data.seq_len=500", "data.piece_len=130"),
+        *("model.dim=32", "model.ffn_dim=64", "model.n_layers=2", "optim.warmup_steps=2"),
+        *("train.steps=10", "train.precision=float32", "train.eval_every=4"),
+        *("optim.clip=0.05", "optim.embedding_lr_scale=3", "train.loss_chunk=100"),
+    ]

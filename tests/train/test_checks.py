@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from train.checks import check
 from train.config import ConfigError, get
-
-
-def test_an_existing_run_is_not_overwritten_unasked(config):
-    folder = Path(config.run.dir)
-    folder.mkdir()
-    check(config, world=1)
-    (folder / "books.jsonl").touch()
-    config.run.overwrite = True
-    with pytest.raises(ConfigError, match=r"run\.dir=.*books\.jsonl.*no run"):
-        check(config, world=1)
-    config.run.overwrite = False
-    (folder / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"run\.dir=.*run\.overwrite=true"):
-        check(config, world=1)
-    config.run.overwrite = True
-    check(config, world=1)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +25,11 @@ def test_an_existing_run_is_not_overwritten_unasked(config):
         ({"model.n_heads": 3}, "model.n_kv_heads=2"),
         ({"model.rope.low_freq_factor": 4.0}, "model.rope.high_freq_factor=4.0"),
         ({"mode": "chek"}, "nearest valid: mode=check"),
+        ({"train.max_wall_time": 0.0}, "train.max_wall_time=0.0 must be above 0"),
+        ({"guard.sigma": -1.0}, "guard.sigma=-1.0 must be above 0"),
+        ({"checkpoint.keep": 0}, "nearest valid: checkpoint.keep=1"),
+        ({"checkpoint.resume": "always"}, "must be auto, never or the folder of a run"),
+        ({"checkpoint.init_from": "/nowhere"}, "checkpoint.init_from=/nowhere must be the folder"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(config, changes, message):

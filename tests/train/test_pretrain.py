@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,19 +16,6 @@ import pytest
 
 ROOT = Path(__file__).absolute().parents[2]
 STEPS = 10
-
-
-@pytest.fixture(scope="module")
-def settings(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A small model on the small corpus, clipped at a norm that is exceeded at every step."""
-    return [
-        f"data.path={text_folder}",
-        f"data.cache_dir={tmp_path_factory.mktemp('cache')}",
-        *("data.vocab_size=300", "data.held_out=0.2", "data.seq_len=500", "data.piece_len=130"),
-        *("model.dim=32", "model.ffn_dim=64", "model.n_layers=2", "optim.warmup_steps=2"),
-        *(f"train.steps={STEPS}", "train.precision=float32", "train.eval_every=4"),
-        *("optim.clip=0.05", "optim.embedding_lr_scale=3", "train.loss_chunk=100"),
-    ]
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -94,11 +82,11 @@ def test_a_rank_without_tokens_trains_along(pretrain, settings, tmp_path):
 def test_a_run_leaves_its_files_and_its_words(alone):
     folder = alone[1]
     assert {path.name for path in folder.iterdir()} == {
-        *("config.json", "metrics.jsonl", "eval.jsonl", "summary.json"),
-        *("loss.png", "loss_by_position.png", "tensorboard"),
+        *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json"),
+        *("loss.png", "loss_by_position.png", "tensorboard", "checkpoints", "ranks.json"),
     }
     records = metrics(folder)
-    keys = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "memory"]
+    keys = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "memory", "skipped"]
     assert all(list(record) == keys for record in records)
     assert records[-1]["loss"] < records[0]["loss"]
     assert all(record["memory"] > 50e6 for record in records)
@@ -149,7 +137,7 @@ def one_line_of(rank: int, process: subprocess.Popen[str], timeout: float) -> st
     """The only line in which a failed rank speaks of itself; it must exit 1 within ``timeout``."""
     _, said = process.communicate(timeout=timeout)
     assert process.returncode == 1, said
-    (line,) = [line for line in said.splitlines() if line.startswith(f"rank {rank}: ")]
+    (line,) = [line for line in said.splitlines() if line.startswith(f"rank {rank}, ")]
     return line
 
 
@@ -165,8 +153,9 @@ def test_survivors_of_a_killed_rank_name_themselves_and_exit_1(settings, tmp_pat
             time.sleep(0.1)
         ranks[1].send_signal(signal.SIGKILL)
         for rank in (0, 2):
-            assert f"error-rank{rank}.txt" in one_line_of(rank, ranks[rank], timeout=25)
-            assert "Traceback" in (folder / f"error-rank{rank}.txt").read_text()
+            line = one_line_of(rank, ranks[rank], timeout=25)
+            assert re.match(rf"rank {rank}, step \d+: .*traceback: .*/rank{rank}\.log", line)
+            assert "Traceback" in (folder / "logs" / f"rank{rank}.log").read_text()
     finally:
         for process in ranks:
             process.kill()

@@ -1,0 +1,93 @@
+"""What may begin, or go on, in a folder that holds something."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from train.config import ConfigError
+from train.run_folder import RunFolder, flat
+
+
+@pytest.fixture
+def folder(config) -> RunFolder:
+    """The folder of a run of ``config`` that has made some steps."""
+    folder = RunFolder(config)
+    folder.checkpoints.mkdir(parents=True)
+    folder.config.write_text(json.dumps(dataclasses.asdict(config)))
+    folder.metrics.write_text('{"step": 1}\n')
+    return folder
+
+
+def test_a_new_an_empty_and_its_own_folder_fit(config, folder):
+    folder.require_fit(config)
+    config.run.dir += "-new"
+    new = RunFolder(config)
+    new.require_fit(config)
+    new.path.mkdir()
+    new.require_fit(config)
+
+
+def test_other_files_are_never_mixed_with_a_run(config):
+    folder = RunFolder(config)
+    folder.path.mkdir()
+    (folder.path / "books.jsonl").touch()
+    config.run.overwrite = True
+    with pytest.raises(ConfigError, match=r"run\.dir=.*books\.jsonl.*no run"):
+        folder.require_fit(config)
+
+
+def test_a_file_is_no_folder(config):
+    folder = RunFolder(config)
+    folder.path.touch()
+    with pytest.raises(ConfigError, match="not a folder"):
+        folder.require_fit(config)
+
+
+def test_another_run_is_refused_with_the_setting_that_differs(config, folder):
+    config.optim.lr = 0.5
+    with pytest.raises(ConfigError, match=r"optim\.lr=0\.003 \(now 0\.5\).*run\.overwrite=true"):
+        folder.require_fit(config)
+    config.run.overwrite = True
+    folder.require_fit(config)
+
+
+def test_what_a_run_may_change(config, folder):
+    config.parallel.cp = 2
+    config.train.steps += 1
+    config.train.accumulation = 2
+    config.checkpoint.every = 7
+    config.guard.sigma = 5.0
+    folder.require_fit(config)
+
+
+def test_never_refuses_a_run(config, folder):
+    config.checkpoint.resume = "never"
+    with pytest.raises(ConfigError, match=r"already holds a run and checkpoint\.resume=never"):
+        folder.require_fit(config)
+
+
+def test_a_complete_run_goes_on_only_for_more_steps(config, folder):
+    folder.summary.write_text(json.dumps({"steps": config.train.steps}))
+    with pytest.raises(ConfigError, match=r"complete after 300 steps; raise train\.steps"):
+        folder.require_fit(config)
+    config.train.steps += 1
+    folder.require_fit(config)
+
+
+def test_a_run_without_its_settings_is_refused(config, folder):
+    folder.config.unlink()
+    with pytest.raises(ConfigError, match=r"without its settings, config\.json"):
+        folder.require_fit(config)
+
+
+def test_clear_leaves_what_is_not_of_a_run(folder):
+    (folder.path / "notes.txt").write_text("mine")
+    folder.clear()
+    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
+
+
+def test_flat():
+    assert flat({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {"a.b": 1, "a.c.d": [2], "e": None}

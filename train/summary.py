@@ -1,0 +1,84 @@
+"""The end of a run: its figures beside the baselines, as JSON, plots and a table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from train.baselines import count_nats_per_byte, gzip_nats_per_byte
+from train.config import Config
+from train.evaluate import Evaluation
+from train.parallel import Mesh
+from train.plots import plot_run
+from train.run_folder import RunFolder
+from train.samples import evaluation_documents
+from train.shards import Corpus
+from train.state import State
+
+ROWS = {
+    "this model": "nats_per_byte",
+    "this model, each token seeing only itself": "nats_per_byte_self_only",
+    "gzip -9": "gzip",
+    "unigram": "unigram",
+    "bigram": "bigram",
+}
+
+
+def summarise(
+    config: Config, corpus: Corpus, mesh: Mesh, state: State, full: Evaluation, alone: Evaluation
+) -> dict[str, Any]:
+    """What ``summary.json`` holds. ``alone``: the evaluation with each token seeing only itself."""
+    chosen = evaluation_documents(corpus.held_out, config.train.final_eval_bytes)
+    texts = (_text(corpus, document) for document in chosen)
+    unigram, bigram = count_nats_per_byte(
+        corpus.train, corpus.held_out, chosen, corpus.tokenizer.get_vocab_size()
+    )
+    return {
+        "nats_per_byte": full.nats_per_byte,
+        "nats_per_byte_self_only": alone.nats_per_byte,
+        "gzip": gzip_nats_per_byte(texts),
+        "unigram": unigram,
+        "bigram": bigram,
+        "train_seconds": state.seconds,
+        "steps": state.step,
+        "skipped": state.guard.skipped,
+        "world_size": mesh.world,
+        "cp": mesh.cp,
+        "seq_len": config.data.seq_len,
+        "held_out_bytes": full.n_bytes,
+        "held_out_tokens": full.tokens,
+    }
+
+
+def present(
+    folder: RunFolder,
+    summary: dict[str, Any],
+    full: Evaluation,
+    alone: Evaluation,
+    console: Console,
+) -> None:
+    """Write ``summary.json`` and the plots, print the table."""
+    folder.summary.write_text(json.dumps(summary, indent=1) + "\n")
+    try:
+        plot_run(folder.path, full, alone)
+    except ModuleNotFoundError as error:
+        console.print(f"no plots: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
+    title = f"Held out: {summary['held_out_bytes']:,} bytes"
+    table = Table("", "nats per byte", title=title, title_justify="left")
+    for label, key in ROWS.items():
+        table.add_row(label, f"{summary[key]:.3f}")
+    console.print(table)
+    console.print(
+        f"{summary['steps']} steps in {summary['train_seconds']:.0f} s; everything is in "
+        f"{folder.path}",
+        soft_wrap=True,
+    )
+
+
+def _text(corpus: Corpus, document: int) -> str:
+    """The text of a held-out document, from its tokens."""
+    ids = corpus.held_out.tokens(document, 1, int(corpus.held_out.lengths[document]))
+    return corpus.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
