@@ -1,0 +1,100 @@
+"""Training jobs under torchrun, to watch, to signal and to kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).absolute().parents[2]
+
+
+class Job:
+    """A running ``torchrun train/pretrain.py`` with its run folder. Use it in a ``with``."""
+
+    def __init__(
+        self, folder: Path, processes: int, *arguments: str, launcher: tuple[str, ...] = ()
+    ):
+        self.folder = folder
+        command = [sys.executable, "-m", "torch.distributed.run", *(launcher or ("--standalone",))]
+        command += ["--nproc-per-node", str(processes), str(ROOT / "train" / "pretrain.py")]
+        self.process = subprocess.Popen(
+            [*command, *arguments, f"run.dir={folder}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing of the job survives the test."""
+        for pid in [*self.pids(), self.process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+    def pids(self) -> list[int]:
+        """Process of each rank of the newest attempt; none before there is one."""
+        path = self.folder / "ranks.json"
+        return [rank["pid"] for rank in json.loads(path.read_text())] if path.exists() else []
+
+    def await_step(self, step: int, limit: float = 60.0) -> None:
+        """Returns when ``step`` optimiser steps are recorded."""
+        self.until(lambda: len(steps(self.folder)) >= step, limit)
+
+    def until(self, true: Callable[[], bool], limit: float = 60.0) -> None:
+        """Returns when it is ``true``; fails after ``limit`` seconds, or if the job ends before."""
+        deadline = time.monotonic() + limit
+        while not true():
+            assert time.monotonic() < deadline
+            assert self.process.poll() is None, self.process.stdout.read()
+            time.sleep(0.01)
+
+    def end(self, limit: float = 60.0) -> tuple[int, str]:
+        """Exit code and all output, within ``limit`` seconds."""
+        said, _ = self.process.communicate(timeout=limit)
+        return self.process.returncode, said
+
+
+def steps(folder: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of each complete line of a run's metrics."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    complete = [line for line in path.read_bytes().splitlines(keepends=True) if line[-1:] == b"\n"]
+    records = [json.loads(line) for line in complete]
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+
+
+def events(folder: Path) -> list[str]:
+    """What happened in a run, in order."""
+    return [json.loads(line)["event"] for line in (folder / "events.jsonl").open()]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,288 @@
+"""Killed, stopped and damaged runs: they go on, and compute what an undisturbed run computes.
+
+The reference is a run that nobody disturbs: the loss and the gradient norm of each step must be the
+same bits. ``pytest -m soak`` repeats what is random here with other seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.jobs import ROOT, Job, events, free_port, is_alive, steps
+
+STEPS = 50
+SPREAD = {"cp 1": (2, 1), "cp 2": (2, 2), "dp 2 x cp 2": (4, 2)}  # processes, cp
+
+
+@pytest.fixture(scope="module")
+def settings(settings) -> list[str]:
+    changed = [f"train.steps={STEPS}", "checkpoint.every=7", "train.eval_every=0"]
+    return [*settings, *changed, "train.final_eval_bytes=1"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings, tmp_path_factory):
+    """The steps of a run that nobody disturbs, by number of processes and cp."""
+    known = {}
+
+    def run(processes: int, cp: int) -> list[tuple[int, float, float]]:
+        if (processes, cp) not in known:
+            folder = tmp_path_factory.mktemp("undisturbed") / "run"
+            with Job(folder, processes, *settings, f"parallel.cp={cp}") as job:
+                code, said = job.end()
+                assert code == 0, said
+            known[processes, cp] = steps(folder)
+            assert [step for step, _, _ in known[processes, cp]] == list(range(1, STEPS + 1))
+        return known[processes, cp]
+
+    return run
+
+
+TRIALS = [0, *[pytest.param(trial, marks=pytest.mark.soak) for trial in range(1, 10)]]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("trial", TRIALS)
+@pytest.mark.parametrize("spread", SPREAD)
+def test_a_killed_rank_costs_nothing_but_time(settings, undisturbed, tmp_path, spread, trial):
+    """SIGKILL of a random rank after a random step, under ``--max-restarts 1``."""
+    processes, cp = SPREAD[spread]
+    dice = random.Random(f"{spread} {trial}")
+    victim, when = dice.randrange(processes), dice.randrange(1, STEPS - 5)
+    launcher = ("--standalone", "--max-restarts", "1")
+    folder = tmp_path / "run"
+    with Job(folder, processes, *settings, f"parallel.cp={cp}", launcher=launcher) as job:
+        job.await_step(when)
+        first = job.pids()
+        os.kill(first[victim], signal.SIGKILL)
+        code, said = job.end()
+        assert code == 0, said
+        assert not set(first) & set(job.pids())
+    assert steps(folder) == undisturbed(processes, cp)
+    assert any(
+        event.startswith(("goes on after step", "starts at")) for event in events(folder)[1:]
+    )
+
+
+@pytest.mark.timeout(100)
+def test_a_run_goes_on_at_another_cp(settings, undisturbed, tmp_path):
+    """Stopped at cp 2 and resumed at cp 1 on four ranks: within 1e-4 for 20 steps."""
+    folder = tmp_path / "run"
+    with Job(folder, 2, *settings, "parallel.cp=2") as job:
+        job.await_step(10)
+        job.process.send_signal(signal.SIGTERM)
+        job.end()
+    stopped = len(steps(folder))
+    with Job(folder, 4, *settings, "parallel.cp=4", f"train.steps={STEPS}") as job:
+        code, said = job.end()
+        assert code == 0, said
+    expected = undisturbed(2, 2)
+    assert stopped < STEPS - 20
+    for (_, loss, norm), (_, other, other_norm) in zip(
+        steps(folder)[: stopped + 20], expected, strict=False
+    ):
+        assert loss == pytest.approx(other, rel=1e-4)
+        assert norm == pytest.approx(other_norm, rel=1e-4)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("whom", ["rank 0", "rank 1", "torchrun"])
+def test_sigterm_saves_the_last_finished_step(settings, undisturbed, tmp_path, whom):
+    folder = tmp_path / "run"
+    with Job(folder, 2, *settings, "parallel.cp=2") as job:
+        job.await_step(5)
+        pids = job.pids()
+        target = {"rank 0": pids[0], "rank 1": pids[1], "torchrun": job.process.pid}[whom]
+        os.kill(target, signal.SIGTERM)
+        code, said = job.end(limit=25)
+        assert code == (1 if whom == "torchrun" else 0), said  # torchrun's own, when it is told
+        assert not any(is_alive(pid) for pid in pids)
+    done = len(steps(folder))
+    assert (folder / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
+    assert events(folder)[-1].startswith(f"SIGTERM: stopped after step {done}, which is saved")
+    with Job(folder, 2, *settings, "parallel.cp=2") as job:
+        code, said = job.end()
+        assert code == 0, said
+    assert events(folder)[-1] == f"goes on after step {done}, from step-{done:08d}"
+    assert steps(folder) == undisturbed(2, 2)
+
+
+def start_ranks(folder: Path, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Ranks without torchrun, so that their own exit codes can be seen."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "train/pretrain.py", *arguments, f"run.dir={folder}"],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(r),
+                "LOCAL_RANK": str(r),
+                "WORLD_SIZE": str(count),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(count)
+    ]
+
+
+def await_lines(path: Path, count: int, ranks: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text().count("\n") >= count):
+        assert all(rank.poll() is None for rank in ranks)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(150)
+def test_sigterm_in_the_middle_of_a_slow_step(settings, tmp_path):
+    """A step of minutes: all ranks exit 0 within 25 s with the step before it saved."""
+    folder = tmp_path / "run"
+    quick = [*settings, "parallel.cp=2"]
+    with Job(folder, 2, *quick, "train.steps=3", "checkpoint.every=0") as job:
+        assert job.end()[0] == 0
+    slow = [*quick, "train.accumulation=4000", "checkpoint.every=0"]
+    ranks = start_ranks(folder, 2, *slow)
+    try:
+        await_lines(folder / "events.jsonl", 2, ranks)  # it goes on after step 3
+        time.sleep(5)
+        begin = time.monotonic()
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        said = [rank.communicate(timeout=25)[1] for rank in ranks]
+        assert time.monotonic() - begin < 25
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert len(steps(folder)) == 3
+    assert events(folder)[-1].startswith("SIGTERM: stopped after step 3, which is saved")
+
+
+@pytest.mark.timeout(100)
+def test_ctrl_c_saves_and_exits_130(settings, tmp_path):
+    folder = tmp_path / "run"
+    (rank,) = start_ranks(folder, 1, *settings, "train.steps=100000")
+    try:
+        await_lines(folder / "metrics.jsonl", 3, [rank])
+        rank.send_signal(signal.SIGINT)
+        rank.communicate(timeout=25)
+        assert rank.returncode == 130
+    finally:
+        rank.kill()
+    assert events(folder)[-1].startswith("Ctrl-C: stopped after step ")
+
+
+@pytest.mark.timeout(100)
+def test_with_a_peer_gone_nothing_is_saved(settings, tmp_path):
+    """Rank 1 is stopped, then rank 0 told to end: it exits 1 and leaves the checkpoints alone."""
+    folder = tmp_path / "run"
+    ranks = start_ranks(folder, 2, *settings, "parallel.cp=2", "train.steps=100000")
+    try:
+        await_lines(folder / "metrics.jsonl", 10, ranks)
+        ranks[1].send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        before = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+        ranks[0].send_signal(signal.SIGTERM)
+        _, said = ranks[0].communicate(timeout=25)
+        assert ranks[0].returncode == 1
+        assert "rank 0: SIGTERM, but nothing was saved: no answer from rank 1 within 8 s" in said
+        assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == before
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.timeout(60)
+def test_the_wall_time_is_kept(settings, tmp_path):
+    folder = tmp_path / "run"
+    long = ["train.steps=100000", "train.max_wall_time=8", "checkpoint.every=0"]
+    with Job(folder, 2, *settings, "parallel.cp=2", *long) as job:
+        begin = time.monotonic()
+        code, said = job.end()
+        assert code == 0, said
+        assert time.monotonic() - begin < 30
+    assert re.match(r"train.max_wall_time is over: stopped after step \d+", events(folder)[-1])
+
+
+@pytest.mark.timeout(100)
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on(settings, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    with Job(folder, 2, *settings, "parallel.cp=2", "checkpoint.every=5") as job:
+        job.await_step(12)
+        job.process.send_signal(signal.SIGTERM)
+        job.end()
+    newest = max((folder / "checkpoints").glob("step-*"))
+    os.truncate(newest / "__1_0.distcp", 1000)
+    with Job(folder, 2, *settings, "parallel.cp=2") as job:
+        code, said = job.end()
+        assert code == 0, said
+    assert re.search(rf"set aside as damaged-{newest.name}.*__1_0.distcp has 1000 bytes", said)
+    assert steps(folder) == undisturbed(2, 2)
+
+
+@pytest.mark.timeout(150)
+def test_two_agents_survive_the_kill_of_a_worker(settings, undisturbed, tmp_path):
+    """Two agents as on two hosts: only one of them counts an attempt that failed."""
+    rendezvous = ("--nnodes", "2", "--max-restarts", "2", "--rdzv-backend", "c10d")
+    rendezvous += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two")
+    folder = tmp_path / "run"
+    arguments = [*settings, "parallel.cp=2"]
+    with (
+        Job(folder, 1, *arguments, launcher=rendezvous) as one,
+        Job(folder, 1, *arguments, launcher=rendezvous) as other,
+    ):
+        one.await_step(20)
+        first = one.pids()
+        os.kill(first[1], signal.SIGKILL)
+        ends = [job.end(limit=100) for job in (one, other)]
+        assert [code for code, _ in ends] == [0, 0], ends
+        assert not set(first) & set(one.pids())
+    assert steps(folder) == undisturbed(2, 2)
+
+
+@pytest.mark.timeout(60)
+def test_the_last_lines_name_the_dead_rank_once(settings, tmp_path):
+    """torchrun's report names rank 1, its step and what ended it; nobody else says it too."""
+    folder = tmp_path / "run"
+    arguments = [*settings, "parallel.cp=2", "train.steps=100000"]
+    with Job(folder, 2, *arguments) as job:
+        job.await_step(10)
+        os.kill(job.pids()[1], signal.SIGKILL)
+        code, said = job.end()
+    expected = r"rank 1, step \d+: killed from outside, or by the system for lack of memory"
+    assert code == 1
+    cause = said[said.index("Root Cause") :]
+    assert re.search(r"rank +: 1 ", cause)
+    assert re.search(expected, cause)
+    assert len(re.findall(expected, said)) == 1
+
+
+TEARDOWNS = [3, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("times", TEARDOWNS)
+def test_runs_of_four_processes_end_cleanly(settings, tmp_path, times):
+    """Exit code 0, no abort, no process left."""
+    for number in range(times):
+        folder = tmp_path / f"run{number}"
+        with Job(folder, 4, *settings, "parallel.cp=2", "train.steps=2") as job:
+            code, said = job.end()
+            assert code == 0, said
+            assert "terminate called" not in said
+            assert not any(is_alive(pid) for pid in job.pids())
+        assert json.loads((folder / "summary.json").read_text())["steps"] == 2
