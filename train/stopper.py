@@ -94,7 +94,7 @@ class Stopper(threading.Thread):
         assert run is not None
         self.stopping.set()
         try:
-            said = self._stop(run, reason)
+            said = self._stop_all(run, reason)
         except BaseException as error:  # of whatever kind: the process must end, and say why
             print(
                 f"rank {run.rank}: {reason}, but nothing was saved: {error}",
@@ -130,7 +130,7 @@ class Stopper(threading.Thread):
                 return None, asked
         return None
 
-    def _stop(self, run: Run, reason: str) -> str:
+    def _stop_all(self, run: Run, reason: str) -> str:
         made = run.gate.shut()
         if run.store is not None:
             run.store.set("stop/reason", reason)

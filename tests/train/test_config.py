@@ -62,6 +62,16 @@ def test_a_wrong_file_is_explained_like_a_wrong_argument(pretrain, tmp_path, tex
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_what_is_wrong_is_said_the_same_once_signals_are_taken(pretrain, text_folder, tmp_path):
+    """A tokenizer that only turns out to be none when the corpus is opened."""
+    (tmp_path / "bad.json").write_text("{}")
+    place = [f"data.path={text_folder}", f"data.cache_dir={tmp_path}", f"run.dir={tmp_path}/run"]
+    done = pretrain(*place, f"data.tokenizer={tmp_path}/bad.json")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "bad.json is not a tokenizer.json" in line
+
+
 @pytest.mark.timeout(60)
 def test_under_torchrun_one_process_speaks_and_all_exit_2(pretrain):
     done = pretrain("parallel.cp=3", processes=2)
