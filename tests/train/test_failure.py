@@ -1,0 +1,83 @@
+"""What is said of a rank that fails."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringfa3.comm import RingError
+from train.failure import LastWords, explain, is_of_a_peer, is_out_of_memory
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    """The file that torchrun reads."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    return path
+
+
+def test_the_words_of_a_killed_rank_are_there_before(report):
+    words = LastWords(3, io.StringIO())
+    assert not report.exists()
+    words.begin_step(8)
+    said = json.loads(report.read_text())
+    assert said["message"].startswith("rank 3, step 8: killed from outside")
+    assert abs(said["timestamp"] - time.time()) < 5
+
+
+def test_torchrun_reports_an_error_and_nobody_else_unless_it_restarts(
+    report, tmp_path, monkeypatch, config
+):
+    console = io.StringIO()
+    words = LastWords(1, console)
+    words.begin_step(2)
+    log = tmp_path / "rank1.log"
+    words.report(ValueError("no\n such"), log, config)
+    message = json.loads(report.read_text())["message"]
+    assert message == f"rank 1, step 2: ValueError: no such (traceback: {log})"
+    assert "ValueError: no\n such" in log.read_text()
+    assert console.getvalue() == ""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    words.report(ValueError("no such"), log, config)
+    assert console.getvalue() == f"{message}\n"
+
+
+def test_without_torchrun_the_rank_says_it_itself(tmp_path, monkeypatch, config):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    console = io.StringIO()
+    LastWords(0, console).report(KeyError("x"), tmp_path / "log", config)
+    assert console.getvalue().startswith("rank 0, before the first step: KeyError: 'x'")
+
+
+def test_a_consequence_is_never_the_first_failure(report, tmp_path, config):
+    """torchrun takes the earliest whole second for the cause."""
+    words = LastWords(0, io.StringIO())
+    begin = int(time.time())
+    words.report(RingError("rank 1 is gone"), tmp_path / "log", config)
+    assert json.loads(report.read_text())["timestamp"] > begin
+
+
+def test_whose_errors_a_peer_can_cause():
+    gloo = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection reset by peer")
+    for error in (RingError("x"), dist.DistStoreError("x"), ConnectionResetError(), gloo):
+        assert is_of_a_peer(error)
+    assert not is_of_a_peer(RuntimeError("shape mismatch"))
+
+
+def test_advice_at_out_of_memory_names_settings_that_help(config):
+    config.train.loss_chunk = 4096
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    said = explain(caught.value, config)
+    for setting in ("loss_chunk=1024", "recompute=attention-saving", "cp=2", "seq_len=128"):
+        assert setting in said
+    config.train.recompute = "full"
+    assert "recompute" not in explain(torch.OutOfMemoryError("x"), config)
+    assert "out of memory" not in explain(ValueError("x"), config)
