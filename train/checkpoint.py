@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +44,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 PREFIX = "step-"
 DAMAGED = "damaged-"
+SEEN_S = 10.0  # until a new file is seen by every host that shares its folder
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -285,6 +288,33 @@ def from_rank_0(mesh: Mesh, make: Callable[[], Any]) -> Any:
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def require_shared(mesh: Mesh, folder: Path) -> None:
+    """Raise ``ConfigError`` on every rank unless all see what rank 0 writes in ``folder``."""
+    if mesh.world == 1:
+        return
+
+    def mark() -> Path:
+        path = folder / f".shared-{uuid.uuid4().hex}"
+        path.touch()
+        return path
+
+    path: Path = from_rank_0(mesh, mark)
+    deadline = time.monotonic() + SEEN_S
+    while not (seen := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everyone: list[Any] = [None] * mesh.world
+    own = None if seen else f"rank {mesh.rank} on {socket.gethostname()}"
+    dist.all_gather_object(everyone, own, group=mesh.host_group)
+    if mesh.rank == 0:
+        path.unlink()
+    blind = [name for name in everyone if name is not None]
+    if blind:
+        raise ConfigError(
+            f"run.dir: {blind[0]} does not see what rank 0 writes to {folder}; checkpoints need a "
+            f"folder on a file system that all hosts share"
+        )
 
 
 def facts_of(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ This module imports nothing that starts threads: they would have to inherit the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -140,7 +141,16 @@ class Stopper(threading.Thread):
         said = run.save()
         if run.store is not None:
             self._everyone(run, "saved", "")
+            self._leave_in_order(run)
         return said
+
+    def _leave_in_order(self, run: Run) -> None:
+        """Rank 0 last: it may host the store."""
+        if run.rank != 0:
+            run.store.set(f"stop/left/{run.rank}", "")
+            return
+        with contextlib.suppress(PeerGoneError):  # all have saved: nothing can be lost any more
+            self._everyone(run, "left", "")
 
     def _everyone(self, run: Run, what: str, mine: str) -> list[str]:
         """What every rank says under ``what``, once all have said it."""

@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 
 from train.batches import Batch, ahead, make_batch
-from train.checkpoint import Checkpoints, find_checkpoint, from_rank_0
-from train.config import Config
+from train.checkpoint import DAMAGED, Checkpoints, find_checkpoint, from_rank_0, require_shared
+from train.config import Config, ConfigError
 from train.evaluate import Evaluation, evaluate, mean_by_bucket
 from train.failure import LastWords
 from train.gate import Gate
@@ -72,6 +72,7 @@ class Trainer:
     def _begin(self, settings: str) -> None:
         """Take up the run in the folder, or begin a new one there."""
         from_rank_0(self.mesh, self._prepare_folder)
+        require_shared(self.mesh, self.folder.checkpoints)
         source = self._restore()
         if self.mesh.rank == 0:
             self.folder.config.write_text(settings + "\n")
@@ -90,6 +91,12 @@ class Trainer:
         """Load what there is to go on from; a line that says where the state comes from."""
         wanted = self.config.checkpoint
         own = self.checkpoints.choose()
+        if own is None and any(self.folder.checkpoints.glob(f"{DAMAGED}*")):
+            raise ConfigError(
+                f"run.dir={self.config.run.dir}: every checkpoint of this run is damaged "
+                f"(checkpoints/{DAMAGED}*); begin anew in another folder, with "
+                f"run.overwrite=true, or with checkpoint.resume=... from another run's checkpoint"
+            )
         if own is not None:
             self.state.load(own)
             self.checkpoints.saved = self.state.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from train.checkpoint import (
     load_tensors,
     newest_good,
     own_share,
+    require_shared,
 )
 from train.config import ConfigError
 from train.parallel import Mesh
@@ -255,3 +257,24 @@ def _refused(group: dist.ProcessGroup) -> str:
 
 def test_what_rank_0_decides_holds_for_all(ranks: Ranks):
     assert ranks.run(3, _refused) == ["rank 0 says no"] * 3
+
+
+def _shared(group: dist.ProcessGroup, folder: Path) -> str | None:
+    mesh = Mesh(group.rank(), group.size(), 1, torch.device("cpu"), host_group=group)
+    require_shared(mesh, folder)
+    if mesh.rank == 0:
+        assert not list(folder.iterdir())
+    here = Path.exists
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.checkpoint.SEEN_S", 0.2)
+        patch.setattr(Path, "exists", lambda path: mesh.rank != 2 and here(path))
+        try:
+            require_shared(mesh, folder)
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
+def test_a_folder_that_a_host_does_not_share_is_refused_on_all(ranks: Ranks, tmp_path):
+    for said in ranks.run(3, _shared, tmp_path):
+        assert re.search(r"rank 2 on .* does not see what rank 0 writes to .*all hosts share", said)

@@ -217,3 +217,13 @@ def test_overwriting_begins_anew(config):
     assert not checkpoints_in(trainer.folder.checkpoints)
     assert steps(Path(config.run.dir)) == []
     trainer.close()
+
+
+def test_a_run_with_nothing_but_damaged_checkpoints_is_left_to_people(config):
+    make(config).train()
+    for path in checkpoints_in(RunFolder(config).checkpoints).values():
+        (path / ".metadata").unlink()
+    for _ in range(2):  # the second time they have been set aside
+        with pytest.raises(ConfigError, match="every checkpoint of this run is damaged"):
+            make(config)
+    assert steps(Path(config.run.dir))[-1][0] == 12
