@@ -149,10 +149,7 @@ class Trainer:
         with StepProgress(self.console, steps) as progress:
             while self.state.step < steps:
                 self._train_on(progress)
-        self.checkpoints.wait()
-        if self.checkpoints.saved != self.state.step:
-            self._save()
-            self.checkpoints.wait()
+        self._require_saved()
 
     def _train_on(self, progress: StepProgress) -> None:
         """Steps until the last, or until the state went back to an earlier one."""
@@ -259,14 +256,22 @@ class Trainer:
         """For the stopper: the state is saved when this returns, or an error says why not."""
         if self.mesh.device.type == "cuda":
             torch.cuda.set_device(self.mesh.device)
-        self.checkpoints.wait()
+        self._require_saved()
         step = self.state.step
-        if self.checkpoints.saved != step:
+        return f"stopped after step {step}, which is saved; the same command goes on from there"
+
+    def _require_saved(self) -> None:
+        """Save the present state unless it is; ``RuntimeError`` when that fails."""
+        self.checkpoints.wait()
+        if self.checkpoints.saved != self.state.step:
             self._save()
             self.checkpoints.wait()
-        if self.checkpoints.saved != step:
-            raise RuntimeError(f"the checkpoint of step {step} could not be written")
-        return f"stopped after step {step}, which is saved; the same command goes on from there"
+        if self.checkpoints.saved != self.state.step:
+            raise RuntimeError(
+                f"step {self.state.step} could not be saved, the newest checkpoint is that of step "
+                f"{self.checkpoints.saved}; mend what {self.folder.events} names and give the "
+                f"same command again"
+            )
 
     def _go_back(self) -> None:
         """Return to the last checkpoint, after too many skipped steps; its data is not read again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
 import sys
 from pathlib import Path
 
@@ -227,3 +228,29 @@ def test_a_run_with_nothing_but_damaged_checkpoints_is_left_to_people(config):
         with pytest.raises(ConfigError, match="every checkpoint of this run is damaged"):
             make(config)
     assert steps(Path(config.run.dir))[-1][0] == 12
+
+
+def test_a_run_whose_last_step_cannot_be_saved_is_not_complete(config):
+    trainer = make(config)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    steps_of, limit = trainer.step, (20_000, before[1])  # more than the metrics, less than weights
+
+    def step(batches: list, begin: float) -> dict:
+        if trainer.state.step == 4:
+            trainer.checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        return steps_of(batches, begin)
+
+    trainer.step = step
+    try:
+        with pytest.raises(RuntimeError, match=r"step 12 could not be saved, .* of step 4;"):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    trainer.close()
+    assert not trainer.folder.summary.exists()
+    again = make(config)
+    assert again.state.step == 4
+    again.train()
+    again.close()
+    assert [step for step, _, _ in steps(Path(config.run.dir))] == list(range(1, 13))
