@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from train.shards import Documents
+from train.documents import Documents
+from train.samples import first_documents
 
 FIT_TOKENS = 20_000_000  # training tokens that the counts are taken from, at most
 PRIOR = 8.0  # weight of the unigram distribution in a bigram estimate, in counts
@@ -31,13 +32,10 @@ def count_nats_per_byte(
 
     Like the transformer they predict every token but BOS, which only serves as context.
     """
-    fitted, tokens = 0, 0
-    while fitted < len(train) and tokens < FIT_TOKENS:
-        tokens += int(train.lengths[fitted])
-        fitted += 1
-    unigram = unigram_probabilities(_transitions(train, range(fitted))[1], vocab_size)
+    fit = _transitions(train, first_documents(train, train.lengths, FIT_TOKENS))
+    unigram = unigram_probabilities(fit[1], vocab_size)
     context, following = _transitions(held_out, chosen)
-    bigram = bigram_probabilities(*_transitions(train, range(fitted)), context, following, unigram)
+    bigram = bigram_probabilities(*fit, context, following, unigram)
     n_bytes = int(held_out.n_bytes[chosen].sum())
     return (
         float(-np.log(unigram[following]).sum() / n_bytes),

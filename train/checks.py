@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from pathlib import Path
 
 from train.config import (
+    SOURCES,
     CheckpointConfig,
     Config,
     ConfigError,
@@ -69,6 +72,8 @@ ABOVE_ZERO = (
     "train.max_wall_time",
     "guard.sigma",
 )
+
+LEAST_SHARE = 1e-6  # of a source: a block of samples holds at least one of each
 
 
 def check(config: Config, world: int) -> None:
@@ -159,11 +164,36 @@ def _check_data(data: DataConfig) -> None:
             f"data.piece_len={data.piece_len} exceeds data.seq_len={data.seq_len}; "
             f"nearest valid: data.piece_len={data.seq_len}"
         )
-    for key, value in (("data.path", data.path), ("data.tokenizer", data.tokenizer)):
+    if data.sources:
+        _check_sources(data)
+    paths = {f"{SOURCES}.{name}.path": source.path for name, source in data.sources.items()}
+    paths |= {"data.path": data.path, "data.tokenizer": data.tokenizer}
+    for key, value in paths.items():
         if value is not None and not Path(value).expanduser().exists():
             raise ConfigError(f"{key}={value} does not exist; {_nearest_path(value)}")
     if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
         raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
+
+
+def _check_sources(data: DataConfig) -> None:
+    if data.path is not None:
+        raise ConfigError(
+            f"data.path={data.path} and data.sources ({', '.join(data.sources)}) are both given; "
+            f"choose one: data.path=null, or the path without the sources"
+        )
+    for name, source in data.sources.items():
+        key = f"{SOURCES}.{name}"
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
+        if not 0 < source.weight < math.inf:
+            raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
+    total = sum(source.weight for source in data.sources.values())
+    for name, source in data.sources.items():
+        if source.weight < LEAST_SHARE * total:
+            raise ConfigError(
+                f"{SOURCES}.{name}.weight={source.weight} is less than {LEAST_SHARE:g} of all "
+                f"weights; nearest valid: {SOURCES}.{name}.weight={1.01 * LEAST_SHARE * total:.3g}"
+            )
 
 
 def _nearest_path(value: str) -> str:

@@ -18,7 +18,12 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the key, its value and what to do."""
+    """A setting that cannot work. The message names the key, its value and what to do.
+
+    ``found_by_all``: every process of the host finds it, so that one may speak for them.
+    """
+
+    found_by_all = True
 
 
 @dataclass
@@ -50,8 +55,17 @@ class ModelConfig:
 
 
 @dataclass
+class SourceConfig:
+    path: str = MISSING
+    weight: float = 1.0
+    pattern: str | None = None
+    text_field: str | None = None
+
+
+@dataclass
 class DataConfig:
     path: str | None = MISSING
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
     pattern: str = "**/*"
     text_field: str = "text"
     held_out: float = 0.05
@@ -138,6 +152,9 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
+SOURCES = "data.sources"
+NAME = "NAME"
+
 GROUPS = ("model", "data", "optim", "experiment")
 
 
@@ -150,7 +167,8 @@ def resolve(composed: DictConfig) -> Config:
     """The composed configuration as a ``Config``, types checked and interpolations filled in."""
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
-        raise ConfigError(f"{missing[0]} has no value yet; give it with {missing[0]}=...")
+        mixture = ", or several with data=mixture" if missing[0] == "data.path" else ""
+        raise ConfigError(f"{missing[0]} has no value yet; give it with {missing[0]}=...{mixture}")
     config = OmegaConf.to_object(composed)
     if not isinstance(config, Config):
         raise TypeError(f"the composed configuration is a {type(config).__name__}, not a Config")
@@ -158,15 +176,30 @@ def resolve(composed: DictConfig) -> Config:
 
 
 def schema_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Every dotted key that the schema knows, sections included."""
+    """Every dotted key that the schema knows, sections included; NAME stands for any name."""
     hints = typing.get_type_hints(schema)
     keys = []
     for entry in fields(schema):
-        key = prefix + entry.name
+        key, kind = prefix + entry.name, hints[entry.name]
         keys.append(key)
-        if is_dataclass(hints[entry.name]):
-            keys += schema_keys(hints[entry.name], key + ".")
+        if typing.get_origin(kind) is dict:
+            key, kind = f"{key}.{NAME}", typing.get_args(kind)[1]
+            keys.append(key)
+        if is_dataclass(kind):
+            keys += schema_keys(kind, key + ".")
     return keys
+
+
+def source_name(key: str) -> str:
+    """The name of the source of text that a dotted key is about; empty for any other key."""
+    prefix = f"{SOURCES}."
+    return key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
+
+
+def schema_key(key: str) -> str:
+    """``key`` as ``schema_keys`` writes it: with NAME for the name of a source."""
+    name = source_name(key)
+    return key.replace(f"{SOURCES}.{name}", f"{SOURCES}.{NAME}", 1) if name else key
 
 
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
@@ -192,5 +225,13 @@ def get(config: Config, key: str) -> Any:
     """The value of a dotted key."""
     value: Any = config
     for part in key.split("."):
-        value = getattr(value, part)
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
+
+
+def default(key: str) -> Any:
+    """The default of a dotted key of ``schema_keys``."""
+    config = Config()
+    if source_name(key):
+        config.data.sources[NAME] = SourceConfig()
+    return get(config, key)

@@ -1,19 +1,20 @@
 """Text on disk -> named documents, split into training and held out.
 
-A document is one file, or one line of a ``.jsonl`` file. Which split it belongs to depends on
-nothing but its name (the path below the corpus folder), so it stays there when others come or go.
+A document is a file of text, a line of a ``.jsonl`` or a row of a ``.parquet``. Which split it
+belongs to depends on nothing but its name (the path below its source's folder, and the line), so it
+stays there when others come or go.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from train.config import ConfigError, DataConfig
+from train.formats import WHOLE_FILE, read_texts, require_readers
 
 # Parts of the standard library that not every installation has (tests, and what Linux distributions
 # package on their own), so that all installations of one Python version hold the same corpus; and
@@ -27,50 +28,106 @@ STDLIB_EXCLUDED_FOLDERS = frozenset(
 )
 STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "sitecustomize.py", "_distutils_system_mod.py")
 
+ANY_NAME = ("utf-8", "surrogateescape")  # file names need not be UTF-8
+
 
 @dataclass(frozen=True)
 class Source:
-    """A file of the corpus. ``name`` is its path relative to the corpus, with forward slashes."""
+    """Where text comes from: an entry of ``data.sources``, or ``data.path`` (``name`` is empty).
 
+    ``path`` None is the standard library of the running Python.
+    """
+
+    name: str
+    path: str | None
+    pattern: str
+    text_field: str
+    weight: float
+
+    @property
+    def key(self) -> str:
+        """The section of the settings that describes it."""
+        return f"data.sources.{self.name}" if self.name else "data"
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of a source. ``name`` is its path relative to the source, with forward slashes."""
+
+    source: Source
     path: Path
     name: str
+
+    @property
+    def label(self) -> str:
+        """``name`` with the name of its source."""
+        return f"{self.source.name}/{self.name}" if self.source.name else self.name
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text with its name in the corpus."""
+    """A text, the file and the row (``WHOLE_FILE``, or from 1) it is from, its UTF-8 bytes."""
 
-    name: str
+    file: TextFile
+    row: int
     text: str
+    n_bytes: int
 
     @property
-    def n_bytes(self) -> int:
-        """Length in UTF-8 bytes."""
-        return len(self.text.encode())
+    def name(self) -> str:
+        """What decides on its split."""
+        return place(self.file.name, self.row)
 
 
-def find_sources(data: DataConfig) -> list[Source]:
-    """The files of the corpus in the order of their names; ``ConfigError`` when there is none."""
-    if data.path is None:
+def place(file: str, row: int) -> str:
+    """A document's name: that of its file, and the row where the file holds several."""
+    return file if row == WHOLE_FILE else f"{file}:{row}"
+
+
+def sources_of(data: DataConfig) -> list[Source]:
+    """The sources in the order of their names; one without a name for ``data.path``."""
+    if not data.sources:
+        return [Source("", data.path, data.pattern, data.text_field, weight=1.0)]
+    return [
+        Source(name, s.path, s.pattern or data.pattern, s.text_field or data.text_field, s.weight)
+        for name, s in sorted(data.sources.items())
+    ]
+
+
+def find_files(data: DataConfig) -> list[TextFile]:
+    """The files of all sources, each source's in the order of their names.
+
+    ``ConfigError`` for a source without any, and for a format whose reader is not installed.
+    """
+    files = [file for source in sources_of(data) for file in _files_of(source)]
+    require_readers([file.path for file in files])
+    return files
+
+
+def _files_of(source: Source) -> list[TextFile]:
+    if source.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in root.rglob("*.py") if _in_stdlib_corpus(p.relative_to(root))]
     else:
-        root = Path(data.path).expanduser().absolute()
-        paths = [root] if root.is_file() else _matching(root, data.pattern)
+        root = Path(source.path).expanduser().absolute()
+        paths = [root] if root.is_file() else _matching(root, source)
         root = root.parent if root.is_file() else root
         paths = [p for p in paths if not _hidden(p.relative_to(root))]
     if not paths:
-        raise ConfigError(f"data.path={data.path} holds no file that fits {data.pattern}")
-    sources = [Source(path, path.relative_to(root).as_posix()) for path in paths]
-    return sorted(sources, key=lambda source: source.name)
+        raise ConfigError(
+            f"{source.key}.path={source.path} holds no file that fits {source.pattern}"
+        )
+    files = [TextFile(source, path, path.relative_to(root).as_posix()) for path in paths]
+    return sorted(files, key=lambda file: file.name)
 
 
-def _matching(root: Path, pattern: str) -> list[Path]:
+def _matching(root: Path, source: Source) -> list[Path]:
     try:
-        return [path for path in root.glob(pattern) if path.is_file()]
+        return [path for path in root.glob(source.pattern) if path.is_file()]
     except (NotImplementedError, ValueError) as error:  # an absolute or an empty pattern
         raise ConfigError(
-            f"data.pattern={pattern}: {error}; it is relative to data.path, for example **/*.txt"
+            f"{source.key}.pattern={source.pattern}: {error}; it is relative to "
+            f"{source.key}.path, for example **/*.txt"
         ) from None
 
 
@@ -87,49 +144,25 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def fingerprint(sources: list[Source]) -> str:
+def fingerprint(files: list[TextFile]) -> str:
     """A hash of the names, sizes and modification times of the files; reads none of them."""
     digest = hashlib.sha256()
-    for source in sources:
-        stat = source.path.stat()
-        digest.update(f"{source.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    for file in files:
+        stat = file.path.stat()
+        settings = f"{file.source.name}\0{file.source.text_field}\0{file.name}"
+        digest.update(f"{settings}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(*ANY_NAME))
     return digest.hexdigest()
 
 
-def read_documents(source: Source, text_field: str) -> Iterator[Document]:
-    """The documents of one file: itself, or each line of a ``.jsonl``. Empty texts are left out.
-
-    Raises ``UnicodeDecodeError`` for a file that is not UTF-8, ``ConfigError`` for a line of a
-    ``.jsonl`` that is no object with a string ``text_field``.
-    """
-    if source.path.suffix != ".jsonl":
-        text = source.path.read_bytes().decode("utf-8")
-        if text:
-            yield Document(source.name, text)
-        return
-    with source.path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if text := _json_text(line, text_field, f"{source.path}:{number}"):
-                yield Document(f"{source.name}:{number}", text)
-
-
-def _json_text(line: str, text_field: str, place: str) -> str:
-    if not line.strip():
-        return ""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"data.path: {place} is not JSON: {error}") from None
-    text = record.get(text_field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(
-            f"data.text_field={text_field}: {place} has no such string field; it has: {found}"
-        )
-    return text
+def read_documents(
+    file: TextFile, at: Callable[[int], None] = lambda n_bytes: None
+) -> Iterator[Document]:
+    """The documents of one file. It raises what ``train.formats.read_texts`` does."""
+    for row, text, n_bytes in read_texts(file.path, file.source.text_field, file.source.key, at):
+        yield Document(file, row, text, n_bytes)
 
 
 def is_held_out(name: str, share: float) -> bool:
     """Whether the document of this name is in the held-out ``share`` (0 to 1) of the corpus."""
-    hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    hashed = int.from_bytes(hashlib.sha256(name.encode(*ANY_NAME)).digest()[:8], "big")
     return hashed < share * 2**64

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from train.batches import Batch, ahead, make_batch
 from train.config import Config
+from train.documents import Documents
 from train.loss import n_buckets, sum_by_bucket
 from train.model import LanguageModel
 from train.parallel import Mesh, sum_over_ranks
 from train.samples import IGNORED, evaluation_documents, evaluation_samples, pack
-from train.shards import Documents
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Totals over all ranks; ``bucket_losses`` and ``bucket_tokens`` split them by position."""
+    """Totals over all ranks; ``bucket_losses`` and ``bucket_tokens`` split them by position.
+
+    ``nats_per_byte_by_source`` are those of each source's documents, by its name.
+    """
 
     n_bytes: int
     bucket_losses: list[float]
     bucket_tokens: list[int]
+    nats_per_byte_by_source: dict[str, float]
 
     @property
     def tokens(self) -> int:
@@ -33,6 +38,12 @@ class Evaluation:
     def nats_per_byte(self) -> float:
         """Negative log likelihood of the documents over their UTF-8 bytes."""
         return sum(self.bucket_losses) / self.n_bytes
+
+    @property
+    def by_source(self) -> dict[str, dict[str, float]]:
+        """What a record of this evaluation says of each source, where there are several."""
+        several = len(self.nats_per_byte_by_source) > 1
+        return {"nats_per_byte_by_source": self.nats_per_byte_by_source} if several else {}
 
     @property
     def loss_by_bucket(self) -> list[float]:
@@ -62,24 +73,38 @@ def evaluate(
     """
     seq_len = config.data.seq_len
     chosen = evaluation_documents(documents, max_bytes)
-    samples = evaluation_samples(documents, chosen, seq_len, config.data.piece_len or seq_len)
+    by_source = [
+        [document for document in chosen if first <= document < stop]
+        for first, stop in pairwise(documents.bounds)
+    ]
+    window = config.data.piece_len or seq_len
+    samples = [
+        (source, pieces)
+        for source, numbers in enumerate(by_source)
+        for pieces in evaluation_samples(documents, numbers, seq_len, window)
+    ]
     own = samples[mesh.dp_rank :: mesh.dp]
     buckets = n_buckets(seq_len)
-    totals = torch.zeros(2, buckets, dtype=torch.float64, device=mesh.device)
+    totals = torch.zeros(len(by_source), 2, buckets, dtype=torch.float64, device=mesh.device)
 
     def make(index: int) -> Batch:
-        sample = pack(documents, own[index])
+        sample = pack(documents, own[index][1])
         return make_batch(sample, mesh, config.parallel.layout, window_size)
 
-    for batch in ahead(make, 0, len(own)):
+    for (source, _), batch in zip(own, ahead(make, 0, len(own)), strict=True):
         here = batch.to(mesh.device)
         losses = model(here)
         valid = (here.labels != IGNORED).float()
-        totals[0] += sum_by_bucket(losses, here.buckets, buckets)
-        totals[1] += sum_by_bucket(valid, here.buckets, buckets)
-    losses_and_tokens = sum_over_ranks(mesh, totals).tolist()
+        totals[source, 0] += sum_by_bucket(losses, here.buckets, buckets)
+        totals[source, 1] += sum_by_bucket(valid, here.buckets, buckets)
+    totals = sum_over_ranks(mesh, totals).cpu()
+    losses, tokens = totals.sum(0).tolist()
     return Evaluation(
         n_bytes=int(documents.n_bytes[chosen].sum()),
-        bucket_losses=losses_and_tokens[0],
-        bucket_tokens=[round(tokens) for tokens in losses_and_tokens[1]],
+        bucket_losses=losses,
+        bucket_tokens=[round(n) for n in tokens],
+        nats_per_byte_by_source={
+            name: float(total[0].sum()) / int(documents.n_bytes[numbers].sum())
+            for name, numbers, total in zip(documents.sources, by_source, totals, strict=True)
+        },
     )

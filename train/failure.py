@@ -44,6 +44,7 @@ class LastWords:
         The line is part of torchrun's last report. It is printed here only if there will be none:
         without torchrun, or when torchrun starts the job again.
         """
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:
             file.write("".join(traceback.format_exception(error)))
         said = f"{self._place()}: {explain(error, config)} (traceback: {log})"

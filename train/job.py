@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from train.affinity import settle
 from train.config import Config, ConfigError
-from train.corpus import find_sources
+from train.corpus import find_files
 from train.failure import LastWords, to_log
 from train.parallel import Mesh, choose_device, join, shutdown
 from train.run_folder import RunFolder
@@ -59,9 +59,9 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
 def check_only(config: Config) -> None:
     """Say that the settings are right, having looked at the corpus; rank 0 alone speaks."""
     choose_device(config)
-    sources = find_sources(config.data)
+    files = find_files(config.data)
     if os.environ.get("RANK", "0") == "0":
-        print(f"The settings are valid; the corpus has {len(sources)} files. Nothing was started.")
+        print(f"The settings are valid; the corpus has {len(files)} files. Nothing was started.")
 
 
 def write_ranks(folder: RunFolder, mesh: Mesh) -> None:

@@ -28,13 +28,16 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 from train.checks import check  # noqa: E402
 from train.config import (  # noqa: E402
     GROUPS,
-    Config,
+    NAME,
+    SOURCES,
     ConfigError,
-    get,
+    default,
     nearest,
     register_schema,
     resolve,
+    schema_key,
     schema_keys,
+    source_name,
 )
 from train.stopper import Stopper  # noqa: E402
 
@@ -71,7 +74,7 @@ def check_command_line(arguments: list[str]) -> None:
         key = override.key_or_group
         if key.startswith(("hydra.", "hydra/")):
             continue
-        known = key in GROUPS or key in keys
+        known = key in GROUPS or schema_key(key) in keys
         if override.is_add() or override.is_delete():
             hint = f"write {key}=..." if known else _key_hint(key)
             raise ConfigError(f"{override.input_line}: keys are not added or removed; {hint}")
@@ -79,8 +82,23 @@ def check_command_line(arguments: list[str]) -> None:
             raise ConfigError(f"{override.input_line}: no such key; {_key_hint(key)}")
 
 
+def declare_sources(arguments: list[str]) -> list[str]:
+    """The command line with every source of text that it sets made known first.
+
+    Hydra sets a key of a source that exists and adds whole sources, but not both at once.
+    """
+    overrides = [n for n, a in enumerate(arguments) if a.startswith((f"{SOURCES}.", f"{SOURCES}="))]
+    if not overrides:
+        return arguments
+    names = {source_name(arguments[n].partition("=")[0]) for n in overrides} - {""}
+    known = f"++{SOURCES}={{{','.join(f'{name}:{{}}' for name in sorted(names))}}}"
+    added = [f"++{a}" if a.startswith(f"{SOURCES}=") else a for a in arguments]
+    return [*added[: overrides[0]], known, *added[overrides[0] :]]
+
+
 def _key_hint(key: str) -> str:
-    best = nearest(key, [*GROUPS, *schema_keys()], cutoff=0)
+    best = nearest(schema_key(key), [*GROUPS, *schema_keys()], cutoff=0) or ""
+    best = best.replace(f".{NAME}", f".{source_name(key) or NAME}")
     return f"the nearest valid one is {best} (--help lists all)"
 
 
@@ -109,10 +127,10 @@ def explain(error: Exception) -> str:
 
 
 def _explain_key(key: str, error: OmegaConfBaseException) -> str:
-    if key not in schema_keys():
+    if schema_key(key) not in schema_keys():
         return f"{key}: no such key; {_key_hint(key)}"
     problem = str(error.msg or error).strip().splitlines()[0]
-    return f"{key}: {problem}; valid would be {key}={get(Config(), key)}"
+    return f"{key}: {problem}; valid would be {key}={default(schema_key(key))}"
 
 
 def main() -> None:
@@ -122,6 +140,7 @@ def main() -> None:
     stopper = None
     try:
         check_command_line(sys.argv[1:])
+        sys.argv[1:] = declare_sources(sys.argv[1:])
         composed = compose()
         if composed is None:
             return
@@ -139,7 +158,8 @@ def main() -> None:
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         if stopper is not None:
             stopper.retire()
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        alone = isinstance(error, ConfigError) and not error.found_by_all
+        if alone or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"pretrain.py: {explain(error)}", file=sys.stderr, flush=True)
         else:
             _let_the_first_speak()

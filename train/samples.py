@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from train.shards import Documents
+from train.documents import Documents
 
 IGNORED = -100  # label of a token with nothing to predict
 
@@ -106,8 +107,21 @@ def evaluation_documents(documents: Documents, max_bytes: int | None) -> list[in
     """The first documents of a split that reach ``max_bytes`` UTF-8 bytes together, or all."""
     if max_bytes is None:
         return list(range(len(documents)))
-    reached = int(np.searchsorted(np.cumsum(documents.n_bytes), max_bytes))
-    return list(range(min(reached + 1, len(documents))))
+    return first_documents(documents, documents.n_bytes, max_bytes)
+
+
+def first_documents(
+    documents: Documents, sizes: NDArray[np.integer[Any]], budget: int
+) -> list[int]:
+    """The first documents of each source whose ``sizes`` (n,) reach its share of ``budget``."""
+    chosen: list[int] = []
+    total = sum(documents.sources.values())
+    for weight, (first, stop) in zip(
+        documents.sources.values(), pairwise(documents.bounds), strict=True
+    ):
+        reached = int(np.searchsorted(np.cumsum(sizes[first:stop]), budget * weight / total))
+        chosen += range(first, min(first + reached + 1, stop))
+    return chosen
 
 
 def evaluation_samples(

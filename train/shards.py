@@ -1,11 +1,10 @@
-"""Tokenised documents on disk: memory-mapped token files and a document index.
+"""A corpus, tokenised once per host and kept in the cache.
 
-A corpus is tokenised once per host into ``<cache_dir>/<key>/``, under a lock, in a temporary folder
-that is renamed when complete: a folder that exists is complete. The key hashes the files and every
-setting that changes a token. ``manifest.json`` holds size and checksum of every other file, and
-they are checked before anything is mapped.
+It is made under a lock in a temporary folder that is renamed when complete: a folder that exists is
+complete. Its name hashes the files and every setting that changes a token. Before anything in it is
+used, all of it is checked: the files against the manifest, the indices against the files.
 
-    <key>/manifest.json  tokenizer.json  {train,held_out}/index.npz  {train,held_out}/00000.bin ...
+    <key>/manifest.json  tokenizer.json  files.json  {train,held_out}/...  (see train.documents)
 """
 
 from __future__ import annotations
@@ -13,55 +12,28 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import zlib
+import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from train import corpus
 from train.config import ConfigError, DataConfig
+from train.documents import DocumentError, Documents, SplitWriter, open_split
+from train.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
 from train.tokenizer import bos_id, encode, load_tokenizer, train_tokenizer
 
-FORMAT = 1
+FORMAT = 2  # of everything in the folder; part of its name
 SPLITS = ("train", "held_out")
 BATCH_DOCUMENTS = 64
-SHARD_TOKENS = 2**27
-
-
-class DamagedShardsError(RuntimeError):
-    """A tokenised corpus differs from its manifest."""
-
-
-@dataclass(frozen=True)
-class Documents:
-    """One split of a tokenised corpus. Every document starts with the BOS token.
-
-    ``lengths`` (n,) int64: tokens per document, BOS included; ``n_bytes`` (n,) int64: UTF-8 bytes.
-    """
-
-    shards: tuple[NDArray[np.generic], ...]
-    shard: NDArray[np.int64]
-    start: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    n_bytes: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def tokens(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens ``[start, stop)`` of a document; ``stop`` may exceed its length."""
-        base = int(self.start[document])
-        stop = min(stop, int(self.lengths[document]))
-        return self.shards[self.shard[document]][base + start : base + stop].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -77,107 +49,118 @@ class Corpus:
 def open_corpus(data: DataConfig) -> Corpus:
     """The tokenised corpus of these settings, made first where the cache does not hold it.
 
-    Any number of processes may call this at once: one of them tokenises, showing its progress, and
-    the others wait.
+    Any number of processes may call this at once: one of each host tokenises, showing its progress,
+    and the others wait.
     """
-    sources = corpus.find_sources(data)
+    files = corpus.find_files(data)
     cache = Path(data.cache_dir).expanduser()
-    folder = cache / cache_key(data, sources)
+    folder = cache / cache_key(data, files)
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            _build(data, sources, folder)
-    return load_corpus(folder, verify=data.verify)
+            _build(data, files, folder)
+    weights = {source.name: source.weight for source in corpus.sources_of(data)}
+    return load_corpus(folder, weights, checksums=data.verify)
 
 
-def cache_key(data: DataConfig, sources: list[corpus.Source]) -> str:
+def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
     """Twenty hexadecimal digits that differ whenever a token of the corpus could."""
     tokenizer = Path(data.tokenizer).expanduser().read_bytes() if data.tokenizer else b""
     settings = [
         FORMAT,
-        corpus.fingerprint(sources),
+        corpus.fingerprint(files),
         hashlib.sha256(tokenizer).hexdigest(),
         data.vocab_size if data.tokenizer is None else None,
         data.bos_token,
         data.held_out,
-        data.text_field,
     ]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
 
 
-def load_corpus(folder: Path, verify: bool) -> Corpus:
-    """Map a tokenised corpus; ``DamagedShardsError`` when a file is not what the manifest says.
+def load_corpus(folder: Path, weights: dict[str, float], checksums: bool) -> Corpus:
+    """Open a tokenised corpus; ``DamagedError`` with the remedy when it is not what was written.
 
-    Sizes are always compared, checksums of the token files only with ``verify``.
+    Sizes are always compared, checksums of the token files only with ``checksums``. ``weights`` are
+    those of the sources, by name; they change no token.
     """
-    remedy = f"delete {folder} and start again to rebuild it"
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise DamagedShardsError(f"{folder}/manifest.json: {error}; {remedy}") from None
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        size = path.stat().st_size if path.exists() else None
-        if size != expected["size"]:
-            raise DamagedShardsError(f"{path} has {size} bytes, not {expected['size']}; {remedy}")
-        if (verify or path.suffix != ".bin") and checksum(path) != expected["crc32"]:
-            raise DamagedShardsError(f"{path} differs from its checksum; {remedy}")
-    dtype = np.dtype(manifest["dtype"])
-    splits = [_open_split(folder / split, dtype) for split in SPLITS]
-    content = json.dumps(manifest["files"], sort_keys=True).encode()
+        manifest = verify(folder, lambda name: checksums or not name.endswith(".bin"))
+        return _open(folder, manifest, weights)
+    except DamagedError as error:
+        remedy = f"delete {folder} and start again to rebuild it"
+        raise DamagedError(error.path, f"{error.problem}; {remedy}") from None
+
+
+def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus:
+    facts = manifest.facts
+    if facts.get("format") != FORMAT:
+        raise DamagedError(folder, f"has format {facts.get('format')}, not {FORMAT}")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    return Corpus(*splits, tokenizer=tokenizer, digest=hashlib.sha256(content).hexdigest()[:20])
+    files = json.loads((folder / "files.json").read_text())
+    if set(files) != set(weights):
+        raise DamagedError(folder / "files.json", f"is of the sources {', '.join(files)}")
+    splits = []
+    for split in SPLITS:
+        sizes = []
+        while entry := manifest.files.get(f"{split}/{len(sizes):05d}.bin"):
+            sizes.append(entry.size)
+        vocab_size = tokenizer.get_vocab_size()
+        splits.append(open_split(folder / split, sizes, facts["dtype"], vocab_size, files, weights))
+    content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
+    digest = hashlib.sha256(content.encode()).hexdigest()[:20]
+    return Corpus(*splits, tokenizer=tokenizer, digest=digest)
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file, read in pieces."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            value = zlib.crc32(block, value)
-    return value
+def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
+    """Tokenise ``files`` into ``folder``, which appears only when it is complete.
 
-
-def _open_split(folder: Path, dtype: np.dtype[Any]) -> Documents:
-    with np.load(folder / "index.npz") as index:
-        columns = {name: index[name] for name in ("shard", "start", "lengths", "n_bytes")}
-    shards = tuple(np.memmap(p, dtype, mode="r") for p in sorted(folder.glob("*.bin")))
-    return Documents(shards, **columns)
-
-
-def _build(data: DataConfig, sources: list[corpus.Source], folder: Path) -> None:
-    """Tokenise ``sources`` into ``folder``, which appears only when it is complete."""
-    temporary = folder.with_suffix(".tmp")
+    Hosts that share the cache may not see each other's locks: each has a temporary folder of its
+    own, and the first to finish wins.
+    """
+    temporary = folder.with_name(f"{folder.name}.{socket.gethostname()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # what a killed build left; the lock is ours
     temporary.mkdir()
     try:
-        _write(data, sources, temporary, Console(markup=False, highlight=False))
-        temporary.rename(folder)
+        _write(data, files, temporary, Console(markup=False, highlight=False))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+        sync_folder(folder.parent)
+    except ConfigError as error:
+        error.found_by_all = False
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(data: DataConfig, sources: list[corpus.Source], folder: Path, console: Console) -> None:
-    total = sum(source.path.stat().st_size for source in sources)
+def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console: Console) -> None:
+    total = sum(file.path.stat().st_size for file in files)
     unreadable: set[Path] = set()
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(
-            "Tokenising the corpus", total=total * (1 if data.tokenizer else 2)
-        )
+        passes = 1 if data.tokenizer else 2
+        task = progress.add_task("Tokenising the corpus", total=total * passes)
+        done = 0
 
-        def documents() -> Iterator[corpus.Document]:
-            for source in sources:
+        def show(n_bytes: int) -> None:
+            progress.update(task, completed=done + n_bytes)
+
+        def documents() -> Iterator[tuple[int, corpus.Document]]:
+            nonlocal done
+            for number, file in enumerate(files):
                 try:
-                    yield from corpus.read_documents(source, data.text_field)
+                    for document in corpus.read_documents(file, show):
+                        yield number, document
                 except UnicodeDecodeError:
-                    unreadable.add(source.path)
-                progress.advance(task, source.path.stat().st_size)
+                    unreadable.add(file.path)
+                done += file.path.stat().st_size
 
         if data.tokenizer:
             tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
         else:
             training = (
-                d.text for d in documents() if not corpus.is_held_out(d.name, data.held_out)
+                d.text for _, d in documents() if not corpus.is_held_out(d.name, data.held_out)
             )
             tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token)
         tokenizer.save(str(folder / "tokenizer.json"))
@@ -185,71 +168,50 @@ def _write(data: DataConfig, sources: list[corpus.Source], folder: Path, console
         _write_splits(data, documents(), folder, tokenizer, dtype)
     for path in sorted(unreadable):
         console.print(f"left out, not UTF-8: {path}", soft_wrap=True)
-    files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "crc32": checksum(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    manifest = {"format": FORMAT, "dtype": dtype.name, "files": files}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    by_source = groupby(files, key=lambda file: file.source.name)
+    names = {source: [file.name for file in own] for source, own in by_source}
+    (folder / "files.json").write_text(json.dumps(names))
+    write_manifest(folder, {"format": FORMAT, "dtype": dtype.name})
 
 
 def _write_splits(
     data: DataConfig,
-    documents: Iterator[corpus.Document],
+    documents: Iterator[tuple[int, corpus.Document]],
     folder: Path,
     tokenizer: Tokenizer,
     dtype: np.dtype[Any],
 ) -> None:
     bos = bos_id(tokenizer, data.bos_token)
     writers = {split: SplitWriter(folder / split, dtype, bos) for split in SPLITS}
+    counts = {(s.name, split): 0 for s in corpus.sources_of(data) for split in SPLITS}
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        for document, ids in zip(batch, encode(tokenizer, [d.text for d in batch]), strict=True):
+        encoded = _encode(tokenizer, [document for _, document in batch])
+        for (number, document), ids in zip(batch, encoded, strict=True):
             split = SPLITS[corpus.is_held_out(document.name, data.held_out)]
-            writers[split].add(ids, document.n_bytes)
-    for split, writer in writers.items():
-        if not writer.lengths:
-            n = sum(len(writer.lengths) for writer in writers.values())
+            writers[split].add(ids, document.n_bytes, number, document.row)
+            counts[document.file.source.name, split] += 1
+    for (source, split), count in counts.items():
+        if not count:
+            n = sum(counts[source, s] for s in SPLITS)
+            of_source = f" of data.sources.{source}" if source else ""
             raise ConfigError(
-                f"data.held_out={data.held_out} leaves the split {split} empty ({n} documents in "
-                f"all); add documents (a long file can be cut into several) or change the share"
+                f"data.held_out={data.held_out} leaves the split {split}{of_source} empty ({n} "
+                f"documents in all); add documents (a long file can be cut into several) or change "
+                f"the share"
             )
+    for writer in writers.values():
         writer.close()
 
 
-class SplitWriter:
-    """Writes the documents of one split: token files of about ``shard_tokens`` and the index."""
-
-    def __init__(
-        self, folder: Path, dtype: np.dtype[Any], bos: int, shard_tokens: int = SHARD_TOKENS
-    ) -> None:
-        folder.mkdir()
-        self.folder, self.dtype, self.bos, self.shard_tokens = folder, dtype, bos, shard_tokens
-        self.shard: list[int] = []
-        self.start: list[int] = []
-        self.lengths: list[int] = []
-        self.n_bytes: list[int] = []
-        self._shards = 0
-        self._written = 0
-        self._file = (folder / "00000.bin").open("wb")
-
-    def add(self, ids: list[int], n_bytes: int) -> None:
-        """Append a document: BOS and ``ids``. A document never straddles two files."""
-        if self._written >= self.shard_tokens:
-            self._file.close()
-            self._shards, self._written = self._shards + 1, 0
-            self._file = (self.folder / f"{self._shards:05d}.bin").open("wb")
-        self._file.write(np.array([self.bos, *ids], self.dtype).tobytes())
-        self.shard.append(self._shards)
-        self.start.append(self._written)
-        self.lengths.append(len(ids) + 1)
-        self.n_bytes.append(n_bytes)
-        self._written += len(ids) + 1
-
-    def close(self) -> None:
-        """Complete the files; nothing may be added after."""
-        self._file.close()
-        columns = {"shard": self.shard, "start": self.start}
-        columns |= {"lengths": self.lengths, "n_bytes": self.n_bytes}
-        arrays = {name: np.array(values, np.int64) for name, values in columns.items()}
-        np.savez(self.folder / "index.npz", **arrays)
+def _encode(tokenizer: Tokenizer, batch: list[corpus.Document]) -> list[list[int]]:
+    """Token ids of each document; ``DocumentError`` names one that cannot be tokenised."""
+    try:
+        return encode(tokenizer, [document.text for document in batch])
+    except Exception:  # the library raises nothing more specific, and does not say for which text
+        for document in batch:
+            try:
+                encode(tokenizer, [document.text])
+            except Exception as error:
+                name = corpus.place(document.file.label, document.row)
+                raise DocumentError(name, f"cannot be tokenised: {error}") from error
+        raise

@@ -50,6 +50,7 @@ def summarise(
         "seq_len": config.data.seq_len,
         "held_out_bytes": full.n_bytes,
         "held_out_tokens": full.tokens,
+        **full.by_source,
     }
 
 

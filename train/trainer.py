@@ -22,6 +22,7 @@ from train.failure import LastWords
 from train.gate import Gate
 from train.loss import n_buckets, sum_by_bucket
 from train.metrics import Recorder, StepProgress, peak_memory
+from train.mixture import training_samples
 from train.model import build_model
 from train.optim import learning_rate, make_optimizer, set_learning_rate
 from train.parallel import (
@@ -31,7 +32,7 @@ from train.parallel import (
     sum_over_ranks,
 )
 from train.run_folder import RunFolder
-from train.samples import IGNORED, Piece, TrainingSamples, pack
+from train.samples import IGNORED, Piece, pack
 from train.shards import Corpus
 from train.state import State
 from train.stopper import Run
@@ -54,7 +55,7 @@ class Trainer:
         digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
         require_agreement(mesh, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
-        self.samples = TrainingSamples(corpus.train, data.seq_len, data.piece_len, train.seed)
+        self.samples = training_samples(corpus.train, data.seq_len, data.piece_len, train.seed)
         self.model = build_model(config, corpus.tokenizer.get_vocab_size(), mesh)
         self.optimizer = make_optimizer(self.model.transformer, config.optim)
         self.state = State(config, corpus.digest, self.model.transformer, self.optimizer)
@@ -345,6 +346,7 @@ class Trainer:
                 "nats_per_byte": evaluation.nats_per_byte,
                 "bytes": evaluation.n_bytes,
                 "tokens": evaluation.tokens,
+                **evaluation.by_source,
             }
             self.recorder.evaluation(record, evaluation.loss_by_bucket)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from train.config import Config
-from train.shards import Documents
+from train.documents import Documents
 
 ROOT = Path(__file__).absolute().parents[2]
 WORDS = ["ring", "attention", "keeps", "every", "token", "of", "a", "long", "tale", "naïve", "λ"]
@@ -62,6 +62,12 @@ def make_documents() -> Callable[[Sequence[int]], Documents]:
             start=np.cumsum(sizes) - sizes,
             lengths=sizes,
             n_bytes=3 * sizes,
+            origin=np.zeros(len(sizes), np.int64),
+            row=np.arange(len(sizes)) + 1,
+            files=["numbers"],
+            sources={"": 1.0},
+            bounds=(0, len(sizes)),
+            vocab_size=2**32,
         )
 
     return make

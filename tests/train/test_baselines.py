@@ -9,14 +9,26 @@ import numpy as np
 import pytest
 
 from train.baselines import PRIOR, count_nats_per_byte, gzip_nats_per_byte
-from train.shards import Documents
+from train.documents import Documents
 
 
 def documents_of(texts: list[list[int]], n_bytes: list[int]) -> Documents:
     lengths = np.array([len(text) for text in texts])
     tokens = np.array([token for text in texts for token in text], np.uint16)
     zeros = np.zeros(len(texts), np.int64)
-    return Documents((tokens,), zeros, np.cumsum(lengths) - lengths, lengths, np.array(n_bytes))
+    return Documents(
+        shards=(tokens,),
+        shard=zeros,
+        start=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        n_bytes=np.array(n_bytes),
+        origin=zeros,
+        row=zeros,
+        files=["numbers"],
+        sources={"": 1.0},
+        bounds=(0, len(texts)),
+        vocab_size=4,
+    )
 
 
 def test_unigram_and_bigram_by_hand():

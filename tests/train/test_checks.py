@@ -7,7 +7,31 @@ import re
 import pytest
 
 from train.checks import check
-from train.config import ConfigError, get
+from train.config import ConfigError, SourceConfig, get
+
+
+def test_sources_and_their_weights_must_fit(config, text_folder):
+    sources = config.data.sources
+    sources["books"] = SourceConfig(path=str(text_folder), weight=3e6)
+    with pytest.raises(ConfigError, match=r"data\.path=.* and data\.sources \(books\) are both"):
+        check(config, world=1)
+    config.data.path = None
+    check(config, world=1)
+    sources["code"] = SourceConfig(path=str(text_folder), weight=2)
+    with pytest.raises(ConfigError, match=r"code\.weight=2 is less than 1e-06 of all") as raised:
+        check(config, world=1)
+    sources["code"].weight = float(str(raised.value).rpartition("=")[2])
+    check(config, world=1)
+    for weight in (0.0, -1.0, float("nan"), float("inf")):
+        sources["code"].weight = weight
+        with pytest.raises(ConfigError, match=rf"data\.sources\.code\.weight={weight} must be"):
+            check(config, world=1)
+    sources["code"] = SourceConfig(path=str(text_folder / "nothing"), weight=9)
+    with pytest.raises(ConfigError, match=r"data\.sources\.code\.path=.*nothing does not exist"):
+        check(config, world=1)
+    sources["a/b"] = sources.pop("code")
+    with pytest.raises(ConfigError, match=r"data\.sources\.a/b: the name"):
+        check(config, world=1)
 
 
 @pytest.mark.parametrize(

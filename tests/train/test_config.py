@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from train.config import Config, get, nearest, schema_keys
+from train.config import default, nearest, schema_key, schema_keys
 
 ROOT = Path(__file__).absolute().parents[2]
 
@@ -28,6 +28,13 @@ ROOT = Path(__file__).absolute().parents[2]
         ("data=text", "data.path", "data.path="),
         ("train.seed=[", "train.seed", "quote a value"),
         ("--multirun", "--multirun", "one command per setting"),
+        ("data.sources.books.pth=/", "data.sources.books.pth", "data.sources.books.path"),
+        ("data.sources.books.weight=much", "data.sources.books.weight", "books.weight=1.0"),
+        ("data.sources={books:{wieght: 2}}", "data.sources.books.wieght", "books.weight"),
+        ("data.sources.books.weight=2", "data.sources.books.path", "data.sources.books.path=..."),
+        ("data.sources.books.path=/nowhere", "data.sources.books.path", "nearest existing folder"),
+        ("+data.sources.books.path=/", "data.sources.books.path", "write data.sources.books.path"),
+        ("data.sources={a.b:{path: /}}", "data.sources.a.b", "letters, digits, _ and - only"),
     ],
 )
 def test_a_wrong_setting_exits_2_naming_key_and_remedy(pretrain, argument, key, valid):
@@ -49,8 +56,14 @@ def test_a_wrong_setting_exits_2_naming_key_and_remedy(pretrain, argument, key, 
         ("model: {n_heads: lots}", "valid would be model.n_heads=4"),
         ("run: {dir: '${run.nam}'}", "run.dir: Interpolation key 'run.nam' not found"),
         ("model: [", "mine.yaml"),
+        (
+            "data: {sources: {books: {path: /, wieght: 1}}}",
+            "data.sources.books.wieght: no such key; the nearest valid one is "
+            "data.sources.books.weight",
+        ),
+        ("data: {sources: {books: 3}}", "data.sources.books: Invalid type assigned"),
     ],
-    ids=["key", "type", "interpolation", "syntax"],
+    ids=["key", "type", "interpolation", "syntax", "source", "source type"],
 )
 def test_a_wrong_file_is_explained_like_a_wrong_argument(pretrain, tmp_path, text, said):
     folder = tmp_path / "experiment"
@@ -87,6 +100,24 @@ def test_check_mode_starts_nothing(pretrain, text_folder, tmp_path):
     assert not folder.exists()
 
 
+def test_sources_are_given_on_the_command_line_and_in_files(pretrain, text_folder, tmp_path):
+    """A file names two sources; the command line changes one of them and adds a third."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [{override /data: mixture}]\n"
+        f"data: {{sources: {{all: {{path: {text_folder}}}, deep: {{path: /nowhere}}}}}}\n"
+    )
+    arguments = ["--config-dir", str(tmp_path), "mode=check", "experiment=mine"]
+    arguments += [f"data.sources.deep.path={text_folder}", "data.sources.deep.pattern=deep/*"]
+    arguments += [f"data.sources.one.path={text_folder}/1.txt", "data.sources.one.weight=0.5"]
+    done = pretrain(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"{41 + 20 + 1} files" in done.stdout
+    done = pretrain("mode=check", f"data.sources={{one: {{path: {text_folder}/1.txt}}}}")
+    assert done.returncode == 0, done.stderr
+    assert "1 files" in done.stdout
+
+
 def test_help_shows_groups_and_keys(pretrain):
     done = pretrain("--help")
     assert done.returncode == 0
@@ -101,6 +132,15 @@ def test_nearest_knows_sections_and_swapped_letters():
     assert nearest("zzz", schema_keys()) is None
 
 
+def test_a_source_may_have_any_name():
+    assert schema_key("data.sources.path.path") == "data.sources.NAME.path"
+    assert schema_key("data.sources.books") == "data.sources.NAME"
+    assert schema_key("data.sources") == "data.sources"
+    assert schema_key("model.dim") == "model.dim"
+    assert {"data.sources", "data.sources.NAME", "data.sources.NAME.weight"} <= set(schema_keys())
+    assert default("data.sources.NAME.weight") == 1.0
+
+
 def test_every_key_of_the_files_is_documented_and_in_the_schema():
     """The files with the defaults: each key is preceded by a comment ``(type, default: ...)``."""
     documented = []
@@ -112,16 +152,21 @@ def test_every_key_of_the_files_is_documented_and_in_the_schema():
             line = rf"\(.+default: .+\)[^\n]*\n(\s*#[^\n]*\n)*\s*{key.rpartition('.')[2]}: "
             assert re.search(line, text), f"{key} has no comment in {name}.yaml"
             documented.append(key)
-            default = get(Config(), key) if key != "data.path" else None
-            assert value == pytest.approx(default) if isinstance(value, float) else value == default
-    sections = [key for key in schema_keys() if dataclasses.is_dataclass(get(Config(), key))]
-    assert sorted(documented) == sorted(set(schema_keys()) - set(sections))
+            usual = default(key) if key != "data.path" else None
+            assert value == pytest.approx(usual) if isinstance(value, float) else value == usual
+    sections = [key for key in schema_keys() if dataclasses.is_dataclass(default(key))]
+    of_a_source = [key for key in schema_keys() if key.startswith("data.sources.NAME.")]
+    assert sorted(documented) == sorted(set(schema_keys()) - set(sections) - set(of_a_source))
+    text = (ROOT / "configs" / "data" / "mixture.yaml").read_text()
+    for key in of_a_source:
+        line = rf"# \(.+default[^)]*\)[^\n]*\n#       {key.rpartition('.')[2]}: "
+        assert re.search(line, text), f"{key} has no comment in mixture.yaml"
 
 
 def _leaves(values, prefix):
     for name, value in values.items():
         key = f"{prefix}.{name}" if prefix else name
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _leaves(value, key)
         else:
             yield key, value

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from train.config import ConfigError, DataConfig
-from train.corpus import Document, Source, find_sources, is_held_out, read_documents
+from train.config import ConfigError, DataConfig, SourceConfig
+from train.corpus import (
+    Source,
+    find_files,
+    fingerprint,
+    is_held_out,
+    read_documents,
+    sources_of,
+)
 
 
 def data_at(path: Path, **changes) -> DataConfig:
@@ -17,52 +24,63 @@ def data_at(path: Path, **changes) -> DataConfig:
 
 
 def test_a_folder_gives_its_visible_files_by_name(text_folder):
-    names = [source.name for source in find_sources(data_at(text_folder))]
+    names = [file.name for file in find_files(data_at(text_folder))]
     assert names == sorted(names)
     assert len(names) == 41
     assert "deep/0.txt" in names
     assert ".hidden" not in names
-    only = find_sources(data_at(text_folder, pattern="deep/*.txt"))
+    only = find_files(data_at(text_folder, pattern="deep/*.txt"))
     assert len(only) == 20
     with pytest.raises(ConfigError, match=r"data\.path=.*\*\.md"):
-        find_sources(data_at(text_folder, pattern="*.md"))
+        find_files(data_at(text_folder, pattern="*.md"))
 
 
 def test_a_single_file_is_a_corpus(text_folder):
     path = text_folder / "1.txt"
-    assert find_sources(data_at(path)) == [Source(path, "1.txt")]
+    assert [(file.path, file.name) for file in find_files(data_at(path))] == [(path, "1.txt")]
 
 
 def test_a_hidden_folder_above_the_corpus_does_not_matter(tmp_path):
     folder = tmp_path / ".notes"
     folder.mkdir()
     (folder / "a.txt").write_text("a")
-    assert len(find_sources(data_at(folder))) == 1
+    assert len(find_files(data_at(folder))) == 1
 
 
-def test_jsonl_lines_are_documents(tmp_path):
-    path = tmp_path / "two.jsonl"
-    lines = [{"text": "one", "id": 1}, {"text": ""}, {"text": "λ"}]
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    found = list(read_documents(Source(path, "two.jsonl"), "text"))
-    assert found == [Document("two.jsonl:1", "one"), Document("two.jsonl:3", "λ")]
-    assert [document.n_bytes for document in found] == [3, 2]
+def test_documents_are_named_by_file_and_row(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("a")
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n\n{"text": "y"}\n')
+    documents = [d for file in find_files(data_at(tmp_path)) for d in read_documents(file)]
+    assert [d.name for d in documents] == ["b.jsonl:1", "b.jsonl:3", "deep/a.txt"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"body": "x"}', r"data\.text_field=text: .*bad\.jsonl:1 .* it has: body"),
-        ('{"text": 3}', r"data\.text_field=text"),
-        ("[1]", r"it has: list"),
-        ("{", r"bad\.jsonl:1 is not JSON"),
-    ],
-)
-def test_a_wrong_jsonl_line_is_named(tmp_path, line, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(line)
-    with pytest.raises(ConfigError, match=message):
-        list(read_documents(Source(path, "bad.jsonl"), "text"))
+def test_sources_have_their_own_settings_or_those_of_data(tmp_path):
+    """In the order of their names; a document's split does not depend on its source."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+        (tmp_path / name / "b.md").write_text(name)
+    data = DataConfig(path=None, pattern="*.txt", text_field="body")
+    data.sources["z"] = SourceConfig(path=str(tmp_path / "one"), weight=2)
+    data.sources["a"] = SourceConfig(path=str(tmp_path / "two"), pattern="*", text_field="t")
+    assert sources_of(data) == [
+        Source("a", str(tmp_path / "two"), "*", "t", 1.0),
+        Source("z", str(tmp_path / "one"), "*.txt", "body", 2),
+    ]
+    files = find_files(data)
+    assert [file.label for file in files] == ["a/a.txt", "a/b.md", "z/a.txt"]
+    assert [next(read_documents(file)).name for file in files] == ["a.txt", "b.md", "a.txt"]
+    data.sources["z"].pattern = "*.rst"
+    with pytest.raises(ConfigError, match=r"data\.sources\.z\.path=.*one holds no .* \*\.rst"):
+        find_files(data)
+
+
+def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("a")
+    files = find_files(data_at(tmp_path))
+    assert len(fingerprint(files)) == 64
+    assert is_held_out(files[0].name, 1.0)
 
 
 def test_the_split_depends_on_the_name_and_meets_its_share():
@@ -74,10 +92,10 @@ def test_the_split_depends_on_the_name_and_meets_its_share():
 
 
 def test_the_default_corpus_leaves_out_what_installations_differ_in():
-    sources = find_sources(DataConfig(path=None))
-    names = [source.name for source in sources]
+    files = find_files(DataConfig(path=None))
+    names = [file.name for file in files]
     assert len(names) > 300
     assert {"argparse.py", "json/decoder.py"} <= set(names)
     folders = {part for name in names for part in name.split("/")[:-1]}
     assert not folders & {"test", "tests", "site-packages", "dist-packages", "idlelib", "tkinter"}
-    assert all(str(source.path).startswith(sysconfig.get_paths()["stdlib"]) for source in sources)
+    assert all(str(file.path).startswith(sysconfig.get_paths()["stdlib"]) for file in files)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from train import evaluate as evaluation
 from train.evaluate import evaluate
 from train.parallel import join
 from train.shards import open_corpus
@@ -38,6 +40,30 @@ def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, piece_le
     assert result.nats_per_byte == pytest.approx(expected, rel=1e-6)
     filled = [loss for loss in result.loss_by_bucket if not math.isnan(loss)]
     assert filled == pytest.approx([log_vocabulary] * len(filled), rel=1e-6)
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
+    """Those of evaluating it alone, to 1e-6, and together their mean by bytes; any dp."""
+    config.model.zero_init = False
+    model, mesh = model_of(config, corpus)
+    documents = corpus.held_out
+    half = len(documents) // 2
+    mixed = replace(documents, sources={"a": 1.0, "b": 5.0}, bounds=(0, half, len(documents)))
+    parts = [evaluate(model, mixed.of_source(k), config, mesh, None) for k in range(2)]
+    monkeypatch.setattr(evaluation, "sum_over_ranks", lambda mesh, values: values)
+    ranks = [replace(mesh, rank=rank, world=dp) for rank in range(dp)]
+    whole = [evaluate(model, mixed, config, rank, None) for rank in ranks]  # not yet added up
+    by_source = {
+        name: sum(result.nats_per_byte_by_source[name] for result in whole) for name in ("a", "b")
+    }
+    assert by_source == pytest.approx(
+        {"a": parts[0].nats_per_byte, "b": parts[1].nats_per_byte}, rel=1e-6
+    )
+    assert by_source["a"] != pytest.approx(by_source["b"], rel=1e-3)
+    mean = sum(part.nats_per_byte * part.n_bytes for part in parts) / whole[0].n_bytes
+    assert sum(result.nats_per_byte for result in whole) == pytest.approx(mean, rel=1e-6)
+    assert sum(result.tokens for result in whole) == sum(part.tokens for part in parts)
 
 
 def test_a_budget_takes_whole_documents(config, corpus):

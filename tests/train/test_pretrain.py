@@ -100,6 +100,56 @@ def test_a_run_leaves_its_files_and_its_words(alone):
     assert summary["nats_per_byte"] == evaluations[-1]["nats_per_byte"]
 
 
+@pytest.mark.timeout(90)
+def test_a_mixture_is_evaluated_by_source(pretrain, settings, text_folder, tmp_path):
+    """Two processes that share each sample; each source in every record, the sum of the parts."""
+    lines = [json.dumps({"text": f"{number} " * 40}) for number in range(60)]
+    (tmp_path / "numbers.jsonl").write_text("\n".join(lines))
+    folder = tmp_path / "run"
+    mixed = [s for s in settings if not s.startswith("data.path=")]
+    mixed += [f"data.sources.words.path={text_folder}", "data.sources.words.weight=0.25"]
+    mixed += [f"data.sources.numbers.path={tmp_path}/numbers.jsonl", f"run.dir={folder}"]
+    done = pretrain(*mixed, "data=mixture", "parallel.cp=2", processes=2)
+    assert done.returncode == 0, done.stderr
+    evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    for record in (*evaluations, summary):
+        by_source = record["nats_per_byte_by_source"]
+        assert set(by_source) == {"numbers", "words"}
+        assert min(by_source.values()) < record["nats_per_byte"] < max(by_source.values())
+
+
+def test_a_damaged_corpus_is_one_line_with_the_remedy(settings, pretrain, tmp_path):
+    """Found before there is a run folder."""
+    own = [*settings, f"data.cache_dir={tmp_path}", f"run.dir={tmp_path / 'run'}"]
+    assert pretrain(*own, "train.steps=2", "train.final_eval_bytes=1").returncode == 0
+    (path,) = tmp_path.glob("*/train/00000.bin")
+    os.truncate(path, 10)
+    done = pretrain(*own, f"run.dir={tmp_path / 'new'}")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("rank 0, before the first step: DamagedError:")
+    assert f"{path} has 10 bytes" in line
+    assert f"delete {path.parents[1]} and start again" in line
+    assert "DamagedError" in (tmp_path / "new" / "logs" / "rank0.log").read_text()
+
+
+def test_a_bad_line_is_named_by_whoever_tokenises(settings, tmp_path):
+    """Rank 1 alone, as if it held the lock: it speaks, and does not wait for the first rank."""
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "good"}\n{"text": "caf\xe9"}\n')
+    done = subprocess.run(
+        [sys.executable, "train/pretrain.py", *settings, f"data.path={path}"],
+        cwd=ROOT,
+        env={**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert f"pretrain.py: data.path: {path}:2 is not UTF-8" in done.stderr
+
+
 def test_a_repeated_run_is_bit_equal(settings, alone, tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, "train/pretrain.py", *settings, f"run.dir={folder}"]

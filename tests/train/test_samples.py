@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from train.samples import (
     TrainingSamples,
     evaluation_documents,
     evaluation_samples,
+    first_documents,
     pack,
 )
 
@@ -108,3 +111,12 @@ def test_evaluation_documents_reach_the_budget(make_documents):
     assert evaluation_documents(documents, 30) == [0]
     assert evaluation_documents(documents, 31) == [0, 1]
     assert evaluation_documents(documents, 10_000) == [0, 1, 2]
+
+
+def test_a_budget_is_shared_out_by_weight(make_documents):
+    """Of 120 bytes, 90 are for the first source (30, 60, 90 bytes), 30 for the second (3 x 15)."""
+    documents = make_documents([10, 20, 30, 5, 5, 5])
+    documents = replace(documents, sources={"a": 3.0, "b": 1.0}, bounds=(0, 3, 6))
+    assert evaluation_documents(documents, 120) == [0, 1, 3, 4]
+    assert evaluation_documents(documents, None) == [0, 1, 2, 3, 4, 5]
+    assert first_documents(documents, documents.lengths, 4) == [0, 3]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from train import shards
-from train.config import ConfigError
-from train.corpus import find_sources, is_held_out, read_documents
-from train.shards import DamagedShardsError, SplitWriter, open_corpus
+from train.config import ConfigError, SourceConfig
+from train.corpus import find_files, is_held_out, read_documents
+from train.documents import DocumentError
+from train.manifest import DamagedError, write_manifest
+from train.shards import open_corpus
 from train.tokenizer import encode, load_tokenizer, train_tokenizer
 
 BOS = "<|endoftext|>"
@@ -27,9 +30,9 @@ def texts_of(documents, tokenizer):
 def test_both_splits_hold_every_text_unchanged(config):
     corpus = open_corpus(config.data)
     expected = {"train": [], "held_out": []}
-    for source in find_sources(config.data):
-        if source.path.suffix == ".txt":
-            for document in read_documents(source, "text"):
+    for file in find_files(config.data):
+        if file.path.suffix == ".txt":
+            for document in read_documents(file):
                 split = "held_out" if is_held_out(document.name, 0.2) else "train"
                 expected[split].append(document)
     for split, documents in expected.items():
@@ -79,17 +82,22 @@ def test_a_changed_file_or_setting_makes_a_new_corpus(config, tmp_path):
     ],
 )
 def test_every_setting_that_changes_tokens_changes_the_key(config, name, value):
-    before = shards.cache_key(config.data, find_sources(config.data))
+    before = shards.cache_key(config.data, find_files(config.data))
     setattr(config.data, name, value)
-    assert shards.cache_key(config.data, find_sources(config.data)) != before
+    assert shards.cache_key(config.data, find_files(config.data)) != before
 
 
 def test_what_a_killed_build_left_is_replaced(config):
-    key = shards.cache_key(config.data, find_sources(config.data))
-    leftover = Path(config.data.cache_dir) / f"{key}.tmp"
+    key = shards.cache_key(config.data, find_files(config.data))
+    leftover = Path(config.data.cache_dir) / f"{key}.{socket.gethostname()}.tmp"
     (leftover / "train").mkdir(parents=True)
     assert len(open_corpus(config.data).train)
     assert not leftover.exists()
+
+
+def the_folder(config) -> Path:
+    (manifest,) = Path(config.data.cache_dir).glob("*/manifest.json")
+    return manifest.parent
 
 
 def _damage(folder: Path, how: str) -> None:
@@ -109,15 +117,128 @@ def _damage(folder: Path, how: str) -> None:
         index.write_bytes(content)
     elif how == "manifest":
         (folder / "manifest.json").write_text("{")
+    elif how == "format":
+        write_manifest(folder, {"format": 1, "dtype": "uint16"})
+    elif how == "sources":
+        names = json.loads((folder / "files.json").read_text())
+        (folder / "files.json").write_text(json.dumps({"books": names[""]}))
+        write_manifest(folder, {"format": shards.FORMAT, "dtype": "uint16"})
 
 
-@pytest.mark.parametrize("how", ["truncated", "missing", "flipped bit", "index", "manifest"])
+@pytest.mark.parametrize(
+    "how",
+    ["truncated", "missing", "flipped bit", "index", "manifest", "format", "sources"],
+)
 def test_a_damaged_corpus_is_refused_with_the_remedy(config, how):
     open_corpus(config.data)
-    (folder,) = (p.parent for p in Path(config.data.cache_dir).glob("*/manifest.json"))
+    folder = the_folder(config)
     _damage(folder, how)
-    with pytest.raises(DamagedShardsError, match=rf"delete {folder}"):
+    with pytest.raises(DamagedError, match=rf"delete {folder}"):
         open_corpus(config.data)
+
+
+def test_without_verify_only_the_token_files_are_trusted(config):
+    open_corpus(config.data)
+    folder = the_folder(config)
+    config.data.verify = False
+    _damage(folder, "flipped bit")
+    open_corpus(config.data)
+    _damage(folder, "index")
+    with pytest.raises(DamagedError, match=r"index\.npz differs"):
+        open_corpus(config.data)
+
+
+def line_of(number: int) -> str:
+    return f"Line {number} of a long tale, " * 5
+
+
+@pytest.fixture
+def mixture(config, text_folder, tmp_path):
+    """Two sources with a file name in common, one of them a ``.jsonl``."""
+    lines = [json.dumps({"body": line_of(n)}) for n in range(60)]
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "1.txt").write_text("the same name, in another source")
+    (tmp_path / "lines" / "a.jsonl").write_text("\n".join(lines))
+    config.data.path = None
+    config.data.sources["zoo"] = SourceConfig(path=str(text_folder), pattern="**/*.txt", weight=1)
+    config.data.sources["lines"] = SourceConfig(
+        path=str(tmp_path / "lines"), text_field="body", weight=3
+    )
+    return config
+
+
+def test_a_mixture_is_one_corpus_in_the_order_of_the_names(mixture):
+    corpus = open_corpus(mixture.data)
+    for documents in (corpus.train, corpus.held_out):
+        assert list(documents.sources.items()) == [("lines", 3), ("zoo", 1)]
+        names = [documents.name(number) for number in range(len(documents))]
+        of_lines, of_zoo = names[: documents.bounds[1]], names[documents.bounds[1] :]
+        assert len(of_lines) > 3
+        assert len(of_zoo) > 3
+        assert all(name.startswith("lines/") for name in of_lines)
+        assert all(name.startswith("zoo/") for name in of_zoo)
+    stored = {}
+    for documents in (corpus.train, corpus.held_out):
+        texts = texts_of(documents, corpus.tokenizer)
+        stored |= {documents.name(n): text for n, text in enumerate(texts)}
+    assert len(stored) == 61 + 40
+    for n in range(60):
+        assert stored[f"lines/a.jsonl:{n + 1}"] == line_of(n)
+    assert stored["lines/1.txt"] != stored["zoo/1.txt"]
+
+
+def test_weights_change_no_token_and_every_other_setting_of_a_source_does(mixture, text_folder):
+    def key() -> str:
+        return shards.cache_key(mixture.data, find_files(mixture.data))
+
+    before = key()
+    digest = open_corpus(mixture.data).digest
+    mixture.data.sources["zoo"].weight = 17
+    assert open_corpus(mixture.data).digest == digest
+    assert key() == before
+    keys = {before}
+    for name, value in (
+        ("path", str(text_folder / "deep")),
+        ("text_field", "other"),
+        ("pattern", "0.*"),
+    ):
+        setattr(mixture.data.sources["zoo"], name, value)
+        keys.add(key())
+    mixture.data.sources["zoom"] = mixture.data.sources.pop("zoo")
+    assert len(keys | {key()}) == 5
+
+
+def test_a_source_with_an_empty_split_is_named(mixture, text_folder):
+    mixture.data.sources["zoo"].pattern = "1.txt"
+    with pytest.raises(ConfigError, match=r"of data\.sources\.zoo empty \(1 documents") as raised:
+        open_corpus(mixture.data)
+    assert not raised.value.found_by_all  # only the process that tokenised knows
+
+
+def test_a_document_that_cannot_be_tokenised_is_named(mixture, monkeypatch):
+    def fail(tokenizer, texts):
+        if any(text == line_of(41) for text in texts):
+            raise RuntimeError("out of vocabulary")
+        return encode(tokenizer, texts)
+
+    monkeypatch.setattr(shards, "encode", fail)
+    with pytest.raises(DocumentError, match=r"document lines/a\.jsonl:42: .*out of vocabulary"):
+        open_corpus(mixture.data)
+
+
+def test_of_two_hosts_that_build_at_once_the_first_to_finish_wins(config, monkeypatch):
+    """The other host's folder appears while this one writes, as its lock is not seen here."""
+    write = shards._write
+
+    def write_while_another_finishes(data, files, folder, console):
+        write(data, files, folder, console)
+        monkeypatch.setattr(shards, "_write", write)
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        shards._build(data, files, folder.parent / shards.cache_key(data, files))
+
+    monkeypatch.setattr(shards, "_write", write_while_another_finishes)
+    assert len(open_corpus(config.data).train)
+    assert not list(Path(config.data.cache_dir).glob("*.tmp"))
 
 
 def test_an_empty_split_names_the_share(config, text_folder):
@@ -125,19 +246,6 @@ def test_an_empty_split_names_the_share(config, text_folder):
     with pytest.raises(ConfigError, match=r"data\.held_out=0\.2"):
         open_corpus(config.data)
     assert not list(Path(config.data.cache_dir).glob("*/"))
-
-
-def test_a_split_over_several_files_reads_as_one(tmp_path):
-    writer = SplitWriter(tmp_path / "split", np.dtype(np.uint16), bos=9, shard_tokens=5)
-    texts = [[1, 2, 3], [4], [], [5, 6, 7, 8], [1]]
-    for ids in texts:
-        writer.add(ids, n_bytes=len(ids))
-    writer.close()
-    assert len(list((tmp_path / "split").glob("*.bin"))) == 3
-    documents = shards._open_split(tmp_path / "split", np.dtype(np.uint16))
-    for number, ids in enumerate(texts):
-        assert documents.tokens(number, 0, 99).tolist() == [9, *ids]
-    assert documents.tokens(3, 1, 3).tolist() == [5, 6]
 
 
 def test_a_tokenizer_can_be_loaded_and_must_have_the_bos_token(config, tmp_path):
