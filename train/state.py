@@ -19,6 +19,7 @@ from train.checkpoint import facts_of, load_tensors
 from train.config import Config, ConfigError
 from train.guard import Guard
 from train.model import Transformer
+from train.run_folder import flat
 
 
 class State:
@@ -60,15 +61,17 @@ class State:
     def load(self, path: Path) -> None:
         """Become the state of a verified checkpoint.
 
-        Raises ``ConfigError`` when it is of another model, or of other data: the position means
-        nothing there.
+        Raises ``ConfigError`` when it is of another model, or of another stream of samples: the
+        position means nothing there.
         """
         facts = facts_of(path)
-        if facts["corpus"] != self.corpus:
+        there, here = _stream(facts), _stream(self.facts())
+        if different := sorted(k for k in there | here if there.get(k) != here.get(k)):
+            key = different[0]
             raise ConfigError(
-                f"checkpoint {path} was made on another corpus, {facts['corpus']} (now "
-                f"{self.corpus}); give the same files and data settings, or take its weights alone "
-                f"with checkpoint.init_from"
+                f"checkpoint {path} was made on another stream of samples, with {key}="
+                f"{there.get(key)} (now {here.get(key)}); give the same files and data settings, "
+                f"or take its weights alone with checkpoint.init_from"
             )
         load_tensors(path, self.tensors())
         self.step, self.samples, self.seconds = facts["step"], facts["samples"], facts["seconds"]
@@ -94,6 +97,16 @@ class State:
         return {
             f"optimizer.{name}": value for name, value in entries.items() if torch.is_tensor(value)
         }
+
+
+def _stream(facts: dict[str, Any]) -> dict[str, Any]:
+    """All that decides which sample comes when; the corpus stands for all that makes its tokens."""
+    deciding = {
+        key: value
+        for key, value in flat(facts["settings"]).items()
+        if key in ("data.seq_len", "data.piece_len", "train.seed") or key.endswith(".weight")
+    }
+    return {"corpus": facts["corpus"], **deciding}
 
 
 def load_weights(path: Path, model: Transformer) -> None:

@@ -194,7 +194,10 @@ def test_another_corpus_is_refused_but_not_for_its_weights(config):
     origin = config.run.dir
     config.run.dir += "-2"
     config.checkpoint.resume = origin
-    with pytest.raises(ConfigError, match=r"made on another corpus.*checkpoint\.init_from"):
+    with pytest.raises(ConfigError, match=r"another stream .* corpus=.*checkpoint\.init_from"):
+        make(config)
+    config.data.held_out, config.train.seed = 0.2, 5
+    with pytest.raises(ConfigError, match=r"another stream .* train\.seed=0 \(now 5\)"):
         make(config)
     config.checkpoint.resume, config.checkpoint.init_from = "auto", origin
     make(config).close()
