@@ -1,29 +1,29 @@
 """Compiles the CUDA kernels: one shared library per unit, once, outside import.
 
-A unit is (direction, dtype, head dim). Its library lies in a folder of the user's cache that is
-named by the hashes of sources and flags, and of the tools. It is built in a temporary folder under
-a lock and renamed, so that a killed build leaves nothing behind and many processes build once.
+A unit is (direction, dtype, head dim). Its library is an entry of the cache, named by the hashes
+of sources and flags, and of the tools.
 
-``python -m ringfa3.build`` builds all units ahead of time.
+``python -m ringfa3.build`` builds units ahead of time, ``--check`` judges their machine code.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-import importlib.util
 import os
-import re
-import shutil
-import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
-OLDEST_NVCC = (13, 1)  # 13.0.88 is reported to miscompile some wgmma kernels
+from ringfa3 import sass
+from ringfa3.cache import NOTICE, cache, once, say
+from ringfa3.headers import cutlass
+from ringfa3.toolchain import BuildError, compiler
+
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -33,15 +33,18 @@ FLAGS = (
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
     "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",
+    "-Xptxas=-v",  # its remarks are kept beside the library
     "-Xcompiler=-fPIC",
     "-shared",
     "-cudart=static",
 )
 ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}
-
-
-class BuildError(RuntimeError):
-    """A kernel cannot be compiled here; the message says what is missing and how to get it."""
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+SECONDS = 40  # that a unit takes to compile, about
+JOB_BYTES = 6 << 30  # of memory that a compile may take
+# Bytes that a unit spills beyond sass.SPILL_BYTES; they may not grow. All of it is in the warps
+# that fetch, which have 24 registers.
+KNOWN_SPILLS = {("forward", 128): 128, ("forward", 256): 116}
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        return f"{self.direction}_{self.dtype}_d{self.head_dim}"
+        return f"{self.direction}-d{self.head_dim}-{SHORT[self.dtype]}"
 
     @property
     def tile_m(self) -> int:
@@ -89,64 +92,17 @@ def sources() -> Path:
     return here / "csrc" if (here / "csrc").is_dir() else here.parent / "csrc"
 
 
-def _candidates() -> Iterator[Path]:
-    """Where an nvcc may be: CUDA_HOME, PATH, the nvidia-cuda-nvcc wheel."""
-    if "CUDA_HOME" in os.environ:
-        yield Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc"
-    on_path = shutil.which("nvcc")
-    if on_path:
-        yield Path(on_path)
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations or [] if spec else []:
-        yield Path(folder) / "cu13" / "bin" / "nvcc"
+def stem(unit: Unit) -> str:
+    """What the names of a unit's libraries begin with: the hash of sources and flags."""
+    source = hashlib.sha256(repr((unit, FLAGS)).encode())
+    for path in sorted(sources().iterdir()):
+        source.update(path.name.encode() + path.read_bytes())
+    return f"{unit.name}-{source.hexdigest()[:16]}"
 
 
-@lru_cache(1)
-def compiler() -> tuple[Path, str]:
-    """(nvcc, its version). Raises BuildError where none is recent enough."""
-    seen = []
-    for nvcc in _candidates():
-        if not nvcc.is_file():
-            continue
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-        version = re.search(r"V(\d+)\.(\d+)\.\d+", said.stdout)
-        if version and (int(version[1]), int(version[2])) >= OLDEST_NVCC:
-            return nvcc, version[0]
-        seen.append(f"{nvcc} ({version[0] if version else 'unknown version'})")
-    raise BuildError(
-        "nvcc 13.1 or later is needed"
-        + (f", found {', '.join(seen)}" if seen else ", none was found")
-        + ": pip install 'ringfa3[build]', or set CUDA_HOME"
-    )
-
-
-def cutlass() -> Path:
-    """CUTLASS's headers. Raises BuildError where they are not to be found."""
-    if "CUTLASS_PATH" in os.environ:
-        include = Path(os.environ["CUTLASS_PATH"]) / "include"
-    else:
-        spec = importlib.util.find_spec("cutlass_library")
-        origin = Path(spec.origin).parent if spec and spec.origin else Path()
-        include = origin / "source" / "include"
-    if not (include / "cute" / "tensor.hpp").is_file():
-        raise BuildError(
-            "CUTLASS's headers were not found: pip install nvidia-cutlass, or set CUTLASS_PATH to "
-            "a checkout of CUTLASS"
-        )
-    return include
-
-
-def cache() -> Path:
-    """The user's own folder for libraries: $RINGFA3_CACHE, else ~/.cache/ringfa3/kernels.
-
-    Raises BuildError if others can write to it: what lies there is loaded and run.
-    """
-    folder = Path(os.environ.get("RINGFA3_CACHE", "~/.cache/ringfa3/kernels")).expanduser()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise BuildError(f"{folder} can be written by others: chmod 700 it, or set RINGFA3_CACHE")
-    return folder
+def built(unit: Unit) -> Path | None:
+    """The library of a unit, if the cache has it."""
+    return next(iter(sorted(cache().glob(f"{stem(unit)}-*/kernel.so"))), None)
 
 
 def library(unit: Unit) -> Path:
@@ -157,58 +113,169 @@ def library(unit: Unit) -> Path:
 
     Raises BuildError: no compiler, no headers, or the compiler's own error.
     """
-    source = hashlib.sha256(repr((unit, FLAGS)).encode())
-    for path in sorted(sources().iterdir()):
-        source.update(path.name.encode() + path.read_bytes())
-    stem = f"{unit.name}-{source.hexdigest()[:16]}"
-    folder = cache()
-    if found := _built(folder, stem):
+    if found := built(unit):
         return found
     nvcc, version = compiler()
     include = cutlass()
     tools = hashlib.sha256(version.encode() + (include / "cutlass" / "version.h").read_bytes())
-    from filelock import FileLock  # needed only to build
-
-    with FileLock(folder / f"{stem}.lock"):
-        if not _built(folder, stem):
-            print(f"ringfa3: compiling {unit.name}, about a minute", file=sys.stderr, flush=True)
-            _compile(unit, nvcc, include, folder / f"{stem}-{tools.hexdigest()[:8]}")
-    built = _built(folder, stem)
-    assert built is not None
-    return built
+    return once(
+        unit.name,
+        f"{stem(unit)}-{tools.hexdigest()[:8]}",
+        lambda: built(unit),
+        lambda entry: _compile(unit, nvcc, include, entry),
+    )
 
 
-def _built(folder: Path, stem: str) -> Path | None:
-    return next(iter(sorted(folder.glob(f"{stem}-*/kernel.so"))), None)
+def _compile(unit: Unit, nvcc: Path, include: Path, entry: Path) -> None:
+    say(f"compiling {unit.name}, about {SECONDS} s")
+    began = time.monotonic()
+    command: list[str | Path] = [
+        nvcc,
+        *FLAGS,
+        *unit.defines,
+        f"-I{include}",
+        f"-L{nvcc.parent.parent / 'lib'}",
+        "-o",
+        entry / "kernel.so",
+        sources() / f"{unit.direction}.cu",
+    ]
+    own = {**os.environ, "TMPDIR": str(entry.parent)}  # so that nothing stays if it is killed
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=own)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
+        raise BuildError(
+            f"{unit.name} does not compile, nvcc ended with {done.returncode}:\n{last}"
+        )
+    (entry / "ptxas.txt").write_text(done.stderr)
+    with (entry / "kernel.so").open("rb") as library:
+        os.fsync(library)  # so that no crash leaves a short file under a good name
+    say(f"compiled {unit.name} in {time.monotonic() - began:.0f} s")
 
 
-def _compile(unit: Unit, nvcc: Path, include: Path, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-        built = Path(work) / "built"
-        built.mkdir()
-        command: list[str | Path] = [
-            nvcc,
-            *FLAGS,
-            *unit.defines,
-            f"-I{include}",
-            f"-L{nvcc.parent.parent / 'lib'}",
-            "-o",
-            built / "kernel.so",
-            sources() / f"{unit.direction}.cu",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BuildError(f"{unit.name} does not compile:\n{done.stderr.strip()[-2000:]}")
-        os.rename(built, folder)
+def jobs() -> int:
+    """Units to compile at once: MAX_JOBS, else what cores and free memory allow.
+
+    Raises BuildError: MAX_JOBS is no positive integer.
+    """
+    if told := os.environ.get("MAX_JOBS"):
+        if not told.isdecimal() or int(told) < 1:
+            raise BuildError(f"MAX_JOBS={told}: it must be a positive integer")
+        return int(told)
+    return max(1, min(len(os.sched_getaffinity(0)), free_memory() // JOB_BYTES))
 
 
-def main() -> None:
-    """Builds every unit."""
+def free_memory(machine: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes: those of the machine, or fewer if a control group limits this process."""
+    free = _number(machine, "MemAvailable:") << 10
     try:
-        for unit in UNITS:
-            print(f"{unit.name}: {library(unit)}")
-    except BuildError as error:
+        limit = int((group / "memory.max").read_text())  # "max" where there is none
+        used = int((group / "memory.current").read_text())
+        used -= _number(group / "memory.stat", "inactive_file")  # cached files, given up on demand
+    except (OSError, ValueError):
+        return free
+    return min(free, max(0, limit - used))
+
+
+def _number(table: Path, name: str) -> int:
+    words = table.read_text().split()
+    return int(words[words.index(name) + 1])
+
+
+def chosen(selectors: Sequence[str]) -> list[Unit]:
+    """Units that have every word of a selector, `d128`, `bf16`, `forward-d128-bf16`; or all.
+
+    Raises BuildError: a selector fits none.
+    """
+    if "all" in selectors:
+        return list(UNITS)
+    for selector in selectors:
+        if not any(_fits(unit, selector) for unit in UNITS):
+            raise BuildError(
+                f"no unit is called {selector}: allowed are all, "
+                f"{', '.join(unit.name for unit in UNITS)}, and parts of these like d128-bf16"
+            )
+    return [unit for unit in UNITS if any(_fits(unit, selector) for selector in selectors)]
+
+
+def _fits(unit: Unit, selector: str) -> bool:
+    return set(selector.split("-")) <= set(unit.name.split("-"))
+
+
+def build_all(units: Sequence[Unit], at_once: int) -> None:
+    """Builds units in parallel; what was begun when one fails is still finished and kept.
+
+    Raises BuildError: the first that fails.
+    """
+    began = time.monotonic()
+    missing = [unit for unit in units if built(unit) is None]
+    if missing:
+        compiler()
+        cutlass()
+        say(
+            f"{len(missing)} of {len(units)} units to compile, {min(at_once, len(missing))} at once"
+        )
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        left = {pool.submit(library, unit) for unit in missing}
+        while left:
+            done, left = wait(left, NOTICE, FIRST_COMPLETED)
+            for unit in done:
+                unit.result()
+            if not done:
+                ready, seconds = len(missing) - len(left), time.monotonic() - began
+                say(f"{ready} of {len(missing)} compiled, {seconds:.0f} s so far")
+    finally:
+        pool.shutdown(cancel_futures=True)
+    print(
+        f"{len(units)} units in {cache()}: {len(missing)} compiled in "
+        f"{time.monotonic() - began:.0f} s, {len(units) - len(missing)} were there"
+    )
+
+
+def check(unit: Unit) -> list[str]:
+    """What is wrong with the machine code of a unit that was built; empty if nothing is.
+
+    Raises BuildError: cuobjdump is missing.
+    """
+    path = library(unit)
+    remarks = (path.parent / "ptxas.txt").read_text()
+    return [
+        *sass.ptxas_faults(remarks, _spill_bytes(unit)),
+        *sass.sass_faults(sass.disassemble(path)),
+    ]
+
+
+def _spill_bytes(unit: Unit) -> int:
+    return KNOWN_SPILLS.get((unit.direction, unit.head_dim), sass.SPILL_BYTES)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m ringfa3.build`. Exit code 1 where a unit does not compile or fails its check."""
+    parser = argparse.ArgumentParser(prog="python -m ringfa3.build", description=main.__doc__)
+    parser.add_argument(
+        "--units", nargs="+", default=["all"], metavar="UNIT", help="d128-bf16 ..., or all"
+    )
+    parser.add_argument("-j", "--jobs", type=int, help="at once; default: by cores and free memory")
+    parser.add_argument("--check", action="store_true", help="judge the machine code of the units")
+    parser.add_argument("--headers", action="store_true", help="fetch CUTLASS's headers only")
+    asked = parser.parse_args(arguments)
+    if asked.jobs is not None and asked.jobs < 1:
+        parser.error(f"-j {asked.jobs}: it must be at least 1")
+    try:
+        if asked.headers:
+            print(cutlass())
+            return
+        units = chosen(asked.units)
+        build_all(units, asked.jobs or jobs())
+        faults = {unit: check(unit) for unit in units} if asked.check else {}
+    except (BuildError, OSError) as error:
         sys.exit(f"ringfa3: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    for unit, found in faults.items():
+        as_meant = f"machine code as meant, up to {_spill_bytes(unit)} bytes of spill allowed"
+        print(f"{unit.name}: " + ("; ".join(found) or as_meant))
+    sys.exit(1 if any(faults.values()) else 0)
 
 
 if __name__ == "__main__":

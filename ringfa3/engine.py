@@ -40,7 +40,8 @@ def forward_engine(q: torch.Tensor) -> Forward:
 @lru_cache(None)
 def _problem(unit: Unit) -> str | None:
     """Why a unit cannot be had; None if it can. Asked once: a build is not tried again."""
-    from ringfa3.build import BuildError, library
+    from ringfa3.build import library
+    from ringfa3.toolchain import BuildError
 
     try:
         library(unit)
