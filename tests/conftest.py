@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import stand_ins
 import torch
 from hypothesis import HealthCheck, settings
 from ranks import Ranks
+
+from ringfa3 import toolchain
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore tries many fresh ones.
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -34,3 +38,17 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in nvcc and CUTLASS, an empty cache; gives their folder."""
+    for name in ("MAX_JOBS", "LOCAL_RANK", "NVCC_CCBIN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CUTLASS_PATH", str(stand_ins.cutlass(tmp_path)))
+    monkeypatch.setenv("RINGFA3_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(stand_ins.host(tmp_path / "host")))
+    monkeypatch.setattr(toolchain, "wheels", lambda: [tmp_path / "wheels"])
+    stand_ins.nvcc(tmp_path)
+    return tmp_path

@@ -1,51 +1,21 @@
-"""The build without a compiler's help: a script stands in for nvcc."""
+"""The build without a compiler's help: scripts stand in for nvcc and cuobjdump."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import stand_ins
+from listings import LISTING, REMARKS, SPILLED
+from stand_ins import WAIT_FOR_GO, runs, start, until
 
-from ringfa3 import build, kernels
-
-NVCC = """#!/bin/sh
-if [ "$1" = --version ]; then echo "Cuda compilation tools, release, V{version}"; exit; fi
-echo run >> "{log}"
-{body}
-while [ "$1" != -o ]; do shift; done
-echo library > "$2"
-"""
-
-
-@pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in nvcc and CUTLASS, an empty cache; gives the folder, `log` has a line per run."""
-    for folder in ("bin", "include/cute", "include/cutlass"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "include/cute/tensor.hpp").touch()
-    (tmp_path / "include/cutlass/version.h").touch()
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
-    monkeypatch.setenv("RINGFA3_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    install(tmp_path)
-    return tmp_path
-
-
-def install(folder: Path, version: str = "13.2.5", body: str = ":") -> None:
-    nvcc = folder / "bin" / "nvcc"
-    nvcc.write_text(NVCC.format(version=version, log=folder / "log", body=body))
-    nvcc.chmod(0o755)
-    build.compiler.cache_clear()
-
-
-def runs(folder: Path) -> int:
-    log = folder / "log"
-    return len(log.read_text().splitlines()) if log.exists() else 0
+from ringfa3 import build, kernels, toolchain
+from ringfa3.toolchain import BuildError
 
 
 def test_a_unit_is_built_once_and_found_without_a_compiler(
@@ -54,10 +24,9 @@ def test_a_unit_is_built_once_and_found_without_a_compiler(
     first = build.library(build.UNITS[0])
     assert first.read_text() == "library\n"
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    build.compiler.cache_clear()
+    toolchain.program.cache_clear()
     assert build.library(build.UNITS[0]) == first
     assert runs(tools) == 1
-    assert (tools / "cache").stat().st_mode & 0o777 == 0o700
 
 
 def test_units_do_not_share_a_library(tools: Path) -> None:
@@ -73,42 +42,183 @@ def test_another_source_is_another_library(tools: Path, monkeypatch: pytest.Monk
     assert build.library(build.UNITS[0]) != first
 
 
-def test_eight_processes_build_once(tools: Path) -> None:
-    install(tools, body="sleep 1")
-    code = "from ringfa3 import build; build.library(build.UNITS[0])"
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(8)]
-    assert [p.wait(60) for p in processes] == [0] * 8
+def test_the_first_use_says_what_it_does(tools: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A line at the beginning, with the time it takes, and one at the end; then it is silent."""
+    name = build.UNITS[0].name
+    build.library(build.UNITS[0])
+    began, ended = capfd.readouterr().err.splitlines()
+    assert began == f"ringfa3: compiling {name}, about {build.SECONDS} s"
+    assert re.fullmatch(rf"ringfa3: compiled {name} in \d+ s", ended)
+    build.library(build.UNITS[0])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_nvcc_writes_elsewhere_goes_with_a_killed_build(tools: Path) -> None:
+    """Its temporary files: they would stay in /tmp."""
+    stand_ins.nvcc(tools, body=f'echo "$TMPDIR" > {tools}/where')
+    made = build.library(build.UNITS[0])
+    assert Path((tools / "where").read_text().strip()).parent == made.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("selectors", "names"),
+    [
+        (["all"], [u.name for u in build.UNITS if u.direction == "forward"]),
+        (["d128-bf16"], ["forward-d128-bf16"]),
+        (["d64-fp16", "forward-d128-bf16"], ["forward-d128-bf16", "forward-d64-fp16"]),
+        (["fp16"], ["forward-d64-fp16", "forward-d128-fp16", "forward-d256-fp16"]),
+    ],
+)
+def test_units_are_chosen_by_parts_of_their_names(selectors: list[str], names: list[str]) -> None:
+    assert [u.name for u in build.chosen(selectors) if u.direction == "forward"] == names
+
+
+def test_main_builds_what_is_missing(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build.library(build.chosen(["forward-d64-bf16"])[0])
+    with pytest.raises(SystemExit) as ended:
+        build.main(["--units", "forward-d64-bf16", "forward-d128-bf16"])
+    assert ended.value.code == 0
+    assert runs(tools) == 2
+    out = capsys.readouterr().out
+    assert re.fullmatch(rf"2 units in {tools}/cache: 1 compiled in \d+ s, 1 were there\n", out)
+
+
+def test_units_compile_at_once_as_many_as_told(tools: Path) -> None:
+    """Two, of which each waits for the other to begin."""
+    both = f'while [ "$(wc -l < {tools}/log)" -lt 2 ]; do sleep 0.05; done'
+    stand_ins.link(tools / "host", "wc")
+    stand_ins.nvcc(tools, body=both)
+    with pytest.raises(SystemExit) as ended:
+        build.main(["--units", "forward-d64-bf16", "forward-d128-bf16", "-j", "2"])
+    assert ended.value.code == 0
+
+
+def test_units_compile_no_more_at_once_than_told(tools: Path) -> None:
+    alone = f"mkdir {tools}/busy || exit 1; sleep 0.2; rmdir {tools}/busy"
+    stand_ins.nvcc(tools, body=alone)
+    with pytest.raises(SystemExit) as ended:
+        build.main(["--units", "all", "-j", "1"])
+    assert ended.value.code == 0
+
+
+def test_a_failed_compile_ends_the_build_with_its_last_lines(
+    tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1; units that had not begun do not; those that were built are kept."""
+    fails = 'case "$arguments" in *HEAD_DIM=128*) seq 1 40 >&2; echo no room >&2; exit 2;; esac'
+    stand_ins.link(tools / "host", "seq")
+    stand_ins.nvcc(tools, body=fails)
+    with pytest.raises(SystemExit) as ended:
+        build.main(["--units", "forward-d64-bf16", "forward-d128-bf16", "forward-d256", "-j", "1"])
+    said = str(ended.value.code)  # of a string: Python prints it and exits with 1
+    first, *last = said.splitlines()
+    assert first == "ringfa3: forward-d128-bf16 does not compile, nvcc ended with 2:"
+    assert last == [*map(str, range(22, 41)), "no room"]
+    assert runs(tools) <= 3  # one more may have begun
+    assert build.built(build.chosen(["forward-d64-bf16"])[0])
+
+
+def test_exit_codes_and_messages_of_the_program(tools: Path) -> None:
+    stand_ins.nvcc(tools, body="echo no such instruction >&2; exit 1")
+    for arguments, code, said in (
+        (["--units", "d128-bf16"], 1, "nvcc ended with 1:\nno such instruction"),
+        (["--units", "d96"], 1, "no unit is called d96: allowed are all, forward-d64-bf16"),
+        (["-j", "0"], 2, "-j 0: it must be at least 1"),
+    ):
+        command = [sys.executable, "-m", "ringfa3.build", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_an_interrupted_build_ends_at_once(tools: Path) -> None:
+    """Control-C reaches the compiles too; nothing that waits is begun, nothing is left."""
+    stand_ins.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    running = start("from ringfa3 import build; build.main(['-j', '2'])")
+    until(lambda: runs(tools) == 2)
+    os.killpg(running.pid, signal.SIGINT)
+    _, said = running.communicate()
+    assert running.returncode == 130
+    assert "Traceback" not in said
+    assert runs(tools) == 2
+    assert not list((tools / "cache").glob(".*@*"))
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "cores", "told", "expected"),
+    [(64, 8, None, 8), (20, 8, None, 3), (2, 8, None, 1), (64, 2, "5", 5), (64, 2, "", 2)],
+)
+def test_jobs_by_memory_and_cores(
+    monkeypatch: pytest.MonkeyPatch, gibibytes: int, cores: int, told: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(build, "free_memory", lambda: gibibytes << 30)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("MAX_JOBS", told)
+    assert build.jobs() == expected
+
+
+@pytest.mark.parametrize("told", ["0", "-1", "many", "2.5"])
+def test_a_wrong_max_jobs_is_refused(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    monkeypatch.setenv("MAX_JOBS", told)
+    with pytest.raises(BuildError, match=f"MAX_JOBS={told}: it must be a positive integer"):
+        build.jobs()
+
+
+def test_free_memory_is_the_machines_or_the_groups(tmp_path: Path) -> None:
+    machine, group = tmp_path / "meminfo", tmp_path / "group"
+    machine.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 4000 kB\n")
+    assert build.free_memory(machine, group) == 4000 << 10
+    group.mkdir()
+    for limit, expected in (("max", 4000 << 10), ("3000000", 1_500_000), ("1000000", 0)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text("2000000\n")
+        (group / "memory.stat").write_text("active_file 7\ninactive_file 500000\n")
+        assert build.free_memory(machine, group) == expected
+
+
+@pytest.mark.parametrize(
+    ("remarks", "listing", "fault"),
+    [
+        (REMARKS, LISTING, None),
+        (REMARKS, SPILLED, "1 local loads and stores in the loop of wgmmas"),
+        (REMARKS.replace(" 0 bytes spill stores", " 4000 bytes spill stores"), LISTING, "4000"),
+        ("", LISTING, "tell of no kernel"),
+    ],
+)
+def test_check_judges_remarks_and_machine_code(
+    tools: Path,
+    capsys: pytest.CaptureFixture[str],
+    remarks: str,
+    listing: str,
+    fault: str | None,
+) -> None:
+    """Also of units that were there before, whose remarks were kept."""
+    (tools / "remarks").write_text(remarks)
+    (tools / "listing").write_text(listing)
+    stand_ins.link(tools / "host", "cat")
+    stand_ins.nvcc(tools, body=f"cat {tools}/remarks >&2")
+    version = '[ "$1" = --version ] && echo "release, V13.4.92"'
+    stand_ins.script(tools / "bin/cuobjdump", f"{version} || cat {tools}/listing")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            build.main(["--units", "forward-d64-bf16", "--check"])
+        assert ended.value.code == (0 if fault is None else 1)
+        said = capsys.readouterr().out.splitlines()[-1]
+        assert said.startswith("forward-d64-bf16: ")
+        assert (fault or "machine code as meant") in said
     assert runs(tools) == 1
 
 
-def test_a_build_that_fails_or_is_killed_leaves_nothing_behind(tools: Path) -> None:
-    install(tools, body="echo no such instruction >&2; exit 1")
-    with pytest.raises(build.BuildError, match="no such instruction"):
-        build.library(build.UNITS[0])
-    install(tools, body="kill -9 $PPID")
-    code = "from ringfa3 import build; build.library(build.UNITS[0])"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode != 0
-    install(tools)
-    assert build.library(build.UNITS[0]).read_text() == "library\n"
+def test_check_without_cuobjdump_fails(tools: Path) -> None:
+    with pytest.raises(SystemExit, match=r"cuobjdump 13\.1 or later is needed"):
+        build.main(["--units", "forward-d64-bf16", "--check"])
 
 
-def test_an_old_compiler_is_named_with_the_remedy(tools: Path) -> None:
-    install(tools, version="13.0.88")
-    with pytest.raises(build.BuildError, match=r"13\.1 or later .*V13\.0\.88.*ringfa3\[build\]"):
-        build.library(build.UNITS[0])
-
-
-def test_missing_headers_are_named_with_the_remedy(tools: Path) -> None:
-    (tools / "include/cute/tensor.hpp").unlink()
-    with pytest.raises(build.BuildError, match="pip install nvidia-cutlass"):
-        build.library(build.UNITS[0])
-
-
-def test_a_folder_that_others_can_write_is_refused(tools: Path) -> None:
-    (tools / "cache").mkdir()
-    os.chmod(tools / "cache", 0o777)
-    with pytest.raises(build.BuildError, match="can be written by others: chmod 700"):
-        build.library(build.UNITS[0])
+def test_known_spills_are_of_units_that_exist() -> None:
+    assert {(u.direction, u.head_dim) for u in build.UNITS} >= set(build.KNOWN_SPILLS)
 
 
 def test_arguments_mirror_the_header() -> None:

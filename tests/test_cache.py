@@ -1,0 +1,189 @@
+"""Entries are made once, whole, and without a working lock too. A script stands in for nvcc."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import stand_ins
+from filelock import FileLock
+from stand_ins import BUILD_ONE, WAIT_FOR_GO, runs, start, until
+
+from ringfa3 import build, cache
+from ringfa3.toolchain import BuildError
+
+NAME = build.UNITS[0].name
+
+
+def works(tools: Path) -> list[Path]:
+    """Folders in which something is being made."""
+    return list((tools / "cache").glob(".*@*"))
+
+
+def unfinished(tools: Path, host: str, pid: int, task: str = NAME, age: float = 0.0) -> Path:
+    """The folder of a maker, as another process leaves it."""
+    folder = cache.cache() / f".{task}@{host}@{pid}@abcdefgh"
+    (folder / "entry").mkdir(parents=True)
+    then = time.time() - age
+    os.utime(folder, (then, then))
+    return folder
+
+
+def a_dead_pid() -> int:
+    process = start("pass")
+    process.communicate()
+    return process.pid
+
+
+def test_eight_processes_build_once(tools: Path) -> None:
+    stand_ins.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    processes = [start(BUILD_ONE) for _ in range(8)]
+    until(lambda: runs(tools))
+    (tools / "go").touch()
+    said = [p.communicate() for p in processes]
+    assert [p.returncode for p in processes] == [0] * 8
+    assert runs(tools) == 1
+    assert len({out for out, _ in said}) == 1
+    lines = [line for _, errors in said for line in errors.splitlines()]
+    assert [line.partition(" ")[2].split(",")[0].split(" in ")[0] for line in lines] == [
+        f"compiling {NAME}",
+        f"compiled {NAME}",
+    ]
+
+
+def test_one_that_waits_says_for_whom(tools: Path) -> None:
+    """Each NOTICE, on the first two ranks of a host; the others are silent."""
+    stand_ins.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    maker = start(BUILD_ONE)
+    until(lambda: runs(tools))
+    hasty = f"from ringfa3 import cache; cache.NOTICE = 0.05; {BUILD_ONE}"
+    waiters = [start(hasty, env={**os.environ, "LOCAL_RANK": rank}) for rank in ("1", "2")]
+    assert waiters[0].stderr is not None
+    first, second = waiters[0].stderr.readline(), waiters[0].stderr.readline()
+    (tools / "go").touch()
+    who = f"ringfa3: waiting for {NAME}: process {maker.pid} on {socket.gethostname()} has been at"
+    assert first.startswith(who)
+    assert second.startswith(who)
+    assert "waiting" not in waiters[1].communicate()[1]
+    assert len({p.communicate()[0] for p in (maker, waiters[0])}) == 1
+    assert runs(tools) == 1
+
+
+def test_a_killed_build_is_begun_anew_and_swept(tools: Path) -> None:
+    stand_ins.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    killed = start(BUILD_ONE)
+    until(lambda: runs(tools))
+    os.kill(killed.pid, signal.SIGKILL)  # its nvcc goes on
+    killed.wait()
+    assert len(works(tools)) == 1
+    assert build.built(build.UNITS[0]) is None
+    stand_ins.nvcc(tools)
+    assert build.library(build.UNITS[0]).read_text() == "library\n"
+    assert works(tools) == []
+    os.killpg(killed.pid, signal.SIGKILL)
+
+
+def test_a_build_that_fails_leaves_nothing(tools: Path) -> None:
+    stand_ins.nvcc(tools, body="echo no such instruction >&2; exit 1")
+    with pytest.raises(BuildError, match="no such instruction"):
+        build.library(build.UNITS[0])
+    assert works(tools) == []
+    assert build.built(build.UNITS[0]) is None
+
+
+@pytest.mark.parametrize("lock", ["refused", "lost"])
+def test_without_locks_two_builds_do_no_harm(tools: Path, lock: str) -> None:
+    """As on network folders: flock fails, or two hosts get it at once."""
+    stand_ins.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    does = {"refused": "raise OSError(37, 'No locks available')", "lost": "pass"}[lock]
+    broken = f"import filelock\ndef acquire(*_, **__): {does}\nfilelock.FileLock.acquire = acquire"
+    processes = [start(f"{broken}\n{BUILD_ONE}") for _ in range(2)]
+    until(lambda: runs(tools) == 2)
+    assert len(works(tools)) == 2
+    (tools / "go").touch()
+    said = [p.communicate() for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], said
+    assert len({out for out, _ in said}) == 1
+    assert len(list((tools / "cache").glob(f"{NAME}-*/kernel.so"))) == 1
+    assert works(tools) == []
+
+
+def test_a_lock_that_nobody_builds_under_is_not_waited_for(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead host's lock, or a file system that grants none."""
+    monkeypatch.setattr(cache, "NOTICE", 0.05)
+    with FileLock(cache.cache() / f"{NAME}.lock"):
+        assert build.library(build.UNITS[0]).is_file()
+
+
+def test_a_maker_that_is_stuck_is_not_waited_for(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "NOTICE", 0.05)
+    stuck = unfinished(tools, "elsewhere", 1, age=cache.PATIENCE + 10)
+    with FileLock(cache.cache() / f"{NAME}.lock"):
+        assert build.library(build.UNITS[0]).is_file()
+    assert works(tools) == [stuck]
+
+
+def test_what_another_host_made_meanwhile_is_taken(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the lock is held: over a shared folder entries appear without it."""
+    monkeypatch.setattr(cache, "NOTICE", 0.05)
+    unfinished(tools, "elsewhere", 1)
+    entry = cache.cache() / f"{build.stem(build.UNITS[0])}-12345678"
+
+    def appear(line: str) -> None:
+        assert line.startswith(f"waiting for {NAME}: process 1 on elsewhere has been at it")
+        entry.mkdir(exist_ok=True)
+        (entry / "kernel.so").touch()
+
+    monkeypatch.setattr(cache, "say", appear)
+    with FileLock(cache.cache() / f"{NAME}.lock"):
+        assert build.library(build.UNITS[0]) == entry / "kernel.so"
+    assert runs(tools) == 0
+
+
+def test_only_folders_of_dead_makers_are_swept(tools: Path) -> None:
+    here, dead = socket.gethostname(), a_dead_pid()
+    gone = [
+        unfinished(tools, here, dead),
+        unfinished(tools, "elsewhere", 1, age=cache.STALE + 10),
+        unfinished(tools, here, os.getpid(), task="another", age=cache.STALE + 10),
+    ]
+    kept = [
+        unfinished(tools, here, os.getpid()),
+        unfinished(tools, "elsewhere", dead),
+        unfinished(tools, here, dead, task="another"),  # whose lock we do not hold
+    ]
+    build.library(build.UNITS[0])
+    assert not any(folder.exists() for folder in gone)
+    assert sorted(works(tools)) == sorted(kept)
+
+
+def test_a_damaged_entry_does_not_stop_a_build(tools: Path) -> None:
+    first = build.library(build.UNITS[0])
+    first.rename(first.with_name("lost"))
+    second = build.library(build.UNITS[0])
+    assert second.parent != first.parent
+    assert build.library(build.UNITS[0]) == second
+    assert runs(tools) == 2
+
+
+def test_the_folder_is_the_users_own(tools: Path) -> None:
+    assert cache.cache().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_can_write_is_refused(tools: Path, mode: int) -> None:
+    built = build.library(build.UNITS[0])
+    os.chmod(tools / "cache", mode)
+    with pytest.raises(BuildError, match="can be written by others: chmod 700"):
+        build.library(build.UNITS[0])
+    assert built.is_file()

@@ -1,0 +1,284 @@
+"""The survey of a machine, on stand-ins for what it asks: each finding seen, good and bad."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import stand_ins
+import torch
+import torch.distributed as dist
+
+from ringfa3 import build, doctor, headers, toolchain
+from ringfa3.doctor import Finding
+
+
+@pytest.fixture
+def hopper(tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which all is well: two H200, a compiler, every unit built."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 27, 5)))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: 13010)
+    monkeypatch.setattr(doctor, "free_memory", lambda: 64 << 30)
+    monkeypatch.setattr(build, "free_memory", lambda: 64 << 30)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    gpus(monkeypatch, (9, 0), (9, 0))
+    answer = 'echo "release, V13.4.92"'
+    stand_ins.script(tools / "bin/cuobjdump", answer)
+    for unit in build.UNITS:
+        build.library(unit)
+    return tools
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    names = {(9, 0): "NVIDIA H200", (8, 0): "NVIDIA A100"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: names[capabilities[i]])
+
+
+def findings() -> dict[str, Finding]:
+    return {finding.name: finding for finding in doctor.survey()[0]}
+
+
+def verdict() -> tuple[bool, bool]:
+    """(can build, can run)"""
+    return doctor.survey()[1:]
+
+
+def test_a_good_machine(hopper: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main()
+    assert ended.value.code == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "This machine can build: yes; run the kernels: yes."
+    assert all(line.startswith("ok ") for line in lines)
+    text = {name: finding.text for name, finding in findings().items()}
+    number, user = len(build.UNITS), pwd.getpwuid(os.getuid()).pw_name
+    assert text["python"].startswith(sys.version.split()[0])
+    assert text["torch"] == f"{torch.__version__}, CUDA 13.0"
+    assert text["gpu"] == "2 x NVIDIA H200 (9.0)"
+    assert text["driver"] == "for CUDA 13.1"
+    assert text["nccl"] == "2.27.5"
+    assert text["queues"] == "CUDA_DEVICE_MAX_CONNECTIONS is not set"
+    assert text["nvcc"] == f"V13.2.5, {hopper}/bin/nvcc"
+    assert text["c++"] == "g++"
+    assert text["cutlass"] == f"unknown, {hopper}/include"
+    assert text["memory"].startswith("64 GiB free, ")
+    assert text["memory"].endswith(f" -j {build.jobs()}")
+    assert text["cache"].startswith(f"{hopper}/cache, of {user}, mode 0700, ")
+    assert text["units"].startswith(f"{number} of {number} built: forward-d64-bf16, ")
+
+
+def test_torch_without_cuda_can_build_and_not_run(
+    hopper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's CPU build is not asked about GPUs."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delattr(torch.cuda, "is_available")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    found = findings()
+    assert found["torch"].state == found["gpu"].state == "missing"
+    assert found["torch"].text == f"{torch.__version__}, without CUDA"
+    assert found["gpu"].text == "PyTorch sees none"
+    assert found["nccl"].state == "warning"
+    assert verdict() == (True, False)
+
+
+def test_the_gpu_is_hidden(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert findings()["gpu"].state == "missing"
+    assert "CUDA_VISIBLE_DEVICES" in findings()["gpu"].remedy
+    assert verdict() == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "state", "text"),
+    [
+        ([(8, 0)], "missing", "1 x NVIDIA A100 (8.0)"),
+        ([(9, 0), (8, 0), (9, 0)], "warning", "2 x NVIDIA H200 (9.0), 1 x NVIDIA A100 (8.0)"),
+    ],
+)
+def test_other_gpus(
+    hopper: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capabilities: list[tuple[int, int]],
+    state: str,
+    text: str,
+) -> None:
+    gpus(monkeypatch, *capabilities)
+    found = findings()["gpu"]
+    assert (found.state, found.text) == (state, text)
+    assert "compute capability 9.0" in found.remedy
+    assert verdict() == (True, state != "missing")
+
+
+@pytest.mark.parametrize(("version", "text"), [(12080, "for CUDA 12.8"), (None, "no libcuda.so.1")])
+def test_an_old_or_missing_driver(
+    hopper: Path, monkeypatch: pytest.MonkeyPatch, version: int | None, text: str
+) -> None:
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: version)
+    found = findings()["driver"]
+    assert (found.state, found.text) == ("missing", text)
+    assert "driver 580 or later" in found.remedy
+    assert verdict() == (True, False)
+
+
+def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(version: ctypes.c_int) -> int:
+        version._obj.value = 13020
+        return 0
+
+    def load(name: str) -> SimpleNamespace:
+        assert name == "libcuda.so.1"
+        return SimpleNamespace(cuDriverGetVersion=answer)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert doctor.driver_cuda() == 13020
+
+    def fail(name: str) -> None:
+        raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    assert doctor.driver_cuda() is None
+
+
+def test_one_queue_is_refused(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert findings()["queues"].state == "missing"
+    assert findings()["queues"].remedy.startswith("unset it")
+    assert verdict() == (True, False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert findings()["queues"] == Finding("queues", "CUDA_DEVICE_MAX_CONNECTIONS = 8")
+
+
+def test_an_old_nvcc_cannot_build_but_what_is_built_runs(hopper: Path) -> None:
+    stand_ins.nvcc(hopper, "12.8.93")
+    found = findings()["nvcc"]
+    assert found.state == "missing"
+    assert found.text.endswith(f"found {hopper}/bin/nvcc (V12.8.93)")
+    assert found.remedy == "pip install 'ringfa3[build]', or set CUDA_HOME to a toolkit that has it"
+    assert verdict() == (False, True)
+
+
+def test_without_cplusplus_nothing_can_be_built(hopper: Path) -> None:
+    (hopper / "host/g++").unlink()
+    assert findings()["c++"].state == "missing"
+    assert "apt-get install g++" in findings()["c++"].remedy
+    assert verdict() == (False, True)
+
+
+def test_without_cuobjdump_only_the_check_cannot_run(hopper: Path) -> None:
+    (hopper / "bin/cuobjdump").unlink()
+    toolchain.program.cache_clear()
+    assert findings()["cuobjdump"].state == "warning"
+    assert verdict() == (True, True)
+
+
+def test_headers(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong CUTLASS_PATH; none, which pip can fetch; none and no pip."""
+    monkeypatch.setenv("CUTLASS_PATH", "/nowhere")
+    assert findings()["cutlass"].state == "missing"
+    assert findings()["cutlass"].text.startswith("CUTLASS_PATH=/nowhere has no include")
+    assert verdict() == (False, True)
+    monkeypatch.delenv("CUTLASS_PATH")
+    monkeypatch.setattr(headers, "here", lambda: None)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "pip")
+    assert findings()["cutlass"].state == "warning"
+    assert "python -m ringfa3.build --headers" in findings()["cutlass"].remedy
+    assert verdict() == (True, True)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert findings()["cutlass"].state == "missing"
+    assert "CUTLASS_PATH" in findings()["cutlass"].remedy
+    assert verdict() == (False, True)
+
+
+def test_memory(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "free_memory", lambda: 5 << 30)
+    assert findings()["memory"].state == "warning"
+    assert verdict() == (True, True)
+    monkeypatch.setenv("MAX_JOBS", "many")
+    assert findings()["memory"].state == "missing"
+    assert verdict() == (False, True)
+
+
+def test_a_cache_that_others_can_write(hopper: Path) -> None:
+    (hopper / "cache").chmod(0o777)
+    found = findings()
+    assert found["cache"].state == "missing"
+    assert ", mode 0777, " in found["cache"].text
+    assert found["cache"].remedy == "chmod 700 it, or set RINGFA3_CACHE"
+    assert verdict() == (False, False)
+
+
+def test_a_cache_that_is_not_made_yet(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not made by asking."""
+    monkeypatch.setenv("RINGFA3_CACHE", str(hopper / "a/b"))
+    found = findings()
+    assert found["cache"].state == "ok"
+    assert found["cache"].text.startswith(f"{hopper}/a/b, not made yet, ")
+    assert not (hopper / "a").exists()
+    assert found["units"].state == "warning"
+    assert found["units"].text == f"0 of {len(build.UNITS)} built"
+    assert verdict() == (True, True)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_folder_that_cannot_be_written(
+    hopper: Path, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    """What is built in it runs."""
+    if not made:
+        monkeypatch.setenv("RINGFA3_CACHE", str(hopper / "a"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert findings()["cache"].state == "missing"
+    assert findings()["cache"].text.endswith("not writable")
+    assert verdict() == (False, made)
+
+
+def test_a_full_disk(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20 << 20))
+    assert findings()["cache"].state == "missing"
+    assert findings()["cache"].remedy.startswith("make room")
+    assert verdict() == (False, True)
+
+
+def test_units_without_a_compiler(hopper: Path) -> None:
+    """Some are there: those run. None is: nothing does."""
+    (hopper / "bin/nvcc").unlink()
+    toolchain.program.cache_clear()
+    first, *rest = build.UNITS
+    for unit in rest:
+        shutil.rmtree(build.library(unit).parent)
+    found = findings()["units"]
+    assert (found.state, found.text) == (
+        "warning",
+        f"1 of {len(build.UNITS)} built: {first.name}",
+    )
+    assert verdict() == (False, True)
+    shutil.rmtree(build.library(first).parent)
+    assert findings()["units"].state == "missing"
+    assert verdict() == (False, False)
+
+
+def test_the_program_on_this_machine(tools: Path) -> None:
+    """A line for each finding, remedies, a last sentence; as a program of its own, without GPUs."""
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "ringfa3.doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=hidden)
+    assert done.returncode == 1
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "This machine can build: yes; run the kernels: no."
+    states = [line.split()[0] for line in lines[:-1]]
+    assert set(states) == {"ok", "warning", "missing", "->"}
+    assert states.count("->") == states.count("warning") + states.count("missing")
