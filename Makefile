@@ -1,6 +1,8 @@
 # make demo    set up .venv, then train a tiny transformer with ring attention over two processes
 # make test    set up .venv, then run every test that needs no GPU
 # make check   set up .venv, then lint, type-check and test the direction of imports
+# make kernels set up .venv with a CUDA compiler, then compile the head dim 128 kernels and judge
+#              their machine code; needs g++ and no GPU
 # Variables:   PYTHON, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH)
 
 PYTHON ?= python3
@@ -11,7 +13,7 @@ BIN := $(VENV)/bin
 PIP_INDEX := $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
 READY := $(VENV)/.ready-$(subst /,_,$(subst =,-,$(TORCH)))
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check kernels setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -27,6 +29,9 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports.py
 
+kernels: $(READY)-compiler
+	$(BIN)/python -m ringfa3.build --units d128 --check
+
 setup: $(READY)
 
 $(READY): pyproject.toml Makefile
@@ -37,6 +42,10 @@ $(READY): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e ".[train,plots,test]"
+	@touch $@
+
+$(READY)-compiler: $(READY)
+	$(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e ".[build]"
 	@touch $@
 
 clean:

@@ -37,27 +37,41 @@ def wheels() -> list[Path]:
 
 @lru_cache(None)
 def program(name: str) -> tuple[Path, str]:
-    """(path, version) of the first one that is recent enough: an old one hides no later one.
+    """(path, version) of the first one that will do: one that will not hides no later one.
 
-    Raises BuildError: none is; it names those that were found, and the remedy.
+    Raises BuildError: none will; it names those that were found, and the remedy.
     """
-    seen = []
+    refused = []
     for path in _places(name):
         if not path.is_file():
             continue
         said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
         version = re.search(r"V(\d+)\.(\d+)\.\d+", said.stdout)
-        if version and (int(version[1]), int(version[2])) >= OLDEST:
-            return path, version[0]
-        seen.append(f"{path} ({version[0] if version else 'unknown version'})")
-    oldest = ".".join(map(str, OLDEST))
-    found = (
-        f"found {', '.join(seen)}" if seen else "none was found in CUDA_HOME, PATH or the wheels"
-    )
+        number = (int(version[1]), int(version[2])) if version else (0, 0)
+        headers = _headers(path) if name == "nvcc" else None
+        what = version[0] if version else "unknown version"
+        if number < OLDEST:
+            refused.append(f"{path} ({what})")
+        elif headers and headers != number:
+            other = ".".join(map(str, headers))
+            refused.append(f"{path} ({what} beside the headers of CUDA {other})")
+        else:
+            return path, what
+    found = ", ".join(refused)
     raise BuildError(
-        f"{name} {oldest} or later is needed, {found}: pip install 'ringfa3[build]', or set "
-        "CUDA_HOME to a toolkit that has it"
+        f"{name} {'.'.join(map(str, OLDEST))} or later is needed, "
+        + (f"found {found}" if refused else "none was found in CUDA_HOME, PATH or the wheels")
+        + ": pip install 'ringfa3[build]', or set CUDA_HOME to a toolkit that has it"
     )
+
+
+def _headers(nvcc: Path) -> tuple[int, int] | None:
+    """The CUDA version of the headers beside an nvcc; they refuse the nvcc of another."""
+    api = nvcc.resolve().parent.parent / "include" / "cuda_runtime_api.h"
+    if not api.is_file():
+        return None
+    version = re.search(r"#define CUDART_VERSION\s+(\d+)", api.read_text(errors="replace"))
+    return divmod(int(version[1]) // 10, 100) if version else None
 
 
 def compiler() -> tuple[Path, str]:

@@ -37,6 +37,21 @@ def test_an_old_compiler_is_named_with_its_place_and_the_remedy(tools: Path, ver
     )
 
 
+def test_an_nvcc_beside_other_headers_is_passed_over(tools: Path) -> None:
+    """As pip leaves them where PyTorch pins an older runtime: the headers refuse that nvcc."""
+    wheel = stand_ins.nvcc(tools / "wheels", "13.5.37")
+    api = tools / "include/cuda_runtime_api.h"
+    api.write_text("/** */\n#define CUDART_VERSION  13020\n")
+    assert toolchain.compiler() == (tools / "bin/nvcc", "V13.2.5")
+    api.write_text("/** */\n#define CUDART_VERSION  13000\n")
+    toolchain.program.cache_clear()
+    assert toolchain.compiler() == (wheel, "V13.5.37")
+    wheel.unlink()
+    toolchain.program.cache_clear()
+    with pytest.raises(BuildError, match=r"\(V13\.2\.5 beside the headers of CUDA 13\.0\): pip"):
+        toolchain.compiler()
+
+
 def test_no_compiler_says_where_it_was_sought(tools: Path) -> None:
     (tools / "bin/nvcc").unlink()
     with pytest.raises(BuildError, match="none was found in CUDA_HOME, PATH or the wheels: pip"):
