@@ -54,15 +54,19 @@ def once(
 ) -> Path:
     """What `found` finds, after the entry `name` was made if it found nothing.
 
-    One process of those that share a lock makes it, others wait and say so. `fill` gets an empty
-    folder, and may use that folder's parent for what need not stay.
+    One process of those that share a lock makes it, others wait and say so; if it fails they fail
+    with it. `fill` gets an empty folder, and may use that folder's parent for what need not stay.
 
     Raises whatever `fill` raises, and OSError for a full or read-only disk.
     """
     folder = cache()
+    failure = folder / f"{task}.failed"
+    came = time.time()
     with _turn(folder, task, found) as alone:
         if made := found():
             return made
+        if failure.is_file() and failure.stat().st_mtime > came:  # while we waited
+            raise BuildError(failure.read_text())
         _sweep(folder, task if alone else None)
         work = Path(tempfile.mkdtemp(dir=folder, prefix=_Work.prefix(task)))
         try:
@@ -77,7 +81,12 @@ def once(
                 os.rename(work / "entry", folder / f"{name}.{work.name.rpartition('@')[2]}")
             made = found()
             assert made is not None
+            failure.unlink(missing_ok=True)
             return made
+        except BuildError as error:
+            with suppress(OSError):  # of a full disk
+                failure.write_text(str(error))
+            raise
         finally:
             shutil.rmtree(work, ignore_errors=True)
 

@@ -95,6 +95,29 @@ def test_a_build_that_fails_leaves_nothing(tools: Path) -> None:
     assert build.built(build.UNITS[0]) is None
 
 
+def test_those_that_waited_fail_with_the_one_that_built(tools: Path) -> None:
+    """And do not try in turn. Who comes later does try."""
+    stand_ins.nvcc(tools, body=WAIT_FOR_GO.format(tools) + "; echo no room >&2; exit 1")
+    hasty = f"from ringfa3 import cache; cache.NOTICE = 0.05; {BUILD_ONE}"
+    maker = start(BUILD_ONE)
+    until(lambda: runs(tools))
+    waiters = [start(hasty) for _ in range(3)]
+    for waiter in waiters:
+        assert waiter.stderr is not None
+        assert "waiting for" in waiter.stderr.readline()
+    (tools / "go").touch()
+    for process in (maker, *waiters):
+        assert process.communicate()[1].endswith("nvcc ended with 1:\nno room\n")
+        assert process.returncode == 1
+    assert runs(tools) == 1
+    with pytest.raises(BuildError, match="no room"):
+        build.library(build.UNITS[0])
+    assert runs(tools) == 2
+    stand_ins.nvcc(tools)
+    build.library(build.UNITS[0])
+    assert not list((tools / "cache").glob("*.failed"))
+
+
 @pytest.mark.parametrize("lock", ["refused", "lost"])
 def test_without_locks_two_builds_do_no_harm(tools: Path, lock: str) -> None:
     """As on network folders: flock fails, or two hosts get it at once."""
