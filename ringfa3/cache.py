@@ -66,7 +66,9 @@ def once(
         if made := found():
             return made
         if failure.is_file() and failure.stat().st_mtime > came:  # while we waited
-            raise BuildError(failure.read_text())
+            what, _, why = failure.read_text().partition("\n")
+            if what == name:
+                raise BuildError(why)
         _sweep(folder, task if alone else None)
         work = Path(tempfile.mkdtemp(dir=folder, prefix=_Work.prefix(task)))
         try:
@@ -85,7 +87,7 @@ def once(
             return made
         except BuildError as error:
             with suppress(OSError):  # of a full disk
-                failure.write_text(str(error))
+                failure.write_text(f"{name}\n{error}")
             raise
         finally:
             shutil.rmtree(work, ignore_errors=True)

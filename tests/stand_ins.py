@@ -20,7 +20,9 @@ arguments="$*"
 while [ "$1" != -o ]; do shift; done
 echo library > "$2"
 """
-WAIT_FOR_GO = 'while [ ! -e "{0}/go" ]; do sleep 0.05; done'
+WAIT_FOR_GO = (  # or a minute, so that a test that fails leaves nothing running
+    'n=0; while [ ! -e "{0}/go" ] && [ $n -lt 1200 ]; do n=$((n + 1)); sleep 0.05; done'
+)
 BUILD_ONE = "from ringfa3 import build; print(build.library(build.UNITS[0]))"
 
 

@@ -118,6 +118,17 @@ def test_those_that_waited_fail_with_the_one_that_built(tools: Path) -> None:
     assert not list((tools / "cache").glob("*.failed"))
 
 
+def test_another_entrys_failure_is_none_of_ours(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same unit, from other sources."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # as if it came while we waited
+    failure = cache.cache() / f"{NAME}.failed"
+    failure.write_text("another\nno room")
+    assert build.library(build.UNITS[0]).is_file()
+    assert not failure.exists()
+
+
 @pytest.mark.parametrize("lock", ["refused", "lost"])
 def test_without_locks_two_builds_do_no_harm(tools: Path, lock: str) -> None:
     """As on network folders: flock fails, or two hosts get it at once."""

@@ -35,6 +35,11 @@ def test_its_code_alone_is_enough(code: str) -> None:
     assert sass.ptxas_faults(line + "\n" + REMARKS) == [line]
 
 
+def test_its_words_alone_are_enough() -> None:
+    line = ADVISORIES["C7511"].replace("C7511", "C7599")
+    assert sass.ptxas_faults(REMARKS + line) == [line]
+
+
 @pytest.mark.parametrize(
     ("stores", "loads", "fault"), [(32, 32, False), (36, 0, True), (0, 36, True)]
 )
