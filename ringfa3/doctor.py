@@ -136,7 +136,7 @@ def cutlass() -> Finding:
 
 
 def folder() -> Finding:
-    """The cache: whose it is, who may write, how much room it has."""
+    """The cache: whose it is, who may write, how much room it has. `units` says what can run."""
     path = location()
     place = next(p for p in (path, *path.parents) if p.exists())
     free = shutil.disk_usage(place).free
@@ -147,13 +147,12 @@ def folder() -> Finding:
         try:
             cache()
         except BuildError as error:
-            return Finding("cache", text, str(error).partition(": ")[2], ("build", "run"))
+            return Finding("cache", text, str(error).partition(": ")[2], ("build",))
     else:
         text = f"{path}, not made yet, {room}"
     remedy = "set RINGFA3_CACHE to a folder of yours"
     if not os.access(place, os.W_OK | os.X_OK):
-        stops = ("build",) if place == path else ("build", "run")
-        return Finding("cache", f"{text}, not writable", remedy, stops)
+        return Finding("cache", f"{text}, not writable", remedy, ("build",))
     if free < ROOM:
         return Finding("cache", text, f"make room, or {remedy}", ("build",))
     return Finding("cache", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -56,21 +57,36 @@ def test_eight_processes_build_once(tools: Path) -> None:
 
 
 def test_one_that_waits_says_for_whom(tools: Path) -> None:
-    """Each NOTICE, on the first two ranks of a host; the others are silent."""
+    """At each NOTICE; then it takes what was built."""
     stand_ins.nvcc(tools, body=WAIT_FOR_GO.format(tools))
     maker = start(BUILD_ONE)
     until(lambda: runs(tools))
-    hasty = f"from ringfa3 import cache; cache.NOTICE = 0.05; {BUILD_ONE}"
-    waiters = [start(hasty, env={**os.environ, "LOCAL_RANK": rank}) for rank in ("1", "2")]
-    assert waiters[0].stderr is not None
-    first, second = waiters[0].stderr.readline(), waiters[0].stderr.readline()
+    waiter = start(f"from ringfa3 import cache; cache.NOTICE = 0.05; {BUILD_ONE}")
+    assert waiter.stderr is not None
+    lines = [waiter.stderr.readline() for _ in range(2)]
     (tools / "go").touch()
-    who = f"ringfa3: waiting for {NAME}: process {maker.pid} on {socket.gethostname()} has been at"
-    assert first.startswith(who)
-    assert second.startswith(who)
-    assert "waiting" not in waiters[1].communicate()[1]
-    assert len({p.communicate()[0] for p in (maker, waiters[0])}) == 1
+    who = f"process {maker.pid} on {socket.gethostname()} has been at it for"
+    for line in lines:
+        assert re.fullmatch(rf"ringfa3: waiting for {NAME}: {re.escape(who)} \d+ s\n", line)
+    assert len({p.communicate()[0] for p in (maker, waiter)}) == 1
     assert runs(tools) == 1
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 2), ("2", 0), ("7", 0)])
+def test_two_ranks_of_a_host_speak(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, rank: str | None, lines: int
+) -> None:
+    """One of the two waits; the others wait in silence."""
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(cache, "NOTICE", 0.05)
+    said: list[str] = []
+    monkeypatch.setattr(cache, "say", said.append)
+    unfinished(tools, "elsewhere", 1)
+    answers = iter([None, None, tools, tools])
+    with FileLock(cache.cache() / f"{NAME}.lock"):
+        assert cache.once(NAME, "entry", lambda: next(answers), lambda _: None) == tools
+    assert len(said) == lines
 
 
 def test_a_killed_build_is_begun_anew_and_swept(tools: Path) -> None:
