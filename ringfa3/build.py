@@ -13,6 +13,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -214,9 +215,19 @@ def build_all(units: Sequence[Unit], at_once: int) -> None:
         say(
             f"{len(missing)} of {len(units)} units to compile, {min(at_once, len(missing))} at once"
         )
+    stopped = threading.Event()  # set before the thread of a failed unit could begin another
+
+    def one(unit: Unit) -> None:
+        try:
+            if not stopped.is_set():
+                library(unit)
+        except BaseException:
+            stopped.set()
+            raise
+
     pool = ThreadPoolExecutor(at_once)
     try:
-        left = {pool.submit(library, unit) for unit in missing}
+        left = {pool.submit(one, unit) for unit in missing}
         while left:
             done, left = wait(left, NOTICE, FIRST_COMPLETED)
             for unit in done:
@@ -225,6 +236,7 @@ def build_all(units: Sequence[Unit], at_once: int) -> None:
                 ready, seconds = len(missing) - len(left), time.monotonic() - began
                 say(f"{ready} of {len(missing)} compiled, {seconds:.0f} s so far")
     finally:
+        stopped.set()
         pool.shutdown(cancel_futures=True)
     print(
         f"{len(units)} units in {cache()}: {len(missing)} compiled in "

@@ -114,7 +114,7 @@ def test_a_failed_compile_ends_the_build_with_its_last_lines(
     first, *last = said.splitlines()
     assert first == "ringfa3: forward-d128-bf16 does not compile, nvcc ended with 2:"
     assert last == [*map(str, range(22, 41)), "no room"]
-    assert runs(tools) <= 3  # one more may have begun
+    assert runs(tools) == 2
     assert build.built(build.chosen(["forward-d64-bf16"])[0])
 
 

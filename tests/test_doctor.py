@@ -145,6 +145,11 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", load)
     assert doctor.driver_cuda() == 13020
 
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=lambda version: 100)
+    )
+    assert doctor.driver_cuda() is None  # it has failed
+
     def fail(name: str) -> None:
         raise OSError("cannot open shared object file")
 
