@@ -235,9 +235,12 @@ def build_all(units: Sequence[Unit], at_once: int) -> None:
             if not done:
                 ready, seconds = len(missing) - len(left), time.monotonic() - began
                 say(f"{ready} of {len(missing)} compiled, {seconds:.0f} s so far")
-    finally:
+    except KeyboardInterrupt:
         stopped.set()
-        pool.shutdown(cancel_futures=True)
+        say("interrupted: what compiles now is finished, nothing more is begun")
+        raise
+    finally:
+        pool.shutdown()
     print(
         f"{len(units)} units in {cache()}: {len(missing)} compiled in "
         f"{time.monotonic() - began:.0f} s, {len(units) - len(missing)} were there"

@@ -132,12 +132,16 @@ def test_exit_codes_and_messages_of_the_program(tools: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_an_interrupted_build_ends_at_once(tools: Path) -> None:
-    """Control-C reaches the compiles too; nothing that waits is begun, nothing is left."""
+@pytest.mark.parametrize("compiles_too", [True, False])
+def test_an_interrupted_build_begins_nothing_more(tools: Path, compiles_too: bool) -> None:
+    """Control-C reaches the compiles too, `kill -INT` does not. Nothing unfinished is left."""
     stand_ins.nvcc(tools, body=WAIT_FOR_GO.format(tools))
     running = start("from ringfa3 import build; build.main(['-j', '2'])")
     until(lambda: runs(tools) == 2)
-    os.killpg(running.pid, signal.SIGINT)
+    (os.killpg if compiles_too else os.kill)(running.pid, signal.SIGINT)
+    assert running.stderr is not None
+    assert any("interrupted" in line for line in running.stderr)
+    (tools / "go").touch()
     _, said = running.communicate()
     assert running.returncode == 130
     assert "Traceback" not in said
