@@ -85,7 +85,10 @@ def test_main_builds_what_is_missing(tools: Path, capsys: pytest.CaptureFixture[
 
 def test_units_compile_at_once_as_many_as_told(tools: Path) -> None:
     """Two, of which each waits for the other to begin."""
-    both = f'while [ "$(wc -l < {tools}/log)" -lt 2 ]; do sleep 0.05; done'
+    both = (
+        f'n=0; while [ "$(wc -l < {tools}/log)" -lt 2 ]; do n=$((n + 1)); '
+        "[ $n -lt 400 ] || exit 1; sleep 0.05; done"
+    )
     stand_ins.link(tools / "host", "wc")
     stand_ins.nvcc(tools, body=both)
     with pytest.raises(SystemExit) as ended:
