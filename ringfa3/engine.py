@@ -15,6 +15,8 @@ from ringfa3 import kernels, reference
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
     from ringfa3.build import Unit
 
+NO_BACKWARD = "there are no backward kernels in this version"
+
 
 class Forward(NamedTuple):
     """Runs one hop of the forward: `attend` as `reference.attend`, on tiles of `tile_m` rows."""
@@ -26,15 +28,29 @@ class Forward(NamedTuple):
 def forward_engine(q: torch.Tensor) -> Forward:
     """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use."""
     unit = kernels.forward_unit(q)
-    problem = _problem(unit) if unit is not None else None
-    if unit is not None and problem is None:
+    reason = _no_forward(unit, q)
+    if unit is not None and reason is None:
         return Forward(unit.tile_m, partial(kernels.attend, unit))
-    if unit is None and q.is_cuda:
-        name = torch.cuda.get_device_name(q.device)
-        problem = f"there is no kernel for head_dim {q.shape[-1]} on {name}"
-    if problem is not None:
-        say_executor(problem)
+    if q.is_cuda and reason is not None:
+        say_executor(reason)
     return Forward(reference.TILE_M, reference.attend)
+
+
+def executor_reason(direction: str, q: torch.Tensor) -> str | None:
+    """Why "forward" or "backward" for queries like `q` (t, h, d) runs on the executor.
+
+    None where a kernel runs it; that is compiled if it has not been.
+    """
+    if direction == "backward":
+        return NO_BACKWARD
+    return _no_forward(kernels.forward_unit(q), q)
+
+
+def _no_forward(unit: Unit | None, q: torch.Tensor) -> str | None:
+    if unit is not None:
+        return _problem(unit)
+    where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
+    return f"there is no kernel for head_dim {q.shape[-1]} on {where}"
 
 
 @lru_cache(None)
@@ -53,7 +69,7 @@ def _problem(unit: Unit) -> str | None:
 def backward_tiles(q: torch.Tensor) -> tuple[int, int]:
     """(keys, rows) of backward tiles for queries like `q`: those of the executor."""
     if q.is_cuda:
-        say_executor("there are no backward kernels in this version")
+        say_executor(NO_BACKWARD)
     return reference.TILE_N, reference.TILE_M
 
 

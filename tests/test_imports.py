@@ -31,6 +31,22 @@ ORDER = [
     "ring",
     "module",
     "__init__",
+    "bench",
+]
+BENCH_ORDER = [
+    "cases",
+    "timing",
+    "problem",
+    "gate",
+    "peers",
+    "machine",
+    "results",
+    "contest",
+    "table",
+    "plot",
+    "attention",
+    "__init__",
+    "__main__",
 ]
 HYDRA_FILES = {"pretrain.py", "config.py"}
 
@@ -55,6 +71,18 @@ def test_ringfa3_imports_only_what_stands_before(path: Path) -> None:
     own = {n.split(".")[1] for n in imported(path) if n.startswith("ringfa3.")}
     assert own & set(ORDER) <= set(allowed)
     assert not {n.split(".")[0] for n in imported(path)} & {"train", "hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "ringfa3" / "bench").glob("*.py")), ids=lambda p: p.stem
+)
+def test_the_benchmark_imports_only_what_stands_before(path: Path) -> None:
+    assert path.stem in BENCH_ORDER, f"give {path.name} its place in BENCH_ORDER"
+    allowed = BENCH_ORDER[: BENCH_ORDER.index(path.stem)]
+    names = imported(path)
+    own = {n.split(".")[2] for n in names if n.startswith("ringfa3.bench.")}
+    assert own & set(BENCH_ORDER) <= set(allowed)
+    assert not {n.split(".")[0] for n in names} & {"train", "hydra", "omegaconf"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train").glob("*.py")), ids=lambda p: p.stem)

@@ -1,0 +1,165 @@
+"""What is measured: shapes and masks, the sets they form, and their exact FLOPs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from ringfa3.plan import Table, plan_local
+
+CAUSAL, FULL = (-1, 0), (-1, -1)
+FORWARD, BACKWARD = "forward", "backward"
+MATMULS = {FORWARD: 4, BACKWARD: 10}  # FLOPs per visible pair, head and head_dim
+HEAD_DIMS = (64, 128, 256)
+K = 1024
+MASK_TOKENS = 128 * K
+
+
+@dataclass(frozen=True)
+class Case:
+    """Self-attention over sequences of `lengths` tokens, every one under the same mask.
+
+    packed   the sequences lie one behind the other, (t, h, d); else they are a batch (b, s, h, d)
+    window   (left, right) keys around the diagonal, -1 for unlimited; causal is (-1, 0)
+    beside   label of the case that this one, causal and of equal FLOPs, is a yardstick for
+    """
+
+    set: str
+    label: str
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: tuple[int, int]
+    packed: bool = False
+    beside: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def causal(self) -> bool:
+        return self.window == CAUSAL
+
+    @property
+    def mask(self) -> str:
+        """The mask in one word or two."""
+        if self.window in (CAUSAL, FULL):
+            return "causal" if self.causal else "full"
+        return f"window {self.window[0]}"
+
+    @property
+    def cumulative(self) -> list[int]:
+        return list(accumulate(self.lengths, initial=0))
+
+    @cached_property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of one head, from the spans of the plan."""
+        lengths = np.array(self.lengths, np.int64)
+        tiling = plan_local(lengths, lengths, *self.window).forward(128)[0]
+        return visible_pairs(tiling.spans)
+
+    def flops(self, direction: str) -> int:
+        """Exact FLOPs of the matrix products: 4 (forward) or 10 (backward) x pairs x d x heads."""
+        return MATMULS[direction] * self.pairs * self.head_dim * self.heads
+
+
+def visible_pairs(spans: Table) -> int:
+    """(row, column) pairs inside the bands of `spans`, rows of no two overlapping."""
+    total = 0
+    for span in spans:
+        rows = np.arange(int(span["q1"]) - int(span["q0"]), dtype=np.int64)
+        keys = int(span["k1"]) - int(span["k0"])
+        begin = np.maximum(0, rows + int(span["lo"]))
+        end = np.minimum(keys, rows + int(span["hi"]) + 1)
+        total += int(np.maximum(0, end - begin).sum())
+    return total
+
+
+def dense(
+    group: str, batch: int, seqlen: int, heads: tuple[int, int], d: int, window: tuple[int, int]
+) -> Case:
+    label = f"{short(seqlen)} x {batch}" if batch > 1 else short(seqlen)
+    return Case(group, label, (seqlen,) * batch, *heads, d, window)
+
+
+def paper(shrink: int) -> Iterable[Case]:
+    """FlashAttention-3's protocol: 16k tokens in all, hidden size 2048, full and causal."""
+    for d in HEAD_DIMS:
+        for window in (FULL, CAUSAL):
+            for seqlen in (512, K, 2 * K, 4 * K, 8 * K, 16 * K):
+                heads = 2048 // d
+                yield dense("paper", 16 * K // seqlen, seqlen // shrink, (heads, heads), d, window)
+
+
+def gqa(shrink: int) -> Iterable[Case]:
+    """Long sequences, 32 query heads on 8 KV heads."""
+    for window, longest in ((FULL, 32 * K), (CAUSAL, 128 * K)):
+        seqlen = 8 * K
+        while seqlen <= longest:
+            batch = max(1, 16 * K // seqlen)
+            yield dense("gqa", batch, seqlen // shrink, (32, 8), 128, window)
+            seqlen *= 2
+
+
+def masks(shrink: int) -> Iterable[Case]:
+    """Packed documents and sliding windows, each followed by a causal sequence of equal FLOPs."""
+    tokens, rng = MASK_TOKENS // shrink, random.Random(1)
+    found = []
+    for low, high in ((128, 16 * K), (K, 64 * K)):
+        lengths = documents(rng, tokens, max(1, low // shrink), high // shrink)
+        label = f"{len(lengths)} documents of {short(low // shrink)}-{short(high // shrink)}"
+        found.append(Case("masks", label, lengths, 32, 8, 128, CAUSAL, packed=True))
+    for left in (4 * K, K):
+        window = (left // shrink, 0)
+        label = f"window {left // shrink}"
+        found.append(Case("masks", label, (tokens,), 32, 8, 128, window))
+    for case in found:
+        yield case
+        yield causal_of_equal_flops(case)
+
+
+def documents(rng: random.Random, tokens: int, low: int, high: int) -> tuple[int, ...]:
+    """Lengths that sum to `tokens`, log-uniform in [low, high), the last cut short."""
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        length = int(math.exp(rng.uniform(math.log(low), math.log(high))))
+        lengths.append(min(left, length))
+    return tuple(lengths)
+
+
+def causal_of_equal_flops(case: Case) -> Case:
+    """One causal sequence with as many pairs, s (s + 1) / 2, in whole 128 tokens where it can."""
+    seqlen = math.isqrt(2 * case.pairs)
+    seqlen = seqlen // 128 * 128 or seqlen
+    return replace(
+        case,
+        label=f"causal {seqlen}",
+        lengths=(seqlen,),
+        window=CAUSAL,
+        packed=False,
+        beside=case.label,
+    )
+
+
+def short(tokens: int) -> str:
+    """16384 as 16k."""
+    return f"{tokens // K}k" if tokens >= K and tokens % K == 0 else str(tokens)
+
+
+SETS = {"paper": paper, "gqa": gqa, "masks": masks}
+
+
+def select(
+    names: Iterable[str], head_dims: Iterable[int] = HEAD_DIMS, shrink: int = 1
+) -> list[Case]:
+    """The cases of sets, in order. `shrink` divides every length, for runs without a GPU."""
+    wanted = set(head_dims)
+    return [case for name in names for case in SETS[name](shrink) if case.head_dim in wanted]

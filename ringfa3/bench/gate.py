@@ -1,0 +1,163 @@
+"""Whether results are right, before anything is timed.
+
+On a part of a case, whole sequences of single KV heads, the truth is known in float64 and so is
+the error of plain PyTorch attention in the inputs' dtype. A result may be twice as far from the
+truth as that. Everywhere else two implementations are held against each other.
+
+A peer must compute the same, but may be half as exact: some round the gradients of a shared KV
+head once per query head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ringfa3.bench.cases import FORWARD
+from ringfa3.bench.problem import GRADIENTS, Outputs, Problem
+
+FACTOR, SLACK = 2.0, 1e-5
+PEER_LENIENCY = 2.0
+SCORES = 1 << 26  # elements of a score matrix held at once
+COMPARED = 1 << 26  # elements compared at once
+
+
+class WrongResultError(Exception):
+    """A result is farther from the truth, or from another's, than it may be."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [begin, end) of one sequence, one KV head and the query heads that share it."""
+
+    begin: int
+    end: int
+    kv_head: int
+    group: int
+
+    def of(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """That part of an input or output, (rows, heads, d)."""
+        width = 1 if name in ("k", "v", "dk", "dv") else self.group
+        first = self.kv_head * width
+        return x[self.begin : self.end, first : first + width]
+
+
+class Gate:
+    """The truth of a problem on some of its parts, and how far from it results may be there.
+
+    bound   name of an output -> 2 max|x_pt - truth| + 1e-5 over all parts
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.parts = parts(problem)
+        self.truth = [attention(problem, p, torch.float64) for p in self.parts]
+        plain = [attention(problem, p, problem.q.dtype) for p in self.parts]
+        self.bound = {
+            name: FACTOR * max(_distance(x[name], t[name]) for x, t in self._zip(plain)) + SLACK
+            for name in self.truth[0]
+        }
+
+    def _zip(self, results: list[Outputs]) -> Iterator[tuple[Outputs, Outputs]]:
+        return zip(results, self.truth, strict=True)
+
+    def errors(self, results: Outputs, leniency: float = 1.0) -> dict[str, float]:
+        """max|result - truth| over all parts, by output.
+
+        Raises WrongResultError where one is above `leniency` times its bound.
+        """
+        here = [{n: p.of(n, x) for n, x in results.items()} for p in self.parts]
+        found = {
+            name: max(_distance(x[name], t[name]) for x, t in self._zip(here))
+            for name in self.bound
+        }
+        self._hold(found, leniency, "is off by {:.2e} from float64")
+        return found
+
+    def differences(self, ours: Outputs, peers: Outputs) -> dict[str, float]:
+        """max|ours - peer's| of whole outputs.
+
+        Raises WrongResultError where one is above what both may be off together.
+        """
+        found = {name: _distance(ours[name], peers[name]) for name in self.bound}
+        self._hold(found, 1 + PEER_LENIENCY, "of the two differs by {:.2e}")
+        return found
+
+    def _hold(self, found: dict[str, float], times: float, said: str) -> None:
+        for name, error in found.items():
+            allowed = times * self.bound[name]
+            if not error <= allowed:  # NaN is wrong too
+                raise WrongResultError(f"{name} {said.format(error)}, allowed {allowed:.2e}")
+
+
+def parts(problem: Problem) -> list[Part]:
+    """The longest sequence at the last KV head, the first at the first, if they are two."""
+    case = problem.case
+    group, bounds = case.heads // case.kv_heads, case.cumulative
+    longest = case.lengths.index(max(case.lengths))
+    chosen = {(longest, case.kv_heads - 1), (len(case.lengths) - 1, 0)}
+    return [Part(bounds[i], bounds[i + 1], head, group) for i, head in sorted(chosen)]
+
+
+def attention(problem: Problem, part: Part, dtype: torch.dtype) -> Outputs:
+    """Plain attention of one part, with score matrices, in `dtype`; by runs of query rows."""
+    tensors = {"q": problem.q, "k": problem.k, "v": problem.v}
+    backward = problem.direction != FORWARD
+    if backward:
+        tensors["dout"] = problem.dout
+    here = {
+        name: part.of(name, x.flatten(0, 1) if x.dim() == 4 else x).to(dtype)
+        for name, x in tensors.items()
+    }
+    k, v = (here[name].squeeze(1).requires_grad_(backward) for name in ("k", "v"))
+    n = part.end - part.begin
+    step = max(1, SCORES // (n * part.group))
+    sums = [torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32)) for x in (k, v)]
+    rows = []
+    for begin in range(0, n, step):
+        chunk = slice(begin, begin + step)
+        q = here["q"][chunk].detach().requires_grad_(backward)
+        out = _attend(q, k, v, begin, problem.case.window)
+        if backward:
+            dq, *dkv = torch.autograd.grad(out, (q, k, v), here["dout"][chunk])
+            for total, gradient in zip(sums, dkv, strict=True):
+                total += gradient
+        rows.append(dq if backward else out)
+    if not backward:
+        return {"out": torch.cat(rows)}
+    dk, dv = (x.to(dtype).unsqueeze(1) for x in sums)
+    return dict(zip(GRADIENTS, (torch.cat(rows), dk, dv), strict=True))
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row0: int, window: tuple[int, int]
+) -> torch.Tensor:
+    """Rows q (m, g, d) from `row0` on against k, v (n, d): (m, g, d)."""
+    scores = torch.einsum("mgd,nd->gmn", q, k) * q.shape[-1] ** -0.5
+    row = torch.arange(row0, row0 + len(q), device=q.device)[:, None]
+    distance = torch.arange(len(k), device=q.device) - row
+    left, right = window
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("gmn,nd->mgd", p, v)
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    """max|x - y| in the wider of both dtypes, at least float32; NaN where either has one."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+    if x.shape != y.shape:
+        raise WrongResultError(f"shape {tuple(x.shape)}, expected {tuple(y.shape)}")
+    worst = [
+        (a.to(dtype) - b.to(dtype)).abs().max()
+        for a, b in zip(_runs(x.detach()), _runs(y.detach()), strict=True)
+    ]
+    return torch.stack(worst).max().item()
+
+
+def _runs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(x, max(1, COMPARED // max(1, x[0].numel())))

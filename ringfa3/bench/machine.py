@@ -1,0 +1,104 @@
+"""What a run was made on: device, clocks, and the versions of what ran."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ringfa3
+from ringfa3.build import sources
+
+# The name before the slash is that of recent drivers, the other of older ones.
+QUERY = (
+    "name",
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "clocks_event_reasons.active/clocks_throttle_reasons.active",
+)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Device and versions. Never fails: what cannot be had is absent or says so."""
+    said: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "git": git_commit(Path(ringfa3.__file__).parent.parent),
+        "sources": source_hash(),
+    }
+    if device.type == "cuda":
+        said["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        said["capability"] = list(torch.cuda.get_device_capability(device))
+    return said
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def slug(name: str) -> str:
+    """A name for a folder: lower case, words joined by dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def clocks(device: torch.device) -> dict[str, str]:
+    """Clocks, power, temperature and throttle reasons as nvidia-smi gives them, with units."""
+    if device.type != "cuda":
+        return {}
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    which = [f"--id=GPU-{uuid}"] if uuid else []
+    problem = ""
+    for form in (0, -1):
+        names = [name.split("/")[form] for name in QUERY]
+        command = ["nvidia-smi", *which, f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return {"error": f"nvidia-smi: {error}"}
+        if done.returncode == 0:
+            values = done.stdout.strip().splitlines()[0].split(", ")
+            return dict(zip(names, values, strict=False))
+        problem = (done.stdout + done.stderr).strip().splitlines()[0] if done.stdout else ""
+    return {"error": f"nvidia-smi: {problem or 'no answer'}"}
+
+
+def git_commit(root: Path) -> str | None:
+    """The commit of the checkout `root`, "+" behind it if files differ; None if it is none."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return None
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def source_hash() -> str:
+    """Of the package and the kernels' sources, also where there is no git."""
+    digest = hashlib.sha256()
+    package = Path(ringfa3.__file__).parent
+    for path in (*sorted(package.rglob("*.py")), *sorted(sources().iterdir())):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,93 @@
+"""The tensors of a case, and the results that implementations give for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ringfa3.bench.cases import FORWARD, Case
+
+Outputs = dict[str, torch.Tensor]  # "out", or "dq", "dk", "dv", each (tokens, heads, head_dim)
+
+
+class RefusalError(Exception):
+    """An implementation does not do this case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with its tensors, standard normal: never zeros, on which a GPU draws less power.
+
+    q, dout: (b, s, h, d); k, v: (b, s, h_kv, d); packed cases (t, h, d).
+    """
+
+    case: Case
+    direction: str
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+    @property
+    def inputs(self) -> Iterator[torch.Tensor]:
+        return iter((self.q, self.k, self.v))
+
+
+def make_problem(
+    case: Case, direction: str, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Problem:
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = (case.tokens,) if case.packed else (len(case.lengths), case.lengths[0])
+
+    def normal(heads: int) -> torch.Tensor:
+        shape = (*tokens, heads, case.head_dim)
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+    q, k, v = (normal(heads) for heads in (case.heads, case.kv_heads, case.kv_heads))
+    dout = normal(case.heads) if direction != FORWARD else q.new_empty(0)
+    return Problem(case, direction, q, k, v, dout)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One implementation, ready for one problem.
+
+    run      computes once and returns what it computed, in any form
+    outputs  that, as `Outputs`
+    """
+
+    run: Callable[[], Any]
+    outputs: Callable[[Any], Outputs]
+
+
+class Contestant(Protocol):
+    """An implementation of attention. `name` heads its column."""
+
+    name: str
+
+    def prepare(self, problem: Problem) -> Attempt:
+        """Raises `RefusalError` for what it does not do."""
+
+
+def flat(names: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> Outputs:
+    """Batches (b, s, h, d) as (t, h, d)."""
+    return {
+        name: x.flatten(0, 1) if x.dim() == 4 else x for name, x in zip(names, tensors, strict=True)
+    }
+
+
+GRADIENTS = ("dq", "dk", "dv")
+
+
+def differentiated(problem: Problem, forward: Callable[..., torch.Tensor]) -> Attempt:
+    """Autograd's backward of `forward(q, k, v)` alone: the forward has run beforehand."""
+    inputs = tuple(x.detach().requires_grad_() for x in problem.inputs)
+    out = forward(*inputs)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, inputs, problem.dout, retain_graph=True)
+
+    return Attempt(run, lambda grads: flat(GRADIENTS, grads))

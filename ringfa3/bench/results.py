@@ -1,0 +1,214 @@
+"""What a run has measured, as JSON and back, and its summary."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringfa3.bench.cases import Case
+
+FORMAT = 1
+FILE = "results.json"
+ALONE = "itself"  # the other of a match that only shows the speed of the first, and the noise
+
+
+class ResultsError(ValueError):
+    """A file that is no result of this benchmark, or of another version of it."""
+
+
+@dataclass
+class Match:
+    """A row's first contestant (A) against another (B). `stopped` says why there are no figures.
+
+    seconds       per call, pair by pair, of A and of B
+    tflops        medians of A and of B
+    ratio         median of the paired B / A: above 1, A is faster; `interval` is its 95% interval
+    calls         in each timed sample
+    host_seconds  to start one call; `host_bound` where that is longer than the device takes
+    errors        of B against float64; `differences` between A and B
+    """
+
+    stopped: str | None = None
+    seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    tflops: tuple[float, float] | None = None
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    calls: int = 0
+    host_seconds: tuple[float, float] | None = None
+    host_bound: tuple[bool, bool] = (False, False)
+    errors: dict[str, float] = field(default_factory=dict)
+    differences: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Row:
+    """One case and direction. `stopped` says why nothing of it was timed."""
+
+    set: str
+    label: str
+    mask: str
+    window: tuple[int, int]
+    lengths: list[int]
+    packed: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    direction: str
+    beside: str | None
+    pairs: int  # visible (query, key) pairs of one head
+    flops: int
+    first: str
+    stopped: str | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    allowed: dict[str, float] = field(default_factory=dict)
+    matches: dict[str, Match] = field(default_factory=dict)
+    clocks: dict[str, str] = field(default_factory=dict)  # of the GPU right after the row
+
+    @classmethod
+    def of(cls, case: Case, direction: str, dtype: str, first: str) -> Row:
+        """The row of a case, nothing measured yet."""
+        named = {f.name: getattr(case, f.name) for f in fields(case)} | {
+            "lengths": list(case.lengths)
+        }
+        flops = case.flops(direction)
+        return cls(
+            **named,
+            mask=case.mask,
+            dtype=dtype,
+            direction=direction,
+            pairs=case.pairs,
+            flops=flops,
+            first=first,
+        )
+
+    @property
+    def head(self) -> Match | None:
+        """The first match with figures: whose figure of A stands for A."""
+        return next((m for m in self.matches.values() if m.tflops), None)
+
+    def tflops(self, name: str) -> float | None:
+        """Of one contestant, A's from the first match with figures."""
+        if name == self.first:
+            return self.head.tflops[0] if self.head and self.head.tflops else None
+        match = self.matches.get(name)
+        return match.tflops[1] if match and match.tflops else None
+
+    def why_not(self, name: str) -> str | None:
+        """Why a contestant has no figure."""
+        match = self.matches.get(name)
+        return self.stopped or (match.stopped if match else None)
+
+
+@dataclass
+class Results:
+    """A run: who took part, on what, and its rows.
+
+    smoke      on the CPU, by the executor: no figure of it says anything about kernels
+    complete   whether the run came to its end
+    """
+
+    contestants: list[str]
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    smoke: bool
+    left_out: list[str]
+    rows: list[Row] = field(default_factory=list)
+    complete: bool = False
+
+    def save(self, folder: Path) -> Path:
+        """Write `results.json`, replacing it at once."""
+        content = {"format": FORMAT, "benchmark": "attention", **asdict(self)}
+        content["summary"] = [asdict(s) for s in summaries(self)]
+        path = folder / FILE
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(fresh, path)
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """Raises ResultsError, OSError."""
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise ResultsError(f"{path} is no JSON: {error}") from None
+        if not isinstance(content, dict) or content.get("benchmark") != "attention":
+            raise ResultsError(f"{path} is no result of this benchmark")
+        if content.get("format") != FORMAT:
+            raise ResultsError(f"{path} has format {content.get('format')}, this reads {FORMAT}")
+        own = {f.name: content[f.name] for f in fields(cls)}
+        own["rows"] = [_row(row) for row in content["rows"]]
+        return cls(**own)
+
+
+def _row(content: dict[str, Any]) -> Row:
+    matches = {name: Match(**_tuples(m)) for name, m in content["matches"].items()}
+    return Row(**{**_tuples(content), "matches": matches})
+
+
+def _tuples(content: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples: the fields that are of two."""
+    two = ("window", "seconds", "tflops", "interval", "host_seconds", "host_bound")
+    return {k: tuple(v) if k in two and v is not None else v for k, v in content.items()}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A direction's rows of one set and head dim against one peer."""
+
+    direction: str
+    set: str
+    head_dim: int
+    peer: str
+    rows: int
+    geometric_mean: float  # of the ratios, above 1: A is faster
+    worst: float
+    worst_row: str
+
+
+def summaries(results: Results) -> list[Summary]:
+    """Of every direction, set, head dim and peer with figures; yardsticks beside masks left out."""
+    return list(_summaries(results.contestants[1:], [r for r in results.rows if r.beside is None]))
+
+
+def _summaries(peers: list[str], rows: list[Row]) -> Iterator[Summary]:
+    keys = dict.fromkeys((r.direction, r.set, r.head_dim) for r in rows)
+    for direction, group, d in keys:
+        here = [r for r in rows if (r.direction, r.set, r.head_dim) == (direction, group, d)]
+        for peer in peers:
+            ratios = {
+                f"{r.mask} {r.label}": ratio
+                for r in here
+                if peer in r.matches and (ratio := r.matches[peer].ratio) is not None
+            }
+            if ratios:
+                worst = min(ratios, key=ratios.__getitem__)
+                mean = geometric_mean(ratios.values())
+                yield Summary(direction, group, d, peer, len(ratios), mean, ratios[worst], worst)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return float(np.exp(np.mean(np.log(list(values)))))
+
+
+def one_line(results: Results, peer: str) -> str:
+    """Geometric means against `peer` by set and head dim, and the worst row."""
+    found = [s for s in summaries(results) if s.peer == peer]
+    if not found:
+        return f"no row against {peer} was measured"
+    first = results.contestants[0]
+    means = ", ".join(f"{s.direction} {s.set} d{s.head_dim} {s.geometric_mean:.3f}" for s in found)
+    worst = min(found, key=lambda s: s.worst)
+    where = f"{worst.direction} d{worst.head_dim} {worst.worst_row}"
+    stopped = sum(1 for r in results.rows if r.stopped)
+    rest = f"; {stopped} rows without figures" if stopped else ""
+    label = "SMOKE RUN, no kernel figures: " if results.smoke else ""
+    means = f"{first} / {peer}, geometric means: {means}"
+    return f"{label}{means}; worst {worst.worst:.3f} ({where}){rest}"

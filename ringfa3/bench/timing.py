@@ -1,0 +1,161 @@
+"""Paired timings: A B A B ..., so that a drift of the device falls on both alike.
+
+A power-limited GPU runs faster beside a slow neighbour, so two implementations are compared only
+within pairs of their own. Samples follow each other without a pause and without a flush of the L2
+cache, as in the paper's protocol.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Call = Callable[[], object]
+Reading = Callable[[], float]  # seconds per call, valid after `Stopwatch.wait`
+
+MOST_CALLS = 200  # of one sample
+WARM_UP_CALLS = 3
+RESAMPLES = 10_000
+HERTZ = 2.0e9  # no Hopper GPU's SM clock is above it: a delay lasts at least as long as asked
+
+
+class Stopwatch(Protocol):
+    """Times calls on one device.
+
+    asynchronous    a call returns before the device has run it
+    sample_seconds  what one sample should last at least; always one call or more
+    """
+
+    asynchronous: bool
+    sample_seconds: float
+
+    def sample(self, call: Call, calls: int, head_start: float) -> Reading:
+        """Start `calls` calls in a row; the device does not start before `head_start` seconds."""
+
+    def wait(self) -> None:
+        """Wait until everything started has run."""
+
+
+class CudaStopwatch:
+    """Times on the GPU between two events."""
+
+    asynchronous = True
+    sample_seconds = 0.02
+
+    def sample(self, call: Call, calls: int, head_start: float) -> Reading:
+        begin, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        if head_start > 0:
+            torch.cuda._sleep(int(head_start * HERTZ))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        return lambda: begin.elapsed_time(end) / 1e3 / calls
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+
+class WallClock:
+    """Times on the CPU."""
+
+    asynchronous = False
+    sample_seconds = 0.0
+
+    def sample(self, call: Call, calls: int, head_start: float) -> Reading:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        seconds = (time.perf_counter() - begin) / calls
+        return lambda: seconds
+
+    def wait(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Seconds per call of A and of B, pair by pair, and of the host to start one call of each.
+
+    A host slower than its device (`host_bound`) was given a head start, so that `a` and `b` are
+    times of the device throughout.
+    """
+
+    a: list[float]
+    b: list[float]
+    calls: int  # in one sample
+    host: tuple[float, float]
+
+    @property
+    def host_bound(self) -> tuple[bool, bool]:
+        return self.host[0] > median(self.a), self.host[1] > median(self.b)
+
+
+def paired(a: Call, b: Call, pairs: int, stopwatch: Stopwatch) -> Paired:
+    """Time A and B in turn, after a warm-up of both and one pair that does not count."""
+    both = (a, b)
+    for call in both:
+        for _ in range(WARM_UP_CALLS):
+            call()
+    stopwatch.wait()
+    host = (_host_seconds(a, stopwatch), _host_seconds(b, stopwatch))
+    first = []
+    for call, seconds in zip(both, host, strict=True):
+        reading = stopwatch.sample(call, WARM_UP_CALLS, 2 * WARM_UP_CALLS * seconds)
+        stopwatch.wait()
+        first.append(reading())
+    calls = max(1, min(MOST_CALLS, math.ceil(stopwatch.sample_seconds / max(*first, 1e-9))))
+    # Twice what the host lacks; nothing where it keeps ahead by itself.
+    ahead = [2 * calls * max(0.0, h - d) for h, d in zip(host, first, strict=True)]
+    readings: list[tuple[Reading, ...]] = []
+    for _ in range(1 + pairs):
+        readings.append(
+            tuple(stopwatch.sample(c, calls, lead) for c, lead in zip(both, ahead, strict=True))
+        )
+    stopwatch.wait()
+    times = [(x(), y()) for x, y in readings[1:]]
+    return Paired([x for x, _ in times], [y for _, y in times], calls, host)
+
+
+def _host_seconds(call: Call, stopwatch: Stopwatch) -> float:
+    """What the host takes to start one call while nothing holds it up; 0 where it does the work."""
+    if not stopwatch.asynchronous:
+        return 0.0
+    begin = time.perf_counter()
+    for _ in range(WARM_UP_CALLS):
+        call()
+    seconds = (time.perf_counter() - begin) / WARM_UP_CALLS
+    stopwatch.wait()
+    return seconds
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of the paired ratios b / a (above 1: A is faster), with its 95% interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def compare(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """The ratio of paired times with a percentile bootstrap of its median, the same every time."""
+    ratios = np.asarray(b, np.float64) / np.asarray(a, np.float64)
+    draws = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
+    medians: npt.NDArray[np.float64] = np.median(ratios[draws], axis=1)
+    low, high = np.quantile(medians, (0.025, 0.975))
+    return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def median(values: Sequence[float]) -> float:
+    return float(np.median(values))
