@@ -65,7 +65,6 @@ def run(options: Options) -> int:
     if not todo:
         raise BenchError("nothing to measure: " + "; ".join(left_out or ["no such case"]))
     results = Results(
-        contestants=[c.name for c in contestants],
         settings=_settings(options),
         machine=machine.describe(device) | {"before": machine.clocks(device)},
         smoke=device.type == "cpu",
@@ -98,7 +97,8 @@ def run(options: Options) -> int:
     results.machine["after"] = machine.clocks(device)
     results.complete = lost is None
     written = [results.save(folder), *_plots(results, folder, console)]
-    _show(results, written, options.quiet)
+    names = [c.name for c in contestants]
+    _show(results, written, FA3 if FA3 in names else names[1], options.quiet)
     if lost:
         print(f"ringfa3.bench: stopped, the GPU no longer answers: {lost}", file=sys.stderr)
     return 1 if lost or any(_at_fault(row) for row in results.rows) else 0
@@ -242,8 +242,7 @@ def _plots(results: Results, folder: Path, console: Console) -> list[Path]:
         return []
 
 
-def _show(results: Results, written: Sequence[Path], quiet: bool) -> None:
-    peer = FA3 if FA3 in results.contestants else results.contestants[1]
+def _show(results: Results, written: Sequence[Path], peer: str, quiet: bool) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)

@@ -41,7 +41,7 @@ def hold(
     The first contestant's failure stops the row, another's only its match with it. Raises
     DeviceLostError, with the row, where the GPU does not survive it.
     """
-    row = Row.of(case, direction, str(dtype).removeprefix("torch."), contestants[0].name)
+    row = Row.of(case, direction, str(dtype).removeprefix("torch."), [c.name for c in contestants])
     try:
         _release(device)
         with _explained(device):

@@ -50,29 +50,29 @@ def draw(results: Results, folder: Path) -> list[Path]:
         rows = [row for row in results.rows if row.direction == direction]
         for group in dict.fromkeys(row.set for row in rows):
             here = [row for row in rows if row.set == group]
-            grid = _masks(results, here) if group == "masks" else _grid(results, here)
+            grid = _masks(here) if group == "masks" else _grid(here)
             figure = _figure(grid, f"Attention {direction}, {here[0].dtype}", results)
             drawn.append(folder / f"{direction}-{group}.png")
             figure.savefig(drawn[-1], dpi=160)
     return drawn
 
 
-def _grid(results: Results, rows: list[Row]) -> list[list[Panel]]:
+def _grid(rows: list[Row]) -> list[list[Panel]]:
     """Masks downwards, head dims across; masks across if there is one head dim."""
     masks = list(dict.fromkeys(row.mask for row in rows))
     dims = list(dict.fromkeys(row.head_dim for row in rows))
-    grid = [[_panel(results, rows, mask, d) for d in dims] for mask in masks]
+    grid = [[_panel(rows, mask, d) for d in dims] for mask in masks]
     return [[line[0] for line in grid]] if len(dims) == 1 else grid
 
 
-def _panel(results: Results, rows: list[Row], mask: str, d: int) -> Panel:
+def _panel(rows: list[Row], mask: str, d: int) -> Panel:
     here = [row for row in rows if row.mask == mask and row.head_dim == d]
     return Panel(
         f"{mask}, head dim {d}, {_heads(here[0])}",
         [short(row.lengths[0]) for row in here],
         [
             Series(name, name, colour, "", list(here))
-            for name, colour in zip(results.contestants, COLOURS, strict=False)
+            for name, colour in zip(rows[0].lineup, COLOURS, strict=False)
         ],
         "sequence length",
     )
@@ -83,12 +83,12 @@ def _heads(row: Row) -> str:
     return f"{row.heads} heads{shared}"
 
 
-def _masks(results: Results, rows: list[Row]) -> list[list[Panel]]:
+def _masks(rows: list[Row]) -> list[list[Panel]]:
     """A group for each mask: everybody on it, then everybody on its causal yardstick."""
     masked: list[Row | None] = [row for row in rows if row.beside is None]
     yardstick = {row.beside: row for row in rows}
     beside = [yardstick.get(row.label) for row in masked if row]
-    named = list(zip(results.contestants, COLOURS, strict=False))
+    named = list(zip(rows[0].lineup, COLOURS, strict=False))
     series = [
         *(Series(name, name, colour, "", masked) for name, colour in named),
         *(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Row:
     beside: str | None
     pairs: int  # visible (query, key) pairs of one head
     flops: int
-    first: str
+    lineup: list[str]  # who takes part; the first is held against each of the others
     stopped: str | None = None
     errors: dict[str, float] = field(default_factory=dict)
     allowed: dict[str, float] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Row:
     clocks: dict[str, str] = field(default_factory=dict)  # of the GPU right after the row
 
     @classmethod
-    def of(cls, case: Case, direction: str, dtype: str, first: str) -> Row:
+    def of(cls, case: Case, direction: str, dtype: str, lineup: Sequence[str]) -> Row:
         """The row of a case, nothing measured yet."""
         named = {f.name: getattr(case, f.name) for f in fields(case)} | {
             "lengths": list(case.lengths)
@@ -85,8 +85,12 @@ class Row:
             direction=direction,
             pairs=case.pairs,
             flops=flops,
-            first=first,
+            lineup=list(lineup),
         )
+
+    @property
+    def first(self) -> str:
+        return self.lineup[0]
 
     @property
     def head(self) -> Match | None:
@@ -108,13 +112,12 @@ class Row:
 
 @dataclass
 class Results:
-    """A run: who took part, on what, and its rows.
+    """A run: its settings, what it ran on, and its rows.
 
     smoke      on the CPU, by the executor: no figure of it says anything about kernels
     complete   whether the run came to its end
     """
 
-    contestants: list[str]
     settings: dict[str, Any]
     machine: dict[str, Any]
     smoke: bool
@@ -175,14 +178,14 @@ class Summary:
 
 def summaries(results: Results) -> list[Summary]:
     """Of every direction, set, head dim and peer with figures; yardsticks beside masks left out."""
-    return list(_summaries(results.contestants[1:], [r for r in results.rows if r.beside is None]))
+    return list(_summaries([row for row in results.rows if row.beside is None]))
 
 
-def _summaries(peers: list[str], rows: list[Row]) -> Iterator[Summary]:
+def _summaries(rows: list[Row]) -> Iterator[Summary]:
     keys = dict.fromkeys((r.direction, r.set, r.head_dim) for r in rows)
     for direction, group, d in keys:
         here = [r for r in rows if (r.direction, r.set, r.head_dim) == (direction, group, d)]
-        for peer in peers:
+        for peer in here[0].lineup[1:]:
             ratios = {
                 f"{r.mask} {r.label}": ratio
                 for r in here
@@ -203,7 +206,7 @@ def one_line(results: Results, peer: str) -> str:
     found = [s for s in summaries(results) if s.peer == peer]
     if not found:
         return f"no row against {peer} was measured"
-    first = results.contestants[0]
+    first = next(r.first for r in results.rows if peer in r.lineup)
     means = ", ".join(f"{s.direction} {s.set} d{s.head_dim} {s.geometric_mean:.3f}" for s in found)
     worst = min(found, key=lambda s: s.worst)
     where = f"{worst.direction} d{worst.head_dim} {worst.worst_row}"

@@ -16,10 +16,11 @@ HOST_BOUND = (
 
 
 def tables(results: Results) -> Iterator[Table]:
-    """One table a direction."""
-    first, *peers = results.contestants
-    for direction in dict.fromkeys(row.direction for row in results.rows):
-        rows = [row for row in results.rows if row.direction == direction]
+    """One table for each direction and line-up."""
+    together: dict[tuple[str, ...], list[Row]] = {}
+    for row in results.rows:
+        together.setdefault((row.direction, *row.lineup), []).append(row)
+    for (direction, first, *peers), rows in together.items():
         table = Table(
             title=f"{direction}, {rows[0].dtype}, TFLOP/s; ratio above 1: {first} is faster",
             caption=_caption(results, rows),

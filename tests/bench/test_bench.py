@@ -137,7 +137,7 @@ def test_wrong_results_and_failures_end_in_code_1(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
     def hold(case: Case, direction: str, *_: object) -> Row:
-        row = Row.of(case, direction, "bfloat16", "RingFA3 executor")
+        row = Row.of(case, direction, "bfloat16", ["RingFA3 executor", "SDPA math"])
         row.stopped = stopped
         return row
 
@@ -150,7 +150,7 @@ def test_a_lost_gpu_leaves_what_was_measured(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def hold(case: Case, direction: str, *_: object) -> Row:
-        row = Row.of(case, direction, "bfloat16", "RingFA3 executor")
+        row = Row.of(case, direction, "bfloat16", ["RingFA3 executor", "SDPA math"])
         if case is SMALL[1]:
             lost = DeviceLostError("illegal access")
             row.stopped, lost.row = "failed: lost", row

@@ -14,6 +14,8 @@ from ringfa3.bench.plot import draw, redraw
 from ringfa3.bench.results import Match, Results, ResultsError, Row, one_line, summaries
 from ringfa3.bench.table import SMOKE, tables
 
+LINEUP = ["RingFA3", "FA3", "cuDNN"]
+
 
 def match(tflops: float, ratio: float) -> Match:
     """A at `tflops`, `ratio` times B's."""
@@ -34,7 +36,7 @@ def match(tflops: float, ratio: float) -> Match:
 def measured(cases: list[Case], ratio: float = 0.9) -> list[Row]:
     rows = []
     for i, case in enumerate(cases):
-        row = Row.of(case, FORWARD, "bfloat16", "RingFA3")
+        row = Row.of(case, FORWARD, "bfloat16", LINEUP)
         row.errors, row.allowed = {"out": 1e-3}, {"out": 4e-3}
         row.matches = {
             "FA3": match(512 + 7 * i, ratio + 0.01 * i),
@@ -51,7 +53,6 @@ def measured(cases: list[Case], ratio: float = 0.9) -> list[Row]:
 def results() -> Results:
     """All sets at a 256th of their size; the second row out of memory."""
     found = Results(
-        contestants=["RingFA3", "FA3", "cuDNN"],
         settings={"pairs": 10},
         machine={"device": "NVIDIA H200", "date": "2026-11-20T10:00:00+00:00", "torch": "2.11.0"},
         smoke=False,
@@ -111,7 +112,7 @@ def test_geometric_means_by_set_and_head_dim(results: Results) -> None:
     found = {(s.set, s.head_dim, s.peer): s for s in summaries(results)}
     assert set(found) == {
         (group, d, peer)
-        for peer in ("FA3", "cuDNN")
+        for peer in LINEUP[1:]
         for group, d in (
             ("paper", 64),
             ("paper", 128),
@@ -119,13 +120,18 @@ def test_geometric_means_by_set_and_head_dim(results: Results) -> None:
             ("gqa", 128),
             ("masks", 128),
         )
-    } - {("masks", 128, "cuDNN")} | {("masks", 128, "cuDNN")}
+    }
     ratios = [0.9 + 0.01 * i for i in range(12) if i != 1]
     d64 = found["paper", 64, "FA3"]
     assert d64.geometric_mean == pytest.approx(math.prod(ratios) ** (1 / 11))
     assert (d64.rows, d64.worst, d64.worst_row) == (11, 0.9, "full 2 x 32")
     masks = [r for r in results.rows if r.set == "masks"]
     assert found["masks", 128, "FA3"].rows == len(masks) / 2  # without the yardsticks
+
+
+def test_another_lineup_has_a_table_of_its_own(results: Results) -> None:
+    results.rows[-1].lineup = ["RingFA3", "without overlap"]
+    assert [len(table.columns) for table in tables(results)] == [10, 8]
 
 
 def test_the_line_at_the_end_names_the_worst_row(results: Results) -> None:
@@ -162,7 +168,7 @@ def test_bars_carry_their_figures_and_what_stopped_them(results: Results) -> Non
     from ringfa3.bench.plot import _bars, _grid, _masks
 
     paper = [row for row in results.rows if row.set == "paper"]
-    grid = _grid(results, paper)
+    grid = _grid(paper)
     assert [len(line) for line in grid] == [3, 3]
     axes = Figure().subplots()
     _bars(axes, grid[0][0])
@@ -174,8 +180,8 @@ def test_bars_carry_their_figures_and_what_stopped_them(results: Results) -> Non
     assert heights[1] == 0
 
     masks = [row for row in results.rows if row.set == "masks"]
-    ((panel,),) = _masks(results, masks)
-    assert [s.name for s in panel.series] == ["RingFA3", "FA3", "cuDNN", *results.contestants]
+    ((panel,),) = _masks(masks)
+    assert [s.name for s in panel.series] == LINEUP + LINEUP
     for series in panel.series[3:]:
         assert [row.beside for row in series.rows if row] == [
             row.label for row in masks if row.beside is None
