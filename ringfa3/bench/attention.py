@@ -21,7 +21,7 @@ from ringfa3.bench.cases import BACKWARD, FORWARD, Case
 from ringfa3.bench.contest import DeviceLostError, hold
 from ringfa3.bench.peers import FA3, MODULE, OURS, Ours, PeerError, Sdpa, flash_attention_3
 from ringfa3.bench.problem import Contestant
-from ringfa3.bench.results import FILE, Results, Row, one_line
+from ringfa3.bench.results import FILE, Results, Row, one_line, summaries
 from ringfa3.bench.table import figure, tables
 from ringfa3.bench.timing import CudaStopwatch, Stopwatch, WallClock
 from ringfa3.engine import executor_reason
@@ -97,8 +97,7 @@ def run(options: Options) -> int:
     results.machine["after"] = machine.clocks(device)
     results.complete = lost is None
     written = [results.save(folder), *_plots(results, folder, console)]
-    names = [c.name for c in contestants]
-    _show(results, written, FA3 if FA3 in names else names[1], options.quiet)
+    _show(results, written, options.quiet)
     if lost:
         print(f"ringfa3.bench: stopped, the GPU no longer answers: {lost}", file=sys.stderr)
     return 1 if lost or any(_at_fault(row) for row in results.rows) else 0
@@ -242,7 +241,7 @@ def _plots(results: Results, folder: Path, console: Console) -> list[Path]:
         return []
 
 
-def _show(results: Results, written: Sequence[Path], peer: str, quiet: bool) -> None:
+def _show(results: Results, written: Sequence[Path], quiet: bool) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
@@ -250,7 +249,13 @@ def _show(results: Results, written: Sequence[Path], peer: str, quiet: bool) -> 
         for table in tables(results):
             console.print(table)
         print("wrote " + ", ".join(map(str, written)))
-    print(one_line(results, peer))
+    print(one_line(results, _yardstick(results)))
+
+
+def _yardstick(results: Results) -> str:
+    """Whom the last line is about: FA3, or the first peer with figures, or who took part."""
+    peers = [s.peer for s in summaries(results)] or results.rows[0].lineup[1:]
+    return FA3 if FA3 in peers else peers[0]
 
 
 def _at_fault(row: Row) -> bool:
