@@ -119,7 +119,7 @@ def _figure(grid: list[list[Panel]], title: str, results: Results) -> Figure:
         for panel, axes in zip(line, axes_line, strict=True):
             _bars(axes, panel)
     handles, labels = every[0][0].get_legend_handles_labels()
-    columns = 3 if len(labels) > 3 else len(labels)
+    columns = 2 if len(labels) > 3 else len(labels)  # few are short, many are long
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     if results.smoke:
         title = "SMOKE RUN on the CPU, no kernel figures. " + title
@@ -161,7 +161,7 @@ def _bars(axes: Axes, panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=10)
     axes.set_xticks(range(len(panel.groups)), panel.groups)
     axes.set(xlabel=panel.axis, ylabel="TFLOP/s")
-    axes.margins(y=0.16)
+    axes.margins(y=0.24)  # room for the figures on top
     axes.grid(axis="y", alpha=0.3, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
