@@ -48,7 +48,7 @@ BENCH_ORDER = [
     "__init__",
     "__main__",
 ]
-HYDRA_FILES = {"pretrain.py", "config.py"}
+HYDRA_FILES = {"pretrain.py", "config.py", "sweep.py"}
 
 
 def imported(path: Path) -> set[str]:

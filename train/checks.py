@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -20,7 +21,7 @@ from train.config import (
 from train.run_folder import RunFolder
 
 CHOICES = {
-    "mode": ("train", "check"),
+    "mode": ("train", "check", "generate", "eval"),
     "optim.schedule": ("cosine", "linear"),
     "parallel.layout": ("zigzag", "contiguous"),
     "parallel.transport": ("auto", "gloo", "nccl"),
@@ -59,6 +60,13 @@ AT_LEAST = {
     "checkpoint.keep_every": 1,
     "guard.window": 2,
     "guard.patience": 1,
+    "sweep.nproc_per_node": 1,
+    "generate.tokens": 1,
+    "generate.samples": 1,
+    "generate.temperature": 0,
+    "generate.top_k": 1,
+    "generate.seed": 0,
+    "eval.bytes": 1,
 }
 
 ABOVE_ZERO = (
@@ -71,6 +79,7 @@ ABOVE_ZERO = (
     "parallel.timeout_s",
     "train.max_wall_time",
     "guard.sigma",
+    "generate.top_p",
 )
 
 LEAST_SHARE = 1e-6  # of a source: a block of samples holds at least one of each
@@ -80,9 +89,20 @@ def check(config: Config, world: int) -> None:
     """Raise ``ConfigError`` for the first setting that cannot work with ``world`` processes."""
     _check_values(config)
     _check_model(config.model)
-    _check_optim(config)
-    _check_data(config.data)
-    _check_checkpoint(config.checkpoint)
+    if config.generate.top_p is not None and config.generate.top_p > 1:
+        raise ConfigError(
+            f"generate.top_p={config.generate.top_p} exceeds 1; nearest valid: generate.top_p=1"
+        )
+    if config.mode == "generate":
+        return
+    if config.mode == "eval":
+        _check_text(config)
+    else:
+        _check_optim(config)
+        _check_data(config.data)
+        _check_checkpoint(config.checkpoint)
+        _check_log(config)
+        _check_profile(config, world)
     cp = config.parallel.cp
     if world % cp:
         allowed = [n for n in range(1, world + 1) if world % n == 0]
@@ -94,7 +114,8 @@ def check(config: Config, world: int) -> None:
         )
     # Agents of several hosts may start a job again that is at its first attempt here: there the
     # trainer looks, once it knows.
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not _of_several_hosts():
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if config.mode != "eval" and first and not _of_several_hosts():
         RunFolder(config).require_fit(config)
 
 
@@ -164,15 +185,18 @@ def _check_data(data: DataConfig) -> None:
             f"data.piece_len={data.piece_len} exceeds data.seq_len={data.seq_len}; "
             f"nearest valid: data.piece_len={data.seq_len}"
         )
+    _check_paths(data)
+    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
+        raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
+
+
+def _check_paths(data: DataConfig) -> None:
     if data.sources:
         _check_sources(data)
     paths = {f"{SOURCES}.{name}.path": source.path for name, source in data.sources.items()}
     paths |= {"data.path": data.path, "data.tokenizer": data.tokenizer}
     for key, value in paths.items():
-        if value is not None and not Path(value).expanduser().exists():
-            raise ConfigError(f"{key}={value} does not exist; {_nearest_path(value)}")
-    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
-        raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
+        _check_exists(key, value)
 
 
 def _check_sources(data: DataConfig) -> None:
@@ -194,6 +218,53 @@ def _check_sources(data: DataConfig) -> None:
                 f"{SOURCES}.{name}.weight={source.weight} is less than {LEAST_SHARE:g} of all "
                 f"weights; nearest valid: {SOURCES}.{name}.weight={1.01 * LEAST_SHARE * total:.3g}"
             )
+
+
+def _check_text(config: Config) -> None:
+    if config.eval.path is None:
+        _check_paths(config.data)
+    _check_exists("eval.path", config.eval.path)
+    if config.eval.name is not None and Path(config.eval.name).name != config.eval.name:
+        raise ConfigError(f"eval.name={config.eval.name} becomes part of a file name: no slashes")
+
+
+def _check_log(config: Config) -> None:
+    # A folder wandb/ that W&B has left in the working directory can be imported too.
+    found = importlib.util.find_spec("wandb") if config.log.wandb else None
+    if config.log.wandb and (found is None or found.origin is None):
+        raise ConfigError(
+            "log.wandb=true: the package wandb is not installed; pip install 'ringfa3[wandb]' "
+            "(or log.wandb=false)"
+        )
+
+
+def _check_profile(config: Config, world: int) -> None:
+    profile, steps = config.profile, config.train.steps
+    if profile.steps is None:
+        if profile.memory:
+            raise ConfigError(
+                "profile.memory=true needs profile.steps, the steps whose allocations it keeps; "
+                "for example profile.steps=[3,5]"
+            )
+        return
+    wanted = profile.steps
+    if len(wanted) != 2 or not 1 <= wanted[0] <= wanted[1] <= steps:
+        last = min(5, steps)
+        raise ConfigError(
+            f"profile.steps={wanted} must be the first and the last step, from 1 to "
+            f"train.steps={steps}; for example profile.steps=[{min(3, last)},{last}]"
+        )
+    absent = [rank for rank in profile.ranks if not 0 <= rank < world]
+    if absent or not profile.ranks:
+        raise ConfigError(
+            f"profile.ranks={profile.ranks} must be ranks from 0 to {world - 1}; nearest valid: "
+            f"profile.ranks=[{world - 1 if absent else 0}]"
+        )
+
+
+def _check_exists(key: str, value: str | None) -> None:
+    if value is not None and not Path(value).expanduser().exists():
+        raise ConfigError(f"{key}={value} does not exist; {_nearest_path(value)}")
 
 
 def _nearest_path(value: str) -> str:

@@ -140,6 +140,45 @@ class RunConfig:
 
 
 @dataclass
+class LogConfig:
+    wandb: bool = False
+    wandb_project: str = "ringfa3"
+
+
+@dataclass
+class ProfileConfig:
+    steps: list[int] | None = None
+    ranks: list[int] = field(default_factory=lambda: [0])
+    memory: bool = False
+
+
+@dataclass
+class SweepConfig:
+    dir: str = "runs/${run.name}-sweep"
+    nproc_per_node: int | None = None
+
+
+@dataclass
+class GenerateConfig:
+    checkpoint: str | None = None
+    prompt: str = ""
+    tokens: int = 200
+    samples: int = 1
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+
+@dataclass
+class EvalConfig:
+    checkpoint: str | None = None
+    path: str | None = None
+    name: str | None = None
+    bytes: int | None = None
+
+
+@dataclass
 class Config:
     mode: str = "train"
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -150,6 +189,11 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
 
 SOURCES = "data.sources"
@@ -172,6 +216,13 @@ def resolve(composed: DictConfig) -> Config:
     config = OmegaConf.to_object(composed)
     if not isinstance(config, Config):
         raise TypeError(f"the composed configuration is a {type(config).__name__}, not a Config")
+    return config
+
+
+def from_plain(values: dict[str, Any]) -> Config:
+    """A ``Config`` from nested dictionaries, as JSON holds them; what they lack is the default."""
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    assert isinstance(config, Config)
     return config
 
 

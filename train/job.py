@@ -16,6 +16,7 @@ from train.config import Config, ConfigError
 from train.corpus import find_files
 from train.failure import LastWords, to_log
 from train.parallel import Mesh, choose_device, join, shutdown
+from train.profiler import require_profilable
 from train.run_folder import RunFolder
 from train.shards import open_corpus
 from train.stopper import Stopper
@@ -30,6 +31,7 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     """
     begin = time.monotonic()
     device = choose_device(config)
+    require_profilable(config.profile, device)
     settle(config.parallel, device)
     rank = int(os.environ.get("RANK", "0"))
     folder = RunFolder(config)
@@ -58,7 +60,7 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
 
 def check_only(config: Config) -> None:
     """Say that the settings are right, having looked at the corpus; rank 0 alone speaks."""
-    choose_device(config)
+    require_profilable(config.profile, choose_device(config))
     files = find_files(config.data)
     if os.environ.get("RANK", "0") == "0":
         print(f"The settings are valid; the corpus has {len(files)} files. Nothing was started.")

@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from train.json_lines import JsonLines
 from train.loss import bucket_label
 from train.run_folder import RunFolder
+from train.wandb_run import WandbRun
 
 SECONDS_BETWEEN_LINES = 10.0  # where stdout is not a terminal
 
@@ -35,14 +36,20 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Recorder:
-    """Writes ``metrics.jsonl``, ``eval.jsonl``, ``events.jsonl`` and TensorBoard.
+    """Writes ``metrics.jsonl``, ``eval.jsonl``, ``events.jsonl``, TensorBoard and ``wandb``.
 
     ``last_step`` is the step after which the run goes on, 0 for a new run. A disk that is full
     never ends training: lines wait in memory, and ``say`` tells once.
     """
 
-    def __init__(self, folder: RunFolder, last_step: int, say: Callable[[str], None]) -> None:
-        self._folder, self._say = folder, say
+    def __init__(
+        self,
+        folder: RunFolder,
+        last_step: int,
+        say: Callable[[str], None],
+        wandb: WandbRun | None = None,
+    ) -> None:
+        self._folder, self._say, self._wandb = folder, say, wandb
         self._waiting = False
         self._events = JsonLines(folder.events, sys.maxsize)  # they tell how the steps came about
         self._open(last_step)
@@ -81,6 +88,8 @@ class Recorder:
         """Close every file."""
         self._events.close()
         self._close_steps()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def _close_steps(self) -> None:
         self._steps.close()
@@ -96,6 +105,8 @@ class Recorder:
         self._waiting = lines.problem is not None
 
     def _plot(self, values: dict[str, float], step: int) -> None:
+        if self._wandb is not None:
+            self._wandb.log(values, step)
         if self._board is None:
             return
         try:

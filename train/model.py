@@ -7,6 +7,7 @@ C channels of a head, F hidden width of the SwiGLU, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ringfa3 import RingFA3Attention
+from ringfa3 import RingFA3Attention, flash_attn_func
 from train.batches import Batch
 from train.config import Config, ModelConfig, RopeConfig
+from train.kv_cache import KVCache
 from train.loss import token_losses
 from train.parallel import Mesh
 
@@ -91,13 +93,21 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.ring = RingFA3Attention(model.n_heads, model.n_kv_heads, head_dim, **ring)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, plan: Any) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
+    ) -> Tensor:
+        """With a ``cache`` the tokens follow those in it, all of one document, and ``plan`` is
+        not used."""
         q_THC = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TKC = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
         v_TKC = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
         q_THC = rotate(self.q_norm(q_THC), rotation)
         k_TKC = rotate(self.k_norm(k_TKC), rotation)
-        y_THC = self.ring(q_THC, k_TKC, v_TKC, plan=plan)
+        if cache is None:
+            y_THC = self.ring(q_THC, k_TKC, v_TKC, plan=plan)
+        else:
+            k_SKC, v_SKC = cache.append(k_TKC, v_TKC)
+            y_THC = flash_attn_func(q_THC[None], k_SKC[None], v_SKC[None], causal=True)[0]
         return self.wo(y_THC.flatten(-2))
 
 
@@ -124,8 +134,10 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
         self.mlp = SwiGLU(model)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, plan: Any) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, plan)
+    def forward(
+        self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
+    ) -> Tensor:
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, plan, cache)
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
@@ -157,11 +169,21 @@ class Transformer(nn.Module):
         """What turns hidden states into logits, (V, D): the embedding where the two are tied."""
         return self.embedding.weight if self.output is None else self.output
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: Any) -> Tensor:
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: Any,
+        caches: Sequence[KVCache] | None = None,
+    ) -> Tensor:
+        """Normalised hidden states (T, D). ``caches``, one per block, hold the tokens before."""
         x_TD = self.embedding(tokens_T)
         turns = rotation(positions_T, self.frequencies)
-        for block in self.blocks:
-            x_TD = self._run(block, x_TD, turns, plan)
+        for number, block in enumerate(self.blocks):
+            if caches is None:
+                x_TD = self._run(block, x_TD, turns, plan)
+            else:
+                x_TD = block(x_TD, turns, plan, caches[number])
         return self.norm(x_TD)
 
     def _run(self, block: nn.Module, x_TD: Tensor, turns: Rotation, plan: Any) -> Tensor:
@@ -216,12 +238,26 @@ class LanguageModel(nn.Module):
         self.loss_chunk = loss_chunk
 
     def forward(self, batch: Batch) -> Tensor:
-        device_type = batch.tokens.device.type
-        lower = self.dtype != torch.float32
-        with torch.autocast(device_type, self.dtype if lower else None, enabled=lower):
+        with self._arithmetic(batch.tokens.device):
             hidden_TD = self.transformer(batch.tokens, batch.positions, batch.plan)
             head_VD = self.transformer.head
             return token_losses(hidden_TD, head_VD, batch.labels, self.loss_chunk)
+
+    @torch.no_grad()
+    def next_logits(self, tokens_T: Tensor, caches: Sequence[KVCache]) -> Tensor:
+        """Logits of the token after ``tokens_T``, (V,) float32.
+
+        The tokens follow those in ``caches`` (one per block), which take them up.
+        """
+        start = caches[0].length
+        positions_T = torch.arange(start, start + len(tokens_T), device=tokens_T.device)
+        with self._arithmetic(tokens_T.device):
+            hidden_TD = self.transformer(tokens_T, positions_T, None, caches)
+            return F.linear(hidden_TD[-1], self.transformer.head).float()
+
+    def _arithmetic(self, device: torch.device) -> torch.autocast:
+        lower = self.dtype != torch.float32
+        return torch.autocast(device.type, self.dtype if lower else None, enabled=lower)
 
 
 def build_model(config: Config, vocab_size: int, mesh: Mesh) -> LanguageModel:

@@ -1,4 +1,5 @@
-"""Entry of the trainer: ``[torchrun ...] python train/pretrain.py [group=option] [key=value]``.
+"""Entry of the trainer: ``[torchrun ...] python train/pretrain.py [group=option] [key=value]``,
+with ``-m`` for a sweep.
 
 Exit codes: 0 done, 1 failed while running, 2 wrong settings (found on every process, before any
 process group is made, and printed once per host), 130 interrupted.
@@ -9,13 +10,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 # Modules are imported as train.*, wherever this script is started from.
 sys.path[0] = str(Path(__file__).absolute().parents[1])
 
 import hydra  # noqa: E402
 import yaml  # noqa: E402
+from hydra._internal.utils import get_args_parser  # noqa: E402
 from hydra.core.override_parser.overrides_parser import OverridesParser  # noqa: E402
 from hydra.errors import (  # noqa: E402
     HydraException,
@@ -39,13 +43,43 @@ from train.config import (  # noqa: E402
     schema_keys,
     source_name,
 )
+from train.settings import adopt  # noqa: E402
 from train.stopper import Stopper  # noqa: E402
 
 SECONDS_TO_SPEAK = 10.0  # that the first process of a host has to start and to explain
 
 
-def compose() -> DictConfig | None:
-    """The configuration that ``configs/`` and the command line make; None if Hydra only printed.
+@dataclass(frozen=True)
+class CommandLine:
+    """What was typed: Hydra's flags without ``-m``, the overrides, and whether ``-m`` was there."""
+
+    flags: list[str]
+    overrides: list[str]
+    multirun: bool
+
+
+def read_command_line(arguments: list[str]) -> CommandLine:
+    """Tell flags from overrides, in whatever order they stand; ``ConfigError`` for a wrong flag.
+
+    Hydra's own parser takes no flag between two overrides.
+    """
+    parser = get_args_parser()
+    parser.error = _refuse_flag  # argparse would print its whole usage
+    read = parser.parse_intermixed_args(arguments)
+    left = list(read.overrides)
+    flags = [a for a in arguments if not (left and a == left[0] and left.pop(0))]
+    multirun = read.multirun or "hydra.mode=MULTIRUN" in read.overrides
+    single = [flag for flag in flags if flag != "-m" and not "--multirun".startswith(flag)]
+    return CommandLine(single, read.overrides, multirun)
+
+
+def _refuse_flag(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; settings are written key=value (--help lists all)")
+
+
+def compose(arguments: list[str]) -> DictConfig | None:
+    """The configuration that ``configs/`` and ``arguments`` make; None if Hydra only printed, or
+    if a sweep's launcher has taken what it composed.
 
     Hydra composes and nothing else: training starts after it has returned, so that an error in
     training is never reported as one of the configuration.
@@ -56,21 +90,19 @@ def compose() -> DictConfig | None:
     def keep(config: DictConfig) -> None:
         composed.append(config)
 
+    sys.argv[1:] = declare_sources(arguments)
     keep()
     return composed[0] if composed else None
 
 
-def check_command_line(arguments: list[str]) -> None:
-    """Raise ``ConfigError`` for an override whose key the schema does not know.
+def check_command_line(line: CommandLine) -> list[str]:
+    """The keys and groups that are given; ``ConfigError`` for one that the schema does not know.
 
     Hydra itself would let ``+key=value`` and ``~key`` change the schema, and has no suggestion for
     a misspelt key.
     """
-    if {"-m", "--multirun"} & set(arguments):
-        raise ConfigError("--multirun: one process trains once; start one command per setting")
-    keys = schema_keys()
-    overrides = [a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))]
-    for override in OverridesParser.create().parse_overrides(overrides):
+    keys, given = schema_keys(), []
+    for override in OverridesParser.create().parse_overrides(line.overrides):
         key = override.key_or_group
         if key.startswith(("hydra.", "hydra/")):
             continue
@@ -80,6 +112,13 @@ def check_command_line(arguments: list[str]) -> None:
             raise ConfigError(f"{override.input_line}: keys are not added or removed; {hint}")
         if not known:
             raise ConfigError(f"{override.input_line}: no such key; {_key_hint(key)}")
+        if override.is_sweep_override() and not line.multirun:
+            raise ConfigError(
+                f"{override.input_line}: several values are a sweep; add -m, or write one value "
+                f"(a list is {key}=[...], a text with commas {key}='\"a, b\"')"
+            )
+        given.append(key)
+    return given
 
 
 def declare_sources(arguments: list[str]) -> list[str]:
@@ -139,15 +178,29 @@ def main() -> None:
     register_schema()
     stopper = None
     try:
-        check_command_line(sys.argv[1:])
-        sys.argv[1:] = declare_sources(sys.argv[1:])
-        composed = compose()
+        line = read_command_line(sys.argv[1:])
+        given = check_command_line(line)
+        if line.multirun:
+            from train.sweep import run_sweep
+
+            sys.exit(run_sweep(compose, line.flags, line.overrides))
+        composed = compose([*line.flags, *line.overrides])
         if composed is None:
             return
         config = resolve(composed)
+        if config.mode in ("generate", "eval"):
+            config = adopt(config, given)
         check(config, world=int(os.environ.get("WORLD_SIZE", "1")))
 
         # torch only once the settings are known to be right, and signals are taken
+        if config.mode == "generate":
+            from train import generate
+
+            generate.run(config)
+        if config.mode == "eval":
+            from train import text_loss
+
+            text_loss.run(config)
         if config.mode == "train":
             stopper = Stopper()
         from train import job

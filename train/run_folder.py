@@ -15,25 +15,29 @@ FREE = (
     *("mode", "parallel.", "run.", "checkpoint.", "guard.", "data.cache_dir", "data.verify"),
     *("train.steps", "train.accumulation", "train.recompute", "train.loss_chunk"),
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
+    *("log.", "profile.", "sweep.", "generate.", "eval."),
 )
 
 
 class RunFolder:
     """Paths of a run.
 
-    config.json       the settings of the newest start
+    config.json       the settings of the newest start; tokenizer.json the tokenizer
     metrics.jsonl     a line per optimiser step; eval.jsonl a line per validation
     events.jsonl      starts, skipped steps, failed checkpoints, stops
     summary.json      written when the run is complete
     ranks.json        host and process of each rank
-    checkpoints/  tensorboard/  logs/  and plots
+    checkpoints/  tensorboard/  logs/  profile/  and plots
+    eval-*.json       what mode=eval has measured
+    wandb-id.txt      the run at Weights & Biases
     """
 
     FILES = (
         *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json"),
-        *("ranks.json", "loss.png", "loss_by_position.png"),
+        *("ranks.json", "tokenizer.json", "wandb-id.txt", "loss.png", "loss_by_position.png"),
     )
-    FOLDERS = ("checkpoints", "tensorboard", "logs")
+    FOLDERS = ("checkpoints", "tensorboard", "logs", "profile")
+    MEASURED = ("eval-*.json", "eval-*.png")
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir).expanduser().absolute()
@@ -41,6 +45,8 @@ class RunFolder:
         self.config, self.metrics, self.evaluations, self.events, self.summary, self.ranks = (
             self.path / name for name in self.FILES[:6]
         )
+        self.tokenizer, self.wandb_id = (self.path / name for name in self.FILES[6:8])
+        self.profile = self.path / "profile"
         self.tensorboard = self.path / "tensorboard"
 
     def log(self, rank: int) -> Path:
@@ -70,7 +76,7 @@ class RunFolder:
             raise ConfigError(f"{place} holds a run without its settings, config.json; {ways}")
         if config.checkpoint.resume == "never":
             raise ConfigError(f"{place} already holds a run and checkpoint.resume=never; {ways}")
-        if difference := self._difference(config):
+        if difference := self.difference(config):
             key, there, here = difference
             raise ConfigError(
                 f"{place} holds another run, with {key}={there} (now {here}); give the same "
@@ -84,7 +90,7 @@ class RunFolder:
                     f"go on with it, or {ways}"
                 )
 
-    def _difference(self, config: Config) -> tuple[str, Any, Any] | None:
+    def difference(self, config: Config) -> tuple[str, Any, Any] | None:
         """The first setting, of those that must stay, in which the run here differs."""
         try:
             there = flat(json.loads(self.config.read_text()))
@@ -102,6 +108,8 @@ class RunFolder:
         """Remove what a run leaves, and nothing else."""
         for name in self.FILES:
             (self.path / name).unlink(missing_ok=True)
+        for path in (path for pattern in self.MEASURED for path in self.path.glob(pattern)):
+            path.unlink()
         for name in self.FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
 

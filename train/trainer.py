@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ from train.parallel import (
     require_agreement,
     sum_over_ranks,
 )
+from train.profiler import profiled
 from train.run_folder import RunFolder
 from train.samples import IGNORED, Piece, pack
 from train.shards import Corpus
 from train.state import State
 from train.stopper import Run
 from train.summary import present, summarise
+from train.wandb_run import WandbRun
 
 SELF_ONLY = (0, 0)  # the attention window in which each token sees itself alone
 PRIMING_TOKENS = 256
@@ -77,7 +79,9 @@ class Trainer:
         source = self._restore()
         if self.mesh.rank == 0:
             self.folder.config.write_text(settings + "\n")
-            self.recorder = Recorder(self.folder, self.state.step, self.say)
+            self.corpus.tokenizer.save(str(self.folder.tokenizer))
+            wandb = WandbRun(self.config, self.folder, self.say) if self.config.log.wandb else None
+            self.recorder = Recorder(self.folder, self.state.step, self.say, wandb)
         self._say_event(source)
 
     def _prepare_folder(self) -> None:
@@ -147,12 +151,19 @@ class Trainer:
         self._introduce()
         self._prime()
         steps = self.config.train.steps
-        with StepProgress(self.console, steps) as progress:
+        profile = profiled(
+            self.config.profile,
+            self.folder.profile,
+            self.mesh.rank,
+            self.mesh.device,
+            self.state.step,
+        )
+        with StepProgress(self.console, steps) as progress, profile as step_done:
             while self.state.step < steps:
-                self._train_on(progress)
+                self._train_on(progress, step_done)
         self._require_saved()
 
-    def _train_on(self, progress: StepProgress) -> None:
+    def _train_on(self, progress: StepProgress, step_done: Callable[[], None]) -> None:
         """Steps until the last, or until the state went back to an earlier one."""
         train, state = self.config.train, self.state
         first, offset, stride = state.step, state.samples, train.accumulation * self.mesh.dp
@@ -161,6 +172,7 @@ class Trainer:
         for batches in ahead(make, first, train.steps):
             self.words.begin_step(state.step + 1)
             record = self.step(batches, previous)
+            step_done()
             previous = time.perf_counter()
             progress.update(record)
             if state.guard.exhausted:

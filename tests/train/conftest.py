@@ -99,3 +99,15 @@ def settings(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
         *("train.steps=10", "train.precision=float32", "train.eval_every=4"),
         *("optim.clip=0.05", "optim.embedding_lr_scale=3", "train.loss_chunk=100"),
     ]
+
+
+@pytest.fixture(scope="session")
+def trained_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run over ``text_folder``: 20 steps of a tiny model."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    command = [sys.executable, "train/pretrain.py", f"data.path={text_folder}", f"run.dir={folder}"]
+    command += [f"data.cache_dir={folder.parent / 'cache'}", "data.vocab_size=300"]
+    command += ["data.held_out=0.2", "data.seq_len=200", "model.dim=32", "model.ffn_dim=64"]
+    command += ["model.n_layers=2", "optim.warmup_steps=2", "train.steps=20", "parallel.threads=1"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    return folder

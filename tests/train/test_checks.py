@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 
 import pytest
 
@@ -49,6 +51,15 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"model.n_heads": 3}, "model.n_kv_heads=2"),
         ({"model.rope.low_freq_factor": 4.0}, "model.rope.high_freq_factor=4.0"),
         ({"mode": "chek"}, "nearest valid: mode=check"),
+        ({"profile.steps": [5, 3]}, "for example profile.steps=[3,5]"),
+        ({"profile.steps": [1, 301]}, "train.steps=300"),
+        ({"profile.steps": [1]}, "the first and the last step"),
+        ({"profile.steps": [1, 2], "profile.ranks": [0, 1]}, "profile.ranks=[0]"),
+        ({"profile.memory": True}, "needs profile.steps"),
+        ({"generate.temperature": -1.0}, "nearest valid: generate.temperature=0"),
+        ({"sweep.nproc_per_node": 0}, "nearest valid: sweep.nproc_per_node=1"),
+        ({"mode": "eval", "eval.path": "/nowhere.txt"}, "eval.path=/nowhere.txt does not exist"),
+        ({"mode": "eval", "eval.name": "a/b"}, "no slashes"),
         ({"train.max_wall_time": 0.0}, "train.max_wall_time=0.0 must be above 0"),
         ({"guard.sigma": -1.0}, "guard.sigma=-1.0 must be above 0"),
         ({"checkpoint.keep": 0}, "nearest valid: checkpoint.keep=1"),
@@ -70,3 +81,20 @@ def test_context_group_must_divide_the_world(config):
     with pytest.raises(ConfigError, match=r"parallel\.cp=4 .* 6; nearest valid: parallel\.cp=3"):
         check(config, world=6)
     check(config, world=8)
+
+
+def test_wandb_must_be_there_before_it_is_switched_on(config, monkeypatch, tmp_path):
+    """A folder ``wandb`` that the package has left in the working directory is not the package."""
+    config.log.wandb = True
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"log\.wandb=true.*pip install 'ringfa3\[wandb\]'"):
+        check(config, world=1)
+    (tmp_path / "wandb").mkdir()
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"log\.wandb=true"):
+        check(config, world=1)
+    (tmp_path / "wandb" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    check(config, world=1)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).absolute().parents[2]
         ("parallel.cp=3", "parallel.cp", "parallel.cp=1"),
         ("data=text", "data.path", "data.path="),
         ("train.seed=[", "train.seed", "quote a value"),
-        ("--multirun", "--multirun", "one command per setting"),
+        ("--multirn", "--multirn", "settings are written key=value"),
         ("data.sources.books.pth=/", "data.sources.books.pth", "data.sources.books.path"),
         ("data.sources.books.weight=much", "data.sources.books.weight", "books.weight=1.0"),
         ("data.sources={books:{wieght: 2}}", "data.sources.books.wieght", "books.weight"),

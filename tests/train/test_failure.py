@@ -51,7 +51,9 @@ def test_torchrun_reports_an_error_and_nobody_else_unless_it_restarts(
 def test_without_torchrun_the_rank_says_it_itself(tmp_path, monkeypatch, config):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     console = io.StringIO()
-    LastWords(0, console).report(KeyError("x"), tmp_path / "log", config)
+    log = tmp_path / "logs" / "rank0.log"  # a run that fails at once has no folder yet
+    LastWords(0, console).report(KeyError("x"), log, config)
+    assert "KeyError: 'x'" in log.read_text()
     assert console.getvalue().startswith("rank 0, before the first step: KeyError: 'x'")
 
 

@@ -84,6 +84,7 @@ def test_a_run_leaves_its_files_and_its_words(alone):
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json"),
         *("loss.png", "loss_by_position.png", "tensorboard", "checkpoints", "ranks.json"),
+        "tokenizer.json",
     }
     records = metrics(folder)
     keys = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "memory", "skipped"]

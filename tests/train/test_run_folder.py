@@ -85,6 +85,10 @@ def test_a_run_without_its_settings_is_refused(config, folder):
 
 def test_clear_leaves_what_is_not_of_a_run(folder):
     (folder.path / "notes.txt").write_text("mine")
+    for name in ("eval-book.json", "eval-book.png", "tokenizer.json", "wandb-id.txt"):
+        (folder.path / name).touch()
+    folder.profile.mkdir()
+    (folder.profile / "steps1-2-rank0.json.gz").touch()
     folder.clear()
     assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
 
