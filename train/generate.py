@@ -53,8 +53,6 @@ def run(config: Config) -> NoReturn:
                 sys.stdout.write(text)
                 sys.stdout.flush()
             print(flush=True)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)

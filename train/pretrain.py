@@ -208,6 +208,8 @@ def main() -> None:
         if stopper is not None:
             job.run(config, stopper)
         job.check_only(config)
+    except KeyboardInterrupt:
+        os._exit(130)
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         if stopper is not None:
             stopper.retire()
