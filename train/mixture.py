@@ -36,7 +36,8 @@ class Mixture:
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         exact = [Fraction(weight) for weight in weights]
         self.shares = [weight / sum(exact) for weight in exact]
-        self.block = max(LEAST_BLOCK, -(-1 // min(self.shares)))
+        # Rounding gives or takes less than one sample at either end of a block.
+        self.block = max(LEAST_BLOCK, -(-2 // min(self.shares)))
         self.seed = seed
         self._block = lru_cache(maxsize=8)(self._order)
 
