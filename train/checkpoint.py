@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import threading
 import time
 import uuid
 import warnings
@@ -44,6 +45,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 PREFIX = "step-"
 DAMAGED = "damaged-"
+OTHERS_WRITE = 0o022
 SEEN_S = 10.0  # until a new file is seen by every host that shares its folder
 
 
@@ -57,16 +59,19 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def newest_good(folder: Path, say: Callable[[str], None]) -> Path | None:
+def newest_good(folder: Path, say: Callable[[str], None], own: bool = False) -> Path | None:
     """The newest checkpoint of ``folder`` whose every file is what was written; None without one.
 
-    A damaged one is renamed, so that it is never met again, and ``say`` told what is wrong with it.
-    Raises ``ConfigError`` for one that somebody else could have written.
+    ``say`` is told what is wrong with a damaged one. One of the ``own`` run is renamed, so that it
+    is never met again. Raises ``ConfigError`` for one that somebody else could have written.
     """
     for path in reversed(checkpoints_in(folder).values()):
         try:
             verify(path)
         except DamagedError as error:
+            if not own:
+                say(f"damaged checkpoint passed over: {error}")
+                continue
             aside = path.with_name(f"{DAMAGED}{path.name}-{time.time_ns()}")
             path.rename(aside)
             say(f"checkpoint set aside as {aside.name}: {error}")
@@ -80,11 +85,13 @@ def require_own(path: Path) -> None:
     """Raise ``ConfigError`` unless ``path`` is the user's, and others cannot write to it."""
     for part in (path, path / ".metadata"):
         stat = part.stat()
-        if stat.st_uid != os.geteuid() or stat.st_mode & 0o002:
-            owner = "everybody may write to it" if stat.st_mode & 0o002 else f"user {stat.st_uid}'s"
+        if stat.st_uid != os.geteuid() or stat.st_mode & OTHERS_WRITE:
+            why = (
+                "others may write to it" if stat.st_mode & OTHERS_WRITE else f"user {stat.st_uid}'s"
+            )
             raise ConfigError(
-                f"checkpoint {part}: {owner}; its metadata is a pickle, which can run code, so it "
-                f"must belong to you: copy it, or chown and chmod o-w it, if you trust its origin"
+                f"checkpoint {part}: {why}; its metadata is a pickle, which can run code, so it "
+                f"must be yours alone: copy it, or chown and chmod go-w it, if you trust its origin"
             )
 
 
@@ -93,7 +100,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
 
     Raises ``ConfigError`` when there is none.
     """
-    if path.name.startswith(PREFIX) and path.is_dir():
+    if path.name.removeprefix(PREFIX).isdigit() and path.is_dir():
         try:
             verify(path)
         except DamagedError as error:
@@ -135,9 +142,9 @@ class Checkpoints:
     """The checkpoints of a run, seen from one rank; every rank makes the same calls.
 
     A write goes on in a thread, from a copy of the tensors (pinned, where they are on a GPU) and
-    over the mesh's host group, on which nothing else may communicate meanwhile. A tensor that all
-    ranks hold is copied and written by one of them. A failed write is counted and said, and leaves
-    nothing behind; training goes on.
+    over the mesh's ``save_group``. A tensor that all ranks hold is copied and written by one of
+    them. A failed write is counted and said, and leaves nothing behind; training goes on. Whoever
+    begins a write holds ``lock``.
     """
 
     def __init__(
@@ -156,19 +163,21 @@ class Checkpoints:
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._written: int | None = None  # step of the write that goes on
+        self.lock = threading.RLock()
 
     def choose(self) -> Path | None:
-        """The newest good checkpoint, or None; rank 0 verifies, all get its answer.
+        """The newest good checkpoint, or None; rank 0 verifies, all get its answer."""
+        return from_rank_0(self.mesh, lambda: newest_good(self.folder, self.say, own=True))
 
-        Rank 0 also removes what a killed process has left half written.
-        """
+    def remove_litter(self) -> None:
+        """Remove what killed processes have left half written; nothing may be written now."""
+        for litter in self.folder.glob(".*"):
+            shutil.rmtree(litter, ignore_errors=True)
 
-        def first() -> Path | None:
-            for litter in self.folder.glob(".*"):
-                shutil.rmtree(litter, ignore_errors=True)
-            return newest_good(self.folder, self.say)
-
-        return from_rank_0(self.mesh, first)
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is saved or being written."""
+        return self.saved == step or (self._writing is not None and self._written == step)
 
     def begin(
         self,
@@ -184,6 +193,7 @@ class Checkpoints:
         """
         self.wait()
         share = self._copy(own_share(tensors, self.mesh.rank, self.mesh.world), ready)
+        self._written = step
         self._writing = self._thread.submit(self._write, step, share, facts)
 
     def wait(self) -> None:
@@ -215,7 +225,7 @@ class Checkpoints:
         temporary = self.folder / f".{final.name}"
         try:
             writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
-            group, alone = self.mesh.host_group, self.mesh.world == 1
+            group, alone = self.mesh.save_group, self.mesh.world == 1
             dcp.save(share, storage_writer=writer, process_group=group, no_dist=alone)
             problem = self._complete(temporary, final, {"step": step, **facts})
         except (OSError, CheckpointException) as error:  # not a lost peer: that ends the run
@@ -236,17 +246,21 @@ class Checkpoints:
         problem = None
         if self.mesh.rank == 0:
             try:
+                for path in (temporary, *temporary.iterdir()):
+                    path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
                 write_manifest(temporary, facts)
+                before = final.with_name(f".old-{final.name}")
                 if final.exists():  # of the same step, before the run went back past it
-                    self._remove(final)
+                    final.rename(before)
                 temporary.rename(final)
                 sync_folder(self.folder)
+                shutil.rmtree(before, ignore_errors=True)
                 self._prune()
             except OSError as error:
                 problem = _cause(error)
         if self.mesh.world > 1:
             told = [problem]
-            dist.broadcast_object_list(told, src=0, group=self.mesh.host_group)
+            dist.broadcast_object_list(told, src=0, group=self.mesh.save_group)
             problem = told[0]
         return problem
 

@@ -7,6 +7,7 @@ writes beforehand, step by step, what is true if it is found dead.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -36,7 +37,7 @@ class LastWords:
     def begin_step(self, step: int) -> None:
         """From now on this rank works on optimiser step ``step``."""
         self.step = step
-        self._write(f"{self._place()}: killed from outside, or by the system for lack of memory")
+        self._write(self._line("killed from outside, or by the system for lack of memory"))
 
     def report(self, error: BaseException, log: Path, config: Config) -> None:
         """Say what ended this rank, in one line; the traceback goes to ``log``.
@@ -44,13 +45,24 @@ class LastWords:
         The line is part of torchrun's last report. It is printed here only if there will be none:
         without torchrun, or when torchrun starts the job again.
         """
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
-            file.write("".join(traceback.format_exception(error)))
-        said = f"{self._place()}: {explain(error, config)} (traceback: {log})"
+        said = self._line(f"{explain(error, config)} (traceback: {log})")
         self._write(said, later=is_of_a_peer(error))
         if self._file is None or _restarts_left():
             print(said, file=self.console, flush=True)
+        with contextlib.suppress(OSError):  # a full disk: what ended the rank is said already
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a", errors="backslashreplace") as file:
+                file.write("".join(traceback.format_exception(error)))
+
+    def not_saved(self, why: str) -> None:
+        """Say why this rank was stopped without saving; most often because another one failed."""
+        said = self._line(why)
+        self._write(said, later=True)
+        print(said, file=sys.stderr, flush=True)
+
+    def _line(self, said: str) -> str:
+        """With rank and step, and with nothing in it that a console cannot print."""
+        return f"{self._place()}: {said}".encode(errors="backslashreplace").decode()
 
     def _place(self) -> str:
         step = "before the first step" if self.step is None else f"step {self.step}"

@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from train.affinity import settle
+from train.checkpoint import from_rank_0
 from train.config import Config, ConfigError
 from train.corpus import find_files
 from train.failure import LastWords, to_log
 from train.parallel import Mesh, choose_device, join, shutdown
 from train.profiler import require_profilable
-from train.run_folder import RunFolder
+from train.run_folder import RunFolder, write_whole
 from train.shards import open_corpus
 from train.stopper import Stopper
 from train.trainer import Trainer
@@ -36,12 +37,13 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     folder = RunFolder(config)
     words = LastWords(rank, sys.stderr)
-    mesh, closers = None, []
+    mesh, closers, locks = None, [], []
     try:
         corpus = open_corpus(config.data)
         if rank != 0:
             words.console = to_log(folder.log(rank))
         mesh = join(config.parallel, device)
+        from_rank_0(mesh, lambda: locks.append(folder.lock()))
         trainer = Trainer(config, corpus, mesh, folder, words)
         closers = [trainer.close]
         write_ranks(folder, mesh)
@@ -54,8 +56,10 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
         raise
     except Exception as error:  # the outermost frame: nothing may leave without naming its rank
         stopper.give_way()
-        words.report(error, folder.log(rank), config)
-    shutdown(mesh, 1, closers)
+        try:
+            words.report(error, folder.log(rank), config)
+        finally:
+            shutdown(mesh, 1, closers)
 
 
 def check_only(config: Config) -> None:
@@ -79,4 +83,4 @@ def write_ranks(folder: RunFolder, mesh: Mesh) -> None:
         everyone = [None] * mesh.world
         dist.all_gather_object(everyone, own, group=mesh.host_group)
     if mesh.rank == 0:
-        folder.ranks.write_text(json.dumps(everyone, indent=1) + "\n")
+        write_whole(folder.ranks, json.dumps(everyone, indent=1) + "\n")

@@ -26,6 +26,10 @@ class DamagedError(RuntimeError):
         self.path, self.problem = path, problem
 
 
+class UnknownFormatError(RuntimeError):
+    """A manifest of another version: nothing is wrong with it."""
+
+
 @dataclass(frozen=True)
 class FileFacts:
     """What a file must be: ``size`` in bytes and the CRC-32 of its contents."""
@@ -80,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
         body = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DamagedError(path, "is missing") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DamagedError(path, f"cannot be read: {error}") from None
     expected = body.pop("crc32", None) if isinstance(body, dict) else None
     if expected is None:
@@ -88,7 +92,10 @@ def read_manifest(folder: Path) -> Manifest:
     if expected != _crc32_of(body):
         raise DamagedError(path, "differs from its checksum")
     if body.get("format") != FORMAT:
-        raise DamagedError(path, f"has format {body.get('format')}; this version reads {FORMAT}")
+        raise UnknownFormatError(
+            f"{path} has format {body.get('format')}; this version reads {FORMAT}: use the version "
+            f"that has written it"
+        )
     try:
         files = {name: FileFacts(**entry) for name, entry in body["files"].items()}
         manifest = Manifest(body["facts"], files)
@@ -105,22 +112,19 @@ def verify(folder: Path, contents: bool | Callable[[str], bool] = True) -> Manif
 
     Sizes are always compared, checksums where ``contents`` is true (of the file's name, if it is a
     function). ``DamagedError`` names the first file that differs. Files that the manifest does not
-    list are left alone.
+    list are left alone. An ``OSError`` passes: a disk that cannot be read today is not damage.
     """
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
         path = folder / name
-        try:
-            if not path.is_file():
-                raise DamagedError(path, "is not a file" if path.exists() else "is missing")
-            size = path.stat().st_size
-            if size != expected.size:
-                raise DamagedError(path, f"has {size} bytes, not {expected.size}")
-            wanted = contents(name) if callable(contents) else contents
-            if wanted and checksum(path) != expected.crc32:
-                raise DamagedError(path, "differs from its checksum")
-        except OSError as error:
-            raise DamagedError(path, f"cannot be read: {error}") from None
+        if not path.is_file():
+            raise DamagedError(path, "is not a file" if path.exists() else "is missing")
+        size = path.stat().st_size
+        if size != expected.size:
+            raise DamagedError(path, f"has {size} bytes, not {expected.size}")
+        wanted = contents(name) if callable(contents) else contents
+        if wanted and checksum(path) != expected.crc32:
+            raise DamagedError(path, "differs from its checksum")
     return manifest
 
 

@@ -6,6 +6,7 @@ One process alone needs no process group and makes none.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -27,9 +28,10 @@ from train.config import Config, ConfigError, ParallelConfig
 class Mesh:
     """Where this process stands. Groups and store are None exactly when ``world`` is 1.
 
-    ``host_group`` is all ranks over gloo, for what is not on the training step's path. ``store`` is
-    that of this attempt of the job: what earlier attempts have left is not seen in it. Rank 0 knows
-    whether torchrun has ``restarted`` the job.
+    ``host_group`` is all ranks over gloo, for what is not on the training step's path;
+    ``save_group`` the same, for the thread that writes checkpoints. ``store`` is that of this
+    attempt of the job: what earlier attempts have left is not seen in it. Rank 0 knows whether
+    torchrun has ``restarted`` the job.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class Mesh:
     device: torch.device
     cp_group: dist.ProcessGroup | None = None
     host_group: dist.ProcessGroup | None = None
+    save_group: dist.ProcessGroup | None = None
     store: dist.Store | None = None
     restarted: bool = False
 
@@ -65,6 +68,11 @@ def choose_device(config: Config) -> torch.device:
         raise ConfigError(
             f"parallel.device=cuda: this host has {gpus} GPUs for {processes} processes; nearest "
             f"valid: parallel.device=cpu (or torchrun --nproc-per-node {max(gpus, 1)})"
+        )
+    if wanted == "auto" and 0 < gpus < processes:
+        raise ConfigError(
+            f"parallel.device=auto: this host has {gpus} GPUs for {processes} processes; start "
+            f"torchrun --nproc-per-node {gpus}, or choose parallel.device=cpu"
         )
     cuda = wanted == "cuda" or (wanted == "auto" and gpus >= processes)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -108,8 +116,10 @@ def join(parallel: ParallelConfig, device: torch.device) -> Mesh:
         group = dist.new_group(ranks, timeout=timeout)  # every rank takes part in making each
         if rank in ranks:
             own_group = group
-    host_group = dist.new_group(backend="gloo", timeout=timeout)
-    return Mesh(rank, world, parallel.cp, device, own_group, host_group, store, restarted)
+    host_group, save_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    return Mesh(
+        *(rank, world, parallel.cp, device, own_group, host_group, save_group, store, restarted)
+    )
 
 
 def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
@@ -198,9 +208,10 @@ def shutdown(mesh: Mesh | None, code: int, closers: Iterable[Callable[[], None]]
     threads, which abort processes that have already done all their work.
     """
     for close in closers:
-        close()
+        with contextlib.suppress(Exception if code else ()):  # a failure has been said already
+            close()
     if code == 0 and mesh is not None and mesh.world > 1:
-        for group in (mesh.cp_group, mesh.host_group, None):
+        for group in (mesh.cp_group, mesh.save_group, mesh.host_group, None):
             dist.barrier(group)
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -8,7 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from train.config import Config, ConfigError
+
+LOCK_S = 5.0  # for the processes of an attempt that torchrun has just ended
 
 # Settings that a run may change when it goes on. The others decide what it computes.
 FREE = (
@@ -62,7 +66,7 @@ class RunFolder:
         place = f"run.dir={config.run.dir}"
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{place} exists and is not a folder")
-        names = {path.name for path in self.path.glob("*")}
+        names = {path.name for path in self.path.glob("*") if not path.name.startswith(".")}
         foreign = sorted(names.difference(self.FILES, self.FOLDERS))
         if foreign and not {"config.json", "metrics.jsonl"} & names:
             raise ConfigError(
@@ -82,13 +86,46 @@ class RunFolder:
                 f"{place} holds another run, with {key}={there} (now {here}); give the same "
                 f"settings to go on with it, or {ways}"
             )
-        if self.summary.exists():
-            steps = json.loads(self.summary.read_text())["steps"]
-            if config.train.steps <= steps:
-                raise ConfigError(
-                    f"{place} holds this run, complete after {steps} steps; raise train.steps to "
-                    f"go on with it, or {ways}"
-                )
+        if config.train.steps <= (steps := self.complete_after()):
+            raise ConfigError(
+                f"{place} holds this run, complete after {steps} steps; raise train.steps to "
+                f"go on with it, or {ways}"
+            )
+
+    def complete_after(self) -> int:
+        """The steps of the complete run that is here; 0 where none is, or its summary is torn."""
+        try:
+            return int(json.loads(self.summary.read_text())["steps"])
+        except (OSError, ValueError, KeyError):
+            return 0
+
+    def is_replaced_by(self, config: Config) -> bool:
+        """Whether ``run.overwrite`` replaces what is here: a complete run, or another one.
+
+        A run of the same settings that was stopped goes on, unless ``checkpoint.resume=never``.
+        """
+        if not config.run.overwrite or not self.holds_run():
+            return False
+        try:
+            same = self.difference(config) is None
+        except ConfigError:
+            same = False
+        complete = config.train.steps <= self.complete_after()
+        return not same or complete or config.checkpoint.resume == "never"
+
+    def lock(self) -> FileLock:
+        """Take this folder for this process until it ends; ``ConfigError`` if another has it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path / ".lock", timeout=LOCK_S)
+        try:
+            lock.acquire()
+        except Timeout:
+            first = json.loads(self.ranks.read_text())[0] if self.ranks.exists() else {}
+            raise ConfigError(
+                f"run.dir={self.path} is in use by another job: process {first.get('pid')} on "
+                f"{first.get('host')}; wait for it, stop it, or choose another run.dir"
+            ) from None
+        return lock
 
     def difference(self, config: Config) -> tuple[str, Any, Any] | None:
         """The first setting, of those that must stay, in which the run here differs."""
@@ -100,7 +137,7 @@ class RunFolder:
             ) from None
         here = flat(json.loads(json.dumps(dataclasses.asdict(config))))
         for key in sorted(here.keys() | there.keys()):
-            if not key.startswith(FREE) and here.get(key) != there.get(key):
+            if not may_change(key) and here.get(key) != there.get(key):
                 return key, there.get(key), here.get(key)
         return None
 
@@ -110,8 +147,20 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         for path in (path for pattern in self.MEASURED for path in self.path.glob(pattern)):
             path.unlink()
-        for name in self.FOLDERS:
+        for name in set(self.FOLDERS) - {"logs"}:  # the other ranks' are open already
             shutil.rmtree(self.path / name, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or, on a full disk or after a kill, as it was."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may go on with another value of a dotted key."""
+    return any(key.startswith(free) if free.endswith(".") else key == free for free in FREE)
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

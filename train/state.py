@@ -86,10 +86,10 @@ class State:
 
     def load_weights(self, path: Path) -> None:
         """Take the weights of a verified checkpoint and nothing else."""
-        load_tensors(path, self._weights())
+        load_weights(path, self.model)
 
     def _weights(self) -> dict[str, Tensor]:
-        return {f"model.{name}": t for name, t in get_model_state_dict(self.model).items()}
+        return _weights(self.model)
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -111,4 +111,8 @@ def _stream(facts: dict[str, Any]) -> dict[str, Any]:
 
 def load_weights(path: Path, model: Transformer) -> None:
     """Give ``model`` the weights of a verified checkpoint; ``ConfigError`` if they do not fit."""
-    load_tensors(path, {f"model.{name}": t for name, t in get_model_state_dict(model).items()})
+    load_tensors(path, _weights(model))
+
+
+def _weights(model: Transformer) -> dict[str, Tensor]:
+    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}

@@ -37,8 +37,8 @@ class Run:
     """What there is to stop.
 
     ``store`` is a connection of the stopper's own, None for one process. ``save`` writes the
-    present state and returns what to tell people; ``close`` ends what would lose buffered data.
-    ``deadline`` is on ``time.monotonic``'s clock.
+    present state and returns what to tell people; ``fail`` says why that was not possible;
+    ``close`` ends what would lose buffered data. ``deadline`` is on ``time.monotonic``'s clock.
     """
 
     rank: int
@@ -47,6 +47,7 @@ class Run:
     gate: Gate
     save: Callable[[], str]
     say: Callable[[str], None]
+    fail: Callable[[str], None]
     close: Callable[[], None]
     deadline: float | None = None
 
@@ -90,22 +91,21 @@ class Stopper(threading.Thread):
         found = self._await_reason()
         if found is None or not self._await_run(found[0]):
             return
-        number, reason = found
+        _, reason = found
         run = self._run
         assert run is not None
         self.stopping.set()
-        try:
+        code = 1
+        try:  # whatever happens, the process ends: nobody else takes signals any more
             said = self._stop_all(run, reason)
-        except BaseException as error:  # of whatever kind: the process must end, and say why
-            print(
-                f"rank {run.rank}: {reason}, but nothing was saved: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
-            _leave(1)
-        run.say(f"{reason}: {said}")
-        run.close()
-        _leave(130 if number == signal.SIGINT else 0)
+            code = 130 if reason == SIGNALS[signal.SIGINT] else 0
+            run.say(f"{reason}: {said}")
+            run.close()
+        except BaseException as error:
+            if code == 1:
+                run.fail(f"{reason}, but nothing was saved: {error}")
+        finally:
+            _leave(code)
 
     def _await_run(self, number: int | None) -> bool:
         """Wait for something to stop; a start-up that takes too long just ends."""
@@ -176,6 +176,8 @@ def _asked(store: Any) -> str | None:
 
 
 def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

@@ -13,7 +13,7 @@ from train.config import Config
 from train.evaluate import Evaluation
 from train.parallel import Mesh
 from train.plots import plot_run
-from train.run_folder import RunFolder
+from train.run_folder import RunFolder, write_whole
 from train.samples import evaluation_documents
 from train.shards import Corpus
 from train.state import State
@@ -62,7 +62,7 @@ def present(
     console: Console,
 ) -> None:
     """Write ``summary.json`` and the plots, print the table."""
-    folder.summary.write_text(json.dumps(summary, indent=1) + "\n")
+    write_whole(folder.summary, json.dumps(summary, indent=1) + "\n")
     try:
         plot_run(folder.path, full, alone)
     except ModuleNotFoundError as error:

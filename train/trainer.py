@@ -15,7 +15,14 @@ import torch
 from rich.console import Console
 
 from train.batches import Batch, ahead, make_batch
-from train.checkpoint import DAMAGED, Checkpoints, find_checkpoint, from_rank_0, require_shared
+from train.checkpoint import (
+    DAMAGED,
+    Checkpoints,
+    facts_of,
+    find_checkpoint,
+    from_rank_0,
+    require_shared,
+)
 from train.config import Config, ConfigError
 from train.evaluate import Evaluation, evaluate, mean_by_bucket
 from train.failure import LastWords
@@ -32,7 +39,7 @@ from train.parallel import (
     sum_over_ranks,
 )
 from train.profiler import profiled
-from train.run_folder import RunFolder
+from train.run_folder import RunFolder, write_whole
 from train.samples import IGNORED, Piece, pack
 from train.shards import Corpus
 from train.state import State
@@ -69,16 +76,18 @@ class Trainer:
             folder.checkpoints, mesh, keep.keep, keep.keep_every, self._say_event
         )
         self.recorder: Recorder | None = None
-        self._went_back_to: int | None = None
+        self._went_back_to = -1
         self._begin(settings)
 
     def _begin(self, settings: str) -> None:
         """Take up the run in the folder, or begin a new one there."""
         from_rank_0(self.mesh, self._prepare_folder)
         require_shared(self.mesh, self.folder.checkpoints)
+        if self.mesh.rank == 0:
+            self.checkpoints.remove_litter()
         source = self._restore()
         if self.mesh.rank == 0:
-            self.folder.config.write_text(settings + "\n")
+            write_whole(self.folder.config, settings + "\n")
             self.corpus.tokenizer.save(str(self.folder.tokenizer))
             wandb = WandbRun(self.config, self.folder, self.say) if self.config.log.wandb else None
             self.recorder = Recorder(self.folder, self.state.step, self.say, wandb)
@@ -88,7 +97,7 @@ class Trainer:
         """On rank 0: the folder is there, and what is in it is this run's."""
         if not self.mesh.restarted:
             self.folder.require_fit(self.config)
-            if self.config.run.overwrite:
+            if self.folder.is_replaced_by(self.config):
                 self.folder.clear()
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
 
@@ -100,7 +109,7 @@ class Trainer:
             raise ConfigError(
                 f"run.dir={self.config.run.dir}: every checkpoint of this run is damaged "
                 f"(checkpoints/{DAMAGED}*); begin anew in another folder, with "
-                f"run.overwrite=true, or with checkpoint.resume=... from another run's checkpoint"
+                f"run.overwrite=true checkpoint.resume=never, or from another run's checkpoint"
             )
         if own is not None:
             self.state.load(own)
@@ -132,6 +141,10 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.close()
 
+    def _close_at_once(self) -> None:
+        self.close()
+        self.console.show_cursor()  # which a progress bar hides
+
     def what_to_stop(self, deadline: float | None) -> Run:
         """What the stopper needs to end this run at any moment."""
         mesh = self.mesh
@@ -142,7 +155,8 @@ class Trainer:
             gate=self.gate,
             save=self._save_at_once,
             say=self._say_event,
-            close=self.close,
+            fail=self.words.not_saved,
+            close=self._close_at_once,
             deadline=deadline if mesh.rank == 0 else None,
         )
 
@@ -179,11 +193,12 @@ class Trainer:
                 self._go_back()
                 return
             done, every = state.step, self.config.checkpoint.every
-            if every and done % every == 0:
-                self._save()
             if train.eval_every and done % train.eval_every == 0 and done < train.steps:
                 progress.say(self._validate(done))
                 previous = time.perf_counter()
+            # Not in the middle of skipped steps, whose weights may be what is wrong.
+            if every and done % every == 0 and not state.guard.in_a_row:
+                self._save()
 
     def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
         """One optimiser step, begun at ``begin`` of ``perf_counter``: its line of metrics.
@@ -261,9 +276,12 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _save(self) -> None:
-        self.checkpoints.begin(
-            self.state.step, self.state.tensors(), self.state.facts(), self.updated
-        )
+        """Begin to save the present state; called by the trainer or, at a stop, the stopper."""
+        with self.checkpoints.lock:
+            if not self.checkpoints.has(self.state.step):
+                self.checkpoints.begin(
+                    self.state.step, self.state.tensors(), self.state.facts(), self.updated
+                )
 
     def _save_at_once(self) -> str:
         """For the stopper: the state is saved when this returns, or an error says why not."""
@@ -275,8 +293,8 @@ class Trainer:
 
     def _require_saved(self) -> None:
         """Save the present state unless it is; ``RuntimeError`` when that fails."""
-        self.checkpoints.wait()
-        if self.checkpoints.saved != self.state.step:
+        with self.checkpoints.lock:
+            self.checkpoints.wait()
             self._save()
             self.checkpoints.wait()
         if self.checkpoints.saved != self.state.step:
@@ -293,8 +311,8 @@ class Trainer:
         """
         self.checkpoints.wait()
         path, skipped = self.checkpoints.choose(), self.state.guard.in_a_row
-        step = None if path is None else int(path.name.removeprefix("step-"))
-        if path is None or step == self._went_back_to:
+        step = -1 if path is None else facts_of(path)["step"]
+        if path is None or step <= self._went_back_to:
             why = "there is no checkpoint" if path is None else "going back has not helped"
             raise RuntimeError(
                 f"{skipped} steps in a row were skipped and {why}; look at the losses in "

@@ -133,17 +133,46 @@ def test_with_all_damaged_there_is_none(checkpoints, said):
 def test_what_a_killed_process_left_half_written_is_no_checkpoint(checkpoints):
     shutil.copytree(checkpoints.folder / "step-00000003", checkpoints.folder / ".step-00000004")
     assert checkpoints.choose().name == "step-00000003"
+    checkpoints.remove_litter()
     assert not list(checkpoints.folder.glob(".*"))
+
+
+def test_what_others_could_write_by_the_umask_they_cannot(tmp_path, said):
+    before = os.umask(0o002)
+    try:
+        checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=said.append)
+        checkpoints.begin(1, tensors(1), {})
+        checkpoints.wait()
+    finally:
+        os.umask(before)
+    assert checkpoints.choose().name == "step-00000001"
+
+
+def test_a_disk_that_cannot_be_read_today_is_no_damage(checkpoints, said, monkeypatch):
+    def fail(path: Path) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("train.manifest.checksum", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        checkpoints.choose()
+    assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
+
+
+def test_another_runs_checkpoints_are_never_renamed(checkpoints, said):
+    flip(checkpoints.folder / "step-00000003" / "__0_0.distcp")
+    assert find_checkpoint(checkpoints.folder, said.append).name == "step-00000002"
+    assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
+    assert "damaged checkpoint passed over" in said[0]
 
 
 def test_one_that_others_can_write_is_not_read(checkpoints):
     newest = checkpoints.folder / "step-00000003"
-    newest.chmod(0o777)
-    with pytest.raises(ConfigError, match="everybody may write to it; its metadata is a pickle"):
+    newest.chmod(0o775)
+    with pytest.raises(ConfigError, match="others may write to it; its metadata is a pickle"):
         checkpoints.choose()
     newest.chmod(0o755)
     (newest / ".metadata").chmod(0o666)
-    with pytest.raises(ConfigError, match=r"\.metadata: everybody may write"):
+    with pytest.raises(ConfigError, match=r"\.metadata: others may write"):
         checkpoints.choose()
 
 
@@ -208,7 +237,7 @@ def test_ranks_write_about_as_many_bytes_each():
 def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str]:
     said: list[str] = []
     rank, world = group.rank(), group.size()
-    mesh = Mesh(rank, world, 1, torch.device("cpu"), host_group=group)
+    mesh = Mesh(rank, world, 1, torch.device("cpu"), host_group=group, save_group=group)
     checkpoints = Checkpoints(folder, mesh, keep=2, keep_every=None, say=said.append)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:

@@ -65,6 +65,29 @@ def test_a_consequence_is_never_the_first_failure(report, tmp_path, config):
     assert json.loads(report.read_text())["timestamp"] > begin
 
 
+def test_a_rank_that_is_stopped_without_saving_is_no_cause(report, capsys):
+    """Its step has begun long before; the failure that has led to the stop must come first."""
+    words = LastWords(0, io.StringIO())
+    words.begin_step(9)
+    begin = int(time.time())
+    words.not_saved("SIGTERM, but nothing was saved: no answer from rank 1")
+    said = json.loads(report.read_text())
+    assert said["timestamp"] > begin
+    assert said["message"].startswith("rank 0, step 9: SIGTERM, but nothing was saved")
+    assert "rank 0, step 9: SIGTERM" in capsys.readouterr().err
+
+
+def test_what_a_console_cannot_print_is_still_said(report, tmp_path, config):
+    LastWords(1, io.StringIO()).report(OSError("no \udcff"), tmp_path / "log", config)
+    assert "no \\udcff" in json.loads(report.read_text())["message"]
+
+
+def test_a_full_disk_does_not_hide_the_error(report, tmp_path, config):
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    LastWords(1, io.StringIO()).report(KeyError("x"), tmp_path / "logs" / "rank1.log", config)
+    assert "KeyError: 'x'" in json.loads(report.read_text())["message"]
+
+
 def test_whose_errors_a_peer_can_cause():
     gloo = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection reset by peer")
     for error in (RingError("x"), dist.DistStoreError("x"), ConnectionResetError(), gloo):

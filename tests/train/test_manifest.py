@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from train import manifest
-from train.manifest import DamagedError, FileFacts, read_manifest, verify, write_manifest
+from train.manifest import (
+    DamagedError,
+    FileFacts,
+    UnknownFormatError,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 
 FACTS = {"step": 12, "loss": 0.1, "names": ["a", "λ"], "by_rank": {"10": 1, "9": None}}
 
@@ -115,8 +122,6 @@ def _damage(folder: Path, how: str) -> None:
         own.write_text(own.read_text().replace('"step": 12', '"step": 13'))
     elif how == "a list":
         own.write_text("[]")
-    elif how == "format":
-        seal(folder, {"format": 9, "facts": {}, "files": {}})
     elif how == "shape":
         seal(folder, {"format": 1, "facts": {}, "files": {"a.bin": {"bytes": 3}}})
     else:
@@ -135,7 +140,6 @@ def _damage(folder: Path, how: str) -> None:
         ("not text", "manifest.json", "cannot be read"),
         ("another step", "manifest.json", "differs from its checksum"),
         ("a list", "manifest.json", "is not a manifest"),
-        ("format", "manifest.json", "has format 9; this version reads 1"),
         ("shape", "manifest.json", "lacks what a manifest has"),
         ("/etc/hostname", "manifest.json", "names '/etc/hostname'"),
         ("deep/../../x", "manifest.json", "names 'deep/../../x'"),
@@ -161,3 +165,9 @@ def test_contents_are_compared_where_asked(folder):
     _damage(folder, "shorter")
     with pytest.raises(DamagedError, match=r"a\.bin has 399 bytes"):
         verify(folder, contents=False)
+
+
+def test_a_manifest_of_another_version_is_not_damaged(tmp_path):
+    seal(tmp_path, {"format": 9, "facts": {}, "files": {}})
+    with pytest.raises(UnknownFormatError, match="has format 9; this version reads 1"):
+        read_manifest(tmp_path)

@@ -82,7 +82,7 @@ def test_a_rank_without_tokens_trains_along(pretrain, settings, tmp_path):
 def test_a_run_leaves_its_files_and_its_words(alone):
     folder = alone[1]
     assert {path.name for path in folder.iterdir()} == {
-        *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json"),
+        *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json", ".lock"),
         *("loss.png", "loss_by_position.png", "tensorboard", "checkpoints", "ranks.json"),
         "tokenizer.json",
     }

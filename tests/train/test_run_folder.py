@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 
 import pytest
 
-from train.config import ConfigError
-from train.run_folder import RunFolder, flat
+from train.config import ConfigError, get
+from train.run_folder import RunFolder, flat, write_whole
 
 
 @pytest.fixture
@@ -61,6 +62,54 @@ def test_what_a_run_may_change(config, folder):
     config.checkpoint.every = 7
     config.guard.sigma = 5.0
     folder.require_fit(config)
+
+
+@pytest.mark.parametrize("key", ["model.rope.theta", "model.n_layers", "train.seed", "data.path"])
+def test_what_a_run_computes_may_not_change(config, folder, key):
+    section, _, name = key.rpartition(".")
+    value = get(config, key)
+    setattr(get(config, section), name, f"{value}2" if isinstance(value, str) else value + 1)
+    with pytest.raises(ConfigError, match=f"holds another run, with {key}="):
+        folder.require_fit(config)
+
+
+def test_overwriting_replaces_what_is_complete_or_other_and_never_a_stopped_run(config, folder):
+    config.run.overwrite = True
+    assert not folder.is_replaced_by(config)
+    config.checkpoint.resume = "never"
+    assert folder.is_replaced_by(config)
+    config.checkpoint.resume = "auto"
+    folder.summary.write_text('{"ste')  # torn by a kill
+    assert not folder.is_replaced_by(config)
+    folder.summary.write_text(json.dumps({"steps": config.train.steps}))
+    assert folder.is_replaced_by(config)
+    config.train.steps += 1
+    assert not folder.is_replaced_by(config)
+    config.optim.lr = 0.5
+    assert folder.is_replaced_by(config)
+
+
+def test_one_job_at_a_time(config, folder, monkeypatch):
+    monkeypatch.setattr("train.run_folder.LOCK_S", 0.1)
+    folder.ranks.write_text(json.dumps([{"rank": 0, "host": "here", "pid": 7}]))
+    lock = folder.lock()
+    with pytest.raises(ConfigError, match="in use by another job: process 7 on here"):
+        RunFolder(config).lock()
+    lock.release()
+    RunFolder(config).lock().release()
+
+
+def test_a_file_is_written_whole_or_stays(tmp_path):
+    path = tmp_path / "config.json"
+    write_whole(path, "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_whole(path, "n" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "old"
 
 
 def test_never_refuses_a_run(config, folder):

@@ -73,8 +73,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(config):
 
 def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[float], int, list]:
     rank, world = group.rank(), group.size()
-    host_group = dist.new_group(backend="gloo")
-    mesh = Mesh(rank, world, 2, torch.device("cpu"), group, host_group)
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    mesh = Mesh(rank, world, 2, torch.device("cpu"), group, *groups)
     trainer = make(config, mesh)
     before: list[torch.Tensor] = []
     if rank == 1:
@@ -139,13 +139,17 @@ def test_a_spike_is_skipped(config):
     assert "is a spike" in event
 
 
-@pytest.mark.parametrize("every", [0, 4])
-def test_a_run_that_cannot_get_better_ends_with_advice(config, every):
-    config.guard.patience, config.checkpoint.every, config.train.steps = 2, every, 50
+@pytest.mark.parametrize(("every", "patience"), [(0, 2), (4, 2), (1, 3), (2, 5)])
+def test_a_run_that_cannot_get_better_ends_with_advice(config, every, patience):
+    """Also where a checkpoint would be due in the middle of the skipped steps."""
+    config.guard.patience, config.checkpoint.every = patience, every
+    config.train.steps = 50
     trainer = make(config)
     spoil(trainer, dict.fromkeys(range(5, 99), math.nan))
     why = "going back has not helped" if every else "there is no checkpoint"
-    with pytest.raises(RuntimeError, match=f"2 steps in a row were skipped and {why}; look at"):
+    with pytest.raises(
+        RuntimeError, match=f"{patience} steps in a row were skipped and {why}; look at"
+    ):
         trainer.train()
     trainer.close()
 
@@ -216,6 +220,10 @@ def test_another_model_is_refused(config):
 def test_overwriting_begins_anew(config):
     make(config).train()
     config.run.overwrite = True
+    going_on = make(config)
+    assert going_on.state.step == 12  # a run that was stopped is never thrown away unasked
+    going_on.close()
+    config.optim.lr /= 2
     trainer = make(config)
     assert trainer.state.step == 0
     assert not checkpoints_in(trainer.folder.checkpoints)
