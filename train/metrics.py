@@ -52,19 +52,17 @@ class Recorder:
         self._folder, self._say, self._wandb = folder, say, wandb
         self._waiting = False
         self._events = JsonLines(folder.events, sys.maxsize)  # they tell how the steps came about
-        self._open(last_step)
-
-    def _open(self, last_step: int) -> None:
-        self._steps = JsonLines(self._folder.metrics, last_step)
-        self._evaluations = JsonLines(self._folder.evaluations, last_step)
-        self._board: SummaryWriter | None = SummaryWriter(
-            str(self._folder.tensorboard), purge_step=last_step + 1
-        )
+        self._steps = JsonLines(folder.metrics, last_step)
+        self._evaluations = JsonLines(folder.evaluations, last_step)
+        self._board: SummaryWriter | None = None
+        self._open_board(last_step)
 
     def go_back(self, last_step: int) -> None:
         """Forget the steps after ``last_step``; events stay."""
-        self._close_steps()
-        self._open(last_step)
+        self._steps.forget(last_step)
+        self._evaluations.forget(last_step)
+        self._close_board()
+        self._open_board(last_step)
 
     def step(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
         """One optimiser step; ``record`` is its line, ``step`` its number."""
@@ -85,15 +83,23 @@ class Recorder:
         self._write(self._events, {"step": step, "time": now, "event": event})
 
     def close(self) -> None:
-        """Close every file."""
-        self._events.close()
-        self._close_steps()
+        """Close every file; what the disk has not taken by now is lost, and ``say`` tells."""
+        for lines in (self._events, self._steps, self._evaluations):
+            lines.close()
+            if lines.problem:
+                self._say(f"{lines.problem}; the newest lines are not in the file")
+        self._close_board()
         if self._wandb is not None:
             self._wandb.close()
 
-    def _close_steps(self) -> None:
-        self._steps.close()
-        self._evaluations.close()
+    def _open_board(self, last_step: int) -> None:
+        try:
+            self._board = SummaryWriter(str(self._folder.tensorboard), purge_step=last_step + 1)
+        except OSError as error:
+            self._say(f"TensorBoard is off from step {last_step + 1}: {error}")
+            self._board = None
+
+    def _close_board(self) -> None:
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()
