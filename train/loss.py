@@ -50,6 +50,9 @@ def bucket_label(bucket: int) -> str:
 
 
 def sum_by_bucket(values_T: Tensor, buckets_T: Tensor, buckets: int) -> Tensor:
-    """Sum of ``values_T`` in each bucket, (buckets,) float64."""
-    sums = values_T.new_zeros(buckets, dtype=torch.float64)
-    return sums.index_add_(0, buckets_T, values_T.double())
+    """Sum of ``values_T`` in each bucket, (buckets,) float64; the same bits every time.
+
+    A reduction for each of the few buckets: adding by index has no fixed order on a GPU.
+    """
+    values_T = values_T.double()
+    return torch.stack([torch.where(buckets_T == b, values_T, 0).sum() for b in range(buckets)])
