@@ -7,7 +7,6 @@ its process only. A finished job is not run again: the same command continues a 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import json
@@ -16,11 +15,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,50 +35,41 @@ from train.checks import check
 from train.config import Config, ConfigError, resolve
 from train.parallel import choose_device
 from train.plots import plot_sweep
+from train.process import SIGNALS, Stopped, last_words, run_process
 from train.run_folder import RunFolder
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
-# What a signal of the sweep becomes for its job, which saves and ends on these two.
-SIGNALS = {
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
-}
-SECONDS_TO_STOP = 60.0  # that a job has to save and end after a signal
 LONGEST_NAME = 120  # of a job's folder; file systems allow 255 bytes
 
 
 @dataclass
 class Job:
-    """A run of a sweep. ``choices`` are the overrides that it does not share with the others."""
+    """A run of ``steps`` steps in a sweep; ``choices`` are the overrides that are its own."""
 
     choices: dict[str, str]
     folder: Path
     command: list[str]
+    steps: int
     status: str = "waiting"  # then finished, failed or stopped
     nats_per_byte: float | None = None
     train_seconds: float | None = None
     error: str | None = None
 
-    def take_result(self) -> None:
-        """Read the summary that a finished run has left."""
-        summary = json.loads((self.folder / "summary.json").read_text())
+    def take_result(self) -> bool:
+        """Read the summary of a run that has done all its steps; False where there is none."""
+        summary = read_summary(self.folder)
+        if summary.get("steps") != self.steps:
+            return False
         self.nats_per_byte = summary["nats_per_byte"]
         self.train_seconds = summary["train_seconds"]
         self.status, self.error = "finished", None
+        return True
 
     def row(self) -> dict[str, Any]:
         """This job in ``sweep.json``."""
         entries = {name: getattr(self, name) for name in ("choices", "status", "nats_per_byte")}
         entries |= {"train_seconds": self.train_seconds, "error": self.error}
         return entries | {"folder": self.folder.name}
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal that asks the sweep to end."""
-
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
 
 
 class Sweep:
@@ -129,7 +117,7 @@ class Sweep:
             command[1:1] = [*launcher, str(config.sweep.nproc_per_node)]
         overwrite = str(config.run.overwrite).lower()
         command += [f"run.dir={quoted(str(folder))}", f"run.overwrite={overwrite}"]
-        job = Job(choices, folder, command)
+        job = Job(choices, folder, command, config.train.steps)
         if finished:
             job.take_result()
         return job
@@ -143,7 +131,7 @@ class Sweep:
         there = RunFolder(config)
         if not there.holds_run():
             return False
-        steps = json.loads(there.summary.read_text())["steps"] if there.summary.exists() else 0
+        steps = read_summary(folder).get("steps", 0)
         difference = there.difference(config)
         if difference is None and steps > config.train.steps:
             difference = ("train.steps", steps, config.train.steps)
@@ -169,8 +157,7 @@ class Sweep:
             job.status = "stopped"
             self._record()
             raise
-        if code == 0 and (job.folder / "summary.json").exists():
-            job.take_result()
+        if code == 0 and job.take_result():
             return
         job.status = "failed" if code else "stopped"
         job.error = (
@@ -315,44 +302,13 @@ def _keep_sweeper_files(scratch: Path, folder: Path | None) -> None:
             shutil.move(path, folder / path.name)
 
 
-def run_process(command: list[str]) -> tuple[int, list[str]]:
-    """Run a job to its end: its exit code and the last lines of its stderr.
-
-    It is in a session of its own, so that a signal of the terminal reaches it once, through
-    ``Stopped``: it gets the signal and ``SECONDS_TO_STOP``; a second signal kills it.
-    """
-    said: deque[str] = deque(maxlen=200)
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
-    )
-    assert process.stderr is not None
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The ``summary.json`` of a run; empty when it is not there, or torn by a kill."""
     try:
-        for line in process.stderr:
-            sys.stderr.write(line)
-            said.append(line)
-        return process.wait(), list(said)
-    except Stopped as stopped:
-        process.send_signal(SIGNALS[stopped.signum])
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            sys.stderr.write(process.communicate(timeout=SECONDS_TO_STOP)[1])
-        raise
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def last_words(code: int, said: list[str]) -> str:
-    """Why a job has failed, in one line: what it said of itself, else how it ended."""
-    lines = [line.strip() for line in said if line.strip()]
-    for line in reversed(lines):
-        if spoken := re.search(r"\brank \d+(,[^:]*)?: .+|(?<=^pretrain\.py: ).+", line):
-            return spoken[0]
-    if code < 0:
-        return f"ended by {signal.Signals(-code).name}" + (
-            " (out of memory?)" if code == -signal.SIGKILL else ""
-        )
-    return lines[-1] if lines else f"exit code {code}"
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return summary
 
 
 def folder_name(choices: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from train.sweep import folder_name, last_words, quoted, run_process
+from train.run_folder import RunFolder
+from train.sweep import Job, Sweep, folder_name, quoted
 
 ROOT = Path(__file__).absolute().parents[2]
 
@@ -199,22 +201,51 @@ def test_a_sweeper_of_a_plugin_gets_each_result(pretrain, settings, tmp_path, mo
     assert all(result > 0 for result in got)
 
 
+@pytest.fixture
+def job(config, monkeypatch) -> Job:
+    """A job of 600 steps whose process ends with 0 and does nothing."""
+    monkeypatch.setattr("train.sweep.run_process", lambda command: (0, []))
+    folder = Path(config.run.dir)
+    folder.mkdir()
+    return Job({}, folder, [], steps=600)
+
+
 @pytest.mark.parametrize(
-    ("code", "says"),
+    "left",
     [
-        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL (out of memory?)"),
-        ("import os; os._exit(3)", "exit code 3"),
-        ("raise MemoryError('none left')", "MemoryError: none left"),
-        ("import sys; sys.exit('pretrain.py: a=1: no such key')", "a=1: no such key"),
-        (
-            "import sys; sys.exit('noise\\n  rank 1, step 3: Oops: x\\nnoise')",
-            "rank 1, step 3: Oops: x",
-        ),
-        ("import sys; sys.exit('rank 0: Oops: x')", "rank 0: Oops: x"),
+        None,
+        '{"steps": 300, "nats_per_byte": 1.5, "train_seconds": 2.0}',
+        '{"steps": 600, "nats',
+        "",
     ],
 )
-def test_a_job_that_ends_itself_leaves_a_reason(code, says):
-    assert last_words(*run_process([sys.executable, "-c", code])) == says
+def test_a_job_that_was_stopped_early_has_no_result(job, left):
+    """A summary of fewer steps, or one that is torn, is none of this job's."""
+    if left is not None:
+        (job.folder / "summary.json").write_text(left)
+    Sweep([])._run(job)
+    assert (job.status, job.nats_per_byte) == ("stopped", None)
+    assert job.error == "not complete; the same sweep goes on with it"
+
+
+def test_a_job_that_has_done_its_steps_has_one(job):
+    (job.folder / "summary.json").write_text(
+        '{"steps": 600, "nats_per_byte": 1.5, "train_seconds": 2.0}'
+    )
+    Sweep([])._run(job)
+    assert (job.status, job.nats_per_byte, job.train_seconds) == ("finished", 1.5, 2.0)
+
+
+@pytest.mark.parametrize("left", ['{"steps": 30', '{"steps": 100}'])
+def test_a_summary_that_is_torn_or_of_fewer_steps_is_not_the_end(config, left):
+    folder = RunFolder(config)
+    folder.path.mkdir()
+    folder.config.write_text(json.dumps(dataclasses.asdict(config)))
+    folder.metrics.touch()
+    folder.summary.write_text(left)
+    assert not Sweep([])._look_into(folder.path, config)
+    folder.summary.write_text(f'{{"steps": {config.train.steps}}}')
+    assert Sweep([])._look_into(folder.path, config)
 
 
 def test_folders_tell_jobs_apart():
