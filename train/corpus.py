@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.config import ConfigError, DataConfig
-from train.formats import WHOLE_FILE, read_texts, require_readers
+from train.config import SOURCES, ConfigError, DataConfig
+from train.formats import WHOLE_FILE, Keys, read_texts, require_readers
 
 # Parts of the standard library that not every installation has (tests, and what Linux distributions
 # package on their own), so that all installations of one Python version hold the same corpus; and
@@ -33,9 +33,10 @@ ANY_NAME = ("utf-8", "surrogateescape")  # file names need not be UTF-8
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from: an entry of ``data.sources``, or ``data.path`` (``name`` is empty).
+    """Where text comes from: an entry of ``data.sources``, or a path (``name`` is empty).
 
-    ``path`` None is the standard library of the running Python.
+    ``path`` None is the standard library of the running Python. ``path_key`` is the setting that
+    the path is from, ``section`` the one that has ``pattern`` and ``text_field``.
     """
 
     name: str
@@ -43,11 +44,17 @@ class Source:
     pattern: str
     text_field: str
     weight: float
+    path_key: str
 
     @property
-    def key(self) -> str:
-        """The section of the settings that describes it."""
-        return f"data.sources.{self.name}" if self.name else "data"
+    def section(self) -> str:
+        """The section of the settings that says how it is read."""
+        return f"{SOURCES}.{self.name}" if self.name else "data"
+
+    @property
+    def keys(self) -> Keys:
+        """The settings to name where a file of it cannot be used."""
+        return Keys(self.path_key, f"{self.section}.text_field")
 
 
 @dataclass(frozen=True)
@@ -84,22 +91,32 @@ def place(file: str, row: int) -> str:
     return file if row == WHOLE_FILE else f"{file}:{row}"
 
 
-def sources_of(data: DataConfig) -> list[Source]:
-    """The sources in the order of their names; one without a name for ``data.path``."""
+def sources_of(data: DataConfig, path_key: str = "data.path") -> list[Source]:
+    """The sources in the order of their names; one without a name for ``data.path``.
+
+    ``path_key`` is the setting that ``data.path`` is from, where it is another.
+    """
     if not data.sources:
-        return [Source("", data.path, data.pattern, data.text_field, weight=1.0)]
+        return [Source("", data.path, data.pattern, data.text_field, 1.0, path_key)]
     return [
-        Source(name, s.path, s.pattern or data.pattern, s.text_field or data.text_field, s.weight)
-        for name, s in sorted(data.sources.items())
+        Source(
+            name=name,
+            path=source.path,
+            pattern=source.pattern or data.pattern,
+            text_field=source.text_field or data.text_field,
+            weight=source.weight,
+            path_key=f"{SOURCES}.{name}.path",
+        )
+        for name, source in sorted(data.sources.items())
     ]
 
 
-def find_files(data: DataConfig) -> list[TextFile]:
+def find_files(data: DataConfig, path_key: str = "data.path") -> list[TextFile]:
     """The files of all sources, each source's in the order of their names.
 
     ``ConfigError`` for a source without any, and for a format whose reader is not installed.
     """
-    files = [file for source in sources_of(data) for file in _files_of(source)]
+    files = [file for source in sources_of(data, path_key) for file in _files_of(source)]
     require_readers([file.path for file in files])
     return files
 
@@ -115,7 +132,7 @@ def _files_of(source: Source) -> list[TextFile]:
         paths = [p for p in paths if not _hidden(p.relative_to(root))]
     if not paths:
         raise ConfigError(
-            f"{source.key}.path={source.path} holds no file that fits {source.pattern}"
+            f"{source.path_key}={source.path} holds no file that fits {source.pattern}"
         )
     files = [TextFile(source, path, path.relative_to(root).as_posix()) for path in paths]
     return sorted(files, key=lambda file: file.name)
@@ -126,8 +143,8 @@ def _matching(root: Path, source: Source) -> list[Path]:
         return [path for path in root.glob(source.pattern) if path.is_file()]
     except (NotImplementedError, ValueError) as error:  # an absolute or an empty pattern
         raise ConfigError(
-            f"{source.key}.pattern={source.pattern}: {error}; it is relative to "
-            f"{source.key}.path, for example **/*.txt"
+            f"{source.section}.pattern={source.pattern}: {error}; it is relative to "
+            f"{source.path_key}, for example **/*.txt"
         ) from None
 
 
@@ -158,7 +175,7 @@ def read_documents(
     file: TextFile, at: Callable[[int], None] = lambda n_bytes: None
 ) -> Iterator[Document]:
     """The documents of one file. It raises what ``train.formats.read_texts`` does."""
-    for row, text, n_bytes in read_texts(file.path, file.source.text_field, file.source.key, at):
+    for row, text, n_bytes in read_texts(file.path, file.source.text_field, file.source.keys, at):
         yield Document(file, row, text, n_bytes)
 
 

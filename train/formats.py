@@ -27,6 +27,13 @@ PARQUET = {  # a file is streamed: without these, a row group's whole column is 
 }
 
 
+class Keys(NamedTuple):
+    """The settings that errors name: where the file's path is from, and the name of its field."""
+
+    path: str
+    text_field: str
+
+
 class Text(NamedTuple):
     """A text, its line or row in the file (from 1, or ``WHOLE_FILE``), its length in UTF-8."""
 
@@ -36,27 +43,27 @@ class Text(NamedTuple):
 
 
 def read_texts(
-    path: Path, text_field: str, key: str, at: Callable[[int], None] = lambda n_bytes: None
+    path: Path, text_field: str, keys: Keys, at: Callable[[int], None] = lambda n_bytes: None
 ) -> Iterator[Text]:
     """The texts of a file, a line or a few rows in memory at a time; ``at`` hears the bytes read.
 
     Raises ``UnicodeDecodeError`` for a whole file that is not UTF-8, and ``ConfigError`` for
-    anything else that cannot be used. It names the line or the row, and ``key``, the section of
-    the settings that the file comes from.
+    anything else that cannot be used. It names the line or the row, and ``keys``, the settings
+    that the file comes from.
     """
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        texts = _lines(path, text_field, key, at)
+        texts = _lines(path, text_field, keys, at)
     elif path.suffix == ".parquet":
-        texts = _rows(path, text_field, key, at)
+        texts = _rows(path, text_field, keys, at)
     else:
-        texts = _whole(path, key)
+        texts = _whole(path, keys)
     for row, text in texts:
         if text:
             place = f"{path}:{row}" if row else str(path)
             try:
                 yield Text(row, text, len(text.encode()))
             except UnicodeEncodeError as error:  # half of a surrogate pair, escaped in JSON
-                raise ConfigError(f"{key}.path: {place} is no valid text: {error}") from None
+                raise ConfigError(f"{keys.path}: {place} is no valid text: {error}") from None
     at(path.stat().st_size)
 
 
@@ -68,16 +75,16 @@ def require_readers(paths: list[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _readable(place: Callable[[], str], key: str) -> Iterator[None]:
+def _readable(place: Callable[[], str], keys: Keys) -> Iterator[None]:
     """Names what cannot be read: the disk, a truncated or a damaged file."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{key}.path: {place()} cannot be read: {error}") from None
+        raise ConfigError(f"{keys.path}: {place()} cannot be read: {error}") from None
 
 
-def _whole(path: Path, key: str) -> Iterator[tuple[int, str]]:
-    with _readable(lambda: str(path), key):
+def _whole(path: Path, keys: Keys) -> Iterator[tuple[int, str]]:
+    with _readable(lambda: str(path), keys):
         content = path.read_bytes()
         if path.name.endswith(".txt.gz"):
             content = gzip.decompress(content)
@@ -85,35 +92,35 @@ def _whole(path: Path, key: str) -> Iterator[tuple[int, str]]:
 
 
 def _lines(
-    path: Path, text_field: str, key: str, at: Callable[[int], None]
+    path: Path, text_field: str, keys: Keys, at: Callable[[int], None]
 ) -> Iterator[tuple[int, str]]:
     row = 0
-    with _readable(lambda: f"{path}:{row + 1}", key), path.open("rb") as raw:
+    with _readable(lambda: f"{path}:{row + 1}", keys), path.open("rb") as raw:
         lines = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         for row, line in enumerate(lines, start=1):
             if row % LINES_PER_REPORT == 0:
                 at(raw.tell())
-            yield row, _json_text(line, text_field, key, f"{path}:{row}")
+            yield row, _json_text(line, text_field, keys, f"{path}:{row}")
 
 
-def _json_text(line: bytes, text_field: str, key: str, place: str) -> str:
+def _json_text(line: bytes, text_field: str, keys: Keys, place: str) -> str:
     try:
         decoded = line.decode("utf-8")
         record: Any = json.loads(decoded) if decoded.strip() else {text_field: ""}
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{key}.path: {place} is not UTF-8: {error}") from None
+        raise ConfigError(f"{keys.path}: {place} is not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}.path: {place} is not JSON: {error}") from None
+        raise ConfigError(f"{keys.path}: {place} is not JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get(text_field, 0), str | None):
         found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise ConfigError(
-            f"{key}.text_field={text_field}: {place} has no such string field; it has: {found}"
+            f"{keys.text_field}={text_field}: {place} has no such string field; it has: {found}"
         )
     return record[text_field] or ""
 
 
 def _rows(
-    path: Path, text_field: str, key: str, at: Callable[[int], None]
+    path: Path, text_field: str, keys: Keys, at: Callable[[int], None]
 ) -> Iterator[tuple[int, str]]:
     """Row groups one after the other, of each only this column and only a few rows at a time."""
     import pyarrow
@@ -125,8 +132,8 @@ def _rows(
         return f"{path}:{row + 1} (row group {group})"
 
     try:
-        with _readable(place, key), parquet.ParquetFile(path, **PARQUET) as file:
-            _require_string_column(file.schema_arrow, text_field, key, path)
+        with _readable(place, keys), parquet.ParquetFile(path, **PARQUET) as file:
+            _require_string_column(file.schema_arrow, text_field, keys, path)
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(ROWS_AT_A_TIME, [group], columns=[text_field]):
                     for value in batch.column(0):
@@ -135,10 +142,10 @@ def _rows(
                         yield row, text or ""
                     at(size * row // max(1, file.metadata.num_rows))
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}.path: {place()} cannot be read: {error}") from None
+        raise ConfigError(f"{keys.path}: {place()} cannot be read: {error}") from None
 
 
-def _require_string_column(schema: Any, text_field: str, key: str, path: Path) -> None:
+def _require_string_column(schema: Any, text_field: str, keys: Keys, path: Path) -> None:
     from pyarrow import types
 
     index = schema.get_field_index(text_field)
@@ -148,5 +155,5 @@ def _require_string_column(schema: Any, text_field: str, key: str, path: Path) -
     if kind is None or not (types.is_string(kind) or types.is_large_string(kind)):
         found = ", ".join(f"{field.name} ({field.type})" for field in schema)
         raise ConfigError(
-            f"{key}.text_field={text_field}: {path} has no such string column; it has: {found}"
+            f"{keys.text_field}={text_field}: {path} has no such string column; it has: {found}"
         )

@@ -17,6 +17,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from train.affinity import settle
+from train.checkpoint import facts_of
 from train.config import Config, ConfigError, DataConfig
 from train.corpus import find_files, read_documents
 from train.documents import Documents
@@ -31,6 +32,7 @@ from train.tokenizer import bos_id, encode
 from train.trained import load_trained, read_tokenizer
 
 BATCH_DOCUMENTS = 64
+PATH_KEY = "eval.path"
 
 
 def run(config: Config) -> NoReturn:
@@ -44,13 +46,15 @@ def run(config: Config) -> NoReturn:
     try:
         device = choose_device(config)
         settle(config.parallel, device)
-        documents, digest = read_text(config, read_tokenizer(folder))
+        documents, text = read_text(config, read_tokenizer(folder))
         mesh = join(config.parallel, device)
         settings = json.dumps(dataclasses.asdict(config))
-        digest = hashlib.sha256(f"{settings} {digest}".encode()).hexdigest()[:12]
+        digest = hashlib.sha256(f"{settings} {text}".encode()).hexdigest()[:12]
         require_agreement(mesh, {"configuration or text": digest})
         console = Console(quiet=rank != 0, markup=False, highlight=False)
         trained = load_trained(config, folder, mesh, config.eval.checkpoint, console.print)
+        if config.eval.path is None:
+            require_own_text(config, text, trained.checkpoint)
         result = evaluate(trained.model, documents, config, mesh, config.eval.bytes)
         if rank == 0:
             _report(config, folder, trained.checkpoint, result, console)
@@ -80,15 +84,32 @@ def read_text(config: Config, tokenizer: Tokenizer) -> tuple[Documents, str]:
     return corpus.held_out, corpus.digest
 
 
+def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
+    """Raise ``ConfigError`` unless ``checkpoint`` was trained on the corpus of this digest.
+
+    Only then is the held-out split text that it has never seen.
+    """
+    if facts_of(checkpoint)["corpus"] != digest:
+        names = ", ".join(config.data.sources)
+        place = f"data.sources ({names})" if names else f"data.path={config.data.path}"
+        raise ConfigError(
+            f"{place} is not what {checkpoint} was trained on: its files or the settings of data "
+            f"have changed; restore them, or name the text with {PATH_KEY}=..."
+        )
+
+
 def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
-    """Every document of ``data.path``, in memory. Files that are not UTF-8 are an error."""
-    bos, files = bos_id(tokenizer, data.bos_token), find_files(data)
+    """Every document of ``data.path``, which is ``eval.path``, in memory.
+
+    Files that are not UTF-8 are an error.
+    """
+    bos, files = bos_id(tokenizer, data.bos_token), find_files(data, PATH_KEY)
     rows, facts = [], []
     for origin, file in enumerate(files):
         try:
             found = list(read_documents(file))
         except UnicodeDecodeError:
-            raise ConfigError(f"eval.path: {file.path} is not UTF-8 text") from None
+            raise ConfigError(f"{PATH_KEY}: {file.path} is not UTF-8 text") from None
         for start in range(0, len(found), BATCH_DOCUMENTS):
             batch = found[start : start + BATCH_DOCUMENTS]
             for document, ids in zip(
@@ -97,7 +118,7 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
                 rows.append(np.array([bos, *ids], np.uint32))
                 facts.append((len(ids) + 1, document.n_bytes, origin, document.row))
     if not rows:
-        raise ConfigError(f"eval.path={data.path} holds no text")
+        raise ConfigError(f"{PATH_KEY}={data.path} holds no text")
     lengths, n_bytes, origins, numbers = np.array(facts, np.int64).T
     return Documents(
         shards=(np.concatenate(rows),),

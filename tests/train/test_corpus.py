@@ -65,8 +65,8 @@ def test_sources_have_their_own_settings_or_those_of_data(tmp_path):
     data.sources["z"] = SourceConfig(path=str(tmp_path / "one"), weight=2)
     data.sources["a"] = SourceConfig(path=str(tmp_path / "two"), pattern="*", text_field="t")
     assert sources_of(data) == [
-        Source("a", str(tmp_path / "two"), "*", "t", 1.0),
-        Source("z", str(tmp_path / "one"), "*.txt", "body", 2),
+        Source("a", str(tmp_path / "two"), "*", "t", 1.0, "data.sources.a.path"),
+        Source("z", str(tmp_path / "one"), "*.txt", "body", 2, "data.sources.z.path"),
     ]
     files = find_files(data)
     assert [file.label for file in files] == ["a/a.txt", "a/b.md", "z/a.txt"]

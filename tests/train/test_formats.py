@@ -12,14 +12,15 @@ import pytest
 
 from train import formats
 from train.config import ConfigError
-from train.formats import WHOLE_FILE, read_texts, require_readers
+from train.formats import WHOLE_FILE, Keys, read_texts, require_readers
 
+KEYS = Keys("data.path", "data.text_field")
 TEXTS = ["one", "", "λ", None, "\nthree lines\n"]
 EXPECTED = [(1, "one", 3), (3, "λ", 2), (5, "\nthree lines\n", 13)]
 
 
 def read(path: Path, text_field: str = "text") -> list[tuple]:
-    return [tuple(text) for text in read_texts(path, text_field, "data")]
+    return [tuple(text) for text in read_texts(path, text_field, KEYS)]
 
 
 def lines_of(texts) -> bytes:
@@ -63,7 +64,7 @@ def test_the_progress_ends_at_the_size_of_the_file(tmp_path, monkeypatch):
     write_parquet(tmp_path / "c.parquet", noise, row_group_size=3000)
     for path in tmp_path.iterdir():
         heard: list[int] = []
-        for _ in read_texts(path, "text", "data", heard.append):
+        for _ in read_texts(path, "text", KEYS, heard.append):
             pass
         assert heard == sorted(heard)
         assert heard[-1] == path.stat().st_size
@@ -109,8 +110,8 @@ def test_a_bad_row_group_is_named_after_the_good_ones_are_read(tmp_path):
     path.write_bytes(content)
     found = []
     with pytest.raises(ConfigError, match=r"data\.path: .*a\.parquet:5 \(row group 2\) cannot"):
-        found += [text.row for text in read_texts(path, "text", "data")]
-    texts = read_texts(path, "text", "data")
+        found += [text.row for text in read_texts(path, "text", KEYS)]
+    texts = read_texts(path, "text", KEYS)
     assert [next(texts).row for _ in range(4)] == [1, 2, 3, 4]
     path.write_bytes(content[:-20])
     with pytest.raises(ConfigError, match=r"a\.parquet:1 .*cannot be read"):
@@ -137,7 +138,7 @@ def test_only_a_few_rows_of_one_column_are_in_memory(tmp_path):
     assert path.stat().st_size > 55e6
     del noise, other
     before, most = pyarrow.total_allocated_bytes(), 0
-    for text, expected in zip(read_texts(path, "text", "data"), texts, strict=True):
+    for text, expected in zip(read_texts(path, "text", KEYS), texts, strict=True):
         assert text.text == expected
         most = max(most, pyarrow.total_allocated_bytes() - before)
     assert most < 10e6

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from train.checkpoint import find_checkpoint
 from train.config import ConfigError, DataConfig
 from train.corpus import find_files, read_documents
-from train.text_loss import read_text, tokenised
+from train.text_loss import read_text, require_own_text, tokenised
 from train.tokenizer import encode, load_tokenizer
 
 
@@ -94,3 +96,49 @@ def test_a_corpus_that_has_changed_since_is_not_taken_for_the_runs_own(
         (tmp_path / "other" / f"{number}.txt").write_text(f"something else, {number} times over")
     with pytest.raises(ConfigError, match=r"data\.path=.*eval\.path="):
         read_text(config, tokenizer)
+
+
+def test_the_text_of_a_run_must_be_the_same_to_the_byte(config, trained_run, tmp_path):
+    """With a tokenizer that is given, and so stays the same whatever the files are."""
+    own = shutil.copytree(config.data.path, tmp_path / "text")
+    config.data.path = str(own)
+    config.data.tokenizer = str(trained_run / "tokenizer.json")
+    tokenizer = load_tokenizer(trained_run / "tokenizer.json")
+    checkpoint = find_checkpoint(trained_run, print)
+    _, digest = read_text(config, tokenizer)
+    require_own_text(config, digest, checkpoint)
+    (own / "7.txt").write_text("something else")
+    _, digest = read_text(config, tokenizer)
+    with pytest.raises(ConfigError, match=r"data\.path=.* is not what .*step-.*eval\.path="):
+        require_own_text(config, digest, checkpoint)
+
+
+def test_a_changed_text_ends_the_evaluation(pretrain, trained_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained_run, folder, ignore=shutil.ignore_patterns("eval-*"))
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"something else, {number} times over")
+    changed = [f"data.path={text}", f"data.tokenizer={folder}/tokenizer.json"]
+    done = pretrain("mode=eval", f"run.dir={folder}", *changed)
+    assert done.returncode == 2
+    assert f"data.path={text} is not what {folder}" in done.stderr
+    assert not (folder / "eval-held-out.json").exists()
+
+
+def test_what_is_wrong_with_the_text_is_said_of_its_own_setting(trained_run, tmp_path):
+    """The field and the pattern of its files are still those of ``data``."""
+    tokenizer = load_tokenizer(trained_run / "tokenizer.json")
+    path = tmp_path / "a.jsonl"
+    for content, message in (
+        ('{"text": 1', r"^eval\.path: .*a\.jsonl:1 is not JSON"),
+        ('{"body": "a"}', r"^data\.text_field=text: .*a\.jsonl:1 has no such"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            tokenised(DataConfig(path=str(path)), tokenizer)
+    with pytest.raises(ConfigError, match=r"^eval\.path=.* holds no file that fits \*\.md"):
+        tokenised(DataConfig(path=str(tmp_path), pattern="*.md"), tokenizer)
+    with pytest.raises(ConfigError, match=r"^data\.pattern=/\*.* relative to eval\.path"):
+        tokenised(DataConfig(path=str(tmp_path), pattern="/*"), tokenizer)
