@@ -208,11 +208,17 @@ def register_schema() -> None:
 
 
 def resolve(composed: DictConfig) -> Config:
-    """The composed configuration as a ``Config``, types checked and interpolations filled in."""
+    """The composed configuration as a ``Config``, types checked and interpolations filled in.
+
+    ``data.path`` need not have a value where there are sources: it is None then.
+    """
+    if OmegaConf.is_missing(composed.data, "path") and composed.data.sources:
+        composed.data.path = None
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
-        mixture = ", or several with data=mixture" if missing[0] == "data.path" else ""
-        raise ConfigError(f"{missing[0]} has no value yet; give it with {missing[0]}=...{mixture}")
+        sources = f", or sources of text with {SOURCES}.{NAME}.path=... (NAME is yours)"
+        remark = sources if missing[0] == "data.path" else ""
+        raise ConfigError(f"{missing[0]} has no value yet; give it with {missing[0]}=...{remark}")
     config = OmegaConf.to_object(composed)
     if not isinstance(config, Config):
         raise TypeError(f"the composed configuration is a {type(config).__name__}, not a Config")

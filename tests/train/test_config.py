@@ -118,6 +118,13 @@ def test_sources_are_given_on_the_command_line_and_in_files(pretrain, text_folde
     assert "1 files" in done.stdout
 
 
+def test_a_mixture_of_no_sources_is_refused(pretrain):
+    done = pretrain("mode=check", "data=mixture")
+    assert done.returncode == 2
+    assert "data.path has no value yet" in done.stderr
+    assert "data.sources.NAME.path=..." in done.stderr
+
+
 def test_help_shows_groups_and_keys(pretrain):
     done = pretrain("--help")
     assert done.returncode == 0
