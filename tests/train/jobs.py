@@ -69,6 +69,39 @@ class Job:
         return self.process.returncode, said
 
 
+def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
+    """One rank per command (the arguments of ``train/pretrain.py``), without torchrun.
+
+    It would end the survivors of a failure, and hide their own exit codes.
+    """
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "train/pretrain.py", *command],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(len(commands)),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]
+
+
+def one_line_of(rank: int, process: subprocess.Popen[str], timeout: float) -> str:
+    """The only line in which a failed rank speaks of itself; it must exit 1 within ``timeout``."""
+    _, said = process.communicate(timeout=timeout)
+    assert process.returncode == 1, said
+    (line,) = [line for line in said.splitlines() if line.startswith(f"rank {rank}, ")]
+    return line
+
+
 def steps(folder: Path) -> list[tuple[int, float, float]]:
     """Step, loss and gradient norm of each complete line of a run's metrics."""
     path = folder / "metrics.jsonl"

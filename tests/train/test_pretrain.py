@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).absolute().parents[2]
+from tests.train.jobs import ROOT, one_line_of, start_ranks
+
 STEPS = 10
 
 
@@ -157,39 +157,6 @@ def test_a_repeated_run_is_bit_equal(settings, alone, tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
     for one, other in zip(metrics(folder), metrics(alone[1]), strict=True):
         assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
-
-
-def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
-    """One rank per command, without torchrun, which would end the survivors of a failure itself."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "train/pretrain.py", *command],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                **common,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(len(commands)),
-            },
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, command in enumerate(commands)
-    ]
-
-
-def one_line_of(rank: int, process: subprocess.Popen[str], timeout: float) -> str:
-    """The only line in which a failed rank speaks of itself; it must exit 1 within ``timeout``."""
-    _, said = process.communicate(timeout=timeout)
-    assert process.returncode == 1, said
-    (line,) = [line for line in said.splitlines() if line.startswith(f"rank {rank}, ")]
-    return line
 
 
 @pytest.mark.timeout(90)
