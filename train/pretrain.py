@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
@@ -175,6 +176,8 @@ def _explain_key(key: str, error: OmegaConfBaseException) -> str:
 def main() -> None:
     """Compose, check and train; wrong settings end in a short explanation and exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file may have any name
     register_schema()
     stopper = None
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,17 @@ def test_a_damaged_corpus_is_one_line_with_the_remedy(settings, pretrain, tmp_pa
     assert f"{path} has 10 bytes" in line
     assert f"delete {path.parents[1]} and start again" in line
     assert "DamagedError" in (tmp_path / "new" / "logs" / "rank0.log").read_text()
+
+
+def test_a_file_may_have_any_name(settings, pretrain, text_folder, tmp_path):
+    """One that is left out and whose name is not UTF-8: told after the corpus is made."""
+    folder = tmp_path / "text"
+    shutil.copytree(text_folder, folder)
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"\xff")
+    own = [f"data.path={folder}", f"data.cache_dir={tmp_path}", f"run.dir={tmp_path / 'run'}"]
+    done = pretrain(*settings, *own, "train.steps=2", "train.final_eval_bytes=1")
+    assert done.returncode == 0, done.stderr
+    assert f"left out, not UTF-8: {folder}/caf\\udce9.txt" in done.stdout
 
 
 def test_a_bad_line_is_named_by_whoever_tokenises(settings, tmp_path):
