@@ -1,6 +1,7 @@
 """What a model has to beat: gzip, and unigram and bigram counts over the same tokens.
 
-All figures are nats per UTF-8 byte of the evaluated documents.
+All figures are nats per UTF-8 byte of the same documents: the first of those that the model is
+evaluated on, at most about ``BASELINE_BYTES``: one process takes them while the others wait.
 """
 
 from __future__ import annotations
@@ -8,15 +9,56 @@ from __future__ import annotations
 import gzip
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from train.documents import Documents
-from train.samples import first_documents
+from train.samples import evaluation_documents, first_documents
+from train.shards import Corpus
 
+BASELINE_BYTES = 16_000_000  # held-out text that the baselines are taken over, at most
 FIT_TOKENS = 20_000_000  # training tokens that the counts are taken from, at most
 PRIOR = 8.0  # weight of the unigram distribution in a bigram estimate, in counts
+
+
+def take_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
+    """``gzip``, ``unigram`` and ``bigram`` of held-out documents, and their ``baseline_bytes``.
+
+    ``max_bytes`` is how much of the split the model is evaluated on, None for all of it.
+    """
+    held_out, tokenizer = corpus.held_out, corpus.tokenizer
+    chosen = baseline_documents(held_out, max_bytes)
+    unigram, bigram = count_nats_per_byte(
+        corpus.train, held_out, chosen, tokenizer.get_vocab_size()
+    )
+    texts = (
+        tokenizer.decode(
+            held_out.tokens(document, 1, int(held_out.lengths[document])).tolist(),
+            skip_special_tokens=False,
+        )
+        for document in chosen
+    )
+    return {
+        "gzip": gzip_nats_per_byte(texts),
+        "unigram": unigram,
+        "bigram": bigram,
+        "baseline_bytes": int(held_out.n_bytes[chosen].sum()),
+    }
+
+
+def baseline_documents(
+    documents: Documents, max_bytes: int | None, limit: int = BASELINE_BYTES
+) -> list[int]:
+    """The documents of the evaluation, or the first of each source where they exceed ``limit``.
+
+    Each source has at least one, and the last of each may exceed its share of the limit.
+    """
+    evaluated = evaluation_documents(documents, max_bytes)
+    if documents.n_bytes[evaluated].sum() <= limit:
+        return evaluated
+    return first_documents(documents, documents.n_bytes, min(limit, max_bytes or limit))
 
 
 def gzip_nats_per_byte(texts: Iterable[str]) -> float:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import math
 
 import numpy as np
 import pytest
 
-from train.baselines import PRIOR, count_nats_per_byte, gzip_nats_per_byte
+from train.baselines import (
+    PRIOR,
+    baseline_documents,
+    count_nats_per_byte,
+    gzip_nats_per_byte,
+    take_baselines,
+)
+from train.corpus import find_files, is_held_out, read_documents
 from train.documents import Documents
+from train.samples import evaluation_documents
+from train.shards import open_corpus
 
 
 def documents_of(texts: list[list[int]], n_bytes: list[int]) -> Documents:
@@ -58,3 +68,38 @@ def test_gzip_counts_utf8_bytes_of_all_texts_together():
     data = "".join(texts).encode()
     expected = len(gzip.compress(data, 9)) * math.log(256) / len(data)
     assert gzip_nats_per_byte(texts) == pytest.approx(expected)
+
+
+def test_baselines_are_taken_over_no_more_than_a_part_of_a_large_split():
+    documents = documents_of([[0, 1]] * 10, [100] * 10)
+    for max_bytes in (1, 250, 1000, None):
+        whole = evaluation_documents(documents, max_bytes)
+        assert baseline_documents(documents, max_bytes) == whole
+        part = baseline_documents(documents, max_bytes, limit=300)
+        assert part == whole[:3]
+    split = dataclasses.replace(documents, sources={"a": 3.0, "b": 1.0}, bounds=(0, 5, 10))
+    assert baseline_documents(split, None, limit=400) == [0, 1, 2, 5]
+    assert baseline_documents(split, None, limit=1000) == list(range(10))
+
+
+def test_all_baselines_are_of_the_same_bytes(config):
+    """Of the files themselves, in whole and cut; gzip against gzip of what the files hold."""
+    corpus = open_corpus(config.data)
+    texts = [
+        document.text.encode()
+        for file in find_files(config.data)
+        if file.path.suffix == ".txt"
+        for document in read_documents(file)
+        if is_held_out(document.name, config.data.held_out)
+    ]
+    assert len(texts) > 3
+    for count, max_bytes in ((len(texts), None), (2, len(texts[0]) + 1)):
+        data = b"".join(texts[:count])
+        got = take_baselines(corpus, max_bytes)
+        assert got["baseline_bytes"] == len(data)
+        assert got["gzip"] == pytest.approx(
+            len(gzip.compress(data, 9)) * math.log(256) / len(data), rel=1e-12
+        )
+        chosen, vocab_size = list(range(count)), corpus.tokenizer.get_vocab_size()
+        counts = count_nats_per_byte(corpus.train, corpus.held_out, chosen, vocab_size)
+        assert (got["unigram"], got["bigram"]) == counts
