@@ -131,7 +131,7 @@ class Sweep:
         there = RunFolder(config)
         if not there.holds_run():
             return False
-        steps = read_summary(folder).get("steps", 0)
+        steps = there.complete_after()
         difference = there.difference(config)
         if difference is None and steps > config.train.steps:
             difference = ("train.steps", steps, config.train.steps)
