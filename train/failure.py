@@ -122,7 +122,7 @@ def to_log(log: Path) -> TextIO:
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    console = os.fdopen(os.dup(2), "w")
+    console = os.fdopen(os.dup(2), "w", errors="backslashreplace")
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

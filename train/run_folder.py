@@ -96,7 +96,7 @@ class RunFolder:
         """The steps of the complete run that is here; 0 where none is, or its summary is torn."""
         try:
             return int(json.loads(self.summary.read_text())["steps"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return 0
 
     def is_replaced_by(self, config: Config) -> bool:

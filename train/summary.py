@@ -8,13 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from train.baselines import count_nats_per_byte, gzip_nats_per_byte
+from train.baselines import take_baselines
 from train.config import Config
 from train.evaluate import Evaluation
 from train.parallel import Mesh
 from train.plots import plot_run
 from train.run_folder import RunFolder, write_whole
-from train.samples import evaluation_documents
 from train.shards import Corpus
 from train.state import State
 
@@ -31,17 +30,10 @@ def summarise(
     config: Config, corpus: Corpus, mesh: Mesh, state: State, full: Evaluation, alone: Evaluation
 ) -> dict[str, Any]:
     """What ``summary.json`` holds. ``alone``: the evaluation with each token seeing only itself."""
-    chosen = evaluation_documents(corpus.held_out, config.train.final_eval_bytes)
-    texts = (_text(corpus, document) for document in chosen)
-    unigram, bigram = count_nats_per_byte(
-        corpus.train, corpus.held_out, chosen, corpus.tokenizer.get_vocab_size()
-    )
     return {
         "nats_per_byte": full.nats_per_byte,
         "nats_per_byte_self_only": alone.nats_per_byte,
-        "gzip": gzip_nats_per_byte(texts),
-        "unigram": unigram,
-        "bigram": bigram,
+        **take_baselines(corpus, config.train.final_eval_bytes),
         "train_seconds": state.seconds,
         "steps": state.step,
         "skipped": state.guard.skipped,
@@ -68,6 +60,8 @@ def present(
     except ModuleNotFoundError as error:
         console.print(f"no plots: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
     title = f"Held out: {summary['held_out_bytes']:,} bytes"
+    if summary["baseline_bytes"] < summary["held_out_bytes"]:
+        title += f" (baselines: {summary['baseline_bytes']:,})"
     table = Table("", "nats per byte", title=title, title_justify="left")
     for label, key in ROWS.items():
         table.add_row(label, f"{summary[key]:.3f}")
@@ -77,9 +71,3 @@ def present(
         f"{folder.path}",
         soft_wrap=True,
     )
-
-
-def _text(corpus: Corpus, document: int) -> str:
-    """The text of a held-out document, from its tokens."""
-    ids = corpus.held_out.tokens(document, 1, int(corpus.held_out.lengths[document]))
-    return corpus.tokenizer.decode(ids.tolist(), skip_special_tokens=False)

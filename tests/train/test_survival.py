@@ -12,13 +12,12 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.train.jobs import ROOT, Job, events, free_port, is_alive, steps
+from tests.train.jobs import Job, events, free_port, is_alive, start_ranks, steps
 
 STEPS = 50
 SPREAD = {"cp 1": (2, 1), "cp 2": (2, 2), "dp 2 x cp 2": (4, 2)}  # processes, cp
@@ -129,28 +128,6 @@ def test_sigterm_saves_the_last_finished_step(settings, undisturbed, tmp_path, w
     assert steps(folder) == undisturbed(2, 2)
 
 
-def start_ranks(folder: Path, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Ranks without torchrun, so that their own exit codes can be seen."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "train/pretrain.py", *arguments, f"run.dir={folder}"],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                **place,
-                "RANK": str(r),
-                "LOCAL_RANK": str(r),
-                "WORLD_SIZE": str(count),
-            },
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(count)
-    ]
-
-
 def await_lines(path: Path, count: int, ranks: list[subprocess.Popen[str]]) -> None:
     deadline = time.monotonic() + 60
     while not (path.exists() and path.read_text().count("\n") >= count):
@@ -167,7 +144,7 @@ def test_sigterm_in_the_middle_of_a_slow_step(settings, tmp_path):
     with Job(folder, 2, *quick, "train.steps=3", "checkpoint.every=0") as job:
         assert job.end()[0] == 0
     slow = [*quick, "train.accumulation=4000", "checkpoint.every=0"]
-    ranks = start_ranks(folder, 2, *slow)
+    ranks = start_ranks(*[[*slow, f"run.dir={folder}"]] * 2)
     try:
         await_lines(folder / "events.jsonl", 2, ranks)  # it goes on after step 3
         time.sleep(5)
@@ -187,7 +164,7 @@ def test_sigterm_in_the_middle_of_a_slow_step(settings, tmp_path):
 @pytest.mark.timeout(100)
 def test_ctrl_c_saves_and_exits_130(settings, tmp_path):
     folder = tmp_path / "run"
-    (rank,) = start_ranks(folder, 1, *settings, "train.steps=100000")
+    (rank,) = start_ranks([*settings, "train.steps=100000", f"run.dir={folder}"])
     try:
         await_lines(folder / "metrics.jsonl", 3, [rank])
         rank.send_signal(signal.SIGINT)
@@ -202,7 +179,9 @@ def test_ctrl_c_saves_and_exits_130(settings, tmp_path):
 def test_with_a_peer_gone_nothing_is_saved(settings, tmp_path):
     """Rank 1 is stopped, then rank 0 told to end: it exits 1 and leaves the checkpoints alone."""
     folder = tmp_path / "run"
-    ranks = start_ranks(folder, 2, *settings, "parallel.cp=2", "train.steps=100000")
+    ranks = start_ranks(
+        *[[*settings, "parallel.cp=2", "train.steps=100000", f"run.dir={folder}"]] * 2
+    )
     try:
         await_lines(folder / "metrics.jsonl", 10, ranks)
         ranks[1].send_signal(signal.SIGSTOP)
