@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ settings.register_profile(
 )
 torch.set_num_threads(1)  # small tensors; and the ranks of the pool need the cores
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+# A suite that was started in the background ignores Ctrl-C, and so would all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
