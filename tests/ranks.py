@@ -160,7 +160,7 @@ def sacrifice(
     after `limit`; all are killed then.
     """
     store = None if hosts else dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    port = _free_port() if store is None else store.port
+    port = free_port() if store is None else store.port
     job = pickle.dumps((function, args))
     pipes, processes = [], []
     try:
@@ -202,7 +202,8 @@ def _results(pipes: list[Connection], lost: int, limit: float) -> list[Any]:
     return results
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ranks
 
-from tests.ranks import Ranks
 from train.checkpoint import (
     Checkpoints,
     checkpoints_in,

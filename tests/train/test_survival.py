@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
-from tests.train.jobs import Job, events, free_port, is_alive, start_ranks, steps
+from tests.train.jobs import Job, events, is_alive, start_ranks, steps
 
 STEPS = 50
 SPREAD = {"cp 1": (2, 1), "cp 2": (2, 2), "dp 2 x cp 2": (4, 2)}  # processes, cp

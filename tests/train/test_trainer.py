@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import sacrifice
 
-from tests.ranks import sacrifice
 from tests.train.jobs import events, steps
 from train.checkpoint import checkpoints_in
 from train.config import Config, ConfigError
