@@ -1,37 +1,13 @@
 // The end of a tile: O and LSE, stored or merged with earlier hops.
 #pragma once
 
-#include <cutlass/numeric_conversion.h>
-
+#include "rows.cuh"
 #include "softmax.cuh"
 #include "traits.cuh"
 
 namespace ringfa3 {
 
 using namespace cute;
-
-// Stores one row of O, of which a quad of lanes holds columns 8j + 2q, 8j + 2q + 1 for all j, in
-// the output dtype. Neighbouring lanes trade halves, so that a quad writes whole 32-byte sectors.
-template <class Traits, class Output>
-CUTE_DEVICE void store_row(typename Traits::Element* out, Output const& o, int r, int lane,
-                           bool stored) {
-  cutlass::NumericArrayConverter<typename Traits::Element, float, 2> convert;
-  auto pack = [&](int j) {
-    cutlass::Array<float, 2> pair;
-    pair[0] = o(4 * j + 2 * r), pair[1] = o(4 * j + 2 * r + 1);
-    auto const packed = convert(pair);
-    return reinterpret_cast<uint32_t const&>(packed);
-  };
-  bool const odd = lane & 1;
-  out += 8 * (lane & 1) + 2 * (lane & 2);
-  CUTE_UNROLL
-  for (int j = 0; j < Traits::D / 8; j += 2) {
-    uint32_t const a = pack(j), b = pack(j + 1);
-    uint32_t const got = __shfl_xor_sync(0xffffffff, odd ? a : b, 1);
-    uint2 const eight = odd ? make_uint2(got, b) : make_uint2(a, got);
-    if (stored) *reinterpret_cast<uint2*>(out + 8 * j) = eight;
-  }
-}
 
 // Merges a row with what earlier hops left: the weight of the old O, and of ours, whose LSE it is.
 CUTE_DEVICE float2 merge(float old, float& lse) {
@@ -82,7 +58,7 @@ CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Tile const& tile, int he
     if (last) {
       Element* const out =
           static_cast<Element*>(a.out.data) + token * a.out.token_stride + head * a.out.head_stride;
-      store_row<Traits>(out, o, r, lane, stored);
+      store_row<Element, D>(out, o, r, lane, stored);
     } else if (stored) {
       CUTE_UNROLL
       for (int n = 2 * r; n < D / 2; n += 4) {

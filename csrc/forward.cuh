@@ -10,6 +10,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "epilogue.cuh"
+#include "products.cuh"
 #include "scheduler.cuh"
 #include "softmax.cuh"
 #include "traits.cuh"
@@ -84,20 +85,6 @@ CUTE_DEVICE void load_tiles(ForwardParams<Traits> const& p, typename Traits::Sha
     smem.work_empty[work_state.index].arrive();
     work_state.advance();
   }
-}
-
-// C = A B, or C += A B; asynchronous.
-template <class Mma, class A, class B, class C>
-CUTE_DEVICE void issue(Mma& mma, A const& a, B const& b, C& c, bool add) {
-  mma.accumulate_ = add ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
-  warpgroup_fence_operand(c);
-  warpgroup_arrive();
-  CUTE_UNROLL
-  for (int k = 0; k < size<2>(a); ++k) {
-    gemm(mma, a(_, _, k), b(_, _, k), c);
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
-  warpgroup_commit_batch();
 }
 
 template <class Traits>

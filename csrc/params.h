@@ -40,4 +40,58 @@ struct ForwardArgs {
   float softmax_scale;
 };
 
+// Rows of one block of the row grid: tokens [row0, row0 + rows), the rest is padding.
+struct GridBlock {
+  int32_t row0, rows;
+};
+
+// The padded rows in which LSE, D and the float32 dQ of a backward live through all its hops:
+// blocks of M rows, every query segment begins with one. See `Plan.row_grid` in ringfa3/plan.py.
+struct RowGrid {
+  GridBlock const* blocks;
+  float* lse;    // (heads, num_blocks, M), to base 2; +inf in rows that see nothing, and in padding
+  float* delta;  // (heads, num_blocks, M), D = rowsum(dO * O) - dLSE
+  float* dq;     // (heads, num_blocks, M * D), pieces of (64, 64) as the accumulators hold them
+  int64_t num_blocks;
+};
+
+// What one CTA does of a key tile: query heads [first_head, first_head + num_heads) of every KV
+// head's group, and of the blocks of rows that the tile visits, in order, [skip, skip + blocks).
+struct Portion {
+  int32_t row0, rows, first_span, flags, first_head, num_heads, skip, blocks;
+};
+
+enum PortionFlags : int32_t { kShared = 4 };  // beside TileFlags: other portions add to these keys
+
+struct PrepareArgs {
+  Tensor3 out, dout;
+  float const* lse;   // (heads, tokens), natural logarithm
+  float const* dlse;  // (heads, tokens)
+  int64_t lse_head_stride, dlse_head_stride;
+  RowGrid grid;
+};
+
+struct BackwardArgs {
+  Tensor3 q, dout, k, v;
+  Tensor3 dk, dv;  // float32 where `partial`, else the dtype of k
+  RowGrid grid;
+  Portion const* portions;  // in the order in which they are fetched
+  Span const* spans;
+  int32_t const* earlier;  // per span, see `Tiling.turn`
+  int32_t* counter;        // the next piece of work; zero before the launch
+  int32_t* turns;          // (heads, num_blocks, pieces) zeros before the launch; null: no turns
+  int32_t const* arrival;  // not zero once the partial may be read; null: it is here
+  int32_t num_portions;
+  int32_t head_section;  // KV heads whose portions run together
+  int32_t num_ctas;
+  int32_t partial;
+  float softmax_scale;
+};
+
+struct ConvertArgs {
+  Tensor3 dq;
+  RowGrid grid;
+  float softmax_scale;
+};
+
 }  // namespace ringfa3

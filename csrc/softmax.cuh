@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cute/tensor.hpp>
-#include <cutlass/numeric_conversion.h>
 
 #include "work.cuh"
 
@@ -91,20 +90,6 @@ CUTE_DEVICE void hide(Scores& s, BlockIterator<N> const& block, int row, int lan
         if (column < first || column > last) s(n + 2 * r + c) = -INFINITY;
       }
     }
-  }
-}
-
-// P in the registers of the second product's A operand: pairs in the order that S has them.
-template <class Element, class Scores, class Operand>
-CUTE_DEVICE void to_operand(Scores const& s, Operand& p) {
-  constexpr int kSize = decltype(size(s))::value;
-  cutlass::NumericArrayConverter<Element, float, 2> convert;
-  auto* out = reinterpret_cast<cutlass::Array<Element, 2>*>(raw_pointer_cast(p.data()));
-  CUTE_UNROLL
-  for (int n = 0; n < kSize; n += 2) {
-    cutlass::Array<float, 2> pair;
-    pair[0] = s(n), pair[1] = s(n + 1);
-    out[n / 2] = convert(pair);
   }
 }
 

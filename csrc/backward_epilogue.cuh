@@ -1,0 +1,56 @@
+// The end of a portion: dK and dV, stored or added to what is there.
+#pragma once
+
+#include "backward_traits.cuh"
+#include "rows.cuh"
+#include "signals.cuh"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// Puts one warpgroup's dK or dV (64, D) of the keys from `first` of the tile where it belongs. A
+// quad of lanes holds two keys: `key` and `key + 8`.
+template <class Traits, class Accumulator>
+CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
+                                Portion const& portion, int kv_head, int key, int lane,
+                                Accumulator const& x) {
+  using Element = typename Traits::Element;
+  constexpr int D = Traits::D;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    bool const stored = key + 8 * r < portion.rows;
+    int64_t const offset =
+        (portion.row0 + key + 8 * r) * gradient.token_stride + kv_head * gradient.head_stride;
+    if (!a.partial) {
+      store_row<Element, D>(static_cast<Element*>(gradient.data) + offset, x, r, lane, stored);
+    } else if (stored) {
+      float* const to = static_cast<float*>(gradient.data) + offset + 2 * (lane % 4);
+      auto each = [&](auto put) {
+        CUTE_UNROLL
+        for (int n = 2 * r; n < D / 2; n += 4) {
+          put(reinterpret_cast<float2*>(to + 2 * (n - 2 * r)), make_float2(x(n), x(n + 1)));
+        }
+      };
+      if (portion.flags & kShared) {
+        each([](float2* at, float2 mine) { atomicAdd(at, mine); });
+      } else if (portion.flags & kFirst) {
+        each([](float2* at, float2 mine) { *at = mine; });
+      } else {
+        each([](float2* at, float2 mine) {
+          float2 const old = *at;
+          *at = make_float2(old.x + mine.x, old.y + mine.y);
+        });
+      }
+    }
+  }
+}
+
+// Warp-wide: the partial may be read from here on.
+CUTE_DEVICE void wait_for_partial(BackwardArgs const& a, Portion const& portion, int lane) {
+  if (a.arrival == nullptr || portion.flags & kFirst) return;
+  if (lane == 0) wait_for_arrival(a.arrival);
+  __syncwarp();
+}
+
+}  // namespace ringfa3

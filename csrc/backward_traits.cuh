@@ -1,0 +1,119 @@
+// Shapes, layouts and shared memory of a backward kernel, and its parameters.
+//
+// Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/cutlass.h>
+#include <cutlass/numeric_types.h>
+
+#include "stages.cuh"
+#include "tma.cuh"
+#include "work.cuh"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// dQ leaves in pieces of (64, 64) floats, in the order in which a warpgroup's accumulators hold
+// them: (8 groups of columns, 128 threads, 4).
+constexpr int kPiece = 64 * 64;
+
+constexpr int kPortionDepth = 2;  // the portion that ends, and the next
+
+// A portion for one KV head.
+struct KeyWork {
+  int32_t kv_head;  // -1: no more
+  Portion portion;
+};
+
+// A block of rows that is in shared memory, as the consumers have to know it.
+struct RowBlock {
+  int32_t low, high;  // key n of the tile is seen by rows [n + low, n + high] of the block,
+  int32_t rows;       // of which these belong to the span, and
+  int32_t keys;       // so many keys to the tile
+  int32_t target;     // number of the block of dQ
+  int32_t turn;       // how many tiles add to that block before this one
+  bool masked;        // whether any of its pairs must not be seen
+  bool last;          // of the portion
+};
+
+// A piece of dQ on its way out: its number, -1 for no more, and its turn.
+struct DqPiece {
+  int32_t number, turn;
+};
+
+template <class Element_, int HeadDim_, int TileM_, int TileN_>
+struct BackwardTraits {
+  using Element = Element_;
+  static constexpr int D = HeadDim_;
+  static constexpr int M = TileM_;
+  static constexpr int N = TileN_;
+  static constexpr int Consumers = 2;
+  static constexpr int Threads = kWarpgroup * (Consumers + 1);
+  static constexpr int ConsumerRegisters = 232;
+  static constexpr int ProducerRegisters = 40;
+  // Either each warpgroup has 64 keys, or, where a tile has no more, one has dV and one has dK.
+  static constexpr bool Roles = N == 64;
+  static constexpr int QStages = 2;
+  static constexpr int DoutStages = D < 256 ? 2 : 1;
+  static constexpr int DsStages = Roles ? 1 : 2;
+  static constexpr int Pieces = M * D / kPiece;          // of a block of dQ
+  static constexpr int PiecesEach = Pieces / Consumers;  // of a warpgroup, side by side
+
+  // One warpgroup's products: S^T (64, M) = K (64, D) Q^T, dP^T = V dO^T alike,
+  // dV (64, D) += P^T (64, M) dO, dK += dS^T Q alike, dQ (64, columns) = dS (64, N) K.
+  using MmaS = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<M>, Int<D>>, GMMA::Major::K,
+                           GMMA::Major::K>()));
+  using MmaKV = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<D>, Int<M>>, GMMA::Major::K,
+                           GMMA::Major::MN>()));
+  static constexpr int DqColumns = 64 * PiecesEach;
+  using MmaQ = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<DqColumns>, Int<N>>,
+                           GMMA::Major::MN, GMMA::Major::MN>()));
+
+  using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
+  using AtomMN = GMMA::Layout_MN_SW128_Atom<Element>;
+  using SmemQ = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<D>, Int<QStages>>{}));
+  using SmemDout = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<D>, Int<DoutStages>>{}));
+  using SmemK = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<D>>{}));  // and V
+  // The same bytes transposed, (D, M, S) and (D, N), as the other products' B want them.
+  using SmemQt =
+      decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<M>, Int<QStages>>{}, Step<_2, _1, _3>{}));
+  using SmemDoutT = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<M>, Int<DoutStages>>{},
+                                           Step<_2, _1, _3>{}));
+  using SmemKt = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>>{}, Step<_2, _1>{}));
+  using SmemDs = decltype(tile_to_shape(AtomMN{}, Shape<Int<M>, Int<N>, Int<DsStages>>{}));
+
+  struct SharedStorage {
+    alignas(1024) Element k[cosize_v<SmemK>];
+    alignas(1024) Element v[cosize_v<SmemK>];
+    alignas(1024) Element q[cosize_v<SmemQ>];
+    alignas(1024) Element dout[cosize_v<SmemDout>];
+    alignas(1024) Element ds[cosize_v<SmemDs>];
+    alignas(128) float dq[Consumers][kPiece];
+    alignas(128) float p[Roles ? 64 * M : 1];  // P^T on its way from one warpgroup to the other
+    alignas(128) float lse[QStages][M];
+    alignas(128) float delta[DoutStages][M];
+    RowBlock blocks[QStages];
+    DqPiece pieces[Consumers];
+    KeyWork work[kPortionDepth];
+    alignas(16) cutlass::arch::ClusterTransactionBarrier kv_full;
+    alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
+    alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], dout_empty[DoutStages];
+    alignas(16) cutlass::arch::ClusterBarrier kv_empty, dq_full[Consumers], dq_empty[Consumers];
+    alignas(16) cutlass::arch::ClusterBarrier work_full[kPortionDepth], work_empty[kPortionDepth];
+    alignas(16) cutlass::arch::ClusterBarrier work_wanted;
+  };
+};
+
+struct BackwardParams {
+  CUtensorMap q, dout, k, v;
+  BackwardArgs args;
+  int32_t group, kv_heads, num_work;
+};
+
+}  // namespace ringfa3

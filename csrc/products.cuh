@@ -1,0 +1,40 @@
+// Matrix products of a warpgroup: issued, and chained through registers.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <cutlass/numeric_conversion.h>
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// C = A B, or C += A B; asynchronous.
+template <class Mma, class A, class B, class C>
+CUTE_DEVICE void issue(Mma& mma, A const& a, B const& b, C& c, bool add) {
+  mma.accumulate_ = add ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(a); ++k) {
+    gemm(mma, a(_, _, k), b(_, _, k), c);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
+// An accumulator (rows, columns) in the registers of another product's A operand: its pairs, in the
+// same order.
+template <class Element, class Accumulator, class Operand>
+CUTE_DEVICE void to_operand(Accumulator const& c, Operand& a) {
+  constexpr int kSize = decltype(size(c))::value;
+  cutlass::NumericArrayConverter<Element, float, 2> convert;
+  auto* out = reinterpret_cast<cutlass::Array<Element, 2>*>(raw_pointer_cast(a.data()));
+  CUTE_UNROLL
+  for (int n = 0; n < kSize; n += 2) {
+    cutlass::Array<float, 2> pair;
+    pair[0] = c(n), pair[1] = c(n + 1);
+    out[n / 2] = convert(pair);
+  }
+}
+
+}  // namespace ringfa3
