@@ -165,7 +165,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   Tensor dk = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
   Tensor dv = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
 
-  StageState<kPortionDepth> work_state;
+  StageState<kWorkDepth> work_state;
   StageState<1> kv_state, dq_state;
   StageState<Traits::QStages> q_state;
   StageState<Traits::DoutStages> dout_state;
@@ -205,8 +205,8 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
         warpgroup_wait<0>();
         warpgroup_fence_operand(dp);
         differentiate<M>(s, dp, smem.delta[dout_state.index()], lane);
-        if (masked) hide<M>(dp, block, key, lane);
         to_operand<Element>(s, fP);
+        if (masked) hide<M>(dp, block, key, lane);
         to_operand<Element>(dp, fDSt);
         issue(mma_kv, fP, fDOt(_, _, _, dout_state.index()), dv, true);
 
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       smem.dq_full[i].init(4), smem.dq_empty[i].init(1);
     }
     smem.work_wanted.init(1);
-    for (int i = 0; i < kPortionDepth; ++i) {
+    for (int i = 0; i < kWorkDepth; ++i) {
       smem.work_full[i].init(1), smem.work_empty[i].init(4 * Traits::Consumers + 1);
     }
     cutlass::arch::fence_barrier_init();
@@ -296,7 +296,7 @@ cudaError_t launch_backward(BackwardArgs const& a, cudaStream_t stream) {
                                      {&p.dout, &a.dout, Traits::M},
                                      {&p.k, &a.k, Traits::N},
                                      {&p.v, &a.v, Traits::N}}) {
-    if (encode<Element>(*map, *x, rows, Traits::D) != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    if (!encode<Element>(*map, *x, rows, Traits::D)) return cudaErrorInvalidValue;
   }
   p.args = a;
   p.kv_heads = static_cast<int32_t>(a.k.heads);

@@ -16,7 +16,7 @@ CUTE_DEVICE void fetch_portions(BackwardParams const& p, typename Traits::Shared
   constexpr int kWords = sizeof(Portion) / sizeof(int32_t);
   int const lane = threadIdx.x % kWarp;
   BackwardArgs const& a = p.args;
-  StageState<kPortionDepth> state;
+  StageState<kWorkDepth> state;
   int w = blockIdx.x;
   while (true) {
     smem.work_empty[state.index()].wait(state.phase() ^ 1);
@@ -79,7 +79,7 @@ template <class Traits>
 CUTE_DEVICE void load_portions(BackwardParams const& p, typename Traits::SharedStorage& smem) {
   constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
   BackwardArgs const& a = p.args;
-  StageState<kPortionDepth> work_state;
+  StageState<kWorkDepth> work_state;
   StageState<1> kv_state;
   StageState<Traits::QStages> q_state;
   StageState<Traits::DoutStages> dout_state;

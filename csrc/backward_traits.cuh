@@ -10,7 +10,6 @@
 
 #include "stages.cuh"
 #include "tma.cuh"
-#include "work.cuh"
 
 namespace ringfa3 {
 
@@ -19,8 +18,6 @@ using namespace cute;
 // dQ leaves in pieces of (64, 64) floats, in the order in which a warpgroup's accumulators hold
 // them: (8 groups of columns, 128 threads, 4).
 constexpr int kPiece = 64 * 64;
-
-constexpr int kPortionDepth = 2;  // the portion that ends, and the next
 
 // A portion for one KV head.
 struct KeyWork {
@@ -100,12 +97,12 @@ struct BackwardTraits {
     alignas(128) float delta[DoutStages][M];
     RowBlock blocks[QStages];
     DqPiece pieces[Consumers];
-    KeyWork work[kPortionDepth];
+    KeyWork work[kWorkDepth];
     alignas(16) cutlass::arch::ClusterTransactionBarrier kv_full;
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], dout_empty[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier kv_empty, dq_full[Consumers], dq_empty[Consumers];
-    alignas(16) cutlass::arch::ClusterBarrier work_full[kPortionDepth], work_empty[kPortionDepth];
+    alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];
     alignas(16) cutlass::arch::ClusterBarrier work_wanted;
   };
 };

@@ -7,6 +7,13 @@ namespace ringfa3 {
 
 using namespace cute;
 
+constexpr int kWarp = 32;
+constexpr int kWarpgroup = 128;
+constexpr int kWorkDepth = 4;    // the piece that ends, the next, and room for one to come
+constexpr int kBlocksAhead = 4;  // blocks left to load when the next piece is fetched
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
 // A place in a circular buffer of S stages, and the parity that its barriers have there.
 template <int S>
 struct StageState {

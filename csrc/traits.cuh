@@ -8,6 +8,7 @@
 #include <cutlass/cutlass.h>
 #include <cutlass/numeric_types.h>
 
+#include "stages.cuh"
 #include "tma.cuh"
 #include "work.cuh"
 
@@ -62,16 +63,6 @@ struct ForwardParams {
   CUtensorMap q, k, v;
   ForwardArgs args;
   int32_t heads, group, num_work;
-};
-
-// A place in a circular buffer of S stages, and the parity that its barriers have there.
-template <int S>
-struct StageState {
-  static_assert((S & (S - 1)) == 0, "one counter holds both");
-  uint32_t count = 0;
-  CUTE_DEVICE int index() const { return count % S; }
-  CUTE_DEVICE uint32_t phase() const { return count / S & 1; }
-  CUTE_DEVICE void advance() { ++count; }
 };
 
 }  // namespace ringfa3

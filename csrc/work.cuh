@@ -4,18 +4,13 @@
 #include <cute/tensor.hpp>
 
 #include "params.h"
+#include "stages.cuh"
 
 namespace ringfa3 {
 
 using namespace cute;
 
-constexpr int kWarp = 32;
-constexpr int kWarpgroup = 128;
-constexpr int kWorkDepth = 4;    // the piece that ends, the next, and room for one to come
-constexpr int kBlocksAhead = 4;  // blocks left to load when the next piece is fetched
 constexpr int kVisits = 8;
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // What a tile visits of one span: columns [begin, end), of which its row r sees
 // [low + r, high + r]. key_row is the span's first key, keys how many it has.
