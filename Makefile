@@ -30,7 +30,7 @@ check: setup
 	$(BIN)/python -m pytest tests/test_imports.py
 
 kernels: $(READY)-compiler
-	$(BIN)/python -m ringfa3.build --units d128 --check
+	$(BIN)/python -m ringfa3.build --units forward-d128 backward-d128-bf16 --check
 
 setup: $(READY)
 

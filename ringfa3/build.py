@@ -49,38 +49,42 @@ JOB_BYTES = 6 << 30  # of memory that a compile may take
 class Unit:
     """One library: a direction, a dtype and a head dim, with its tile shape.
 
-    tile_n     keys of a block
-    consumers  warpgroups of 64 query rows each
+    tile_m  query rows: of a tile forward, of a block backward
+    tile_n  keys: of a block forward, of a tile backward
     """
 
     direction: str
     dtype: str
     head_dim: int
+    tile_m: int
     tile_n: int
-    consumers: int
 
     @property
     def name(self) -> str:
         return f"{self.direction}-d{self.head_dim}-{SHORT[self.dtype]}"
 
     @property
-    def tile_m(self) -> int:
-        return 64 * self.consumers
-
-    @property
     def defines(self) -> tuple[str, ...]:
         return (
             f"-DRINGFA3_ELEMENT={ELEMENTS[self.dtype]}",
             f"-DRINGFA3_HEAD_DIM={self.head_dim}",
+            f"-DRINGFA3_TILE_M={self.tile_m}",
             f"-DRINGFA3_TILE_N={self.tile_n}",
-            f"-DRINGFA3_CONSUMERS={self.consumers}",
         )
 
 
+SHAPES = (  # (direction, head_dim, tile_m, tile_n)
+    ("forward", 64, 192, 128),
+    ("forward", 128, 128, 128),
+    ("forward", 256, 128, 80),
+    ("backward", 64, 128, 128),
+    ("backward", 128, 64, 128),
+    ("backward", 256, 64, 64),
+)
 UNITS = tuple(
-    Unit("forward", dtype, head_dim, tile_n, consumers)
+    Unit(direction, dtype, head_dim, tile_m, tile_n)
     for dtype in ELEMENTS
-    for head_dim, tile_n, consumers in ((64, 128, 3), (128, 128, 2), (256, 80, 2))
+    for direction, head_dim, tile_m, tile_n in SHAPES
 )
 
 

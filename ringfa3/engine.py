@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ringfa3 import kernels, reference
+from ringfa3 import backward, kernels, reference
 
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
     from ringfa3.build import Unit
 
-NO_BACKWARD = "there are no backward kernels in this version"
+# Whether the backward runs on its kernels. They were compiled and emulated, but not yet seen on a
+# GPU: until then the executor runs it, which is slow and right.
+BACKWARD_KERNELS = False
+UNSEEN = "its backward kernels have not run on a GPU yet"
 
 
 class Forward(NamedTuple):
@@ -25,15 +28,41 @@ class Forward(NamedTuple):
     attend: Callable[..., None]
 
 
+class Backward(NamedTuple):
+    """Runs the backward on tiles of `tile_n` keys and blocks of `tile_m` rows.
+
+    begin: makes the pass of a call, as `reference.BackwardPass`.
+    """
+
+    tile_n: int
+    tile_m: int
+    begin: Callable[..., reference.BackwardPass | backward.BackwardPass]
+
+
 def forward_engine(q: torch.Tensor) -> Forward:
     """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use."""
-    unit = kernels.forward_unit(q)
-    reason = _no_forward(unit, q)
-    if unit is not None and reason is None:
-        return Forward(unit.tile_m, partial(kernels.attend, unit))
-    if q.is_cuda and reason is not None:
+    unit = _unit("forward", q)
+    if unit is None:
+        return Forward(reference.TILE_M, reference.attend)
+    return Forward(unit.tile_m, partial(kernels.attend, unit))
+
+
+def backward_engine(q: torch.Tensor) -> Backward:
+    """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use."""
+    unit = _unit("backward", q)
+    if unit is None:
+        return Backward(reference.TILE_N, reference.TILE_M, reference.BackwardPass)
+    return Backward(unit.tile_n, unit.tile_m, partial(backward.BackwardPass, unit))
+
+
+def _unit(direction: str, q: torch.Tensor) -> Unit | None:
+    """The kernel to run; None for the executor, which a GPU's user is told."""
+    reason = executor_reason(direction, q)
+    if reason is None:
+        return kernels.unit_for(direction, q)
+    if q.is_cuda:
         say_executor(reason)
-    return Forward(reference.TILE_M, reference.attend)
+    return None
 
 
 def executor_reason(direction: str, q: torch.Tensor) -> str | None:
@@ -41,16 +70,13 @@ def executor_reason(direction: str, q: torch.Tensor) -> str | None:
 
     None where a kernel runs it; that is compiled if it has not been.
     """
-    if direction == "backward":
-        return NO_BACKWARD
-    return _no_forward(kernels.forward_unit(q), q)
-
-
-def _no_forward(unit: Unit | None, q: torch.Tensor) -> str | None:
-    if unit is not None:
-        return _problem(unit)
-    where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
-    return f"there is no kernel for head_dim {q.shape[-1]} on {where}"
+    unit = kernels.unit_for(direction, q)
+    if unit is None:
+        where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
+        return f"there is no kernel for head_dim {q.shape[-1]} on {where}"
+    if direction == "backward" and not BACKWARD_KERNELS:
+        return UNSEEN
+    return _problem(unit)
 
 
 @lru_cache(None)
@@ -64,13 +90,6 @@ def _problem(unit: Unit) -> str | None:
     except (BuildError, OSError) as error:  # OSError: the cache or the sources, by their path
         return f"its kernel cannot be built ({error})"
     return None
-
-
-def backward_tiles(q: torch.Tensor) -> tuple[int, int]:
-    """(keys, rows) of backward tiles for queries like `q`: those of the executor."""
-    if q.is_cuda:
-        say_executor(NO_BACKWARD)
-    return reference.TILE_N, reference.TILE_M
 
 
 @lru_cache(None)

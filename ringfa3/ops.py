@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from ringfa3.context import check_lengths, check_window, effective_window, whole_numbers
-from ringfa3.engine import backward_tiles, forward_engine
+from ringfa3.engine import backward_engine, forward_engine
 from ringfa3.plan import Plan, plan_local
-from ringfa3.reference import attend_backward, preprocess, statistics_dtype
+from ringfa3.reference import statistics_dtype
 
 CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
@@ -285,18 +285,16 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) in the dtypes of q, k, v, from the gradients of out and lse."""
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
-    statistics = lse.dtype
     if q.dim() == 4:  # (b, h, s) to (h, b * s)
         lse, dlse = (x.transpose(0, 1).flatten(1) for x in (lse, dlse))
     qp, kp, vp, dp, op = (_packed(x) for x in (q, k, v, dout, out))
-    dq = torch.zeros(qp.shape, dtype=statistics, device=q.device)
-    dk, dv = (torch.empty(kp.shape, dtype=statistics, device=q.device) for _ in range(2))
+    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     with torch.autocast(q.device.type, enabled=False):
-        tiling = plan.backward(*backward_tiles(qp), deterministic)[0]
-        lse, delta = preprocess(dp, op, lse, dlse)
-        attend_backward(dp, qp, kp, vp, lse, delta, tiling, scale, dq, dk, dv)
-    dq, dk, dv = (g.to(x.dtype).view(x.shape) for g, x in ((dq, q), (dk, k), (dv, v)))
-    return dq, dk, dv
+        engine = backward_engine(qp)
+        tiling = plan.backward(engine.tile_n, engine.tile_m, deterministic)[0]
+        run = engine.begin(dp, dlse, qp, op, lse, plan, scale, deterministic)
+        run.hop(kp, vp, tiling, _packed(dk), _packed(dv))
+    return run.dq().view(q.shape), dk, dv
 
 
 @attention_backward.register_fake

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ringfa3.plan import FIRST, LAST, Table, Tiling
+from ringfa3.plan import FIRST, LAST, Plan, Table, Tiling
 
 TILE_M = 128  # query rows of a forward tile, and the row grid
 TILE_N = 128  # keys of a backward tile
@@ -111,6 +111,55 @@ def _attend_tile(
     return o, lse
 
 
+class BackwardPass:
+    """A backward pass over all hops of a plan: prepares at once, then takes the hops in any order.
+
+    Args:
+        dout, q, out: (t, h, d).
+        dlse, lse: (h, t) statistics dtype, natural logarithm.
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        plan: Plan,
+        scale: float,
+        deterministic: bool,
+    ) -> None:
+        del plan, deterministic  # tokens are addressed as they are, and one after the other
+        self._dout, self._q, self._scale = dout, q, scale
+        self._lse, self._delta = preprocess(dout, out, lse, dlse)
+        self._dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+
+    def hop(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiling: Tiling,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        """One hop.
+
+        Args:
+            k, v: (n, hk, d).
+            tiling: of the plan's backward, with the engine's tiles.
+            dk, dv: (n, hk, d) statistics dtype, stored in tiles that are FIRST, added to in others;
+                or the dtype of k, if all tiles are FIRST and LAST.
+        """
+        attend_backward(
+            self._dout, self._q, k, v, self._lse, self._delta, tiling, self._scale, self._dq, dk, dv
+        )
+
+    def dq(self) -> torch.Tensor:
+        """(t, h, d) in the dtype of q, after the last hop."""
+        return self._dq.to(self._q.dtype)
+
+
 def attend_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -130,7 +179,7 @@ def attend_backward(
         dout, q: (t, h, d); k, v: (n, hk, d).
         lse, delta: (h, t) from `preprocess`, over all hops together.
         dq: (t, h, d) statistics dtype, added to.
-        dk, dv: (n, hk, d) statistics dtype; tiles that are FIRST are stored, others added to.
+        dk, dv: (n, hk, d), as in `BackwardPass.hop`.
     """
     hk = k.shape[1]
     g = q.shape[1] // hk

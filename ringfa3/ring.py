@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ringfa3.buffers import Partials, Travel
 from ringfa3.comm import RingGroup
 from ringfa3.context import ContextPlan
-from ringfa3.engine import backward_tiles, forward_engine
+from ringfa3.engine import backward_engine, forward_engine
 from ringfa3.ops import (
     autocast_inputs,
     check_precision,
@@ -27,7 +27,7 @@ from ringfa3.ops import (
     default_scale,
 )
 from ringfa3.plan import FIRST, LAST
-from ringfa3.reference import attend_backward, preprocess, statistics_dtype
+from ringfa3.reference import statistics_dtype
 from ringfa3.transports import Transport
 
 TRANSPORTS = ("auto", "nccl", "gloo")
@@ -175,7 +175,8 @@ def _enter(
         check_precision(precision)
         _check(q, k, v, plan, transport)
         settings = _settings(q, k, plan, scale, deterministic)
-        forward_engine(q)  # a kernel is built, if it must be, while no rank waits in a hop
+        engine = forward_engine if direction == "forward" else backward_engine
+        engine(q)  # a kernel is built, if it must be, while no rank waits in a hop
     except (TypeError, ValueError) as problem:
         error = problem
     if plan.world == 1:
@@ -253,14 +254,15 @@ def ring_attention_backward(
     context = ContextPlan.from_handle(plan)
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
     with _hops(context, q):
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        engine = backward_engine(q)
         travel = Travel(k, v, context, moved_by, "backward")
         partials = Partials(k, context, moved_by)
-        lse, delta = preprocess(dout, out, lse, dlse)
-        for hop, tiling in enumerate(context.hops.backward(*backward_tiles(q), deterministic)):
+        tilings = context.hops.backward(engine.tile_n, engine.tile_m, deterministic)
+        run = engine.begin(dout, dlse, q, out, lse, context.hops, scale, deterministic)
+        for hop, tiling in enumerate(tilings):
             pending = travel.advance(hop)
             dkv = partials.block(hop)
-            attend_backward(dout, q, *travel.block(hop), lse, delta, tiling, scale, dq, *dkv)
+            run.hop(*travel.block(hop), tiling, *dkv)
             partials.advance(hop)
             if pending is not None:
                 pending.wait()
@@ -269,7 +271,7 @@ def ring_attention_backward(
         partials.home[:, i].to(k.dtype, copy=True, memory_format=torch.contiguous_format)
         for i in range(2)
     )
-    return dq.to(q.dtype), dk, dv
+    return run.dq(), dk, dv
 
 
 @ring_attention_backward.register_fake

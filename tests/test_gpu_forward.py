@@ -78,7 +78,7 @@ def test_random_sequences_hold_the_gate(dtype: torch.dtype, d: int) -> None:
             continue
         window = rng.choice(WINDOWS)
         q, k, v = inputs(rng, dtype, d, lengths)
-        assert kernels.forward_unit(q) is not None
+        assert kernels.unit_for("forward", q) is not None
         cu_q, cu_k = (list(accumulate(n, initial=0)) for n in zip(*lengths, strict=True))
         call = (q, k, v, cu_q, cu_k)
         out, lse = flash_attn_varlen_func(*call, window_size=window, return_lse=True)
@@ -118,7 +118,7 @@ def test_merging_two_hops_equals_one(d: int) -> None:
     """Keys in two halves, merged in the epilogue: within 2e-2 of one launch, in bfloat16."""
     t, heads = 700, 4
     q, k, v = (torch.randn(t, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    unit = kernels.forward_unit(q)
+    unit = kernels.unit_for("forward", q)
     assert unit is not None
     scale = d**-0.5
     whole = plan_local(np.array([t]), np.array([t]), -1, -1).forward(unit.tile_m)[0]

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     "layout",
     "plan",
+    "portions",
     "reference",
     "movement",
     "context",
@@ -23,6 +24,7 @@ ORDER = [
     "build",
     "doctor",
     "kernels",
+    "backward",
     "engine",
     "ops",
     "transports",

@@ -1,0 +1,242 @@
+"""The backward kernels, called: workspace and device tables of a plan, and what crosses into C.
+
+The structures mirror csrc/params.h field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ringfa3.kernels import Tensor3, aligned, heads_together, launch, processors, upload
+from ringfa3.plan import FIRST, Plan, Tiling, ramps
+from ringfa3.portions import SHARED, portions
+
+if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
+    from ringfa3.build import Unit
+
+PIECE = 64 * 64  # floats of dQ that leave a warpgroup at once
+
+
+class RowGrid(ctypes.Structure):
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
+        ("dq", ctypes.c_void_p),
+        ("num_blocks", ctypes.c_int64),
+    )
+
+
+class PrepareArgs(ctypes.Structure):
+    _fields_ = (
+        ("out", Tensor3),
+        ("dout", Tensor3),
+        ("lse", ctypes.c_void_p),
+        ("dlse", ctypes.c_void_p),
+        ("lse_head_stride", ctypes.c_int64),
+        ("dlse_head_stride", ctypes.c_int64),
+        ("grid", RowGrid),
+    )
+
+
+class BackwardArgs(ctypes.Structure):
+    _fields_ = (
+        ("q", Tensor3),
+        ("dout", Tensor3),
+        ("k", Tensor3),
+        ("v", Tensor3),
+        ("dk", Tensor3),
+        ("dv", Tensor3),
+        ("grid", RowGrid),
+        ("portions", ctypes.c_void_p),
+        ("spans", ctypes.c_void_p),
+        ("earlier", ctypes.c_void_p),
+        ("counter", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("arrival", ctypes.c_void_p),
+        ("num_portions", ctypes.c_int32),
+        ("head_section", ctypes.c_int32),
+        ("num_ctas", ctypes.c_int32),
+        ("partial", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+    )
+
+
+class ConvertArgs(ctypes.Structure):
+    _fields_ = (("dq", Tensor3), ("grid", RowGrid), ("softmax_scale", ctypes.c_float))
+
+
+class BackwardPass:
+    """`reference.BackwardPass` on the GPU: prepares at once, then takes the hops in any order.
+
+    LSE, D and the float32 dQ live in the plan's row grid, in workspace of O(tokens); dQ is added to
+    in place, in turns if `deterministic`. `sm_margin` processors are left to others.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        dout: torch.Tensor,
+        dlse: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        plan: Plan,
+        scale: float,
+        deterministic: bool,
+        sm_margin: int = 0,
+    ) -> None:
+        self.unit, self.scale, self.deterministic = unit, scale, deterministic
+        self.q, self.dout, out = (x if aligned(x) else x.contiguous() for x in (q, dout, out))
+        lse, dlse = (x if x.stride(1) == 1 else x.contiguous() for x in (lse, dlse))
+        heads, device = q.shape[1], q.device
+        self.num_ctas = max(1, processors(device.index) - sm_margin)
+        self.blocks = _grid_blocks(plan, unit.tile_m, device)  # (num_blocks, 2)
+        count = len(self.blocks)
+        self._lse, self._delta = (
+            torch.empty(heads, count, unit.tile_m, device=device) for _ in range(2)
+        )
+        self._dq = torch.empty(heads, count, unit.tile_m * unit.head_dim, device=device)
+        # Of Q, dO and dQ, which the portions of a KV head share.
+        self._bytes_per_head = 2 * q[:, 0].nbytes + self._dq[0].nbytes
+        self.grid = RowGrid(
+            *(x.data_ptr() for x in (self.blocks, self._lse, self._delta, self._dq)), count
+        )
+        turns = self._dq.numel() // PIECE if deterministic else 0
+        # A row for each hop: the counter from which its work is fetched, then its turns.
+        self._words = torch.zeros(plan.num_hops, 1 + turns, dtype=torch.int32, device=device)
+        self._hop = 0
+        if count:
+            launch(
+                unit,
+                "prepare",
+                PrepareArgs(
+                    Tensor3.of(out), Tensor3.of(self.dout), lse.data_ptr(), dlse.data_ptr(),
+                    lse.stride(0), dlse.stride(0), self.grid,
+                ),
+                device,
+            )  # fmt: skip
+
+    def hop(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiling: Tiling,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        arrival: torch.Tensor | None = None,
+    ) -> None:
+        """One hop; shapes and dtypes as `reference.BackwardPass.hop`.
+
+        arrival: an int32 on the GPU that becomes other than 0 once dk and dv may be read; None if
+            they are here. Tiles that are FIRST read nothing and do not wait.
+        """
+        words, self._hop = self._words[self._hop], self._hop + 1
+        if not len(tiling.tiles):
+            return
+        first = bool(tiling.tiles["flags"][0] & FIRST)  # the same in all tiles of a hop
+        if not len(tiling.spans):  # nothing is seen
+            if first:
+                dk.zero_(), dv.zero_()
+            return
+        k, v = (x if aligned(x) else x.contiguous() for x in (k, v))
+        heads, kv_heads = self.q.shape[1], k.shape[1]
+        tables = _on_device(
+            tiling, k.device, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
+            self.deterministic,
+        )  # fmt: skip
+        sums = (dk, dv)
+        if tables.shared and first:  # portions add up from zero, in float32
+            sums = _zeros(dk), _zeros(dv)
+        args = BackwardArgs(
+            *(Tensor3.of(x) for x in (self.q, self.dout, k, v, *sums)),
+            self.grid,
+            *(x.data_ptr() for x in (tables.portions, tables.spans, tables.earlier)),
+            words.data_ptr(),
+            words[1:].data_ptr() if self.deterministic else None,
+            None if arrival is None else arrival.data_ptr(),
+            len(tables.portions),
+            heads_together(self._bytes_per_head * heads // kv_heads, kv_heads),
+            self.num_ctas,
+            sums[0].dtype == torch.float32,
+            self.scale,
+        )
+        launch(self.unit, "backward", args, k.device)
+        if sums[0] is not dk:
+            dk.copy_(sums[0]), dv.copy_(sums[1])
+
+    def dq(self) -> torch.Tensor:
+        """(t, h, d) in the dtype of q, after the last hop."""
+        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        if len(self.blocks):
+            launch(
+                self.unit, "convert", ConvertArgs(Tensor3.of(dq), self.grid, self.scale), dq.device
+            )
+        return dq
+
+
+def _zeros(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself, if it is float32, else a float32 tensor of its shape; filled with zeros."""
+    return x.zero_() if x.dtype == torch.float32 else x.new_zeros(x.shape, dtype=torch.float32)
+
+
+class _Tables(NamedTuple):
+    portions: torch.Tensor  # (num_portions, words)
+    spans: torch.Tensor
+    earlier: torch.Tensor
+    shared: bool  # whether tiles are cut
+
+
+_tables: weakref.WeakKeyDictionary[Tiling, dict[tuple[object, ...], _Tables]]
+_tables = weakref.WeakKeyDictionary()
+
+
+def _on_device(
+    tiling: Tiling,
+    device: torch.device,
+    tile_m: int,
+    group: int,
+    kv_heads: int,
+    num_ctas: int,
+    whole: bool,
+) -> _Tables:
+    """A tiling's portions and spans in device memory, made and uploaded once."""
+    known = _tables.setdefault(tiling, {})
+    key = (device, group, kv_heads, num_ctas)
+    if key not in known:
+        table = portions(tiling, tile_m, group, kv_heads, num_ctas, whole)
+        known[key] = _Tables(
+            upload(table, device).view(len(table), -1),
+            upload(tiling.spans, device),
+            upload(tiling.earlier, device),
+            bool((table["flags"] & SHARED).any()),
+        )
+    return known[key]
+
+
+_grids: weakref.WeakKeyDictionary[Plan, dict[tuple[int, torch.device], torch.Tensor]]
+_grids = weakref.WeakKeyDictionary()
+
+
+def _grid_blocks(plan: Plan, tile_m: int, device: torch.device) -> torch.Tensor:
+    """(num_blocks, 2) first token and number of tokens of the row grid's blocks, made once."""
+    known = _grids.setdefault(plan, {})
+    if (tile_m, device) not in known:
+        known[tile_m, device] = torch.from_numpy(grid_blocks(plan, tile_m)).to(device)
+    return known[tile_m, device]
+
+
+def grid_blocks(plan: Plan, tile_m: int) -> npt.NDArray[np.int32]:
+    """(num_blocks, 2) as `_grid_blocks`, in the order of `Plan.row_grid`."""
+    length = plan.queries.length
+    count = -(-length // tile_m)
+    segment = np.repeat(np.arange(len(count)), count)
+    start = ramps(np.zeros(len(count), np.int64), count) * tile_m
+    rows = np.minimum(tile_m, length[segment] - start)
+    return np.stack([plan.queries.row[segment] + start, rows], axis=1).astype(np.int32)
