@@ -1,0 +1,172 @@
+"""The kernels on the CPU: their PTX, run by the emulator in tests/emulator.
+
+A unit is compiled with its launcher as for a GPU, but to PTX, and linked against an emulator that
+stands in for the CUDA runtime. So launcher, tensor maps, barriers and masks are those of the
+product. Every access is checked against the tensors there are, and what is asynchronous runs at
+random times between issue and wait. Not shown here: speed, what ptxas makes of the PTX, and the
+memory order between CTAs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringfa3 import build, kernels
+from ringfa3.cache import once
+from ringfa3.cache import cache as folder
+from ringfa3.headers import cutlass
+from ringfa3.toolchain import compiler, host_compiler
+
+SOURCES = Path(__file__).parent / "emulator"
+OPTIONS = ("-std=c++20", "-O2", "-fwrapv", "-fPIC", "-Wall", "-Wextra", "-Werror")
+PROCESSORS = 3  # CTAs that run at a time
+
+
+class EmulationError(RuntimeError):
+    """A kernel did what it must not do; the message names instruction and warp."""
+
+
+def _digest(*parts: str | bytes) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part.encode() if isinstance(part, str) else part)
+    return whole.hexdigest()[:16]
+
+
+def _entry(task: str, name: str, file: str, fill: Callable[[Path], None]) -> Path:
+    """An entry of the build cache with one library in it."""
+
+    def found() -> Path | None:
+        path = folder() / name / file
+        return path if path.is_file() else None
+
+    return once(task, name, found, fill)
+
+
+def _run(command: Sequence[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed:\n{done.stdout}{done.stderr}")
+
+
+@cache
+def emulator() -> Path:
+    """The emulator's library, compiled once for its sources."""
+    include = compiler()[0].parent.parent / "include"
+    files = sorted(SOURCES.iterdir())
+    name = "emulator-" + _digest(repr(OPTIONS), *(f.name.encode() + f.read_bytes() for f in files))
+
+    def fill(entry: Path) -> None:
+        def one(source: Path) -> Path:
+            out = entry / f"{source.stem}.o"
+            _run([host_compiler(), *OPTIONS, f"-I{include}", "-c", source, "-o", out])
+            return out
+
+        with ThreadPoolExecutor(build.jobs()) as pool:
+            objects = list(pool.map(one, (f for f in files if f.suffix == ".cpp")))
+        _run([host_compiler(), "-shared", "-o", entry / "libemulator.so", *objects])
+
+    return _entry("emulator", name, "libemulator.so", fill)
+
+
+def _library(unit: build.Unit) -> Path:
+    """The library of a unit with PTX instead of machine code, linked against the emulator."""
+    nvcc, version = compiler()
+    include = cutlass()
+    runtime = emulator()
+    dropped = ("-gencode", "-Xptxas", "-cudart")
+    flags = [flag for flag in build.FLAGS if not flag.startswith(dropped)]
+    flags += ["-gencode=arch=compute_90a,code=compute_90a", "-no-compress", "-cudart=none"]
+    name = f"emulated-{build.stem(unit)}-{_digest(repr(flags), version, str(runtime))}"
+
+    def fill(entry: Path) -> None:
+        source = build.sources() / f"{unit.direction}.cu"
+        link = (f"-L{runtime.parent}", "-lemulator", f"-Xlinker=-rpath={runtime.parent}")
+        output = ("-o", entry / "kernel.so")
+        _run([nvcc, *flags, *unit.defines, f"-I{include}", *output, source, *link])
+
+    return _entry(f"emulated-{unit.name}", name, "kernel.so", fill)
+
+
+class _Owned(TorchDispatchMode):
+    """Tells the emulator of every tensor that is made: kernels may touch these and no more."""
+
+    def __init__(self, own: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.own = own
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(x, torch.Tensor):
+                self.own(x)
+        return made
+
+
+class Machine:
+    """Runs units on the CPU. Made by `machine`."""
+
+    def __init__(self) -> None:
+        self.runtime = ctypes.CDLL(str(emulator()), ctypes.RTLD_GLOBAL)
+        self.runtime.emulator_error.restype = ctypes.c_char_p
+        self.runtime.emulator_reset.argtypes = (ctypes.c_uint64, ctypes.c_double, ctypes.c_double)
+        self.runtime.emulator_own.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._kept: list[torch.Tensor] = []  # so that no address is another tensor's
+
+    def own(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        self._kept.append(x)
+        self.runtime.emulator_own(storage.data_ptr(), storage.nbytes())
+
+    def entry(self, unit: build.Unit, name: str, arguments: int = 2) -> Callable[..., int]:
+        """A unit's C function, with pointers for arguments; failures raise EmulationError."""
+        function = getattr(ctypes.CDLL(str(_library(unit))), name)
+        function.argtypes = (ctypes.c_void_p,) * arguments
+
+        def call(*args: Any) -> int:
+            status = function(*args)
+            if said := self.runtime.emulator_error():
+                raise EmulationError(said.decode())
+            return int(status)
+
+        return call
+
+    @contextmanager
+    def run(self, seed: int, eagerness: float = 0.1, patience: float = 2.0) -> Iterator[None]:
+        """Inside, kernels may touch tensors that are made inside, or given to `own`.
+
+        eagerness   of asynchronous work: 0 as late as possible, 1 soon
+        patience    seconds without progress until a launch is given up
+        """
+        self.runtime.emulator_reset(seed, eagerness, patience)
+        with _Owned(self.own):
+            yield
+        self._kept.clear()
+
+
+@contextmanager
+def machine() -> Iterator[Machine]:
+    """A Machine, on which `ringfa3.kernels` runs CPU tensors as long as it is open."""
+    emulated = Machine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_entry", cache(lambda u: emulated.entry(u, "ringfa3_forward")))
+        patch.setattr(kernels, "_processors", lambda _: PROCESSORS)
+        patch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        stream = SimpleNamespace(cuda_stream=0)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+        yield emulated

@@ -1,0 +1,86 @@
+// The number formats of PTX, by name.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "warp.h"
+
+namespace emulator {
+
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat {
+  uint16_t bits;
+};
+
+inline float to_float(Half x) {
+  _Float16 value;
+  std::memcpy(&value, &x.bits, 2);
+  return static_cast<float>(value);
+}
+inline float to_float(Bfloat x) { return get<float>(static_cast<uint64_t>(x.bits) << 16); }
+
+// Both round to the nearest, ties to even.
+inline Half to_half(float x) {
+  auto const value = static_cast<_Float16>(x);
+  Half result;
+  std::memcpy(&result.bits, &value, 2);
+  return result;
+}
+inline Bfloat to_bfloat(float x) {
+  if (std::isnan(x)) return {0x7fff};
+  auto const b = static_cast<uint32_t>(bits(x));
+  return {static_cast<uint16_t>((b + 0x7fff + (b >> 16 & 1)) >> 16)};
+}
+
+template <class T>
+constexpr bool is_small_float = std::is_same_v<T, Half> || std::is_same_v<T, Bfloat>;
+
+template <class T>
+auto value_of(T x) {
+  if constexpr (is_small_float<T>)
+    return to_float(x);
+  else
+    return x;
+}
+
+// Calls f with a value of the type that `name` stands for.
+template <class Function>
+auto with_type(std::string const& name, Function const& f) {
+  if (name == "s32") return f(int32_t{});
+  if (name == "u32" || name == "b32") return f(uint32_t{});
+  if (name == "s64") return f(int64_t{});
+  if (name == "u64" || name == "b64") return f(uint64_t{});
+  if (name == "f32") return f(float{});
+  if (name == "f64") return f(double{});
+  if (name == "s16") return f(int16_t{});
+  if (name == "u16" || name == "b16") return f(uint16_t{});
+  if (name == "s8") return f(int8_t{});
+  if (name == "u8" || name == "b8") return f(uint8_t{});
+  if (name == "pred") return f(bool{});
+  throw std::runtime_error("PTX: unknown type " + name);
+}
+
+template <class Function>
+auto with_integer(std::string const& name, Function const& f) {
+  return with_type(name, [&](auto t) -> Step {
+    using T = decltype(t);
+    if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
+      return f(t);
+    } else {
+      throw std::runtime_error("PTX: no such integer type: " + name);
+    }
+  });
+}
+
+inline int bytes_of_type(std::string const& name) {
+  if (name == "f16" || name == "bf16") return 2;
+  return name == "pred" ? 1 : std::stoi(name.substr(1)) / 8;
+}
+
+}  // namespace emulator

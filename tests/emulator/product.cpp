@@ -1,0 +1,188 @@
+// wgmma: matrix products of a warpgroup, of which each warp computes its 16 rows; stmatrix and
+// ldmatrix.
+#include "families.h"
+#include "numbers.h"
+#include "tensor_map.h"
+
+namespace emulator {
+
+namespace {
+
+// A matrix in shared memory, from its 64-bit descriptor. Offsets in bytes.
+struct Matrix {
+  uint64_t start, leading, stride;
+  int swizzle;  // of 2^n 16-byte units
+  explicit Matrix(uint64_t d)
+      : start((d & 0x3fff) << 4),
+        leading((d >> 16 & 0x3fff) << 4),
+        stride((d >> 32 & 0x3fff) << 4),
+        swizzle(static_cast<int>((4 - (d >> 62)) & 3)) {
+    if (d >> 49 & 7) throw std::runtime_error("descriptors with a base offset are not known");
+  }
+
+  // Address of element (row, k), 2 bytes each. An atom is 8 rows (k contiguous) or 8 k's (rows
+  // contiguous) of 16 << swizzle bytes. Canonical layouts: CUTLASS, mma_sm90_desc.hpp.
+  uint64_t address(int row, int k, bool rows_contiguous) const {
+    uint64_t const wide = 8u << swizzle;  // elements of an atom's line
+    uint64_t at = start;
+    if (!rows_contiguous) {
+      at += row / 8 * stride + row % 8 * wide * 2;
+      at += swizzle ? static_cast<uint64_t>(k) * 2 : k / 8 * leading + k % 8 * 2;
+    } else if (swizzle) {
+      at += row / wide * leading + row % wide * 2;
+      at += k / 8 * stride + k % 8 * wide * 2;
+    } else {
+      at += row / 8 * stride + row % 8 * 2 + k / 8 * leading + k % 8 * 16;
+    }
+    return swizzled(at, swizzle);
+  }
+};
+
+struct Shape {
+  int n;
+  bool brain;  // bfloat16, else float16
+};
+
+float number(uint16_t x, bool brain) { return brain ? to_float(Bfloat{x}) : to_float(Half{x}); }
+
+void fill(Cta& cta, Matrix const& m, int first_row, int rows, bool rows_contiguous, bool brain,
+          float* out) {  // out (16, rows)
+  for (int k = 0; k < 16; ++k) {
+    for (int r = 0; r < rows; ++r) {
+      uint64_t const at = m.address(first_row + r, k, rows_contiguous);
+      cta.check_fenced(at, 2, "a matrix product");
+      uint16_t x;
+      std::memcpy(&x, cta.shared(at, 2), 2);
+      out[k * rows + r] = number(x, brain);
+    }
+  }
+}
+
+// wgmma.mma_async.sync.aligned.m64nNk16.f32.T.T d, a, b, scale_d, scale_a, scale_b[, tA], tB
+Step multiply(Instruction& i) {
+  i.converged = true;
+  std::string const& shape = i.words[4];
+  size_t const n_at = shape.find('n');
+  Shape const s{std::stoi(shape.substr(n_at + 1)), i.words[6] == "bf16"};
+  bool const known = shape.starts_with("m64n") && shape.ends_with("k16") && i.words[5] == "f32" &&
+                     (s.brain || i.words[6] == "f16");
+  if (!known) throw std::runtime_error("PTX: this product is not known: " + i.text);
+  auto const d = i.operands[0].parts;
+  bool const a_in_registers = i.operands[1].kind == Operand::Vector;
+  auto const a = a_in_registers ? i.operands[1].parts : std::vector<int>{i.slot(1)};
+  int const b = i.slot(2), scale_d = i.slot(3), scale_a = i.slot(4), scale_b = i.slot(5);
+  int const turned_a = a_in_registers ? -1 : i.slot(6), turned_b = i.slot(a_in_registers ? 6 : 7);
+  std::vector<int> slots = d;
+  if (a_in_registers) slots.insert(slots.end(), a.begin(), a.end());
+  return [=](Warp& w, Lanes) {
+    Matrix const matrix_b(w.reg(b)[0]);
+    bool const adds = w.reg(scale_d)[0] & 1;
+    float const sign = static_cast<int32_t>(w.reg(scale_a)[0]) * static_cast<int32_t>(w.reg(scale_b)[0]);
+    bool const b_turned = w.reg(turned_b)[0] & 1;
+    uint64_t const a_word = a_in_registers ? 0 : w.reg(a[0])[0];
+    bool const a_turned = turned_a >= 0 && (w.reg(turned_a)[0] & 1);
+    w.issue({[=, &w] {
+               int const n = s.n;
+               std::vector<float> left(16 * 16), right(16 * n), sum(16 * n, 0.f);  // A (k, row)
+               if (a_in_registers) {
+                 for (int l = 0; l < kWarp; ++l) {
+                   for (int e = 0; e < 8; ++e) {
+                     int const row = l / 4 + (e / 2 % 2) * 8, k = l % 4 * 2 + e % 2 + e / 4 * 8;
+                     auto const x = static_cast<uint16_t>(w.reg(a[e / 2])[l] >> (16 * (e % 2)));
+                     left[k * 16 + row] = number(x, s.brain);
+                   }
+                 }
+               } else {
+                 fill(w.cta, Matrix(a_word), w.index % 4 * 16, 16, a_turned, s.brain, left.data());
+               }
+               fill(w.cta, matrix_b, 0, n, b_turned, s.brain, right.data());
+               for (int k = 0; k < 16; ++k) {
+                 for (int r = 0; r < 16; ++r) {
+                   float const x = left[k * 16 + r];
+                   for (int c = 0; c < n; ++c) sum[r * n + c] += x * right[k * n + c];
+                 }
+               }
+               for (int l = 0; l < kWarp; ++l) {
+                 for (size_t e = 0; e < d.size(); ++e) {
+                   size_t const row = l / 4 + e / 2 % 2 * 8, c = e / 4 * 8 + l % 4 * 2 + e % 2;
+                   float const old = adds ? get<float>(w.reg(d[e])[l]) : 0.f;
+                   w.reg(d[e])[l] = bits(old + sign * sum[row * n + c]);
+                 }
+               }
+             },
+             slots});
+    return Next::Go;
+  };
+}
+
+// stmatrix and ldmatrix .sync.aligned.m8n8.x{1,2,4}[.trans].shared.b16: lane 8m + r has the
+// address of row r of matrix m; lane l holds elements 2 (l % 4), + 1 of row l / 4.
+Step matrix_move(Instruction& i, bool stores) {
+  i.converged = true;
+  int const count = i.has("x4") ? 4 : i.has("x2") ? 2 : 1;
+  bool const turned = i.has("trans");
+  Operand const at = i.operands[stores ? 0 : 1], held = i.operands[stores ? 1 : 0];
+  std::vector<int> const parts =
+      held.kind == Operand::Vector ? held.parts : std::vector<int>{held.slot};
+  return [=](Warp& w, Lanes) {
+    for (int m = 0; m < count; ++m) {
+      for (int l = 0; l < kWarp; ++l) {
+        uint32_t word = 0;
+        for (int e = 0; e < 2; ++e) {
+          int row = l / 4, column = l % 4 * 2 + e;
+          if (turned) std::swap(row, column);
+          auto const base = static_cast<uint32_t>(w.reg(at.slot)[8 * m + row] + at.offset);
+          if (base % 16) throw std::runtime_error("rows of a matrix lie on 16 bytes");
+          char* const there = w.cta.shared(base + column * 2, 2);
+          uint16_t x = 0;
+          if (stores) {
+            x = static_cast<uint16_t>(w.reg(parts[m])[l] >> (16 * e));
+            std::memcpy(there, &x, 2);
+            w.cta.wrote(w, base + column * 2, 2);
+          } else {
+            std::memcpy(&x, there, 2);
+          }
+          word |= static_cast<uint32_t>(x) << (16 * e);
+        }
+        if (!stores) w.reg(parts[m])[l] = word;
+      }
+    }
+    return Next::Go;
+  };
+}
+
+}  // namespace
+
+Step product(Instruction& i) {
+  if (i.words[0] == "stmatrix") return matrix_move(i, true);
+  if (i.words[0] == "ldmatrix") return matrix_move(i, false);
+  if (i.words[0] != "wgmma") return {};
+  if (i.words[1] == "mma_async") return multiply(i);
+  i.converged = true;
+  if (i.words[1] == "commit_group") {
+    return [](Warp& w, Lanes) {
+      w.commit();
+      return Next::Go;
+    };
+  }
+  if (i.words[1] == "wait_group") {
+    int const left = i.slot(0);
+    return [=](Warp& w, Lanes) {
+      w.wait_products(static_cast<int>(w.reg(left)[0]));
+      return Next::Go;
+    };
+  }
+  return [](Warp&, Lanes) { return Next::Go; };  // wgmma.fence
+}
+
+Step decode(Instruction& i) {
+  for (auto const family : {&bulk, &memory, &arithmetic}) {
+    if (auto step = family(i)) return step;
+  }
+  for (auto const family : {&warpwide, &product}) {
+    if (auto step = family(i)) return step;
+  }
+  throw std::runtime_error("PTX: unknown instruction: " + i.text);
+}
+
+}  // namespace emulator

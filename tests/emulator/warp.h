@@ -1,0 +1,179 @@
+// What runs a kernel: warps of 32 lanes, their CTA with its shared memory, and the grid.
+//
+// Everything asynchronous (bulk copies, matrix products) runs some time between where it is issued
+// and where it is waited for. Which warp goes on and when these run is drawn at random from a
+// seed, so that a missing wait shows as a wrong number for some seed.
+#pragma once
+
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <random>
+#include <stdexcept>
+
+#include "kernel.h"
+
+namespace emulator {
+
+constexpr int kWarp = 32;
+constexpr int kSharedBytes = 228 * 1024;
+constexpr int kGranule = 16;  // bytes of shared memory whose last writer is known
+
+class Cta;
+class Grid;
+
+template <class Function>
+inline void each(Lanes lanes, Function const& f) {
+  if (lanes == ~0u) {
+    for (int l = 0; l < kWarp; ++l) f(l);
+  } else {
+    for (; lanes; lanes &= lanes - 1) f(__builtin_ctz(lanes));
+  }
+}
+
+template <class T>
+inline T get(uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+template <class T>
+inline uint64_t bits(T value) {
+  uint64_t result = 0;
+  std::memcpy(&result, &value, sizeof(T));
+  return result;
+}
+
+// Bulk copies out of shared memory, by the thread that issued them. Each step is run twice:
+// first it reads shared memory, later it writes global memory.
+struct BulkStore {
+  std::function<void()> read, write;
+  bool was_read = false;
+};
+using BulkGroup = std::deque<BulkStore>;
+
+class Warp {
+ public:
+  Warp(Cta& cta, int index);
+  // Runs a random number of instructions; false: it only waits.
+  bool run();
+  bool done() const { return groups_.empty(); }
+  uint64_t* reg(int slot) { return &registers_[static_cast<size_t>(slot) * kWarp]; }
+  Lanes alive() const;
+  std::string where() const;
+
+  // Matrix products: issued ones run in order.
+  struct Product {
+    std::function<void()> run;
+    std::vector<int> slots;
+  };
+  void issue(Product product);
+  void commit() { commits_.push_back(issued_); }
+  void wait_products(int left);
+  bool has_products() const { return !products_.empty(); }
+  void run_product();
+
+  Cta& cta;
+  int const index;
+  std::deque<BulkGroup> stores[kWarp];  // of each lane; the last group is open
+  int pc = 0;                           // of the instruction that runs
+  int barrier = -1;                     // that it has arrived at and waits for
+
+ private:
+  struct Group {
+    int pc;
+    Lanes lanes;
+  };
+  Group& choose();
+  void merge();
+  void check_products(Instruction const& i) const;
+
+  std::vector<Group> groups_;
+  bool stuck_ = false;  // the last group that ran could not go on
+  int last_poll_ = -1;  // the instruction at which the last run ended, if it waits there
+  std::vector<uint64_t> registers_;
+  std::deque<Product> products_;
+  std::deque<int64_t> commits_;  // products issued up to each commit
+  int64_t issued_ = 0, finished_ = 0;
+  std::vector<uint8_t> in_flight_;  // slots that products in flight use
+};
+
+struct NamedBarrier {
+  int arrived = 0;
+  std::vector<Warp*> waiting;
+};
+
+class Cta {
+ public:
+  Cta(Grid& grid, uint32_t const index[3]);
+  bool done() const;
+  char* shared(uint64_t offset, size_t bytes);  // throws beyond the CTA's shared memory
+  // Where a generic address points, for one lane.
+  char* at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written);
+
+  // Shared memory that ordinary stores have written and bulk copies and matrix products may not
+  // see yet: until the writer fences. `reader` names who reads.
+  void wrote(Warp const& warp, uint64_t offset, size_t bytes);
+  void fence(Warp const& warp);
+  void check_fenced(uint64_t offset, size_t bytes, char const* reader) const;
+
+  Grid& grid;
+  uint32_t index[3];
+  std::vector<std::unique_ptr<Warp>> warps;
+  std::vector<std::vector<char>> local;  // of each thread
+  NamedBarrier barriers[16];
+  std::vector<std::function<void()>> loads;  // bulk copies into shared memory, in no order
+
+ private:
+  std::vector<char> shared_;
+  std::vector<uint8_t> writer_;  // of each granule: warp + 1, 0 if none or fenced
+};
+
+// One launch. `params` is the kernel's parameter block.
+struct Launch {
+  std::shared_ptr<Kernel> kernel;
+  uint32_t grid[3], block[3];
+  int dynamic_shared = 0;
+  std::vector<char> params;
+};
+
+// Global memory that kernels may touch.
+class Memory {
+ public:
+  void own(uint64_t begin, uint64_t bytes);
+  void clear() { ranges_.clear(); }
+  void check(uint64_t address, uint64_t bytes, char const* what) const;
+
+ private:
+  std::map<uint64_t, uint64_t> ranges_;  // end by begin, disjoint
+};
+
+struct Settings {
+  uint64_t seed = 0;
+  double eagerness = 0.1;  // of asynchronous work: 0 as late as possible
+  double patience = 2;     // seconds without progress after which a launch is given up
+};
+
+class Grid {
+ public:
+  Grid(Launch launch, Memory const& memory, Settings const& settings);
+  void run();  // throws std::runtime_error, naming instruction and warp
+
+  void progress() { ++progress_; }
+  bool chance(double p) { return std::uniform_real_distribution<>()(random) < p; }
+  int below(int n) { return std::uniform_int_distribution<>(0, n - 1)(random); }
+
+  Launch const launch;
+  Memory const& memory;
+  Settings const settings;
+  std::mt19937_64 random;
+
+ private:
+  bool something_asynchronous(Cta& cta);
+
+  std::vector<std::unique_ptr<Cta>> ctas_;
+  int64_t progress_ = 0;
+};
+
+}  // namespace emulator

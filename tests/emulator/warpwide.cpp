@@ -1,0 +1,183 @@
+// Branches, and what lanes, warps and threads of a CTA do together.
+#include <algorithm>
+
+#include "families.h"
+#include "numbers.h"
+
+namespace emulator {
+
+namespace {
+
+// Whether all lanes of `members` that still run are here; they arrive one after the other.
+bool together(Warp& w, Lanes lanes, uint32_t members) {
+  return (members & w.alive() & ~lanes) == 0;
+}
+
+Step shuffle(Instruction const& i) {
+  bool const has_predicate = i.operands.size() == 6;
+  int const d = i.slot(0), p = has_predicate ? i.operands[1].slot : -1;
+  size_t const at = has_predicate ? 2 : 1;
+  int const a = i.slot(at), b = i.slot(at + 1), c = i.slot(at + 2), members = i.slot(at + 3);
+  std::string const mode = i.words[2];
+  return [=](Warp& w, Lanes lanes) {
+    if (!together(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
+      return Next::Wait;
+    }
+    uint64_t values[kWarp];
+    std::copy_n(w.reg(a), kWarp, values);
+    each(lanes, [&](int l) {
+      auto const by = static_cast<int>(w.reg(b)[l] & 31);
+      auto const clamp = static_cast<int>(w.reg(c)[l]);
+      int const segment = clamp >> 8 & 31, limit = (l & segment) | (clamp & 31 & ~segment);
+      int from = mode == "up"     ? l - by
+                 : mode == "down" ? l + by
+                 : mode == "bfly" ? l ^ by
+                                  : (l & segment) | (by & ~segment);
+      bool const valid = mode == "up" ? from >= limit : from <= limit;
+      if (!valid) from = l;
+      if (!(lanes >> from & 1)) throw std::runtime_error("shfl reads a lane that is not here");
+      w.reg(d)[l] = values[from];
+      if (p >= 0) w.reg(p)[l] = valid;
+    });
+    return Next::Go;
+  };
+}
+
+Step vote(Instruction const& i) {
+  int const d = i.slot(0), p = i.slot(1), members = i.slot(2);
+  std::string const mode = i.words[2];
+  return [=](Warp& w, Lanes lanes) {
+    if (!together(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
+      return Next::Wait;
+    }
+    Lanes ballot = 0;
+    each(lanes, [&](int l) { ballot |= (w.reg(p)[l] & 1) << l; });
+    uint64_t const result = mode == "ballot" ? ballot : mode == "any" ? ballot != 0
+                            : mode == "all"  ? ballot == lanes
+                                             : ballot == lanes || ballot == 0;
+    each(lanes, [&](int l) { w.reg(d)[l] = result; });
+    return Next::Go;
+  };
+}
+
+// redux.sync.op.type
+Step reduce(Instruction const& i) {
+  int const d = i.slot(0), a = i.slot(1), members = i.slot(2);
+  std::string const op = i.words[2];
+  return with_integer(i.words.back(), [&](auto t) -> Step {
+    using T = decltype(t);
+    return [=](Warp& w, Lanes lanes) {
+      if (!together(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
+        return Next::Wait;
+      }
+      T result = get<T>(w.reg(a)[__builtin_ctz(lanes)]);
+      each(lanes & (lanes - 1), [&](int l) {
+        T const x = get<T>(w.reg(a)[l]);
+        result = op == "add"   ? static_cast<T>(result + x)
+                 : op == "min" ? std::min(result, x)
+                 : op == "max" ? std::max(result, x)
+                 : op == "and" ? static_cast<T>(result & x)
+                 : op == "or"  ? static_cast<T>(result | x)
+                               : static_cast<T>(result ^ x);
+      });
+      each(lanes, [&](int l) { w.reg(d)[l] = bits(result); });
+      return Next::Go;
+    };
+  });
+}
+
+Step elect(Instruction const& i) {  // elect.sync d|p, members
+  int const d = i.operands[0].slot, p = i.slot(1), members = i.slot(2);
+  return [=](Warp& w, Lanes lanes) {
+    if (!together(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
+      return Next::Wait;
+    }
+    int const leader = __builtin_ctz(lanes);
+    each(lanes, [&](int l) {
+      if (d >= 0) w.reg(d)[l] = leader;
+      w.reg(p)[l] = l == leader;
+    });
+    return Next::Go;
+  };
+}
+
+Step warp_barrier(Instruction const& i) {
+  int const members = i.slot(0);
+  return [=](Warp& w, Lanes lanes) {
+    auto const mask = static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]);
+    return together(w, lanes, mask) ? Next::Go : Next::Wait;
+  };
+}
+
+// bar.sync and bar.arrive: a warp counts as 32 threads.
+Step barrier(Instruction& i) {
+  bool const waits = !i.has("arrive");
+  if (i.has("red")) throw std::runtime_error("PTX: bar.red: " + i.text);
+  i.converged = true;
+  int const id = i.slot(0), threads = i.operands.size() > 1 ? i.slot(1) : -1;
+  return [=](Warp& w, Lanes lanes) {
+    int const lane = __builtin_ctz(lanes);
+    auto const which = w.reg(id)[lane];
+    if (which > 15) throw std::runtime_error("there are 16 named barriers");
+    NamedBarrier& b = w.cta.barriers[which];
+    if (w.barrier >= 0) {  // has arrived before
+      if (std::find(b.waiting.begin(), b.waiting.end(), &w) != b.waiting.end()) return Next::Wait;
+      w.barrier = -1;
+      return Next::Go;
+    }
+    auto const expected = threads >= 0 ? static_cast<int>(w.reg(threads)[lane])
+                                       : static_cast<int>(w.cta.warps.size()) * kWarp;
+    if (expected % kWarp) throw std::runtime_error("a named barrier counts whole warps");
+    b.arrived += kWarp;
+    w.cta.grid.progress();
+    if (b.arrived > expected) throw std::runtime_error("too many threads at a named barrier");
+    bool const complete = b.arrived == expected;
+    if (complete) {
+      b.arrived = 0;
+      b.waiting.clear();
+    }
+    if (!waits || complete) return Next::Go;
+    b.waiting.push_back(&w);
+    w.barrier = static_cast<int>(which);
+    return Next::Wait;
+  };
+}
+
+Next nothing(Warp&, Lanes) { return Next::Go; }
+
+}  // namespace
+
+Step warpwide(Instruction& i) {
+  std::string const& op = i.words[0];
+  if (op == "bra") return [](Warp&, Lanes) { return Next::Jump; };
+  if (op == "ret" || op == "exit") return [](Warp&, Lanes) { return Next::Exit; };
+  if (op == "trap") {
+    return [](Warp&, Lanes) -> Next { throw std::runtime_error("the kernel trapped"); };
+  }
+  if (op == "shfl") return shuffle(i);
+  if (op == "vote") return vote(i);
+  if (op == "redux") return reduce(i);
+  if (op == "elect") return elect(i);
+  if (op == "bar" && i.has("warp")) return warp_barrier(i);
+  if (op == "bar" || op == "barrier") return barrier(i);
+  if (op == "activemask") {
+    int const d = i.slot(0);
+    return [=](Warp& w, Lanes lanes) {
+      each(lanes, [&](int l) { w.reg(d)[l] = lanes; });
+      return Next::Go;
+    };
+  }
+  if (op == "nanosleep") return [](Warp&, Lanes) { return Next::GoLater; };
+  if (op == "setmaxnreg") {
+    i.converged = true;
+    return nothing;
+  }
+  // Launches run one after the other, so that programmatic dependence has nothing to wait for.
+  if (op == "griddepcontrol" || op == "prefetch" || op == "prefetchu" || op == "membar") {
+    return nothing;
+  }
+  if (op == "fence" && !i.has("proxy")) return nothing;
+  return {};
+}
+
+}  // namespace emulator
