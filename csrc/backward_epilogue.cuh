@@ -33,7 +33,12 @@ CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
         }
       };
       if (portion.flags & kShared) {
-        each([](float2* at, float2 mine) { atomicAdd(at, mine); });
+        each([](float2* at, float2 mine) {
+          asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};"
+                       :
+                       : "l"(at), "f"(mine.x), "f"(mine.y)
+                       : "memory");
+        });
       } else if (portion.flags & kFirst) {
         each([](float2* at, float2 mine) { *at = mine; });
       } else {

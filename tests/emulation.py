@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3 import build, kernels
+from ringfa3 import backward, build, kernels
 from ringfa3.cache import once
 from ringfa3.cache import cache as folder
 from ringfa3.headers import cutlass
@@ -164,8 +164,9 @@ def machine() -> Iterator[Machine]:
     """A Machine, on which `ringfa3.kernels` runs CPU tensors as long as it is open."""
     emulated = Machine()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_entry", cache(lambda u: emulated.entry(u, "ringfa3_forward")))
-        patch.setattr(kernels, "_processors", lambda _: PROCESSORS)
+        patch.setattr(kernels, "_entry", cache(lambda u, n: emulated.entry(u, f"ringfa3_{n}")))
+        for module in (kernels, backward):
+            patch.setattr(module, "processors", lambda _: PROCESSORS)
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         stream = SimpleNamespace(cuda_stream=0)
         patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
