@@ -1,0 +1,151 @@
+// What the consumers of both kinds do with a block: P, dS, masks, and dQ on its way out.
+//
+// Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim.
+#pragma once
+
+#include "backward_epilogue.cuh"
+#include "products.cuh"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// Named barriers; 0 is that of __syncthreads.
+enum BackwardBarriers : int { kCleared = 1, kPReady = 2, kDsReady = 3 };
+
+// An accumulator (64 keys, M rows) of a thread: element 4j + 2r + c is of key `key` + 8r of the
+// tile and row 8j + 2 (lane % 4) + c of the block.
+
+// S^T to P^T = exp2(scale * S^T - LSE).
+template <int M, class Scores>
+CUTE_DEVICE void exponentiate(Scores& s, float const* lse, float scale_log2, int lane) {
+  CUTE_UNROLL
+  for (int j = 0; j < M / 8; ++j) {
+    float2 const at = *reinterpret_cast<float2 const*>(lse + 8 * j + 2 * (lane % 4));
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float& x = s(4 * j + 2 * r);
+      float& y = s(4 * j + 2 * r + 1);
+      x = exp2f(x * scale_log2 - at.x), y = exp2f(y * scale_log2 - at.y);
+    }
+  }
+}
+
+// dP^T to dS^T = P^T (dP^T - D).
+template <int M, class Scores, class Gradient>
+CUTE_DEVICE void differentiate(Scores const& p, Gradient& dp, float const* delta, int lane) {
+  CUTE_UNROLL
+  for (int j = 0; j < M / 8; ++j) {
+    float2 const at = *reinterpret_cast<float2 const*>(delta + 8 * j + 2 * (lane % 4));
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const n = 4 * j + 2 * r;
+      dp(n) = p(n) * (dp(n) - at.x), dp(n + 1) = p(n + 1) * (dp(n + 1) - at.y);
+    }
+  }
+}
+
+// Sets to 0 what the thread's keys `key` and `key + 8` of the tile must not be seen by.
+template <int M, class Accumulator>
+CUTE_DEVICE void hide(Accumulator& x, RowBlock const& block, int key, int lane) {
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    int const k = key + 8 * r, offset = 2 * (lane % 4);
+    int const first = k + block.low - offset;
+    int const last = k < block.keys ? min(block.rows - 1, k + block.high) - offset : -1;
+    CUTE_UNROLL
+    for (int n = 0; n < M / 2; n += 4) {
+      CUTE_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        int const row = 2 * n + c;  // 8 * (n / 4) + c
+        if (row < first || row > last) x(n + 2 * r + c) = 0.f;
+      }
+    }
+  }
+}
+
+// All consumers: rows [owned, rows) of a tensor in shared memory become 0. They are a neighbour's;
+// they meet factors that are 0, and 0 x inf would be NaN.
+template <class Traits, class Shared>
+CUTE_DEVICE void clear_foreign(Shared const& x, int owned) {
+  constexpr int D = Traits::D, kRows = decltype(size<0>(x))::value;
+  constexpr int kThreads = Traits::Consumers * kWarpgroup;
+  for (int i = threadIdx.x - kWarpgroup; i < (kRows - owned) * D; i += kThreads) {
+    x(owned + i / D, i % D) = typename Traits::Element(0);
+  }
+  cutlass::arch::fence_view_async_shared();
+  cutlass::arch::NamedBarrier::sync(kThreads, kCleared);
+}
+
+// dS^T of a warp's 16 keys from `key` on, as an A operand has it, to dS (M, N) in shared memory.
+template <int M, class Operand, class Shared>
+CUTE_DEVICE void store_ds(Operand const& ds, Shared const& sDS, int key, int lane) {
+  auto const* words = reinterpret_cast<uint32_t const*>(raw_pointer_cast(ds.data()));
+  CUTE_UNROLL
+  for (int j = 0; j < M / 8; j += 2) {  // (8, 8) matrices: rows 8j, 8j + 8; keys key, key + 8
+    auto& at = sDS(8 * j + lane / 16 * 8, key + lane % 16);
+    SM90_U32x4_STSM_N::copy(words[2 * j], words[2 * j + 1], words[2 * j + 2], words[2 * j + 3],
+                            reinterpret_cast<uint128_t&>(at));
+  }
+}
+
+// One warpgroup: hands its part of a block's dQ to the warp that adds it, piece by piece.
+template <class Traits, class Accumulator>
+CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const& dq,
+                         RowBlock const& block, StageState<1>& state, int warpgroup) {
+  int const thread = threadIdx.x % kWarpgroup;
+  auto* const to = reinterpret_cast<float4*>(smem.dq[warpgroup]) + thread;
+  CUTE_UNROLL
+  for (int piece = 0; piece < Traits::PiecesEach; ++piece) {
+    smem.dq_empty[warpgroup].wait(state.phase() ^ 1);
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      int const n = 32 * piece + 4 * i;
+      to[i * kWarpgroup] = make_float4(dq(n), dq(n + 1), dq(n + 2), dq(n + 3));
+    }
+    cutlass::arch::fence_view_async_shared();
+    if (thread == 0) {
+      int const first = block.target * Traits::Pieces + warpgroup * Traits::PiecesEach;
+      smem.pieces[warpgroup] = DqPiece{first + piece, block.turn};
+    }
+    __syncwarp();
+    if (thread % kWarp == 0) smem.dq_full[warpgroup].arrive();
+    state.advance();
+  }
+}
+
+// One consumer warpgroup: walks the portions of the CTA. `clear` empties the accumulators, `walk`
+// works on the next block and returns whether it was the portion's last, with no product left in
+// flight, and `finish` stores what has come together.
+template <class Traits, class Clear, class Walk, class Finish>
+CUTE_DEVICE void each_portion(typename Traits::SharedStorage& smem, int warpgroup,
+                              StageState<1>& dq_state, Clear const& clear, Walk const& walk,
+                              Finish const& finish) {
+  int const lane = threadIdx.x % kWarp;
+  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemK{});  // (N, D)
+  StageState<kWorkDepth> work_state;
+  StageState<1> kv_state;
+  while (true) {
+    smem.work_full[work_state.index()].wait(work_state.phase());
+    KeyWork const& work = smem.work[work_state.index()];
+    if (work.kv_head < 0) break;
+    clear();
+    if (work.portion.blocks > 0) {
+      smem.kv_full.wait(kv_state.phase());
+      kv_state.advance();
+      if (work.portion.rows < Traits::N) clear_foreign<Traits>(sK, work.portion.rows);
+      while (!walk()) continue;
+      if (lane == 0) smem.kv_empty.arrive();
+    }
+    finish(work.portion, work.kv_head);
+    __syncwarp();
+    if (lane == 0) smem.work_empty[work_state.index()].arrive();
+    work_state.advance();
+  }
+  smem.dq_empty[warpgroup].wait(dq_state.phase() ^ 1);
+  if (threadIdx.x % kWarpgroup == 0) smem.pieces[warpgroup].number = -1;
+  __syncwarp();
+  if (lane == 0) smem.dq_full[warpgroup].arrive();
+}
+
+}  // namespace ringfa3

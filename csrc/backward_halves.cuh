@@ -1,0 +1,124 @@
+// Consumers of tiles of 128 keys: a warpgroup for each half of the keys, with its dK and dV.
+//
+// Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
+#pragma once
+
+#include "backward_consumer.cuh"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// P^T and dS^T stay in the registers in which S^T and dP^T have come.
+template <class Traits>
+CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::SharedStorage& smem) {
+  using Element = typename Traits::Element;
+  constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
+  constexpr int kColumns = Traits::DqColumns;
+  int const thread = threadIdx.x % kWarpgroup;
+  int const warpgroup = cutlass::canonical_warp_group_idx() - 1;  // known to be uniform
+  int const lane = thread % kWarp;
+  int const warp_key = 64 * warpgroup + thread / kWarp * 16;
+  int const key = warp_key + lane / 4;  // and key + 8
+  float const scale_log2 = p.args.softmax_scale * kLog2e;
+
+  typename Traits::MmaS mma_s;
+  typename Traits::MmaKV mma_kv;
+  typename Traits::MmaQ mma_q;
+  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemK{});           // (N, D)
+  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::SmemK{});           // (N, D)
+  Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::SmemQ{});           // (M, D, S)
+  Tensor sDO = make_tensor(make_smem_ptr(smem.dout), typename Traits::SmemDout{});    // (M, D, S)
+  Tensor sKt = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemKt{});         // (D, N)
+  Tensor sQt = make_tensor(make_smem_ptr(smem.q), typename Traits::SmemQt{});         // (D, M, S)
+  Tensor sDOt = make_tensor(make_smem_ptr(smem.dout), typename Traits::SmemDoutT{});  // (D, M, S)
+  Tensor sDS = make_tensor(make_smem_ptr(smem.ds), typename Traits::SmemDs{});        // (M, N, S)
+  // Of dQ (M, D) a warpgroup computes 64 rows, or where there are no more, half of the columns.
+  constexpr bool kRowHalves = M > 64;
+  auto thread_s = mma_s.get_slice(thread);
+  auto thread_kv = mma_kv.get_slice(thread);
+  auto thread_q = mma_q.get_slice(thread);
+  Tensor fK = thread_s.partition_fragment_A(
+      local_tile(sK, Shape<_64, Int<D>>{}, make_coord(warpgroup, _0{})));
+  Tensor fV = thread_s.partition_fragment_A(
+      local_tile(sV, Shape<_64, Int<D>>{}, make_coord(warpgroup, _0{})));
+  Tensor fQ = thread_s.partition_fragment_B(sQ);
+  Tensor fDO = thread_s.partition_fragment_B(sDO);
+  Tensor fQt = thread_kv.partition_fragment_B(sQt);
+  Tensor fDOt = thread_kv.partition_fragment_B(sDOt);
+  Tensor fDS = thread_q.partition_fragment_A(
+      local_tile(sDS, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? warpgroup : 0, _0{}, _)));
+  Tensor fKt = thread_q.partition_fragment_B(local_tile(
+      sKt, Shape<Int<kColumns>, Int<N>>{}, make_coord(kRowHalves ? 0 : warpgroup, _0{})));
+  Tensor dk = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
+  Tensor dv = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
+
+  StageState<1> dq_state;
+  StageState<Traits::QStages> q_state;
+  StageState<Traits::DoutStages> dout_state;
+  StageState<Traits::DsStages> ds_state;
+  auto clear_sums = [&] {
+    clear(dk);
+    clear(dv);
+  };
+  auto walk = [&] {
+    int const q_at = q_state.index(), dout_at = dout_state.index();
+    smem.q_full[q_at].wait(q_state.phase());
+    RowBlock const& block = smem.blocks[q_at];
+    bool const masked = block.masked, last = block.last;
+    if (block.rows < M) {
+      smem.dout_full[dout_at].wait(dout_state.phase());
+      clear_foreign<Traits>(sQ(_, _, q_at), block.rows);
+      clear_foreign<Traits>(sDO(_, _, dout_at), block.rows);
+    }
+    Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+    Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+    Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});
+    Tensor fDSt = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});
+    issue(mma_s, fK, fQ(_, _, _, q_at), s, false);
+    smem.dout_full[dout_at].wait(dout_state.phase());
+    issue(mma_s, fV, fDO(_, _, _, dout_at), dp, false);
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(s);
+    exponentiate<M>(s, smem.lse[q_at], scale_log2, lane);
+    if (masked) hide<M>(s, block, key, lane);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(dp);
+    differentiate<M>(s, dp, smem.delta[dout_at], lane);
+    to_operand<Element>(s, fP);
+    if (masked) hide<M>(dp, block, key, lane);
+    to_operand<Element>(dp, fDSt);
+    issue(mma_kv, fP, fDOt(_, _, _, dout_at), dv, true);
+
+    // Two stages of dS: whoever writes one has seen at the last barrier that all have read it.
+    store_ds<M>(fDSt, sDS(_, _, ds_state.index()), warp_key, lane);
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(Traits::Consumers * kWarpgroup, kDsReady);
+    Tensor dq = partition_fragment_C(mma_q, Shape<_64, Int<kColumns>>{});
+    issue(mma_q, fDS(_, _, _, ds_state.index()), fKt, dq, false);
+    ds_state.advance();
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(dv);
+    if (lane == 0) smem.dout_empty[dout_at].arrive();
+    dout_state.advance();
+    issue(mma_kv, fDSt, fQt(_, _, _, q_at), dk, true);
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(dq);
+    send_dq<Traits>(smem, dq, block, dq_state, warpgroup);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(dk);
+    if (lane == 0) smem.q_empty[q_at].arrive();
+    q_state.advance();
+    return last;
+  };
+  auto finish = [&](Portion const& portion, int kv_head) {
+    CUTE_UNROLL
+    for (int n = 0; n < D / 2; ++n) dk(n) *= p.args.softmax_scale;
+    wait_for_partial(p.args, portion, lane);
+    store_gradient<Traits>(p.args, p.args.dk, portion, kv_head, key, lane, dk);
+    store_gradient<Traits>(p.args, p.args.dv, portion, kv_head, key, lane, dv);
+  };
+  each_portion<Traits>(smem, warpgroup, dq_state, clear_sums, walk, finish);
+}
+
+}  // namespace ringfa3
