@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   if (threadIdx.x == 0) {
     for (CUtensorMap const* map : {&p.q, &p.dout, &p.k, &p.v}) prefetch_tma_descriptor(map);
     for (int i = 0; i < Traits::QStages; ++i) {
-      smem.q_full[i].init(2), smem.q_empty[i].init(kWarps);
+      smem.block_ready[i].init(1), smem.q_full[i].init(2), smem.q_empty[i].init(kWarps);
     }
     for (int i = 0; i < Traits::DoutStages; ++i) {
       smem.dout_full[i].init(2), smem.dout_empty[i].init(kWarps);
@@ -37,9 +37,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     for (int i = 0; i < Traits::Consumers; ++i) {
       smem.dq_full[i].init(4), smem.dq_empty[i].init(1);
     }
-    smem.work_wanted.init(1);
     for (int i = 0; i < kWorkDepth; ++i) {
-      smem.work_full[i].init(1), smem.work_empty[i].init(kWarps + 1);
+      smem.work_full[i].init(1), smem.work_empty[i].init(kWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -47,13 +46,14 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   wait_for_earlier_kernels();
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
-    if (threadIdx.x < kWarp) {
-      if (elect_one_sync()) load_portions<Traits>(p, smem);
-    } else if (threadIdx.x < 2 * kWarp) {
-      fetch_portions<Traits>(p, smem);
-      launch_next_kernel();
-    } else if (elect_one_sync()) {
-      write_dq<Traits>(p.args, smem, threadIdx.x / kWarp - 2);
+    int const warp = threadIdx.x / kWarp;
+    if (!elect_one_sync()) return;
+    if (warp == 0) {
+      load_blocks<Traits>(p, smem);
+    } else if (warp == 1) {
+      plan_blocks<Traits>(p, smem);
+    } else {
+      write_dq<Traits>(p.args, smem, warp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();

@@ -89,14 +89,16 @@ CUTE_DEVICE void store_ds(Operand const& ds, Shared const& sDS, int key, int lan
   }
 }
 
-// One warpgroup: hands its part of a block's dQ to the warp that adds it, piece by piece.
+// One warpgroup: hands its part of the dQ of its `count`-th block to the warp that adds it, piece
+// by piece.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const& dq,
-                         RowBlock const& block, StageState<1>& state, int warpgroup) {
+                         RowBlock const& block, uint32_t count, int warpgroup) {
   int const thread = threadIdx.x % kWarpgroup;
   auto* const to = reinterpret_cast<float4*>(smem.dq[warpgroup]) + thread;
   CUTE_UNROLL
   for (int piece = 0; piece < Traits::PiecesEach; ++piece) {
+    StageState<1> const state{count * Traits::PiecesEach + piece};
     smem.dq_empty[warpgroup].wait(state.phase() ^ 1);
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
@@ -110,38 +112,34 @@ CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const
     }
     __syncwarp();
     if (thread % kWarp == 0) smem.dq_full[warpgroup].arrive();
-    state.advance();
   }
 }
 
 // One consumer warpgroup: walks the portions of the CTA. `clear` empties the accumulators, `walk`
-// works on the next block and returns whether it was the portion's last, with no product left in
-// flight, and `finish` stores what has come together.
+// works on the `count`-th block of all and returns whether it was its portion's last, with no
+// product left in flight, and `finish` stores what has come together.
 template <class Traits, class Clear, class Walk, class Finish>
 CUTE_DEVICE void each_portion(typename Traits::SharedStorage& smem, int warpgroup,
-                              StageState<1>& dq_state, Clear const& clear, Walk const& walk,
-                              Finish const& finish) {
+                              Clear const& clear, Walk const& walk, Finish const& finish) {
   int const lane = threadIdx.x % kWarp;
   Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemK{});  // (N, D)
-  StageState<kWorkDepth> work_state;
-  StageState<1> kv_state;
+  uint32_t portions = 0, blocks = 0;
   while (true) {
+    StageState<kWorkDepth> const work_state{portions};
     smem.work_full[work_state.index()].wait(work_state.phase());
     KeyWork const& work = smem.work[work_state.index()];
     if (work.kv_head < 0) break;
     clear();
-    if (work.portion.blocks > 0) {
-      smem.kv_full.wait(kv_state.phase());
-      kv_state.advance();
-      if (work.portion.rows < Traits::N) clear_foreign<Traits>(sK, work.portion.rows);
-      while (!walk()) continue;
-      if (lane == 0) smem.kv_empty.arrive();
-    }
+    StageState<1> const kv_state{portions++};
+    smem.kv_full.wait(kv_state.phase());
+    if (work.portion.rows < Traits::N) clear_foreign<Traits>(sK, work.portion.rows);
+    while (!walk(blocks++)) continue;
+    if (lane == 0) smem.kv_empty.arrive();
     finish(work.portion, work.kv_head);
     __syncwarp();
     if (lane == 0) smem.work_empty[work_state.index()].arrive();
-    work_state.advance();
   }
+  StageState<1> const dq_state{blocks * Traits::PiecesEach};
   smem.dq_empty[warpgroup].wait(dq_state.phase() ^ 1);
   if (threadIdx.x % kWarpgroup == 0) smem.pieces[warpgroup].number = -1;
   __syncwarp();

@@ -53,16 +53,15 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   Tensor dk = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
   Tensor dv = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
 
-  StageState<1> dq_state;
-  StageState<Traits::QStages> q_state;
-  StageState<Traits::DoutStages> dout_state;
-  StageState<Traits::DsStages> ds_state;
   auto clear_sums = [&] {
     clear(dk);
     clear(dv);
   };
-  auto walk = [&] {
+  auto walk = [&](uint32_t count) {
+    StageState<Traits::QStages> const q_state{count};
+    StageState<Traits::DoutStages> const dout_state{count};
     int const q_at = q_state.index(), dout_at = dout_state.index();
+    int const ds_at = count % Traits::DsStages;
     smem.q_full[q_at].wait(q_state.phase());
     RowBlock const& block = smem.blocks[q_at];
     bool const masked = block.masked, last = block.last;
@@ -91,24 +90,21 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     issue(mma_kv, fP, fDOt(_, _, _, dout_at), dv, true);
 
     // Two stages of dS: whoever writes one has seen at the last barrier that all have read it.
-    store_ds<M>(fDSt, sDS(_, _, ds_state.index()), warp_key, lane);
+    store_ds<M>(fDSt, sDS(_, _, ds_at), warp_key, lane);
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(Traits::Consumers * kWarpgroup, kDsReady);
     Tensor dq = partition_fragment_C(mma_q, Shape<_64, Int<kColumns>>{});
-    issue(mma_q, fDS(_, _, _, ds_state.index()), fKt, dq, false);
-    ds_state.advance();
+    issue(mma_q, fDS(_, _, _, ds_at), fKt, dq, false);
     warpgroup_wait<1>();
     warpgroup_fence_operand(dv);
     if (lane == 0) smem.dout_empty[dout_at].arrive();
-    dout_state.advance();
     issue(mma_kv, fDSt, fQt(_, _, _, q_at), dk, true);
     warpgroup_wait<1>();
     warpgroup_fence_operand(dq);
-    send_dq<Traits>(smem, dq, block, dq_state, warpgroup);
+    send_dq<Traits>(smem, dq, block, count, warpgroup);
     warpgroup_wait<0>();
     warpgroup_fence_operand(dk);
     if (lane == 0) smem.q_empty[q_at].arrive();
-    q_state.advance();
     return last;
   };
   auto finish = [&](Portion const& portion, int kv_head) {
@@ -118,7 +114,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     store_gradient<Traits>(p.args, p.args.dk, portion, kv_head, key, lane, dk);
     store_gradient<Traits>(p.args, p.args.dv, portion, kv_head, key, lane, dv);
   };
-  each_portion<Traits>(smem, warpgroup, dq_state, clear_sums, walk, finish);
+  each_portion<Traits>(smem, warpgroup, clear_sums, walk, finish);
 }
 
 }  // namespace ringfa3

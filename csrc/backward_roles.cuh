@@ -49,11 +49,10 @@ CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedSt
       local_tile(sKt, Shape<Int<kColumns>, Int<N>>{}, make_coord(Int<kWarpgroupHere>{}, _0{})));
   Tensor sum = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});  // dV or dK
 
-  StageState<1> dq_state;
-  StageState<Traits::QStages> q_state;
-  StageState<Traits::DoutStages> dout_state;
   auto clear_sum = [&] { clear(sum); };
-  auto walk = [&] {
+  auto walk = [&](uint32_t count) {
+    StageState<Traits::QStages> const q_state{count};
+    StageState<Traits::DoutStages> const dout_state{count};
     int const q_at = q_state.index(), dout_at = dout_state.index();
     smem.q_full[q_at].wait(q_state.phase());
     RowBlock const& block = smem.blocks[q_at];
@@ -105,12 +104,10 @@ CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedSt
     warpgroup_wait<1>();
     warpgroup_fence_operand(sum);
     if (lane == 0) smem.dout_empty[dout_at].arrive();
-    dout_state.advance();
     warpgroup_wait<0>();
     warpgroup_fence_operand(dq);
-    send_dq<Traits>(smem, dq, block, dq_state, kWarpgroupHere);
+    send_dq<Traits>(smem, dq, block, count, kWarpgroupHere);
     if (lane == 0) smem.q_empty[q_at].arrive();
-    q_state.advance();
     return last;
   };
   auto finish = [&](Portion const& portion, int kv_head) {
@@ -122,7 +119,7 @@ CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedSt
     store_gradient<Traits>(p.args, kValues ? p.args.dv : p.args.dk, portion, kv_head, key, lane,
                            sum);
   };
-  each_portion<Traits>(smem, kWarpgroupHere, dq_state, clear_sum, walk, finish);
+  each_portion<Traits>(smem, kWarpgroupHere, clear_sum, walk, finish);
 }
 
 template <class Traits>

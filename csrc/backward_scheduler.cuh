@@ -1,4 +1,5 @@
-// The warps that serve the consumers: one fetches work, one loads, the others write dQ.
+// The threads that serve the consumers: one says what comes next, one loads it, the others write
+// dQ.
 #pragma once
 
 #include "backward_traits.cuh"
@@ -8,52 +9,13 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Warp-wide: takes and decodes the next portion while the last blocks of this one are on their way.
-// KV heads run in sections whose Q, dO and dQ share the L2 cache; inside a section all heads of a
-// portion come side by side, portions in the order of the plan.
-template <class Traits>
-CUTE_DEVICE void fetch_portions(BackwardParams const& p, typename Traits::SharedStorage& smem) {
-  constexpr int kWords = sizeof(Portion) / sizeof(int32_t);
-  int const lane = threadIdx.x % kWarp;
-  BackwardArgs const& a = p.args;
-  StageState<kWorkDepth> state;
-  int w = blockIdx.x;
-  while (true) {
-    smem.work_empty[state.index()].wait(state.phase() ^ 1);
-    KeyWork& work = smem.work[state.index()];
-    int kv_head = -1;
-    if (w < p.num_work) {
-      int const per_section = a.num_portions * a.head_section;
-      int const section = w / per_section;
-      int const rest = w - section * per_section;
-      int const width = min(a.head_section, p.kv_heads - section * a.head_section);
-      kv_head = section * a.head_section + rest % width;
-      auto* const from = reinterpret_cast<int32_t const*>(a.portions + rest / width);
-      if (lane < kWords) reinterpret_cast<int32_t*>(&work.portion)[lane] = from[lane];
-    }
-    if (lane == 0) work.kv_head = kv_head;
-    __syncwarp();
-    if (lane == 0) smem.work_full[state.index()].arrive();
-    if (kv_head < 0) return;
-    smem.work_wanted.wait(state.count & 1);
-    state.advance();
-    if (lane == 0) w = gridDim.x + atomicAdd(a.counter, 1);
-    w = __shfl_sync(0xffffffff, w, 0);
-  }
-}
-
-// What a key tile visits of a span: its blocks of M rows [block, end); key n of the tile is seen by
-// rows [n + low, n + high] of the span.
+// The blocks of M rows of a span that a key tile visits: [first, second).
 template <int M>
-struct SpanVisit {
-  int32_t block = 0, end = 0, low, high;
-  CUTE_DEVICE SpanVisit(Portion const& portion, Span const& s) {
-    int const j = portion.row0 - s.k0;
-    low = j - s.hi, high = j - s.lo;
-    int const first = max(0, low), last = min(s.q1 - s.q0, portion.rows + high);
-    if (first < last) block = first / M, end = (last + M - 1) / M;
-  }
-};
+CUTE_DEVICE int2 visited_blocks(Portion const& portion, Span const& s) {
+  int const j = portion.row0 - s.k0;
+  int const begin = max(0, j - s.hi), end = min(s.q1 - s.q0, j + portion.rows - s.lo);
+  return begin < end ? make_int2(begin / M, (end + M - 1) / M) : make_int2(0, 0);
+}
 
 // Key tiles of a span that visit its `block`-th block of rows: [first, second).
 template <int M, int N>
@@ -63,82 +25,120 @@ CUTE_DEVICE int2 visitors(Span const& s, int block) {
   return begin < end ? make_int2(begin / N, (end + N - 1) / N) : make_int2(0, 0);
 }
 
-// How many tiles add to a block of dQ before this one: `Tiling.turn` of ringfa3/plan.py.
+// How many tiles add to a block of dQ before the one that has it now: `Tiling.turn` of
+// ringfa3/plan.py.
 template <int M, int N>
-CUTE_DEVICE int turn_of(BackwardArgs const& a, int span, int row0, int block) {
-  int turn = visitors<M, N>(a.spans[span], block).y - 1 - (row0 - a.spans[span].k0) / N;
-  for (int other = a.earlier[span]; other >= 0; other = a.earlier[other]) {
-    int2 const between = visitors<M, N>(a.spans[other], block);
+CUTE_DEVICE int turn_of(BackwardArgs const& a, RowBlock const& block) {
+  Span const& span = a.spans[block.span];
+  int const number = (block.token - span.q0) / M;
+  int turn = visitors<M, N>(span, number).y - 1 - (block.key_row - span.k0) / N;
+  for (int other = a.earlier[block.span]; other >= 0; other = a.earlier[other]) {
+    int2 const between = visitors<M, N>(a.spans[other], number);
     turn += between.y - between.x;
   }
   return turn;
 }
 
-// One thread: streams K and V of every portion, and the Q, dO, LSE and D of its blocks.
+// Piece of work `w`, decoded. KV heads run in sections whose Q, dO and dQ share the L2 cache;
+// inside a section all heads of a portion come side by side, portions in the order of the plan.
+CUTE_DEVICE void decode(BackwardParams const& p, int w, KeyWork& work) {
+  BackwardArgs const& a = p.args;
+  int const per_section = a.num_portions * a.head_section;
+  int const section = w / per_section;
+  int const rest = w - section * per_section;
+  int const width = min(a.head_section, p.kv_heads - section * a.head_section);
+  work.portion = a.portions[rest / width];
+  work.kv_head = section * a.head_section + rest % width;
+}
+
+// One thread: takes portions from the counter and says, block by block, what is to be loaded. The
+// next portion is taken while the last blocks of this one are on their way. The thread has few
+// registers: what it can read again it does not keep.
 template <class Traits>
-CUTE_DEVICE void load_portions(BackwardParams const& p, typename Traits::SharedStorage& smem) {
-  constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
+CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedStorage& smem) {
+  constexpr int M = Traits::M, N = Traits::N;
   BackwardArgs const& a = p.args;
   StageState<kWorkDepth> work_state;
-  StageState<1> kv_state;
-  StageState<Traits::QStages> q_state;
-  StageState<Traits::DoutStages> dout_state;
-  while (true) {
-    smem.work_full[work_state.index()].wait(work_state.phase());
-    int const kv_head = smem.work[work_state.index()].kv_head;
-    if (kv_head < 0) return;
-    Portion const portion = smem.work[work_state.index()].portion;
-    if (portion.blocks > 0) {
-      smem.kv_empty.wait(kv_state.phase() ^ 1);
-      kv_state.advance();
-      load_box<N, D>(p.k, smem.kv_full, smem.k, portion.row0, kv_head);
-      load_box<N, D>(p.v, smem.kv_full, smem.v, portion.row0, kv_head);
-    } else {
-      smem.work_wanted.arrive();
-    }
-    int const end = (kv_head * p.group + portion.first_head) + portion.num_heads;
-    for (int head = end - portion.num_heads; head < end; ++head) {
+  StageState<Traits::QStages> state;
+  smem.next_work = blockIdx.x;
+  for (; smem.next_work < p.num_work; work_state.advance()) {
+    smem.work_empty[work_state.index()].wait(work_state.phase() ^ 1);
+    KeyWork& work = smem.work[work_state.index()];
+    decode(p, smem.next_work, work);
+    smem.work_full[work_state.index()].arrive();
+    Portion const& portion = work.portion;
+    for (int h = 0; h < portion.num_heads; ++h) {
       int skip = portion.skip, left = portion.blocks;
       for (int index = portion.first_span; left > 0; ++index) {
-        Span const span = a.spans[index];
-        SpanVisit<M> const visit(portion, span);
-        int block = visit.block + skip;
-        skip = max(0, block - visit.end);
-        for (; block < visit.end && left > 0; ++block, --left) {
-          if (head + 1 == end && left == min(kBlocksAhead, portion.blocks)) {
-            smem.work_wanted.arrive();
+        Span const& span = a.spans[index];
+        int2 const visited = visited_blocks<M>(portion, span);
+        int number = visited.x + skip;
+        skip = max(0, number - visited.y);
+        for (; number < visited.y && left > 0; ++number, --left) {
+          bool const last_head = h + 1 == portion.num_heads;
+          if (last_head && left == min(kBlocksAhead, portion.blocks)) {
+            smem.next_work = gridDim.x + atomicAdd(a.counter, 1);
           }
-          RowBlock next;
-          next.low = visit.low - block * M, next.high = visit.high - block * M;
-          next.rows = min(M, span.q1 - span.q0 - block * M), next.keys = portion.rows;
-          next.target = head * static_cast<int>(a.grid.num_blocks) + span.grid_q0 / M + block;
-          next.turn = a.turns ? turn_of<M, N>(a, index, portion.row0, block) : 0;
-          next.masked = next.rows < M || next.keys < N || N - 1 + next.low > 0 || next.high < M - 1;
-          next.last = head + 1 == end && left == 1;
-          int64_t const row = static_cast<int64_t>(next.target) * M;
-
-          smem.q_empty[q_state.index()].wait(q_state.phase() ^ 1);
-          smem.blocks[q_state.index()] = next;
-          auto& q_full = smem.q_full[q_state.index()];
-          load_box<M, D>(p.q, q_full, smem.q + q_state.index() * M * D, span.q0 + block * M, head);
-          q_full.arrive_and_expect_tx(M * sizeof(float));
-          SM90_BULK_COPY_G2S::copy(a.grid.lse + row, reinterpret_cast<uint64_t*>(&q_full),
-                                   smem.lse[q_state.index()], M * sizeof(float));
-          q_state.advance();
-
-          smem.dout_empty[dout_state.index()].wait(dout_state.phase() ^ 1);
-          auto& dout_full = smem.dout_full[dout_state.index()];
-          load_box<M, D>(p.dout, dout_full, smem.dout + dout_state.index() * M * D,
-                         span.q0 + block * M, head);
-          dout_full.arrive_and_expect_tx(M * sizeof(float));
-          SM90_BULK_COPY_G2S::copy(a.grid.delta + row, reinterpret_cast<uint64_t*>(&dout_full),
-                                   smem.delta[dout_state.index()], M * sizeof(float));
-          dout_state.advance();
+          smem.q_empty[state.index()].wait(state.phase() ^ 1);
+          RowBlock& block = smem.blocks[state.index()];
+          block.first = h == 0 && left == portion.blocks;
+          block.last = last_head && left == 1;
+          block.key_row = portion.row0, block.keys = portion.rows;
+          block.token = span.q0 + number * M;
+          block.rows = min(M, span.q1 - block.token);
+          block.low = portion.row0 - span.k0 - span.hi - number * M;
+          block.high = block.low + span.hi - span.lo;
+          block.masked =
+              block.rows < M || block.keys < N || N - 1 + block.low > 0 || block.high < M - 1;
+          block.head = work.kv_head * p.group + portion.first_head + h;
+          block.target =
+              block.head * static_cast<int>(a.grid.num_blocks) + span.grid_q0 / M + number;
+          block.span = index;
+          smem.block_ready[state.index()].arrive();
+          state.advance();
         }
       }
     }
-    smem.work_empty[work_state.index()].arrive();
-    work_state.advance();
+  }
+  smem.work_empty[work_state.index()].wait(work_state.phase() ^ 1);
+  smem.work[work_state.index()].kv_head = -1;
+  smem.work_full[work_state.index()].arrive();
+  smem.q_empty[state.index()].wait(state.phase() ^ 1);
+  smem.blocks[state.index()].head = -1;
+  smem.block_ready[state.index()].arrive();
+}
+
+// One thread: loads the Q, dO, LSE and D of every block, and K and V before a portion's first.
+template <class Traits>
+CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedStorage& smem) {
+  constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
+  StageState<1> kv;
+  for (uint32_t count = 0;; ++count) {
+    StageState<Traits::QStages> const q{count};
+    StageState<Traits::DoutStages> const dout{count};
+    smem.block_ready[q.index()].wait(q.phase());
+    RowBlock& block = smem.blocks[q.index()];
+    if (block.head < 0) return;
+    if (p.args.turns) block.turn = turn_of<M, N>(p.args, block);
+    if (block.first) {
+      smem.kv_empty.wait(kv.phase() ^ 1);
+      kv.advance();
+      load_box<N, D>(p.k, smem.kv_full, smem.k, block.key_row, block.head / p.group);
+      load_box<N, D>(p.v, smem.kv_full, smem.v, block.key_row, block.head / p.group);
+    }
+    auto& q_full = smem.q_full[q.index()];
+    load_box<M, D>(p.q, q_full, smem.q + q.index() * M * D, block.token, block.head);
+    q_full.arrive_and_expect_tx(M * sizeof(float));
+    SM90_BULK_COPY_G2S::copy(p.args.grid.lse + static_cast<int64_t>(block.target) * M,
+                             reinterpret_cast<uint64_t*>(&q_full), smem.lse[q.index()],
+                             M * sizeof(float));
+    smem.dout_empty[dout.index()].wait(dout.phase() ^ 1);
+    auto& dout_full = smem.dout_full[dout.index()];
+    load_box<M, D>(p.dout, dout_full, smem.dout + dout.index() * M * D, block.token, block.head);
+    dout_full.arrive_and_expect_tx(M * sizeof(float));
+    SM90_BULK_COPY_G2S::copy(p.args.grid.delta + static_cast<int64_t>(block.target) * M,
+                             reinterpret_cast<uint64_t*>(&dout_full), smem.delta[dout.index()],
+                             M * sizeof(float));
   }
 }
 

@@ -25,15 +25,19 @@ struct KeyWork {
   Portion portion;
 };
 
-// A block of rows that is in shared memory, as the consumers have to know it.
+// A block of rows to load and to work on.
 struct RowBlock {
+  int32_t head;       // -1: no more
+  int32_t token;      // its first row
+  int32_t key_row;    // the tile's first key
   int32_t low, high;  // key n of the tile is seen by rows [n + low, n + high] of the block,
   int32_t rows;       // of which these belong to the span, and
   int32_t keys;       // so many keys to the tile
-  int32_t target;     // number of the block of dQ
-  int32_t turn;       // how many tiles add to that block before this one
+  int32_t target;     // number of the block in LSE, D and dQ
+  int32_t span;       // its number in the plan
+  int32_t turn;       // how many tiles add to its dQ before this one, where turns are kept
   bool masked;        // whether any of its pairs must not be seen
-  bool last;          // of the portion
+  bool first, last;   // of the portion
 };
 
 // A piece of dQ on its way out: its number, -1 for no more, and its turn.
@@ -49,8 +53,8 @@ struct BackwardTraits {
   static constexpr int N = TileN_;
   static constexpr int Consumers = 2;
   static constexpr int Threads = kWarpgroup * (Consumers + 1);
-  static constexpr int ConsumerRegisters = 232;
-  static constexpr int ProducerRegisters = 40;
+  static constexpr int ConsumerRegisters = 240;
+  static constexpr int ProducerRegisters = 24;
   // Either each warpgroup has 64 keys, or, where a tile has no more, one has dV and one has dK.
   static constexpr bool Roles = N == 64;
   static constexpr int QStages = 2;
@@ -98,12 +102,13 @@ struct BackwardTraits {
     RowBlock blocks[QStages];
     DqPiece pieces[Consumers];
     KeyWork work[kWorkDepth];
+    int32_t next_work;  // of the thread that plans
     alignas(16) cutlass::arch::ClusterTransactionBarrier kv_full;
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
+    alignas(16) cutlass::arch::ClusterBarrier block_ready[QStages];
     alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], dout_empty[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier kv_empty, dq_full[Consumers], dq_empty[Consumers];
     alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];
-    alignas(16) cutlass::arch::ClusterBarrier work_wanted;
   };
 };
 

@@ -56,7 +56,8 @@ struct RowGrid {
 };
 
 // What one CTA does of a key tile: query heads [first_head, first_head + num_heads) of every KV
-// head's group, and of the blocks of rows that the tile visits, in order, [skip, skip + blocks).
+// head's group, and of the blocks of rows that the tile visits, in order, [skip, skip + blocks), at
+// least one.
 struct Portion {
   int32_t row0, rows, first_span, flags, first_head, num_heads, skip, blocks;
 };

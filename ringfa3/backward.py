@@ -15,7 +15,7 @@ import torch
 
 from ringfa3.kernels import Tensor3, aligned, heads_together, launch, processors, upload
 from ringfa3.plan import FIRST, Plan, Tiling, ramps
-from ringfa3.portions import SHARED, portions
+from ringfa3.portions import PORTION, SHARED, portions
 
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
     from ringfa3.build import Unit
@@ -140,20 +140,20 @@ class BackwardPass:
         words, self._hop = self._words[self._hop], self._hop + 1
         if not len(tiling.tiles):
             return
-        first = bool(tiling.tiles["flags"][0] & FIRST)  # the same in all tiles of a hop
-        if not len(tiling.spans):  # nothing is seen
-            if first:
-                dk.zero_(), dv.zero_()
-            return
         k, v = (x if aligned(x) else x.contiguous() for x in (k, v))
         heads, kv_heads = self.q.shape[1], k.shape[1]
         tables = _on_device(
             tiling, k.device, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
             self.deterministic,
         )  # fmt: skip
+        first = bool(tiling.tiles["flags"][0] & FIRST)  # the same in all tiles of a hop
         sums = (dk, dv)
-        if tables.shared and first:  # portions add up from zero, in float32
+        if first and tables.shared:  # portions add up from zero, in float32
             sums = _zeros(dk), _zeros(dv)
+        elif first and tables.unseen:
+            dk.zero_(), dv.zero_()
+        if not len(tables.portions):
+            return
         args = BackwardArgs(
             *(Tensor3.of(x) for x in (self.q, self.dout, k, v, *sums)),
             self.grid,
@@ -191,6 +191,7 @@ class _Tables(NamedTuple):
     spans: torch.Tensor
     earlier: torch.Tensor
     shared: bool  # whether tiles are cut
+    unseen: bool  # whether some tiles have no portion
 
 
 _tables: weakref.WeakKeyDictionary[Tiling, dict[tuple[object, ...], _Tables]]
@@ -212,10 +213,11 @@ def _on_device(
     if key not in known:
         table = portions(tiling, tile_m, group, kv_heads, num_ctas, whole)
         known[key] = _Tables(
-            upload(table, device).view(len(table), -1),
+            upload(table, device).view(len(table), len(PORTION)),
             upload(tiling.spans, device),
             upload(tiling.earlier, device),
             bool((table["flags"] & SHARED).any()),
+            len(np.unique(table["row0"])) < len(tiling.tiles),
         )
     return known[key]
 

@@ -26,7 +26,7 @@ PORTION = np.dtype(
         ("first_head", np.int32),  # query heads [first_head, first_head+num_heads) of a group
         ("num_heads", np.int32),
         ("skip", np.int32),  # of the blocks of rows that the tile visits, [skip, skip+blocks)
-        ("blocks", np.int32),
+        ("blocks", np.int32),  # at least one: tiles that see nothing are no work
     ]
 )
 SHARED = 4  # beside FIRST and LAST: other portions add to the same keys
@@ -40,7 +40,7 @@ WAVES = 4  # pieces for each processor from which on nothing is cut: the order o
 def portions(
     tiling: Tiling, tile_m: int, group: int, kv_heads: int, num_ctas: int, whole: bool = False
 ) -> Table:
-    """The portions of a hop's tiles, in the tiles' order.
+    """The portions of a hop's tiles, in the tiles' order; none of tiles that see nothing.
 
     Args:
         tiling: of the backward.
@@ -86,9 +86,8 @@ def _cuts(group: int, blocks: int) -> Iterator[tuple[int, int]]:
 
 def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: int) -> Table:
     """Portions with every tile in `heads` parts of its group and at most `rows` of its blocks."""
-    row_parts = np.clip(blocks, 1, rows)
-    head_parts = np.where(blocks > 0, heads, 1)
-    count = row_parts * head_parts
+    row_parts = np.minimum(blocks, rows)
+    count = row_parts * heads
     tile = np.repeat(np.arange(len(count)), count)
     index = ramps(np.zeros(len(count), np.int64), count)
     head, row = index // row_parts[tile], index % row_parts[tile]
@@ -96,8 +95,8 @@ def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: int) -> Tab
     for name in ("row0", "rows", "first_span", "flags"):
         table[name] = tiling.tiles[name][tile]
     table["flags"] |= np.where(count[tile] > 1, SHARED, 0)
-    table["first_head"] = group // head_parts[tile] * head
-    table["num_heads"] = group // head_parts[tile]
+    table["first_head"] = group // heads * head
+    table["num_heads"] = group // heads
     table["skip"] = blocks[tile] * row // row_parts[tile]
     table["blocks"] = blocks[tile] * (row + 1) // row_parts[tile] - table["skip"]
     return table
