@@ -1,0 +1,197 @@
+"""What the backward kernels must do, on a GPU or in emulation: against float64 and bit by bit.
+
+Every check takes a unit and a device, makes fresh inputs and asserts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import dense
+import numpy as np
+import torch
+from examples import key_tokens
+
+from ringfa3.backward import BackwardPass
+from ringfa3.build import Unit
+from ringfa3.context import plan_context
+from ringfa3.plan import Plan, plan_local
+
+WINDOWS = ((-1, -1), (-1, 0), (100, 0), (64, 64), (0, 0), (300, -1))
+LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300)
+
+Gradients = list[torch.Tensor]  # dq, dk, dv
+
+
+@dataclass
+class Problem:
+    """Packed sequences with the results of their forward and gradients into these."""
+
+    lengths: list[tuple[int, int]]  # of queries and keys
+    window: tuple[int, int]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+    out: torch.Tensor  # in the dtype of q, from float64
+    lse: torch.Tensor
+    reference: Gradients  # float64
+    plain: Gradients  # PyTorch in the dtype of q
+    seen: torch.Tensor  # (t, n) bool
+
+    @property
+    def plan(self) -> Plan:
+        return plan_local(*(np.array(n, np.int64) for n in zip(*self.lengths, strict=True)), *self.window)
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[-1] ** -0.5)
+
+
+def problem(
+    seed: int,
+    unit: Unit,
+    device: str,
+    lengths: Sequence[tuple[int, int]],
+    heads: tuple[int, int],
+    window: tuple[int, int],
+    with_dlse: bool = True,
+) -> Problem:
+    """A problem with `heads` query and KV heads. Q, K and V are views of one tensor where they can."""
+    torch.manual_seed(seed)
+    dtype, d = getattr(torch, unit.dtype), unit.head_dim
+    t, n = (sum(x) for x in zip(*lengths, strict=True))
+    h, hk = heads
+    if t == n and seed % 2:
+        q, k, v = torch.randn(t, h + 2 * hk, d, device=device).to(dtype).split((h, hk, hk), dim=1)
+    else:
+        q, k, v = (
+            torch.randn(rows, count, d, device=device).to(dtype)
+            for rows, count in ((t, h), (n, hk), (n, hk))
+        )
+    dout = torch.randn(t, h, d, device=device).to(dtype)
+    dlse = torch.randn(h, t, device=device) * with_dlse
+    seen = torch.from_numpy(dense.mask(*zip(*lengths, strict=True), *window)).to(device)
+    results = []
+    for kind in (torch.float64, dtype):
+        leaves = [x.detach().to(kind, copy=True).requires_grad_() for x in (q, k, v)]
+        outputs = dense.attention(*leaves, seen)
+        gradients = dense.gradients(leaves, outputs, dout.to(kind), dlse.to(kind))
+        results.append((outputs, gradients))
+    (out, lse), reference = results[0]
+    return Problem(
+        list(lengths), window, q, k, v, dout, dlse,
+        out.detach().to(dtype), lse.detach().float(), reference, results[1][1], seen,
+    )  # fmt: skip
+
+
+def differentiate(unit: Unit, p: Problem, deterministic: bool = False, margin: int = 0) -> Gradients:
+    """[dq, dk, dv] of the kernels; dk and dv are poisoned beforehand."""
+    tiling = p.plan.backward(unit.tile_n, unit.tile_m, deterministic)[0]
+    dk, dv = (torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (p.k, p.v))
+    run = BackwardPass(
+        unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic, margin
+    )
+    run.hop(p.k, p.v, tiling, dk, dv)
+    return [run.dq(), dk, dv]
+
+
+def hold_gate(got: Gradients, p: Problem, what: str) -> None:
+    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5; what nothing sees has gradient 0."""
+    for name, x, ref, pt in zip(("dq", "dk", "dv"), got, p.reference, p.plain, strict=True):
+        if not x.numel():
+            continue
+        error = (x.double() - ref).abs().max().item()
+        bound = 2 * (pt.double() - ref).abs().max().item() + 1e-5
+        assert error <= bound, f"{what}: {name} is off by {error:.2e}, allowed {bound:.2e}"
+    blind, unseen = ~p.seen.any(1), ~p.seen.any(0)
+    for name, x, rows in zip(("dq", "dk", "dv"), got, (blind, unseen, unseen), strict=True):
+        assert (x[rows] == 0).all(), f"{what}: {name} of what is not seen is not 0"
+
+
+def random_problem(case: int, unit: Unit, device: str, longest: int = 0) -> Problem | None:
+    """One of a sweep; lengths from LENGTHS and, up to `longest`, between."""
+    rng = random.Random(1000 * unit.head_dim + case)
+
+    def length() -> int:
+        return rng.choice((*LENGTHS, *([rng.randint(1, longest)] * bool(longest))))
+
+    lengths = [(n, n if case % 2 else length()) for n in (length() for _ in range(rng.randint(1, 4)))]
+    if not all(map(sum, zip(*lengths, strict=True))):
+        return None
+    hk = rng.choice((1, 2))
+    heads = (hk * rng.choice((1, 2, 4)), hk)
+    return problem(case, unit, device, lengths, heads, rng.choice(WINDOWS), case % 3 > 0)
+
+
+def nan_and_inf_stay_in_their_document(unit: Unit, device: str) -> None:
+    """Blocks and tiles hold foreign rows where documents end: the others' gradients are the same."""
+    lengths = [40, 7, 128, 30, 1, 90]
+    clean = problem(0, unit, device, [(n, n) for n in lengths], (2, 1), (-1, 0))
+    expected = differentiate(unit, clean)
+    cu = dense.cumulative(lengths)
+    for bad in (1, 3):
+        here = slice(cu[bad], cu[bad + 1])
+        clean.q[here], clean.k[here] = torch.nan, torch.inf
+        clean.v[here], clean.dout[here] = torch.nan, torch.inf
+        clean.out[here], clean.dlse[:, here], clean.lse[:, here] = torch.nan, torch.inf, torch.nan
+    got = differentiate(unit, clean)
+    for i in (0, 2, 4, 5):
+        here = slice(cu[i], cu[i + 1])
+        for name, x, y in zip(("dq", "dk", "dv"), got, expected, strict=True):
+            assert torch.isfinite(y[here]).all()
+            assert (x[here] - y[here]).abs().max() < 2e-2, f"{name} of document {i}"
+
+
+def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
+    """Three ranks, one after the other on one device: partials that travel, dQ over all hops.
+
+    A partial is stored by its first visitor, in a buffer of NaN, and added to by later ones.
+    """
+    lengths, world, heads = [300, 1, 140, 64], 3, (4, 2)
+    p = problem(5, unit, device, [(n, n) for n in lengths], heads, (-1, 0))
+    plans = [plan_context(dense.cumulative(lengths), (r, world)) for r in range(world)]
+    here = [plan.token_index.to(device) for plan in plans]
+    runs = [
+        BackwardPass(
+            unit, p.dout[at], p.dlse[:, at], p.q[at], p.out[at], p.lse[:, at], plan.hops, p.scale,
+            deterministic,
+        )
+        for plan, at in zip(plans, here, strict=True)
+    ]  # fmt: skip
+    arrived = torch.ones(1, dtype=torch.int32, device=device)
+    gradients = torch.zeros(2, *p.k.shape, device=device)
+    travelling = [torch.full((2, len(at), *p.k.shape[1:]), torch.nan, device=device) for at in here]
+    for hop in range(world):
+        for rank, plan in enumerate(plans):
+            keys = torch.from_numpy(key_tokens(plans, rank, hop)).to(device)
+            owner = (rank - hop) % world
+            tiling = plan.hops.backward(unit.tile_n, unit.tile_m, deterministic)[hop]
+            partial = travelling[owner] if hop else torch.full_like(travelling[owner], torch.nan)
+            dk, dv = partial[:, : len(keys)]
+            runs[rank].hop(p.k[keys], p.v[keys], tiling, dk, dv, arrived)
+            movement = plans[owner].movement
+            if hop == 0 or hop >= movement.first_visit[owner]:
+                goes_on = int(movement.rows[owner, hop + 1]) if hop else 0
+                done = slice(goes_on, len(keys))  # nobody adds to these any more
+                gradients[:, keys[done]] += partial[:, done]
+    dq = torch.empty_like(p.dout)
+    for run, at in zip(runs, here, strict=True):
+        dq[at] = run.dq()
+    hold_gate([dq, *gradients.to(dq.dtype)], p, f"{world} ranks")
+
+
+def same_bits(unit: Unit, device: str, repeats: int, reseed) -> None:  # type: ignore[no-untyped-def]
+    """Deterministic gradients, `reseed(n)` before the n-th run; the documents share rows of tiles."""
+    p = problem(7, unit, device, [(300, 300), (65, 200), (129, 129)], (4, 2), (-1, 0))
+    first = None
+    for n in range(repeats):
+        reseed(n)
+        got = differentiate(unit, p, deterministic=True)
+        first = first or got
+        for name, x, y in zip(("dq", "dk", "dv"), got, first, strict=True):
+            assert torch.equal(x, y), f"{name} of run {n} differs"
+    hold_gate(got, p, "deterministic")
