@@ -6,7 +6,6 @@ namespace emulator {
 
 namespace {
 
-constexpr int kPollingLoop = 64;  // instructions that a loop around a poll has at most
 constexpr uint64_t kPoison = 0x7ff4dead7fa4deadull;  // NaN as a float and as a double
 
 std::string hex(uint64_t value) {
@@ -92,14 +91,7 @@ void Warp::merge() {
 
 bool Warp::run() {
   auto const& code = cta.grid.launch.kernel->code;
-  int const budget = 1 + cta.grid.below(200);
-  int done = 0;
-  auto polled = [&] {  // whether all that ran was a loop around one poll
-    bool const again = pc == last_poll_ && done <= kPollingLoop;
-    last_poll_ = pc;
-    return !again;
-  };
-  for (; done < budget && !groups_.empty(); ++done) {
+  for (int budget = 1 + cta.grid.below(200); budget > 0 && !groups_.empty(); --budget) {
     Group& group = choose();
     stuck_ = false;
     pc = group.pc;
@@ -120,11 +112,12 @@ bool Warp::run() {
     }
     if (next == Next::Wait) {
       stuck_ = true;
-      return polled();
+      return false;
     }
     if (next == Next::Exit) {
       group.lanes &= ~active;
       group.pc++;
+      cta.grid.progress();
     } else if (next == Next::Jump && active != group.lanes) {
       group.lanes &= ~active;
       group.pc++;
@@ -135,10 +128,9 @@ bool Warp::run() {
     if (groups_.size() > 1 || group.lanes == 0) merge();
     if (next == Next::GoLater) {
       stuck_ = groups_.size() > 1;
-      return polled();
+      return false;
     }
   }
-  last_poll_ = -1;
   return true;
 }
 
@@ -149,19 +141,37 @@ void Warp::issue(Product product) {
 }
 
 void Warp::run_product() {
+  size_t const first = static_cast<size_t>(index) / 4 * 4;
+  for (size_t w = first; w < first + 4; ++w) cta.warps.at(w)->run_own_product();
+  cta.grid.progress();
+}
+
+void Warp::run_own_product() {
   Product product = std::move(products_.front());
   products_.pop_front();
   ++finished_;
   for (int slot : product.slots) --in_flight_[slot];
   product.run();
-  cta.grid.progress();
 }
 
-void Warp::wait_products(int left) {
+bool Warp::can_run_product() const {
+  if (products_.empty()) return false;
+  size_t const first = static_cast<size_t>(index) / 4 * 4;
+  for (size_t w = first; w < first + 4; ++w) {
+    if (cta.warps.at(w)->issued_ <= finished_) return false;
+  }
+  return true;
+}
+
+bool Warp::products_done(int left) {
   while (static_cast<int>(commits_.size()) > left) {
-    while (finished_ < commits_.front()) run_product();
+    while (finished_ < commits_.front()) {
+      if (!can_run_product()) return false;
+      run_product();
+    }
     commits_.pop_front();
   }
+  return true;
 }
 
 void Warp::check_products(Instruction const& i) const {
@@ -293,7 +303,7 @@ bool Grid::something_asynchronous(Cta& cta) {
     });
   }
   for (auto const& warp : cta.warps) {
-    if (warp->has_products()) ready.push_back([w = warp.get()] { w->run_product(); });
+    if (warp->can_run_product()) ready.push_back([w = warp.get()] { w->run_product(); });
     for (auto& lane : warp->stores) {
       for (auto& group : lane) {
         for (auto& store : group) {
@@ -319,6 +329,7 @@ bool Grid::something_asynchronous(Cta& cta) {
 void Grid::run() {
   using Clock = std::chrono::steady_clock;
   auto last_moved = Clock::now();
+  int64_t last_progress = progress_;
   std::vector<Warp*> warps;
   while (true) {
     std::erase_if(ctas_, [&](auto& cta) {
@@ -335,8 +346,7 @@ void Grid::run() {
       }
     }
     std::shuffle(warps.begin(), warps.end(), random);
-    int64_t const before = progress_;
-    bool moved = false;
+    bool moved = false;  // or every warp waits
     for (Warp* const warp : warps) {
       try {
         moved |= warp->run();
@@ -346,11 +356,11 @@ void Grid::run() {
                                  warp->where() + ")");
       }
     }
-    moved |= progress_ != before;
     if (!moved) {
-      for (auto const& cta : ctas_) moved |= something_asynchronous(*cta);
+      for (auto const& cta : ctas_) something_asynchronous(*cta);
     }
-    if (moved) {
+    if (progress_ != last_progress) {
+      last_progress = progress_;
       last_moved = Clock::now();
     } else if (Clock::now() - last_moved > std::chrono::duration<double>(settings.patience)) {
       std::string text = "deadlock in " + launch.kernel->name + ":";

@@ -58,6 +58,7 @@ Step store(Instruction const& i) {
       char* const there = w.cta.at(w, l, address, static_cast<size_t>(count) * bytes, true);
       for (int n = 0; n < count; ++n) std::memcpy(there + n * bytes, &w.reg(from[n])[l], bytes);
     });
+    w.cta.grid.progress();
     return Next::Go;
   };
 }

@@ -168,8 +168,7 @@ Step product(Instruction& i) {
   if (i.words[1] == "wait_group") {
     int const left = i.slot(0);
     return [=](Warp& w, Lanes) {
-      w.wait_products(static_cast<int>(w.reg(left)[0]));
-      return Next::Go;
+      return w.products_done(static_cast<int>(w.reg(left)[0])) ? Next::Go : Next::Wait;
     };
   }
   return [](Warp&, Lanes) { return Next::Go; };  // wgmma.fence

@@ -56,23 +56,24 @@ using BulkGroup = std::deque<BulkStore>;
 class Warp {
  public:
   Warp(Cta& cta, int index);
-  // Runs a random number of instructions; false: it only waits.
+  // Runs a random number of instructions; false: it waits for something.
   bool run();
   bool done() const { return groups_.empty(); }
   uint64_t* reg(int slot) { return &registers_[static_cast<size_t>(slot) * kWarp]; }
   Lanes alive() const;
   std::string where() const;
 
-  // Matrix products: issued ones run in order.
+  // Matrix products: issued ones run in order, each for all four warps of the warpgroup at once
+  // when all have issued it. So one thread may say for its warpgroup that it is over.
   struct Product {
     std::function<void()> run;
     std::vector<int> slots;
   };
   void issue(Product product);
   void commit() { commits_.push_back(issued_); }
-  void wait_products(int left);
-  bool has_products() const { return !products_.empty(); }
-  void run_product();
+  bool products_done(int left);  // all but the last `left` commits; runs what can run
+  bool can_run_product() const;
+  void run_product();  // of the warpgroup
 
   Cta& cta;
   int const index;
@@ -87,11 +88,11 @@ class Warp {
   };
   Group& choose();
   void merge();
+  void run_own_product();
   void check_products(Instruction const& i) const;
 
   std::vector<Group> groups_;
   bool stuck_ = false;  // the last group that ran could not go on
-  int last_poll_ = -1;  // the instruction at which the last run ended, if it waits there
   std::vector<uint64_t> registers_;
   std::deque<Product> products_;
   std::deque<int64_t> commits_;  // products issued up to each commit
@@ -152,7 +153,7 @@ class Memory {
 struct Settings {
   uint64_t seed = 0;
   double eagerness = 0.1;  // of asynchronous work: 0 as late as possible
-  double patience = 2;     // seconds without progress after which a launch is given up
+  double patience = 2;     // seconds in which nothing changes after which a launch is given up
 };
 
 class Grid {
@@ -160,6 +161,7 @@ class Grid {
   Grid(Launch launch, Memory const& memory, Settings const& settings);
   void run();  // throws std::runtime_error, naming instruction and warp
 
+  // Something has changed that others may wait for.
   void progress() { ++progress_; }
   bool chance(double p) { return std::uniform_real_distribution<>()(random) < p; }
   int below(int n) { return std::uniform_int_distribution<>(0, n - 1)(random); }
