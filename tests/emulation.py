@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +24,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3 import build, kernels
-from ringfa3.cache import once
+from ringfa3 import build, engine, kernels
 from ringfa3.cache import cache as folder
+from ringfa3.cache import once
 from ringfa3.headers import cutlass
 from ringfa3.toolchain import compiler, host_compiler
 
@@ -108,9 +108,7 @@ class _Owned(TorchDispatchMode):
         super().__init__()
         self.own = own
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for x in made if isinstance(made, (tuple, list)) else (made,):
             if isinstance(x, torch.Tensor):
@@ -146,17 +144,34 @@ class Machine:
 
         return call
 
-    @contextmanager
-    def run(self, seed: int, eagerness: float = 0.1, patience: float = 2.0) -> Iterator[None]:
-        """Inside, kernels may touch tensors that are made inside, or given to `own`.
+    def owning(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, whose kernels may touch its tensors and those that it makes, and no others."""
+
+        @wraps(call)
+        def owned(*args: Any, **kwargs: Any) -> Any:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, torch.Tensor):
+                    self.own(x)
+            with _Owned(self.own):
+                return call(*args, **kwargs)
+
+        return owned
+
+    def settings(self, seed: int, eagerness: float = 0.1, patience: float = 2.0) -> None:
+        """Of the launches to come. No tensor's memory is known any more, nor any error.
 
         eagerness   of asynchronous work: 0 as late as possible, 1 soon
-        patience    seconds without progress until a launch is given up
+        patience    seconds in which nothing changes until a launch is given up
         """
         self.runtime.emulator_reset(seed, eagerness, patience)
-        with _Owned(self.own):
-            yield
+        kernels._tables.clear()
         self._kept.clear()
+
+
+def unit(direction: str, q: torch.Tensor) -> build.Unit:
+    """The unit for tensors like q (t, h, d)."""
+    wanted = (direction, str(q.dtype).removeprefix("torch."), q.shape[-1])
+    return next(u for u in build.UNITS if (u.direction, u.dtype, u.head_dim) == wanted)
 
 
 @contextmanager
@@ -165,7 +180,10 @@ def machine() -> Iterator[Machine]:
     emulated = Machine()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_entry", cache(lambda u: emulated.entry(u, "ringfa3_forward")))
+        patch.setattr(kernels, "attend", emulated.owning(kernels.attend))
+        patch.setattr(kernels, "forward_unit", partial(unit, "forward"))
         patch.setattr(kernels, "_processors", lambda _: PROCESSORS)
+        patch.setattr(engine, "_problem", lambda _: None)  # their GPU libraries need not be there
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         stream = SimpleNamespace(cuda_stream=0)
         patch.setattr(torch.cuda, "current_stream", lambda *_: stream)

@@ -56,14 +56,16 @@ T shifted_right(T a, uint32_t n) {
 }
 
 template <class T>
-using Wide = std::conditional_t<
-    sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
-    std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
+using Wide =
+    std::conditional_t<sizeof(T) == 8,
+                       std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
+                       std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
 
 // Twice as wide as T, as .wide has it.
 template <class T>
-using Twice = std::conditional_t<
-    sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>, Wide<T>>;
+using Twice =
+    std::conditional_t<sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>,
+                       Wide<T>>;
 
 template <class T>
 Step multiply(Instruction const& i) {
@@ -166,7 +168,10 @@ Step set_predicate(Instruction const& i) {
       bool const found = compare(how, get<T>(A[l]), get<T>(B[l]));
       bool const other = c >= 0 && (w.reg(c)[l] & 1);
       auto join = [&](bool x) {
-        return with == "and" ? x && other : with == "or" ? x || other : with == "xor" ? x != other : x;
+        return with == "and"   ? x && other
+               : with == "or"  ? x || other
+               : with == "xor" ? x != other
+                               : x;
       };
       if (q >= 0) w.reg(q)[l] = join(!found);
       w.reg(p)[l] = join(found);

@@ -191,7 +191,7 @@ Cta::Cta(Grid& grid, uint32_t const at[3]) : grid(grid) {
     throw std::runtime_error(std::to_string(bytes) + " bytes of shared memory, 228 KiB are there");
   }
   shared_.assign(bytes, static_cast<char>(0xff));
-  writer_.assign(bytes / kGranule + 1, 0);
+  writers_.assign(bytes / kGranule + 1, 0);
   uint32_t const threads = launch.block[0] * launch.block[1] * launch.block[2];
   if (launch.kernel->local_bytes) {
     local.assign(threads, std::vector<char>(launch.kernel->local_bytes, static_cast<char>(0xff)));
@@ -199,6 +199,7 @@ Cta::Cta(Grid& grid, uint32_t const at[3]) : grid(grid) {
   for (uint32_t w = 0; w * kWarp < threads; ++w) {
     warps.push_back(std::make_unique<Warp>(*this, static_cast<int>(w)));
   }
+  unfenced_.resize(warps.size());
 }
 
 bool Cta::done() const {
@@ -224,9 +225,7 @@ char* Cta::at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written
   }
   if (address < kLocalWindow) {
     uint64_t const offset = address - kSharedWindow;
-    char* const there = shared(offset, bytes);
-    if (written) wrote(warp, offset, bytes);
-    return there;
+    return shared(offset, bytes);
   }
   if (address < kParamWindow) {
     auto& mine = local.at(warp.index * kWarp + lane);
@@ -239,23 +238,44 @@ char* Cta::at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written
   return const_cast<char*>(grid.launch.params.data()) + offset;
 }
 
-void Cta::wrote(Warp const& warp, uint64_t offset, size_t bytes) {
-  for (uint64_t g = offset / kGranule; g <= (offset + bytes - 1) / kGranule; ++g) {
-    writer_[g] = static_cast<uint8_t>(warp.index + 1);
+void Cta::store(Warp& warp, int lane, uint64_t address, void const* value, size_t bytes) {
+  char* const there = at(warp, lane, address, bytes, true);
+  if (address >= kSharedWindow && address < kLocalWindow) {
+    write(warp, address - kSharedWindow, value, bytes);
+  } else {
+    std::memcpy(there, value, bytes);
+  }
+}
+
+void Cta::write(Warp const& warp, uint64_t offset, void const* value, size_t bytes) {
+  for (size_t done = 0; done < bytes; done += kGranule) {
+    uint64_t const granule = (offset + done) / kGranule;
+    size_t const part = std::min<size_t>(kGranule, bytes - done);
+    char* const there = shared(offset + done, part);
+    char const* const from = static_cast<char const*>(value) + done;
+    uint32_t& writers = writers_.at(granule);
+    bool const same = std::memcmp(there, from, part) == 0;
+    if (same && !writers) continue;  // seen already
+    if (!same) writers = 0;
+    writers |= 1u << warp.index;
+    unfenced_[warp.index].push_back(static_cast<uint32_t>(granule));
+    std::memcpy(there, from, part);
   }
 }
 
 void Cta::fence(Warp const& warp) {
-  std::replace(writer_.begin(), writer_.end(), static_cast<uint8_t>(warp.index + 1),
-               static_cast<uint8_t>(0));
+  for (uint32_t const granule : unfenced_[warp.index]) {
+    if (writers_[granule] >> warp.index & 1) writers_[granule] = 0;
+  }
+  unfenced_[warp.index].clear();
 }
 
 void Cta::check_fenced(uint64_t offset, size_t bytes, char const* reader) const {
   for (uint64_t g = offset / kGranule; g <= (offset + bytes - 1) / kGranule; ++g) {
-    if (g < writer_.size() && writer_[g]) {
-      throw std::runtime_error(std::string(reader) + " reads shared memory at " +
-                               hex(g * kGranule) + " that warp " + std::to_string(writer_[g] - 1) +
-                               " wrote without fence.proxy.async");
+    if (g < writers_.size() && writers_[g]) {
+      throw std::runtime_error(
+          std::string(reader) + " touches shared memory at " + hex(g * kGranule) + " that warp " +
+          std::to_string(__builtin_ctz(writers_[g])) + " wrote without fence.proxy.async");
     }
   }
 }
@@ -326,6 +346,26 @@ bool Grid::something_asynchronous(Cta& cta) {
   return true;
 }
 
+// Its bulk stores may go on without it, but not read its shared memory.
+void Grid::end(Cta& cta) {
+  char const* left = cta.loads.empty() ? nullptr : "a bulk load";
+  for (auto const& warp : cta.warps) {
+    for (auto const& lane : warp->stores) {
+      for (auto const& group : lane) {
+        for (auto const& store : group) {
+          if (!store.was_read) left = "a bulk store that has not read shared memory";
+        }
+      }
+    }
+  }
+  if (left) {
+    throw std::runtime_error("CTA " + std::to_string(cta.index[0]) + " of " + launch.kernel->name +
+                             " ended before " + left);
+  }
+  while (something_asynchronous(cta)) {
+  }
+}
+
 void Grid::run() {
   using Clock = std::chrono::steady_clock;
   auto last_moved = Clock::now();
@@ -334,8 +374,7 @@ void Grid::run() {
   while (true) {
     std::erase_if(ctas_, [&](auto& cta) {
       if (!cta->done()) return false;
-      while (something_asynchronous(*cta)) {  // stores go on after their threads have ended
-      }
+      end(*cta);
       return true;
     });
     if (ctas_.empty()) return;

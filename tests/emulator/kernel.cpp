@@ -8,7 +8,9 @@ namespace emulator {
 
 namespace {
 
-bool is_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) || std::strchr("_$%.", c); }
+bool is_name(char c) {
+  return std::isalnum(static_cast<unsigned char>(c)) || std::strchr("_$%.", c);
+}
 
 std::vector<std::string> split(std::string const& text, char separator) {
   std::vector<std::string> words(1);

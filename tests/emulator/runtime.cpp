@@ -66,8 +66,11 @@ int launch(void const* function, dim3 grid, dim3 block, void** arguments, size_t
   try {
     auto const found = r.kernels.find(function);
     if (found == r.kernels.end()) throw std::runtime_error("a kernel that was not registered");
-    Launch launch{found->second, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z},
-                  static_cast<int>(shared), {}};
+    Launch launch{found->second,
+                  {grid.x, grid.y, grid.z},
+                  {block.x, block.y, block.z},
+                  static_cast<int>(shared),
+                  {}};
     auto const& parameters = launch.kernel->parameters;
     if (!parameters.empty()) {
       launch.params.resize(parameters.back().offset + parameters.back().bytes);

@@ -17,7 +17,7 @@ namespace emulator {
 
 constexpr int kWarp = 32;
 constexpr int kSharedBytes = 228 * 1024;
-constexpr int kGranule = 16;  // bytes of shared memory whose last writer is known
+constexpr int kGranule = 2;  // bytes of shared memory whose writers are known
 
 class Cta;
 class Grid;
@@ -112,10 +112,12 @@ class Cta {
   char* shared(uint64_t offset, size_t bytes);  // throws beyond the CTA's shared memory
   // Where a generic address points, for one lane.
   char* at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written);
+  // An ordinary store to a generic address.
+  void store(Warp& warp, int lane, uint64_t address, void const* value, size_t bytes);
 
-  // Shared memory that ordinary stores have written and bulk copies and matrix products may not
-  // see yet: until the writer fences. `reader` names who reads.
-  void wrote(Warp const& warp, uint64_t offset, size_t bytes);
+  // Bulk copies and matrix products may not see what ordinary stores have written to shared memory
+  // until a warp that wrote it has fenced. `value` is what gets written; `reader` names who reads.
+  void write(Warp const& warp, uint64_t offset, void const* value, size_t bytes);
   void fence(Warp const& warp);
   void check_fenced(uint64_t offset, size_t bytes, char const* reader) const;
 
@@ -128,7 +130,8 @@ class Cta {
 
  private:
   std::vector<char> shared_;
-  std::vector<uint8_t> writer_;  // of each granule: warp + 1, 0 if none or fenced
+  std::vector<uint32_t> writers_;                // of each granule's value: a bit for each warp
+  std::vector<std::vector<uint32_t>> unfenced_;  // granules that each warp has written
 };
 
 // One launch. `params` is the kernel's parameter block.
@@ -173,6 +176,7 @@ class Grid {
 
  private:
   bool something_asynchronous(Cta& cta);
+  void end(Cta& cta);
 
   std::vector<std::unique_ptr<Cta>> ctas_;
   int64_t progress_ = 0;

@@ -52,7 +52,8 @@ Step vote(Instruction const& i) {
     }
     Lanes ballot = 0;
     each(lanes, [&](int l) { ballot |= (w.reg(p)[l] & 1) << l; });
-    uint64_t const result = mode == "ballot" ? ballot : mode == "any" ? ballot != 0
+    uint64_t const result = mode == "ballot" ? ballot
+                            : mode == "any"  ? ballot != 0
                             : mode == "all"  ? ballot == lanes
                                              : ballot == lanes || ballot == 0;
     each(lanes, [&](int l) { w.reg(d)[l] = result; });
