@@ -121,7 +121,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.runtime = ctypes.CDLL(str(emulator()), ctypes.RTLD_GLOBAL)
-        self.runtime.emulator_error.restype = ctypes.c_char_p
+        self.runtime.emulator_finish.restype = ctypes.c_char_p
         self.runtime.emulator_reset.argtypes = (ctypes.c_uint64, ctypes.c_double, ctypes.c_double)
         self.runtime.emulator_own.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         self._kept: list[torch.Tensor] = []  # so that no address is another tensor's
@@ -138,7 +138,7 @@ class Machine:
 
         def call(*args: Any) -> int:
             status = function(*args)
-            if said := self.runtime.emulator_error():
+            if said := self.runtime.emulator_finish():
                 raise EmulationError(said.decode())
             return int(status)
 

@@ -174,14 +174,4 @@ Step product(Instruction& i) {
   return [](Warp&, Lanes) { return Next::Go; };  // wgmma.fence
 }
 
-Step decode(Instruction& i) {
-  for (auto const family : {&bulk, &memory, &arithmetic}) {
-    if (auto step = family(i)) return step;
-  }
-  for (auto const family : {&warpwide, &product}) {
-    if (auto step = family(i)) return step;
-  }
-  throw std::runtime_error("PTX: unknown instruction: " + i.text);
-}
-
 }  // namespace emulator

@@ -22,6 +22,8 @@ constexpr int kGranule = 2;  // bytes of shared memory whose writers are known
 class Cta;
 class Grid;
 
+std::string hex(uint64_t value);
+
 template <class Function>
 inline void each(Lanes lanes, Function const& f) {
   if (lanes == ~0u) {
@@ -127,6 +129,7 @@ class Cta {
   std::vector<std::vector<char>> local;  // of each thread
   NamedBarrier barriers[16];
   std::vector<std::function<void()>> loads;  // bulk copies into shared memory, in no order
+  bool triggered = false;                    // allows the next launch to begin
 
  private:
   std::vector<char> shared_;
@@ -139,6 +142,7 @@ struct Launch {
   std::shared_ptr<Kernel> kernel;
   uint32_t grid[3], block[3];
   int dynamic_shared = 0;
+  bool programmatic = false;  // may begin when the launch before it allows
   std::vector<char> params;
 };
 
@@ -161,17 +165,23 @@ struct Settings {
 
 class Grid {
  public:
-  Grid(Launch launch, Memory const& memory, Settings const& settings);
-  void run();  // throws std::runtime_error, naming instruction and warp
+  Grid(Launch launch, Memory const& memory, Settings const& settings, Grid const* before);
+  // Every warp runs for a while. Throws std::runtime_error, naming instruction and warp.
+  void round();
+  bool done() const { return ctas_.empty(); }
+  bool triggered() const;  // all CTAs allow the next launch to begin
+  std::string where() const;
 
   // Something has changed that others may wait for.
   void progress() { ++progress_; }
+  int64_t changes() const { return progress_; }
   bool chance(double p) { return std::uniform_real_distribution<>()(random) < p; }
   int below(int n) { return std::uniform_int_distribution<>(0, n - 1)(random); }
 
   Launch const launch;
   Memory const& memory;
   Settings const settings;
+  Grid const* before;  // the launch that griddepcontrol.wait waits for, null when it is over
   std::mt19937_64 random;
 
  private:
@@ -181,5 +191,14 @@ class Grid {
   std::vector<std::unique_ptr<Cta>> ctas_;
   int64_t progress_ = 0;
 };
+
+// What a stream has to do next: a launch, or something of the host's.
+struct Work {
+  std::unique_ptr<Launch> launch;
+  std::function<void()> host;
+};
+
+// Runs a stream's work and empties it. Throws std::runtime_error.
+void run_in_order(std::deque<Work>& queue, Memory const& memory, Settings const& settings);
 
 }  // namespace emulator

@@ -173,8 +173,17 @@ Step warpwide(Instruction& i) {
     i.converged = true;
     return nothing;
   }
-  // Launches run one after the other, so that programmatic dependence has nothing to wait for.
-  if (op == "griddepcontrol" || op == "prefetch" || op == "prefetchu" || op == "membar") {
+  if (op == "griddepcontrol" && i.has("wait")) {
+    return [](Warp& w, Lanes) { return w.cta.grid.before ? Next::Wait : Next::Go; };
+  }
+  if (op == "griddepcontrol") {
+    return [](Warp& w, Lanes) {
+      w.cta.triggered = true;
+      w.cta.grid.progress();
+      return Next::Go;
+    };
+  }
+  if (op == "prefetch" || op == "prefetchu" || op == "membar") {
     return nothing;
   }
   if (op == "fence" && !i.has("proxy")) return nothing;
