@@ -123,7 +123,14 @@ class Machine:
         self.runtime = ctypes.CDLL(str(emulator()), ctypes.RTLD_GLOBAL)
         self.runtime.emulator_finish.restype = ctypes.c_char_p
         self.runtime.emulator_reset.argtypes = (ctypes.c_uint64, ctypes.c_double, ctypes.c_double)
+        self.runtime.emulator_launch.argtypes = (
+            ctypes.c_char_p,
+            *[ctypes.c_int] * 4,
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+        )
         self.runtime.emulator_own.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self.runtime.emulator_launch.restype = ctypes.c_char_p
         self._kept: list[torch.Tensor] = []  # so that no address is another tensor's
 
     def own(self, x: torch.Tensor) -> None:
@@ -138,11 +145,33 @@ class Machine:
 
         def call(*args: Any) -> int:
             status = function(*args)
-            if said := self.runtime.emulator_finish():
-                raise EmulationError(said.decode())
+            self.finish()
             return int(status)
 
         return call
+
+    def launch(
+        self,
+        ptx: str,
+        *tensors: torch.Tensor,
+        ctas: int = 1,
+        threads: int = 32,
+        shared: int = 0,
+        programmatic: bool = False,
+    ) -> None:
+        """Queues the kernel of a PTX text, whose parameters are pointers to tensors."""
+        for x in tensors:
+            self.own(x)
+        pointers = b"".join(x.data_ptr().to_bytes(8, "little") for x in tensors)
+        sizes = (ctas, threads, shared, programmatic)
+        said = self.runtime.emulator_launch(ptx.encode(), *sizes, pointers, len(pointers))
+        if said:
+            raise EmulationError(said.decode())
+
+    def finish(self) -> None:
+        """Runs what was launched. Raises EmulationError."""
+        if said := self.runtime.emulator_finish():
+            raise EmulationError(said.decode())
 
     def owning(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, whose kernels may touch its tensors and those that it makes, and no others."""

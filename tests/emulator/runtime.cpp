@@ -150,6 +150,25 @@ void emulator_reset(uint64_t seed, double eagerness, double patience) {
 // Runs what was launched. Why it failed, empty if it did not.
 char const* emulator_finish() { return runtime().finish().c_str(); }
 
+// Launches the one kernel of a PTX text; `params` is its parameter block. Why not, or empty.
+char const* emulator_launch(char const* ptx, unsigned ctas, unsigned threads, int shared,
+                            int programmatic, char const* params, size_t bytes) {
+  try {
+    auto const kernels = emulator::parse(ptx);
+    auto launch = std::make_unique<emulator::Launch>(
+        emulator::Launch{kernels.begin()->second,
+                         {ctas, 1, 1},
+                         {threads, 1, 1},
+                         shared,
+                         programmatic != 0,
+                         std::vector<char>(params, params + bytes)});
+    runtime().queue.push_back({std::move(launch), {}});
+  } catch (std::exception const& error) {
+    runtime().error = error.what();
+  }
+  return runtime().error.c_str();
+}
+
 // What libraries call.
 
 void** __cudaRegisterFatBinary(void* wrapper) {
