@@ -1,8 +1,8 @@
 # make demo    set up .venv, then train a tiny transformer with ring attention over two processes
 # make test    set up .venv, then run every test that needs no GPU
 # make check   set up .venv, then lint, type-check and test the direction of imports
-# make kernels set up .venv with a CUDA compiler, then compile the head dim 128 kernels and judge
-#              their machine code; needs g++ and no GPU
+# make kernels set up .venv with a CUDA compiler, then compile the head dim 128 kernels, judge their
+#              machine code and run their PTX on the CPU; needs g++ and no GPU
 # Variables:   PYTHON, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH)
 
 PYTHON ?= python3
@@ -25,12 +25,13 @@ test: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*
+	$(BIN)/clang-format --dry-run --Werror csrc/* tests/emulator/*
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports.py
 
 kernels: $(READY)-compiler
 	$(BIN)/python -m ringfa3.build --units forward-d128 backward-d128-bf16 --check
+	$(BIN)/python -m pytest -m "kernels and not soak"
 
 setup: $(READY)
 

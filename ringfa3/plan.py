@@ -150,6 +150,7 @@ class Plan:
     bands      which of them see each other
     stores     (hops,) whether this rank is the first to add to the hop's dK/dV partial
     travels    (len(keys),) length of hop 0's rows that other ranks add to: [first, end) columns
+    arrival    (len(keys),) number of the word that each key segment waits for; default none
     """
 
     def __init__(
@@ -160,8 +161,11 @@ class Plan:
         bands: Band,
         stores: npt.NDArray[np.bool_],
         travels: tuple[Ints, Ints],
+        arrival: Ints | None = None,
     ) -> None:
-        order = np.lexsort((keys.position[bands.key], bands.query, key_hop[bands.key]))
+        self.arrival = np.zeros(len(keys), np.int64) if arrival is None else arrival
+        key = bands.key
+        order = np.lexsort((keys.position[key], self.arrival[key], bands.query, key_hop[key]))
         self.queries, self.keys, self.key_hop = queries, keys, key_hop
         self.bands = bands.take(order)
         self.stores, self.travels = stores, travels
@@ -170,6 +174,16 @@ class Plan:
     @property
     def num_hops(self) -> int:
         return len(self.stores)
+
+    def gathered(self, first_row: Ints) -> Plan:
+        """All hops as one, for the forward: K/V of hop t lie from row first_row[t] of one buffer.
+
+        Spans of hop t wait for word t; a tile visits them in the order of the hops.
+        """
+        k, hop = self.keys, self.key_hop
+        keys = Segments(k.row + first_row[hop], k.length, k.sequence, k.position)
+        none = np.zeros(len(k), np.int64)
+        return Plan(self.queries, keys, none, self.bands, self.stores[:1], (none, none), hop)
 
     def row_grid(self, tile_m: int) -> Ints:
         """(segments + 1,) padded row at which each query segment starts; the last is the total.
@@ -185,6 +199,7 @@ class Plan:
         spans["q0"], spans["q1"] = q.row[b.query], q.row[b.query] + q.length[b.query]
         spans["k0"], spans["k1"] = k.row[b.key], k.row[b.key] + k.length[b.key]
         spans["lo"], spans["hi"] = b.lo, b.hi
+        spans["arrival"] = self.arrival[b.key]
         spans["grid_q0"] = self.row_grid(tile_m)[b.query]
         return spans
 

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +24,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3 import backward, build, kernels
-from ringfa3.cache import once
+from ringfa3 import backward, build, engine, kernels
 from ringfa3.cache import cache as folder
+from ringfa3.cache import once
 from ringfa3.headers import cutlass
 from ringfa3.toolchain import compiler, host_compiler
 
@@ -108,9 +108,7 @@ class _Owned(TorchDispatchMode):
         super().__init__()
         self.own = own
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for x in made if isinstance(made, (tuple, list)) else (made,):
             if isinstance(x, torch.Tensor):
@@ -123,9 +121,16 @@ class Machine:
 
     def __init__(self) -> None:
         self.runtime = ctypes.CDLL(str(emulator()), ctypes.RTLD_GLOBAL)
-        self.runtime.emulator_error.restype = ctypes.c_char_p
+        self.runtime.emulator_finish.restype = ctypes.c_char_p
         self.runtime.emulator_reset.argtypes = (ctypes.c_uint64, ctypes.c_double, ctypes.c_double)
+        self.runtime.emulator_launch.argtypes = (
+            ctypes.c_char_p,
+            *[ctypes.c_int] * 4,
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+        )
         self.runtime.emulator_own.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self.runtime.emulator_launch.restype = ctypes.c_char_p
         self._kept: list[torch.Tensor] = []  # so that no address is another tensor's
 
     def own(self, x: torch.Tensor) -> None:
@@ -140,23 +145,63 @@ class Machine:
 
         def call(*args: Any) -> int:
             status = function(*args)
-            if said := self.runtime.emulator_error():
-                raise EmulationError(said.decode())
+            self.finish()
             return int(status)
 
         return call
 
-    @contextmanager
-    def run(self, seed: int, eagerness: float = 0.1, patience: float = 2.0) -> Iterator[None]:
-        """Inside, kernels may touch tensors that are made inside, or given to `own`.
+    def launch(
+        self,
+        ptx: str,
+        *tensors: torch.Tensor,
+        ctas: int = 1,
+        threads: int = 32,
+        shared: int = 0,
+        programmatic: bool = False,
+    ) -> None:
+        """Queues the kernel of a PTX text, whose parameters are pointers to tensors."""
+        for x in tensors:
+            self.own(x)
+        pointers = b"".join(x.data_ptr().to_bytes(8, "little") for x in tensors)
+        sizes = (ctas, threads, shared, programmatic)
+        said = self.runtime.emulator_launch(ptx.encode(), *sizes, pointers, len(pointers))
+        if said:
+            raise EmulationError(said.decode())
+
+    def finish(self) -> None:
+        """Runs what was launched. Raises EmulationError."""
+        if said := self.runtime.emulator_finish():
+            raise EmulationError(said.decode())
+
+    def owning(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, whose kernels may touch its tensors and those that it makes, and no others."""
+
+        @wraps(call)
+        def owned(*args: Any, **kwargs: Any) -> Any:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, torch.Tensor):
+                    self.own(x)
+            with _Owned(self.own):
+                return call(*args, **kwargs)
+
+        return owned
+
+    def settings(self, seed: int, eagerness: float = 0.1, patience: float = 2.0) -> None:
+        """Of the launches to come. No tensor's memory is known any more, nor any error.
 
         eagerness   of asynchronous work: 0 as late as possible, 1 soon
-        patience    seconds without progress until a launch is given up
+        patience    seconds in which nothing changes until a launch is given up
         """
         self.runtime.emulator_reset(seed, eagerness, patience)
-        with _Owned(self.own):
-            yield
+        for known in (kernels._tables, backward._tables, backward._grids):
+            known.clear()  # type: ignore[attr-defined]
         self._kept.clear()
+
+
+def unit(direction: str, q: torch.Tensor) -> build.Unit:
+    """The unit for tensors like q (t, h, d)."""
+    wanted = (direction, str(q.dtype).removeprefix("torch."), q.shape[-1])
+    return next(u for u in build.UNITS if (u.direction, u.dtype, u.head_dim) == wanted)
 
 
 @contextmanager
@@ -165,8 +210,14 @@ def machine() -> Iterator[Machine]:
     emulated = Machine()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_entry", cache(lambda u, n: emulated.entry(u, f"ringfa3_{n}")))
+        patch.setattr(kernels, "attend", emulated.owning(kernels.attend))
+        for name in ("__init__", "hop", "dq"):
+            method = getattr(backward.BackwardPass, name)
+            patch.setattr(backward.BackwardPass, name, emulated.owning(method))
+        patch.setattr(kernels, "unit_for", unit)
         for module in (kernels, backward):
             patch.setattr(module, "processors", lambda _: PROCESSORS)
+        patch.setattr(engine, "_problem", lambda _: None)  # their GPU libraries need not be there
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         stream = SimpleNamespace(cuda_stream=0)
         patch.setattr(torch.cuda, "current_stream", lambda *_: stream)

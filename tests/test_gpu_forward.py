@@ -49,17 +49,21 @@ def plain(
 
 
 def inputs(
-    rng: random.Random, dtype: torch.dtype, d: int, lengths: Sequence[tuple[int, int]]
+    rng: random.Random,
+    dtype: torch.dtype,
+    d: int,
+    lengths: Sequence[tuple[int, int]],
+    device: str = "cuda",
 ) -> list[torch.Tensor]:
-    """q, k, v on the GPU with a random number of heads; half of them views of one tensor."""
+    """q, k, v with a random number of heads; half of them views of one tensor."""
     kv_heads = rng.choice((1, 2, 4))
     heads = kv_heads * rng.choice((1, 2, 4, 16 // kv_heads))
     t, tk = (sum(n) for n in zip(*lengths, strict=True))
     if t == tk and rng.random() < 0.5:
-        fused = torch.randn(t, heads + 2 * kv_heads, d, device="cuda").to(dtype)
+        fused = torch.randn(t, heads + 2 * kv_heads, d, device=device).to(dtype)
         return list(fused.split((heads, kv_heads, kv_heads), dim=1))
     shapes = ((t, heads), (tk, kv_heads), (tk, kv_heads))
-    return [torch.randn(*shape, d, device="cuda").to(dtype) for shape in shapes]
+    return [torch.randn(*shape, d, device=device).to(dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

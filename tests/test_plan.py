@@ -60,6 +60,34 @@ def test_every_allowed_pair_is_covered_once_and_no_other(
     np.testing.assert_array_equal(count, mask(case.lengths, case.lengths, *case.band))
 
 
+@given(case=cases, m=tiles)
+def test_a_gathered_plan_covers_the_same_pairs_in_one_launch(case: Case, m: int) -> None:
+    """Reference: the mask, exactly. A tile visits hops in their order, each with its own word."""
+    plans = case.plans()
+    total = plans[0].total_tokens
+    count = np.zeros((total, total), int)
+    for plan in plans:
+        arrived = [key_tokens(plans, plan.rank, hop) for hop in range(plan.world)]
+        sizes = [len(keys) for keys in arrived]
+        first_row = np.cumsum(sizes) - sizes + 3 * np.arange(plan.world)  # with gaps
+        (tiling,) = plan.hops.gathered(first_row).forward(m)
+        rows_of = np.full(first_row[-1] + sizes[-1], -1)
+        for first, keys in zip(first_row, arrived, strict=True):
+            rows_of[first : first + len(keys)] = keys
+        queries = plan.token_index.numpy()
+        for tile in tiling.tiles:
+            assert tile["flags"] == FIRST | LAST
+            words = []
+            for number, rows, columns, allowed in rectangles(tiling, tile, "forward"):
+                hop = int(tiling.spans[number]["arrival"])
+                words.append(hop)
+                assert first_row[hop] <= columns[0]
+                assert columns[-1] < first_row[hop] + sizes[hop]
+                count[np.ix_(queries[rows], rows_of[columns])] += allowed
+            assert words == sorted(words)
+    np.testing.assert_array_equal(count, mask(case.lengths, case.lengths, *case.band))
+
+
 @pytest.mark.parametrize("mode", MODES)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=5),

@@ -63,7 +63,8 @@ Step mbarrier(Instruction const& i) {
     int const number = i.operands.size() > first + 1 ? i.slot(first + 1) : -1;
     return [=](Warp& w, Lanes lanes) {
       each(lanes, [&](int l) {
-        auto const n = number >= 0 ? static_cast<int64_t>(static_cast<uint32_t>(w.reg(number)[l])) : 1;
+        auto const n =
+            number >= 0 ? static_cast<int64_t>(static_cast<uint32_t>(w.reg(number)[l])) : 1;
         change(w.cta, address_of(at, w, l), [&](Mbarrier& b) {
           if (expects) b.bytes += n;
           if (!expects && !arrives) b.bytes -= n;
@@ -188,6 +189,7 @@ Step tensor_copy(Instruction const& i) {
           uint32_t total = 0;
           pieces(map, corner, at, [&](uint64_t to, uint64_t from, uint32_t bytes) {
             char* const there = cta.shared(to, bytes);
+            cta.check_fenced(to, bytes, "a bulk load");
             total += bytes;
             if (!from) {
               std::memset(there, 0, bytes);
@@ -244,6 +246,7 @@ Step flat_copy(Instruction const& i) {
         uint32_t const word = address_of(barrier, w, l);
         cta.loads.push_back([&cta, shared, global, bytes, word] {
           cta.grid.memory.check(global, bytes, "bulk read");
+          cta.check_fenced(shared, bytes, "a bulk load");
           std::memcpy(cta.shared(shared, bytes), reinterpret_cast<char const*>(global), bytes);
           change(cta, word, [&](Mbarrier& b) { b.bytes -= bytes; });
         });

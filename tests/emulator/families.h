@@ -6,7 +6,7 @@
 namespace emulator {
 
 Step arithmetic(Instruction const& i);
-Step conversion(Instruction const& i);
+Step bitwise(Instruction const& i);
 Step memory(Instruction const& i);
 Step warpwide(Instruction& i);
 Step bulk(Instruction const& i);

@@ -38,7 +38,7 @@ struct Instruction {
   std::vector<Operand> operands;
   int guard = -1;  // predicate that active lanes need
   bool guard_negated = false;
-  int target = -1;  // of a branch
+  int target = -1;         // of a branch
   bool converged = false;  // needs all its lanes at once
   std::vector<int> slots;  // registers that it reads or writes
   Step step;

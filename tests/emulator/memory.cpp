@@ -32,8 +32,8 @@ Step load(Instruction const& i) {
       count > 1 ? i.operands[0].parts : std::vector<int>{i.operands[0].slot};
   return [=, base = window(i), slot = from.slot, offset = from.offset](Warp& w, Lanes lanes) {
     each(lanes, [&](int l) {
-      uint64_t const address = (base ? base + static_cast<uint32_t>(w.reg(slot)[l])
-                                     : w.reg(slot)[l]) + offset;
+      uint64_t const address =
+          (base ? base + static_cast<uint32_t>(w.reg(slot)[l]) : w.reg(slot)[l]) + offset;
       char const* const there = w.cta.at(w, l, address, static_cast<size_t>(count) * bytes, false);
       for (int n = 0; n < count; ++n) {
         uint64_t value = 0;
@@ -53,11 +53,13 @@ Step store(Instruction const& i) {
       count > 1 ? i.operands[1].parts : std::vector<int>{i.operands[1].slot};
   return [=, base = window(i), slot = to.slot, offset = to.offset](Warp& w, Lanes lanes) {
     each(lanes, [&](int l) {
-      uint64_t const address = (base ? base + static_cast<uint32_t>(w.reg(slot)[l])
-                                     : w.reg(slot)[l]) + offset;
-      char* const there = w.cta.at(w, l, address, static_cast<size_t>(count) * bytes, true);
-      for (int n = 0; n < count; ++n) std::memcpy(there + n * bytes, &w.reg(from[n])[l], bytes);
+      uint64_t const address =
+          (base ? base + static_cast<uint32_t>(w.reg(slot)[l]) : w.reg(slot)[l]) + offset;
+      char value[64];
+      for (int n = 0; n < count; ++n) std::memcpy(value + n * bytes, &w.reg(from[n])[l], bytes);
+      w.cta.store(w, l, address, value, static_cast<size_t>(count) * bytes);
     });
+    w.cta.grid.progress();
     return Next::Go;
   };
 }
@@ -97,14 +99,13 @@ Step atomic(Instruction const& i) {
     using T = decltype(t);
     return [=, base = window(i), slot = to.slot, offset = to.offset](Warp& w, Lanes lanes) {
       each(lanes, [&](int l) {
-        uint64_t const address = (base ? base + static_cast<uint32_t>(w.reg(slot)[l])
-                                       : w.reg(slot)[l]) + offset;
+        uint64_t const address =
+            (base ? base + static_cast<uint32_t>(w.reg(slot)[l]) : w.reg(slot)[l]) + offset;
         char* const there = w.cta.at(w, l, address, sizeof(T) * values.size(), true);
         for (size_t n = 0; n < values.size(); ++n) {
           T old;
           std::memcpy(&old, there + n * sizeof(T), sizeof(T));
-          T const fresh =
-              combined(op, old, get<T>(w.reg(values[n])[l]), get<T>(w.reg(other)[l]));
+          T const fresh = combined(op, old, get<T>(w.reg(values[n])[l]), get<T>(w.reg(other)[l]));
           std::memcpy(there + n * sizeof(T), &fresh, sizeof(T));
           if (result >= 0) w.reg(result)[l] = bits(old);
         }
@@ -149,7 +150,7 @@ To converted(From x, std::string const& rounding, bool saturates) {
                             : std::nearbyint(v);
     auto const low = static_cast<double>(std::numeric_limits<To>::min());
     auto const high = static_cast<double>(std::numeric_limits<To>::max());
-    return v <= low ? std::numeric_limits<To>::min()
+    return v <= low    ? std::numeric_limits<To>::min()
            : v >= high ? std::numeric_limits<To>::max()
                        : static_cast<To>(v);
   } else {
@@ -188,7 +189,8 @@ Step convert(Instruction const& i) {
       using From = decltype(f);
       return [=](Warp& w, Lanes lanes) {
         uint64_t *const D = w.reg(d), *const A = w.reg(a);
-        each(lanes, [&](int l) { D[l] = bits(converted<To>(get<From>(A[l]), rounding, saturates)); });
+        each(lanes,
+             [&](int l) { D[l] = bits(converted<To>(get<From>(A[l]), rounding, saturates)); });
         return Next::Go;
       };
     });

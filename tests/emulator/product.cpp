@@ -77,7 +77,8 @@ Step multiply(Instruction& i) {
   return [=](Warp& w, Lanes) {
     Matrix const matrix_b(w.reg(b)[0]);
     bool const adds = w.reg(scale_d)[0] & 1;
-    float const sign = static_cast<int32_t>(w.reg(scale_a)[0]) * static_cast<int32_t>(w.reg(scale_b)[0]);
+    float const sign =
+        static_cast<int32_t>(w.reg(scale_a)[0]) * static_cast<int32_t>(w.reg(scale_b)[0]);
     bool const b_turned = w.reg(turned_b)[0] & 1;
     uint64_t const a_word = a_in_registers ? 0 : w.reg(a[0])[0];
     bool const a_turned = turned_a >= 0 && (w.reg(turned_a)[0] & 1);
@@ -133,14 +134,13 @@ Step matrix_move(Instruction& i, bool stores) {
           if (turned) std::swap(row, column);
           auto const base = static_cast<uint32_t>(w.reg(at.slot)[8 * m + row] + at.offset);
           if (base % 16) throw std::runtime_error("rows of a matrix lie on 16 bytes");
-          char* const there = w.cta.shared(base + column * 2, 2);
+          uint32_t const place = base + column * 2;
           uint16_t x = 0;
           if (stores) {
             x = static_cast<uint16_t>(w.reg(parts[m])[l] >> (16 * e));
-            std::memcpy(there, &x, 2);
-            w.cta.wrote(w, base + column * 2, 2);
+            w.cta.write(w, place, &x, 2);
           } else {
-            std::memcpy(&x, there, 2);
+            std::memcpy(&x, w.cta.shared(place, 2), 2);
           }
           word |= static_cast<uint32_t>(x) << (16 * e);
         }
@@ -168,21 +168,10 @@ Step product(Instruction& i) {
   if (i.words[1] == "wait_group") {
     int const left = i.slot(0);
     return [=](Warp& w, Lanes) {
-      w.wait_products(static_cast<int>(w.reg(left)[0]));
-      return Next::Go;
+      return w.products_done(static_cast<int>(w.reg(left)[0])) ? Next::Go : Next::Wait;
     };
   }
   return [](Warp&, Lanes) { return Next::Go; };  // wgmma.fence
-}
-
-Step decode(Instruction& i) {
-  for (auto const family : {&bulk, &memory, &arithmetic}) {
-    if (auto step = family(i)) return step;
-  }
-  for (auto const family : {&warpwide, &product}) {
-    if (auto step = family(i)) return step;
-  }
-  throw std::runtime_error("PTX: unknown instruction: " + i.text);
 }
 
 }  // namespace emulator

@@ -1,4 +1,5 @@
-// The CUDA runtime as a kernel's launcher sees it: launches run here, one after the other.
+// The CUDA runtime as a kernel's launcher sees it. Launches wait in one queue until somebody asks
+// for errors or for the device.
 //
 // Device memory is host memory. The PTX comes out of the library that registers itself.
 #include <cuda.h>
@@ -30,8 +31,18 @@ struct Runtime {
   std::map<void const*, std::shared_ptr<Kernel>> kernels;  // by host function
   Memory memory;
   Settings settings;
-  uint64_t launches = 0;
+  std::deque<Work> queue;
   std::string error;
+
+  std::string const& finish() {
+    try {
+      if (error.empty()) run_in_order(queue, memory, settings);
+    } catch (std::exception const& failure) {
+      error = failure.what();
+    }
+    queue.clear();
+    return error;
+  }
 };
 
 Runtime& runtime() {
@@ -61,28 +72,26 @@ Library read(Fatbin const* fatbin) {
   throw std::runtime_error("the library has no PTX");
 }
 
-int launch(void const* function, dim3 grid, dim3 block, void** arguments, size_t shared) {
+cudaError_t launch(void const* function, dim3 grid, dim3 block, void** arguments, size_t shared,
+                   bool programmatic = false) {
   Runtime& r = runtime();
-  try {
-    auto const found = r.kernels.find(function);
-    if (found == r.kernels.end()) throw std::runtime_error("a kernel that was not registered");
-    Launch launch{found->second, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z},
-                  static_cast<int>(shared), {}};
-    auto const& parameters = launch.kernel->parameters;
-    if (!parameters.empty()) {
-      launch.params.resize(parameters.back().offset + parameters.back().bytes);
-    }
-    for (size_t n = 0; n < parameters.size(); ++n) {
-      std::memcpy(launch.params.data() + parameters[n].offset, arguments[n], parameters[n].bytes);
-    }
-    Settings settings = r.settings;
-    settings.seed += 1000003 * r.launches++;
-    Grid(std::move(launch), r.memory, settings).run();
-    return cudaSuccess;
-  } catch (std::exception const& error) {
-    if (r.error.empty()) r.error = error.what();
-    return cudaErrorLaunchFailure;
+  auto const found = r.kernels.find(function);
+  if (found == r.kernels.end()) return cudaErrorInvalidDeviceFunction;
+  auto launch = std::make_unique<Launch>(Launch{found->second,
+                                                {grid.x, grid.y, grid.z},
+                                                {block.x, block.y, block.z},
+                                                static_cast<int>(shared),
+                                                programmatic,
+                                                {}});
+  auto const& parameters = launch->kernel->parameters;
+  if (!parameters.empty()) {
+    launch->params.resize(parameters.back().offset + parameters.back().bytes);
   }
+  for (size_t n = 0; n < parameters.size(); ++n) {
+    std::memcpy(launch->params.data() + parameters[n].offset, arguments[n], parameters[n].bytes);
+  }
+  r.queue.push_back({std::move(launch), {}});
+  return cudaSuccess;
 }
 
 CUresult encode_tiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* address,
@@ -134,12 +143,31 @@ void emulator_own(void* address, size_t bytes) {
 void emulator_reset(uint64_t seed, double eagerness, double patience) {
   runtime().memory.clear();
   runtime().settings = {seed, eagerness, patience};
-  runtime().launches = 0;
+  runtime().queue.clear();
   runtime().error.clear();
 }
 
-// Why a launch failed, empty if none has.
-char const* emulator_error() { return runtime().error.c_str(); }
+// Runs what was launched. Why it failed, empty if it did not.
+char const* emulator_finish() { return runtime().finish().c_str(); }
+
+// Launches the one kernel of a PTX text; `params` is its parameter block. Why not, or empty.
+char const* emulator_launch(char const* ptx, unsigned ctas, unsigned threads, int shared,
+                            int programmatic, char const* params, size_t bytes) {
+  try {
+    auto const kernels = emulator::parse(ptx);
+    auto launch = std::make_unique<emulator::Launch>(
+        emulator::Launch{kernels.begin()->second,
+                         {ctas, 1, 1},
+                         {threads, 1, 1},
+                         shared,
+                         programmatic != 0,
+                         std::vector<char>(params, params + bytes)});
+    runtime().queue.push_back({std::move(launch), {}});
+  } catch (std::exception const& error) {
+    runtime().error = error.what();
+  }
+  return runtime().error.c_str();
+}
 
 // What libraries call.
 
@@ -188,31 +216,34 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, void const* function) {
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
                                size_t shared, cudaStream_t) {
-  return static_cast<cudaError_t>(emulator::launch(kernel, grid, block, arguments, shared));
+  return emulator::launch(kernel, grid, block, arguments, shared);
 }
 
 cudaError_t cudaLaunchKernel(void const* function, dim3 grid, dim3 block, void** arguments,
                              size_t shared, cudaStream_t) {
-  return static_cast<cudaError_t>(emulator::launch(function, grid, block, arguments, shared));
+  return emulator::launch(function, grid, block, arguments, shared);
 }
 
 cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* c, void const* function,
                                 void** arguments) {
-  return static_cast<cudaError_t>(
-      emulator::launch(function, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes));
+  bool programmatic = false;
+  for (unsigned n = 0; n < c->numAttrs; ++n) {
+    programmatic |= c->attrs[n].id == cudaLaunchAttributeProgrammaticStreamSerialization &&
+                    c->attrs[n].val.programmaticStreamSerializationAllowed;
+  }
+  return emulator::launch(function, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes,
+                          programmatic);
 }
 
 cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute, int) { return cudaSuccess; }
 
-cudaError_t cudaGetLastError() {
-  return runtime().error.empty() ? cudaSuccess : cudaErrorLaunchFailure;
-}
-cudaError_t cudaPeekAtLastError() { return cudaGetLastError(); }
-char const* cudaGetErrorString(cudaError_t) { return emulator_error(); }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+char const* cudaGetErrorString(cudaError_t) { return emulator_finish(); }
 char const* cudaGetErrorName(cudaError_t) { return "emulated"; }
 
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) {
-  std::memset(address, value, bytes);
+  runtime().queue.push_back({nullptr, [=] { std::memset(address, value, bytes); }});
   return cudaSuccess;
 }
 

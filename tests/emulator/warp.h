@@ -17,10 +17,12 @@ namespace emulator {
 
 constexpr int kWarp = 32;
 constexpr int kSharedBytes = 228 * 1024;
-constexpr int kGranule = 16;  // bytes of shared memory whose last writer is known
+constexpr int kGranule = 2;  // bytes of shared memory whose writers are known
 
 class Cta;
 class Grid;
+
+std::string hex(uint64_t value);
 
 template <class Function>
 inline void each(Lanes lanes, Function const& f) {
@@ -56,23 +58,24 @@ using BulkGroup = std::deque<BulkStore>;
 class Warp {
  public:
   Warp(Cta& cta, int index);
-  // Runs a random number of instructions; false: it only waits.
+  // Runs a random number of instructions; false: it waits for something.
   bool run();
   bool done() const { return groups_.empty(); }
   uint64_t* reg(int slot) { return &registers_[static_cast<size_t>(slot) * kWarp]; }
   Lanes alive() const;
   std::string where() const;
 
-  // Matrix products: issued ones run in order.
+  // Matrix products: issued ones run in order, each for all four warps of the warpgroup at once
+  // when all have issued it. So one thread may say for its warpgroup that it is over.
   struct Product {
     std::function<void()> run;
     std::vector<int> slots;
   };
   void issue(Product product);
   void commit() { commits_.push_back(issued_); }
-  void wait_products(int left);
-  bool has_products() const { return !products_.empty(); }
-  void run_product();
+  bool products_done(int left);  // all but the last `left` commits; runs what can run
+  bool can_run_product() const;
+  void run_product();  // of the warpgroup
 
   Cta& cta;
   int const index;
@@ -87,11 +90,11 @@ class Warp {
   };
   Group& choose();
   void merge();
+  void run_own_product();
   void check_products(Instruction const& i) const;
 
   std::vector<Group> groups_;
   bool stuck_ = false;  // the last group that ran could not go on
-  int last_poll_ = -1;  // the instruction at which the last run ended, if it waits there
   std::vector<uint64_t> registers_;
   std::deque<Product> products_;
   std::deque<int64_t> commits_;  // products issued up to each commit
@@ -111,10 +114,12 @@ class Cta {
   char* shared(uint64_t offset, size_t bytes);  // throws beyond the CTA's shared memory
   // Where a generic address points, for one lane.
   char* at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written);
+  // An ordinary store to a generic address.
+  void store(Warp& warp, int lane, uint64_t address, void const* value, size_t bytes);
 
-  // Shared memory that ordinary stores have written and bulk copies and matrix products may not
-  // see yet: until the writer fences. `reader` names who reads.
-  void wrote(Warp const& warp, uint64_t offset, size_t bytes);
+  // Bulk copies and matrix products may not see what ordinary stores have written to shared memory
+  // until a warp that wrote it has fenced. `value` is what gets written; `reader` names who reads.
+  void write(Warp const& warp, uint64_t offset, void const* value, size_t bytes);
   void fence(Warp const& warp);
   void check_fenced(uint64_t offset, size_t bytes, char const* reader) const;
 
@@ -124,10 +129,12 @@ class Cta {
   std::vector<std::vector<char>> local;  // of each thread
   NamedBarrier barriers[16];
   std::vector<std::function<void()>> loads;  // bulk copies into shared memory, in no order
+  bool triggered = false;                    // allows the next launch to begin
 
  private:
   std::vector<char> shared_;
-  std::vector<uint8_t> writer_;  // of each granule: warp + 1, 0 if none or fenced
+  std::vector<uint32_t> writers_;                // of each granule's value: a bit for each warp
+  std::vector<std::vector<uint32_t>> unfenced_;  // granules that each warp has written
 };
 
 // One launch. `params` is the kernel's parameter block.
@@ -135,6 +142,7 @@ struct Launch {
   std::shared_ptr<Kernel> kernel;
   uint32_t grid[3], block[3];
   int dynamic_shared = 0;
+  bool programmatic = false;  // may begin when the launch before it allows
   std::vector<char> params;
 };
 
@@ -152,28 +160,45 @@ class Memory {
 struct Settings {
   uint64_t seed = 0;
   double eagerness = 0.1;  // of asynchronous work: 0 as late as possible
-  double patience = 2;     // seconds without progress after which a launch is given up
+  double patience = 2;     // seconds in which nothing changes after which a launch is given up
 };
 
 class Grid {
  public:
-  Grid(Launch launch, Memory const& memory, Settings const& settings);
-  void run();  // throws std::runtime_error, naming instruction and warp
+  Grid(Launch launch, Memory const& memory, Settings const& settings, Grid const* before);
+  // Every warp runs for a while. Throws std::runtime_error, naming instruction and warp.
+  void round();
+  bool done() const { return ctas_.empty(); }
+  bool triggered() const;  // all CTAs allow the next launch to begin
+  std::string where() const;
 
+  // Something has changed that others may wait for.
   void progress() { ++progress_; }
+  int64_t changes() const { return progress_; }
   bool chance(double p) { return std::uniform_real_distribution<>()(random) < p; }
   int below(int n) { return std::uniform_int_distribution<>(0, n - 1)(random); }
 
   Launch const launch;
   Memory const& memory;
   Settings const settings;
+  Grid const* before;  // the launch that griddepcontrol.wait waits for, null when it is over
   std::mt19937_64 random;
 
  private:
   bool something_asynchronous(Cta& cta);
+  void end(Cta& cta);
 
   std::vector<std::unique_ptr<Cta>> ctas_;
   int64_t progress_ = 0;
 };
+
+// What a stream has to do next: a launch, or something of the host's.
+struct Work {
+  std::unique_ptr<Launch> launch;
+  std::function<void()> host;
+};
+
+// Runs a stream's work and empties it. Throws std::runtime_error.
+void run_in_order(std::deque<Work>& queue, Memory const& memory, Settings const& settings);
 
 }  // namespace emulator

@@ -52,7 +52,8 @@ Step vote(Instruction const& i) {
     }
     Lanes ballot = 0;
     each(lanes, [&](int l) { ballot |= (w.reg(p)[l] & 1) << l; });
-    uint64_t const result = mode == "ballot" ? ballot : mode == "any" ? ballot != 0
+    uint64_t const result = mode == "ballot" ? ballot
+                            : mode == "any"  ? ballot != 0
                             : mode == "all"  ? ballot == lanes
                                              : ballot == lanes || ballot == 0;
     each(lanes, [&](int l) { w.reg(d)[l] = result; });
@@ -172,8 +173,17 @@ Step warpwide(Instruction& i) {
     i.converged = true;
     return nothing;
   }
-  // Launches run one after the other, so that programmatic dependence has nothing to wait for.
-  if (op == "griddepcontrol" || op == "prefetch" || op == "prefetchu" || op == "membar") {
+  if (op == "griddepcontrol" && i.has("wait")) {
+    return [](Warp& w, Lanes) { return w.cta.grid.before ? Next::Wait : Next::Go; };
+  }
+  if (op == "griddepcontrol") {
+    return [](Warp& w, Lanes) {
+      w.cta.triggered = true;
+      w.cta.grid.progress();
+      return Next::Go;
+    };
+  }
+  if (op == "prefetch" || op == "prefetchu" || op == "membar") {
     return nothing;
   }
   if (op == "fence" && !i.has("proxy")) return nothing;

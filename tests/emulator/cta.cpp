@@ -1,0 +1,130 @@
+#include <algorithm>
+
+#include "warp.h"
+
+namespace emulator {
+
+std::string hex(uint64_t value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
+  return text;
+}
+
+Cta::Cta(Grid& grid, uint32_t const at[3]) : grid(grid) {
+  std::copy(at, at + 3, index);
+  Launch const& launch = grid.launch;
+  int const bytes = kSharedBase + launch.kernel->static_shared + launch.dynamic_shared;
+  if (bytes > kSharedBytes) {
+    throw std::runtime_error(std::to_string(bytes) + " bytes of shared memory, 228 KiB are there");
+  }
+  shared_.assign(bytes, static_cast<char>(0xff));
+  writers_.assign(bytes / kGranule + 1, 0);
+  uint32_t const threads = launch.block[0] * launch.block[1] * launch.block[2];
+  if (launch.kernel->local_bytes) {
+    local.assign(threads, std::vector<char>(launch.kernel->local_bytes, static_cast<char>(0xff)));
+  }
+  for (uint32_t w = 0; w * kWarp < threads; ++w) {
+    warps.push_back(std::make_unique<Warp>(*this, static_cast<int>(w)));
+  }
+  unfenced_.resize(warps.size());
+}
+
+bool Cta::done() const {
+  return std::all_of(warps.begin(), warps.end(), [](auto const& w) { return w->done(); });
+}
+
+char* Cta::shared(uint64_t offset, size_t bytes) {
+  if (offset < kSharedBase || offset + bytes > shared_.size()) {
+    throw std::runtime_error("shared memory has no " + std::to_string(bytes) + " bytes at " +
+                             hex(offset));
+  }
+  return shared_.data() + offset;
+}
+
+char* Cta::at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written) {
+  if (address % bytes && bytes <= 16) {
+    throw std::runtime_error("address " + hex(address) + " is not a multiple of " +
+                             std::to_string(bytes));
+  }
+  if (address < kSharedWindow) {
+    grid.memory.check(address, bytes, written ? "write" : "read");
+    return reinterpret_cast<char*>(address);
+  }
+  if (address < kLocalWindow) {
+    uint64_t const offset = address - kSharedWindow;
+    return shared(offset, bytes);
+  }
+  if (address < kParamWindow) {
+    auto& mine = local.at(warp.index * kWarp + lane);
+    uint64_t const offset = address - kLocalWindow;
+    if (offset + bytes > mine.size()) throw std::runtime_error("beyond local memory");
+    return mine.data() + offset;
+  }
+  uint64_t const offset = address - kParamWindow;
+  if (offset + bytes > grid.launch.params.size()) throw std::runtime_error("beyond parameters");
+  return const_cast<char*>(grid.launch.params.data()) + offset;
+}
+
+void Cta::store(Warp& warp, int lane, uint64_t address, void const* value, size_t bytes) {
+  char* const there = at(warp, lane, address, bytes, true);
+  if (address >= kSharedWindow && address < kLocalWindow) {
+    write(warp, address - kSharedWindow, value, bytes);
+  } else {
+    std::memcpy(there, value, bytes);
+  }
+}
+
+void Cta::write(Warp const& warp, uint64_t offset, void const* value, size_t bytes) {
+  for (size_t done = 0; done < bytes; done += kGranule) {
+    uint64_t const granule = (offset + done) / kGranule;
+    size_t const part = std::min<size_t>(kGranule, bytes - done);
+    char* const there = shared(offset + done, part);
+    char const* const from = static_cast<char const*>(value) + done;
+    uint32_t& writers = writers_.at(granule);
+    bool const same = std::memcmp(there, from, part) == 0;
+    if (same && !writers) continue;  // seen already
+    if (!same) writers = 0;
+    writers |= 1u << warp.index;
+    unfenced_[warp.index].push_back(static_cast<uint32_t>(granule));
+    std::memcpy(there, from, part);
+  }
+}
+
+void Cta::fence(Warp const& warp) {
+  for (uint32_t const granule : unfenced_[warp.index]) {
+    if (writers_[granule] >> warp.index & 1) writers_[granule] = 0;
+  }
+  unfenced_[warp.index].clear();
+}
+
+void Cta::check_fenced(uint64_t offset, size_t bytes, char const* reader) const {
+  for (uint64_t g = offset / kGranule; g <= (offset + bytes - 1) / kGranule; ++g) {
+    if (g < writers_.size() && writers_[g]) {
+      throw std::runtime_error(
+          std::string(reader) + " touches shared memory at " + hex(g * kGranule) + " that warp " +
+          std::to_string(__builtin_ctz(writers_[g])) + " wrote without fence.proxy.async");
+    }
+  }
+}
+
+void Memory::own(uint64_t begin, uint64_t bytes) {
+  if (!bytes) return;
+  uint64_t end = begin + bytes;
+  auto i = ranges_.upper_bound(begin);
+  if (i != ranges_.begin() && std::prev(i)->second >= begin) --i;
+  while (i != ranges_.end() && i->first <= end) {
+    begin = std::min(begin, i->first), end = std::max(end, i->second);
+    i = ranges_.erase(i);
+  }
+  ranges_[begin] = end;
+}
+
+void Memory::check(uint64_t address, uint64_t bytes, char const* what) const {
+  auto const i = ranges_.upper_bound(address);
+  if (i == ranges_.begin() || address + bytes > std::prev(i)->second) {
+    throw std::runtime_error(std::string(what) + " of " + std::to_string(bytes) + " bytes at " +
+                             hex(address) + ", which is no tensor's");
+  }
+}
+
+}  // namespace emulator

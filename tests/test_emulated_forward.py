@@ -1,0 +1,108 @@
+"""The forward kernels, emulated on the CPU, against float64: `make kernels` runs it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from emulation import Machine, machine, unit
+from test_gpu_forward import WINDOWS, inputs, plain
+
+from ringfa3 import flash_attn_varlen_func, kernels
+from ringfa3.plan import FIRST, LAST, Tiling, plan_local
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
+
+# CI has one unit; `-m soak` runs the others.
+SHAPES = [(torch.bfloat16, 128)] + [
+    pytest.param(dtype, d, marks=pytest.mark.soak)
+    for dtype in (torch.bfloat16, torch.float16)
+    for d in (64, 128, 256)
+    if (dtype, d) != (torch.bfloat16, 128)
+]
+LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300)
+EAGERNESS = (0.0, 0.02, 0.3, 1.0)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Machine]:
+    with machine() as m:
+        yield m
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_random_sequences_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5, LSE to 1e-3; 24 cases, orders drawn at random."""
+    for case in range(24):
+        rng = random.Random(1000 * d + case)
+        torch.manual_seed(case)
+        lengths = [
+            (n, n if case % 2 else rng.choice(LENGTHS))
+            for n in (rng.choice(LENGTHS) for _ in range(rng.randint(1, 4)))
+        ]
+        if not all(map(sum, zip(*lengths, strict=True))):
+            continue
+        window = rng.choice(WINDOWS)
+        emulated.settings(case, EAGERNESS[case % 4])
+        q, k, v = inputs(rng, dtype, d, lengths, "cpu")
+        cu_q, cu_k = (list(accumulate(n, initial=0)) for n in zip(*lengths, strict=True))
+        out, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, window_size=window, return_lse=True)
+        ref, ref_lse = plain(*(x.double() for x in (q, k, v)), lengths, window)
+        pt, _ = plain(q, k, v, lengths, window)
+        error = (out.double() - ref).abs().max().item()
+        bound = 2 * (pt.double() - ref).abs().max().item() + 1e-5
+        what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"
+        assert error <= bound, f"{what}: off by {error:.2e}, allowed {bound:.2e}"
+        seen = ref_lse > -torch.inf
+        assert torch.equal(lse > -torch.inf, seen), what
+        assert (lse.double() - ref_lse)[seen].abs().max().item() < 1e-3, what
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_nan_and_inf_stay_in_their_document(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    """Documents shorter than a block have foreign rows of K and V in it."""
+    lengths = [40, 7, 128, 30, 1, 90]
+    cu = list(accumulate(lengths, initial=0))
+    torch.manual_seed(0)
+    outs = []
+    for spoilt in (False, True):
+        emulated.settings(0)
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(cu[-1], 2, d).to(dtype) for _ in range(3))
+        for bad in (1, 3) if spoilt else ():
+            here = slice(cu[bad], cu[bad + 1])
+            k[here], v[here] = torch.nan, torch.inf
+        outs.append(flash_attn_varlen_func(q, k, v, cu, cu, causal=True))
+    for i in (0, 2, 4, 5):
+        here = slice(cu[i], cu[i + 1])
+        assert torch.equal(outs[0][here], outs[1][here]), f"document {i}"
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_merging_two_hops_equals_one(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    """Keys in two halves, merged in the epilogue: within 2e-2 of one launch, LSE within 1e-4."""
+    t, heads = 300, 2
+    scale = d**-0.5
+    torch.manual_seed(0)
+    emulated.settings(0)
+    q, k, v = (torch.randn(t, heads, d).to(dtype) for _ in range(3))
+    u = unit("forward", q)
+    whole = plan_local(np.array([t]), np.array([t]), -1, -1).forward(u.tile_m)[0]
+    half = plan_local(np.array([t]), np.array([t // 2]), -1, -1).forward(u.tile_m)[0]
+    hops = []
+    for flags in (FIRST, LAST):
+        tiles = half.tiles.copy()
+        tiles["flags"] = flags
+        hops.append(Tiling(half.size, tiles, half.spans, half.earlier))
+    expected, out = torch.empty_like(q), torch.full_like(q, torch.nan)
+    running = torch.full(q.shape, torch.nan)
+    lse, merged = (torch.full((heads, t), torch.nan) for _ in range(2))
+    kernels.attend(u, q, k, v, whole, scale, expected, running, lse)
+    for hop, keys in zip(hops, (slice(0, t // 2), slice(t // 2, t)), strict=True):
+        kernels.attend(u, q, k[keys], v[keys], hop, scale, out, running, merged)
+    assert (out - expected).abs().max().item() < 2e-2
+    assert (merged - lse).abs().max().item() < 1e-4
