@@ -44,7 +44,9 @@ class Problem:
 
     @property
     def plan(self) -> Plan:
-        return plan_local(*(np.array(n, np.int64) for n in zip(*self.lengths, strict=True)), *self.window)
+        return plan_local(
+            *(np.array(n, np.int64) for n in zip(*self.lengths, strict=True)), *self.window
+        )
 
     @property
     def scale(self) -> float:
@@ -88,10 +90,14 @@ def problem(
     )  # fmt: skip
 
 
-def differentiate(unit: Unit, p: Problem, deterministic: bool = False, margin: int = 0) -> Gradients:
+def differentiate(
+    unit: Unit, p: Problem, deterministic: bool = False, margin: int = 0
+) -> Gradients:
     """[dq, dk, dv] of the kernels; dk and dv are poisoned beforehand."""
     tiling = p.plan.backward(unit.tile_n, unit.tile_m, deterministic)[0]
-    dk, dv = (torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (p.k, p.v))
+    dk, dv = (
+        torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (p.k, p.v)
+    )
     run = BackwardPass(
         unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic, margin
     )
@@ -119,7 +125,9 @@ def random_problem(case: int, unit: Unit, device: str, longest: int = 0) -> Prob
     def length() -> int:
         return rng.choice((*LENGTHS, *([rng.randint(1, longest)] * bool(longest))))
 
-    lengths = [(n, n if case % 2 else length()) for n in (length() for _ in range(rng.randint(1, 4)))]
+    lengths = [
+        (n, n if case % 2 else length()) for n in (length() for _ in range(rng.randint(1, 4)))
+    ]
     if not all(map(sum, zip(*lengths, strict=True))):
         return None
     hk = rng.choice((1, 2))

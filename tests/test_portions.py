@@ -53,7 +53,9 @@ def test_portions_cover_every_block_of_every_head_once(
                 done = np.zeros((group, blocks[index]), int)
                 mine = table[table["row0"] == tile["row0"]]
                 for portion in mine:
-                    heads = slice(portion["first_head"], portion["first_head"] + portion["num_heads"])
+                    heads = slice(
+                        portion["first_head"], portion["first_head"] + portion["num_heads"]
+                    )
                     done[heads, portion["skip"] : portion["skip"] + portion["blocks"]] += 1
                     assert portion["rows"] == tile["rows"]
                     assert portion["first_span"] == tile["first_span"]

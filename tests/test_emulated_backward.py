@@ -1,0 +1,95 @@
+"""The backward kernels, emulated on the CPU, against float64: `make kernels` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import backward_checks as checks
+import pytest
+import torch
+from emulation import PROCESSORS, Machine, machine
+
+from ringfa3 import build, engine, flash_attn_varlen_func
+from ringfa3.plan import FIRST
+from ringfa3.portions import SHARED, portions
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
+
+# CI has one unit; `-m soak` runs the others.
+UNITS = [
+    pytest.param(u, marks=[] if u.name == "backward-d128-bf16" else pytest.mark.soak, id=u.name)
+    for u in build.UNITS
+    if u.direction == "backward"
+]
+EAGERNESS = (0.0, 0.02, 0.3, 1.0)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Machine]:
+    with machine() as m:
+        yield m
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_random_sequences_hold_the_gate(emulated: Machine, unit: build.Unit) -> None:
+    """dq, dk, dv with and without a gradient into LSE; what nothing sees has gradient 0."""
+    for case in range(20):
+        p = checks.random_problem(case, unit, "cpu")
+        if p is None:
+            continue
+        emulated.settings(case, EAGERNESS[case % 4])
+        got = checks.differentiate(unit, p, deterministic=case % 5 == 0, margin=case % 2)
+        what = f"case {case}: {p.lengths}, window {p.window}, heads {p.q.shape[1]}:{p.k.shape[1]}"
+        checks.hold_gate(got, p, what)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_cut_tiles_hold_the_gate(emulated: Machine, unit: build.Unit) -> None:
+    """Two tiles for three CTAs: cut between query heads and between blocks of rows."""
+    emulated.settings(0, 0.3)
+    n = unit.tile_n
+    p = checks.problem(2, unit, "cpu", [(400, 2 * n)], (2, 1), (-1, 0))
+    tiling = p.plan.backward(unit.tile_n, unit.tile_m)[0]
+    table = portions(tiling, unit.tile_m, 2, 1, PROCESSORS)
+    assert (table["flags"] & (SHARED | FIRST) == SHARED | FIRST).all()
+    assert {1, 2} > set(table["num_heads"].tolist())
+    checks.hold_gate(checks.differentiate(unit, p), p, "cut")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_nan_and_inf_stay_in_their_document(emulated: Machine, unit: build.Unit) -> None:
+    emulated.settings(0)
+    checks.nan_and_inf_stay_in_their_document(unit, "cpu")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hops_hold_the_gate(emulated: Machine, unit: build.Unit, deterministic: bool) -> None:
+    emulated.settings(3, 0.3)
+    checks.hops_hold_the_gate(unit, "cpu", deterministic)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_deterministic_gradients_have_the_same_bits(emulated: Machine, unit: build.Unit) -> None:
+    """Whatever the order in which threads and asynchronous work run."""
+    checks.same_bits(unit, "cpu", 4, lambda n: emulated.settings(n, EAGERNESS[n]))
+
+
+def test_the_public_function_runs_on_the_kernels(
+    emulated: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the engine lets it: forward and backward in emulation, against the executor's."""
+    p = checks.problem(
+        1, build.chosen(["backward-d128-bf16"])[0], "cpu", [(90, 90)], (2, 1), (-1, 0)
+    )
+    gradients = []
+    for kernels_run in (True, False):
+        emulated.settings(0)
+        monkeypatch.setattr(engine, "BACKWARD_KERNELS", kernels_run)
+        leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
+        out, lse = flash_attn_varlen_func(*leaves, [0, 90], [0, 90], causal=True, return_lse=True)
+        gradients.append(torch.autograd.grad((out, lse), leaves, (p.dout, p.dlse)))
+    for x, y in zip(*gradients, strict=True):
+        assert not torch.equal(x, y), "both ran on the executor"
+        assert (x - y).abs().max() < 5e-2
+    checks.hold_gate(list(gradients[0]), p, "public function")

@@ -1,0 +1,70 @@
+"""The backward kernels on a Hopper GPU against float64: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import backward_checks as checks
+import pytest
+import torch
+
+from ringfa3 import build, engine, flash_attn_varlen_func
+from ringfa3.build import Unit
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+UNITS = [pytest.param(u, id=u.name) for u in build.UNITS if u.direction == "backward"]
+BF16 = [u for u in UNITS if u.id is not None and u.id.endswith("bf16")]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_random_sequences_hold_the_gate(unit: Unit) -> None:
+    """60 cases, every fifth deterministic; what nothing sees has gradient 0."""
+    for case in range(60):
+        p = checks.random_problem(case, unit, "cuda", longest=1500)
+        if p is None:
+            continue
+        got = checks.differentiate(unit, p, deterministic=case % 5 == 0, margin=case % 3 * 8)
+        what = f"case {case}: {p.lengths}, window {p.window}, heads {p.q.shape[1]}:{p.k.shape[1]}"
+        checks.hold_gate(got, p, what)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_more_tiles_than_ctas_hold_the_gate(unit: Unit) -> None:
+    """Whole tiles, several for each CTA, and one CTA for all."""
+    p = checks.problem(3, unit, "cuda", [(1000, 1000)] * 3, (16, 8), (-1, 0))
+    for margin in (0, 10**6):
+        checks.hold_gate(checks.differentiate(unit, p, margin=margin), p, f"sm_margin={margin}")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_nan_and_inf_stay_in_their_document(unit: Unit) -> None:
+    checks.nan_and_inf_stay_in_their_document(unit, "cuda")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hops_hold_the_gate(unit: Unit, deterministic: bool) -> None:
+    checks.hops_hold_the_gate(unit, "cuda", deterministic)
+
+
+@pytest.mark.parametrize("unit", BF16)
+def test_deterministic_gradients_have_the_same_bits(unit: Unit) -> None:
+    checks.same_bits(unit, "cuda", 20, lambda _: None)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("unit", BF16)
+def test_a_thousand_deterministic_runs_have_the_same_bits(unit: Unit) -> None:
+    checks.same_bits(unit, "cuda", 1000, lambda _: None)
+
+
+@pytest.mark.parametrize("unit", BF16)
+def test_the_public_function_runs_on_the_kernels(
+    unit: Unit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "BACKWARD_KERNELS", True)
+    p = checks.problem(1, unit, "cuda", [(700, 700), (90, 90)], (4, 2), (-1, 0))
+    leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
+    cu = [0, 700, 790]
+    out, lse = flash_attn_varlen_func(*leaves, cu, cu, causal=True, return_lse=True)
+    got = torch.autograd.grad((out, lse), leaves, (p.dout, p.dlse))
+    checks.hold_gate(list(got), p, unit.name)
