@@ -51,11 +51,12 @@ CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
   }
 }
 
-// Warp-wide: the partial may be read from here on.
-CUTE_DEVICE void wait_for_partial(BackwardArgs const& a, Portion const& portion, int lane) {
-  if (a.arrival == nullptr || portion.flags & kFirst) return;
-  if (lane == 0) wait_for_arrival(a.arrival);
-  __syncwarp();
+// Warp-wide: blocks until the partial may be read. Returns by what the gradients are to be
+// multiplied: 1, or NaN if the partial will not arrive.
+CUTE_DEVICE float wait_for_partial(BackwardArgs const& a, Portion const& portion, int lane) {
+  if (a.arrival == nullptr || portion.flags & kFirst) return 1.f;
+  bool const arrived = lane != 0 || wait_for_arrival(a.arrival);
+  return __all_sync(0xffffffff, arrived) ? 1.f : NAN;
 }
 
 }  // namespace ringfa3

@@ -111,11 +111,9 @@ CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedSt
     return last;
   };
   auto finish = [&](Portion const& portion, int kv_head) {
-    if constexpr (!kValues) {
-      CUTE_UNROLL
-      for (int n = 0; n < D / 2; ++n) sum(n) *= p.args.softmax_scale;
-    }
-    wait_for_partial(p.args, portion, lane);
+    float const valid = wait_for_partial(p.args, portion, lane);
+    CUTE_UNROLL
+    for (int n = 0; n < D / 2; ++n) sum(n) *= kValues ? valid : valid * p.args.softmax_scale;
     store_gradient<Traits>(p.args, kValues ? p.args.dv : p.args.dk, portion, kv_head, key, lane,
                            sum);
   };

@@ -33,7 +33,9 @@ struct ForwardArgs {
   int64_t lse_head_stride;
   Tile const* tiles;  // in the order in which they are fetched
   Span const* spans;
-  int32_t* counter;  // the next piece of work; zero before the launch
+  int32_t const* arrivals;  // word n, n < 32: > 0 once the keys of spans with that number are here,
+                            // < 0 if they never will be; may be null if no span has a number
+  uint32_t* counter;        // pieces of work taken; 0 before the launch and after it
   int32_t num_tiles;
   int32_t head_section;  // query heads whose tiles run together, whole groups
   int32_t num_ctas;
@@ -81,7 +83,7 @@ struct BackwardArgs {
   int32_t const* earlier;  // per span, see `Tiling.turn`
   int32_t* counter;        // the next piece of work; zero before the launch
   int32_t* turns;          // (heads, num_blocks, pieces) zeros before the launch; null: no turns
-  int32_t const* arrival;  // not zero once the partial may be read; null: it is here
+  int32_t const* arrival;  // > 0 once the partial may be read, < 0 if never; null: it is here
   int32_t num_portions;
   int32_t head_section;  // KV heads whose portions run together
   int32_t num_ctas;

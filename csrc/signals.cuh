@@ -25,12 +25,14 @@ CUTE_DEVICE void signal_turn(int32_t* word, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// One thread: blocks until the word is no longer 0; whoever sets it may be another GPU.
-CUTE_DEVICE void wait_for_arrival(int32_t const* word) {
+// One thread: blocks until the word is no longer 0; whoever sets it may be another GPU. Returns
+// whether something has arrived: the word is negative if it never will.
+CUTE_DEVICE bool wait_for_arrival(int32_t const* word) {
   int32_t now;
   do {
     asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
   } while (now == 0);
+  return now > 0;
 }
 
 }  // namespace ringfa3

@@ -9,6 +9,7 @@ using namespace cute;
 
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
+constexpr int kWarpRows = 16;    // of S and O that a warp holds
 constexpr int kWorkDepth = 4;    // the piece that ends, the next, and room for one to come
 constexpr int kBlocksAhead = 4;  // blocks left to load when the next piece is fetched
 constexpr float kLog2e = 1.4426950408889634f;
@@ -22,6 +23,7 @@ struct StageState {
   CUTE_DEVICE int index() const { return count % S; }
   CUTE_DEVICE uint32_t phase() const { return count / S & 1; }
   CUTE_DEVICE void advance() { ++count; }
+  CUTE_DEVICE StageState before() const { return {count - 1}; }
 };
 
 }  // namespace ringfa3

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringfa3.kernels import Tensor3, aligned, heads_together, launch, processors, upload
+from ringfa3.kernels import Tensor3, aligned, ctas, heads_together, launch, upload
 from ringfa3.plan import FIRST, Plan, Tiling, ramps
 from ringfa3.portions import PORTION, SHARED, portions
 
@@ -76,7 +76,9 @@ class BackwardPass:
     """`reference.BackwardPass` on the GPU: prepares at once, then takes the hops in any order.
 
     LSE, D and the float32 dQ live in the plan's row grid, in workspace of O(tokens); dQ is added to
-    in place, in turns if `deterministic`. `sm_margin` processors are left to others.
+    in place, in turns if `deterministic`. `sm_margin` SMs are left free.
+
+    Raises ValueError: a margin that leaves none.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class BackwardPass:
         self.q, self.dout, out = (x if aligned(x) else x.contiguous() for x in (q, dout, out))
         lse, dlse = (x if x.stride(1) == 1 else x.contiguous() for x in (lse, dlse))
         heads, device = q.shape[1], q.device
-        self.num_ctas = max(1, processors(device.index) - sm_margin)
+        self.num_ctas = ctas(device, sm_margin)
         self.blocks = _grid_blocks(plan, unit.tile_m, device)  # (num_blocks, 2)
         count = len(self.blocks)
         self._lse, self._delta = (
@@ -113,15 +115,14 @@ class BackwardPass:
         self._words = torch.zeros(plan.num_hops, 1 + turns, dtype=torch.int32, device=device)
         self._hop = 0
         if count:
-            launch(
-                unit,
-                "prepare",
-                PrepareArgs(
-                    Tensor3.of(out), Tensor3.of(self.dout), lse.data_ptr(), dlse.data_ptr(),
-                    lse.stride(0), dlse.stride(0), self.grid,
-                ),
-                device,
-            )  # fmt: skip
+            tensors = (Tensor3.of(x) for x in (out, self.dout))
+            strides = (x.stride(0) for x in (lse, dlse))
+            args = PrepareArgs(*tensors, lse.data_ptr(), dlse.data_ptr(), *strides, self.grid)
+            self._launch("prepare", args)
+
+    def _launch(self, name: str, args: ctypes.Structure) -> None:
+        with torch.cuda.device(self.q.device):
+            launch(self.unit, name, args, torch.cuda.current_stream().cuda_stream)
 
     def hop(
         self,
@@ -134,8 +135,9 @@ class BackwardPass:
     ) -> None:
         """One hop; shapes and dtypes as `reference.BackwardPass.hop`.
 
-        arrival: an int32 on the GPU that becomes other than 0 once dk and dv may be read; None if
-            they are here. Tiles that are FIRST read nothing and do not wait.
+        arrival: (1,) int32 on the device, not 0 once dk and dv may be read; None if they are here.
+            Tiles that are FIRST read nothing and do not wait. A negative word calls the hop off: dk
+            and dv of the other tiles become NaN.
         """
         words, self._hop = self._words[self._hop], self._hop + 1
         if not len(tiling.tiles):
@@ -167,7 +169,7 @@ class BackwardPass:
             sums[0].dtype == torch.float32,
             self.scale,
         )
-        launch(self.unit, "backward", args, k.device)
+        self._launch("backward", args)
         if sums[0] is not dk:
             dk.copy_(sums[0]), dv.copy_(sums[1])
 
@@ -175,9 +177,7 @@ class BackwardPass:
         """(t, h, d) in the dtype of q, after the last hop."""
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         if len(self.blocks):
-            launch(
-                self.unit, "convert", ConvertArgs(Tensor3.of(dq), self.grid, self.scale), dq.device
-            )
+            self._launch("convert", ConvertArgs(Tensor3.of(dq), self.grid, self.scale))
         return dq
 
 
@@ -213,7 +213,7 @@ def _on_device(
     if key not in known:
         table = portions(tiling, tile_m, group, kv_heads, num_ctas, whole)
         known[key] = _Tables(
-            upload(table, device).view(len(table), len(PORTION)),
+            upload(table, device).view(len(table), PORTION.itemsize // 4),
             upload(tiling.spans, device),
             upload(tiling.earlier, device),
             bool((table["flags"] & SHARED).any()),

@@ -39,26 +39,31 @@ class Backward(NamedTuple):
     begin: Callable[..., reference.BackwardPass | backward.BackwardPass]
 
 
-def forward_engine(q: torch.Tensor) -> Forward:
-    """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use."""
-    unit = _unit("forward", q)
+def forward_engine(q: torch.Tensor, sm_margin: int = 0) -> Forward:
+    """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use.
+
+    It leaves `sm_margin` SMs free. Raises ValueError: a margin that leaves none to the kernel.
+    """
+    unit = _unit("forward", q, sm_margin)
     if unit is None:
         return Forward(reference.TILE_M, reference.attend)
-    return Forward(unit.tile_m, partial(kernels.attend, unit))
+    return Forward(unit.tile_m, partial(kernels.attend, unit, sm_margin=sm_margin))
 
 
-def backward_engine(q: torch.Tensor) -> Backward:
-    """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use."""
-    unit = _unit("backward", q)
+def backward_engine(q: torch.Tensor, sm_margin: int = 0) -> Backward:
+    """As `forward_engine`, for the backward."""
+    unit = _unit("backward", q, sm_margin)
     if unit is None:
         return Backward(reference.TILE_N, reference.TILE_M, reference.BackwardPass)
-    return Backward(unit.tile_n, unit.tile_m, partial(backward.BackwardPass, unit))
+    begin = partial(backward.BackwardPass, unit, sm_margin=sm_margin)
+    return Backward(unit.tile_n, unit.tile_m, begin)
 
 
-def _unit(direction: str, q: torch.Tensor) -> Unit | None:
+def _unit(direction: str, q: torch.Tensor, sm_margin: int) -> Unit | None:
     """The kernel to run; None for the executor, which a GPU's user is told."""
     reason = executor_reason(direction, q)
     if reason is None:
+        kernels.ctas(q.device, sm_margin)
         return kernels.unit_for(direction, q)
     if q.is_cuda:
         say_executor(reason)

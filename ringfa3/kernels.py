@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build
     from ringfa3.build import Unit
 
 L2_BYTES = 32 << 20  # that heads which run together may share
+WORDS = 32  # arrival words of a launch, number 0 among them
 
 
 class Tensor3(ctypes.Structure):
@@ -49,6 +50,7 @@ class ForwardArgs(ctypes.Structure):
         ("lse_head_stride", ctypes.c_int64),
         ("tiles", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
+        ("arrivals", ctypes.c_void_p),
         ("counter", ctypes.c_void_p),
         ("num_tiles", ctypes.c_int32),
         ("head_section", ctypes.c_int32),
@@ -77,11 +79,9 @@ def _entry(unit: Unit, name: str) -> Callable[..., int]:
     return cast(Callable[..., int], entry)
 
 
-def launch(unit: Unit, name: str, args: ctypes.Structure, device: torch.device) -> None:
-    """Calls ringfa3_NAME of a unit's library on the current stream of the device."""
-    with torch.cuda.device(device):  # the launch goes to the current one
-        stream = torch.cuda.current_stream().cuda_stream
-        status = _entry(unit, name)(ctypes.byref(args), stream)
+def launch(unit: Unit, name: str, args: ctypes.Structure, stream: int) -> None:
+    """Calls ringfa3_NAME of a unit's library on a stream of the current device."""
+    status = _entry(unit, name)(ctypes.byref(args), stream)
     if status:
         raise RuntimeError(f"{name} of {unit.name} could not be launched: CUDA error {status}")
 
@@ -96,35 +96,91 @@ def attend(
     out: torch.Tensor,
     running: torch.Tensor,
     lse: torch.Tensor,
+    arrivals: torch.Tensor | None = None,
+    sm_margin: int = 0,
 ) -> None:
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there.
 
-    Heads and tokens may have any stride of whole 16 bytes; others are copied.
+    Heads and tokens may have any stride of whole 16 bytes; q, k and v of others are copied.
+    Calls may run on any number of streams at once, and in CUDA graphs that replay beside them.
+
+    Args:
+        arrivals: (words,) int32, at most 32, on the device. Keys of a span with arrival n > 0 are
+            first read once arrivals[n] is not 0, so a copy that writes them and then the word may
+            run beside the kernel; but no kernel may, which could find no SM free. A negative word
+            calls the span off: the kernel ends without reading its keys, and where a row of a tile
+            would have seen them, out (or running) and lse of the whole tile are NaN. K and V that
+            wait must not need a copy.
+        sm_margin: SMs left free, for kernels that run beside this one.
+
+    Raises ValueError: spans wait, and `arrivals` is missing or does not fit; `sm_margin` leaves no
+    SM; `out` has another stride.
     """
+    num_ctas = ctas(q.device, sm_margin)
     if not len(tiling.tiles):
         return
     if not len(tiling.spans):  # nothing is seen, here or at another hop
         out.zero_()
         lse.fill_(-torch.inf)
         return
+    if last := int(tiling.spans["arrival"].max()):
+        _check_arrivals(arrivals, last, k, v)
+    if not aligned(out):
+        raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
     q, k, v = (x if aligned(x) else x.contiguous() for x in (q, k, v))
     tiles, spans = _on_device(tiling, q.device)
     heads, kv_heads = q.shape[1], k.shape[1]
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    args = ForwardArgs(
-        *(Tensor3.of(x) for x in (q, k, v, out)),
-        running.data_ptr(),
-        lse.data_ptr(),
-        lse.stride(0),
-        tiles.data_ptr(),
-        spans.data_ptr(),
-        counter.data_ptr(),
-        len(tiling.tiles),
-        heads_together(2 * k[:, 0].nbytes, kv_heads) * (heads // kv_heads),
-        processors(q.device.index),
-        scale,
-    )
-    launch(unit, "forward", args, q.device)
+    with torch.cuda.device(q.device):  # the launch goes to the current one
+        stream = torch.cuda.current_stream().cuda_stream
+        args = ForwardArgs(
+            *(Tensor3.of(x) for x in (q, k, v, out)),
+            running.data_ptr(),
+            lse.data_ptr(),
+            lse.stride(0),
+            tiles.data_ptr(),
+            spans.data_ptr(),
+            arrivals.data_ptr() if arrivals is not None else None,
+            _counter(q.device, stream).data_ptr(),
+            len(tiling.tiles),
+            heads_together(2 * k[:, 0].nbytes, kv_heads) * (heads // kv_heads),
+            num_ctas,
+            scale,
+        )
+        launch(unit, "forward", args, stream)
+
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def _counter(device: torch.device, stream: int) -> torch.Tensor:
+    """(1,) int32, zero whenever a launch on the stream begins.
+
+    A kernel leaves it zero, so the launches of a stream, which run one after the other, share one.
+    A captured launch has its own, zeroed within the graph: graphs may replay on any stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    known = _counters.get((device, stream))
+    if known is None:
+        known = torch.zeros(1, dtype=torch.int32, device=device)
+        known = _counters.setdefault((device, stream), known)
+    return known
+
+
+def _check_arrivals(
+    arrivals: torch.Tensor | None, last: int, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Raises ValueError unless words up to number `last` can be waited for."""
+    if arrivals is None:
+        raise ValueError(f"spans wait for words up to {last}: arrivals is missing")
+    given = f"arrivals is {arrivals.dtype} {tuple(arrivals.shape)} on {arrivals.device}"
+    whole = arrivals.dtype == torch.int32 and arrivals.dim() == 1 and arrivals.is_contiguous()
+    if not whole or arrivals.device != k.device:
+        raise ValueError(f"{given}: it must be contiguous int32 (words,) on {k.device}")
+    if not last < len(arrivals) <= WORDS:
+        raise ValueError(f"{given}: {last + 1} to {WORDS} words are allowed")
+    if not (aligned(k) and aligned(v)):
+        raise ValueError("k and v that wait for arrival words need strides of whole 16 bytes")
 
 
 def aligned(x: torch.Tensor) -> bool:
@@ -141,8 +197,16 @@ def heads_together(bytes_per_head: int, kv_heads: int) -> int:
     return -(-kv_heads // sections)
 
 
+def ctas(device: torch.device, sm_margin: int) -> int:
+    """CTAs of a launch, one per SM. Raises ValueError: a margin that leaves none."""
+    processors = _processors(device.index)
+    if not 0 <= sm_margin < processors:
+        raise ValueError(f"sm_margin={sm_margin}: 0 to {processors - 1} are allowed on {device}")
+    return processors - sm_margin
+
+
 @lru_cache(None)
-def processors(device: int) -> int:
+def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

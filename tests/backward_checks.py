@@ -6,7 +6,7 @@ Every check takes a unit and a device, makes fresh inputs and asserts.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import dense
@@ -62,7 +62,7 @@ def problem(
     window: tuple[int, int],
     with_dlse: bool = True,
 ) -> Problem:
-    """A problem with `heads` query and KV heads. Q, K and V are views of one tensor where they can."""
+    """With `heads` query and KV heads; Q, K and V are views of one tensor for odd seeds."""
     torch.manual_seed(seed)
     dtype, d = getattr(torch, unit.dtype), unit.head_dim
     t, n = (sum(x) for x in zip(*lengths, strict=True))
@@ -136,7 +136,7 @@ def random_problem(case: int, unit: Unit, device: str, longest: int = 0) -> Prob
 
 
 def nan_and_inf_stay_in_their_document(unit: Unit, device: str) -> None:
-    """Blocks and tiles hold foreign rows where documents end: the others' gradients are the same."""
+    """Blocks and tiles hold foreign rows where documents end; the others' gradients stay."""
     lengths = [40, 7, 128, 30, 1, 90]
     clean = problem(0, unit, device, [(n, n) for n in lengths], (2, 1), (-1, 0))
     expected = differentiate(unit, clean)
@@ -192,8 +192,8 @@ def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
     hold_gate([dq, *gradients.to(dq.dtype)], p, f"{world} ranks")
 
 
-def same_bits(unit: Unit, device: str, repeats: int, reseed) -> None:  # type: ignore[no-untyped-def]
-    """Deterministic gradients, `reseed(n)` before the n-th run; the documents share rows of tiles."""
+def same_bits(unit: Unit, device: str, repeats: int, reseed: Callable[[int], object]) -> None:
+    """Deterministic gradients, `reseed(n)` before the n-th run."""
     p = problem(7, unit, device, [(300, 300), (65, 200), (129, 129)], (4, 2), (-1, 0))
     first = None
     for n in range(repeats):

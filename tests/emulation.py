@@ -193,7 +193,7 @@ class Machine:
         patience    seconds in which nothing changes until a launch is given up
         """
         self.runtime.emulator_reset(seed, eagerness, patience)
-        for known in (kernels._tables, backward._tables, backward._grids):
+        for known in (kernels._tables, kernels._counters, backward._tables, backward._grids):
             known.clear()  # type: ignore[attr-defined]
         self._kept.clear()
 
@@ -215,10 +215,10 @@ def machine() -> Iterator[Machine]:
             method = getattr(backward.BackwardPass, name)
             patch.setattr(backward.BackwardPass, name, emulated.owning(method))
         patch.setattr(kernels, "unit_for", unit)
-        for module in (kernels, backward):
-            patch.setattr(module, "processors", lambda _: PROCESSORS)
+        patch.setattr(kernels, "_processors", lambda _: PROCESSORS)
         patch.setattr(engine, "_problem", lambda _: None)  # their GPU libraries need not be there
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         stream = SimpleNamespace(cuda_stream=0)
         patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         yield emulated
