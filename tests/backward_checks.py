@@ -123,7 +123,7 @@ def random_problem(case: int, unit: Unit, device: str, longest: int = 0) -> Prob
     rng = random.Random(1000 * unit.head_dim + case)
 
     def length() -> int:
-        return rng.choice((*LENGTHS, *([rng.randint(1, longest)] * bool(longest))))
+        return rng.choice((*LENGTHS, rng.randint(1, longest)) if longest else LENGTHS)
 
     lengths = [
         (n, n if case % 2 else length()) for n in (length() for _ in range(rng.randint(1, 4)))

@@ -10,7 +10,6 @@ import torch
 from emulation import PROCESSORS, Machine, machine
 
 from ringfa3 import build, engine, flash_attn_varlen_func
-from ringfa3.plan import FIRST
 from ringfa3.portions import SHARED, portions
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
@@ -44,15 +43,16 @@ def test_random_sequences_hold_the_gate(emulated: Machine, unit: build.Unit) -> 
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_cut_tiles_hold_the_gate(emulated: Machine, unit: build.Unit) -> None:
-    """Two tiles for three CTAs: cut between query heads and between blocks of rows."""
+@pytest.mark.parametrize("group", [2, 1])
+def test_a_cut_tile_holds_the_gate(emulated: Machine, unit: build.Unit, group: int) -> None:
+    """One tile for three CTAs: cut between two query heads, or between the blocks of one."""
     emulated.settings(0, 0.3)
-    n = unit.tile_n
-    p = checks.problem(2, unit, "cpu", [(400, 2 * n)], (2, 1), (-1, 0))
+    p = checks.problem(2, unit, "cpu", [(700, unit.tile_n)], (group, 1), (-1, -1))
     tiling = p.plan.backward(unit.tile_n, unit.tile_m)[0]
-    table = portions(tiling, unit.tile_m, 2, 1, PROCESSORS)
-    assert (table["flags"] & (SHARED | FIRST) == SHARED | FIRST).all()
-    assert {1, 2} > set(table["num_heads"].tolist())
+    table = portions(tiling, unit.tile_m, group, 1, PROCESSORS)
+    assert len(table) > 1
+    assert (table["flags"] & SHARED).all()
+    assert (table["skip"] > 0).any() == (group == 1)
     checks.hold_gate(checks.differentiate(unit, p), p, "cut")
 
 
