@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       load_blocks<Traits>(p, smem);
     } else if (warp == 1) {
       plan_blocks<Traits>(p, smem);
+      launch_next_kernel();
     } else {
       write_dq<Traits>(p.args, smem, warp - 2);
     }

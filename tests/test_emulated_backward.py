@@ -75,6 +75,21 @@ def test_deterministic_gradients_have_the_same_bits(emulated: Machine, unit: bui
     checks.same_bits(unit, "cpu", 4, lambda n: emulated.settings(n, EAGERNESS[n]))
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_kernels_that_start_early_wait(
+    emulated: Machine, unit: build.Unit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparation, backward and conversion queued together, as programmatic launches overlap."""
+    for seed in range(4):
+        emulated.settings(seed, EAGERNESS[seed])
+        p = checks.problem(seed, unit, "cpu", [(200, 200)], (2, 1), (-1, 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(emulated, "finish", lambda: None)
+            got = checks.differentiate(unit, p, deterministic=True)  # nothing to add up afterwards
+        emulated.finish()
+        checks.hold_gate(got, p, f"seed {seed}")
+
+
 def test_the_public_function_runs_on_the_kernels(
     emulated: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
