@@ -46,15 +46,13 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   wait_for_earlier_kernels();
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
-    int const warp = threadIdx.x / kWarp;
-    if (!elect_one_sync()) return;
-    if (warp == 0) {
-      load_blocks<Traits>(p, smem);
-    } else if (warp == 1) {
-      plan_blocks<Traits>(p, smem);
+    if (threadIdx.x < kWarp) {
+      if (elect_one_sync()) load_blocks<Traits>(p, smem);
+    } else if (threadIdx.x < 2 * kWarp) {
+      if (elect_one_sync()) plan_blocks<Traits>(p, smem);
       launch_next_kernel();
     } else {
-      write_dq<Traits>(p.args, smem, warp - 2);
+      if (elect_one_sync()) write_dq<Traits>(p.args, smem, threadIdx.x / kWarp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();

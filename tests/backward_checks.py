@@ -17,7 +17,7 @@ from examples import key_tokens
 from ringfa3.backward import BackwardPass
 from ringfa3.build import Unit
 from ringfa3.context import plan_context
-from ringfa3.plan import Plan, plan_local
+from ringfa3.plan import Plan, Tiling, plan_local
 
 WINDOWS = ((-1, -1), (-1, 0), (100, 0), (64, 64), (0, 0), (300, -1))
 LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300)
@@ -192,9 +192,27 @@ def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
     hold_gate([dq, *gradients.to(dq.dtype)], p, f"{world} ranks")
 
 
+def a_partial_is_added_to_or_called_off(unit: Unit, device: str) -> None:
+    """Tiles that are not FIRST wait for their word: 1 adds to what is there, -1 gives NaN."""
+    p = problem(4, unit, device, [(150, 200)], (2, 1), (-1, 0))
+    tiling = p.plan.backward(unit.tile_n, unit.tile_m)[0]
+    tiles = tiling.tiles.copy()
+    tiles["flags"] = 0
+    for word in (1, -1):
+        adding = Tiling(tiling.size, tiles, tiling.spans, tiling.earlier)
+        dk, dv = (torch.full(p.k.shape, 3.0, device=device) for _ in range(2))
+        run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, True)
+        run.hop(p.k, p.v, adding, dk, dv, torch.tensor([word], dtype=torch.int32, device=device))
+        if word == 1:
+            hold_gate([run.dq(), dk - 3, dv - 3], p, "added")
+        else:
+            assert dk.isnan().all()
+            assert dv.isnan().all()
+
+
 def same_bits(unit: Unit, device: str, repeats: int, reseed: Callable[[int], object]) -> None:
-    """Deterministic gradients, `reseed(n)` before the n-th run."""
-    p = problem(7, unit, device, [(300, 300), (65, 200), (129, 129)], (4, 2), (-1, 0))
+    """Deterministic gradients, `reseed(n)` before the n-th run; up to eight tiles add to a row."""
+    p = problem(7, unit, device, [(200, 900), (65, 200)], (2, 1), (-1, 0))
     first = None
     for n in range(repeats):
         reseed(n)
