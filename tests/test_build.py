@@ -14,7 +14,7 @@ import stand_ins
 from listings import LISTING, REMARKS, SPILLED
 from stand_ins import WAIT_FOR_GO, runs, start, until
 
-from ringfa3 import backward, build, kernels, plan, portions, toolchain
+from ringfa3 import build, toolchain
 from ringfa3.toolchain import BuildError
 
 
@@ -222,33 +222,3 @@ def test_check_judges_remarks_and_machine_code(
 def test_check_without_cuobjdump_fails(tools: Path) -> None:
     with pytest.raises(SystemExit, match=r"cuobjdump 13\.1 or later is needed"):
         build.main(["--units", "forward-d64-bf16", "--check"])
-
-
-def test_arguments_mirror_the_header() -> None:
-    """Field by field, in order, with csrc/params.h."""
-    header = (build.sources() / "params.h").read_text()
-    records = (plan.SPAN, plan.TILE, portions.PORTION)
-    mirrors = (
-        kernels.Tensor3,
-        kernels.ForwardArgs,
-        backward.RowGrid,
-        backward.PrepareArgs,
-        backward.BackwardArgs,
-        backward.ConvertArgs,
-    )
-    fields = {m.__name__: [name for name, _ in m._fields_] for m in mirrors}
-    fields |= {
-        name: list(record.names or ())
-        for name, record in zip(("Span", "Tile", "Portion"), records, strict=True)
-    }
-    for name, mirrored in fields.items():
-        body = re.search(rf"struct {name} {{(.*?)}};", header, re.S)
-        assert body is not None
-        code = re.sub(r"//.*", "", body[1])
-        declared = [
-            re.search(r"(\w+)$", part.strip())[1]  # type: ignore[index]
-            for line in code.split(";")
-            if line.strip()
-            for part in line.split(",")
-        ]
-        assert declared == mirrored, name

@@ -1,0 +1,72 @@
+"""What crosses from Python into C++: ctypes and numpy records against csrc/params.h."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ringfa3 import backward, build, kernels, plan, portions
+
+MIRRORS = (
+    kernels.Tensor3,
+    kernels.ForwardArgs,
+    backward.RowGrid,
+    backward.PrepareArgs,
+    backward.BackwardArgs,
+    backward.ConvertArgs,
+)
+RECORDS = {"Span": plan.SPAN, "Tile": plan.TILE, "Portion": portions.PORTION}
+
+
+def offsets() -> dict[str, dict[str, int]]:
+    """Of every field of every structure as Python has them; "" is the size of the whole."""
+    known = {m.__name__: {name: getattr(m, name).offset for name, _ in m._fields_} for m in MIRRORS}
+    known |= {
+        name: {field: r.fields[field][1] for field in r.names or ()}  # type: ignore[index]
+        for name, r in RECORDS.items()
+    }
+    for m in MIRRORS:
+        known[m.__name__][""] = ctypes.sizeof(m)
+    for name, r in RECORDS.items():
+        known[name][""] = r.itemsize
+    return known
+
+
+def test_fields_are_those_of_the_header_in_order() -> None:
+    header = (build.sources() / "params.h").read_text()
+    for name, fields in offsets().items():
+        body = re.search(rf"struct {name} {{(.*?)}};", header, re.S)
+        assert body is not None
+        code = re.sub(r"//.*", "", body[1])
+        declared = [
+            re.search(r"(\w+)$", part.strip())[1]  # type: ignore[index]
+            for line in code.split(";")
+            if line.strip()
+            for part in line.split(",")
+        ]
+        assert declared == [field for field in fields if field], name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_compiler_puts_them_where_python_does(tmp_path: Path) -> None:
+    """Offsets and sizes in bytes, exactly."""
+    known = offsets()
+    prints = [
+        f'printf("%zu\\n", {f"offsetof({name}, {field})" if field else f"sizeof({name})"});'
+        for name, fields in known.items()
+        for field in fields
+    ]
+    source = tmp_path / "offsets.cpp"
+    source.write_text(
+        '#include <cstddef>\n#include <cstdio>\n#include "params.h"\nusing namespace ringfa3;\n'
+        f"int main() {{ {' '.join(prints)} }}\n"
+    )
+    program = tmp_path / "offsets"
+    subprocess.run(["g++", "-std=c++20", f"-I{build.sources()}", source, "-o", program], check=True)
+    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    assert [int(n) for n in said] == [n for fields in known.values() for n in fields.values()]
