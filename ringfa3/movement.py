@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ringfa3.layout import Ints, Segments
 from ringfa3.plan import Plan, band, pair_sequences, ramps
@@ -22,11 +23,13 @@ class Movement:
     rows         (world, world + 1): rows[o, t] of rank o's keys are with rank o+t at hop t >= 1;
                  never more than rows[o, t-1], and 0 at t = world
     first_visit  (world,) first hop >= 1 at which rank o's keys are seen, `world` for never
+    visits       (world, world) whether queries of rank o+t see keys of rank o, at [o, t], t >= 1
     own          (rows[rank, 1],) local rows that leave this rank, in the order of the buffers
     """
 
     rows: Ints
     first_visit: Ints
+    visits: npt.NDArray[np.bool_]
     own: Ints
 
 
@@ -56,6 +59,8 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     first[reach == 0] = 0
     first_visit = np.full(world, world, np.int64)
     np.minimum.at(first_visit, owner[bands.key[far]], hop[far])
+    visited = np.zeros((world, world), np.bool_)
+    visited[owner[bands.key[far]], hop[far]] = True
 
     rows = np.zeros((world, world + 1), np.int64)
     np.add.at(rows, (owner, reach), end - first)
@@ -108,4 +113,4 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     stores[0] = True
     travels = tuple(np.concatenate((x[local], np.zeros_like(travelling))) for x in (first, end))
     plan = Plan(queries, keys, key_hop, own_bands, stores, (travels[0], travels[1]))
-    return plan, Movement(rows, first_visit, own)
+    return plan, Movement(rows, first_visit, visited, own)
