@@ -39,7 +39,8 @@ class Stream(Enum):
 
 class Buffer(Enum):
     """src: a rank's own K/V for its peers; in: K/V of a peer; d: a dK/dV partial on its way;
-    early: rows of a rank's own dK/dV that came home before the last step."""
+    early: rows of a rank's own dK/dV that come home before the last step, behind those that come
+    home in it and counted from there."""
 
     SRC = "src"
     IN = "in"
@@ -72,7 +73,7 @@ class Event(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Rows [begin, end) of a buffer, counted as in the block that they belong to."""
+    """Rows [begin, end) of a buffer."""
 
     rank: int
     buffer: Buffer
@@ -142,7 +143,7 @@ class Attend:
 
 @dataclass(frozen=True)
 class Collect:
-    """The owner adds what has come home to its own dK/dV."""
+    """The owner adds what has come home to its own dK/dV: all travelling rows, part by part."""
 
     places: tuple[Place, ...]
     stream: Stream = Stream.COMPUTE
@@ -314,27 +315,27 @@ class _Call:
             self._copy_partial(before, step, (0, on), Buffer.D)
         if step < self.world:
             self.add(arrived)
-        begin, end = self._homecoming(step)
-        if end > begin:
+        rows = self.move.rows[self.rank]
+        home = (int(rows[step]), int(rows[step - 1])) if step >= 2 else (0, 0)
+        if home[1] > home[0]:
             target = Buffer.D if step == self.world else Buffer.EARLY
-            self._copy_partial((self.rank + step - 1) % self.world, step, (begin, end), target)
+            self._copy_partial((self.rank + step - 1) % self.world, step, home, target)
         if step == self.world:
             self.add(arrived)
-
-    def _homecoming(self, step: int) -> Rows:
-        rows = self.move.rows[self.rank]
-        return (int(rows[step]), int(rows[step - 1])) if step >= 2 else (0, 0)
 
     def _copy_partial(self, peer: int, step: int, rows: Rows, into: Buffer) -> None:
         """From the peer's D of the step before."""
         what = f"hop {step - 1}: dK/dV of"
-        slot = step % 2 if into is Buffer.D else 0
+        target = Place(self.rank, into, step % 2, *rows)
+        if into is Buffer.EARLY:
+            last = int(self.move.rows[self.rank, self.world - 1])
+            target = Place(self.rank, into, 0, rows[0] - last, rows[1] - last)
         self.take(Stream.PARTIAL, peer, Purpose.SUMMED, (step - 1) % 2, what)
         self.add(
             Copy(
                 Stream.PARTIAL,
                 Place(peer, Buffer.D, (step - 1) % 2, *rows),
-                Place(self.rank, into, slot, *rows),
+                target,
             )
         )
         self.set(Stream.PARTIAL, peer, Purpose.TAKEN, (step - 1) % 2)
@@ -353,11 +354,11 @@ class _Call:
         last, leaving = int(rows[self.world - 1]), int(rows[1])
         places = (
             Place(self.rank, Buffer.D, self.world % 2, 0, last),
-            Place(self.rank, Buffer.EARLY, 0, last, leaving),
+            Place(self.rank, Buffer.EARLY, 0, 0, leaving - last),
         )
         self.add(
             Await(Stream.COMPUTE, Event("arrived", self.world)),
-            Collect(tuple(p for p in places if p.end > p.begin)),
+            Collect(tuple(p for p in places if p.end)),
             Record(Stream.COMPUTE, Event("attended", 0)),
         )
 

@@ -1,0 +1,144 @@
+"""A ring call over peers' memory: its schedule, with tensors where the schedule has rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from ringfa3 import schedule
+from ringfa3.context import ContextPlan
+from ringfa3.plan import Plan, Tiling
+from ringfa3.reference import statistics_dtype
+from ringfa3.schedule import Attend, Buffer, Collect, Operation, Place, Publish
+
+
+class Machine(Protocol):
+    """One rank's three streams, and the memory of all ranks."""
+
+    def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
+        """Begins a call, equal on all ranks, and returns its parity, 0 and 1 in turn.
+
+        row_bytes: of a row in each buffer. rows: that a slot must hold.
+        """
+
+    def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
+        """This rank's own memory, uint8."""
+
+    def compute(self, operation: Publish | Attend | Collect, work: Callable[[], None]) -> None:
+        """Runs `work` on the compute stream, as the operation says."""
+
+    def issue(self, operation: Operation) -> None:
+        """Puts any other operation into its stream."""
+
+    def finish(self, direction: str) -> None:
+        """The call has been issued."""
+
+
+class Course:
+    """The forward or backward call of one rank; `run` issues its hops.
+
+    home   backward: (local_tokens, 2, hk, d) statistics dtype, dK and dV of this rank's own keys
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        plan: ContextPlan,
+        direction: str,
+        tilings: list[Tiling],
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Publishes k and v, (local_tokens, hk, d), and starts the first transfers."""
+        self.machine, self.plan, self.direction = machine, plan, direction
+        self._local = (k, v)
+        self._row = (2, *k.shape[1:])  # K and V, or dK and dV, of a row lie together
+        self._dtypes = {Buffer.SRC: k.dtype, Buffer.IN: k.dtype}
+        if direction == "backward":
+            statistics = statistics_dtype(k.dtype)
+            self._dtypes |= {Buffer.D: statistics, Buffer.EARLY: statistics}
+            self.home = k.new_empty((plan.local_tokens, *self._row), dtype=statistics)
+        numbers = 2 * k.shape[1] * k.shape[2]
+        self._row_bytes = {b: numbers * dtype.itemsize for b, dtype in self._dtypes.items()}
+        move = plan.movement.rows
+        most = int(move[:, 1].max())
+        rows = dict.fromkeys(self._dtypes, most)
+        if direction == "backward":
+            rows[Buffer.EARLY] = int((move[:, 1] - move[:, -2]).max())
+        parity = machine.begin(self._row_bytes, rows)
+        self._operations = operations(plan, direction, parity, tilings)
+        self._issued = 0
+        while not isinstance(self._operations[self._issued], Attend):
+            self._issue_next()
+
+    def run(self, attend: Callable[..., None]) -> None:
+        """Calls attend(hop, k, v), backward attend(hop, k, v, dk, dv), for each hop with work.
+
+        k, v: (rows, hk, d) of the hop's block. dk, dv: the same in the statistics dtype; they are
+        added to, or stored where the tiling says FIRST. Hop 0 stores, the rest is added after it.
+        """
+        self._attend = attend
+        while self._issued < len(self._operations):
+            self._issue_next()
+        self.machine.finish(self.direction)
+
+    def _issue_next(self) -> None:
+        operation = self._operations[self._issued]
+        self._issued += 1
+        if isinstance(operation, Publish):
+            self.machine.compute(operation, lambda: self._publish(operation.place))
+        elif isinstance(operation, Attend):
+            self.machine.compute(operation, lambda: self._run_hop(operation))
+        elif isinstance(operation, Collect):
+            self.machine.compute(operation, lambda: self._collect(operation))
+        else:
+            self.machine.issue(operation)
+
+    def _rows(self, place: Place) -> torch.Tensor:
+        """(end, 2, hk, d): a buffer of this rank up to the end of a place."""
+        memory = self.machine.local(place.buffer, place.slot)
+        memory = memory[: place.end * self._row_bytes[place.buffer]]
+        return memory.view(self._dtypes[place.buffer]).view(-1, *self._row)
+
+    def _publish(self, place: Place) -> None:
+        rows, own = self._rows(place), self.plan.own_rows(self._local[0].device)
+        for i, x in enumerate(self._local):
+            rows[:, i] = x.index_select(0, own)
+
+    def _run_hop(self, operation: Attend) -> None:
+        blocks = [self._local] if operation.kv is None else [self._rows(operation.kv).unbind(1)]
+        if self.direction == "backward":
+            partial = operation.partial
+            blocks += [(self.home if partial is None else self._rows(partial)).unbind(1)]
+        self._attend(operation.hop, *(x for block in blocks for x in block))
+
+    def _collect(self, operation: Collect) -> None:
+        own = self.plan.own_rows(self.home.device)
+        for place in operation.places:
+            self.home.index_add_(0, own[: place.end], self._rows(place))
+            own = own[place.end :]
+
+
+_known: weakref.WeakKeyDictionary[Plan, dict[tuple[str, int, int], list[Operation]]]
+_known = weakref.WeakKeyDictionary()
+
+
+def operations(
+    plan: ContextPlan, direction: str, parity: int, tilings: list[Tiling]
+) -> list[Operation]:
+    """The schedule of a call, made once for a plan and its tilings, which the plan keeps."""
+    known = _known.setdefault(plan.hops, {})
+    key = (direction, parity, id(tilings))
+    if key not in known:
+        forward = direction == "forward"
+        make, look = (
+            (schedule.forward, schedule.seen_forward)
+            if forward
+            else (schedule.backward, schedule.seen_backward)
+        )
+        seen = [look(tiling) for tiling in tilings]
+        known[key] = make(plan.movement, plan.rank, parity, seen)
+    return known[key]
