@@ -97,28 +97,32 @@ class Course:
         else:
             self.machine.issue(operation)
 
-    def _rows(self, place: Place) -> torch.Tensor:
-        """(end, 2, hk, d): a buffer of this rank up to the end of a place."""
+    def _rows(self, place: Place, rows: int) -> torch.Tensor:
+        """(rows, 2, hk, d): the first rows of a buffer of this rank."""
         memory = self.machine.local(place.buffer, place.slot)
-        memory = memory[: place.end * self._row_bytes[place.buffer]]
+        memory = memory[: rows * self._row_bytes[place.buffer]]
         return memory.view(self._dtypes[place.buffer]).view(-1, *self._row)
 
     def _publish(self, place: Place) -> None:
-        rows, own = self._rows(place), self.plan.own_rows(self._local[0].device)
+        rows, own = self._rows(place, place.end), self.plan.own_rows(self._local[0].device)
         for i, x in enumerate(self._local):
             rows[:, i] = x.index_select(0, own)
 
     def _run_hop(self, operation: Attend) -> None:
-        blocks = [self._local] if operation.kv is None else [self._rows(operation.kv).unbind(1)]
-        if self.direction == "backward":
-            partial = operation.partial
-            blocks += [(self.home if partial is None else self._rows(partial)).unbind(1)]
-        self._attend(operation.hop, *(x for block in blocks for x in block))
+        plan, hop = self.plan, operation.hop
+        rows = int(plan.movement.rows[(plan.rank - hop) % plan.world, hop])
+        kv, partial = operation.kv, operation.partial
+        block = self._local if kv is None else self._rows(kv, rows).unbind(1)
+        if self.direction == "forward":
+            self._attend(hop, *block)
+        else:
+            grads = self.home if partial is None else self._rows(partial, rows)
+            self._attend(hop, *block, *grads.unbind(1))
 
     def _collect(self, operation: Collect) -> None:
         own = self.plan.own_rows(self.home.device)
         for place in operation.places:
-            self.home.index_add_(0, own[: place.end], self._rows(place))
+            self.home.index_add_(0, own[: place.end], self._rows(place, place.end))
             own = own[place.end :]
 
 
