@@ -10,7 +10,7 @@ import torch
 
 from ringfa3 import schedule
 from ringfa3.context import ContextPlan
-from ringfa3.plan import Plan, Tiling
+from ringfa3.plan import Plan
 from ringfa3.reference import statistics_dtype
 from ringfa3.schedule import Attend, Buffer, Collect, Operation, Place, Publish
 
@@ -48,7 +48,6 @@ class Course:
         machine: Machine,
         plan: ContextPlan,
         direction: str,
-        tilings: list[Tiling],
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
@@ -69,7 +68,7 @@ class Course:
         if direction == "backward":
             rows[Buffer.EARLY] = int((move[:, 1] - move[:, -2]).max())
         parity = machine.begin(self._row_bytes, rows)
-        self._operations = operations(plan, direction, parity, tilings)
+        self._operations = _operations(plan, direction, parity)
         self._issued = 0
         while not isinstance(self._operations[self._issued], Attend):
             self._issue_next()
@@ -77,8 +76,9 @@ class Course:
     def run(self, attend: Callable[..., None]) -> None:
         """Calls attend(hop, k, v), backward attend(hop, k, v, dk, dv), for each hop with work.
 
-        k, v: (rows, hk, d) of the hop's block. dk, dv: the same in the statistics dtype; they are
-        added to, or stored where the tiling says FIRST. Hop 0 stores, the rest is added after it.
+        k, v: (rows, hk, d) of the hop's block; rows that the hop's spans do not have may be
+        anything. dk, dv: the same in the statistics dtype; they are added to, or stored where the
+        tiling says FIRST. Hop 0 stores; what others have added to its rows comes after it.
         """
         self._attend = attend
         while self._issued < len(self._operations):
@@ -126,23 +126,14 @@ class Course:
             own = own[place.end :]
 
 
-_known: weakref.WeakKeyDictionary[Plan, dict[tuple[str, int, int], list[Operation]]]
+_known: weakref.WeakKeyDictionary[Plan, dict[tuple[str, int], list[Operation]]]
 _known = weakref.WeakKeyDictionary()
 
 
-def operations(
-    plan: ContextPlan, direction: str, parity: int, tilings: list[Tiling]
-) -> list[Operation]:
-    """The schedule of a call, made once for a plan and its tilings, which the plan keeps."""
+def _operations(plan: ContextPlan, direction: str, parity: int) -> list[Operation]:
+    """The schedule of a call, made once."""
     known = _known.setdefault(plan.hops, {})
-    key = (direction, parity, id(tilings))
-    if key not in known:
-        forward = direction == "forward"
-        make, look = (
-            (schedule.forward, schedule.seen_forward)
-            if forward
-            else (schedule.backward, schedule.seen_backward)
-        )
-        seen = [look(tiling) for tiling in tilings]
-        known[key] = make(plan.movement, plan.rank, parity, seen)
-    return known[key]
+    if (direction, parity) not in known:
+        make = schedule.forward if direction == "forward" else schedule.backward
+        known[direction, parity] = make(plan.movement, plan.rank, parity)
+    return known[direction, parity]

@@ -5,8 +5,8 @@ one stream run in that order, and streams meet only where the list says so: at e
 rank, at words between ranks. A word is 0 or 1 and lies in its receiver's memory; one sender sets
 it, the receiver awaits it and resets it.
 
-Forward, at hop t = 0..n-1: a rank's keys lie in its SRC; rank r copies those of rank r-t, as far
-as its queries see them, into an IN buffer and attends to them. Nothing is forwarded.
+Forward, at hop t = 0..n-1: a rank's keys lie in its SRC; rank r copies those of rank r-t that its
+queries see, whole pieces, into an IN buffer and attends to them. Nothing is forwarded.
 
 Backward, at step t = 1..n: the same for the keys of rank r-t, its own last. The float32 dK/dV
 partial of a block goes with it from rank to rank: at step t it lies in D[t % 2], where the kernel
@@ -24,9 +24,6 @@ from enum import Enum, IntEnum
 from typing import NamedTuple, TypeAlias
 
 from ringfa3.movement import Movement
-from ringfa3.plan import Tiling
-
-Rows = tuple[int, int]  # [begin, end) of a block's travelling rows, in the order of `Movement.own`
 
 
 class Stream(Enum):
@@ -152,13 +149,9 @@ class Collect:
 Operation: TypeAlias = Record | Await | Set | Take | Copy | Publish | Attend | Collect
 
 
-def forward(move: Movement, rank: int, parity: int, seen: list[Rows]) -> list[Operation]:
-    """The forward call of a rank.
-
-    parity: 0 and 1 in turn, over all calls of the group. seen: at each hop the rows of the block
-    that this rank's tiles visit, (0, 0) for none.
-    """
-    call = _Call(move, rank, parity, seen, "forward")
+def forward(move: Movement, rank: int, parity: int) -> list[Operation]:
+    """The forward call of a rank. parity: 0 and 1 in turn, over all calls of the group."""
+    call = _Call(move, rank, parity, "forward")
     call.begin()
     call.add(Attend(0))
     for i, hop in enumerate(call.visits):
@@ -168,9 +161,9 @@ def forward(move: Movement, rank: int, parity: int, seen: list[Rows]) -> list[Op
     return call.operations
 
 
-def backward(move: Movement, rank: int, parity: int, seen: list[Rows]) -> list[Operation]:
+def backward(move: Movement, rank: int, parity: int) -> list[Operation]:
     """The backward call of a rank; arguments as in `forward`."""
-    call = _Call(move, rank, parity, seen, "backward")
+    call = _Call(move, rank, parity, "backward")
     call.begin()
     world, visited = call.world, 0
     for step in range(1, world + 1):
@@ -193,12 +186,10 @@ class _Call:
     visits  hops at which this rank has work on another rank's block; its i-th pull goes to IN[i % 2]
     """
 
-    def __init__(
-        self, move: Movement, rank: int, parity: int, seen: list[Rows], direction: str
-    ) -> None:
-        self.move, self.rank, self.parity, self.seen = move, rank, parity, seen
+    def __init__(self, move: Movement, rank: int, parity: int, direction: str) -> None:
+        self.move, self.rank, self.parity = move, rank, parity
         self.world, self.direction = len(move.rows), direction
-        self.visits = [t for t in range(1, self.world) if move.visits[self.owner(t), t]]
+        self.visits = [t for t in range(1, self.world) if move.seen[self.owner(t), t].any()]
         self.operations: list[Operation] = []
 
     def owner(self, hop: int) -> int:
@@ -218,7 +209,7 @@ class _Call:
 
     def readers(self) -> list[tuple[int, int]]:
         """(hop, rank) of those that copy from this rank's SRC."""
-        hops = [t for t in range(1, self.world) if self.move.visits[self.rank, t]]
+        hops = [t for t in range(1, self.world) if self.move.seen[self.rank, t].any()]
         return [(t, (self.rank + t) % self.world) for t in hops]
 
     def begin(self) -> None:
@@ -240,6 +231,10 @@ class _Call:
         self.pull(0)
         self.pull(1)
 
+    def seen(self, hop: int) -> tuple[int, int]:
+        begin, end = self.move.seen[self.owner(hop), hop].tolist()
+        return begin, end
+
     def pull(self, index: int) -> None:
         """Copies the block of the index-th visit from its owner, when IN is free and it is there.
 
@@ -251,7 +246,7 @@ class _Call:
             self.add(Await(Stream.KV, Event("attended", self.visits[index - 2])))
         hop = self.visits[index]
         owner, what = self.owner(hop), f"hop {hop}: K/V of"
-        source = Place(owner, Buffer.SRC, self.parity, *self.seen[hop])
+        source = Place(owner, Buffer.SRC, self.parity, *self.seen(hop))
         self.take(Stream.KV, owner, Purpose.READY, self.parity, what)
         self.add(
             Copy(Stream.KV, source, self._landing(hop)),
@@ -261,7 +256,7 @@ class _Call:
             self.set(Stream.KV, owner, Purpose.READ, self.parity)
 
     def _landing(self, hop: int) -> Place:
-        return Place(self.rank, Buffer.IN, self.visits.index(hop) % 2, *self.seen[hop])
+        return Place(self.rank, Buffer.IN, self.visits.index(hop) % 2, *self.seen(hop))
 
     def attend(self, hop: int, partial: Place | None = None) -> None:
         arrived = None if partial is None else Event("arrived", hop)
@@ -323,7 +318,7 @@ class _Call:
         if step == self.world:
             self.add(arrived)
 
-    def _copy_partial(self, peer: int, step: int, rows: Rows, into: Buffer) -> None:
+    def _copy_partial(self, peer: int, step: int, rows: tuple[int, int], into: Buffer) -> None:
         """From the peer's D of the step before."""
         what = f"hop {step - 1}: dK/dV of"
         target = Place(self.rank, into, step % 2, *rows)
@@ -361,22 +356,3 @@ class _Call:
             Collect(tuple(p for p in places if p.end)),
             Record(Stream.COMPUTE, Event("attended", 0)),
         )
-
-
-def seen_forward(tiling: Tiling) -> Rows:
-    """Rows of a hop's block that its forward tiles visit; (0, 0) for none."""
-    spans = tiling.spans
-    if not len(spans):
-        return 0, 0
-    nq, nk = spans["q1"] - spans["q0"], spans["k1"] - spans["k0"]
-    begin = spans["k0"] + spans["lo"].clip(min=0)
-    end = spans["k0"] + (nq + spans["hi"]).clip(max=nk)
-    return int(begin.min()), int(end.max())
-
-
-def seen_backward(tiling: Tiling) -> Rows:
-    """The same for backward tiles, which read whole tiles of keys."""
-    tiles = tiling.tiles[tiling.tiles["num_spans"] > 0]
-    if not len(tiles):
-        return 0, 0
-    return int(tiles["row0"].min()), int((tiles["row0"] + tiles["rows"]).max())

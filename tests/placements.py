@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
+from ringfa3 import schedule
 from ringfa3.context import ContextPlan
-from ringfa3.course import operations
 from ringfa3.layout import Segments, partition
 from ringfa3.plan import Tiling
 from ringfa3.schedule import Operation
@@ -44,7 +44,8 @@ class Placement:
         return spans.forward(TILE) if direction == "forward" else spans.backward(TILE, TILE)
 
     def operations(self, direction: str, rank: int, parity: int) -> list[Operation]:
-        return operations(self.plans[rank], direction, parity, self.tilings(direction, rank))
+        make = schedule.forward if direction == "forward" else schedule.backward
+        return make(self.plans[rank].movement, rank, parity)
 
 
 def laid_out(lengths: Sequence[int], world: int, layout: str = "zigzag",

@@ -24,7 +24,6 @@ from ringfa3 import reference
 from ringfa3.context import ContextPlan
 from ringfa3.course import Course
 from ringfa3.plan import Tiling
-from ringfa3.schedule import Rows, seen_backward, seen_forward
 
 WORLDS = (2, 3, 4)
 LENGTHS = {"dense": [32], "packed": [10, 1, 13, 8]}
@@ -127,33 +126,28 @@ class Ledger:
         keys = [base + 100 * r + torch.arange(p.local_tokens, dtype=torch.float64)
                 for r, p in enumerate(placement.plans)]  # fmt: skip
         mine = keys[rank].view(-1, 1, 1)
-        tilings = placement.tilings(direction, rank)
-        course = Course(machine, plan, direction, tilings, mine, -mine)
+        course = Course(machine, plan, direction, mine, -mine)
         leaving = [keys[r][p.movement.own] for r, p in enumerate(placement.plans)]
-        visits = plan.movement.visits
+        between = plan.movement.seen.tolist()
 
         def attend(hop: int, k: Tensor, v: Tensor, *partial: Tensor) -> None:
-            seen = slice(*look(direction)(tilings[hop]))
+            owner = (rank - hop) % self.size
+            seen = slice(*between[owner][hop]) if hop else slice(None)
             if hop:
-                expected = leaving[(rank - hop) % self.size][seen]
+                expected = leaving[owner][seen]
                 for x, sign in ((k, 1), (v, -1)):
                     if not torch.equal(x[seen].flatten() * sign, expected):
                         self.wrong.append(f"call {number}, rank {rank}, hop {hop}: K/V")
             for x, y in zip(partial, (k, v), strict=False):
                 if hop == 0 or plan.hops.stores[hop]:
                     x.zero_()
-                if hop == 0:
-                    x += y * (1 + rank)
-                else:
-                    x[seen] += y[seen] * (1 + rank)
+                x[seen] += y[seen] * (1 + rank)
 
         course.run(attend)
         if direction == "backward":
             weight = torch.full((plan.local_tokens,), 1.0 + rank, dtype=torch.float64)
-            for hop in (t for t in range(1, self.size) if visits[rank, t]):
-                visitor = (rank + hop) % self.size
-                seen = slice(*look(direction)(placement.tilings(direction, visitor)[hop]))
-                weight[plan.movement.own[seen]] += 1 + visitor
+            for hop in range(1, self.size):
+                weight[plan.movement.own[slice(*between[rank][hop])]] += 1 + (rank + hop) % self.size
 
             def check() -> None:
                 for i, sign in enumerate((1, -1)):
@@ -169,10 +163,6 @@ class Ledger:
         except DeadlockError as stuck:
             self.wrong.append(f"deadlock:\n{stuck}")
         return self.wrong
-
-
-def look(direction: str) -> Callable[[Tiling], Rows]:
-    return seen_forward if direction == "forward" else seen_backward
 
 
 @pytest.mark.parametrize("options", [{}, {"one_queue": True}, {"early": True}], ids=str)
@@ -240,14 +230,14 @@ class Rank:
         def attend(hop: int, k: Tensor, v: Tensor) -> None:
             reference.attend(q, k, v, tilings[hop], 0.7, self.out, self.running, self.lse)
 
-        Course(self.machine, self.plan, "forward", tilings, k, v).run(attend)
+        Course(self.machine, self.plan, "forward", k, v).run(attend)
 
     def backward(self, tilings: list[Tiling], dout: Tensor, dlse: Tensor,
                  made: list[tuple[Tensor, Tensor]], expected: list[Tensor]) -> None:  # fmt: skip
         q, k, v = self.qkv
         statistics: list[Tensor] = []
         dq = torch.zeros_like(q)
-        course = Course(self.machine, self.plan, "backward", tilings, k, v)
+        course = Course(self.machine, self.plan, "backward", k, v)
         self.machine.then(
             lambda: statistics.extend(reference.preprocess(dout, self.out, self.lse, dlse))
         )
