@@ -183,7 +183,7 @@ def backward(move: Movement, rank: int, parity: int) -> list[Operation]:
 class _Call:
     """Operations of a call so far.
 
-    visits  hops at which this rank has work on another rank's block; its i-th pull goes to IN[i % 2]
+    visits  hops at which this rank has work on another rank's block; the i-th goes to IN[i % 2]
     """
 
     def __init__(self, move: Movement, rank: int, parity: int, direction: str) -> None:

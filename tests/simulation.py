@@ -7,6 +7,7 @@ nobody needs any more, and what has not been written yet, is NaN.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -237,4 +238,4 @@ class SimulatedMachine:
     def _parts(self, place: Place) -> list[slice]:
         row, rows = self.row_bytes[place.buffer], place.end - place.begin
         ends = [rows * i // PARTS * row for i in range(PARTS + 1)]
-        return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if b > a]
+        return [slice(a, b) for a, b in itertools.pairwise(ends) if b > a]

@@ -65,10 +65,11 @@ def test_a_rank_pulls_from_the_first_piece_it_sees_to_the_last(case: Case) -> No
     for owner, plan in enumerate(case.plans()):
         segments, own = plan.shards[owner], plan.movement.own
         for hop in range(1, case.world):
-            mask = seen_by(case, owner, hop)
-            pieces = [set(range(a, a + n)) for a, n in zip(segments.row, segments.length, strict=True)
-                      if mask[a : a + n].any()]  # fmt: skip
-            (at,) = np.nonzero([any(row in piece for piece in pieces) for row in own])
+            seen = seen_by(case, owner, hop)
+            pulled = np.zeros(len(seen), bool)
+            for row, length in zip(segments.row, segments.length, strict=True):
+                pulled[row : row + length] = seen[row : row + length].any()
+            (at,) = np.nonzero(pulled[own])
             expected = [at[0], at[-1] + 1] if len(at) else [0, 0]
             assert plan.movement.seen[owner, hop].tolist() == expected
             assert expected[1] <= plan.movement.rows[owner, hop]
