@@ -33,9 +33,6 @@ class Machine(Protocol):
     def issue(self, operation: Operation) -> None:
         """Puts any other operation into its stream."""
 
-    def finish(self, direction: str) -> None:
-        """The call has been issued."""
-
 
 class Course:
     """The forward or backward call of one rank; `run` issues its hops.
@@ -83,7 +80,6 @@ class Course:
         self._attend = attend
         while self._issued < len(self._operations):
             self._issue_next()
-        self.machine.finish(self.direction)
 
     def _issue_next(self) -> None:
         operation = self._operations[self._issued]

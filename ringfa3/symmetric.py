@@ -71,7 +71,10 @@ class Group(Protocol):
 class CudaMachine:
     """`ringfa3.course.Machine` on one GPU."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(
+        self, group: Group, device: torch.device, timeout_s: float, lost: Callable[[str], None]
+    ) -> None:
+        """lost(message) is called if a peer does not answer within `timeout_s`."""
         self.group, self.device = group, device
         self.calls = 0
         self.arena = Arena(group.name, group.rank, group.world, device, group.gather)
@@ -79,19 +82,17 @@ class CudaMachine:
         self._rescue = _stream(device)
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._events: dict[Event, torch.cuda.Event] = {}
-        self._ended = _event()  # on the compute stream, of the last call
-        self._marks: dict[Stream, list[tuple[torch.cuda.Event, str]]] = {}
         self._row_bytes: Mapping[Buffer, int] = {}
-        self._watch = Watch(group.timeout_s, group.alarm, self._lose, self.release)
+        self._watch = Watch(timeout_s, group.alarm, lost, self.release)
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
         self._row_bytes = row_bytes
         self.arena.reserve({buffer: count * row_bytes[buffer] for buffer, count in rows.items()})
         compute = torch.cuda.current_stream(self.device)
-        if compute != self._streams.get(Stream.COMPUTE, compute):
-            compute.wait_event(self._ended)  # the schedule knows one compute stream
+        before = self._streams.get(Stream.COMPUTE, compute)
+        if compute != before:
+            compute.wait_stream(before)  # the schedule knows one compute stream
         self._streams = {Stream.COMPUTE: compute, **self._side}
-        self._marks = {stream: [] for stream in self._side}
         self.calls += 1
         return (self.calls - 1) % 2
 
@@ -120,7 +121,7 @@ class CudaMachine:
             driver.write(stream.cuda_stream, word, 0)
             mark = _event()
             mark.record(stream)
-            self._marks[operation.stream].append((mark, operation.what))
+            self._watch.post(operation.stream, mark, operation.what)
         else:
             assert isinstance(operation, Copy)
             row = self._row_bytes[operation.source.buffer]
@@ -128,10 +129,9 @@ class CudaMachine:
             target, source = self._address(operation.target), self._address(operation.source)
             driver.copy(stream.cuda_stream, target, source, size)
 
-    def finish(self, direction: str) -> None:
-        self._ended.record(self._streams[Stream.COMPUTE])
-        for stream, marks in self._marks.items():
-            self._watch.post(stream, marks)
+    def serve(self) -> None:
+        """The trial is over: from now on a peer that does not answer loses the group."""
+        self._watch.timeout_s, self._watch.lost = self.group.timeout_s, self._lose
 
     def abandon(self) -> None:
         """The calls under way will never be answered: their streams go on, nobody is told."""
@@ -171,15 +171,19 @@ def open_machine(group: Group, nccl: dist.ProcessGroup, device: torch.device) ->
     if len(gpus) < group.world:
         return f"{group.world} ranks share {len(gpus)} GPUs"
     machine, reason = None, ""
+    late: list[str] = []
     try:
-        machine = CudaMachine(group, device)
+        machine = CudaMachine(group, device, TRIAL_S, late.append)
         reason = _trial(machine, group, nccl)
+        if late:
+            reason = f"a trial did not end: {late[0]}"
     except RuntimeError as problem:
         reason = str(problem).strip().split("\n")[0]
     for rank, said in zip(group.ranks, group.gather(reason), strict=True):
         if said:
             return f"rank {rank}: {said}"
     assert machine is not None
+    machine.serve()
     return machine
 
 
@@ -240,11 +244,6 @@ def _trial(machine: CudaMachine, group: Group, nccl: dist.ProcessGroup) -> str:
                 wrong.add_((course.home != mine.float() * (world * (world + 1) // 2)).sum())
     done = _event()
     done.record(torch.cuda.current_stream(device))
-    deadline, late = time.monotonic() + TRIAL_S, False
     while not done.query():  # type: ignore[no-untyped-call]
-        if late := time.monotonic() > deadline:
-            machine.release()
         time.sleep(0.01)
-    if late:
-        return f"a trial did not end within {TRIAL_S:g} s: a word was not seen"
     return f"a trial read {int(wrong)} wrong numbers" if int(wrong) else ""

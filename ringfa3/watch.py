@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 POLL_S = 0.1
@@ -19,12 +19,12 @@ class Mark(Protocol):
 
 
 class Watch(threading.Thread):
-    """Looks at the marks behind the waits of a ring call, in the order of each stream.
+    """Looks at the marks behind the waits of ring calls, in the order of each stream.
 
     If none is passed for `timeout_s`, or another rank has given up, it calls lost(message), once,
     and then release() until the last mark is passed. Idle while there are no marks.
 
-    alarm: what another rank said that gave up, or None.
+    alarm    what another rank said that gave up, or None
     """
 
     def __init__(
@@ -35,16 +35,17 @@ class Watch(threading.Thread):
         release: Callable[[], None],
     ) -> None:
         super().__init__(daemon=True, name="ringfa3-watch")
-        self._timeout_s, self._alarm, self._lost, self._release = timeout_s, alarm, lost, release
+        self.timeout_s, self.lost = timeout_s, lost
+        self._alarm, self._release = alarm, release
         self._posted = threading.Condition()
         self._streams: dict[object, deque[tuple[Mark, str]]] = {}
         self._given_up = False
         self.start()
 
-    def post(self, stream: object, marks: Iterable[tuple[Mark, str]]) -> None:
-        """Marks of a stream in its order, each with what the stream waits for before it."""
+    def post(self, stream: object, mark: Mark, what: str) -> None:
+        """The next mark of a stream, and what the stream waits for before it."""
         with self._posted:
-            self._streams.setdefault(stream, deque()).extend(marks)
+            self._streams.setdefault(stream, deque()).append((mark, what))
             self._posted.notify()
 
     def give_up(self) -> None:
@@ -73,9 +74,9 @@ class Watch(threading.Thread):
                 self._release()
             elif (said := self._alarm()) is not None:
                 self._lose(f"{'; '.join(ahead)}: gave up because {said}")
-            elif time.monotonic() > moved + self._timeout_s:
+            elif time.monotonic() > moved + self.timeout_s:
                 self._lose(
-                    f"{'; '.join(ahead)}: nothing within {self._timeout_s:g} s; is that rank "
+                    f"{'; '.join(ahead)}: nothing within {self.timeout_s:g} s; is that rank "
                     "stopped?"
                 )
             time.sleep(POLL_S)
@@ -89,7 +90,7 @@ class Watch(threading.Thread):
 
     def _lose(self, message: str) -> None:
         self._given_up = True
-        self._lost(message)
+        self.lost(message)
 
 
 def raise_in_main_thread(error: Exception) -> None:

@@ -116,9 +116,6 @@ class SimulatedMachine:
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         return torch.from_numpy(self.world.memory[self.rank, buffer, slot])
 
-    def finish(self, direction: str) -> None:
-        assert direction == self.direction
-
     def then(self, work: Callable[[], None]) -> None:
         """Work of the caller on the compute stream."""
 
