@@ -175,7 +175,8 @@ class Ranks:
                 self._barrier.abort()
 
         threads = [
-            threading.Thread(target=enter, args=(r,), name=str(r), daemon=True) for r in range(self.world)
+            threading.Thread(target=enter, args=(r,), name=str(r), daemon=True)
+            for r in range(self.world)
         ]
         with self._stand_in():
             for thread in threads:
@@ -210,16 +211,23 @@ class Ranks:
         def rendezvous(region: torch.Tensor, _name: str) -> SimpleNamespace:
             return SimpleNamespace(buffer_ptrs=self.gather(rank(), region.data_ptr()))
 
+        def introduction(_device: torch.device) -> tuple[str, str, str]:
+            return self.introduction(rank())
+
+        def current_stream(_device: torch.device) -> FakeStream:
+            return compute[rank()]
+
+        def synchronize(_device: torch.device) -> None:
+            cuda.drain(threading.get_ident())
+
         with (
             mock.patch.object(symmetric, "_stream", cuda.stream),
             mock.patch.object(symmetric, "_event", cuda.event),
             mock.patch.object(symmetric, "driver", cuda),
-            mock.patch.object(symmetric, "_introduction", lambda _: self.introduction(rank())),
-            mock.patch.object(torch.cuda, "current_stream", lambda _: compute[rank()]),
-            mock.patch.object(
-                torch.cuda, "synchronize", lambda _: cuda.drain(threading.get_ident())
-            ),
-            mock.patch.object(torch.cuda, "device", lambda _device: nullcontext()),
+            mock.patch.object(symmetric, "_introduction", introduction),
+            mock.patch.object(torch.cuda, "current_stream", current_stream),
+            mock.patch.object(torch.cuda, "synchronize", synchronize),
+            mock.patch.object(torch.cuda, "device", nullcontext),
             mock.patch.object(symm_mem, "empty", empty),
             mock.patch.object(symm_mem, "rendezvous", rendezvous),
             mock.patch.object(symmetric.dist, "all_gather", all_gather),
