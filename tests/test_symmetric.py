@@ -10,14 +10,19 @@ import time
 from unittest import mock
 
 import pytest
+import ranks as processes
 import torch
+import torch.distributed as dist
 from dense import attention, gradients, mask, tensors, worst
 from fake_cuda import FakeCuda, FakeGroup, Ranks
 from placements import Placement, laid_out
 
 from ringfa3 import driver, reference, symmetric
+from ringfa3.comm import RingGroup
 from ringfa3.course import Course
+from ringfa3.ring import ring_attention
 from ringfa3.symmetric import CudaMachine, open_machine
+from ringfa3.transports import NcclTransport
 from ringfa3.watch import Watch, raise_in_main_thread
 
 CPU = torch.device("cpu")
@@ -39,52 +44,83 @@ def test_the_trial_passes_on_a_sound_machine(world: int) -> None:
     assert all(isinstance(m, CudaMachine) for m in opened(Ranks(world)))
 
 
-def _layer(machine: CudaMachine, placement: Placement, rank: int, seed: int) -> float:
-    """The largest error of a rank's out, lse, dq, dk and dv, against the dense reference."""
-    inputs, dout, dlse = tensors(seed, sum(placement.lengths), (2, 1), 2)
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    whole = attention(*leaves, mask(placement.lengths, placement.lengths, *placement.band), 0.7)
-    expected = gradients(leaves, whole, dout, dlse)
-    plan = placement.plans[rank]
-    token = plan.token_index
-    q, k, v, dout = (x[token] for x in (*inputs, dout))
-    dlse = dlse[:, token]
-    out, running = torch.empty_like(q), torch.empty_like(q)
-    lse = q.new_empty((2, len(q)))
-    tilings = placement.tilings("forward", rank)
-    Course(machine, plan, "forward", k, v).run(
-        lambda t, k, v: reference.attend(q, k, v, tilings[t], 0.7, out, running, lse)
-    )
-    course, dq = Course(machine, plan, "backward", k, v), torch.zeros_like(q)
-    back = placement.tilings("backward", rank)
-    rows = reference.preprocess(dout, out, lse, dlse)
-    course.run(
-        lambda t, k, v, dk, dv: reference.attend_backward(
-            dout, q, k, v, *rows, back[t], 0.7, dq, dk, dv
-        )
-    )
-    made = [(out, whole[0][token]), (lse, whole[1][:, token])]
-    grads = (dq, *course.home.unbind(1))
-    return worst([*made, *zip(grads, (g[token] for g in expected), strict=True)])
-
-
-def _layers(group: FakeGroup, placements: list[Placement]) -> float:
+def _layers(group: FakeGroup, placements: list[Placement], here: dict[int, CudaMachine]) -> float:
+    """The largest error of out, lse, dq, dk and dv of layers, against the dense reference."""
     machine = open_machine(group, group.rank, CPU)  # type: ignore[arg-type]
     assert isinstance(machine, CudaMachine)
-    return max(_layer(machine, p, group.rank, i) for i, p in enumerate(placements))
+    here[threading.get_ident()] = machine
+    made = []
+    for layer, placement in enumerate(placements):
+        inputs, dout, dlse = tensors(layer, sum(placement.lengths), (2, 1), 2)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        whole = attention(*leaves, mask(placement.lengths, placement.lengths, *placement.band))
+        expected = gradients(leaves, whole, dout, dlse)
+        plan = placement.plans[group.rank]
+        token = plan.token_index
+        mine = [x[token].requires_grad_() for x in inputs]
+        settings = (plan.handle, 2**-0.5, False, "native", "symmetric")
+        ring = ring_attention(*mine, *settings)
+        grads = gradients(mine, ring, dout[token], dlse[:, token])
+        made += [(ring[0], whole[0][token]), (ring[1], whole[1][:, token])]
+        made += zip(grads, (g[token] for g in expected), strict=True)
+    return worst(made)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_attention_equals_one_device_while_the_arena_grows(world: int) -> None:
-    """Float64, 1e-12; three layers, each larger, in other layouts."""
-    with mock.patch("ringfa3.arena.ALIGNMENT", 64):
-        placements = [
-            laid_out([8 * world], world),
-            laid_out([30 * world], world, "contiguous"),
-            laid_out([20 * world, 3, 40 * world], world, "zigzag", (9, -1)),
-        ]
-        errors = Ranks(world, seed=world).run(lambda group: _layers(group, placements))
+    """`ring_attention` in float64, 1e-12; three layers, each larger, in other layouts."""
+    placements = [
+        laid_out([8 * world], world),
+        laid_out([30 * world], world, "contiguous"),
+        laid_out([20 * world, 3, 40 * world], world, "zigzag", (9, -1)),
+    ]
+    here: dict[int, CudaMachine] = {}
+
+    def entered(*_: object) -> CudaMachine:
+        return here[threading.get_ident()]
+
+    with (
+        mock.patch("ringfa3.arena.ALIGNMENT", 64),
+        mock.patch("ringfa3.ring._enter", entered),
+        mock.patch.multiple(reference, TILE_M=4, TILE_N=4),
+    ):
+        errors = Ranks(world, seed=world).run(lambda group: _layers(group, placements, here))
     assert max(errors) < 1e-12  # type: ignore[type-var]
+
+
+def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str]]:
+    """Lines of all ranks in a call, and what `machine` raises, twice."""
+    ring, calls = RingGroup.of(group), []
+
+    def opened(_: object, nccl: object, device: torch.device) -> str:
+        calls.append(nccl)
+        return verdict
+
+    said = []
+    nccl = object.__new__(NcclTransport)
+    nccl.p2p = group
+    ring.begin({})
+    lines = ring.gather(f"I am {ring.rank}")
+    with (
+        mock.patch.object(RingGroup, "transport", return_value=nccl),
+        mock.patch("ringfa3.comm.open_machine", opened),
+    ):
+        for _ in range(2):
+            try:
+                ring.machine(CPU)
+            except ValueError as error:
+                said.append(str(error))
+    assert calls == [group]
+    return lines, said
+
+
+def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> None:
+    """The trial runs once; its reason stays."""
+    for lines, said in ranks.run(3, _agreed, "rank 1: no CUDA driver"):
+        assert lines == ["I am 0", "I am 1", "I am 2"]
+        assert said == 2 * [
+            "transport='symmetric' is not possible here (rank 1: no CUDA driver): use 'nccl'"
+        ]
 
 
 class Broken(FakeCuda):
