@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,7 +28,7 @@ class Machine(Protocol):
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         """This rank's own memory, uint8."""
 
-    def compute(self, operation: Publish | Attend | Collect, work: Callable[[], None]) -> None:
+    def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         """Runs `work` on the compute stream, as the operation says."""
 
     def issue(self, operation: Operation) -> None:
@@ -67,6 +68,11 @@ class Course:
         parity = machine.begin(self._row_bytes, rows)
         self._operations = _operations(plan, direction, parity)
         self._issued = 0
+        self._work: dict[type, Callable[..., None]] = {
+            Publish: self._publish,
+            Attend: self._run_hop,
+            Collect: self._collect,
+        }
         while not isinstance(self._operations[self._issued], Attend):
             self._issue_next()
 
@@ -84,14 +90,11 @@ class Course:
     def _issue_next(self) -> None:
         operation = self._operations[self._issued]
         self._issued += 1
-        if isinstance(operation, Publish):
-            self.machine.compute(operation, lambda: self._publish(operation.place))
-        elif isinstance(operation, Attend):
-            self.machine.compute(operation, lambda: self._run_hop(operation))
-        elif isinstance(operation, Collect):
-            self.machine.compute(operation, lambda: self._collect(operation))
-        else:
+        work = self._work.get(type(operation))
+        if work is None:
             self.machine.issue(operation)
+        else:
+            self.machine.compute(operation, partial(work, operation))
 
     def _rows(self, place: Place, rows: int) -> torch.Tensor:
         """(rows, 2, hk, d): the first rows of a buffer of this rank."""
@@ -99,20 +102,22 @@ class Course:
         memory = memory[: rows * self._row_bytes[place.buffer]]
         return memory.view(self._dtypes[place.buffer]).view(-1, *self._row)
 
-    def _publish(self, place: Place) -> None:
-        rows, own = self._rows(place, place.end), self.plan.own_rows(self._local[0].device)
+    def _publish(self, operation: Publish) -> None:
+        rows = self._rows(operation.place, operation.place.end)
+        own = self.plan.own_rows(self._local[0].device)
         for i, x in enumerate(self._local):
             rows[:, i] = x.index_select(0, own)
 
     def _run_hop(self, operation: Attend) -> None:
         plan, hop = self.plan, operation.hop
         rows = int(plan.movement.rows[(plan.rank - hop) % plan.world, hop])
-        kv, partial = operation.kv, operation.partial
+        kv = operation.kv
         block = self._local if kv is None else self._rows(kv, rows).unbind(1)
         if self.direction == "forward":
             self._attend(hop, *block)
         else:
-            grads = self.home if partial is None else self._rows(partial, rows)
+            place = operation.partial
+            grads = self.home if place is None else self._rows(place, rows)
             self._attend(hop, *block, *grads.unbind(1))
 
     def _collect(self, operation: Collect) -> None:

@@ -20,29 +20,29 @@ puts all streams into one queue the ring loses its overlap, and nothing hangs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from ringfa3.movement import Movement
 
 
-class Stream(Enum):
+class Stream(IntEnum):
     """compute: kernels, and all that the caller does; kv, partial: copies on the side."""
 
-    COMPUTE = "compute"
-    KV = "kv"
-    PARTIAL = "partial"
+    COMPUTE = 0
+    KV = 1
+    PARTIAL = 2
 
 
-class Buffer(Enum):
+class Buffer(IntEnum):
     """src: a rank's own K/V for its peers; in: K/V of a peer; d: a dK/dV partial on its way;
     early: rows of a rank's own dK/dV that come home before the last step, behind those that come
     home in it and counted from there."""
 
-    SRC = "src"
-    IN = "in"
-    D = "d"
-    EARLY = "early"
+    SRC = 0
+    IN = 1
+    D = 2
+    EARLY = 3
 
 
 class Purpose(IntEnum):

@@ -24,12 +24,10 @@ from ringfa3.schedule import (
     Attend,
     Await,
     Buffer,
-    Collect,
     Copy,
     Event,
     Operation,
     Place,
-    Publish,
     Record,
     Set,
     Stream,
@@ -83,6 +81,13 @@ class CudaMachine:
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._events: dict[Event, torch.cuda.Event] = {}
         self._row_bytes: Mapping[Buffer, int] = {}
+        self._perform: dict[type, Callable[..., None]] = {
+            Record: self._record,
+            Await: self._await,
+            Set: self._set,
+            Take: self._take,
+            Copy: self._copy,
+        }
         self._watch = Watch(timeout_s, group.alarm, lost, self.release)
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
@@ -99,35 +104,41 @@ class CudaMachine:
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         return self.arena.local(buffer, slot)
 
-    def compute(self, operation: Publish | Attend | Collect, work: Callable[[], None]) -> None:
+    def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         """A kernel that could wait for its partial itself would get the event's word instead."""
         if isinstance(operation, Attend) and operation.arrived is not None:
             self._streams[Stream.COMPUTE].wait_event(self._events[operation.arrived])
         work()
 
     def issue(self, operation: Operation) -> None:
-        stream = self._streams[operation.stream]
-        if isinstance(operation, Record):
-            self._events.setdefault(operation.event, _event()).record(stream)
-        elif isinstance(operation, Await):
-            if operation.event in self._events:
-                stream.wait_event(self._events[operation.event])
-        elif isinstance(operation, Set):
-            word = self.arena.word(operation.word)
-            driver.copy(stream.cuda_stream, word, self.arena.one, 4)
-        elif isinstance(operation, Take):
-            word = self.arena.word(operation.word)
-            driver.wait(stream.cuda_stream, word, 1)
-            driver.write(stream.cuda_stream, word, 0)
-            mark = _event()
-            mark.record(stream)
-            self._watch.post(operation.stream, mark, operation.what)
-        else:
-            assert isinstance(operation, Copy)
-            row = self._row_bytes[operation.source.buffer]
-            size = (operation.source.end - operation.source.begin) * row
-            target, source = self._address(operation.target), self._address(operation.source)
-            driver.copy(stream.cuda_stream, target, source, size)
+        self._perform[type(operation)](self._streams[operation.stream], operation)
+
+    def _record(self, stream: torch.cuda.Stream, record: Record) -> None:
+        event = self._events.get(record.event)
+        if event is None:
+            event = self._events[record.event] = _event()
+        event.record(stream)
+
+    def _await(self, stream: torch.cuda.Stream, wait: Await) -> None:
+        event = self._events.get(wait.event)
+        if event is not None:
+            stream.wait_event(event)
+
+    def _set(self, stream: torch.cuda.Stream, order: Set) -> None:
+        driver.copy(stream.cuda_stream, self.arena.word(order.word), self.arena.one, 4)
+
+    def _take(self, stream: torch.cuda.Stream, take: Take) -> None:
+        word = self.arena.word(take.word)
+        driver.wait(stream.cuda_stream, word, 1)
+        driver.write(stream.cuda_stream, word, 0)
+        mark = _event()
+        mark.record(stream)
+        self._watch.post(take.stream, mark, take.what)
+
+    def _copy(self, stream: torch.cuda.Stream, copy: Copy) -> None:
+        size = (copy.source.end - copy.source.begin) * self._row_bytes[copy.source.buffer]
+        target, source = self._address(copy.target), self._address(copy.source)
+        driver.copy(stream.cuda_stream, target, source, size)
 
     def serve(self) -> None:
         """The trial is over: from now on a peer that does not answer loses the group."""

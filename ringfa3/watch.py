@@ -37,16 +37,16 @@ class Watch(threading.Thread):
         super().__init__(daemon=True, name="ringfa3-watch")
         self.timeout_s, self.lost = timeout_s, lost
         self._alarm, self._release = alarm, release
-        self._posted = threading.Condition()
+        self._posted = threading.Event()
         self._streams: dict[object, deque[tuple[Mark, str]]] = {}
         self._given_up = False
         self.start()
 
     def post(self, stream: object, mark: Mark, what: str) -> None:
         """The next mark of a stream, and what the stream waits for before it."""
-        with self._posted:
-            self._streams.setdefault(stream, deque()).append((mark, what))
-            self._posted.notify()
+        self._streams.setdefault(stream, deque()).append((mark, what))
+        if not self._posted.is_set():
+            self._posted.set()
 
     def give_up(self) -> None:
         """From now on it only releases."""
@@ -54,18 +54,18 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while True:
-            with self._posted:
-                while not any(self._streams.values()):
-                    self._posted.wait()
+            self._posted.wait()
+            self._posted.clear()
             self._attend()
 
     def _attend(self) -> None:
         """Until no marks are left."""
         moved = time.monotonic()
         while True:
-            with self._posted:
-                passed = [self._drop_passed(marks) for marks in self._streams.values()]
-                ahead = [marks[0][1] for marks in self._streams.values() if marks]
+            time.sleep(POLL_S)
+            streams = list(self._streams.values())
+            passed = [self._drop_passed(marks) for marks in streams]
+            ahead = [marks[0][1] for marks in streams if marks]
             if not ahead:
                 return
             if any(passed):
@@ -79,7 +79,6 @@ class Watch(threading.Thread):
                     f"{'; '.join(ahead)}: nothing within {self.timeout_s:g} s; is that rank "
                     "stopped?"
                 )
-            time.sleep(POLL_S)
 
     @staticmethod
     def _drop_passed(marks: deque[tuple[Mark, str]]) -> bool:

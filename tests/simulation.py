@@ -125,12 +125,13 @@ class SimulatedMachine:
 
         self._put(Stream.COMPUTE, "the caller", task())
 
-    def compute(self, operation: Publish | Attend | Collect, work: Callable[[], None]) -> None:
+    def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         if isinstance(operation, Publish):
             task = self._in_parts([], [operation.place], None, work)
         elif isinstance(operation, Collect):
             task = self._in_parts(list(operation.places), [], None, work)
         else:
+            assert isinstance(operation, Attend)
             reads = [operation.kv] if operation.kv is not None else []
             writes = [operation.partial] if operation.partial is not None else []
             arrived = None
