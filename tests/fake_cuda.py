@@ -202,6 +202,8 @@ class Ranks:
             return self._rank_of[threading.get_ident()]
 
         def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            mine = [s for s in cuda.streams if s.host == threading.get_ident()]
+            assert not any(s.actions for s in mine), "the region before this one is in use"
             return torch.full((size,), 0xFF, dtype=dtype)  # NaN
 
         def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: int) -> None:

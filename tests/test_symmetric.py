@@ -21,6 +21,7 @@ from ringfa3 import driver, reference, symmetric
 from ringfa3.comm import RingGroup
 from ringfa3.course import Course
 from ringfa3.ring import ring_attention
+from ringfa3.schedule import Buffer
 from ringfa3.symmetric import CudaMachine, open_machine
 from ringfa3.transports import NcclTransport
 from ringfa3.watch import Watch, raise_in_main_thread
@@ -86,6 +87,16 @@ def test_attention_equals_one_device_while_the_arena_grows(world: int) -> None:
     ):
         errors = Ranks(world, seed=world).run(lambda group: _layers(group, placements, here))
     assert max(errors) < 1e-12  # type: ignore[type-var]
+
+
+def _parities(group: FakeGroup) -> list[int]:
+    machine = CudaMachine(group, CPU, 1.0, group.failures.append)  # type: ignore[arg-type]
+    return [machine.begin({Buffer.SRC: 4}, {Buffer.SRC: 1}) for _ in range(4)]
+
+
+def test_calls_take_turns_with_the_two_slots() -> None:
+    """What the schedule's proof takes for granted."""
+    assert Ranks(2).run(_parities) == [[0, 1, 0, 1]] * 2
 
 
 def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str]]:
