@@ -13,7 +13,7 @@ from ringfa3 import schedule
 from ringfa3.context import ContextPlan
 from ringfa3.plan import Plan
 from ringfa3.reference import statistics_dtype
-from ringfa3.schedule import Attend, Buffer, Collect, Operation, Place, Publish
+from ringfa3.schedule import Attend, Buffer, Collect, Operation, Place, Prepare, Publish
 
 
 class Machine(Protocol):
@@ -49,7 +49,10 @@ class Course:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
-        """Publishes k and v, (local_tokens, hk, d), and starts the first transfers."""
+        """Publishes k and v, (local_tokens, hk, d), and starts the first transfers.
+
+        What the caller computes before `run` goes on beside them.
+        """
         self.machine, self.plan, self.direction = machine, plan, direction
         self._local = (k, v)
         self._row = (2, *k.shape[1:])  # K and V, or dK and dV, of a row lie together
@@ -73,8 +76,9 @@ class Course:
             Attend: self._run_hop,
             Collect: self._collect,
         }
-        while not isinstance(self._operations[self._issued], Attend):
+        while not isinstance(self._operations[self._issued], Prepare):
             self._issue_next()
+        self._issued += 1
 
     def run(self, attend: Callable[..., None]) -> None:
         """Calls attend(hop, k, v), backward attend(hop, k, v, dk, dv), for each hop with work.
@@ -106,7 +110,7 @@ class Course:
         rows = self._rows(operation.place, operation.place.end)
         own = self.plan.own_rows(self._local[0].device)
         for i, x in enumerate(self._local):
-            rows[:, i] = x.index_select(0, own)
+            torch.index_select(x, 0, own, out=rows[:, i])
 
     def _run_hop(self, operation: Attend) -> None:
         plan, hop = self.plan, operation.hop

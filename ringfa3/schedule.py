@@ -101,7 +101,10 @@ class Set:
 
 @dataclass(frozen=True)
 class Take:
-    """Awaits the word and resets it. `what` it waits for, for error messages."""
+    """Awaits the word and resets it.
+
+    what  for error messages: "backward hop 2: K/V of" its sender
+    """
 
     stream: Stream
     word: Word
@@ -120,6 +123,13 @@ class Publish:
     """The rank's travelling K/V rows go into its SRC."""
 
     place: Place
+    stream: Stream = Stream.COMPUTE
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """What the caller computes before its first hop, beside the first transfers."""
+
     stream: Stream = Stream.COMPUTE
 
 
@@ -146,7 +156,7 @@ class Collect:
     stream: Stream = Stream.COMPUTE
 
 
-Operation: TypeAlias = Record | Await | Set | Take | Copy | Publish | Attend | Collect
+Operation: TypeAlias = Record | Await | Set | Take | Copy | Publish | Prepare | Attend | Collect
 
 
 def forward(move: Movement, rank: int, parity: int) -> list[Operation]:
@@ -200,7 +210,7 @@ class _Call:
 
     def take(self, stream: Stream, peer: int, purpose: Purpose, parity: int, what: str) -> None:
         word = Word(peer, self.rank, purpose, parity)
-        self.add(Take(stream, word, f"{self.direction} {what} rank {peer}"))
+        self.add(Take(stream, word, f"{self.direction} {what}"))
 
     def set(self, stream: Stream, peer: int, purpose: Purpose, parity: int) -> None:
         self.add(Set(stream, Word(self.rank, peer, purpose, parity)))
@@ -230,6 +240,7 @@ class _Call:
             self.set(Stream.KV, reader, Purpose.READY, self.parity)
         self.pull(0)
         self.pull(1)
+        self.add(Prepare())
 
     def seen(self, hop: int) -> tuple[int, int]:
         begin, end = self.move.seen[self.owner(hop), hop].tolist()
@@ -326,13 +337,8 @@ class _Call:
             last = int(self.move.rows[self.rank, self.world - 1])
             target = Place(self.rank, into, 0, rows[0] - last, rows[1] - last)
         self.take(Stream.PARTIAL, peer, Purpose.SUMMED, (step - 1) % 2, what)
-        self.add(
-            Copy(
-                Stream.PARTIAL,
-                Place(peer, Buffer.D, (step - 1) % 2, *rows),
-                target,
-            )
-        )
+        source = Place(peer, Buffer.D, (step - 1) % 2, *rows)
+        self.add(Copy(Stream.PARTIAL, source, target))
         self.set(Stream.PARTIAL, peer, Purpose.TAKEN, (step - 1) % 2)
 
     def pass_on(self, step: int) -> None:

@@ -133,7 +133,8 @@ class CudaMachine:
         driver.write(stream.cuda_stream, word, 0)
         mark = _event()
         mark.record(stream)
-        self._watch.post(take.stream, mark, take.what)
+        peer = self.group.ranks[take.word.sender]
+        self._watch.post(take.stream, mark, f"{take.what} rank {peer}")
 
     def _copy(self, stream: torch.cuda.Stream, copy: Copy) -> None:
         size = (copy.source.end - copy.source.begin) * self._row_bytes[copy.source.buffer]
@@ -184,8 +185,9 @@ def open_machine(group: Group, nccl: dist.ProcessGroup, device: torch.device) ->
     machine, reason = None, ""
     late: list[str] = []
     try:
-        machine = CudaMachine(group, device, TRIAL_S, late.append)
-        reason = _trial(machine, group, nccl)
+        with torch.cuda.device(device):
+            machine = CudaMachine(group, device, TRIAL_S, late.append)
+            reason = _trial(machine, group, nccl)
         if late:
             reason = f"a trial did not end: {late[0]}"
     except RuntimeError as problem:

@@ -129,7 +129,7 @@ class FakeGroup:
     def __init__(self, ranks: Ranks, rank: int, timeout_s: float) -> None:
         self.meeting, self.rank, self.timeout_s = ranks, rank, timeout_s
         self.world, self.name = ranks.world, "fake"
-        self.ranks = list(range(ranks.world))
+        self.ranks = [10 + r for r in range(ranks.world)]  # of the job
         self.failures: list[str] = []
 
     def gather(self, line: object) -> list[object]:

@@ -9,7 +9,6 @@ there is no cycle, no run deadlocks.
 from __future__ import annotations
 
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
@@ -36,7 +35,7 @@ def label(direction: str, wait: Await | Take | Attend, world: int) -> Label:
     """Names a wait in the way that is the same on all ranks and in all calls of a direction."""
     if isinstance(wait, Take):
         distance = (wait.word.sender - wait.word.receiver) % world
-        return re.sub(r" rank \d+$", "", wait.what), wait.word.purpose.name, distance
+        return wait.what, wait.word.purpose.name, distance
     if isinstance(wait, Attend):
         return direction, "kernel", wait.arrived
     number = -1 if wait.event.name == "freed" else wait.event.number

@@ -23,6 +23,7 @@ from ringfa3 import reference
 from ringfa3.context import ContextPlan
 from ringfa3.course import Course
 from ringfa3.plan import Tiling
+from ringfa3.schedule import Await, Copy, Prepare, Stream
 
 WORLDS = (2, 3, 4)
 LENGTHS = {"dense": [32], "packed": [10, 1, 13, 8]}
@@ -99,6 +100,16 @@ def test_no_wait_can_be_left_out(wait: Label) -> None:
     assert any(problems(2 * layers(s), without=wait) for s in steps_of_4())
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_call_prepares_beside_its_first_transfers(direction: str) -> None:
+    """Both pulls are issued by then, and the compute stream has only waited for SRC."""
+    operations = laid_out([64], 4).operations(direction, 1, 0)
+    before = operations[: operations.index(Prepare())]
+    assert sum(isinstance(x, Copy) for x in before) == 2
+    waits = [x for x in before if isinstance(x, Await) and x.stream is Stream.COMPUTE]
+    assert [x.event.name for x in waits] == ["freed"]
+
+
 # Runs
 
 
@@ -173,6 +184,16 @@ def test_every_hop_sees_what_it_should(kind: str, world: int, options: dict[str,
     the streams of a rank in one queue, and with kernels that wait for their partial to begin."""
     for seed in range(2):
         assert Ledger(step(kind, world), **options).run(seed) == []
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=MANY)])
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_hop_sees_what_it_should_on_any_placement(world: int, count: int) -> None:
+    for seed in range(count):
+        rng = random.Random(seed)
+        placements = [scattered(rng, world) for _ in range(3)]
+        options = {"one_queue": seed % 3 == 1, "early": seed % 2 == 1}
+        assert Ledger(placements, **options).run(seed) == [], seed
 
 
 @pytest.mark.parametrize("wait", every_wait(), ids=str)

@@ -164,9 +164,9 @@ class Refused(Broken):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Lost, r"rank 0: a trial did not end: forward hop 1: K/V of rank 1: nothing within 2 s"),
-        (Shifted, r"rank 0: a trial read \d+ wrong numbers"),
-        (Refused, r"rank 0: cuMemcpyDtoDAsync_v2: CUDA error 1"),
+        (Lost, r"rank 10: a trial did not end: forward hop 1: K/V of rank 11: nothing within 2 s"),
+        (Shifted, r"rank 10: a trial read \d+ wrong numbers"),
+        (Refused, r"rank 10: cuMemcpyDtoDAsync_v2: CUDA error 1"),
     ],
 )
 def test_a_machine_that_does_not_work_is_refused_on_all_ranks(
@@ -184,7 +184,7 @@ def test_a_machine_that_does_not_work_is_refused_on_all_ranks(
     [
         ([("a", "GPU 0", ""), ("b", "GPU 0", "")], "the group's ranks are on 2 hosts"),
         ([("a", "GPU 0", ""), ("a", "GPU 0", "")], "2 ranks share 1 GPUs"),
-        ([("a", "GPU 0", ""), ("a", "GPU 1", "no CUDA driver")], "rank 1: no CUDA driver"),
+        ([("a", "GPU 0", ""), ("a", "GPU 1", "no CUDA driver")], "rank 11: no CUDA driver"),
     ],
 )
 def test_one_rank_that_cannot_speaks_for_all(
@@ -241,7 +241,7 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on() -> None:
     assert [str(r) for r in raised] == waited
     assert len(waited) == 1
     assert re.fullmatch(
-        r"forward hop 1: K/V of rank 1: nothing within 1 s; is that rank stopped\?", waited[0]
+        r"forward hop 1: K/V of rank 11: nothing within 1 s; is that rank stopped\?", waited[0]
     )
 
 
