@@ -288,6 +288,18 @@ def test_a_watch_hears_of_another_ranks_failure_at_once() -> None:
     assert said == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
 
 
+def test_a_watch_that_gave_up_releases_and_says_nothing() -> None:
+    said: list[str] = []
+    released: list[bool] = []
+    point = Point()
+    watch = Watch(0.1, lambda: "rank 2: disk on fire", said.append, lambda: released.append(True))
+    watch.give_up()
+    watch.post("kv", point, "hop 1")
+    until(lambda: len(released) >= 2)
+    assert said == []
+    point.passed = True
+
+
 class LostError(RuntimeError):
     pass
 
