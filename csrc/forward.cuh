@@ -18,70 +18,47 @@ namespace ringfa3 {
 
 using namespace cute;
 
+// One thread: streams the Q of every tile and the K and V of its blocks. V comes one block behind
+// K, as the consumers want them.
 template <class Traits>
 CUTE_DEVICE void load_tiles(ForwardParams<Traits> const& p, typename Traits::SharedStorage& smem) {
-  constexpr int M = Traits::M, N = Traits::N, D = Traits::D, Stages = Traits::Stages;
-  Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::SmemQ{});  // (M, D, S)
-  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemK{});  // (N, D, S)
-  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::SmemV{});  // (D, N, S)
-  Tensor mQ = p.tma_q.get_tma_tensor(make_shape(p.q_tokens, Int<D>{}, p.heads));
-  Tensor mK = p.tma_k.get_tma_tensor(make_shape(p.k_tokens, Int<D>{}, p.heads / p.group));
-  Tensor mV = p.tma_v.get_tma_tensor(make_shape(Int<D>{}, p.k_tokens, p.heads / p.group));
-  auto q_slice = p.tma_q.get_slice(0);
-  auto k_slice = p.tma_k.get_slice(0);
-  auto v_slice = p.tma_v.get_slice(0);
-  Tensor tQ = group_modes<0, 3>(q_slice.partition_D(sQ));
-  Tensor tK = group_modes<0, 3>(k_slice.partition_D(sK));  // (TMA, S)
-  Tensor tV = group_modes<0, 3>(v_slice.partition_D(sV));
-
-  StageState<Stages> k_state, v_state;
+  constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
+  StageState<Traits::Stages> k_state, v_state;
   StageState<Traits::QStages> q_state;
   StageState<kWorkDepth> work_state;
   while (true) {
-    smem.work_full[work_state.index].wait(work_state.phase);
-    Work const& work = smem.work[work_state.index];
+    smem.work_full[work_state.index()].wait(work_state.phase());
+    Work const& work = smem.work[work_state.index()];
     if (work.head < 0) return;
-    BlockIterator<N> block(work, p.args.spans);
-    int const kv_head = work.head / p.group;
-    bool more = block.next();
-    smem.q_empty[q_state.index].wait(q_state.phase ^ 1);
-    smem.q_full[q_state.index].arrive_and_expect_tx(Traits::BytesQ);
-    Tensor gQ = local_tile(domain_offset(make_coord(work.tile.row0, _0{}, _0{}), mQ),
-                           Shape<Int<M>, Int<D>>{}, make_coord(_0{}, _0{}, work.head));
-    copy(p.tma_q.with(reinterpret_cast<uint64_t&>(smem.q_full[q_state.index])),
-         group_modes<0, 3>(q_slice.partition_S(gQ)), tQ(_, q_state.index));
+    smem.q_empty[q_state.index()].wait(q_state.phase() ^ 1);
+    load_box<M, D>(p.q, smem.q_full[q_state.index()], smem.q + q_state.index() * M * D,
+                   work.tile.row0, work.head);
     q_state.advance();
     auto load_v = [&](int row) {
-      smem.v_empty[v_state.index].wait(v_state.phase ^ 1);
-      smem.v_full[v_state.index].arrive_and_expect_tx(Traits::BytesBlock);
-      Tensor gV = local_tile(domain_offset(make_coord(_0{}, row, _0{}), mV),
-                             Shape<Int<D>, Int<N>>{}, make_coord(_0{}, _0{}, kv_head));
-      copy(p.tma_v.with(reinterpret_cast<uint64_t&>(smem.v_full[v_state.index])),
-           group_modes<0, 3>(v_slice.partition_S(gV)), tV(_, v_state.index));
+      smem.v_empty[v_state.index()].wait(v_state.phase() ^ 1);
+      load_box<N, D>(p.v, smem.v_full[v_state.index()], smem.v + v_state.index() * N * D, row,
+                     work.kv_head);
       v_state.advance();
     };
-    int pending_v = -1;  // row of the V block that follows the next K block
+    BlockIterator<N> block(work, p.args.spans);
+    int behind = -1;  // row of the last block, whose V is to be loaded
     bool asked = false;
-    while (more) {
+    while (block.next()) {
       if (!asked && block.nearly_done(kBlocksAhead)) {
         smem.work_wanted.arrive();
         asked = true;
       }
       int const row = block.visit().key_row + block.start;
-      smem.k_empty[k_state.index].wait(k_state.phase ^ 1);
-      smem.k_full[k_state.index].arrive_and_expect_tx(Traits::BytesBlock);
-      Tensor gK = local_tile(domain_offset(make_coord(row, _0{}, _0{}), mK),
-                             Shape<Int<N>, Int<D>>{}, make_coord(_0{}, _0{}, kv_head));
-      copy(p.tma_k.with(reinterpret_cast<uint64_t&>(smem.k_full[k_state.index])),
-           group_modes<0, 3>(k_slice.partition_S(gK)), tK(_, k_state.index));
+      smem.k_empty[k_state.index()].wait(k_state.phase() ^ 1);
+      load_box<N, D>(p.k, smem.k_full[k_state.index()], smem.k + k_state.index() * N * D, row,
+                     work.kv_head);
       k_state.advance();
-      if (pending_v >= 0) load_v(pending_v);
-      pending_v = row;
+      if (behind >= 0) load_v(behind);
+      behind = row;
       block.done();
-      more = block.next();
     }
-    load_v(pending_v);
-    smem.work_empty[work_state.index].arrive();
+    load_v(behind);
+    smem.work_empty[work_state.index()].arrive();
     work_state.advance();
   }
 }
@@ -139,26 +116,26 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
   StageState<kWorkDepth> work_state;
   bool fresh = true;  // O holds nothing of this tile yet
   auto issue_scores = [&] {
-    issue(mma_s, fQ(_, _, _, q_state.index), fK(_, _, _, k_state.index), s, false);
+    issue(mma_s, fQ(_, _, _, q_state.index()), fK(_, _, _, k_state.index()), s, false);
   };
   auto issue_output = [&] {
-    smem.v_full[v_state.index].wait(v_state.phase);
-    issue(mma_o, fP, fV(_, _, _, v_state.index), o, !fresh);
+    smem.v_full[v_state.index()].wait(v_state.phase());
+    issue(mma_o, fP, fV(_, _, _, v_state.index()), o, !fresh);
   };
   // P is 0 where V is not the span's, but 0 x inf would be NaN. Every warpgroup clears for itself.
   int owned = N;
   auto clear_foreign_v = [&] {
     if (owned == N) return;
-    smem.v_full[v_state.index].wait(v_state.phase);
+    smem.v_full[v_state.index()].wait(v_state.phase());
     for (int i = thread; i < (N - owned) * D; i += kWarpgroup) {
-      sV(i % D, owned + i / D, v_state.index) = Element(0);
+      sV(i % D, owned + i / D, v_state.index()) = Element(0);
     }
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(kWarpgroup, Consumers + warpgroup);
   };
   auto scores_done = [&] {
     warpgroup_fence_operand(s);
-    if (thread == 0) smem.k_empty[k_state.index].arrive();
+    if (thread == 0) smem.k_empty[k_state.index()].arrive();
     k_state.advance();
   };
 
@@ -178,7 +155,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
   scores_done();
   while (another) {
     // The scores of the first block are here.
-    Work const& work = smem.work[work_state.index];
+    Work const& work = smem.work[work_state.index()];
     RowState rows;
     if (block.masked()) hide(s, block, row, lane);
     rows.raise(s, scale_log2);
@@ -188,7 +165,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
     owned = block.owned();
     block.done();
     bool more = block.next();
-    if (more) smem.k_full[k_state.index].wait(k_state.phase);
+    if (more) smem.k_full[k_state.index()].wait(k_state.phase());
     while (more) {
       // P V of the last block runs beside the scores of this one, and beside their softmax.
       clear_foreign_v();
@@ -205,10 +182,10 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
       owned = block.owned();
       block.done();
       more = block.next();  // branches, and so keeps the exponentials above the wait
-      if (more) smem.k_full[k_state.index].wait(k_state.phase);
+      if (more) smem.k_full[k_state.index()].wait(k_state.phase());
       warpgroup_wait<0>();
       warpgroup_fence_operand(o);
-      if (thread == 0) smem.v_empty[v_state.index].arrive();
+      if (thread == 0) smem.v_empty[v_state.index()].arrive();
       v_state.advance();
       rows.template exponentiate<kHalf, kSize>(s, scale_log2);
       if (raised) {
@@ -223,15 +200,15 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
 
     // The tile ends. The first scores of the next one come before its last P V, if Q can be there.
     clear_foreign_v();
-    if (thread == 0) smem.q_empty[q_state.index].arrive();
+    if (thread == 0) smem.q_empty[q_state.index()].arrive();
     q_state.advance();
     work_state.advance();
-    smem.work_full[work_state.index].wait(work_state.phase);
-    another = smem.work[work_state.index].head >= 0;
-    if (another) block.begin_work(smem.work[work_state.index]);
+    smem.work_full[work_state.index()].wait(work_state.phase());
+    another = smem.work[work_state.index()].head >= 0;
+    if (another) block.begin_work(smem.work[work_state.index()]);
     if (Traits::QStages > 1 && another) {
-      smem.q_full[q_state.index].wait(q_state.phase);
-      smem.k_full[k_state.index].wait(k_state.phase);
+      smem.q_full[q_state.index()].wait(q_state.phase());
+      smem.k_full[k_state.index()].wait(k_state.phase());
       my_turn();
       issue_scores();
       issue_output();
@@ -245,14 +222,14 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
       warpgroup_wait<0>();
     }
     warpgroup_fence_operand(o);
-    if (thread == 0) smem.v_empty[v_state.index].arrive();
+    if (thread == 0) smem.v_empty[v_state.index()].arrive();
     v_state.advance();
     finish<Traits>(p, work.tile, work.head, row, lane, rows, o);
     __syncwarp();
-    if (lane == 0) smem.work_empty[(work_state.index + kWorkDepth - 1) % kWorkDepth].arrive();
+    if (lane == 0) smem.work_empty[(work_state.index() + kWorkDepth - 1) % kWorkDepth].arrive();
     if (Traits::QStages == 1 && another) {
-      smem.q_full[q_state.index].wait(q_state.phase);
-      smem.k_full[k_state.index].wait(k_state.phase);
+      smem.q_full[q_state.index()].wait(q_state.phase());
+      smem.k_full[k_state.index()].wait(k_state.phase());
       my_turn();
       issue_scores();
       next_turn();
@@ -269,9 +246,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   extern __shared__ __align__(1024) char raw[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
-    prefetch_tma_descriptor(p.tma_q.get_tma_descriptor());
-    prefetch_tma_descriptor(p.tma_k.get_tma_descriptor());
-    prefetch_tma_descriptor(p.tma_v.get_tma_descriptor());
+    for (CUtensorMap const* map : {&p.q, &p.k, &p.v}) prefetch_tma_descriptor(map);
     for (int i = 0; i < Traits::QStages; ++i) {
       smem.q_full[i].init(1), smem.q_empty[i].init(Traits::Consumers);
     }
@@ -288,9 +263,11 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
-    int const warp = cutlass::canonical_warp_idx_sync();
-    if (warp == 0 && elect_one_sync()) load_tiles<Traits>(p, smem);
-    if (warp == 1) fetch_work<Traits>(p, smem);
+    if (threadIdx.x < kWarp) {
+      if (elect_one_sync()) load_tiles<Traits>(p, smem);
+    } else if (threadIdx.x < 2 * kWarp) {
+      fetch_work<Traits>(p, smem);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
     attend_tiles<Traits>(p, smem);
@@ -300,28 +277,19 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
 template <class Traits>
 cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream) {
   using Element = typename Traits::Element;
-  constexpr int D = Traits::D;
-  auto tensor = [](Tensor3 const& x) {
-    return make_tensor(
-        make_gmem_ptr(static_cast<Element const*>(x.data)),
-        make_shape(static_cast<int32_t>(x.tokens), Int<D>{}, static_cast<int32_t>(x.heads)),
-        make_stride(x.token_stride, _1{}, x.head_stride));
-  };
-  auto transposed = make_tensor(
-      make_gmem_ptr(static_cast<Element const*>(a.v.data)),
-      make_shape(Int<D>{}, static_cast<int32_t>(a.v.tokens), static_cast<int32_t>(a.v.heads)),
-      make_stride(_1{}, a.v.token_stride, a.v.head_stride));
   int const heads = static_cast<int>(a.q.heads);
-  ForwardParams<Traits> const p{
-      make_tma_copy(SM90_TMA_LOAD{}, tensor(a.q), take<0, 2>(typename Traits::SmemQ{})),
-      make_tma_copy(SM90_TMA_LOAD{}, tensor(a.k), take<0, 2>(typename Traits::SmemK{})),
-      make_tma_copy(SM90_TMA_LOAD{}, transposed, take<0, 2>(typename Traits::SmemV{})),
-      a,
-      heads,
-      heads / static_cast<int>(a.k.heads),
-      static_cast<int32_t>(a.q.tokens),
-      static_cast<int32_t>(a.k.tokens),
-      a.num_tiles * heads};
+  ForwardParams<Traits> p{.q = {},
+                          .k = {},
+                          .v = {},
+                          .args = a,
+                          .heads = heads,
+                          .group = heads / static_cast<int>(a.k.heads),
+                          .num_work = a.num_tiles * heads};
+  if (!encode<Element>(p.q, a.q, Traits::M, Traits::D) ||
+      !encode<Element>(p.k, a.k, Traits::N, Traits::D) ||
+      !encode<Element>(p.v, a.v, Traits::N, Traits::D)) {
+    return cudaErrorInvalidValue;
+  }
   constexpr int kSmem = sizeof(typename Traits::SharedStorage);
   auto kernel = forward_kernel<Traits>;
   cudaError_t status =

@@ -10,12 +10,15 @@ using namespace cute;
 // Warp-wide: O = 0 and LSE = -inf for the rows of a tile.
 template <class Traits>
 CUTE_DEVICE void store_nothing(ForwardArgs const& a, Tile const& tile, int head, int lane) {
+  constexpr int kEights = Traits::D / 8;  // of 16 bytes in a row of O
   auto* const out = static_cast<typename Traits::Element*>(a.out.data) + head * a.out.head_stride;
-  for (int i = lane; i < tile.rows * (Traits::D / 8); i += kWarp) {
-    int64_t const token = tile.row0 + i / (Traits::D / 8);
-    auto* const eight = out + token * a.out.token_stride + i % (Traits::D / 8) * 8;
+#pragma unroll 1  // few registers
+  for (int i = lane; i < tile.rows * kEights; i += kWarp) {
+    int64_t const token = tile.row0 + i / kEights;
+    auto* const eight = out + token * a.out.token_stride + i % kEights * 8;
     *reinterpret_cast<uint4*>(eight) = make_uint4(0, 0, 0, 0);
   }
+#pragma unroll 1
   for (int i = lane; i < tile.rows; i += kWarp) {
     a.lse[head * a.lse_head_stride + tile.row0 + i] = -INFINITY;
   }
@@ -31,8 +34,8 @@ CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::Sha
   uint32_t wanted_phase = 0;
   int w = blockIdx.x;
   while (true) {
-    smem.work_empty[state.index].wait(state.phase ^ 1);
-    Work& work = smem.work[state.index];
+    smem.work_empty[state.index()].wait(state.phase() ^ 1);
+    Work& work = smem.work[state.index()];
     if (w >= p.num_work) {
       if (lane == 0) work.head = -1;
     } else {
@@ -54,10 +57,11 @@ CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::Sha
       if (lane == 0) {
         work.tile = tile;
         work.head = head;
+        work.kv_head = head / p.group;
       }
     }
     __syncwarp();
-    if (lane == 0) smem.work_full[state.index].arrive();
+    if (lane == 0) smem.work_full[state.index()].arrive();
     if (w >= p.num_work) return;
     state.advance();
     smem.work_wanted.wait(wanted_phase);

@@ -8,6 +8,7 @@
 #include <cutlass/cutlass.h>
 #include <cutlass/numeric_types.h>
 
+#include "tma.cuh"
 #include "work.cuh"
 
 namespace ringfa3 {
@@ -43,27 +44,6 @@ struct ForwardTraits {
   using SmemV =
       decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>, Int<Stages>>{}, Step<_2, _1, _3>{}));
 
-  // Global tensors as TMA sees them: (tokens, D, heads), V as (D, tokens, heads).
-  using GmemShape = Shape<int32_t, Int<D>, int32_t>;
-  using GmemStride = Stride<int64_t, _1, int64_t>;
-  using GmemShapeV = Shape<Int<D>, int32_t, int32_t>;
-  using GmemStrideV = Stride<_1, int64_t, int64_t>;
-  using TmaQ = decltype(make_tma_copy(
-      SM90_TMA_LOAD{},
-      make_tensor(make_gmem_ptr(static_cast<Element const*>(nullptr)), GmemShape{}, GmemStride{}),
-      take<0, 2>(SmemQ{})));
-  using TmaK = decltype(make_tma_copy(
-      SM90_TMA_LOAD{},
-      make_tensor(make_gmem_ptr(static_cast<Element const*>(nullptr)), GmemShape{}, GmemStride{}),
-      take<0, 2>(SmemK{})));
-  using TmaV = decltype(make_tma_copy(
-      SM90_TMA_LOAD{},
-      make_tensor(make_gmem_ptr(static_cast<Element const*>(nullptr)), GmemShapeV{}, GmemStrideV{}),
-      take<0, 2>(SmemV{})));
-
-  static constexpr int BytesQ = M * D * sizeof(Element);
-  static constexpr int BytesBlock = N * D * sizeof(Element);
-
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<SmemQ>];
     alignas(1024) Element k[cosize_v<SmemK>];
@@ -79,24 +59,19 @@ struct ForwardTraits {
 
 template <class Traits>
 struct ForwardParams {
-  typename Traits::TmaQ tma_q;
-  typename Traits::TmaK tma_k;
-  typename Traits::TmaV tma_v;
+  CUtensorMap q, k, v;
   ForwardArgs args;
-  int32_t heads, group, q_tokens, k_tokens, num_work;
+  int32_t heads, group, num_work;
 };
 
 // A place in a circular buffer of S stages, and the parity that its barriers have there.
 template <int S>
 struct StageState {
-  int index = 0;
-  uint32_t phase = 0;
-  CUTE_DEVICE void advance() {
-    if (++index == S) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
+  static_assert((S & (S - 1)) == 0, "one counter holds both");
+  uint32_t count = 0;
+  CUTE_DEVICE int index() const { return count % S; }
+  CUTE_DEVICE uint32_t phase() const { return count / S & 1; }
+  CUTE_DEVICE void advance() { ++count; }
 };
 
 }  // namespace ringfa3

@@ -11,7 +11,7 @@ using namespace cute;
 
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
-constexpr int kWorkDepth = 3;    // the piece that ends, the next, and one to come
+constexpr int kWorkDepth = 4;    // the piece that ends, the next, and room for one to come
 constexpr int kBlocksAhead = 4;  // blocks left to load when the next piece is fetched
 constexpr int kVisits = 8;
 constexpr float kLog2e = 1.4426950408889634f;
@@ -34,6 +34,7 @@ struct Visit {
 // all heads of a tile come side by side, tiles in the order of the plan.
 struct Work {
   int32_t head;  // -1: no more
+  int32_t kv_head;
   Tile tile;
   Visit visits[kVisits];  // of the first spans; a tile with more reads the rest from the plan
 };

@@ -1,0 +1,52 @@
+// Boxes of rows of one head, (rows, D), between a (tokens, heads, D) tensor and shared memory.
+#pragma once
+
+#include <cuda.h>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/cuda_host_adapter.hpp>
+#include <cutlass/numeric_types.h>
+
+#include "params.h"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// A box lies in shared memory in slabs of (rows, 64), each swizzled by 128 bytes: what the layouts
+// of traits.cuh say of Q and K, and of V transposed.
+constexpr int kSlab = 64;
+
+// The map of a 16-bit tensor for boxes of `rows` rows; false if the driver refuses it. Rows past
+// the last token read as zero.
+template <class Element>
+bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int head_dim) {
+  static_assert(sizeof(Element) == 2);
+  constexpr auto kType = is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  cuuint64_t const shape[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(x.tokens),
+                               static_cast<cuuint64_t>(x.heads)};
+  cuuint64_t const stride[2] = {x.token_stride * sizeof(Element), x.head_stride * sizeof(Element)};
+  cuuint32_t const box[3] = {kSlab, static_cast<cuuint32_t>(rows), 1};
+  cuuint32_t const step[3] = {1, 1, 1};
+  return CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
+             &map, kType, 3, x.data, shape, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// One thread: loads rows [row, row + Rows) of a head to `to` and counts their bytes on `full`.
+template <int Rows, int D, class Element>
+CUTE_DEVICE void load_box(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& full,
+                          Element* to, int row, int head) {
+  full.arrive_and_expect_tx(Rows * D * sizeof(Element));
+  CUTE_UNROLL
+  for (int column = 0; column < D; column += kSlab) {
+    SM90_TMA_LOAD_3D::copy(&map, reinterpret_cast<uint64_t*>(&full),
+                           static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                           to + column * Rows, column, row, head);
+  }
+}
+
+}  // namespace ringfa3
