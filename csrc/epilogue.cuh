@@ -43,20 +43,23 @@ CUTE_DEVICE float2 merge(float old, float& lse) {
   return weights;
 }
 
-// The end of a tile: normalises O, and stores or merges it and the LSE. A quad of lanes holds two
-// rows, `row` and `row + 8` of the tile.
+// The end of a tile: normalises O, and stores or merges it and the LSE; NaN where keys did not
+// arrive. A quad of lanes holds two rows, `row` and `row + 8` of the tile.
 template <class Traits, class Output>
-CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Tile const& tile, int head, int row,
-                        int lane, RowState const& rows, Output& o) {
+CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Work const& work, int row, int lane,
+                        RowState const& rows, Output& o) {
   using Element = typename Traits::Element;
   constexpr int D = Traits::D;
   ForwardArgs const& a = p.args;
+  Tile const& tile = work.tile;
+  int const head = work.head;
   bool const first = tile.flags & kFirst, last = tile.flags & kLast;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float total = rows.total[r];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
+    if (work.called_off) total = NAN;
     float weight = total == 0.f ? 0.f : 1.f / total;
     float lse = total == 0.f ? -INFINITY : (rows.shift[r] + __log2f(total)) * kLn2;
     bool const stored = row + 8 * r < tile.rows;

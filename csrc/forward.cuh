@@ -18,42 +18,70 @@ namespace ringfa3 {
 
 using namespace cute;
 
+// Waits until the word says that what it stands for is here, or will not be: returns which. Data
+// that a copy has written before the word may then be loaded by TMA.
+CUTE_DEVICE bool arrives(int32_t const* word) {
+  int32_t value;
+  while (true) {
+    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    if (value != 0) break;
+    __nanosleep(100);
+  }
+  asm volatile("fence.proxy.async;" ::: "memory");
+  return value > 0;
+}
+
 // One thread: streams the Q of every tile and the K and V of its blocks. V comes one block behind
 // K, as the consumers want them.
 template <class Traits>
 CUTE_DEVICE void load_tiles(ForwardParams<Traits> const& p, typename Traits::SharedStorage& smem) {
   constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
-  StageState<Traits::Stages> k_state, v_state;
+  StageState<Traits::Stages> k_state;
   StageState<Traits::QStages> q_state;
   StageState<kWorkDepth> work_state;
+  uint32_t here = 1;  // bit n: the keys of word n have arrived; 0 is no word
   while (true) {
     smem.work_full[work_state.index()].wait(work_state.phase());
-    Work const& work = smem.work[work_state.index()];
+    Work& work = smem.work[work_state.index()];
     if (work.head < 0) return;
     smem.q_empty[q_state.index()].wait(q_state.phase() ^ 1);
     load_box<M, D>(p.q, smem.q_full[q_state.index()], smem.q + q_state.index() * M * D,
                    work.tile.row0, work.head);
     q_state.advance();
     auto load_v = [&](int row) {
+      auto const v_state = k_state.before();
       smem.v_empty[v_state.index()].wait(v_state.phase() ^ 1);
       load_box<N, D>(p.v, smem.v_full[v_state.index()], smem.v + v_state.index() * N * D, row,
                      work.kv_head);
-      v_state.advance();
     };
     BlockIterator<N> block(work, p.args.spans);
-    int behind = -1;  // row of the last block, whose V is to be loaded
+    int visit = -1, key_row = 0;  // of the block's span
+    int behind = -1;              // row of the last block, whose V is to be loaded
     bool asked = false;
     while (block.next()) {
       if (!asked && block.nearly_done(kBlocksAhead)) {
         smem.work_wanted.arrive();
         asked = true;
       }
-      int const row = block.visit().key_row + block.start;
+      if (visit != block.index) {
+        visit = block.index;
+        Visit const v = block.visit();
+        key_row = v.key_row;
+        if (!(here >> v.arrival & 1)) {
+          if (arrives(p.args.arrivals + v.arrival)) {
+            here |= 1u << v.arrival;
+          } else {
+            key_row = static_cast<int>(p.args.k.tokens);  // nothing is read past the last row
+            work.called_off = true;
+          }
+        }
+      }
+      int const row = key_row + block.start;
       smem.k_empty[k_state.index()].wait(k_state.phase() ^ 1);
       load_box<N, D>(p.k, smem.k_full[k_state.index()], smem.k + k_state.index() * N * D, row,
                      work.kv_head);
-      k_state.advance();
       if (behind >= 0) load_v(behind);
+      k_state.advance();
       behind = row;
       block.done();
     }
@@ -224,9 +252,9 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
     warpgroup_fence_operand(o);
     if (thread == 0) smem.v_empty[v_state.index()].arrive();
     v_state.advance();
-    finish<Traits>(p, work.tile, work.head, row, lane, rows, o);
+    finish<Traits>(p, work, row, lane, rows, o);
     __syncwarp();
-    if (lane == 0) smem.work_empty[(work_state.index() + kWorkDepth - 1) % kWorkDepth].arrive();
+    if (lane == 0) smem.work_empty[work_state.before().index()].arrive();
     if (Traits::QStages == 1 && another) {
       smem.q_full[q_state.index()].wait(q_state.phase());
       smem.k_full[k_state.index()].wait(k_state.phase());

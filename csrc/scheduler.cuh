@@ -58,6 +58,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::Sha
         work.tile = tile;
         work.head = head;
         work.kv_head = head / p.group;
+        work.called_off = false;
       }
     }
     __syncwarp();

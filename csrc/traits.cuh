@@ -72,6 +72,7 @@ struct StageState {
   CUTE_DEVICE int index() const { return count % S; }
   CUTE_DEVICE uint32_t phase() const { return count / S & 1; }
   CUTE_DEVICE void advance() { ++count; }
+  CUTE_DEVICE StageState before() const { return {count - 1}; }
 };
 
 }  // namespace ringfa3

@@ -18,13 +18,15 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 // What a tile visits of one span: columns [begin, end), of which its row r sees
-// [low + r, high + r]. key_row is the span's first key, keys how many it has.
+// [low + r, high + r]. key_row is the span's first key, keys how many it has, arrival the number of
+// the word that they wait for, or 0.
 struct Visit {
-  int32_t begin, end, low, high, key_row, keys;
+  int32_t begin, end, low, high, key_row, keys, arrival;
   Visit() = default;
   CUTE_DEVICE Visit(Tile const& tile, Span const& s) {
     int const i = tile.row0 - s.q0;
     low = i + s.lo, high = i + s.hi, key_row = s.k0, keys = s.k1 - s.k0;
+    arrival = s.arrival;
     begin = max(0, low);
     end = min(keys, tile.rows + high);
   }
@@ -35,6 +37,7 @@ struct Visit {
 struct Work {
   int32_t head;  // -1: no more
   int32_t kv_head;
+  bool called_off;  // keys of this tile will not arrive
   Tile tile;
   Visit visits[kVisits];  // of the first spans; a tile with more reads the rest from the plan
 };

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build
     from ringfa3.build import Unit
 
 L2_BYTES = 32 << 20  # of K/V that heads which run together may share
+WORDS = 32  # arrival words of a launch, number 0 among them
 
 
 class _Tensor3(ctypes.Structure):
@@ -43,6 +44,7 @@ class _ForwardArgs(ctypes.Structure):
         ("lse_head_stride", ctypes.c_int64),
         ("tiles", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
+        ("arrivals", ctypes.c_void_p),
         ("counter", ctypes.c_void_p),
         ("num_tiles", ctypes.c_int32),
         ("head_section", ctypes.c_int32),
@@ -81,10 +83,21 @@ def attend(
     out: torch.Tensor,
     running: torch.Tensor,
     lse: torch.Tensor,
+    arrivals: torch.Tensor | None = None,
 ) -> None:
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there.
 
     Heads and tokens may have any stride of whole 16 bytes; others are copied.
+
+    Args:
+        arrivals: (words,) int32, at most 32, on the device. Keys of a span with arrival n > 0 are
+            first read once arrivals[n] is not 0, so a copy that writes them and then the word may
+            run beside the kernel; but no kernel may, which could find no SM free. A negative word
+            calls the span off: the kernel ends without reading its keys, and where a row of a tile
+            would have seen them, out (or running) and lse of the whole tile are NaN. K and V that
+            wait must not need a copy.
+
+    Raises ValueError: spans wait, and `arrivals` is missing or does not fit.
     """
     if not len(tiling.tiles):
         return
@@ -92,6 +105,8 @@ def attend(
         out.zero_()
         lse.fill_(-torch.inf)
         return
+    if last := int(tiling.spans["arrival"].max()):
+        _check_arrivals(arrivals, last, k, v)
     q, k, v = (x if _aligned(x) else x.contiguous() for x in (q, k, v))
     tiles, spans = _on_device(tiling, q.device)
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -103,6 +118,7 @@ def attend(
         lse.stride(0),
         tiles.data_ptr(),
         spans.data_ptr(),
+        arrivals.data_ptr() if arrivals is not None else None,
         counter.data_ptr(),
         len(tiling.tiles),
         _section(k, kv_heads) * (heads // kv_heads),
@@ -114,6 +130,22 @@ def attend(
         status = _entry(unit)(ctypes.byref(args), stream)
     if status:
         raise RuntimeError(f"{unit.name} could not be launched: CUDA error {status}")
+
+
+def _check_arrivals(
+    arrivals: torch.Tensor | None, last: int, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Raises ValueError unless words up to number `last` can be waited for."""
+    if arrivals is None:
+        raise ValueError(f"spans wait for words up to {last}: arrivals is missing")
+    given = f"arrivals is {arrivals.dtype} {tuple(arrivals.shape)} on {arrivals.device}"
+    whole = arrivals.dtype == torch.int32 and arrivals.dim() == 1 and arrivals.is_contiguous()
+    if not whole or arrivals.device != k.device:
+        raise ValueError(f"{given}: it must be contiguous int32 (words,) on {k.device}")
+    if not last < len(arrivals) <= WORDS:
+        raise ValueError(f"{given}: {last + 1} to {WORDS} words are allowed")
+    if not (_aligned(k) and _aligned(v)):
+        raise ValueError("k and v that wait for arrival words need strides of whole 16 bytes")
 
 
 def _aligned(x: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -140,3 +140,69 @@ def test_merging_two_hops_equals_one(d: int) -> None:
         kernels.attend(unit, q, k[keys], v[keys], hop, scale, out, running, merged)
     assert (out - expected).abs().max().item() < 2e-2
     assert (merged - lse).abs().max().item() < 1e-4
+
+
+def waiting(d: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, Callable[..., None]]:
+    """Three documents on the GPU, of which the last two wait for words 1 and 2.
+
+    Returns their q, k, v; poisoned out and lse; and the call, which takes arrivals.
+    """
+    lengths = np.array([3000, 700, 2000])
+    t, heads = int(lengths.sum()), 4
+    q, k, v = (torch.randn(t, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    unit = kernels.forward_unit(q)
+    assert unit is not None
+    tiling = plan_local(lengths, lengths, -1, 0).forward(unit.tile_m)[0]
+    spans = tiling.spans.copy()
+    spans["arrival"] = [0, 1, 2]
+    tiling = Tiling(tiling.size, tiling.tiles, spans, tiling.earlier)
+    out = torch.full_like(q, torch.nan)
+    lse = torch.full((heads, t), torch.nan, device="cuda")
+
+    def call(arrivals: torch.Tensor) -> None:
+        kernels.attend(unit, q, k, v, tiling, d**-0.5, out, lse[:0], lse, arrivals=arrivals)
+
+    return [q, k, v], out, lse, call
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_keys_are_read_when_their_word_is_set(d: int) -> None:
+    """Copies on another stream bring K, V and the words long after the launch; 20 times."""
+    (_, k, v), out, lse, call = waiting(d)
+    arrived = torch.tensor([0, 1, 1], dtype=torch.int32, device="cuda")
+    call(arrived)
+    expected, expected_lse = out.clone(), lse.clone()
+    host = [x.cpu().pin_memory() for x in (k, v, arrived)]  # copied by an engine, not by a kernel
+    words, side = torch.zeros_like(arrived), torch.cuda.Stream()
+    for number in range(20):
+        for x in (k[3000:], v[3000:], out, lse):
+            x.fill_(torch.nan)
+        words.zero_()
+        torch.cuda.synchronize()
+        call(words)
+        with torch.cuda.stream(side):
+            for word, rows in ((2, slice(3700, None)), (1, slice(3000, 3700))):
+                for x, y in zip((k, v), host, strict=False):
+                    x[rows].copy_(y[rows], non_blocking=True)
+                words[word : word + 1].copy_(host[2][word : word + 1], non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected), f"run {number}"
+        assert torch.equal(lse, expected_lse), f"run {number}"
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_span_that_is_called_off_ends_the_wait(d: int) -> None:
+    """Its document is NaN, the others are as without it."""
+    _, out, lse, call = waiting(d)
+    call(torch.tensor([0, 1, 1], dtype=torch.int32, device="cuda"))
+    expected = out.clone()
+    words, side = torch.zeros(3, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+    said = torch.tensor([0, 1, -1], dtype=torch.int32).pin_memory()
+    torch.cuda.synchronize()
+    call(words)
+    with torch.cuda.stream(side):
+        words.copy_(said, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(out[:3700], expected[:3700])
+    assert out[3700:].isnan().all()
+    assert lse[:, 3700:].isnan().all()

@@ -1,0 +1,139 @@
+"""What the forward kernel waits for and touches, emulated on the CPU at head dim 128."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulation import Machine, machine, unit
+
+from ringfa3 import kernels, reference
+from ringfa3.plan import Tiling, plan_local
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
+
+D = 128
+UNIT = unit("forward", torch.empty(0, 1, D, dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Machine]:
+    with machine() as emulated:
+        kernels._entry(UNIT)  # compiled before a test counts seconds
+        yield emulated
+
+
+@dataclass
+class Problem:
+    """Packed sequences of (queries, keys) tokens, and what attention gives for them in float64."""
+
+    lengths: list[tuple[int, int]]
+    window: tuple[int, int] = (-1, -1)
+    heads: int = 2
+    kv_heads: int = 1
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        nq, nk = (np.array(n) for n in zip(*self.lengths, strict=True))
+        self.rows, keys = int(nq.sum()), int(nk.sum())
+        self.tiling = plan_local(nq, nk, *self.window).forward(UNIT.tile_m)[0]
+        self.q = torch.randn(self.rows, self.heads, D).bfloat16()
+        self.k, self.v = (torch.randn(keys, self.kv_heads, D).bfloat16() for _ in range(2))
+
+    def run(
+        self, tiling: Tiling | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of the kernel, poisoned before."""
+        out = torch.full_like(self.q, torch.nan)
+        lse = torch.full((self.heads, self.rows), torch.nan)
+        inputs = (self.q, self.k, self.v, tiling or self.tiling, D**-0.5)
+        kernels.attend(UNIT, *inputs, out, torch.empty(0), lse, **options)
+        return out, lse
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor, rows: slice = slice(None)) -> None:
+        """In these rows; bfloat16 rounds P and O to 2^-9."""
+        q, k, v = (x.double() for x in (self.q, self.k, self.v))
+        ref, ref_lse = torch.empty_like(q), torch.empty(lse.shape, dtype=torch.float64)
+        reference.attend(q, k, v, self.tiling, D**-0.5, ref, ref[:0], ref_lse)
+        torch.testing.assert_close(out[rows].double(), ref[rows], atol=6e-3, rtol=8e-3)
+        torch.testing.assert_close(lse[:, rows].double(), ref_lse[:, rows], atol=1e-4, rtol=0)
+
+
+THREE = [(200, 300), (70, 150), (130, 170)]  # sequences, of a span each
+
+
+def waiting(tiling: Tiling, numbers: list[int]) -> Tiling:
+    """The tiling with spans that wait for the words of these numbers."""
+    spans = tiling.spans.copy()
+    spans["arrival"] = numbers
+    return Tiling(tiling.size, tiling.tiles, spans, tiling.earlier)
+
+
+def test_keys_are_read_when_their_word_is_set(cpu: Machine) -> None:
+    """A second thread writes K and V and then the word, while the kernel waits."""
+    problem = Problem(THREE)
+    cpu.settings(seed=1, patience=30)
+    words = torch.zeros(3, dtype=torch.int32)
+    late = [(x, x.clone()) for x in (problem.k, problem.v)]
+    for x, _ in late:
+        x[300:] = torch.nan
+
+    def copies() -> None:
+        for number, rows in ((2, slice(450, None)), (1, slice(300, 450))):
+            time.sleep(0.3)
+            for x, kept in late:
+                x[rows] = kept[rows]
+            words[number] = 1
+
+    thread = threading.Thread(target=copies)
+    thread.start()
+    found = problem.run(waiting(problem.tiling, [0, 1, 2]), arrivals=words)
+    assert words.tolist() == [0, 1, 1], "the kernel did not wait"
+    thread.join()
+    problem.check(*found)
+
+
+def test_a_span_that_was_called_off_is_not_read(
+    cpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are NaN, the others right; the emulator does not let the kernel touch its keys."""
+    problem = Problem(THREE)
+    cpu.settings(seed=2)
+    words = torch.tensor([0, 1, -1], dtype=torch.int32)
+
+    def own(x: torch.Tensor) -> None:
+        if x is problem.k or x is problem.v:
+            cpu.runtime.emulator_own(ctypes.c_void_p(x.data_ptr()), 450 * D * x.itemsize)
+        else:
+            Machine.own(cpu, x)
+
+    monkeypatch.setattr(cpu, "own", own)
+    out, lse = problem.run(waiting(problem.tiling, [1, 0, 2]), arrivals=words)
+    assert out[270:].isnan().all()
+    assert lse[:, 270:].isnan().all()
+    problem.check(out, lse, slice(0, 270))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (None, "arrivals is missing"),
+        (torch.zeros(2, dtype=torch.int32), r"torch.int32 \(2,\) on cpu: 3 to 32 words"),
+        (torch.zeros(33, dtype=torch.int32), "3 to 32 words are allowed"),
+        (torch.zeros(3), "must be contiguous int32"),
+        (torch.zeros(6, dtype=torch.int32)[::2], "must be contiguous int32"),
+    ],
+)
+def test_arrival_words_that_do_not_fit_are_refused(
+    cpu: Machine, words: torch.Tensor | None, said: str
+) -> None:
+    problem = Problem(THREE)
+    with pytest.raises(ValueError, match=said):
+        problem.run(waiting(problem.tiling, [0, 1, 2]), arrivals=words)
