@@ -25,12 +25,16 @@ class Forward(NamedTuple):
     attend: Callable[..., None]
 
 
-def forward_engine(q: torch.Tensor) -> Forward:
-    """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use."""
+def forward_engine(q: torch.Tensor, sm_margin: int = 0) -> Forward:
+    """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use.
+
+    It leaves `sm_margin` SMs free. Raises ValueError: a margin that leaves none to the kernel.
+    """
     unit = kernels.forward_unit(q)
     reason = _no_forward(unit, q)
     if unit is not None and reason is None:
-        return Forward(unit.tile_m, partial(kernels.attend, unit))
+        kernels.ctas(q.device, sm_margin)
+        return Forward(unit.tile_m, partial(kernels.attend, unit, sm_margin=sm_margin))
     if q.is_cuda and reason is not None:
         say_executor(reason)
     return Forward(reference.TILE_M, reference.attend)

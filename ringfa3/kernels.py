@@ -84,6 +84,7 @@ def attend(
     running: torch.Tensor,
     lse: torch.Tensor,
     arrivals: torch.Tensor | None = None,
+    sm_margin: int = 0,
 ) -> None:
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there.
 
@@ -96,9 +97,12 @@ def attend(
             calls the span off: the kernel ends without reading its keys, and where a row of a tile
             would have seen them, out (or running) and lse of the whole tile are NaN. K and V that
             wait must not need a copy.
+        sm_margin: SMs left free, for kernels that run beside this one.
 
-    Raises ValueError: spans wait, and `arrivals` is missing or does not fit.
+    Raises ValueError: spans wait, and `arrivals` is missing or does not fit; or `sm_margin` leaves
+    no SM.
     """
+    num_ctas = ctas(q.device, sm_margin)
     if not len(tiling.tiles):
         return
     if not len(tiling.spans):  # nothing is seen, here or at another hop
@@ -122,7 +126,7 @@ def attend(
         counter.data_ptr(),
         len(tiling.tiles),
         _section(k, kv_heads) * (heads // kv_heads),
-        _processors(q.device.index),
+        num_ctas,
         scale,
     )
     with torch.cuda.device(q.device):  # the launch goes to the current one
@@ -158,6 +162,14 @@ def _section(k: torch.Tensor, kv_heads: int) -> int:
     per_head = 2 * k.shape[0] * k.shape[2] * k.element_size()
     sections = max(1, min(kv_heads, round(per_head * kv_heads / L2_BYTES)))
     return -(-kv_heads // sections)
+
+
+def ctas(device: torch.device, sm_margin: int) -> int:
+    """CTAs of a launch, one per SM. Raises ValueError: a margin that leaves none."""
+    processors = _processors(device.index)
+    if not 0 <= sm_margin < processors:
+        raise ValueError(f"sm_margin={sm_margin}: 0 to {processors - 1} are allowed on {device}")
+    return processors - sm_margin
 
 
 @lru_cache(None)

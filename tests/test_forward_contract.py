@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulation import Machine, machine, unit
+from emulation import PROCESSORS, Machine, machine, unit
 
 from ringfa3 import kernels, reference
 from ringfa3.plan import Tiling, plan_local
@@ -137,3 +137,27 @@ def test_arrival_words_that_do_not_fit_are_refused(
     problem = Problem(THREE)
     with pytest.raises(ValueError, match=said):
         problem.run(waiting(problem.tiling, [0, 1, 2]), arrivals=words)
+
+
+@pytest.mark.parametrize("margin", [0, 1, PROCESSORS - 1])
+def test_any_number_of_ctas_gives_the_same(
+    cpu: Machine, monkeypatch: pytest.MonkeyPatch, margin: int
+) -> None:
+    """Down to one, which takes every tile."""
+    problem = Problem(THREE, window=(-1, 0))
+    entry, ctas = kernels._entry(UNIT), []
+
+    def noted(args: Any, stream: int) -> int:
+        ctas.append(args._obj.num_ctas)
+        return entry(args, stream)
+
+    monkeypatch.setattr(kernels, "_entry", lambda _: noted)
+    cpu.settings(seed=margin)
+    problem.check(*problem.run(sm_margin=margin))
+    assert ctas == [PROCESSORS - margin]
+
+
+@pytest.mark.parametrize("margin", [-1, PROCESSORS])
+def test_a_margin_that_leaves_no_sm_is_refused(cpu: Machine, margin: int) -> None:
+    with pytest.raises(ValueError, match=f"sm_margin={margin}: 0 to {PROCESSORS - 1} are allowed"):
+        Problem(THREE).run(sm_margin=margin)

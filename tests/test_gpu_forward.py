@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ringfa3 import flash_attn_varlen_func, kernels
+from ringfa3.engine import forward_engine
 from ringfa3.plan import FIRST, LAST, Tiling, plan_local
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -206,3 +207,22 @@ def test_a_span_that_is_called_off_ends_the_wait(d: int) -> None:
     assert torch.equal(out[:3700], expected[:3700])
     assert out[3700:].isnan().all()
     assert lse[:, 3700:].isnan().all()
+
+
+def test_sm_margin_changes_no_bit_and_leaves_sms() -> None:
+    """The same tiles on fewer CTAs; a margin that leaves none is refused."""
+    lengths = np.array([3000, 700, 2000])
+    q, k, v = (torch.randn(5700, 4, 128, device="cuda").bfloat16() for _ in range(3))
+    unit = kernels.forward_unit(q)
+    assert unit is not None
+    tiling = plan_local(lengths, lengths, -1, 0).forward(unit.tile_m)[0]
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    results = []
+    for margin in (0, 8, sms - 1):
+        out, lse = torch.full_like(q, torch.nan), torch.empty(4, 5700, device="cuda")
+        kernels.attend(unit, q, k, v, tiling, 0.1, out, lse[:0], lse, sm_margin=margin)
+        results.append(out)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    for margin in (-1, sms):
+        with pytest.raises(ValueError, match=f"sm_margin={margin}: 0 to {sms - 1} are allowed"):
+            forward_engine(q, sm_margin=margin)
