@@ -35,7 +35,7 @@ struct ForwardArgs {
   Span const* spans;
   int32_t const* arrivals;  // word n, n < 32: > 0 once the keys of spans with that number are here,
                             // < 0 if they never will be; may be null if no span has a number
-  int32_t* counter;         // the next piece of work; zero before the launch
+  uint32_t* counter;        // pieces of work taken; 0 before the launch and after it
   int32_t num_tiles;
   int32_t head_section;  // query heads whose tiles run together, whole groups
   int32_t num_ctas;

@@ -25,7 +25,8 @@ CUTE_DEVICE void store_nothing(ForwardArgs const& a, Tile const& tile, int head,
 }
 
 // Warp-wide: takes and decodes the next piece of work while the last blocks of this one are on
-// their way. Not earlier: whoever is free first should get the next one.
+// their way. Not earlier: whoever is free first should get the next one. Every piece is followed by
+// one turn of the counter, and the last of these turns it back to 0 for the next launch.
 template <class Traits>
 CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::SharedStorage& smem) {
   int const lane = threadIdx.x % kWarp;
@@ -47,7 +48,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::Sha
       int const head = section * a.head_section + rest % width;
       if (tile.num_spans == 0) {  // sees nothing at any hop
         store_nothing<Traits>(a, tile, head, lane);
-        if (lane == 0) w = gridDim.x + atomicAdd(a.counter, 1);
+        if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);
         w = __shfl_sync(0xffffffff, w, 0);
         continue;
       }
@@ -67,7 +68,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::Sha
     state.advance();
     smem.work_wanted.wait(wanted_phase);
     wanted_phase ^= 1;
-    if (lane == 0) w = gridDim.x + atomicAdd(a.counter, 1);
+    if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);
     w = __shfl_sync(0xffffffff, w, 0);
   }
 }

@@ -88,7 +88,8 @@ def attend(
 ) -> None:
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there.
 
-    Heads and tokens may have any stride of whole 16 bytes; others are copied.
+    Heads and tokens may have any stride of whole 16 bytes; others are copied. Calls may run on any
+    number of streams at once, and in CUDA graphs that replay beside them.
 
     Args:
         arrivals: (words,) int32, at most 32, on the device. Keys of a span with arrival n > 0 are
@@ -114,26 +115,43 @@ def attend(
     q, k, v = (x if _aligned(x) else x.contiguous() for x in (q, k, v))
     tiles, spans = _on_device(tiling, q.device)
     heads, kv_heads = q.shape[1], k.shape[1]
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    args = _ForwardArgs(
-        *(_tensor3(x) for x in (q, k, v, out)),
-        running.data_ptr(),
-        lse.data_ptr(),
-        lse.stride(0),
-        tiles.data_ptr(),
-        spans.data_ptr(),
-        arrivals.data_ptr() if arrivals is not None else None,
-        counter.data_ptr(),
-        len(tiling.tiles),
-        _section(k, kv_heads) * (heads // kv_heads),
-        num_ctas,
-        scale,
-    )
     with torch.cuda.device(q.device):  # the launch goes to the current one
         stream = torch.cuda.current_stream().cuda_stream
+        args = _ForwardArgs(
+            *(_tensor3(x) for x in (q, k, v, out)),
+            running.data_ptr(),
+            lse.data_ptr(),
+            lse.stride(0),
+            tiles.data_ptr(),
+            spans.data_ptr(),
+            arrivals.data_ptr() if arrivals is not None else None,
+            _counter(q.device, stream).data_ptr(),
+            len(tiling.tiles),
+            _section(k, kv_heads) * (heads // kv_heads),
+            num_ctas,
+            scale,
+        )
         status = _entry(unit)(ctypes.byref(args), stream)
     if status:
         raise RuntimeError(f"{unit.name} could not be launched: CUDA error {status}")
+
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def _counter(device: torch.device, stream: int) -> torch.Tensor:
+    """(1,) int32, zero whenever a launch on the stream begins.
+
+    A kernel leaves it zero, so the launches of a stream, which run one after the other, share one.
+    A captured launch has its own, zeroed within the graph: graphs may replay on any stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    known = _counters.get((device, stream))
+    if known is None:
+        known = torch.zeros(1, dtype=torch.int32, device=device)
+        known = _counters.setdefault((device, stream), known)
+    return known
 
 
 def _check_arrivals(

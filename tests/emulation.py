@@ -194,6 +194,7 @@ class Machine:
         """
         self.runtime.emulator_reset(seed, eagerness, patience)
         kernels._tables.clear()
+        kernels._counters.clear()
         self._kept.clear()
 
 
@@ -216,4 +217,5 @@ def machine() -> Iterator[Machine]:
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         stream = SimpleNamespace(cuda_stream=0)
         patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         yield emulated

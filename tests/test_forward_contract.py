@@ -161,3 +161,12 @@ def test_any_number_of_ctas_gives_the_same(
 def test_a_margin_that_leaves_no_sm_is_refused(cpu: Machine, margin: int) -> None:
     with pytest.raises(ValueError, match=f"sm_margin={margin}: 0 to {PROCESSORS - 1} are allowed"):
         Problem(THREE).run(sm_margin=margin)
+
+
+def test_a_launch_leaves_its_counter_as_it_was(cpu: Machine) -> None:
+    """Zero, for the next launch on the stream; more tiles than CTAs, some of them blind."""
+    problem = Problem([(200, 300), (150, 0), (1, 150)])
+    cpu.settings(seed=4)
+    for _ in range(3):
+        problem.check(*problem.run())
+        assert [counter.item() for counter in kernels._counters.values()] == [0]

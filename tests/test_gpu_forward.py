@@ -226,3 +226,30 @@ def test_sm_margin_changes_no_bit_and_leaves_sms() -> None:
     for margin in (-1, sms):
         with pytest.raises(ValueError, match=f"sm_margin={margin}: 0 to {sms - 1} are allowed"):
             forward_engine(q, sm_margin=margin)
+
+
+def test_streams_and_graphs_at_once() -> None:
+    """Launches on four streams beside replays of two graphs count apart; 50 times."""
+    q, k, v = (torch.randn(2000, 4, 128, device="cuda").bfloat16() for _ in range(3))
+    cu = [0, 700, 2000]
+    expected = flash_attn_varlen_func(q, k, v, cu, cu, causal=True)
+    streams = [torch.cuda.Stream() for _ in range(6)]
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    captured = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            captured.append(flash_attn_varlen_func(q, k, v, cu, cu, causal=True))
+    torch.cuda.synchronize()
+    for number in range(50):
+        for x in captured:
+            x.fill_(torch.nan)
+        torch.cuda.synchronize()
+        outs = []
+        for stream, graph in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for stream in streams[2:]:
+            with torch.cuda.stream(stream):
+                outs += [flash_attn_varlen_func(q, k, v, cu, cu, causal=True) for _ in range(2)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, expected) for x in (*outs, *captured)), f"round {number}"
