@@ -66,20 +66,20 @@ CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Work const& work, int ro
     int64_t const token = tile.row0 + row + 8 * r;
     float* const lse_at = a.lse + head * a.lse_head_stride + token;
     float* const running = a.running + (token * p.heads + head) * D + 2 * (lane % 4);
+    float old_weight = 0.f;
     if (!first) {
       float2 const weights = merge(stored ? *lse_at : -INFINITY, lse);
-      weight *= weights.y;
+      old_weight = weights.x, weight *= weights.y;
+      __syncwarp();  // every lane of a row has read its LSE
+    }
+    CUTE_UNROLL
+    for (int n = 2 * r; n < D / 2; n += 4) o(n) *= weight, o(n + 1) *= weight;
+    if (!first && stored) {
       CUTE_UNROLL
       for (int n = 2 * r; n < D / 2; n += 4) {
-        float2 const old =
-            stored ? *reinterpret_cast<float2*>(running + 2 * (n - 2 * r)) : make_float2(0.f, 0.f);
-        o(n) = o(n) * weight + weights.x * old.x;
-        o(n + 1) = o(n + 1) * weight + weights.x * old.y;
+        float2 const old = *reinterpret_cast<float2*>(running + 2 * (n - 2 * r));
+        o(n) += old_weight * old.x, o(n + 1) += old_weight * old.y;
       }
-      __syncwarp();  // every lane of a row has read its LSE
-    } else {
-      CUTE_UNROLL
-      for (int n = 2 * r; n < D / 2; n += 4) o(n) *= weight, o(n + 1) *= weight;
     }
     if (stored && lane % 4 == 0) *lse_at = lse;
     if (last) {
