@@ -73,22 +73,32 @@ struct RowState {
   }
 };
 
-// Sets S to -inf where the thread's rows `row` and `row + 8` of the tile must not see.
+// How many of the columns that a thread has of a row, 0, 1, 8, 9, 16, 17 ..., lie before x.
+CUTE_DEVICE int columns_before(int x) {
+  x = max(x, 0);
+  return x / 8 * 2 + min(x % 8, 2);
+}
+
+// The lowest n bits; none for n < 0, all from 32 on.
+CUTE_DEVICE uint32_t low_bits(int n) { return __funnelshift_lc(0u, 1u, max(n, 0)) - 1; }
+
+// Sets S to -inf where the thread's rows `row` and `row + 8` of the tile must not see. A word has a
+// bit for each of 32 columns, constant bits of which move to predicates at once (R2P).
 template <int N, class Scores>
 CUTE_DEVICE void hide(Scores& s, BlockIterator<N> const& block, int row, int lane) {
-  constexpr int kSize = decltype(size(s))::value;
+  constexpr int kColumns = decltype(size(s))::value / 2;
   Visit const v = block.visit();
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const offset = block.start + 2 * (lane % 4);
-    int const first = v.low + row + 8 * r - offset;
-    int const last = min(block.end - 1, v.high + row + 8 * r) - offset;
+    int const first = columns_before(v.low + row + 8 * r - offset);
+    int const end = columns_before(min(block.end, v.high + row + 8 * r + 1) - offset);
     CUTE_UNROLL
-    for (int n = 0; n < kSize; n += 4) {
+    for (int base = 0; base < kColumns; base += 32) {
+      uint32_t const seen = low_bits(end - base) & ~low_bits(first - base);
       CUTE_UNROLL
-      for (int c = 0; c < 2; ++c) {
-        int const column = 2 * n + c;  // 8 * (n / 4) + c
-        if (column < first || column > last) s(n + 2 * r + c) = -INFINITY;
+      for (int i = base; i < min(kColumns, base + 32); ++i) {
+        if (!(seen & 1u << (i - base))) s(i / 2 * 4 + 2 * r + i % 2) = -INFINITY;
       }
     }
   }

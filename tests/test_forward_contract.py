@@ -170,3 +170,13 @@ def test_a_launch_leaves_its_counter_as_it_was(cpu: Machine) -> None:
     for _ in range(3):
         problem.check(*problem.run())
         assert [counter.item() for counter in kernels._counters.values()] == [0]
+
+
+@pytest.mark.parametrize(
+    "window", [(0, 0), (1, -1), (30, 30), (-1, 0), (33, 64), (127, 1)], ids=str
+)
+def test_masks_hide_exactly_what_they_must(cpu: Machine, window: tuple[int, int]) -> None:
+    """Bands that begin and end in every bit of a word; sequences that end within a block."""
+    problem = Problem([(190, 190), (64, 157), (150, 131)], window)
+    cpu.settings(seed=5)
+    problem.check(*problem.run())
