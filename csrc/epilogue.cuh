@@ -10,26 +10,59 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Stores one row of O, of which a quad of lanes holds columns 8j + 2q, 8j + 2q + 1 for all j, in
-// the output dtype. Neighbouring lanes trade halves, so that a quad writes whole 32-byte sectors.
+// Columns 8j + 2q, 8j + 2q + 1 of row r of the two that a quad of lanes holds, q its lane.
+template <class Element, class Output>
+CUTE_DEVICE uint32_t packed(Output const& o, int r, int j) {
+  cutlass::Array<float, 2> pair;
+  pair[0] = o(4 * j + 2 * r), pair[1] = o(4 * j + 2 * r + 1);
+  auto const both = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
+  return reinterpret_cast<uint32_t const&>(both);
+}
+
+// Stores a quad's row r of O. Neighbouring lanes trade halves, so that a quad writes whole 32-byte
+// sectors.
 template <class Traits, class Output>
 CUTE_DEVICE void store_row(typename Traits::Element* out, Output const& o, int r, int lane,
                            bool stored) {
-  cutlass::NumericArrayConverter<typename Traits::Element, float, 2> convert;
-  auto pack = [&](int j) {
-    cutlass::Array<float, 2> pair;
-    pair[0] = o(4 * j + 2 * r), pair[1] = o(4 * j + 2 * r + 1);
-    auto const packed = convert(pair);
-    return reinterpret_cast<uint32_t const&>(packed);
-  };
+  using Element = typename Traits::Element;
   bool const odd = lane & 1;
   out += 8 * (lane & 1) + 2 * (lane & 2);
   CUTE_UNROLL
   for (int j = 0; j < Traits::D / 8; j += 2) {
-    uint32_t const a = pack(j), b = pack(j + 1);
+    uint32_t const a = packed<Element>(o, r, j), b = packed<Element>(o, r, j + 1);
     uint32_t const got = __shfl_xor_sync(0xffffffff, odd ? a : b, 1);
     uint2 const eight = odd ? make_uint2(got, b) : make_uint2(a, got);
     if (stored) *reinterpret_cast<uint2*>(out + 8 * j) = eight;
+  }
+}
+
+// One warp: its 16 rows of O to shared memory, (16, D), from where they are stored while it goes
+// on.
+template <class Traits, class Output>
+CUTE_DEVICE void store_box(CUtensorMap const& map, typename Traits::Element* box, Output const& o,
+                           int lane, int token, int head) {
+  using Element = typename Traits::Element;
+  constexpr int kLine = kSlab * sizeof(Element);
+  tma_store_wait<0>();  // what the warp's last tile left there has been read
+  __syncwarp();
+  uint32_t const line = cast_smem_ptr_to_uint(box) + lane % kWarpRows * kLine;
+  CUTE_UNROLL
+  for (int j = 0; j < Traits::D / 8; j += 2) {  // lanes 0-15 have the rows' column 8j, 16-31 8j + 8
+    int const unit = (j + lane / 16) % 8 ^ lane % 8;
+    uint32_t const at = line + j / 8 * kWarpRows * kLine + unit * 16;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                 "r"(packed<Element>(o, 0, j)), "r"(packed<Element>(o, 1, j)),
+                 "r"(packed<Element>(o, 0, j + 1)), "r"(packed<Element>(o, 1, j + 1))
+                 : "memory");
+  }
+  tma_store_fence();
+  __syncwarp();
+  if (lane == 0) {
+    CUTE_UNROLL
+    for (int column = 0; column < Traits::D; column += kSlab) {
+      SM90_TMA_STORE_3D::copy(&map, box + column * kWarpRows, column, token, head);
+    }
+    tma_store_arrive();
   }
 }
 
@@ -44,16 +77,19 @@ CUTE_DEVICE float2 merge(float old, float& lse) {
 }
 
 // The end of a tile: normalises O, and stores or merges it and the LSE; NaN where keys did not
-// arrive. A quad of lanes holds two rows, `row` and `row + 8` of the tile.
+// arrive. A warp holds 16 rows, a quad of its lanes two, 8 apart; box is its place in shared
+// memory.
 template <class Traits, class Output>
-CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Work const& work, int row, int lane,
-                        RowState const& rows, Output& o) {
+CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Work const& work, int warp, int lane,
+                        RowState const& rows, Output& o, typename Traits::Element* box) {
   using Element = typename Traits::Element;
   constexpr int D = Traits::D;
   ForwardArgs const& a = p.args;
   Tile const& tile = work.tile;
   int const head = work.head;
   bool const first = tile.flags & kFirst, last = tile.flags & kLast;
+  bool const boxed = Traits::kBoxedO && last && kWarpRows * (warp + 1) <= tile.rows;
+  int const row = kWarpRows * warp + lane / 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float total = rows.total[r];
@@ -82,16 +118,19 @@ CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Work const& work, int ro
       }
     }
     if (stored && lane % 4 == 0) *lse_at = lse;
-    if (last) {
+    if (last && !boxed) {
       Element* const out =
           static_cast<Element*>(a.out.data) + token * a.out.token_stride + head * a.out.head_stride;
       store_row<Traits>(out, o, r, lane, stored);
-    } else if (stored) {
+    } else if (!last && stored) {
       CUTE_UNROLL
       for (int n = 2 * r; n < D / 2; n += 4) {
         *reinterpret_cast<float2*>(running + 2 * (n - 2 * r)) = make_float2(o(n), o(n + 1));
       }
     }
+  }
+  if constexpr (Traits::kBoxedO) {
+    if (boxed) store_box<Traits>(p.out, box, o, lane, tile.row0 + kWarpRows * warp, head);
   }
 }
 

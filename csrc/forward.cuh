@@ -114,7 +114,8 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
   int const thread = threadIdx.x % kWarpgroup;
   int const warpgroup = cutlass::canonical_warp_group_idx() - 1;  // known to be uniform
   int const lane = thread % kWarp;
-  int const row = 64 * warpgroup + thread / kWarp * 16 + lane / 4;  // and row + 8
+  int const warp = cutlass::canonical_warp_idx_sync() - 4;  // of the consumers, uniform too
+  int const row = kWarpRows * warp + lane / 4;              // and row + 8
   float const scale_log2 = p.args.softmax_scale * kLog2e;
 
   typename Traits::MmaS mma_s;
@@ -252,7 +253,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
     warpgroup_fence_operand(o);
     if (thread == 0) smem.v_empty[v_state.index()].arrive();
     v_state.advance();
-    finish<Traits>(p, work, row, lane, rows, o);
+    finish<Traits>(p, work, warp, lane, rows, o, smem.o + kWarpRows * D * warp);
     __syncwarp();
     if (lane == 0) smem.work_empty[work_state.before().index()].arrive();
     if (Traits::QStages == 1 && another) {
@@ -266,6 +267,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
     }
   }
   if (warpgroup == 0) my_turn();  // the turn that nobody takes
+  tma_store_wait<0>();            // shared memory is the CTA's until then
 }
 
 template <class Traits>
@@ -274,7 +276,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   extern __shared__ __align__(1024) char raw[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
-    for (CUtensorMap const* map : {&p.q, &p.k, &p.v}) prefetch_tma_descriptor(map);
+    for (CUtensorMap const* map : {&p.q, &p.k, &p.v, &p.out}) prefetch_tma_descriptor(map);
     for (int i = 0; i < Traits::QStages; ++i) {
       smem.q_full[i].init(1), smem.q_empty[i].init(Traits::Consumers);
     }
@@ -309,13 +311,15 @@ cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream) {
   ForwardParams<Traits> p{.q = {},
                           .k = {},
                           .v = {},
+                          .out = {},
                           .args = a,
                           .heads = heads,
                           .group = heads / static_cast<int>(a.k.heads),
                           .num_work = a.num_tiles * heads};
   if (!encode<Element>(p.q, a.q, Traits::M, Traits::D) ||
       !encode<Element>(p.k, a.k, Traits::N, Traits::D) ||
-      !encode<Element>(p.v, a.v, Traits::N, Traits::D)) {
+      !encode<Element>(p.v, a.v, Traits::N, Traits::D) ||
+      !encode<Element>(p.out, a.out, kWarpRows, Traits::D)) {
     return cudaErrorInvalidValue;
   }
   constexpr int kSmem = sizeof(typename Traits::SharedStorage);

@@ -24,6 +24,7 @@ struct ForwardTraits {
   static constexpr int M = 64 * Consumers;
   static constexpr int Stages = 2;
   static constexpr int QStages = D < 256 ? 2 : 1;  // two where they fit: the next tile's Q is there
+  static constexpr bool kBoxedO = D < 256;  // where there is room for O, whole boxes are stored
   static constexpr int Threads = kWarpgroup * (Consumers + 1);
   static constexpr int ConsumerRegisters = Consumers == 2 ? 240 : 160;
   static constexpr int ProducerRegisters = Consumers == 2 ? 24 : 32;
@@ -48,6 +49,7 @@ struct ForwardTraits {
     alignas(1024) Element q[cosize_v<SmemQ>];
     alignas(1024) Element k[cosize_v<SmemK>];
     alignas(1024) Element v[cosize_v<SmemV>];
+    alignas(1024) Element o[kBoxedO ? M * D : 1];  // a box of (16, D) for each warp
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages];
     alignas(16) cutlass::arch::ClusterTransactionBarrier k_full[Stages], v_full[Stages];
     alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], k_empty[Stages], v_empty[Stages];
@@ -59,7 +61,7 @@ struct ForwardTraits {
 
 template <class Traits>
 struct ForwardParams {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, out;
   ForwardArgs args;
   int32_t heads, group, num_work;
 };

@@ -88,7 +88,7 @@ def attend(
 ) -> None:
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there.
 
-    Heads and tokens may have any stride of whole 16 bytes; others are copied. Calls may run on any
+    Heads and tokens may have any stride of whole 16 bytes; q, k and v of others are copied. Calls may run on any
     number of streams at once, and in CUDA graphs that replay beside them.
 
     Args:
@@ -100,8 +100,8 @@ def attend(
             wait must not need a copy.
         sm_margin: SMs left free, for kernels that run beside this one.
 
-    Raises ValueError: spans wait, and `arrivals` is missing or does not fit; or `sm_margin` leaves
-    no SM.
+    Raises ValueError: spans wait, and `arrivals` is missing or does not fit; `sm_margin` leaves no
+    SM; `out` has another stride.
     """
     num_ctas = ctas(q.device, sm_margin)
     if not len(tiling.tiles):
@@ -112,6 +112,8 @@ def attend(
         return
     if last := int(tiling.spans["arrival"].max()):
         _check_arrivals(arrivals, last, k, v)
+    if not _aligned(out):
+        raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
     q, k, v = (x if _aligned(x) else x.contiguous() for x in (q, k, v))
     tiles, spans = _on_device(tiling, q.device)
     heads, kv_heads = q.shape[1], k.shape[1]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -180,3 +181,20 @@ def test_masks_hide_exactly_what_they_must(cpu: Machine, window: tuple[int, int]
     problem = Problem([(190, 190), (64, 157), (150, 131)], window)
     cpu.settings(seed=5)
     problem.check(*problem.run())
+
+
+def test_tiles_store_their_own_rows_alone(cpu: Machine) -> None:
+    """Of documents of any length: rows beside them keep their poison."""
+    lengths = [(200, 130), (17, 129), (16, 128), (1, 128), (130, 128)]
+    problem = Problem(lengths)
+    bounds = list(accumulate((n for n, _ in lengths), initial=0))
+    for begin, end in pairwise(bounds):
+        tiles = problem.tiling.tiles
+        mine = tiles[(tiles["row0"] >= begin) & (tiles["row0"] < end)]
+        tiling = Tiling(UNIT.tile_m, mine, problem.tiling.spans, problem.tiling.earlier)
+        cpu.settings(seed=begin)
+        out, lse = problem.run(tiling)
+        problem.check(out, lse, slice(begin, end))
+        for beside in (slice(0, begin), slice(end, None)):
+            assert out[beside].isnan().all()
+            assert lse[:, beside].isnan().all()
