@@ -41,6 +41,11 @@ FLAGS = (
 )
 ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+# Of the benchmark's ablation, never of the product: what a unit is compiled without.
+VARIANTS = {
+    "without-overlap": "-DRINGFA3_OVERLAP=false",  # softmax beside the products of its warpgroup
+    "without-ping-pong": "-DRINGFA3_PING_PONG=false",  # turns of the warpgroups
+}
 SECONDS = 40  # that a unit takes to compile, about
 JOB_BYTES = 6 << 30  # of memory that a compile may take
 
@@ -51,6 +56,7 @@ class Unit:
 
     tile_n     keys of a block
     consumers  warpgroups of 64 query rows each
+    variant    one of `VARIANTS`, or empty: the product
     """
 
     direction: str
@@ -58,10 +64,12 @@ class Unit:
     head_dim: int
     tile_n: int
     consumers: int
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.direction}-d{self.head_dim}-{SHORT[self.dtype]}"
+        parts = (self.direction, f"d{self.head_dim}", SHORT[self.dtype], self.variant)
+        return "-".join(filter(None, parts))
 
     @property
     def tile_m(self) -> int:
@@ -74,6 +82,7 @@ class Unit:
             f"-DRINGFA3_HEAD_DIM={self.head_dim}",
             f"-DRINGFA3_TILE_N={self.tile_n}",
             f"-DRINGFA3_CONSUMERS={self.consumers}",
+            *((VARIANTS[self.variant],) if self.variant else ()),
         )
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -238,3 +239,14 @@ def test_arguments_mirror_the_header() -> None:
             for part in line.split(",")
         ]
         assert declared == [field for field, _ in mirror._fields_]
+
+
+def test_variants_are_units_of_their_own() -> None:
+    """With a name, flags and a library that no product shares, and built only when asked for."""
+    product = build.UNITS[0]
+    for name, define in build.VARIANTS.items():
+        variant = replace(product, variant=name)
+        assert variant.name == f"{product.name}-{name}"
+        assert variant.defines == (*product.defines, define)
+        assert build.stem(variant) != build.stem(product)
+        assert variant not in build.UNITS
