@@ -121,9 +121,13 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
   Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<N / 16>>{});
 
   // Warpgroups issue their products one after the other: named barrier w is the turn of w.
-  auto my_turn = [&] { cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, warpgroup); };
+  auto my_turn = [&] {
+    if constexpr (Traits::PingPong) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, warpgroup);
+  };
   auto next_turn = [&] {
-    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, (warpgroup + 1) % Consumers);
+    if constexpr (Traits::PingPong) {
+      cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, (warpgroup + 1) % Consumers);
+    }
   };
   if (warpgroup == Consumers - 1) next_turn();
 
@@ -137,6 +141,18 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
   auto issue_output = [&] {
     smem.v_full[v_state.index()].wait(v_state.phase());
     issue(mma_o, fP, fV(_, _, _, v_state.index()), o, !fresh);
+  };
+  // The next scores and the last P V; without overlap one after the other.
+  auto issue_both = [&] {
+    if constexpr (Traits::Overlap) {
+      issue_scores();
+      issue_output();
+    } else {
+      issue_output();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(o);
+      issue_scores();
+    }
   };
   // P is 0 where V is not the span's, but 0 x inf would be NaN. Every warpgroup clears for itself.
   int owned = N;
@@ -186,11 +202,10 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
       // P V of the last block runs beside the scores of this one, and beside their softmax.
       clear_foreign_v();
       my_turn();
-      issue_scores();
-      issue_output();
+      issue_both();
       next_turn();
       fresh = false;
-      warpgroup_wait<1>();
+      warpgroup_wait<Traits::Overlap ? 1 : 0>();
       scores_done();
       if (block.masked()) hide(s, block, row, lane);
       bool const raised = rows.raise(s, scale_log2);
@@ -226,8 +241,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
       smem.q_full[q_state.index()].wait(q_state.phase());
       smem.k_full[k_state.index()].wait(k_state.phase());
       my_turn();
-      issue_scores();
-      issue_output();
+      issue_both();
       next_turn();
       warpgroup_wait<0>();
       scores_done();
@@ -310,6 +324,7 @@ cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   constexpr int kSmem = sizeof(typename Traits::SharedStorage);
+  static_assert(kSmem <= 227 * 1024, "more than an SM has");
   auto kernel = forward_kernel<Traits>;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);

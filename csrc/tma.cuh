@@ -2,10 +2,10 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cutlass/arch/barrier.h>
-#include <cutlass/cuda_host_adapter.hpp>
 #include <cutlass/numeric_types.h>
 
 #include "params.h"
@@ -17,6 +17,21 @@ using namespace cute;
 // A box lies in shared memory in slabs of (rows, 64), each swizzled by 128 bytes: what the layouts
 // of traits.cuh say of Q and K, and of V transposed.
 constexpr int kSlab = 64;
+
+using MapEncoder = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, asked for once so that nothing links libcuda; null if it has none.
+inline MapEncoder map_encoder() {
+  static auto const found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaError_t const status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                                12000, cudaEnableDefault, &result);
+    bool const there = status == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return there ? reinterpret_cast<MapEncoder>(function) : nullptr;
+  }();
+  return found;
+}
 
 // The map of a 16-bit tensor for boxes of `rows` rows; false if the driver refuses it. Rows past
 // the last token read as zero.
@@ -30,10 +45,11 @@ bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int head_dim) {
   cuuint64_t const stride[2] = {x.token_stride * sizeof(Element), x.head_stride * sizeof(Element)};
   cuuint32_t const box[3] = {kSlab, static_cast<cuuint32_t>(rows), 1};
   cuuint32_t const step[3] = {1, 1, 1};
-  return CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
-             &map, kType, 3, x.data, shape, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  auto const encoder = map_encoder();
+  return encoder &&
+         encoder(&map, kType, 3, x.data, shape, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // One thread: loads rows [row, row + Rows) of a head to `to` and counts their bytes on `full`.

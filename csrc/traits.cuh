@@ -16,12 +16,16 @@ namespace ringfa3 {
 
 using namespace cute;
 
-template <class Element_, int HeadDim_, int TileN_, int Consumers_>
+// The last two are off in the benchmark's ablation only: softmax beside the products of its own
+// warpgroup, and turns of the warpgroups.
+template <class Element_, int HeadDim_, int TileN_, int Consumers_, bool Overlap_, bool PingPong_>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int D = HeadDim_;
   static constexpr int N = TileN_;
   static constexpr int Consumers = Consumers_;
+  static constexpr bool Overlap = Overlap_;
+  static constexpr bool PingPong = PingPong_;
   static constexpr int M = 64 * Consumers;
   static constexpr int Stages = 2;
   static constexpr int QStages = D < 256 ? 2 : 1;  // two where they fit: the next tile's Q is there

@@ -1,10 +1,12 @@
-"""The buffers of one ring call, and what moves between them from hop to hop.
+"""A ring call by messages between neighbours: its buffers, and what moves from hop to hop.
 
 K/V and the float32 dK/dV partials lie in two buffers each, used by even and odd hops, whatever the
 number of ranks. Row counts come from the plan's `Movement`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -142,3 +144,41 @@ class Partials:
             end = int(plan.movement.rows[plan.rank, hop])
             rows = plan.own_rows(self.home.device)[end - back : end]
             self.home.index_add_(0, rows, self._buffers[(hop + 1) % 2][into : into + back])
+
+
+class Relay:
+    """The forward or backward call of one rank, as `ringfa3.course.Course` is over peers' memory.
+
+    home   backward: (local_tokens, 2, hk, d) statistics dtype, dK and dV of this rank's own keys
+    """
+
+    def __init__(
+        self,
+        plan: ContextPlan,
+        transport: Transport | None,
+        direction: str,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        self.world = plan.world
+        self.travel = Travel(k, v, plan, transport, direction)
+        self.partials = Partials(k, plan, transport) if direction == "backward" else None
+
+    @property
+    def home(self) -> torch.Tensor:
+        assert self.partials is not None
+        return self.partials.home
+
+    def run(self, attend: Callable[..., None]) -> None:
+        """Calls attend(hop, k, v), backward attend(hop, k, v, dk, dv), for each hop."""
+        partials = self.partials
+        for hop in range(self.world):
+            pending = self.travel.advance(hop)
+            grads = () if partials is None else partials.block(hop)
+            attend(hop, *self.travel.block(hop), *grads)
+            if partials is not None:
+                partials.advance(hop)
+            if pending is not None:
+                pending.wait()
+        if partials is not None:
+            partials.settle(self.world - 1)

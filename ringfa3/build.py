@@ -41,6 +41,11 @@ FLAGS = (
 )
 ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+# Of the benchmark's ablation, never of the product: what a unit is compiled without.
+VARIANTS = {
+    "without-overlap": "-DRINGFA3_OVERLAP=false",  # softmax beside the products of its warpgroup
+    "without-ping-pong": "-DRINGFA3_PING_PONG=false",  # turns of the warpgroups
+}
 SECONDS = 40  # that a unit takes to compile, about
 JOB_BYTES = 6 << 30  # of memory that a compile may take
 
@@ -49,8 +54,9 @@ JOB_BYTES = 6 << 30  # of memory that a compile may take
 class Unit:
     """One library: a direction, a dtype and a head dim, with its tile shape.
 
-    tile_m  query rows: of a tile forward, of a block backward
-    tile_n  keys: of a block forward, of a tile backward
+    tile_m   query rows: of a tile forward, of a block backward
+    tile_n   keys: of a block forward, of a tile backward
+    variant  one of `VARIANTS`, or empty: the product
     """
 
     direction: str
@@ -58,10 +64,12 @@ class Unit:
     head_dim: int
     tile_m: int
     tile_n: int
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.direction}-d{self.head_dim}-{SHORT[self.dtype]}"
+        parts = (self.direction, f"d{self.head_dim}", SHORT[self.dtype], self.variant)
+        return "-".join(filter(None, parts))
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -70,6 +78,7 @@ class Unit:
             f"-DRINGFA3_HEAD_DIM={self.head_dim}",
             f"-DRINGFA3_TILE_M={self.tile_m}",
             f"-DRINGFA3_TILE_N={self.tile_n}",
+            *((VARIANTS[self.variant],) if self.variant else ()),
         )
 
 

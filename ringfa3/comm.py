@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ringfa3.transports import TRANSPORTS, Transport, first_line
+from ringfa3.symmetric import CudaMachine, open_machine
+from ringfa3.transports import TRANSPORTS, NcclTransport, Transport, first_line
 
 AGREEMENTS_KEPT = 4096  # keys of (plan, shapes) already agreed on
 GLANCE_S = 0.25  # how often a waiting rank looks at the side channel
@@ -55,6 +56,7 @@ class RingGroup:
         self._agreed: OrderedDict[str, None] = OrderedDict()
         self._transports: dict[str, Transport] = {}
         self._abandoned: list[Transport] = []  # kept: a late message may still be written
+        self._machine: CudaMachine | str | None = None  # or why there is none
         self._lookout: _Lookout | None = None
 
     @classmethod
@@ -78,6 +80,41 @@ class RingGroup:
             except RuntimeError as problem:
                 raise self.fail(f"connecting over {name}: {first_line(problem)}") from None
         return self._transports[name]
+
+    def machine(self, device: torch.device) -> CudaMachine:
+        """The machine of the `symmetric` transport; tried at the first call, by all ranks together.
+
+        Raises:
+            ValueError: on all ranks, with the reason why this group cannot have one.
+        """
+        if self._machine is None:
+            nccl = self.transport("nccl", device)
+            assert isinstance(nccl, NcclTransport)
+            self._machine = open_machine(self, nccl.p2p, device)
+        if isinstance(self._machine, str):
+            raise ValueError(
+                f"transport='symmetric' is not possible here ({self._machine}): use 'nccl'"
+            )
+        return self._machine
+
+    @property
+    def timeout_s(self) -> float:
+        return self.timeout.total_seconds()
+
+    def alarm(self) -> str | None:
+        """What another rank said that gave up."""
+        return self._lookout.alarm if self._lookout is not None else None
+
+    def gather(self, line: str) -> list[str]:
+        """A line of every rank; all enter at the same point of a call."""
+        settings = {**self.settings, "place": f"call {self.call}, its memory"}
+        entry: dict[str, object] = {
+            "settings": settings,
+            "error": None,
+            "inside": False,
+            "line": line,
+        }
+        return [str(e["line"]) for e in self._enter(entry)]
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """A process group of the same ranks, made by them alone.
@@ -142,12 +179,13 @@ class RingGroup:
         if len(self._agreed) > AGREEMENTS_KEPT:
             self._agreed.popitem(last=False)
 
-    def _enter(self, entry: dict[str, object]) -> None:
-        """Meets the other ranks, and raises on all of them unless all can go on."""
+    def _enter(self, entry: dict[str, object]) -> list[dict[str, object]]:
+        """Meets the other ranks, and raises on all of them unless all can go on; their entries."""
         entries = self._meet({**entry, "call": self.call})
         try:
             self._raise_on_error(entries)
             self._raise_on_difference([e["settings"] for e in entries])
+            return entries
         except (TypeError, ValueError):
             self._refused = True
             self.call = max(cast(int, e["call"]) for e in entries)
@@ -156,6 +194,9 @@ class RingGroup:
                 self._transports = {}
                 self._agreed.clear()
                 self._generation += 1
+                if isinstance(self._machine, CudaMachine):
+                    self._machine.abandon()
+                    self._machine = None
             raise
 
     @staticmethod

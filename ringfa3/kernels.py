@@ -9,7 +9,7 @@ import ctypes
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ class Tensor3(ctypes.Structure):
     @classmethod
     def of(cls, x: torch.Tensor) -> Tensor3:
         """Of (tokens, heads, head_dim)."""
-        return cls(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), x.stride(1))
+        return cls(x.data_ptr(), *x.shape[:2], *x.stride()[:2])
 
 
 class ForwardArgs(ctypes.Structure):
@@ -101,8 +101,8 @@ def attend(
 ) -> None:
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there.
 
-    Heads and tokens may have any stride of whole 16 bytes; q, k and v of others are copied.
-    Calls may run on any number of streams at once, and in CUDA graphs that replay beside them.
+    Heads and tokens may have any stride of whole 16 bytes; q, k and v of others are copied. Calls
+    may run on any number of streams at once, and in CUDA graphs that replay beside them.
 
     Args:
         arrivals: (words,) int32, at most 32, on the device. Keys of a span with arrival n > 0 are
@@ -123,12 +123,12 @@ def attend(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    if last := int(tiling.spans["arrival"].max()):
-        _check_arrivals(arrivals, last, k, v)
+    tables = _on_device(tiling, q.device)
+    if tables.last_word:
+        _check_arrivals(arrivals, tables.last_word, k, v)
     if not aligned(out):
         raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
     q, k, v = (x if aligned(x) else x.contiguous() for x in (q, k, v))
-    tiles, spans = _on_device(tiling, q.device)
     heads, kv_heads = q.shape[1], k.shape[1]
     with torch.cuda.device(q.device):  # the launch goes to the current one
         stream = torch.cuda.current_stream().cuda_stream
@@ -137,8 +137,8 @@ def attend(
             running.data_ptr(),
             lse.data_ptr(),
             lse.stride(0),
-            tiles.data_ptr(),
-            spans.data_ptr(),
+            tables.tiles.data_ptr(),
+            tables.spans.data_ptr(),
             arrivals.data_ptr() if arrivals is not None else None,
             _counter(q.device, stream).data_ptr(),
             len(tiling.tiles),
@@ -184,11 +184,10 @@ def _check_arrivals(
 
 
 def aligned(x: torch.Tensor) -> bool:
-    """Whether the bulk copies of the GPU can address (tokens, heads, head_dim)."""
-    strides = (n * x.element_size() for n in x.stride()[:2])
-    return (
-        x.stride(2) == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % 16 == 0 for n in strides)
-    )
+    """Whether the bulk copies of the GPU can address it, (tokens, heads, d)."""
+    tokens, heads, last = x.stride()
+    whole = last == 1 and tokens > 0 and heads > 0
+    return whole and (tokens | heads) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def heads_together(bytes_per_head: int, kv_heads: int) -> int:
@@ -210,15 +209,24 @@ def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_tables: weakref.WeakKeyDictionary[Tiling, dict[torch.device, tuple[torch.Tensor, torch.Tensor]]]
+class _Tables(NamedTuple):
+    """A tiling in device memory, and the highest arrival word of its spans."""
+
+    tiles: torch.Tensor
+    spans: torch.Tensor
+    last_word: int
+
+
+_tables: weakref.WeakKeyDictionary[Tiling, dict[torch.device, _Tables]]
 _tables = weakref.WeakKeyDictionary()
 
 
-def _on_device(tiling: Tiling, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tiling's tiles and spans in device memory, uploaded once."""
+def _on_device(tiling: Tiling, device: torch.device) -> _Tables:
+    """The tables of a tiling that has spans, uploaded once."""
     known = _tables.setdefault(tiling, {})
     if device not in known:
-        known[device] = (upload(tiling.tiles, device), upload(tiling.spans, device))
+        tiles, spans = (upload(table, device) for table in (tiling.tiles, tiling.spans))
+        known[device] = _Tables(tiles, spans, int(tiling.spans["arrival"].max()))
     return known[device]
 
 

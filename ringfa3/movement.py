@@ -22,11 +22,14 @@ class Movement:
     rows         (world, world + 1): rows[o, t] of rank o's keys are with rank o+t at hop t >= 1;
                  never more than rows[o, t-1], and 0 at t = world
     first_visit  (world,) first hop >= 1 at which rank o's keys are seen, `world` for never
+    seen         (world, world, 2): the pieces of rank o that queries of rank o+t see, t >= 1, lie
+                 between rows seen[o, t] of its buffer, [begin, end); (0, 0) for none
     own          (rows[rank, 1],) local rows that leave this rank, in the order of the buffers
     """
 
     rows: Ints
     first_visit: Ints
+    seen: Ints
     own: Ints
 
 
@@ -70,6 +73,12 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     begin -= begin[np.searchsorted(owner[piece], owner[piece])]
     buffer_row = np.zeros(count, np.int64)
     buffer_row[piece] = begin
+    seen = np.zeros((world, world, 2), np.int64)
+    seen[..., 0] = rows[:, 1:2]
+    at = (owner[bands.key[far]], hop[far])
+    np.minimum.at(seen[..., 0], at, buffer_row[bands.key[far]])
+    np.maximum.at(seen[..., 1], at, (buffer_row + end - first)[bands.key[far]])
+    seen[seen[..., 1] == 0] = 0
     mine = piece[owner[piece] == rank]
     own = ramps(everything.row[mine] + first[mine], (end - first)[mine])
 
@@ -108,4 +117,4 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     stores[0] = True
     travels = tuple(np.concatenate((x[local], np.zeros_like(travelling))) for x in (first, end))
     plan = Plan(queries, keys, key_hop, own_bands, stores, (travels[0], travels[1]))
-    return plan, Movement(rows, first_visit, own)
+    return plan, Movement(rows, first_visit, seen, own)

@@ -4,6 +4,7 @@ At hop t rank r works on the K/V of rank r-t and merges what it finds into its r
 their online-softmax statistics (Ring Attention; the merge is FlashAttention's, across hops). Two
 K/V buffers serve any number of ranks. In the backward dQ stays and the float32 dK/dV partial of a
 block travels with its K/V; what will not be added to any more goes straight home to its owner.
+`buffers.py` does this by messages between neighbours, `course.py` over peers' memory.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from ringfa3.buffers import Partials, Travel
+from ringfa3.buffers import Relay
 from ringfa3.comm import RingGroup
 from ringfa3.context import ContextPlan
+from ringfa3.course import Course
 from ringfa3.engine import backward_engine, forward_engine
 from ringfa3.ops import (
     autocast_inputs,
@@ -28,9 +30,10 @@ from ringfa3.ops import (
 )
 from ringfa3.plan import FIRST, LAST
 from ringfa3.reference import statistics_dtype
+from ringfa3.symmetric import RAN_ON_HARDWARE, CudaMachine
 from ringfa3.transports import Transport
 
-TRANSPORTS = ("auto", "nccl", "gloo")
+TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
 
 
 def ring_attn_func(
@@ -53,7 +56,8 @@ def ring_attn_func(
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row, differentiable.
         precision: "native" computes in the dtype of q.
-        transport: "nccl" for CUDA tensors, "gloo" for CPU tensors; "auto" chooses.
+        transport: "nccl" or, between GPUs of one host, "symmetric" for CUDA tensors, "gloo" for CPU
+            tensors; "auto" chooses.
 
     Returns:
         out (t, h, d); with `return_lse` (out, lse), lse (h, t) float32 (float64 for float64).
@@ -134,15 +138,28 @@ def _check(
             )
     if transport not in TRANSPORTS:
         raise ValueError(f"transport={transport!r}: allowed are {', '.join(map(repr, TRANSPORTS))}")
-    fitting = "nccl" if q.is_cuda else "gloo"
-    if transport not in ("auto", fitting):
+    fitting = ("nccl", "symmetric") if q.is_cuda else ("gloo",)
+    if transport not in ("auto", *fitting):
         raise ValueError(
-            f"transport={transport!r} cannot move {q.device.type} tensors: use {fitting!r}"
+            f"transport={transport!r} cannot move {q.device.type} tensors: use "
+            f"{' or '.join(map(repr, fitting))}"
         )
 
 
+def _resolved(transport: str, q: torch.Tensor) -> str:
+    """What "auto" stands for; still "auto" where a trial by all ranks decides."""
+    if transport != "auto":
+        return transport
+    return "gloo" if not q.is_cuda else "auto" if RAN_ON_HARDWARE else "nccl"
+
+
 def _settings(
-    q: torch.Tensor, k: torch.Tensor, plan: ContextPlan, scale: float, deterministic: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    plan: ContextPlan,
+    scale: float,
+    deterministic: bool,
+    transport: str,
 ) -> dict[str, str]:
     """What must be equal on all ranks of a call."""
     return {
@@ -154,6 +171,7 @@ def _settings(
         "k": f"{k.shape[1]} heads",
         "softmax_scale": repr(scale),
         "deterministic": str(deterministic),
+        "transport": transport,
     }
 
 
@@ -167,14 +185,15 @@ def _enter(
     precision: str,
     transport: str,
     direction: str,
-) -> Transport | None:
-    """Checks a call, agrees on it and gives its transport; None on one rank."""
+) -> Transport | CudaMachine | None:
+    """Checks a call, agrees on it and gives what moves its tensors; None on one rank."""
     error: Exception | None = None
     settings: dict[str, str] = {}
     try:
         check_precision(precision)
         _check(q, k, v, plan, transport)
-        settings = _settings(q, k, plan, scale, deterministic)
+        transport = _resolved(transport, q)
+        settings = _settings(q, k, plan, scale, deterministic, transport)
         engine = forward_engine if direction == "forward" else backward_engine
         engine(q)  # a kernel is built, if it must be, while no rank waits in a hop
     except (TypeError, ValueError) as problem:
@@ -187,6 +206,12 @@ def _enter(
     group = RingGroup.of(plan.group)
     group.agree(settings, error)
     group.begin({**settings, "pass": direction})
+    if transport in ("symmetric", "auto"):
+        try:
+            return group.machine(q.device)
+        except ValueError:
+            if transport == "symmetric":
+                raise
     return group.transport("nccl" if q.is_cuda else "gloo", q.device)
 
 
@@ -194,8 +219,22 @@ def _enter(
 def _hops(plan: ContextPlan, q: torch.Tensor) -> Iterator[None]:
     """Around the hops of a call: no autocast inside, and the peers hear of any error."""
     lost = RingGroup.of(plan.group).telling_peers() if plan.group is not None else nullcontext()
-    with lost, torch.autocast(q.device.type, enabled=False):
+    device = torch.cuda.device(q.device) if q.is_cuda else nullcontext()
+    with lost, device, torch.autocast(q.device.type, enabled=False):
         yield
+
+
+def _begin(
+    plan: ContextPlan,
+    moved_by: Transport | CudaMachine | None,
+    direction: str,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> Relay | Course:
+    """Starts the first transfers of a call, whose `run` does the rest."""
+    if isinstance(moved_by, CudaMachine):
+        return Course(moved_by, plan, direction, k, v)
+    return Relay(plan, moved_by, direction, k, v)
 
 
 @torch.library.custom_op("ringfa3::ring_attention", mutates_args=())
@@ -220,12 +259,11 @@ def ring_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         running = q.new_empty((0 if once else len(q), *q.shape[1:]), dtype=statistics)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
-        travel = Travel(k, v, context, moved_by, "forward")
-        for hop, tiling in enumerate(tilings):
-            pending = travel.advance(hop)
-            engine.attend(q, *travel.block(hop), tiling, scale, out, running, lse)
-            if pending is not None:
-                pending.wait()
+
+        def attend(hop: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            engine.attend(q, k, v, tilings[hop], scale, out, running, lse)
+
+        _begin(context, moved_by, "forward", k, v).run(attend)
     return out, lse
 
 
@@ -255,20 +293,16 @@ def ring_attention_backward(
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
     with _hops(context, q):
         engine = backward_engine(q)
-        travel = Travel(k, v, context, moved_by, "backward")
-        partials = Partials(k, context, moved_by)
+        call = _begin(context, moved_by, "backward", k, v)
         tilings = context.hops.backward(engine.tile_n, engine.tile_m, deterministic)
         run = engine.begin(dout, dlse, q, out, lse, context.hops, scale, deterministic)
-        for hop, tiling in enumerate(tilings):
-            pending = travel.advance(hop)
-            dkv = partials.block(hop)
-            run.hop(*travel.block(hop), tiling, *dkv)
-            partials.advance(hop)
-            if pending is not None:
-                pending.wait()
-        partials.settle(context.world - 1)
+
+        def attend(hop: int, k: torch.Tensor, v: torch.Tensor, *dkv: torch.Tensor) -> None:
+            run.hop(k, v, tilings[hop], *dkv)
+
+        call.run(attend)
     dk, dv = (
-        partials.home[:, i].to(k.dtype, copy=True, memory_format=torch.contiguous_format)
+        call.home[:, i].to(k.dtype, copy=True, memory_format=torch.contiguous_format)
         for i in range(2)
     )
     return run.dq(), dk, dv

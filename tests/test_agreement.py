@@ -127,6 +127,10 @@ def other_transport(call: Call, group: Group) -> Call:
     return (*call[:4], {"transport": "nccl"})
 
 
+def device_transport(call: Call, group: Group) -> Call:
+    return (*call[:4], {"transport": "symmetric"})
+
+
 def unknown_transport(call: Call, group: Group) -> Call:
     return (*call[:4], {"transport": "pigeon"})
 
@@ -158,6 +162,7 @@ WRONG: list[tuple[Callable[[Call, Group], Call], str, bool]] = [
     (scale_is_text, "softmax_scale='large'", True),
     (deterministic, "deterministic differs .* True", False),
     (other_transport, "transport='nccl'", False),
+    (device_transport, "transport='symmetric' cannot move cpu tensors: use 'gloo'", False),
     (unknown_transport, "transport='pigeon'", False),
     (unknown_precision, "precision='fp8'", False),
 ]

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,14 @@ def test_check_judges_remarks_and_machine_code(
 def test_check_without_cuobjdump_fails(tools: Path) -> None:
     with pytest.raises(SystemExit, match=r"cuobjdump 13\.1 or later is needed"):
         build.main(["--units", "forward-d64-bf16", "--check"])
+
+
+def test_variants_are_units_of_their_own() -> None:
+    """With a name, flags and a library that no product shares, and built only when asked for."""
+    product = build.UNITS[0]
+    for name, define in build.VARIANTS.items():
+        variant = replace(product, variant=name)
+        assert variant.name == f"{product.name}-{name}"
+        assert variant.defines == (*product.defines, define)
+        assert build.stem(variant) != build.stem(product)
+        assert variant not in build.UNITS

@@ -28,6 +28,7 @@ from ringfa3 import (
     plan_context,
     ring,
 )
+from ringfa3.buffers import Relay
 
 Group = dist.ProcessGroup
 EXACT = 1e-12  # float64
@@ -156,13 +157,13 @@ def contexts():  # type: ignore[no-untyped-def]
 def counting_rings() -> Iterator[list[str]]:
     """The directions of rings that ran."""
     ran: list[str] = []
-    travel = ring.Travel
+    relay = ring.Relay
 
-    def noted(*args: object) -> object:
-        ran.append(str(args[-1]))
-        return travel(*args)  # type: ignore[arg-type]
+    def noted(plan: ContextPlan, moved_by: object, direction: str, *kv: torch.Tensor) -> Relay:
+        ran.append(direction)
+        return relay(plan, moved_by, direction, *kv)  # type: ignore[arg-type]
 
-    with mock.patch.object(ring, "Travel", noted):
+    with mock.patch.object(ring, "Relay", noted):
         yield ran
 
 

@@ -61,12 +61,28 @@ def test_first_visit_is_the_first_hop_that_sees_a_row(case: Case) -> None:
 
 
 @given(case=cases)
+def test_a_rank_pulls_from_the_first_piece_it_sees_to_the_last(case: Case) -> None:
+    for owner, plan in enumerate(case.plans()):
+        segments, own = plan.shards[owner], plan.movement.own
+        for hop in range(1, case.world):
+            seen = seen_by(case, owner, hop)
+            pulled = np.zeros(len(seen), bool)
+            for row, length in zip(segments.row, segments.length, strict=True):
+                pulled[row : row + length] = seen[row : row + length].any()
+            (at,) = np.nonzero(pulled[own])
+            expected = [at[0], at[-1] + 1] if len(at) else [0, 0]
+            assert plan.movement.seen[owner, hop].tolist() == expected
+            assert expected[1] <= plan.movement.rows[owner, hop]
+
+
+@given(case=cases)
 def test_all_ranks_agree_on_what_moves(case: Case) -> None:
     """Movement is the same on every rank, and spans index only rows that are there."""
     plans = case.plans()
     for plan in plans:
         np.testing.assert_array_equal(plan.movement.rows, plans[0].movement.rows)
         np.testing.assert_array_equal(plan.movement.first_visit, plans[0].movement.first_visit)
+        np.testing.assert_array_equal(plan.movement.seen, plans[0].movement.seen)
         for hop, tiling in enumerate(plan.hops.forward(8)):
             held = len(key_tokens(plans, plan.rank, hop))
             assert (tiling.spans["k1"] <= held).all()

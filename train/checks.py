@@ -24,7 +24,7 @@ CHOICES = {
     "mode": ("train", "check", "generate", "eval"),
     "optim.schedule": ("cosine", "linear"),
     "parallel.layout": ("zigzag", "contiguous"),
-    "parallel.transport": ("auto", "gloo", "nccl"),
+    "parallel.transport": ("auto", "gloo", "nccl", "symmetric"),
     "parallel.device": ("auto", "cpu", "cuda"),
     "train.precision": ("auto", "float32", "bfloat16"),
     "train.recompute": ("none", "full", "attention-saving"),

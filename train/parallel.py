@@ -81,11 +81,11 @@ def choose_device(config: Config) -> torch.device:
             "train.precision=float32: attention on the GPU computes in 16 bits; nearest valid: "
             "train.precision=bfloat16 (or parallel.device=cpu)"
         )
-    fitting = "nccl" if cuda else "gloo"
-    if config.parallel.transport not in ("auto", fitting):
+    fitting = ("nccl", "symmetric") if cuda else ("gloo",)
+    if config.parallel.transport not in ("auto", *fitting):
         raise ConfigError(
             f"parallel.transport={config.parallel.transport} cannot move {device.type} tensors; "
-            f"nearest valid: parallel.transport={fitting}"
+            f"nearest valid: parallel.transport={fitting[0]}"
         )
     return device
 

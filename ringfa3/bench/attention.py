@@ -17,13 +17,23 @@ from torch.nn.attention import SDPBackend
 
 from ringfa3.bench import cases as case_sets
 from ringfa3.bench import machine, plot
-from ringfa3.bench.cases import BACKWARD, FORWARD, Case
+from ringfa3.bench.cases import ABLATION, BACKWARD, FORWARD, Case
 from ringfa3.bench.contest import DeviceLostError, hold
-from ringfa3.bench.peers import FA3, MODULE, OURS, Ours, PeerError, Sdpa, flash_attention_3
+from ringfa3.bench.peers import (
+    FA3,
+    MODULE,
+    OURS,
+    Ours,
+    PeerError,
+    Sdpa,
+    Variant,
+    flash_attention_3,
+)
 from ringfa3.bench.problem import Contestant
 from ringfa3.bench.results import FILE, Results, Row, one_line, summaries
 from ringfa3.bench.table import figure, tables
 from ringfa3.bench.timing import CudaStopwatch, Stopwatch, WallClock
+from ringfa3.build import VARIANTS
 from ringfa3.engine import executor_reason
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,7 +70,7 @@ def run(options: Options) -> int:
     if options.pairs < FEWEST_PAIRS:
         raise BenchError(f"--pairs {options.pairs}: an interval needs {FEWEST_PAIRS} or more")
     device = _device(options.device)
-    contestants, notes = _contestants(device, options.fa3)
+    contestants, notes = _contestants(device, options)
     todo, left_out = _todo(options, device)
     if not todo:
         raise BenchError("nothing to measure: " + "; ".join(left_out or ["no such case"]))
@@ -118,8 +128,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _contestants(device: torch.device, library: Path | None) -> tuple[list[Contestant], list[str]]:
+def _contestants(device: torch.device, options: Options) -> tuple[list[Contestant], list[str]]:
     """Ours first; and what is missing, in a line."""
+    library = options.fa3
+    if ABLATION in options.sets:
+        if options.sets != [ABLATION] or device.type == "cpu" or library is not None:
+            raise BenchError(
+                f"--set {ABLATION} measures our kernel against itself: it stands alone, without "
+                "--fa3, and needs a GPU"
+            )
+        return [Variant(), *(Variant(name) for name in VARIANTS)], []
     if device.type == "cpu":
         if library is not None:
             raise BenchError("--fa3 needs a GPU; leave it out with --device cpu")

@@ -15,6 +15,7 @@ from ringfa3.plan import Table, plan_local
 
 CAUSAL, FULL = (-1, 0), (-1, -1)
 FORWARD, BACKWARD = "forward", "backward"
+ABLATION = "ablation"  # the set in which our kernel meets itself with parts left out
 MATMULS = {FORWARD: 4, BACKWARD: 10}  # FLOPs per visible pair, head and head_dim
 HEAD_DIMS = (64, 128, 256)
 K = 1024
@@ -126,6 +127,11 @@ def masks(shrink: int) -> Iterable[Case]:
         yield causal_of_equal_flops(case)
 
 
+def ablation(shrink: int) -> Iterable[Case]:
+    """The shape of the paper's Table 2, which is measured in fp16."""
+    yield dense(ABLATION, 4, 8448 // shrink, (16, 16), 128, FULL)
+
+
 def documents(rng: random.Random, tokens: int, low: int, high: int) -> tuple[int, ...]:
     """Lengths that sum to `tokens`, log-uniform in [low, high), the last cut short."""
     lengths: list[int] = []
@@ -154,7 +160,7 @@ def short(tokens: int) -> str:
     return f"{tokens // K}k" if tokens >= K and tokens % K == 0 else str(tokens)
 
 
-SETS = {"paper": paper, "gqa": gqa, "masks": masks}
+SETS = {"paper": paper, "gqa": gqa, "masks": masks, ABLATION: ablation}
 
 
 def select(

@@ -6,18 +6,21 @@ import hashlib
 import importlib
 import importlib.metadata
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringfa3 import flash_attn_func, flash_attn_varlen_func
+from ringfa3 import flash_attn_func, flash_attn_varlen_func, kernels
 from ringfa3.bench.cases import FORWARD, FULL
 from ringfa3.bench.problem import GRADIENTS, Attempt, Problem, RefusalError, differentiated, flat
 from ringfa3.engine import executor_reason
+from ringfa3.plan import plan_local
 
 OURS, FA3 = "RingFA3", "FA3"
 MODULE = "flash_attn_interface"
@@ -51,6 +54,35 @@ class Ours:
         if problem.direction == FORWARD:
             return _forward(lambda: attend(*problem.inputs))
         return differentiated(problem, attend)
+
+
+class Variant:
+    """Our forward kernel as one of `build.VARIANTS`, or as it is: the calls are the same."""
+
+    def __init__(self, variant: str = "") -> None:
+        self.name, self.variant = variant or OURS, variant
+
+    def prepare(self, problem: Problem) -> Attempt:
+        case = problem.case
+        q, k, v = (x.flatten(0, -3) for x in problem.inputs)
+        if problem.direction != FORWARD:
+            raise RefusalError("an ablation of the forward alone")
+        unit = kernels.unit_for("forward", q)
+        if reason := executor_reason(FORWARD, q):
+            raise RefusalError(reason)
+        assert unit is not None
+        unit = replace(unit, variant=self.variant)
+        lengths = np.array(case.lengths)
+        tiling = plan_local(lengths, lengths, *case.window).forward(unit.tile_m)[0]
+        scale = case.head_dim**-0.5
+
+        def attend() -> torch.Tensor:
+            out = torch.empty_like(q)
+            lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+            kernels.attend(unit, q, k, v, tiling, scale, out, lse[:0], lse)
+            return out
+
+        return _forward(attend)
 
 
 class Sdpa:

@@ -217,3 +217,12 @@ def test_help_names_every_option() -> None:
     for option in ("--set", "--dtype", "--head-dim", "--direction", "--pairs", "--fa3", "--out"):
         assert option in done.stdout
     assert json.dumps(done.stdout).count("http") == 0
+
+
+@pytest.mark.parametrize("more", [["paper"], []], ids=["beside another set", "on the CPU"])
+def test_the_ablation_stands_alone_on_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    assert run("--device", "cpu", "--set", "ablation", *more, "--out", tmp_path / "out") == 2
+    assert "--set ablation measures our kernel against itself" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

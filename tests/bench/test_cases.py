@@ -82,3 +82,9 @@ def test_sets_shrink_and_are_selected_by_head_dim() -> None:
 def test_a_short_yardstick_is_no_multiple_of_128() -> None:
     case = Case("any", "any", (50, 50), 1, 1, 64, CAUSAL, packed=True)
     assert causal_of_equal_flops(case).lengths == (71,)
+
+
+def test_the_ablation_has_the_shape_of_the_paper_s_table_2() -> None:
+    (case,) = select(["ablation"])
+    assert case.lengths == (8448,) * 4
+    assert (case.heads, case.kv_heads, case.head_dim, case.window) == (16, 16, 128, FULL)

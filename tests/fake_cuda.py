@@ -1,0 +1,237 @@
+"""Stand-ins for what the `symmetric` transport uses of CUDA, in host memory, ranks as threads.
+
+A rank's compute stream is its thread. Side streams are lists of actions on real addresses; a
+thread that waits carries them on, one at a time at random, those of all ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from ringfa3 import symmetric
+
+LIMIT_S = 20.0  # for a wait on the compute stream
+Action = tuple[Callable[[], bool], Callable[[], None]]  # whether it can run, and what it does
+
+
+class FakeCuda:
+    """All streams of all ranks."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.lock = threading.RLock()
+        self.streams: list[FakeStream] = []
+
+    def stream(self, _device: object = None) -> FakeStream:
+        with self.lock:
+            self.streams.append(FakeStream(self, len(self.streams), threading.get_ident()))
+            return self.streams[-1]
+
+    def drain(self, host: int) -> None:
+        """Until the side streams that a thread has made are empty."""
+        mine = [s for s in self.streams if s.host == host]
+        self.until(lambda: not any(s.actions for s in mine))
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Carries streams on until something has happened."""
+        deadline = time.monotonic() + LIMIT_S
+        while not done():
+            if not self.step():
+                time.sleep(0.001)  # it is another rank's thread that must go on
+            assert time.monotonic() < deadline, "the device hangs"
+
+    def step(self) -> bool:
+        with self.lock:
+            able = [s.actions for s in self.streams if s.actions and s.actions[0][0]()]
+            if not able:
+                return False
+            _, act = self.rng.choice(able).popleft()
+            act()
+            return True
+
+    # ringfa3.driver
+
+    def load(self) -> None:
+        pass
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        word = ctypes.c_uint32.from_address(address)
+        self.streams[stream].put(lambda: word.value == value, lambda: None)
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        word = ctypes.c_uint32.from_address(address)
+        self.streams[stream].put(lambda: True, lambda: setattr(word, "value", value))
+
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        half = size // 2
+        for begin, length in ((0, half), (half, size - half)):
+            self.streams[stream].put(
+                lambda: True,
+                lambda b=begin, n=length: ctypes.memmove(target + b, source + b, n),
+            )
+
+    def fill(self, stream: int, address: int, value: int, count: int) -> None:
+        words = (ctypes.c_uint32 * count).from_address(address)
+        self.streams[stream].put(
+            lambda: True, lambda: words.__setitem__(slice(None), [value] * count)
+        )
+
+
+class FakeStream:
+    """A side stream; or a rank's compute stream, whose actions its thread performs at once."""
+
+    def __init__(self, cuda: FakeCuda, number: int, host: int, compute: bool = False) -> None:
+        self.cuda, self.cuda_stream, self.host, self.compute = cuda, number, host, compute
+        self.actions: deque[Action] = deque()
+
+    def put(self, can: Callable[[], bool], act: Callable[[], None]) -> None:
+        with self.cuda.lock:
+            self.actions.append((can, act))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        passed = event.passed
+        if self.compute:
+            self.cuda.until(lambda: passed[0])
+        else:
+            self.put(lambda: passed[0], lambda: None)
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.passed = cuda, [True]
+
+    def record(self, stream: FakeStream) -> None:
+        self.passed = passed = [stream.compute]
+        if not stream.compute:
+            stream.put(lambda: True, lambda: passed.__setitem__(0, True))
+
+    def query(self) -> bool:
+        self.cuda.step()
+        return self.passed[0]
+
+
+class FakeGroup:
+    """What `ringfa3.symmetric.Group` asks for; ranks meet in shared lists."""
+
+    def __init__(self, ranks: Ranks, rank: int, timeout_s: float) -> None:
+        self.meeting, self.rank, self.timeout_s = ranks, rank, timeout_s
+        self.world, self.name = ranks.world, "fake"
+        self.ranks = [10 + r for r in range(ranks.world)]  # of the job
+        self.failures: list[str] = []
+
+    def gather(self, line: object) -> list[object]:
+        return self.meeting.gather(self.rank, line)
+
+    def alarm(self) -> str | None:
+        return None
+
+    def fail(self, message: str) -> Exception:
+        self.failures.append(message)
+        return RuntimeError(message)
+
+
+class Ranks:
+    """Runs a function on `world` threads, each with a group and a device of its own."""
+
+    def __init__(self, world: int, seed: int = 0, timeout_s: float = 60.0) -> None:
+        self.world, self.cuda = world, FakeCuda(seed)
+        self.groups = [FakeGroup(self, rank, timeout_s) for rank in range(world)]
+        self._barrier = threading.Barrier(world, timeout=LIMIT_S)
+        self._lines: list[object] = [None] * world
+        self._rank_of: dict[int, int] = {}  # by thread
+
+    def introduction(self, rank: int) -> tuple[str, str, str]:
+        return "host", f"GPU {rank}", ""
+
+    def gather(self, rank: int, line: object) -> list[object]:
+        self._lines[rank] = line
+        self._barrier.wait()
+        lines = list(self._lines)
+        self._barrier.wait()
+        return lines
+
+    def run(self, function: Callable[[FakeGroup], object]) -> list[object]:
+        results: list[object] = [None] * self.world
+
+        def enter(rank: int) -> None:
+            self._rank_of[threading.get_ident()] = rank
+            try:
+                results[rank] = function(self.groups[rank])
+            except Exception as problem:
+                results[rank] = problem
+                self._barrier.abort()
+
+        threads = [
+            threading.Thread(target=enter, args=(r,), name=str(r), daemon=True)
+            for r in range(self.world)
+        ]
+        with self._stand_in():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        problems = [r for r in results if isinstance(r, Exception)]
+        if problems:
+            raise next(
+                (p for p in problems if not isinstance(p, threading.BrokenBarrierError)),
+                problems[0],
+            )
+        return results
+
+    @contextmanager
+    def _stand_in(self) -> Iterator[None]:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        cuda = self.cuda
+        compute = [FakeStream(cuda, -1, 0, compute=True) for _ in range(self.world)]
+
+        def rank() -> int:
+            return self._rank_of[threading.get_ident()]
+
+        def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            mine = [s for s in cuda.streams if s.host == threading.get_ident()]
+            assert not any(s.actions for s in mine), "the region before this one is in use"
+            return torch.full((size,), 0xFF, dtype=dtype)  # NaN
+
+        def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: int) -> None:
+            for part, other in zip(parts, self.gather(group, mine), strict=True):
+                part.copy_(other)  # type: ignore[arg-type]
+
+        def rendezvous(region: torch.Tensor, _name: str) -> SimpleNamespace:
+            return SimpleNamespace(buffer_ptrs=self.gather(rank(), region.data_ptr()))
+
+        def introduction(_device: torch.device) -> tuple[str, str, str]:
+            return self.introduction(rank())
+
+        def current_stream(_device: torch.device) -> FakeStream:
+            return compute[rank()]
+
+        def synchronize(_device: torch.device) -> None:
+            cuda.drain(threading.get_ident())
+
+        with (
+            mock.patch.object(symmetric, "_stream", cuda.stream),
+            mock.patch.object(symmetric, "_event", cuda.event),
+            mock.patch.object(symmetric, "driver", cuda),
+            mock.patch.object(symmetric, "_introduction", introduction),
+            mock.patch.object(torch.cuda, "current_stream", current_stream),
+            mock.patch.object(torch.cuda, "synchronize", synchronize),
+            mock.patch.object(torch.cuda, "device", nullcontext),
+            mock.patch.object(symm_mem, "empty", empty),
+            mock.patch.object(symm_mem, "rendezvous", rendezvous),
+            mock.patch.object(symmetric.dist, "all_gather", all_gather),
+        ):
+            yield

@@ -1,0 +1,168 @@
+"""What a schedule orders in time, whatever its streams' speeds: proves it, or names the hazard.
+
+Operations of many calls on all ranks are nodes; an edge leads from what is over to what begins
+after it. Two accesses to the same rows that no path connects may meet in some run. Every event
+and word has one stream that gives and one that awaits it, so nothing here depends on a choice: if
+there is no cycle, no run deadlocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+from ringfa3.schedule import (
+    Attend,
+    Await,
+    Collect,
+    Copy,
+    Event,
+    Operation,
+    Place,
+    Publish,
+    Record,
+    Set,
+    Take,
+    Word,
+)
+
+Calls = Sequence[tuple[str, Sequence[Sequence[Operation]]]]  # direction, operations by rank
+Label = tuple[Hashable, ...]
+
+
+def label(direction: str, wait: Await | Take | Attend, world: int) -> Label:
+    """Names a wait in the way that is the same on all ranks and in all calls of a direction."""
+    if isinstance(wait, Take):
+        distance = (wait.word.sender - wait.word.receiver) % world
+        return wait.what, wait.word.purpose.name, distance
+    if isinstance(wait, Attend):
+        return direction, "kernel", wait.arrived
+    number = -1 if wait.event.name == "freed" else wait.event.number
+    return direction, wait.stream.name, wait.event.name, number
+
+
+def waits(calls: Calls) -> list[Label]:
+    """Labels of all waits, each once."""
+    found: dict[Label, None] = {}
+    for direction, ranks in calls:
+        for operation in itertools.chain(*ranks):
+            if isinstance(operation, (Await, Take)) or (
+                isinstance(operation, Attend) and operation.arrived is not None
+            ):
+                found[label(direction, operation, len(ranks))] = None
+    return list(found)
+
+
+def problems(calls: Calls, without: Label | None = None, one_queue: bool = False) -> list[str]:
+    """Deadlocks, words set twice and rows that two operations may touch at once; none if proven.
+
+    without: a wait that is taken out. one_queue: the streams of a rank run as one, in the order
+    in which the host issues.
+    """
+    return _Order(calls, without, one_queue).problems()
+
+
+class _Order:
+    def __init__(self, calls: Calls, without: Label | None, one_queue: bool) -> None:
+        self.after: list[list[int]] = []  # node -> nodes that begin after it
+        self.names: list[str] = []
+        self.touched: dict[tuple[object, ...], list[tuple[int, Place, bool]]] = defaultdict(list)
+        self.sets: dict[Word, list[int]] = defaultdict(list)
+        self.takes: dict[Word, list[tuple[int, bool]]] = defaultdict(list)
+        for rank in range(len(calls[0][1])):
+            self._last: dict[object, int] = {}
+            self._events: dict[Event, int] = {}
+            for number, (direction, ranks) in enumerate(calls):
+                for operation in ranks[rank]:
+                    name = f"rank {rank}, call {number}: {operation}"
+                    stream = None if one_queue else operation.stream
+                    self._add(operation, name, stream, direction, without, len(ranks))
+
+    def _node(self, name: str, stream: object) -> int:
+        node = len(self.after)
+        self.after.append([])
+        self.names.append(name)
+        if stream in self._last:
+            self.after[self._last[stream]].append(node)
+        self._last[stream] = node
+        return node
+
+    def _touch(self, node: int, place: Place, writes: bool) -> None:
+        self.touched[place[:3]].append((node, place, writes))
+
+    def _add(self, operation: Operation, name: str, stream: object, direction: str,
+             without: Label | None, world: int) -> None:  # fmt: skip
+        node = self._node(name, stream)
+        kept = not isinstance(operation, (Await, Take, Attend)) or without != label(
+            direction, operation, world
+        )
+        if isinstance(operation, Record):
+            self._events[operation.event] = node
+        elif isinstance(operation, Await):
+            if kept and operation.event in self._events:
+                self.after[self._events[operation.event]].append(node)
+        elif isinstance(operation, Set):
+            self.sets[operation.word].append(node)
+        elif isinstance(operation, Take):
+            self.takes[operation.word].append((node, kept))
+        elif isinstance(operation, Publish):
+            self._touch(node, operation.place, True)
+        elif isinstance(operation, Copy):
+            self._touch(node, operation.source, False)
+            self._touch(node, operation.target, True)
+        elif isinstance(operation, Collect):
+            for place in operation.places:
+                self._touch(node, place, False)
+        elif isinstance(operation, Attend):
+            if operation.kv is not None:
+                self._touch(node, operation.kv, False)
+            if operation.partial is not None and operation.arrived is not None:
+                epilogue = self._node(f"{name} epilogue", stream)
+                if kept:
+                    self.after[self._events[operation.arrived]].append(epilogue)
+                self._touch(epilogue, operation.partial, True)
+
+    def problems(self) -> list[str]:
+        found = []
+        for word in {**self.sets, **self.takes}:
+            sets, takes = self.sets[word], self.takes[word]
+            if len(sets) != len(takes):
+                found.append(f"{word} is set {len(sets)} times and taken {len(takes)} times")
+            for given, (taken, kept) in zip(sets, takes, strict=False):
+                if kept:
+                    self.after[given].append(taken)
+        before = self._before()
+        if before is None:
+            return [*found, "deadlock"]
+        for word, takes in self.takes.items():
+            for (taken, kept), given in zip(takes, self.sets[word][1:], strict=False):
+                if kept and not before[given] >> taken & 1:
+                    found.append(f"{word} may be set again before: {self.names[taken]}")
+        for accesses in self.touched.values():
+            for (a, mine, writes), (b, other, overwrites) in itertools.combinations(accesses, 2):
+                if not (writes or overwrites) or min(mine.end, other.end) <= max(
+                    mine.begin, other.begin
+                ):
+                    continue
+                if not (before[a] >> b & 1 or before[b] >> a & 1):
+                    found.append(f"at once: {self.names[a]} and {self.names[b]}")
+        return found
+
+    def _before(self) -> list[int] | None:
+        """For each node the set, as bits, of all that is over when it begins; None with a cycle."""
+        missing = [0] * len(self.after)
+        for node in itertools.chain(*self.after):
+            missing[node] += 1
+        ready = [node for node, count in enumerate(missing) if not count]
+        before = [0] * len(self.after)
+        done = 0
+        while ready:
+            node = ready.pop()
+            done += 1
+            for later in self.after[node]:
+                before[later] |= before[node] | 1 << node
+                missing[later] -= 1
+                if not missing[later]:
+                    ready.append(later)
+        return before if done == len(self.after) else None

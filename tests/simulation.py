@@ -1,0 +1,239 @@
+"""Ranks with three streams each in one process: every interleaving that a seed can draw.
+
+Hosts only issue, as over CUDA; then `run` advances one stream at a time, at random, some far more
+often than others, the favourites changing. Copies and kernels read and write in parts. What
+nobody needs any more, and what has not been written yet, is NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+from happens_before import Label, label
+
+from ringfa3.schedule import (
+    Attend,
+    Await,
+    Buffer,
+    Collect,
+    Copy,
+    Event,
+    Operation,
+    Place,
+    Publish,
+    Purpose,
+    Record,
+    Set,
+    Stream,
+    Take,
+    Word,
+)
+
+NAN = 0xFF  # in every byte: NaN in all floating dtypes
+PARTS = 3  # in which rows are read and written
+ROWS = 64  # that a buffer holds
+MOOD = 60  # turns for which the favourites stay the same
+Ready = Callable[[], bool]  # what a stream waits for
+Task = Iterator[Ready | None]
+
+
+class DeadlockError(AssertionError):
+    """No stream can go on."""
+
+
+class World:
+    """All ranks: memory, words, and what their streams have yet to do.
+
+    without    a wait that is taken out, as `happens_before.label` names it
+    one_queue  a rank's streams run as one, in the order in which the host issues
+    early      kernels wait for their partial before they begin
+    """
+
+    def __init__(
+        self, world: int, without: Label | None = None, one_queue: bool = False, early: bool = False
+    ) -> None:
+        self.size, self.without, self.one_queue, self.early = world, without, one_queue, early
+        self.memory: dict[tuple[int, Buffer, int], np.ndarray] = {}
+        self.words: dict[Word, int] = defaultdict(int)
+        self.queues: dict[tuple[int, Stream], deque[tuple[str, Task]]] = defaultdict(deque)
+        self.machines = [SimulatedMachine(self, rank) for rank in range(world)]
+
+    def run(self, rng: random.Random) -> None:
+        """Until all streams are empty.
+
+        Raises:
+            DeadlockError: with what each stream waits for.
+        """
+        running = {key: queue.popleft() for key, queue in self.queues.items() if queue}
+        blocked: dict[tuple[int, Stream], Ready | None] = dict.fromkeys(running)
+        turns, speed = 0, {}
+        while running:
+            if turns % MOOD == 0:
+                speed = {key: 10 ** rng.uniform(-3, 0) for key in running}
+            turns += 1
+            able = [key for key in running if (wait := blocked[key]) is None or wait()]
+            if not able:
+                said = [f"rank {r} {s.name}: {running[r, s][0]}" for r, s in running]
+                raise DeadlockError("\n".join(said))
+            (key,) = rng.choices(able, [speed[k] for k in able])
+            try:
+                blocked[key] = next(running[key][1])
+            except StopIteration:
+                blocked[key] = None
+                if self.queues[key]:
+                    running[key] = self.queues[key].popleft()
+                else:
+                    del running[key]
+
+
+class SimulatedMachine:
+    """`ringfa3.course.Machine` of one rank."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.calls = 0
+        self.row_bytes: dict[Buffer, int] = {}
+        self.direction = ""
+        self.events: dict[Event, list[bool]] = {}
+        self.copied: Place | None = None  # by the partial stream, last
+
+    def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
+        self.direction = "backward" if Buffer.D in rows else "forward"
+        for buffer, count in rows.items():
+            assert count <= ROWS
+            assert self.row_bytes.setdefault(buffer, row_bytes[buffer]) == row_bytes[buffer]
+            for slot in range(2):
+                memory = np.full(ROWS * row_bytes[buffer], NAN, np.uint8)
+                self.world.memory.setdefault((self.rank, buffer, slot), memory)
+        self.calls += 1
+        return (self.calls - 1) % 2
+
+    def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
+        return torch.from_numpy(self.world.memory[self.rank, buffer, slot])
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Work of the caller on the compute stream."""
+
+        def task() -> Task:
+            yield None
+            work()
+
+        self._put(Stream.COMPUTE, "the caller", task())
+
+    def compute(self, operation: Operation, work: Callable[[], None]) -> None:
+        if isinstance(operation, Publish):
+            task = self._in_parts([], [operation.place], None, work)
+        elif isinstance(operation, Collect):
+            task = self._in_parts(list(operation.places), [], None, work)
+        else:
+            assert isinstance(operation, Attend)
+            reads = [operation.kv] if operation.kv is not None else []
+            writes = [operation.partial] if operation.partial is not None else []
+            arrived = None
+            if operation.arrived is not None and self._kept(operation):
+                arrived = self.events[operation.arrived]
+            task = self._in_parts(reads, writes, arrived, work)
+        self._put(operation.stream, str(operation), task)
+
+    def issue(self, operation: Operation) -> None:
+        if isinstance(operation, Record):
+            self.events[operation.event] = flag = [False]
+            task = self._record(flag)
+        elif isinstance(operation, Await):
+            if operation.event not in self.events or not self._kept(operation):
+                return
+            task = self._await(self.events[operation.event])
+        elif isinstance(operation, Copy):
+            task = self._copy(operation)
+        elif isinstance(operation, Take):
+            task = self._take(operation, self._kept(operation))
+        else:
+            assert isinstance(operation, Set)
+            task = self._set(operation)
+        self._put(operation.stream, str(operation), task)
+
+    def _put(self, stream: Stream, name: str, task: Task) -> None:
+        key = (self.rank, Stream.COMPUTE if self.world.one_queue else stream)
+        self.world.queues[key].append((name, task))
+
+    def _kept(self, wait: Await | Take | Attend) -> bool:
+        return self.world.without != label(self.direction, wait, self.world.size)
+
+    def _record(self, flag: list[bool]) -> Task:
+        yield None
+        flag[0] = True
+
+    def _await(self, flag: list[bool]) -> Task:
+        yield lambda: flag[0]
+
+    def _take(self, take: Take, kept: bool) -> Task:
+        """A wait that was taken out still uses its signal up, so that no other is let through."""
+        words = self.world.words
+        yield (lambda: words[take.word] > 0) if kept else None
+        words[take.word] -= 1
+
+    def _set(self, order: Set) -> Task:
+        yield None
+        words = self.world.words
+        words[order.word] += 1
+        assert words[order.word] < 2 or self.world.without, f"{order.word} is set twice"
+        if order.word.purpose is Purpose.TAKEN and self.copied is not None:
+            self._free(self.copied)  # this rank was the only one to need these rows
+
+    def _copy(self, copy: Copy) -> Task:
+        source, target = self._bytes(copy.source), self._bytes(copy.target)
+        target[:] = NAN
+        yield None
+        for part in self._parts(copy.source):
+            target[part] = source[part]
+            yield None
+        if copy.stream is Stream.PARTIAL:
+            self.copied = copy.source
+
+    def _in_parts(self, reads: list[Place], writes: list[Place], arrived: list[bool] | None,
+                  work: Callable[[], None]) -> Task:  # fmt: skip
+        """Work on what it finds in its places, in parts, and leaves there, in parts.
+
+        What is read is free then. Writes are read first, once `arrived`: a kernel adds to them.
+        """
+        if arrived is not None and self.world.early:
+            yield lambda: arrived[0]
+        found: dict[Place, np.ndarray] = {}
+        for place in (*reads, *writes):
+            if place in writes and arrived is not None:
+                yield lambda: arrived[0]
+            found[place] = np.empty(len(self._bytes(place)), np.uint8)
+            for part in self._parts(place):
+                found[place][part] = self._bytes(place)[part]
+                yield None
+        now = {place: self._bytes(place).copy() for place in found}
+        for place, was in found.items():
+            self._bytes(place)[:] = was
+        work()
+        left = {place: self._bytes(place).copy() for place in writes}
+        for place, other in now.items():
+            self._bytes(place)[:] = other
+        for place in writes:
+            for part in self._parts(place):
+                self._bytes(place)[part] = left[place][part]
+                yield None
+        for place in reads:
+            self._free(place)
+
+    def _free(self, place: Place) -> None:
+        self._bytes(place)[:] = NAN
+
+    def _bytes(self, place: Place) -> np.ndarray:
+        row = self.row_bytes[place.buffer]
+        memory = self.world.memory[place.rank, place.buffer, place.slot]
+        return memory[place.begin * row : place.end * row]
+
+    def _parts(self, place: Place) -> list[slice]:
+        row, rows = self.row_bytes[place.buffer], place.end - place.begin
+        ends = [rows * i // PARTS * row for i in range(PARTS + 1)]
+        return [slice(a, b) for a, b in itertools.pairwise(ends) if b > a]

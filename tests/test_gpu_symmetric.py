@@ -1,0 +1,151 @@
+"""The `symmetric` transport on GPUs that share NVLink: `pytest -m gpu tests/test_gpu_symmetric.py`.
+
+To be run before anything is timed over it, and before `symmetric.RAN_ON_HARDWARE` is set.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from dense import cumulative
+from ranks import free_port
+from test_gpu_ring import plain_attention
+
+from ringfa3 import RingError, driver, plan_context, ring_attn_func
+from ringfa3.schedule import Copy, Operation
+from ringfa3.symmetric import CudaMachine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+STEPS = 12
+TIMEOUT_S = 10.0
+
+
+class Slow:
+    """Random delays before operations of any stream, and NaN where a copy is to arrive."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.inner = CudaMachine.issue
+
+    def sleep(self) -> None:
+        """On the current stream, up to about a millisecond, now and then; or on the host."""
+        if self.rng.random() < 0.2:
+            torch.cuda._sleep(int(10 ** self.rng.uniform(3, 6.3)))
+        if self.rng.random() < 0.02:
+            time.sleep(self.rng.uniform(0, 0.01))
+
+    def issue(self, machine: CudaMachine, operation: Operation) -> None:
+        stream = machine._streams[operation.stream]
+        with torch.cuda.stream(stream):
+            self.sleep()
+        if isinstance(operation, Copy):
+            place = operation.target
+            size = (place.end - place.begin) * machine._row_bytes[place.buffer]
+            driver.fill(stream.cuda_stream, machine._address(place), 0xFFFFFFFF, size // 4)
+        self.inner(machine, operation)
+
+
+class Layer:
+    """A random plan and random tensors, the same on all ranks."""
+
+    def __init__(self, rng: random.Random) -> None:
+        dtype = rng.choice((torch.bfloat16, torch.float16))
+        count = rng.randint(1, 6)
+        self.lengths = [rng.choice((1, 127, 128, rng.randint(1, 900))) for _ in range(count)]
+        h, hk, d = rng.choice(((8, 2, 64), (4, 4, 128)))
+        causal, window = rng.random() < 0.7, rng.choice(((-1, -1), (100, -1)))
+        layout = rng.choice(("zigzag", "contiguous"))
+        self.plan = plan_context(cumulative(self.lengths), None, layout, causal, window)
+        torch.manual_seed(rng.randrange(1 << 30))
+        tokens = sum(self.lengths)
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(tokens, n, d, device="cuda").to(dtype) for n in (h, hk, hk, h)
+        )
+        self.mine = [self.plan.shard(x).requires_grad_() for x in (self.q, self.k, self.v)]
+
+    def forward(self) -> None:
+        out = ring_attn_func(*self.mine, self.plan, transport="symmetric")
+        assert isinstance(out, torch.Tensor)
+        self.out = out
+
+    def backward(self) -> None:
+        self.out.backward(self.plan.shard(self.dout))
+
+    def check(self) -> None:
+        """max|x - ref| <= 2 max|x_pt - ref| + 1e-5 for out, dq, dk, dv; ref is float64."""
+        got = [self.plan.unshard(x.detach()) for x in (self.out, *(x.grad for x in self.mine))]
+        truth, plain = [], []
+        for results, kind in ((truth, torch.float64), (plain, self.dout.dtype)):
+            inputs = [x.to(kind).requires_grad_() for x in (self.q, self.k, self.v)]
+            y = plain_attention(*inputs, self.lengths, self.plan.band)
+            y.backward(self.dout.to(kind))
+            results += [y.detach(), *(x.grad for x in inputs)]
+        for name, x, exact, x_pt in zip(("out", "dq", "dk", "dv"), got, truth, plain, strict=True):
+            error, allowed = (x - exact).abs().max(), 2 * (x_pt - exact).abs().max() + 1e-5
+            assert error <= allowed, f"{name} is off by {error:.2e}, allowed {allowed:.2e}"
+
+
+def _exact(rank: int, world: int) -> None:
+    """Steps of three layers, forward and backward, ranks meeting only in the ring."""
+    rng, slow = random.Random(world), Slow(rank)
+    for _ in range(STEPS):
+        layers = [Layer(rng) for _ in range(3)]
+        with mock.patch.object(CudaMachine, "issue", lambda m, o: slow.issue(m, o)):
+            for run in [x.forward for x in layers] + [x.backward for x in reversed(layers)]:
+                slow.sleep()
+                run()
+        for layer in layers:
+            layer.check()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _stall(rank: int, world: int) -> None:
+    """Rank 1 does not come to the second call; each other rank raises, naming hop and peer."""
+    plan = plan_context(1024 * world)
+    x = torch.randn(plan.local_tokens, 4, 64, device="cuda").bfloat16()
+    ring_attn_func(x, x, x, plan, transport="symmetric")
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(TIMEOUT_S + 10)
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(RingError) as raised:  # noqa: PT012
+        ring_attn_func(x, x, x, plan, transport="symmetric")
+        while True:  # a step that goes on without looking
+            torch.cuda.synchronize()
+            time.sleep(0.01)
+    assert time.monotonic() - start < TIMEOUT_S + 5
+    assert re.search(r"forward hop \d: K/V|gave up because", str(raised.value)), raised.value
+    with pytest.raises(RingError, match="the context group is lost"):
+        ring_attn_func(x, x, x, plan, transport="symmetric")
+    os._exit(0)
+
+
+def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    limit = timedelta(seconds=TIMEOUT_S if function is _stall else 60)
+    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
+    function(rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("function", [_exact, _stall])
+def test_symmetric(world: int, function: Callable[[int, int], None]) -> None:
+    """The single-device gate on slow, poisoned streams; and a rank that stalls."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
+    mp.spawn(_enter, (world, free_port(), function), world)

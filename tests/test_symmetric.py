@@ -1,0 +1,313 @@
+"""The `symmetric` transport's machine, on stand-ins for CUDA's streams: addresses, words, growth,
+refusals, and what happens to a rank whose peers do not answer."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from unittest import mock
+
+import pytest
+import ranks as processes
+import torch
+import torch.distributed as dist
+from dense import attention, gradients, mask, tensors, worst
+from fake_cuda import FakeCuda, FakeGroup, Ranks
+from placements import Placement, laid_out
+
+from ringfa3 import driver, reference, symmetric
+from ringfa3.comm import RingGroup
+from ringfa3.course import Course
+from ringfa3.ring import ring_attention
+from ringfa3.schedule import Buffer
+from ringfa3.symmetric import CudaMachine, open_machine
+from ringfa3.transports import NcclTransport
+from ringfa3.watch import Watch, raise_in_main_thread
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_trial() -> object:
+    with mock.patch.multiple(symmetric, TRIAL_TOKENS=8, TRIAL_S=2.0):
+        yield
+
+
+def opened(ranks: Ranks) -> list[object]:
+    return ranks.run(lambda group: open_machine(group, group.rank, CPU))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_trial_passes_on_a_sound_machine(world: int) -> None:
+    """K/V of every hop and dK/dV at home, both parities, whole numbers, exactly."""
+    assert all(isinstance(m, CudaMachine) for m in opened(Ranks(world)))
+
+
+def _layers(group: FakeGroup, placements: list[Placement], here: dict[int, CudaMachine]) -> float:
+    """The largest error of out, lse, dq, dk and dv of layers, against the dense reference."""
+    machine = open_machine(group, group.rank, CPU)  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    here[threading.get_ident()] = machine
+    made = []
+    for layer, placement in enumerate(placements):
+        inputs, dout, dlse = tensors(layer, sum(placement.lengths), (2, 1), 2)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        whole = attention(*leaves, mask(placement.lengths, placement.lengths, *placement.band))
+        expected = gradients(leaves, whole, dout, dlse)
+        plan = placement.plans[group.rank]
+        token = plan.token_index
+        mine = [x[token].requires_grad_() for x in inputs]
+        settings = (plan.handle, 2**-0.5, False, "native", "symmetric")
+        ring = ring_attention(*mine, *settings)
+        grads = gradients(mine, ring, dout[token], dlse[:, token])
+        made += [(ring[0], whole[0][token]), (ring[1], whole[1][:, token])]
+        made += zip(grads, (g[token] for g in expected), strict=True)
+    return worst(made)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_attention_equals_one_device_while_the_arena_grows(world: int) -> None:
+    """`ring_attention` in float64, 1e-12; three layers, each larger, in other layouts."""
+    placements = [
+        laid_out([8 * world], world),
+        laid_out([30 * world], world, "contiguous"),
+        laid_out([20 * world, 3, 40 * world], world, "zigzag", (9, -1)),
+    ]
+    here: dict[int, CudaMachine] = {}
+
+    def entered(*_: object) -> CudaMachine:
+        return here[threading.get_ident()]
+
+    with (
+        mock.patch("ringfa3.arena.ALIGNMENT", 64),
+        mock.patch("ringfa3.ring._enter", entered),
+        mock.patch.multiple(reference, TILE_M=4, TILE_N=4),
+    ):
+        errors = Ranks(world, seed=world).run(lambda group: _layers(group, placements, here))
+    assert max(errors) < 1e-12  # type: ignore[type-var]
+
+
+def _parities(group: FakeGroup) -> list[int]:
+    machine = CudaMachine(group, CPU, 1.0, group.failures.append)  # type: ignore[arg-type]
+    return [machine.begin({Buffer.SRC: 4}, {Buffer.SRC: 1}) for _ in range(4)]
+
+
+def test_calls_take_turns_with_the_two_slots() -> None:
+    """What the schedule's proof takes for granted."""
+    assert Ranks(2).run(_parities) == [[0, 1, 0, 1]] * 2
+
+
+def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str]]:
+    """Lines of all ranks in a call, and what `machine` raises, twice."""
+    ring, calls = RingGroup.of(group), []
+
+    def opened(_: object, nccl: object, device: torch.device) -> str:
+        calls.append(nccl)
+        return verdict
+
+    said = []
+    nccl = object.__new__(NcclTransport)
+    nccl.p2p = group
+    ring.begin({})
+    lines = ring.gather(f"I am {ring.rank}")
+    with (
+        mock.patch.object(RingGroup, "transport", return_value=nccl),
+        mock.patch("ringfa3.comm.open_machine", opened),
+    ):
+        for _ in range(2):
+            try:
+                ring.machine(CPU)
+            except ValueError as error:
+                said.append(str(error))
+    assert calls == [group]
+    return lines, said
+
+
+def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> None:
+    """The trial runs once; its reason stays."""
+    for lines, said in ranks.run(3, _agreed, "rank 1: no CUDA driver"):
+        assert lines == ["I am 0", "I am 1", "I am 2"]
+        assert said == 2 * [
+            "transport='symmetric' is not possible here (rank 1: no CUDA driver): use 'nccl'"
+        ]
+
+
+class Broken(FakeCuda):
+    """Copies do something else."""
+
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        raise NotImplementedError
+
+
+class Lost(Broken):
+    """No word arrives."""
+
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        if size != 4:
+            FakeCuda.copy(self, stream, target, source, size)
+
+
+class Shifted(Broken):
+    """Data arrive beside their place."""
+
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        FakeCuda.copy(self, stream, target, source + (2 if size > 4 else 0), size)
+
+
+class Refused(Broken):
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        raise driver.DriverError("cuMemcpyDtoDAsync_v2: CUDA error 1, invalid argument")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Lost, r"rank 10: a trial did not end: forward hop 1: K/V of rank 11: nothing within 2 s"),
+        (Shifted, r"rank 10: a trial read \d+ wrong numbers"),
+        (Refused, r"rank 10: cuMemcpyDtoDAsync_v2: CUDA error 1"),
+    ],
+)
+def test_a_machine_that_does_not_work_is_refused_on_all_ranks(
+    kind: type[FakeCuda], said: str
+) -> None:
+    ranks = Ranks(2)
+    ranks.cuda = kind(0)
+    answers = opened(ranks)
+    assert answers[0] == answers[1]
+    assert re.match(said, str(answers[0]))
+
+
+@pytest.mark.parametrize(
+    ("introductions", "said"),
+    [
+        ([("a", "GPU 0", ""), ("b", "GPU 0", "")], "the group's ranks are on 2 hosts"),
+        ([("a", "GPU 0", ""), ("a", "GPU 0", "")], "2 ranks share 1 GPUs"),
+        ([("a", "GPU 0", ""), ("a", "GPU 1", "no CUDA driver")], "rank 11: no CUDA driver"),
+    ],
+)
+def test_one_rank_that_cannot_speaks_for_all(
+    introductions: list[tuple[str, str, str]], said: str
+) -> None:
+    ranks = Ranks(2)
+    with mock.patch.object(Ranks, "introduction", lambda _, rank: introductions[rank]):
+        assert opened(ranks) == [said, said]
+
+
+def test_a_rank_without_room_refuses_for_all() -> None:
+    def no_room(*_: object) -> None:
+        if threading.current_thread().name == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    ranks = Ranks(2)
+    with mock.patch("ringfa3.arena.Arena._allocate", no_room):
+        for said in opened(ranks):
+            assert "rank 1 of the group has no room for the arena: CUDA out of memory" in str(said)
+
+
+def test_hindrances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One queue, and a machine without a driver."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert "unset it" in str(symmetric.hindrance())
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=OSError("libcuda.so.1: not found")))
+    driver._entries.cache_clear()
+    assert symmetric.hindrance() == "no CUDA driver (libcuda.so.1: not found): install it"
+    driver._entries.cache_clear()
+
+
+# Peers that do not answer
+
+
+def _stalls(group: FakeGroup) -> tuple[list[str], bool]:
+    """Rank 1 does not come to the second call; rank 0's streams go on all the same."""
+    machine = open_machine(group, group.rank, CPU)  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    plan = laid_out([16], 2).plans[group.rank]
+    x = torch.ones(plan.local_tokens, 1, 2)
+    if group.rank == 0:
+        Course(machine, plan, "forward", x, x).run(lambda *_: None)
+        machine.group.meeting.cuda.drain(threading.get_ident())  # type: ignore[attr-defined]
+    return group.failures, True
+
+
+def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on() -> None:
+    raised: list[Exception] = []
+    with mock.patch.object(symmetric, "raise_in_main_thread", raised.append):
+        (waited, gone_on), (other, _) = Ranks(2, timeout_s=1.0).run(_stalls)  # type: ignore[misc]
+    assert gone_on
+    assert other == []
+    assert [str(r) for r in raised] == waited
+    assert len(waited) == 1
+    assert re.fullmatch(
+        r"forward hop 1: K/V of rank 11: nothing within 1 s; is that rank stopped\?", waited[0]
+    )
+
+
+class Point:
+    def __init__(self, passed: bool = False) -> None:
+        self.passed = passed
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def until(happens: object) -> None:
+    while not happens():  # type: ignore[operator]
+        time.sleep(0.01)
+
+
+def test_a_watch_minds_progress_on_any_stream() -> None:
+    """Marks that pass put its verdict off; then it speaks once and releases until all are past."""
+    said: list[str] = []
+    released: list[float] = []
+    watch = Watch(0.6, lambda: None, said.append, lambda: released.append(time.monotonic()))
+    kv, partial = [Point() for _ in range(4)], Point()
+    for i, point in enumerate(kv):
+        watch.post("kv", point, f"hop {i}")
+    watch.post("partial", partial, "dK/dV")
+    for point in kv[:3]:
+        time.sleep(0.4)
+        point.passed = True
+        assert said == []
+    until(lambda: len(released) >= 3)
+    assert said == ["hop 3; dK/dV: nothing within 0.6 s; is that rank stopped?"]
+    kv[3].passed = partial.passed = True
+    until(lambda: not any(watch._streams.values()))
+    count = len(released)
+    time.sleep(0.3)
+    assert len(released) == count
+
+
+def test_a_watch_hears_of_another_ranks_failure_at_once() -> None:
+    said: list[str] = []
+    watch = Watch(60.0, lambda: "rank 2: disk on fire", said.append, lambda: None)
+    watch.post("kv", Point(), "backward hop 2: K/V of rank 3")
+    until(lambda: said)
+    assert said == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
+
+
+def test_a_watch_that_gave_up_releases_and_says_nothing() -> None:
+    said: list[str] = []
+    released: list[bool] = []
+    point = Point()
+    watch = Watch(0.1, lambda: "rank 2: disk on fire", said.append, lambda: released.append(True))
+    watch.give_up()
+    watch.post("kv", point, "hop 1")
+    until(lambda: len(released) >= 2)
+    assert said == []
+    point.passed = True
+
+
+class LostError(RuntimeError):
+    pass
+
+
+def test_the_error_is_raised_in_the_main_thread() -> None:
+    """In its Python, with its kind and text, although another thread has found it."""
+    watch = Watch(0.2, lambda: None, lambda m: raise_in_main_thread(LostError(m)), lambda: None)
+    with pytest.raises(LostError, match="hop 1: nothing within"):  # noqa: PT012
+        watch.post("kv", Point(), "hop 1")
+        while True:
+            time.sleep(0.01)
