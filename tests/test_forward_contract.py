@@ -27,7 +27,7 @@ UNIT = unit("forward", torch.empty(0, 1, D, dtype=torch.bfloat16))
 @pytest.fixture(scope="module")
 def cpu() -> Iterator[Machine]:
     with machine() as emulated:
-        kernels._entry(UNIT)  # compiled before a test counts seconds
+        kernels._entry(UNIT, "forward")  # compiled before a test counts seconds
         yield emulated
 
 
@@ -146,13 +146,13 @@ def test_any_number_of_ctas_gives_the_same(
 ) -> None:
     """Down to one, which takes every tile."""
     problem = Problem(THREE, window=(-1, 0))
-    entry, ctas = kernels._entry(UNIT), []
+    entry, ctas = kernels._entry(UNIT, "forward"), []
 
     def noted(args: Any, stream: int) -> int:
         ctas.append(args._obj.num_ctas)
         return entry(args, stream)
 
-    monkeypatch.setattr(kernels, "_entry", lambda _: noted)
+    monkeypatch.setattr(kernels, "_entry", lambda *_: noted)
     cpu.settings(seed=margin)
     problem.check(*problem.run(sm_margin=margin))
     assert ctas == [PROCESSORS - margin]
