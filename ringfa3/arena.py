@@ -6,36 +6,28 @@ serves all calls and layers; it grows where a call needs more, on all ranks in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from ringfa3.schedule import Buffer, Purpose, Word
+from ringfa3.schedule import Buffer
+from ringfa3.words import Gather, together
 
 SHARED = (Buffer.SRC, Buffer.D)
 ALIGNMENT = 1 << 21  # bytes, of slots: pages of the device
-SLOTS = 2
-
-Gather = Callable[[str], Sequence[str]]  # a line of every rank; returns when all have said theirs
+SLOTS = {Buffer.SRC: 2, Buffer.IN: 2, Buffer.D: 2, Buffer.EARLY: 1}
 
 
 class Arena:
-    """Buffers and words of one rank, and where those of its peers are.
+    """Buffers of one rank, and where those of its peers are.
 
-    The region: a header with the words, behind them one that is always 1; then SRC and D, two
-    slots each. IN and EARLY are this rank's alone.
+    SRC and D lie in the region, slot behind slot. IN and EARLY are this rank's alone.
     """
 
-    def __init__(
-        self, group_name: str, rank: int, world: int, device: torch.device, gather: Gather
-    ) -> None:
-        self.group_name, self.rank, self.world, self.device = group_name, rank, world, device
-        self.gather = gather
-        self.num_words = world * len(Purpose) * 2
-        self._header = _rounded(4 * (self.num_words + 1), ALIGNMENT)
+    def __init__(self, group_name: str, rank: int, device: torch.device, gather: Gather) -> None:
+        self.group_name, self.rank, self.device, self.gather = group_name, rank, device, gather
         self._capacity = dict.fromkeys(Buffer, 0)  # bytes of a slot
         self._own: dict[Buffer, torch.Tensor] = {}
-        self._handle: object = None  # keeps the peers' memory mapped
 
     def reserve(self, needed: Mapping[Buffer, int]) -> None:
         """Makes slots at least so large, in bytes. All ranks ask for the same in the same call.
@@ -48,44 +40,32 @@ class Arena:
         if all(size <= self._capacity[buffer] for buffer, size in needed.items()):
             return
         torch.cuda.synchronize(self.device)
-        problem = ""
-        try:
-            capacity = {
-                b: max(size, _rounded(needed.get(b, 0), ALIGNMENT))
-                for b, size in self._capacity.items()
-            }
-            region = self._allocate(capacity)
-        except RuntimeError as error:
-            problem = str(error).strip().split("\n")[0]
-        for rank, said in enumerate(self.gather(problem)):
-            if said:
-                raise RuntimeError(f"rank {rank} of the group has no room for the arena: {said}")
-        self._meet(region)  # nobody uses the old one any more
+        capacity = {
+            b: max(size, _rounded(needed.get(b, 0), ALIGNMENT))
+            for b, size in self._capacity.items()
+        }
+        # the device is idle, so the peers have taken what they wanted of the old one
+        together(self.gather, "room for the arena", lambda: self._allocate(capacity))
+        offsets = together(self.gather, "mapping the arena", self._meet)
+        self._base = [p + int(offset) for p, offset in zip(self._mapped, offsets, strict=True)]
         self._capacity = capacity
 
-    def _allocate(self, capacity: Mapping[Buffer, int]) -> torch.Tensor:
+    def _allocate(self, capacity: Mapping[Buffer, int]) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
-        sizes = [SLOTS * capacity[buffer] for buffer in SHARED]
-        region = symm_mem.empty(self._header + sum(sizes), dtype=torch.uint8, device=self.device)
-        region[: self._header].zero_()
-        region[4 * self.num_words] = 1  # little-endian, as the device
+        size = {buffer: SLOTS[buffer] * capacity[buffer] for buffer in Buffer}
+        shared = sum(size[buffer] for buffer in SHARED)
+        self._region = symm_mem.empty(shared, dtype=torch.uint8, device=self.device)
         for buffer in set(Buffer) - set(SHARED):
-            self._own[buffer] = torch.empty(
-                SLOTS * capacity[buffer], dtype=torch.uint8, device=self.device
-            )
-        torch.cuda.synchronize(self.device)
-        return region
+            self._own[buffer] = torch.empty(size[buffer], dtype=torch.uint8, device=self.device)
 
-    def _meet(self, region: torch.Tensor) -> None:
+    def _meet(self) -> int:
+        """Maps the peers' regions; gives how far this rank's lies behind the start of its map."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        handle = symm_mem.rendezvous(region, self.group_name)  # type: ignore[arg-type]
-        pointers = list(handle.buffer_ptrs)
-        # a tensor may lie behind the start of what is mapped
-        offsets = self.gather(str(region.data_ptr() - pointers[self.rank]))
-        self._base = [p + int(offset) for p, offset in zip(pointers, offsets, strict=True)]
-        self._region, self._handle = region, handle
+        self._handle = symm_mem.rendezvous(self._region, self.group_name)  # type: ignore[arg-type]
+        self._mapped = list(self._handle.buffer_ptrs)
+        return self._region.data_ptr() - self._mapped[self.rank]
 
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         """A slot of this rank, uint8."""
@@ -102,23 +82,8 @@ class Arena:
         return self._base[rank] + self._offset(buffer, slot)
 
     def _offset(self, buffer: Buffer, slot: int) -> int:
-        before = SLOTS * self._capacity[Buffer.SRC] if buffer is Buffer.D else 0
-        return self._header + before + slot * self._capacity[buffer]
-
-    def word(self, word: Word) -> int:
-        """Address of a word, in its receiver's memory."""
-        index = (word.sender * len(Purpose) + word.purpose) * 2 + word.parity
-        return self._base[word.receiver] + 4 * index
-
-    @property
-    def words(self) -> int:
-        """Address of this rank's words, `num_words` of them."""
-        return self._base[self.rank]
-
-    @property
-    def one(self) -> int:
-        """Address of a word of this rank that is always 1."""
-        return self.words + 4 * self.num_words
+        before = SLOTS[Buffer.SRC] * self._capacity[Buffer.SRC] if buffer is Buffer.D else 0
+        return before + slot * self._capacity[buffer]
 
 
 def _rounded(size: int, to: int) -> int:

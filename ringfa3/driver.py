@@ -10,12 +10,14 @@ import ctypes
 from functools import lru_cache
 
 EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 _ADDRESS, _STREAM = ctypes.c_uint64, ctypes.c_void_p
 _ARGUMENTS = {
     "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
     "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM),
-    "cuMemsetD32Async": (_ADDRESS, ctypes.c_uint, ctypes.c_size_t, _STREAM),
+    "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
+    "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_ADDRESS), ctypes.c_void_p, ctypes.c_uint),
 }
 
 
@@ -33,12 +35,12 @@ def load() -> None:
 
 
 def wait(stream: int, address: int, value: int) -> None:
-    """The stream goes on when the word is `value`. The word lies in this device's memory."""
+    """The stream goes on when the word is `value`. The word lies in its or in registered memory."""
     _call("cuStreamWaitValue32_v2", stream, address, value, EQUAL)
 
 
 def write(stream: int, address: int, value: int) -> None:
-    """Sets a word of this device's memory after all that the stream did before."""
+    """Sets a word, likewise, after all that the stream did before."""
     _call("cuStreamWriteValue32_v2", stream, address, value, 0)
 
 
@@ -47,9 +49,12 @@ def copy(stream: int, target: int, source: int, size: int) -> None:
     _call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
 
 
-def fill(stream: int, address: int, value: int, count: int) -> None:
-    """Sets `count` words from an address on."""
-    _call("cuMemsetD32Async", address, value, count, stream)
+def register(address: int, size: int) -> int:
+    """Lets the current device reach host memory; gives its address there."""
+    _call("cuMemHostRegister_v2", address, size, MAPPED)
+    there = _ADDRESS()
+    _call("cuMemHostGetDevicePointer_v2", ctypes.byref(there), address, 0)
+    return there.value
 
 
 @lru_cache(None)
@@ -67,7 +72,7 @@ def _entries() -> ctypes.CDLL:
     return library
 
 
-def _call(name: str, *arguments: int) -> None:
+def _call(name: str, *arguments: object) -> None:
     library = _entries()
     status = getattr(library, name)(*arguments)
     if status:

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -33,7 +34,9 @@ from ringfa3.schedule import (
     Stream,
     Take,
 )
+from ringfa3.transports import first_line
 from ringfa3.watch import Watch, raise_in_main_thread
+from ringfa3.words import Words
 
 # The schedule is proven and run on the CPU; what is in this file, in arena.py and driver.py has
 # not run on GPUs yet. Until tests/test_gpu_symmetric.py has passed there, "auto" takes NCCL.
@@ -75,9 +78,10 @@ class CudaMachine:
         """lost(message) is called if a peer does not answer within `timeout_s`."""
         self.group, self.device = group, device
         self.calls = 0
-        self.arena = Arena(group.name, group.rank, group.world, device, group.gather)
+        self.arena = Arena(group.name, group.rank, device, group.gather)
+        self.words = Words(group.rank, group.world, group.gather)
         self._side = {Stream.KV: _stream(device), Stream.PARTIAL: _stream(device)}
-        self._rescue = _stream(device)
+        self._taken = dict.fromkeys(Stream, 0)  # words, by each stream
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._events: dict[Event, torch.cuda.Event] = {}
         self._row_bytes: Mapping[Buffer, int] = {}
@@ -88,7 +92,7 @@ class CudaMachine:
             Take: self._take,
             Copy: self._copy,
         }
-        self._watch = Watch(timeout_s, group.alarm, lost, self.release)
+        self._watch = Watch(timeout_s, group.alarm, lost, self.words.set_all)
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
         self._row_bytes = row_bytes
@@ -125,16 +129,18 @@ class CudaMachine:
             stream.wait_event(event)
 
     def _set(self, stream: torch.cuda.Stream, order: Set) -> None:
-        driver.copy(stream.cuda_stream, self.arena.word(order.word), self.arena.one, 4)
+        driver.write(stream.cuda_stream, self.words.address(order.word), 1)
 
     def _take(self, stream: torch.cuda.Stream, take: Take) -> None:
-        word = self.arena.word(take.word)
+        word = self.words.address(take.word)
+        self._taken[take.stream] += 1
+        count = self._taken[take.stream] % (1 << 32)
         driver.wait(stream.cuda_stream, word, 1)
         driver.write(stream.cuda_stream, word, 0)
-        mark = _event()
-        mark.record(stream)
+        driver.write(stream.cuda_stream, self.words.counter(take.stream), count)
+        passed = partial(self.words.reached, take.stream, count)
         peer = self.group.ranks[take.word.sender]
-        self._watch.post(take.stream, mark, f"{take.what} rank {peer}")
+        self._watch.post(take.stream, passed, f"{take.what} rank {peer}")
 
     def _copy(self, stream: torch.cuda.Stream, copy: Copy) -> None:
         size = (copy.source.end - copy.source.begin) * self._row_bytes[copy.source.buffer]
@@ -148,11 +154,6 @@ class CudaMachine:
     def abandon(self) -> None:
         """The calls under way will never be answered: their streams go on, nobody is told."""
         self._watch.give_up()
-
-    def release(self) -> None:
-        """Lets this rank's streams go on, whatever they wait for; results are void."""
-        with torch.cuda.device(self.device):
-            driver.fill(self._rescue.cuda_stream, self.arena.words, 1, self.arena.num_words)
 
     def _address(self, place: Place) -> int:
         begin = place.begin * self._row_bytes[place.buffer]
@@ -191,7 +192,7 @@ def open_machine(group: Group, nccl: dist.ProcessGroup, device: torch.device) ->
         if late:
             reason = f"a trial did not end: {late[0]}"
     except RuntimeError as problem:
-        reason = str(problem).strip().split("\n")[0]
+        reason = first_line(problem)
     for rank, said in zip(group.ranks, group.gather(reason), strict=True):
         if said:
             return f"rank {rank}: {said}"

@@ -7,19 +7,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 POLL_S = 0.1
 
-
-class Mark(Protocol):
-    """A point in a stream, as a CUDA event."""
-
-    def query(self) -> bool: ...
+Mark = Callable[[], bool]  # a point in a stream: whether it is passed
 
 
 class Watch(threading.Thread):
     """Looks at the marks behind the waits of ring calls, in the order of each stream.
+
+    It calls nothing of CUDA, which may hold a thread up as long as a stream waits.
 
     If none is passed for `timeout_s`, or another rank has given up, it calls lost(message), once,
     and then release() until the last mark is passed. Idle while there are no marks.
@@ -83,7 +80,7 @@ class Watch(threading.Thread):
     @staticmethod
     def _drop_passed(marks: deque[tuple[Mark, str]]) -> bool:
         before = len(marks)
-        while marks and marks[0][0].query():
+        while marks and marks[0][0]():
             marks.popleft()
         return len(marks) < before
 

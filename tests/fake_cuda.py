@@ -83,11 +83,8 @@ class FakeCuda:
                 lambda b=begin, n=length: ctypes.memmove(target + b, source + b, n),
             )
 
-    def fill(self, stream: int, address: int, value: int, count: int) -> None:
-        words = (ctypes.c_uint32 * count).from_address(address)
-        self.streams[stream].put(
-            lambda: True, lambda: words.__setitem__(slice(None), [value] * count)
-        )
+    def register(self, address: int, size: int) -> int:
+        return address
 
 
 class FakeStream:
@@ -226,6 +223,7 @@ class Ranks:
             mock.patch.object(symmetric, "_stream", cuda.stream),
             mock.patch.object(symmetric, "_event", cuda.event),
             mock.patch.object(symmetric, "driver", cuda),
+            mock.patch("ringfa3.words.driver", cuda),
             mock.patch.object(symmetric, "_introduction", introduction),
             mock.patch.object(torch.cuda, "current_stream", current_stream),
             mock.patch.object(torch.cuda, "synchronize", synchronize),

@@ -21,7 +21,7 @@ from dense import cumulative
 from ranks import free_port
 from test_gpu_ring import plain_attention
 
-from ringfa3 import RingError, driver, plan_context, ring_attn_func
+from ringfa3 import RingError, plan_context, ring_attn_func
 from ringfa3.schedule import Copy, Operation
 from ringfa3.symmetric import CudaMachine
 
@@ -50,9 +50,12 @@ class Slow:
         with torch.cuda.stream(stream):
             self.sleep()
         if isinstance(operation, Copy):
-            place = operation.target
-            size = (place.end - place.begin) * machine._row_bytes[place.buffer]
-            driver.fill(stream.cuda_stream, machine._address(place), 0xFFFFFFFF, size // 4)
+            place, row = operation.target, machine._row_bytes[operation.target.buffer]
+            with torch.cuda.stream(stream):
+                arriving = machine.local(place.buffer, place.slot)[
+                    place.begin * row : place.end * row
+                ]
+                arriving.fill_(0xFF)
         self.inner(machine, operation)
 
 

@@ -32,6 +32,7 @@ ORDER = [
     "transports",
     "driver",
     "watch",
+    "words",
     "arena",
     "symmetric",
     "comm",

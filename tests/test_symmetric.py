@@ -134,29 +134,22 @@ def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> No
         ]
 
 
-class Broken(FakeCuda):
-    """Copies do something else."""
+class Lost(FakeCuda):
+    """No word is set."""
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        if value != 1:
+            super().write(stream, address, value)
+
+
+class Shifted(FakeCuda):
+    """Data come from beside their place."""
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
-        raise NotImplementedError
+        super().copy(stream, target, source + 2, size)
 
 
-class Lost(Broken):
-    """No word arrives."""
-
-    def copy(self, stream: int, target: int, source: int, size: int) -> None:
-        if size != 4:
-            FakeCuda.copy(self, stream, target, source, size)
-
-
-class Shifted(Broken):
-    """Data arrive beside their place."""
-
-    def copy(self, stream: int, target: int, source: int, size: int) -> None:
-        FakeCuda.copy(self, stream, target, source + (2 if size > 4 else 0), size)
-
-
-class Refused(Broken):
+class Refused(FakeCuda):
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         raise driver.DriverError("cuMemcpyDtoDAsync_v2: CUDA error 1, invalid argument")
 
@@ -203,7 +196,7 @@ def test_a_rank_without_room_refuses_for_all() -> None:
     ranks = Ranks(2)
     with mock.patch("ringfa3.arena.Arena._allocate", no_room):
         for said in opened(ranks):
-            assert "rank 1 of the group has no room for the arena: CUDA out of memory" in str(said)
+            assert "room for the arena on rank 1 of the group: CUDA out of memory" in str(said)
 
 
 def test_hindrances(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +242,7 @@ class Point:
     def __init__(self, passed: bool = False) -> None:
         self.passed = passed
 
-    def query(self) -> bool:
+    def __call__(self) -> bool:
         return self.passed
 
 

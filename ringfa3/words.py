@@ -1,0 +1,92 @@
+"""The words between the ranks of one host: host memory that all of them have mapped.
+
+Streams set and await words by memory operations of the driver; the host does so by plain stores.
+It must: while the queue of a stream is full, or a kernel is being loaded, the driver lets no call
+of another thread in, and a stream that waits in vain has to go on all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringfa3 import driver
+from ringfa3.schedule import Purpose, Stream, Word
+from ringfa3.transports import first_line
+
+DIRECTORY = "/dev/shm"
+BYTES = 4  # of a word
+
+Gather = Callable[[str], Sequence[str]]  # a line of every rank; returns when all have said theirs
+
+
+def together(gather: Gather, what: str, step: Callable[[], object]) -> list[str]:
+    """Takes a step and gives what each rank's step has given, as text.
+
+    Raises:
+        RuntimeError: on all ranks, if the step failed on one.
+    """
+    try:
+        mine = [str(step()), ""]
+    except (RuntimeError, OSError) as problem:
+        mine = ["", first_line(problem) or type(problem).__name__]
+    said = [json.loads(line) for line in gather(json.dumps(mine))]
+    for rank, (_, wrong) in enumerate(said):
+        if wrong:
+            raise RuntimeError(f"{what} on rank {rank} of the group: {wrong}")
+    return [given for given, _ in said]
+
+
+class Words:
+    """0 or 1 for each (receiver, sender, purpose, parity), and a counter for each stream."""
+
+    def __init__(self, rank: int, world: int, gather: Gather) -> None:
+        """All ranks together. The current device is the one whose streams use the words.
+
+        Raises:
+            RuntimeError: on all ranks, if they have no memory in common.
+        """
+        self.rank = rank
+        self._shape = (world, world, len(Purpose), 2)
+        self._words = world * world * len(Purpose) * 2
+        self._count = self._words + world * len(Stream)
+        path = together(gather, "a file for words", lambda: "" if rank else self._new_file())[0]
+        try:
+            together(gather, "mapping the words", lambda: self._map(path))
+        finally:
+            if rank == 0:
+                os.unlink(path)
+
+    def _new_file(self) -> str:
+        file, path = tempfile.mkstemp(prefix="ringfa3-", dir=DIRECTORY)
+        os.ftruncate(file, self._count * BYTES)  # all zero
+        os.close(file)
+        return path
+
+    def _map(self, path: str) -> None:
+        memory = torch.from_file(path, shared=True, size=self._count, dtype=torch.int32)
+        self._address = driver.register(memory.data_ptr(), self._count * BYTES)
+        self._mine = memory[: self._words].view(self._shape)[self.rank]
+        self._counters = memory[self._words :].view(-1, len(Stream))[self.rank]
+
+    def address(self, word: Word) -> int:
+        """For stream memory operations."""
+        _, world, purposes, parities = self._shape
+        index = (word.receiver * world + word.sender) * purposes + word.purpose
+        return self._address + BYTES * (index * parities + word.parity)
+
+    def counter(self, stream: Stream) -> int:
+        """Address of a counter of this rank's stream."""
+        return self._address + BYTES * (self._words + self.rank * len(Stream) + stream)
+
+    def reached(self, stream: Stream, count: int) -> bool:
+        """Whether the stream has written `count` to its counter, or a later one; modulo 2^32."""
+        return (int(self._counters[stream]) - count) % (1 << 32) < 1 << 31
+
+    def set_all(self) -> None:
+        """Sets all words that this rank awaits, from the host."""
+        self._mine.fill_(1)
