@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ringfa3.symmetric import CudaMachine, open_machine
-from ringfa3.transports import TRANSPORTS, NcclTransport, Transport, first_line
+from ringfa3.transports import TRANSPORTS, Transport, first_line
 
 AGREEMENTS_KEPT = 4096  # keys of (plan, shapes) already agreed on
 GLANCE_S = 0.25  # how often a waiting rank looks at the side channel
@@ -71,8 +71,7 @@ class RingGroup:
         All ranks make it together: a first call may leave some of them without messages.
         """
         if name not in self._transports:
-            if self._lookout is None:  # made now: once it is needed, the store may not answer
-                self._lookout = _Lookout(self)
+            self._look_out()
             try:
                 p2p = self._new_group(name)
                 dist.all_reduce(torch.zeros(1, device=device), group=p2p)  # connects all ranks
@@ -88,14 +87,17 @@ class RingGroup:
             ValueError: on all ranks, with the reason why this group cannot have one.
         """
         if self._machine is None:
-            nccl = self.transport("nccl", device)
-            assert isinstance(nccl, NcclTransport)
-            self._machine = open_machine(self, nccl.p2p, device)
+            self._look_out()
+            self._machine = open_machine(self, device)
         if isinstance(self._machine, str):
             raise ValueError(
                 f"transport='symmetric' is not possible here ({self._machine}): use 'nccl'"
             )
         return self._machine
+
+    def _look_out(self) -> None:
+        if self._lookout is None:  # made now: once it is needed, the store may not answer
+            self._lookout = _Lookout(self)
 
     @property
     def timeout_s(self) -> float:
@@ -271,9 +273,14 @@ class RingGroup:
                 raise ValueError(f"{name} differs over the ranks of the context group: {said}")
 
     def fail(self, message: str) -> RingError:
-        """Marks the group lost, tells the other ranks, and returns the error to raise."""
+        """Marks the group lost, tells the other ranks, and returns the error to raise.
+
+        Streams that wait for peers go on.
+        """
         full = f"rank {self.ranks[self.rank]}: {message}"
         self.failure = full
+        if isinstance(self._machine, CudaMachine):
+            self._machine.abandon()
 
         def tell() -> None:
             with suppress(dist.DistError):  # a store that is gone has nobody to tell

@@ -1,4 +1,4 @@
-"""Stream memory operations of the CUDA driver: a stream sets or awaits a word without a kernel.
+"""Calls of the CUDA driver: above all, a stream sets or awaits a word without a kernel.
 
 PyTorch has no such calls. Streams and addresses are plain integers; a stream belongs to the
 current device.

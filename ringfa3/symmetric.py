@@ -1,7 +1,7 @@
 """The `symmetric` transport: copy engines pull from peers' memory, driver words order the streams.
 
 All decisions are in `schedule.py`; here its operations become CUDA's. A group may use it if all
-its ranks say so: a trial call in each direction, on whole numbers, must give what NCCL gives.
+its ranks say so: trial calls in each direction, on whole numbers that all know, must be exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from ringfa3 import driver
 from ringfa3.arena import Arena
@@ -43,7 +42,7 @@ from ringfa3.words import Words
 RAN_ON_HARDWARE = False
 
 TRIAL_TOKENS = 2048  # of a rank, 128 numbers each
-TRIAL_S = 30.0
+TRIAL_S = 30.0  # at most half the group's timeout: a rank that fails waits for the others
 
 
 class Group(Protocol):
@@ -52,6 +51,7 @@ class Group(Protocol):
     ranks: list[int]
     rank: int
     world: int
+    failure: str | None  # why the group is lost
 
     @property
     def name(self) -> str: ...
@@ -172,7 +172,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def open_machine(group: Group, nccl: dist.ProcessGroup, device: torch.device) -> CudaMachine | str:
+def open_machine(group: Group, device: torch.device) -> CudaMachine | str:
     """The machine of a group on one host, or why it cannot have one; the same on all ranks."""
     notes = [n.split("\t") for n in group.gather("\t".join(_introduction(device)))]
     for rank, (_, _, reason) in zip(group.ranks, notes, strict=True):
@@ -187,15 +187,18 @@ def open_machine(group: Group, nccl: dist.ProcessGroup, device: torch.device) ->
     late: list[str] = []
     try:
         with torch.cuda.device(device):
-            machine = CudaMachine(group, device, TRIAL_S, late.append)
-            reason = _trial(machine, group, nccl)
+            limit = min(TRIAL_S, group.timeout_s / 2)
+            machine = CudaMachine(group, device, limit, late.append)
+            reason = _trial(machine)
         if late:
             reason = f"a trial did not end: {late[0]}"
     except RuntimeError as problem:
+        if group.failure is not None:
+            raise
         reason = first_line(problem)
-    for rank, said in zip(group.ranks, group.gather(reason), strict=True):
-        if said:
-            return f"rank {rank}: {said}"
+    reasons = zip(group.ranks, group.gather(reason), strict=True)
+    if against := [f"rank {rank}: {said}" for rank, said in reasons if said]:
+        return "; ".join(against)
     assert machine is not None
     machine.serve()
     return machine
@@ -225,37 +228,37 @@ def hindrance() -> str | None:
     return None
 
 
-def _trial(machine: CudaMachine, group: Group, nccl: dist.ProcessGroup) -> str:
+def _trial(machine: CudaMachine) -> str:
     """What is wrong with a forward and a backward of each parity; nothing if they are right.
 
-    In place of attention, rank r adds (r + 1) times the K/V that it sees to their dK/dV.
+    In place of attention, rank r adds (r + 1) times the K/V that it sees to their dK/dV. The ranks
+    meet only in the first call, which needs all the memory: one that fails later leaves no other
+    waiting but for words.
     """
-    rank, world, device = group.rank, group.world, machine.device
+    rank, world, device = machine.group.rank, machine.group.world, machine.device
     plan = plan_context(world * TRIAL_TOKENS, (rank, world), "contiguous", causal=False)
-    generator = torch.Generator(device).manual_seed(rank)
+    generator = torch.Generator().manual_seed(0)  # the same numbers on all ranks
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    for _ in range(2):
-        for direction in ("forward", "backward"):
-            shape = (TRIAL_TOKENS, 2, 1, 128)
-            mine = torch.randint(-9, 10, shape, generator=generator, device=device).bfloat16()
-            everyone = [torch.empty_like(mine) for _ in range(world)]
-            dist.all_gather(everyone, mine, group=nccl)
+    shape = (world, TRIAL_TOKENS, 2, 1, 128)
+    for direction in ("backward", "forward", "forward", "backward"):
+        everyone = torch.randint(-9, 10, shape, generator=generator).to(device, torch.bfloat16)
+        mine = everyone[rank]
 
-            def attend(
-                hop: int,
-                k: torch.Tensor,
-                v: torch.Tensor,
-                *partial: torch.Tensor,
-                everyone: list[torch.Tensor] = everyone,
-            ) -> None:
-                wrong.add_((torch.stack((k, v), 1) != everyone[(rank - hop) % world]).sum())
-                for x, y in zip(partial, (k, v), strict=False):
-                    x.copy_(y.float() * (rank + 1) + (0 if plan.hops.stores[hop] else x))
+        def attend(
+            hop: int,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            *partial: torch.Tensor,
+            everyone: torch.Tensor = everyone,
+        ) -> None:
+            wrong.add_((torch.stack((k, v), 1) != everyone[(rank - hop) % world]).sum())
+            for x, y in zip(partial, (k, v), strict=False):
+                x.copy_(y.float() * (rank + 1) + (0 if plan.hops.stores[hop] else x))
 
-            course = Course(machine, plan, direction, *mine.unbind(1))
-            course.run(attend)
-            if direction == "backward":
-                wrong.add_((course.home != mine.float() * (world * (world + 1) // 2)).sum())
+        course = Course(machine, plan, direction, *mine.unbind(1))
+        course.run(attend)
+        if direction == "backward":
+            wrong.add_((course.home != mine.float() * (world * (world + 1) // 2)).sum())
     done = _event()
     done.record(torch.cuda.current_stream(device))
     while not done.query():  # type: ignore[no-untyped-call]

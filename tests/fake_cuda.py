@@ -95,6 +95,7 @@ class FakeStream:
         self.actions: deque[Action] = deque()
 
     def put(self, can: Callable[[], bool], act: Callable[[], None]) -> None:
+        assert threading.current_thread().name != "ringfa3-watch", "CUDA would hold it up"
         with self.cuda.lock:
             self.actions.append((can, act))
 
@@ -116,6 +117,7 @@ class FakeEvent:
             stream.put(lambda: True, lambda: passed.__setitem__(0, True))
 
     def query(self) -> bool:
+        assert threading.current_thread().name != "ringfa3-watch", "CUDA would hold it up"
         self.cuda.step()
         return self.passed[0]
 
@@ -128,6 +130,7 @@ class FakeGroup:
         self.world, self.name = ranks.world, "fake"
         self.ranks = [10 + r for r in range(ranks.world)]  # of the job
         self.failures: list[str] = []
+        self.failure: str | None = None
 
     def gather(self, line: object) -> list[object]:
         return self.meeting.gather(self.rank, line)
@@ -203,10 +206,6 @@ class Ranks:
             assert not any(s.actions for s in mine), "the region before this one is in use"
             return torch.full((size,), 0xFF, dtype=dtype)  # NaN
 
-        def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: int) -> None:
-            for part, other in zip(parts, self.gather(group, mine), strict=True):
-                part.copy_(other)  # type: ignore[arg-type]
-
         def rendezvous(region: torch.Tensor, _name: str) -> SimpleNamespace:
             return SimpleNamespace(buffer_ptrs=self.gather(rank(), region.data_ptr()))
 
@@ -230,6 +229,5 @@ class Ranks:
             mock.patch.object(torch.cuda, "device", nullcontext),
             mock.patch.object(symm_mem, "empty", empty),
             mock.patch.object(symm_mem, "rendezvous", rendezvous),
-            mock.patch.object(symmetric.dist, "all_gather", all_gather),
         ):
             yield

@@ -119,6 +119,7 @@ def _stall(rank: int, world: int) -> None:
     plan = plan_context(1024 * world)
     x = torch.randn(plan.local_tokens, 4, 64, device="cuda").bfloat16()
     ring_attn_func(x, x, x, plan, transport="symmetric")
+    y = torch.zeros(1, device="cuda").add_(1)  # its kernel is loaded
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 1:
@@ -127,9 +128,8 @@ def _stall(rank: int, world: int) -> None:
     start = time.monotonic()
     with pytest.raises(RingError) as raised:  # noqa: PT012
         ring_attn_func(x, x, x, plan, transport="symmetric")
-        while True:  # a step that goes on without looking
-            torch.cuda.synchronize()
-            time.sleep(0.01)
+        while True:  # until the queue is full: then the driver holds up every thread that calls it
+            y.add_(1)
     assert time.monotonic() - start < TIMEOUT_S + 5
     assert re.search(r"forward hop \d: K/V|gave up because", str(raised.value)), raised.value
     with pytest.raises(RingError, match="the context group is lost"):

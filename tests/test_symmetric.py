@@ -23,7 +23,6 @@ from ringfa3.course import Course
 from ringfa3.ring import ring_attention
 from ringfa3.schedule import Buffer
 from ringfa3.symmetric import CudaMachine, open_machine
-from ringfa3.transports import NcclTransport
 from ringfa3.watch import Watch, raise_in_main_thread
 
 CPU = torch.device("cpu")
@@ -36,7 +35,7 @@ def _small_trial() -> object:
 
 
 def opened(ranks: Ranks) -> list[object]:
-    return ranks.run(lambda group: open_machine(group, group.rank, CPU))  # type: ignore[arg-type]
+    return ranks.run(lambda group: open_machine(group, CPU))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -47,7 +46,7 @@ def test_the_trial_passes_on_a_sound_machine(world: int) -> None:
 
 def _layers(group: FakeGroup, placements: list[Placement], here: dict[int, CudaMachine]) -> float:
     """The largest error of out, lse, dq, dk and dv of layers, against the dense reference."""
-    machine = open_machine(group, group.rank, CPU)  # type: ignore[arg-type]
+    machine = open_machine(group, CPU)  # type: ignore[arg-type]
     assert isinstance(machine, CudaMachine)
     here[threading.get_ident()] = machine
     made = []
@@ -103,25 +102,20 @@ def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str
     """Lines of all ranks in a call, and what `machine` raises, twice."""
     ring, calls = RingGroup.of(group), []
 
-    def opened(_: object, nccl: object, device: torch.device) -> str:
-        calls.append(nccl)
+    def opened(*_: object) -> str:
+        calls.append(verdict)
         return verdict
 
     said = []
-    nccl = object.__new__(NcclTransport)
-    nccl.p2p = group
     ring.begin({})
     lines = ring.gather(f"I am {ring.rank}")
-    with (
-        mock.patch.object(RingGroup, "transport", return_value=nccl),
-        mock.patch("ringfa3.comm.open_machine", opened),
-    ):
+    with mock.patch("ringfa3.comm.open_machine", opened):
         for _ in range(2):
             try:
                 ring.machine(CPU)
             except ValueError as error:
                 said.append(str(error))
-    assert calls == [group]
+    assert calls == [verdict]
     return lines, said
 
 
@@ -154,12 +148,22 @@ class Refused(FakeCuda):
         raise driver.DriverError("cuMemcpyDtoDAsync_v2: CUDA error 1, invalid argument")
 
 
+class RefusedOnOne(Refused):
+    def copy(self, *arguments: int) -> None:
+        copy = Refused.copy if threading.current_thread().name == "1" else FakeCuda.copy
+        copy(self, *arguments)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Lost, r"rank 10: a trial did not end: forward hop 1: K/V of rank 11: nothing within 2 s"),
+        (Lost, r"rank 10: a trial did not end: backward hop 1: K/V of rank 11: nothing within 2 s"),
         (Shifted, r"rank 10: a trial read \d+ wrong numbers"),
         (Refused, r"rank 10: cuMemcpyDtoDAsync_v2: CUDA error 1"),
+        (
+            RefusedOnOne,
+            r"rank 10: a trial did not end.*; rank 11: cuMemcpyDtoDAsync_v2: CUDA error 1",
+        ),
     ],
 )
 def test_a_machine_that_does_not_work_is_refused_on_all_ranks(
@@ -215,7 +219,7 @@ def test_hindrances(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _stalls(group: FakeGroup) -> tuple[list[str], bool]:
     """Rank 1 does not come to the second call; rank 0's streams go on all the same."""
-    machine = open_machine(group, group.rank, CPU)  # type: ignore[arg-type]
+    machine = open_machine(group, CPU)  # type: ignore[arg-type]
     assert isinstance(machine, CudaMachine)
     plan = laid_out([16], 2).plans[group.rank]
     x = torch.ones(plan.local_tokens, 1, 2)
@@ -236,6 +240,23 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on() -> None:
     assert re.fullmatch(
         r"forward hop 1: K/V of rank 11: nothing within 1 s; is that rank stopped\?", waited[0]
     )
+
+
+def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
+    """Whether this rank's watch still waits to raise, when the rank has raised an error itself."""
+    ring = RingGroup.of(group)
+    machine = ring._machine = object.__new__(CudaMachine)
+    machine._watch = mock.Mock()
+    try:
+        with ring.telling_peers():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError:
+        return not machine._watch.give_up.called
+
+
+def test_a_rank_that_raises_in_a_call_raises_once(ranks: processes.Ranks) -> None:
+    """Its streams go on, and no second error comes into its main thread later."""
+    assert processes.sacrifice(1, 4.0, _lost_in_a_call) == [False]
 
 
 class Point:
