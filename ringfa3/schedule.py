@@ -2,7 +2,8 @@
 
 Data only. A call is a list of operations in the order in which the host issues them; operations of
 one stream run in that order, and streams meet only where the list says so: at events inside a
-rank, at words between ranks. A word is 0 or 1; one sender sets it, one receiver awaits and resets it.
+rank, at words between ranks. A word is 0 or 1; one sender sets it, one receiver awaits it and
+resets it.
 
 Forward, at hop t = 0..n-1: a rank's keys lie in its SRC; rank r copies those of rank r-t that its
 queries see, whole pieces, into an IN buffer and attends to them. Nothing is forwarded.
