@@ -6,14 +6,13 @@ The structures mirror csrc/params.h field by field.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringfa3.kernels import Tensor3, aligned, ctas, heads_together, launch, upload
+from ringfa3.kernels import Tensor3, Uploads, addressable, ctas, heads_together, launch, upload
 from ringfa3.plan import FIRST, Plan, Tiling, ramps
 from ringfa3.portions import PORTION, SHARED, portions
 
@@ -95,7 +94,7 @@ class BackwardPass:
         sm_margin: int = 0,
     ) -> None:
         self.unit, self.scale, self.deterministic = unit, scale, deterministic
-        self.q, self.dout, out = (x if aligned(x) else x.contiguous() for x in (q, dout, out))
+        self.q, self.dout, out = (addressable(x) for x in (q, dout, out))
         lse, dlse = (x if x.stride(1) == 1 else x.contiguous() for x in (lse, dlse))
         heads, device = q.shape[1], q.device
         self.num_ctas = ctas(device, sm_margin)
@@ -142,7 +141,7 @@ class BackwardPass:
         words, self._hop = self._words[self._hop], self._hop + 1
         if not len(tiling.tiles):
             return
-        k, v = (x if aligned(x) else x.contiguous() for x in (k, v))
+        k, v = map(addressable, (k, v))
         heads, kv_heads = self.q.shape[1], k.shape[1]
         tables = _on_device(
             tiling, k.device, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
@@ -194,8 +193,7 @@ class _Tables(NamedTuple):
     unseen: bool  # whether some tiles have no portion
 
 
-_tables: weakref.WeakKeyDictionary[Tiling, dict[tuple[object, ...], _Tables]]
-_tables = weakref.WeakKeyDictionary()
+_tables: Uploads[_Tables] = Uploads()
 
 
 def _on_device(
@@ -207,31 +205,31 @@ def _on_device(
     num_ctas: int,
     whole: bool,
 ) -> _Tables:
-    """A tiling's portions and spans in device memory, made and uploaded once."""
-    known = _tables.setdefault(tiling, {})
-    key = (device, group, kv_heads, num_ctas)
-    if key not in known:
+    """A tiling's portions and spans in device memory."""
+
+    def made() -> _Tables:
         table = portions(tiling, tile_m, group, kv_heads, num_ctas, whole)
-        known[key] = _Tables(
+        return _Tables(
             upload(table, device).view(len(table), PORTION.itemsize // 4),
             upload(tiling.spans, device),
             upload(tiling.earlier, device),
             bool((table["flags"] & SHARED).any()),
             len(np.unique(table["row0"])) < len(tiling.tiles),
         )
-    return known[key]
+
+    return _tables.get(tiling, device, (group, kv_heads, num_ctas), made)
 
 
-_grids: weakref.WeakKeyDictionary[Plan, dict[tuple[int, torch.device], torch.Tensor]]
-_grids = weakref.WeakKeyDictionary()
+_grids: Uploads[torch.Tensor] = Uploads()
 
 
 def _grid_blocks(plan: Plan, tile_m: int, device: torch.device) -> torch.Tensor:
-    """(num_blocks, 2) first token and number of tokens of the row grid's blocks, made once."""
-    known = _grids.setdefault(plan, {})
-    if (tile_m, device) not in known:
-        known[tile_m, device] = torch.from_numpy(grid_blocks(plan, tile_m)).to(device)
-    return known[tile_m, device]
+    """(num_blocks, 2) first token and number of tokens of the row grid's blocks."""
+
+    def made() -> torch.Tensor:
+        return upload(grid_blocks(plan, tile_m), device).view(-1, 2)
+
+    return _grids.get(plan, device, (tile_m,), made)
 
 
 def grid_blocks(plan: Plan, tile_m: int) -> npt.NDArray[np.int32]:

@@ -9,7 +9,7 @@ import ctypes
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -101,8 +101,9 @@ def attend(
 ) -> None:
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there.
 
-    Heads and tokens may have any stride of whole 16 bytes; q, k and v of others are copied. Calls
-    may run on any number of streams at once, and in CUDA graphs that replay beside them.
+    Heads and tokens may have any stride of whole 16 bytes; q, k and v of others, and those that do
+    not begin on 16 bytes, are copied. Calls may run on any number of streams at once, and in CUDA
+    graphs that replay beside them.
 
     Args:
         arrivals: (words,) int32, at most 32, on the device. Keys of a span with arrival n > 0 are
@@ -114,7 +115,7 @@ def attend(
         sm_margin: SMs left free, for kernels that run beside this one.
 
     Raises ValueError: spans wait, and `arrivals` is missing or does not fit; `sm_margin` leaves no
-    SM; `out` has another stride.
+    SM; `out` has another stride. RuntimeError: the first call with a tiling is captured.
     """
     num_ctas = ctas(q.device, sm_margin)
     if not len(tiling.tiles):
@@ -123,15 +124,15 @@ def attend(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    tables = _on_device(tiling, q.device)
-    if tables.last_word:
-        _check_arrivals(arrivals, tables.last_word, k, v)
     if not aligned(out):
         raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
-    q, k, v = (x if aligned(x) else x.contiguous() for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
     with torch.cuda.device(q.device):  # the launch goes to the current one
         stream = torch.cuda.current_stream().cuda_stream
+        tables = _tables.get(tiling, q.device, (), lambda: _Tables.of(tiling, q.device))
+        if tables.last_word:
+            _check_arrivals(arrivals, tables.last_word, k, v)
+        q, k, v = map(addressable, (q, k, v))
         args = ForwardArgs(
             *(Tensor3.of(x) for x in (q, k, v, out)),
             running.data_ptr(),
@@ -190,6 +191,11 @@ def aligned(x: torch.Tensor) -> bool:
     return whole and (tokens | heads) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
+def addressable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy that bulk copies can address; `contiguous` returns what begins anywhere."""
+    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def heads_together(bytes_per_head: int, kv_heads: int) -> int:
     """KV heads that run together: sections of equal size whose tensors fit the L2 cache."""
     sections = max(1, min(kv_heads, round(bytes_per_head * kv_heads / L2_BYTES)))
@@ -209,6 +215,42 @@ def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+T = TypeVar("T")
+
+
+class Uploads(Generic[T]):
+    """What kernels read of plans or tilings in device memory; it goes with its owner.
+
+    Uploaded once for each stream that reads it: so the upload comes before the launches, and what
+    the memory holds next after them. A captured launch, which cannot upload, reads what an earlier
+    call on any stream did; that is kept for good, for the graph has its addresses.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[object, dict[object, dict[int, T]]]
+        self._known = weakref.WeakKeyDictionary()
+        self._captured: set[object] = set()
+
+    def get(
+        self, owner: object, device: torch.device, key: tuple[object, ...], make: Callable[[], T]
+    ) -> T:
+        """What `make` uploads for owner and key, known or new. RuntimeError: new and captured."""
+        streams = self._known.setdefault(owner, {}).setdefault((device, *key), {})
+        if torch.cuda.is_current_stream_capturing():
+            if not streams:
+                raise RuntimeError("attention with a new plan is captured: run it once before")
+            self._captured.add(owner)
+            return next(iter(streams.values()))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if stream not in streams:
+            streams[stream] = make()
+        return streams[stream]
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._captured.clear()
+
+
 class _Tables(NamedTuple):
     """A tiling in device memory, and the highest arrival word of its spans."""
 
@@ -216,18 +258,14 @@ class _Tables(NamedTuple):
     spans: torch.Tensor
     last_word: int
 
-
-_tables: weakref.WeakKeyDictionary[Tiling, dict[torch.device, _Tables]]
-_tables = weakref.WeakKeyDictionary()
-
-
-def _on_device(tiling: Tiling, device: torch.device) -> _Tables:
-    """The tables of a tiling that has spans, uploaded once."""
-    known = _tables.setdefault(tiling, {})
-    if device not in known:
+    @classmethod
+    def of(cls, tiling: Tiling, device: torch.device) -> _Tables:
+        """Of a tiling that has spans."""
         tiles, spans = (upload(table, device) for table in (tiling.tiles, tiling.spans))
-        known[device] = _Tables(tiles, spans, int(tiling.spans["arrival"].max()))
-    return known[device]
+        return cls(tiles, spans, int(tiling.spans["arrival"].max()))
+
+
+_tables: Uploads[_Tables] = Uploads()
 
 
 def upload(table: Table | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:

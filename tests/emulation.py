@@ -194,7 +194,7 @@ class Machine:
         """
         self.runtime.emulator_reset(seed, eagerness, patience)
         for known in (kernels._tables, kernels._counters, backward._tables, backward._grids):
-            known.clear()  # type: ignore[attr-defined]
+            known.clear()
         self._kept.clear()
 
 
