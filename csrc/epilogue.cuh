@@ -41,8 +41,8 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Traits::Element* box
 
 // Merges a row with what earlier hops left: the weight of the old O, and of ours, whose LSE it is.
 CUTE_DEVICE float2 merge(float old, float& lse) {
+  if (old == -INFINITY && lse == -INFINITY) return make_float2(0.f, 0.f);
   float const high = fmaxf(old, lse);
-  if (high == -INFINITY) return make_float2(0.f, 0.f);
   float const both = high + __logf(__expf(old - high) + __expf(lse - high));
   float2 const weights = make_float2(__expf(old - both), __expf(lse - both));
   lse = both;

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from emulation import PROCESSORS, Machine, machine, unit
 
 from ringfa3 import kernels, reference
-from ringfa3.plan import Tiling, plan_local
+from ringfa3.plan import FIRST, LAST, Tiling, plan_local
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
 
@@ -181,6 +182,33 @@ def test_masks_hide_exactly_what_they_must(cpu: Machine, window: tuple[int, int]
     problem = Problem([(190, 190), (64, 157), (150, 131)], window)
     cpu.settings(seed=5)
     problem.check(*problem.run())
+
+
+@pytest.mark.parametrize("keys", [(100, 80), (80, 100)], ids=str)
+def test_hops_merge_where_rows_see_nothing(cpu: Machine, keys: tuple[int, int]) -> None:
+    """At one hop or at both; what is NaN at one stays NaN."""
+    problem = Problem([(200, 100)], heads=1)
+    problem.q[110] = torch.nan  # which sees nothing of 80 keys
+    cpu.settings(seed=6)
+    found, expected = [
+        (torch.full_like(q, torch.nan), q.new_full(q.shape, torch.nan, dtype=dtype))
+        for q, dtype in ((problem.q, torch.float32), (problem.q.double(), torch.float64))
+    ]
+    lse = torch.full((1, 200), torch.nan)
+    expected_lse = lse.double()
+    for hop, n in enumerate(keys):
+        hidden = plan_local(np.array([200]), np.array([n]), -1, 0).forward(UNIT.tile_m)[0]
+        tiles = hidden.tiles.copy()
+        tiles["flags"] = (FIRST, LAST)[hop]
+        tiling = Tiling(UNIT.tile_m, tiles, hidden.spans, hidden.earlier)
+        inputs = problem.q, problem.k[:n], problem.v[:n]
+        kernels.attend(UNIT, *inputs, tiling, D**-0.5, *found, lse)
+        reference.attend(*(x.double() for x in inputs), tiling, D**-0.5, *expected, expected_lse)
+    assert expected_lse[0, 110].isnan()
+    assert (expected_lse[0, :100] == -torch.inf).all()
+    close = partial(torch.testing.assert_close, equal_nan=True)
+    close(found[0].double(), expected[0], atol=6e-3, rtol=8e-3)
+    close(lse.double(), expected_lse, atol=1e-4, rtol=0)
 
 
 def test_tiles_store_their_own_rows_alone(cpu: Machine) -> None:

@@ -73,17 +73,15 @@ Step bit_fields(Instruction const& i) {
   return with_integer(i.words.back(), [&](auto t) -> Step {  // bfe: d, a, position, length
     using T = decltype(t);
     return ternary<T, uint32_t>(i, [](T a, T position, uint32_t length) {
+      constexpr uint32_t kLast = sizeof(T) * 8 - 1;
       uint32_t const at = static_cast<uint32_t>(position) & 255, n = length & 255;
-      T out = 0;
-      constexpr uint32_t kWidth = sizeof(T) * 8;
-      for (uint32_t k = 0; k < kWidth; ++k) {
-        uint32_t from = at + std::min(k, n ? n - 1 : 0);
-        bool const filled = k >= n;
-        if (filled && (!std::is_signed_v<T> || n == 0)) break;
-        from = std::min(from, kWidth - 1);
-        out |= static_cast<T>(static_cast<T>(a >> from & 1) << k);
+      bool const sign = std::is_signed_v<T> && n && (a >> std::min(at + n - 1, kLast) & 1);
+      uint64_t out = 0;
+      for (uint64_t k = 0; k <= kLast; ++k) {
+        bool const bit = k < n && at + k <= kLast ? a >> (at + k) & 1 : sign;
+        out |= uint64_t{bit} << k;
       }
-      return out;
+      return static_cast<T>(out);
     });
   });
 }

@@ -167,6 +167,10 @@ Step with_any(std::string const& name, Function const& f) {
 
 Step convert(Instruction const& i) {
   std::string const &to = i.words[i.words.size() - 2], &from = i.words.back();
+  std::string const rounding = i.words[1];
+  bool const saturates = i.has("sat"), to_integer = to[0] == 's' || to[0] == 'u';
+  bool const rounds_otherwise = rounding[0] == 'r' && rounding != "rn";  // not to nearest, even
+  if (to_integer ? saturates : rounds_otherwise) throw std::runtime_error("PTX: " + i.text);
   if (to == "bf16x2" || to == "f16x2") {  // the first source is the upper half
     int const d = i.slot(0), high = i.slot(1), low = i.slot(2);
     bool const brain = to == "bf16x2", relu = i.has("relu");
@@ -180,8 +184,6 @@ Step convert(Instruction const& i) {
       return Next::Go;
     };
   }
-  std::string const rounding = i.words[1];
-  bool const saturates = i.has("sat");
   int const d = i.slot(0), a = i.slot(1);
   return with_any(to, [&](auto t) -> Step {
     using To = decltype(t);

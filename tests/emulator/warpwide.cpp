@@ -10,6 +10,7 @@ namespace {
 
 // Whether all lanes of `members` that still run are here; they arrive one after the other.
 bool together(Warp& w, Lanes lanes, uint32_t members) {
+  if (lanes & ~members) throw std::runtime_error("a lane is not a member of its own mask");
   return (members & w.alive() & ~lanes) == 0;
 }
 
@@ -186,7 +187,6 @@ Step warpwide(Instruction& i) {
   if (op == "prefetch" || op == "prefetchu" || op == "membar") {
     return nothing;
   }
-  if (op == "fence" && !i.has("proxy")) return nothing;
   return {};
 }
 
