@@ -25,7 +25,7 @@ class RingFA3Attention(nn.Module):
     Args:
         num_heads, num_kv_heads, head_dim: of q and of k and v; num_heads % num_kv_heads == 0.
         causal, window_size, layout: the mask and layout where no plan is given.
-        softmax_scale: default head_dim ** -0.5.
+        softmax_scale: positive; default head_dim ** -0.5.
         group: as in `plan_context`; plans made from (rank, world) run in it.
         precision, transport, deterministic: as in `ring_attn_func`.
 

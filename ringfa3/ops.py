@@ -7,6 +7,7 @@ with outputs (out, lse).
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
@@ -41,7 +42,7 @@ def flash_attn_func(
     Args:
         q: (b, s, h, d); k, v: (b, s_k, h_kv, d) with h % h_kv == 0. Any float dtype on the CPU,
             bfloat16 or float16 on the GPU; last dim contiguous.
-        softmax_scale: default d ** -0.5.
+        softmax_scale: positive; default d ** -0.5.
         causal: hide keys to the right of the diagonal; s != s_k aligns at the bottom right.
         window_size: (left, right) keys around the diagonal that a query sees, -1 for unlimited.
         deterministic: bitwise equal gradients from run to run.
@@ -154,12 +155,15 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> N
 
 
 def default_scale(softmax_scale: float | None, q: torch.Tensor) -> float:
-    """`softmax_scale`, or d ** -0.5 for None."""
+    """`softmax_scale`, or d ** -0.5 for None. A mask is -inf before the scale."""
     if softmax_scale is None:
         return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0  # 0: `check_qkv` refuses it
     if isinstance(softmax_scale, str) or not isinstance(softmax_scale, SupportsFloat):
         raise TypeError(f"softmax_scale={softmax_scale!r}: give a number or None")
-    return float(softmax_scale)
+    scale = float(softmax_scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"softmax_scale={softmax_scale!r}: it must be positive and finite")
+    return scale
 
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

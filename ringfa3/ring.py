@@ -52,7 +52,7 @@ def ring_attn_func(
     Args:
         q: (t, h, d); k, v: (t, h_kv, d): the rank's tokens, t = plan.local_tokens.
         plan: from `plan_context`. Made from (rank, world), it runs in the default group.
-        softmax_scale: default d ** -0.5.
+        softmax_scale: positive; default d ** -0.5.
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row, differentiable.
         precision: "native" computes in the dtype of q.

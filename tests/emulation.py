@@ -3,8 +3,8 @@
 A unit is compiled with its launcher as for a GPU, but to PTX, and linked against an emulator that
 stands in for the CUDA runtime. So launcher, tensor maps, barriers and masks are those of the
 product. Every access is checked against the tensors there are, and what is asynchronous runs at
-random times between issue and wait. Not shown here: speed, what ptxas makes of the PTX, and the
-memory order between CTAs.
+random times between issue and wait. Not shown here: speed, what ptxas makes of the PTX, and memory
+order between CTAs or between ordinary and bulk accesses to global memory.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringfa3 import flash_attn_varlen_func, kernels
+from ringfa3 import flash_attn_varlen_func, kernels, ops
 from ringfa3.engine import forward_engine
 from ringfa3.plan import FIRST, LAST, Tiling, plan_local
 
@@ -254,6 +255,21 @@ def test_streams_and_graphs_at_once() -> None:
                 outs += [flash_attn_varlen_func(q, k, v, cu, cu, causal=True) for _ in range(2)]
         torch.cuda.synchronize()
         assert all(torch.equal(x, expected) for x in (*outs, *captured)), f"round {number}"
+
+
+def test_a_graph_outlives_its_plan() -> None:
+    """Nothing else is put where its tables are."""
+    q, k, v = (torch.randn(2000, 4, 128, device="cuda").bfloat16() for _ in range(3))
+    cu = [0, 600, 2000]
+    expected = flash_attn_varlen_func(q, k, v, cu, cu, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_attn_varlen_func(q, k, v, cu, cu, causal=True)
+    ops._plan.cache_clear()
+    gc.collect()
+    junk = [torch.full((128,), -1, dtype=torch.int32, device="cuda") for _ in range(1000)]
+    graph.replay()
+    assert torch.equal(captured, expected), f"{len(junk)} tensors were made meanwhile"
 
 
 def test_a_call_with_a_cached_plan_costs_the_host_little(
