@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
 
 from ringfa3.symmetric import CudaMachine, open_machine
 from ringfa3.transports import TRANSPORTS, Transport, first_line
@@ -58,6 +59,7 @@ class RingGroup:
         self._abandoned: list[Transport] = []  # kept: a late message may still be written
         self._machine: CudaMachine | str | None = None  # or why there is none
         self._lookout: _Lookout | None = None
+        self.moved_by: str | None = None  # the transport of the latest call
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RingGroup:
@@ -73,11 +75,13 @@ class RingGroup:
         if name not in self._transports:
             self._look_out()
             try:
-                p2p = self._new_group(name)
+                own = f"{self.name}/ringfa3/{name}/{self._generation}"
+                p2p = new_group(self.ranks, self.rank, name, self.store, own, self.timeout)
                 dist.all_reduce(torch.zeros(1, device=device), group=p2p)  # connects all ranks
                 self._transports[name] = TRANSPORTS[name](self, p2p)
             except RuntimeError as problem:
                 raise self.fail(f"connecting over {name}: {first_line(problem)}") from None
+        self.moved_by = name
         return self._transports[name]
 
     def machine(self, device: torch.device) -> CudaMachine:
@@ -93,6 +97,7 @@ class RingGroup:
             raise ValueError(
                 f"transport='symmetric' is not possible here ({self._machine}): use 'nccl'"
             )
+        self.moved_by = "symmetric"
         return self._machine
 
     def _look_out(self) -> None:
@@ -117,27 +122,6 @@ class RingGroup:
             "line": line,
         }
         return [str(e["line"]) for e in self._enter(entry)]
-
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        """A process group of the same ranks, made by them alone.
-
-        `new_group(use_local_synchronization=True)` names a group by how many its process has, and
-        waits for ever where that is not the same on all ranks. If the default group is bound to a
-        device, NCCL splits its communicator, and all ranks of the job must make their first ring
-        call together.
-        """
-        p2p, _ = c10d._new_process_group_helper(
-            self.world,
-            self.rank,
-            self.ranks,
-            dist.Backend(backend),
-            self.store,
-            f"{self.name}/ringfa3/{backend}/{self._generation}",  # type: ignore[arg-type]
-            timeout=self.timeout,
-        )
-        assert isinstance(p2p, dist.ProcessGroup)
-        c10d._world.pg_group_ranks[p2p] = {r: i for i, r in enumerate(self.ranks)}
-        return p2p
 
     def begin(self, settings: Mapping[str, str]) -> None:
         """Marks the start of a ring call with settings that were agreed on.
@@ -323,6 +307,35 @@ class RingGroup:
                     raise self.fail(
                         f"{what()}: nothing within {seconds:g} s; is that rank stopped?"
                     )
+
+
+def new_group(
+    ranks: Sequence[int],
+    rank: int,
+    backend: str,
+    store: Store,
+    name: str,
+    timeout: timedelta,
+) -> dist.ProcessGroup:
+    """A process group of `ranks`, this process the `rank`-th of them, made by them alone.
+
+    `new_group(use_local_synchronization=True)` names a group by how many its process has, and
+    waits for ever where that is not the same on all ranks. If the default group is bound to a
+    device, NCCL splits its communicator, and all ranks of the job must make their first group
+    together.
+    """
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        rank,
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        name,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
+    return group
 
 
 def _described(error: Exception | None) -> list[str] | None:

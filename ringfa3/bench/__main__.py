@@ -1,53 +1,89 @@
-"""`python -m ringfa3.bench attention`: attention on one GPU against FlashAttention-3 and cuDNN."""
+"""`python -m ringfa3.bench`: attention on one GPU, and rings of GPUs, against other libraries."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from ringfa3.bench.cases import ABLATION, HEAD_DIMS, SETS
+from ringfa3.bench.cases import ABLATION, HEAD_DIMS, RING_SETS, SETS
+from ringfa3.ring import TRANSPORTS
 
+ATTENTION = "Attention on one GPU against FlashAttention-3 and cuDNN."
+RING = (
+    "Ring attention over the ranks of a torchrun job, and over the first 1, 2, 4, ... of them: "
+    "TFLOP/s of one GPU against the same FLOPs without communication, ring-flash-attn and Ulysses "
+    "on FlashAttention-3, and PyTorch's context_parallel."
+)
 EXTRA = "pip install 'ringfa3[bench]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 measured, 1 something was wrong or failed, 2 nothing could be measured."""
     given = parser().parse_args(arguments)
+    from ringfa3.bench.machine import BenchError
+
     try:
-        return plot_only(given.plot_only) if given.plot_only else attention(given)
+        return plot_only(given.plot_only) if given.plot_only else int(given.run(given))
+    except BenchError as error:
+        return refuse(str(error))
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("rich", "matplotlib"):
             raise
         return refuse(f"{error.name} is not installed: {EXTRA}")
     except KeyboardInterrupt:
-        print("ringfa3.bench: interrupted; finished rows are in results.json", file=sys.stderr)
+        say("interrupted; finished rows are in results.json")
         return 130
 
 
 def attention(given: argparse.Namespace) -> int:
-    from ringfa3.bench.attention import BenchError, Options, run
+    from ringfa3.bench.attention import Options, run
 
-    every = [name for name in SETS if name != ABLATION]
-    sets = every if "all" in given.set else list(dict.fromkeys(given.set))
-    try:
-        return run(
-            Options(
-                sets=sets,
-                dtype=given.dtype,
-                head_dims=given.head_dim,
-                shortest=given.shortest,
-                direction=given.direction,
-                pairs=given.pairs,
-                fa3=given.fa3,
-                device=given.device,
-                out=given.out,
-                quiet=given.quiet,
-            )
+    return run(
+        Options(
+            sets=chosen(given.set, SETS),
+            dtype=given.dtype,
+            head_dims=given.head_dim,
+            shortest=given.shortest,
+            direction=given.direction,
+            pairs=given.pairs,
+            fa3=given.fa3,
+            device=given.device,
+            out=given.out,
+            quiet=given.quiet,
         )
-    except BenchError as error:
-        return refuse(str(error))
+    )
+
+
+def ring(given: argparse.Namespace) -> int:
+    from ringfa3.bench.ring import Options, run
+
+    return run(
+        Options(
+            sets=chosen(given.set, RING_SETS),
+            dtype=given.dtype,
+            worlds=given.worlds,
+            shortest=given.shortest,
+            longest=given.longest,
+            direction=given.direction,
+            transports=given.transport,
+            pairs=given.pairs,
+            timeout=given.timeout,
+            fa3=given.fa3,
+            device=given.device,
+            out=given.out,
+            quiet=given.quiet,
+        )
+    )
+
+
+def chosen(names: list[str], sets: Mapping[str, object]) -> list[str]:
+    """Sets by name; "all" are those against peers."""
+    every = [name for name in sets if name != ABLATION]
+    return every if "all" in names else list(dict.fromkeys(names))
 
 
 def plot_only(path: Path) -> int:
@@ -62,26 +98,55 @@ def plot_only(path: Path) -> int:
 
 
 def refuse(reason: str) -> int:
-    print(f"ringfa3.bench: {reason}", file=sys.stderr)
+    say(reason)
     return 2
+
+
+def say(line: str) -> None:
+    """On stderr, by the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"ringfa3.bench: {line}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser("python -m ringfa3.bench", description="RingFA3's benchmarks")
     add = whole.add_subparsers(required=True, metavar="BENCHMARK").add_parser
-    p = add("attention", help="one GPU against FlashAttention-3 and cuDNN", description=__doc__)
+    p = add("attention", help="one GPU against FlashAttention-3 and cuDNN", description=ATTENTION)
+    p.set_defaults(run=attention)
     p.add_argument(
-        "--set",
-        nargs="+",
-        choices=[*SETS, "all"],
-        default=["paper", "gqa"],
-        metavar="SET",
+        "--set", nargs="+", choices=[*SETS, "all"], default=["paper", "gqa"], metavar="SET",
         help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), masks "
         "(packed documents, windows), all of these; or ablation (our kernel without parts of it; "
         "the paper's Table 2 has --dtype fp16); default paper gqa",
-    )
-    p.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    )  # fmt: skip
     p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))
+    common(p, "attention")
+    p = add("ring", help="1 to 8 GPUs against other rings, under torchrun", description=RING)
+    p.set_defaults(run=ring)
+    p.add_argument(
+        "--set", nargs="+", choices=[*RING_SETS, "all"], default=["whole"], metavar="SET",
+        help="of cases, 32:8 heads, head dim 128: whole (one causal sequence, 16k to 256k), "
+        "documents (256k tokens), window (4096 of 256k), all; default whole",
+    )  # fmt: skip
+    p.add_argument(
+        "--worlds", nargs="+", type=int, metavar="N", help="numbers of ranks; default 1, 2, 4, ..."
+    )
+    p.add_argument("--longest", type=int, default=1 << 31, metavar="TOKENS", help="and longer ones")
+    p.add_argument(
+        "--transport", nargs="+", default=["auto"], choices=TRANSPORTS,
+        help="of RingFA3; the first is held against the others and the peers",
+    )  # fmt: skip
+    p.add_argument(
+        "--timeout", type=float, default=120.0, metavar="SECONDS",
+        help="after which a peer that hangs has failed",
+    )  # fmt: skip
+    common(p, "ring")
+    return whole
+
+
+def common(p: argparse.ArgumentParser, name: str) -> None:
+    """What every benchmark can be told."""
+    p.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     p.add_argument(
         "--shortest", type=int, default=0, metavar="TOKENS", help="leave out shorter sequences"
     )
@@ -97,12 +162,20 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument(
         "--out", type=Path, metavar="DIR",
-        help="default docs/results/attention/DEVICE-DATE-DTYPE (cpu: runs/bench/attention/...)",
+        help=f"default docs/results/{name}/DEVICE-DATE-DTYPE (cpu: runs/bench/{name}/...)",
     )  # fmt: skip
     p.add_argument("--plot-only", type=Path, metavar="FILE.json", help="draw a result again")
     p.add_argument("-q", "--quiet", action="store_true", help="print the summary line alone")
-    return whole
+
+
+def finish(code: int) -> NoReturn:
+    """Ends the process; in a job at once: an orderly end could wait for a lost rank."""
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main())

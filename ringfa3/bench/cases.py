@@ -16,10 +16,12 @@ from ringfa3.plan import Table, plan_local
 CAUSAL, FULL = (-1, 0), (-1, -1)
 FORWARD, BACKWARD = "forward", "backward"
 ABLATION = "ablation"  # the set in which our kernel meets itself with parts left out
+DIRECTIONS = {"fwd": (FORWARD,), "bwd": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 MATMULS = {FORWARD: 4, BACKWARD: 10}  # FLOPs per visible pair, head and head_dim
 HEAD_DIMS = (64, 128, 256)
 K = 1024
 MASK_TOKENS = 128 * K
+RING_TOKENS = 256 * K  # of packed documents and windows over many ranks
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,46 @@ def short(tokens: int) -> str:
     return f"{tokens // K}k" if tokens >= K and tokens % K == 0 else str(tokens)
 
 
+@dataclass(frozen=True)
+class RingCase(Case):
+    """A case whose tokens are spread over `world` ranks."""
+
+    world: int = 1
+
+    def flops(self, direction: str) -> int:
+        """Of one rank, if all have the same."""
+        return super().flops(direction) // self.world
+
+
+def ring_case(
+    group: str, label: str, lengths: tuple[int, ...], world: int, left: int = -1
+) -> RingCase:
+    return RingCase(group, label, lengths, 32, 8, 128, (left, 0), packed=True, world=world)
+
+
+def whole(world: int, shrink: int) -> Iterable[RingCase]:
+    """One causal sequence: strong scaling by its length, weak scaling by its length per rank."""
+    for tokens in (16 * K, 32 * K, 64 * K, 128 * K, 256 * K):
+        yield ring_case("whole", short(tokens // shrink), (tokens // shrink,), world)
+
+
+def packed(world: int, shrink: int) -> Iterable[RingCase]:
+    """Documents of log-uniform lengths."""
+    low, high = K // shrink, 64 * K // shrink
+    lengths = documents(random.Random(1), RING_TOKENS // shrink, max(1, low), high)
+    label = f"{len(lengths)} documents of {short(low)}-{short(high)}"
+    yield ring_case("documents", label, lengths, world)
+
+
+def windowed(world: int, shrink: int) -> Iterable[RingCase]:
+    """A sliding window over a long sequence."""
+    left = 4 * K // shrink
+    label = f"window {left} of {short(RING_TOKENS // shrink)}"
+    yield ring_case("window", label, (RING_TOKENS // shrink,), world, left)
+
+
 SETS = {"paper": paper, "gqa": gqa, "masks": masks, ABLATION: ablation}
+RING_SETS = {"whole": whole, "documents": packed, "window": windowed}
 
 
 def select(

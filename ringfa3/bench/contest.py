@@ -11,20 +11,21 @@ import torch
 from ringfa3.bench.cases import Case
 from ringfa3.bench.gate import PEER_LENIENCY, Gate, WrongResultError
 from ringfa3.bench.problem import Attempt, Contestant, Problem, RefusalError, make_problem
-from ringfa3.bench.results import ALONE, Match, Row
+from ringfa3.bench.results import ALONE, Match, RingRow, Row
+from ringfa3.bench.team import LostError, Team, ToldError
 from ringfa3.bench.timing import Stopwatch, compare, median, paired
 
 
 class DeviceLostError(Exception):
-    """The GPU no longer answers: nothing more can be measured by this process."""
+    """The GPU, or a rank, no longer answers: nothing more can be measured by this process."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.row: Row | None = None  # the row that it happened in
 
 
-class _StoppedError(Exception):
-    """Why a row, or one match of it, has no figures."""
+class StoppedError(Exception):
+    """Why a row, or one match of it, has no figures; the same on every rank."""
 
 
 def hold(
@@ -35,22 +36,31 @@ def hold(
     contestants: Sequence[Contestant],
     pairs: int,
     stopwatch: Stopwatch,
+    alone: Contestant | None = None,
 ) -> Row:
     """Check and time one case.
 
     The first contestant's failure stops the row, another's only its match with it. Raises
-    DeviceLostError, with the row, where the GPU does not survive it.
+    DeviceLostError, with the row, where the GPU or a rank does not survive it.
+
+    `alone` computes the whole problem on one device where the contestants share it among ranks:
+    each of them is then held against it.
     """
-    row = Row.of(case, direction, str(dtype).removeprefix("torch."), [c.name for c in contestants])
+    kind = Row if alone is None else RingRow
+    row = kind.of(case, direction, str(dtype).removeprefix("torch."), [c.name for c in contestants])
+    team = stopwatch.team
     try:
-        _release(device)
-        with _explained(device):
+        release(device)
+        with explained(device, team):
             problem = make_problem(case, direction, dtype, device)
-        _fill(row, problem, contestants, pairs, stopwatch)
-    except _StoppedError as stopped:
+        _fill(row, problem, contestants, pairs, stopwatch, alone)
+    except StoppedError as stopped:
         row.stopped = str(stopped)
+        if _lost_step(row.stopped):
+            team.renew()
     except DeviceLostError as lost:
-        row.stopped = f"failed: the GPU no longer answers: {lost}"
+        team.leave(str(lost))
+        row.stopped = f"failed: {lost}"
         lost.row = row
         raise
     return row
@@ -62,51 +72,73 @@ def _fill(
     contestants: Sequence[Contestant],
     pairs: int,
     stopwatch: Stopwatch,
+    alone: Contestant | None,
 ) -> None:
     first, *others = contestants
-    device = problem.q.device
-    with _explained(device):
+    device, team = problem.q.device, stopwatch.team
+    with explained(device, team):
         ours = first.prepare(problem)
+        reference = ours if alone is None else alone.prepare(problem)
         gate = Gate(problem)
         row.allowed = gate.bound
-        row.errors = _check(gate, ours)
+        if isinstance(row, RingRow):
+            row.alone = _check(gate, reference, team)
+            gate.differences(reference.results(), ours.results(), ours.rows)
+        row.errors = _check(gate, ours, team)
     for other in others:
         try:
-            with _explained(device):
-                match = _match(problem, gate, ours, other, pairs, stopwatch)
-        except _StoppedError as stopped:
+            with explained(device, team):
+                match = _match(problem, gate, reference, ours, other, pairs, stopwatch)
+        except StoppedError as stopped:
             match = Match(stopped=str(stopped))
         row.matches[other.name] = match
+        if team.world > 1 and _lost_step(match.stopped):
+            team.renew()
+            with explained(device, team):
+                ours = first.prepare(problem)
+                reference = ours if alone is None else reference
     if row.head is None:  # nobody to compare with: its own speed all the same
-        with _explained(device):
+        with explained(device, team):
             row.matches[ALONE] = _timed(problem, ours, ours, pairs, stopwatch)
+
+
+def _lost_step(stopped: str | None) -> bool:
+    """Whether some ranks may have begun what others did not."""
+    return stopped is not None and stopped.startswith(("failed", "out of memory"))
 
 
 def _match(
     problem: Problem,
     gate: Gate,
+    reference: Attempt,
     ours: Attempt,
     other: Contestant,
     pairs: int,
     stopwatch: Stopwatch,
 ) -> Match:
     theirs = other.prepare(problem)
-    errors = _check(gate, theirs, PEER_LENIENCY)
-    differences = gate.differences(ours.outputs(ours.run()), theirs.outputs(theirs.run()))
-    match = _timed(problem, ours, theirs, pairs, stopwatch)
-    match.errors, match.differences = errors, differences
-    return match
+    try:
+        if theirs.outputs is None:
+            return _timed(problem, ours, theirs, pairs, stopwatch)
+        errors = _check(gate, theirs, stopwatch.team, PEER_LENIENCY)
+        differences = gate.differences(reference.results(), theirs.results(), theirs.rows)
+        match = _timed(problem, ours, theirs, pairs, stopwatch)
+        match.errors, match.differences = errors, differences
+        return match
+    finally:
+        theirs.close()
 
 
 def _timed(
     problem: Problem, ours: Attempt, theirs: Attempt, pairs: int, stopwatch: Stopwatch
 ) -> Match:
     times = paired(ours.run, theirs.run, pairs, stopwatch)
-    ratio = compare(times.a, times.b)
-    flops = problem.case.flops(problem.direction)
+    mine = problem.case.flops(problem.direction)
+    its = theirs.flops or mine
+    ratio = compare(times.a, times.b, mine / its)
     return Match(
         seconds=(times.a, times.b),
-        tflops=(flops / median(times.a) / 1e12, flops / median(times.b) / 1e12),
+        tflops=(mine / median(times.a) / 1e12, its / median(times.b) / 1e12),
         ratio=ratio.median,
         interval=(ratio.low, ratio.high),
         calls=times.calls,
@@ -115,36 +147,51 @@ def _timed(
     )
 
 
-def _check(gate: Gate, attempt: Attempt, leniency: float = 1.0) -> dict[str, float]:
-    return gate.errors(attempt.outputs(attempt.run()), leniency)
+def _check(gate: Gate, attempt: Attempt, team: Team, leniency: float = 1.0) -> dict[str, float]:
+    """The errors of an attempt, of the rank where they are largest."""
+    errors = gate.errors(attempt.results(), leniency, attempt.rows)
+    return dict(zip(errors, team.largest(list(errors.values())), strict=True))
 
 
 @contextmanager
-def _explained(device: torch.device) -> Iterator[None]:
-    """Makes what stops a case a `_StoppedError`: its kind and one line."""
+def explained(device: torch.device, team: Team) -> Iterator[None]:
+    """Makes what stops a case a `StoppedError`, on every rank: its kind and one line."""
+    problem = None
+    told = False
     try:
         yield
+    except LostError as error:
+        raise DeviceLostError(str(error)) from error
+    except ToldError as error:
+        problem, told = str(error), True
     except RefusalError as error:
-        stopped = _StoppedError(f"refused: {error}")
+        problem = f"refused: {error}"
     except WrongResultError as error:
-        stopped = _StoppedError(f"wrong: {error}")
+        problem = f"wrong: {error}"
     except torch.OutOfMemoryError:
-        stopped = _StoppedError("out of memory")
+        problem = "out of memory"
     except Exception as error:  # of whatever library is measured
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        stopped = _StoppedError(f"failed: {line}")
-    else:
-        return
-    _release(device)
-    raise stopped
+        problem = f"failed: {line}"
+    if not told:
+        try:
+            team.meet(problem=problem)
+            return
+        except ToldError as error:
+            problem = str(error)
+        except LostError as error:
+            raise DeviceLostError(str(error)) from error
+    release(device)
+    raise StoppedError(problem)
 
 
-def _release(device: torch.device) -> None:
-    """Give back what nobody holds."""
-    gc.collect()
+def release(device: torch.device) -> None:
+    """Give back what nobody holds, on a GPU."""
     if device.type == "cuda":
+        gc.collect()
         try:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
         except RuntimeError as error:
-            raise DeviceLostError(str(error).splitlines()[0]) from error
+            line = str(error).splitlines()[0]
+            raise DeviceLostError(f"the GPU no longer answers: {line}") from error

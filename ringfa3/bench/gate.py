@@ -39,9 +39,12 @@ class Part:
 
     def of(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """That part of an input or output, (rows, heads, d)."""
+        return self.heads_of(name, x)[self.begin : self.end]
+
+    def heads_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
         width = 1 if name in ("k", "v", "dk", "dv") else self.group
         first = self.kv_head * width
-        return x[self.begin : self.end, first : first + width]
+        return x[:, first : first + width]
 
 
 class Gate:
@@ -62,25 +65,36 @@ class Gate:
     def _zip(self, results: list[Outputs]) -> Iterator[tuple[Outputs, Outputs]]:
         return zip(results, self.truth, strict=True)
 
-    def errors(self, results: Outputs, leniency: float = 1.0) -> dict[str, float]:
+    def errors(
+        self, results: Outputs, leniency: float = 1.0, rows: torch.Tensor | None = None
+    ) -> dict[str, float]:
         """max|result - truth| over all parts, by output.
 
+        `rows` are the tokens that the results are of, where they are not of all.
         Raises WrongResultError where one is above `leniency` times its bound.
         """
-        here = [{n: p.of(n, x) for n, x in results.items()} for p in self.parts]
-        found = {
-            name: max(_distance(x[name], t[name]) for x, t in self._zip(here))
-            for name in self.bound
-        }
+        found = dict.fromkeys(self.bound, 0.0)
+        for part, truth in zip(self.parts, self.truth, strict=True):
+            mine: slice | torch.Tensor = slice(part.begin, part.end)
+            its: slice | torch.Tensor = slice(None)
+            if rows is not None:
+                (mine,) = torch.nonzero((rows >= part.begin) & (rows < part.end), as_tuple=True)
+                its = rows[mine] - part.begin
+            for name in found:
+                error = _distance(part.heads_of(name, results[name])[mine], truth[name][its])
+                found[name] = _larger(found[name], error)
         self._hold(found, leniency, "is off by {:.2e} from float64")
         return found
 
-    def differences(self, ours: Outputs, peers: Outputs) -> dict[str, float]:
-        """max|ours - peer's| of whole outputs.
+    def differences(
+        self, ours: Outputs, peers: Outputs, rows: torch.Tensor | None = None
+    ) -> dict[str, float]:
+        """max|ours - peer's| of whole outputs, the peer's being of the tokens `rows`.
 
         Raises WrongResultError where one is above what both may be off together.
         """
-        found = {name: _distance(ours[name], peers[name]) for name in self.bound}
+        here = ours if rows is None else {name: x[rows] for name, x in ours.items()}
+        found = {name: _distance(here[name], peers[name]) for name in self.bound}
         self._hold(found, 1 + PEER_LENIENCY, "of the two differs by {:.2e}")
         return found
 
@@ -152,11 +166,18 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
     if x.shape != y.shape:
         raise WrongResultError(f"shape {tuple(x.shape)}, expected {tuple(y.shape)}")
+    if not x.numel():
+        return 0.0
     worst = [
         (a.to(dtype) - b.to(dtype)).abs().max()
         for a, b in zip(_runs(x.detach()), _runs(y.detach()), strict=True)
     ]
     return torch.stack(worst).max().item()
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger one; NaN is larger than all."""
+    return a if a >= b or a != a else b
 
 
 def _runs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ import hashlib
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,35 @@ QUERY = (
 )
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class BenchError(Exception):
+    """The run cannot start; one line says why and what to do."""
+
+
+def find_device(name: str, index: int = 0) -> torch.device:
+    """The `index`-th device of a host, "cuda" or "cpu". Raises BenchError."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise BenchError(
+            "no CUDA GPU is visible; --device cpu tries the machinery on small shapes, "
+            "without any figure of a kernel"
+        )
+    if index >= torch.cuda.device_count():
+        raise BenchError(
+            f"process {index} of this host has no GPU: {torch.cuda.device_count()} are visible"
+        )
+    found = torch.device("cuda", index)
+    if torch.cuda.get_device_capability(found) != (9, 0):
+        name = torch.cuda.get_device_name(found)
+        raise BenchError(f"{name} is no Hopper GPU: there are no kernels for it to measure")
+    torch.cuda.set_device(found)
+    return found
+
+
+def describe(device: torch.device, contestants: Iterable[object]) -> dict[str, Any]:
     """Device and versions. Never fails: what cannot be had is absent or says so."""
     said: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -43,6 +72,10 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         said["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         said["capability"] = list(torch.cuda.get_device_capability(device))
+    for contestant in contestants:
+        if identity := getattr(contestant, "identity", None):
+            said[str(getattr(contestant, "name", contestant))] = identity
+    said["before"] = clocks(device)
     return said
 
 

@@ -17,43 +17,63 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, kernels
-from ringfa3.bench.cases import FORWARD, FULL
-from ringfa3.bench.problem import GRADIENTS, Attempt, Problem, RefusalError, differentiated, flat
+from ringfa3.bench.cases import FORWARD, FULL, Case
+from ringfa3.bench.problem import Attempt, Problem, RefusalError, differentiated, flat
 from ringfa3.engine import executor_reason
 from ringfa3.plan import plan_local
 
 OURS, FA3 = "RingFA3", "FA3"
 MODULE = "flash_attn_interface"
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class PeerError(RuntimeError):
     """An implementation that was asked for cannot be loaded."""
 
 
-class Ours:
+class OneDevice:
+    """An implementation on one device, by a differentiable function."""
+
+    name: str
+
+    def attend(self, case: Case, device: torch.device) -> Attend:
+        """Attention under the mask of a case, of any number of heads.
+
+        Raises RefusalError for what it does not do.
+        """
+        raise NotImplementedError
+
+    def prepare(self, problem: Problem) -> Attempt:
+        attend = self.attend(problem.case, problem.q.device)
+        if problem.direction == FORWARD:
+            return forward_of(problem, attend)
+        return differentiated(problem, attend)
+
+
+class Ours(OneDevice):
     """The public functions. On a GPU only where a kernel runs them, never the executor."""
 
     def __init__(self, name: str = OURS) -> None:
         self.name = name
 
-    def prepare(self, problem: Problem) -> Attempt:
-        case, q = problem.case, problem.q
-        if q.is_cuda and (reason := executor_reason(problem.direction, q.flatten(0, -3))):
-            raise RefusalError(reason)
+    def attend(self, case: Case, device: torch.device) -> Attend:
         window = case.window  # causal is the window (-1, 0)
-        if case.packed:
-            cu = torch.tensor(case.cumulative, dtype=torch.int32)  # read on the host: keep it there
+        if not case.packed:
+            return lambda q, k, v: tensor(flash_attn_func(q, k, v, window_size=window))
+        cu = torch.tensor(case.cumulative, dtype=torch.int32)  # read on the host: keep it there
+        return lambda q, k, v: tensor(flash_attn_varlen_func(q, k, v, cu, cu, window_size=window))
 
-            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                return _tensor(flash_attn_varlen_func(q, k, v, cu, cu, window_size=window))
-        else:
+    def prepare(self, problem: Problem) -> Attempt:
+        refuse_executor(problem)
+        return super().prepare(problem)
 
-            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                return _tensor(flash_attn_func(q, k, v, window_size=window))
 
-        if problem.direction == FORWARD:
-            return _forward(lambda: attend(*problem.inputs))
-        return differentiated(problem, attend)
+def refuse_executor(problem: Problem) -> None:
+    """Raises RefusalError where only the executor could run a problem that is on a GPU."""
+    q = problem.q
+    if q.is_cuda and (reason := executor_reason(problem.direction, q.flatten(0, -3))):
+        raise RefusalError(reason)
 
 
 class Variant:
@@ -63,8 +83,7 @@ class Variant:
         self.name, self.variant = variant or OURS, variant
 
     def prepare(self, problem: Problem) -> Attempt:
-        case = problem.case
-        q, k, v = (x.flatten(0, -3) for x in problem.inputs)
+        case, q = problem.case, problem.q.flatten(0, -3)
         if problem.direction != FORWARD:
             raise RefusalError("an ablation of the forward alone")
         unit = kernels.unit_for("forward", q)
@@ -76,23 +95,23 @@ class Variant:
         tiling = plan_local(lengths, lengths, *case.window).forward(unit.tile_m)[0]
         scale = case.head_dim**-0.5
 
-        def attend() -> torch.Tensor:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = (x.flatten(0, -3) for x in (q, k, v))
             out = torch.empty_like(q)
             lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
             kernels.attend(unit, q, k, v, tiling, scale, out, lse[:0], lse)
             return out
 
-        return _forward(attend)
+        return forward_of(problem, attend)
 
 
-class Sdpa:
+class Sdpa(OneDevice):
     """PyTorch's scaled_dot_product_attention with one backend."""
 
     def __init__(self, name: str, backend: SDPBackend) -> None:
         self.name, self.backend = name, backend
 
-    def prepare(self, problem: Problem) -> Attempt:
-        case = problem.case
+    def attend(self, case: Case, device: torch.device) -> Attend:
         if case.packed:
             raise RefusalError("no packed documents")
         if not case.causal and case.window != FULL:
@@ -107,14 +126,19 @@ class Sdpa:
                 )
             return out.transpose(1, 2)
 
+        return attend
+
+    def prepare(self, problem: Problem) -> Attempt:
         if problem.direction != FORWARD:
-            return differentiated(problem, attend)
+            return super().prepare(problem)
         # With gradients wanted it also writes the LSE, as the others always do.
-        inputs = tuple(x.detach().requires_grad_() for x in problem.inputs)
-        return _forward(lambda: attend(*inputs))
+        q, k, v = (x.detach().requires_grad_() for x in problem.inputs)
+        return forward_of(
+            replace(problem, q=q, k=k, v=v), self.attend(problem.case, problem.q.device)
+        )
 
 
-class Fa3Ops:
+class Fa3Ops(OneDevice):
     """FlashAttention-3 as the operators of a library, `torch.ops.flash_attn_3`."""
 
     name = FA3
@@ -131,39 +155,38 @@ class Fa3Ops:
             raise PeerError(f"--fa3 {library.name} has no operator torch.ops.flash_attn_3.fwd")
         self.identity = {"library": library.name, "sha256": _sha256(library)}
 
-    def prepare(self, problem: Problem) -> Attempt:
-        case, (q, k, v) = problem.case, problem.inputs
+    def attend(self, case: Case, device: torch.device) -> Attend:
         left, right = FULL if case.causal else case.window
-        common: dict[str, Any] = {
+        given: dict[str, Any] = {
             "softmax_scale": case.head_dim**-0.5,
             "is_causal": case.causal,
             "window_size_left": left,
             "window_size_right": right,
         }
         if case.packed:
-            cu = torch.tensor(case.cumulative, dtype=torch.int32, device=q.device)
-            longest = max(case.lengths)
-            common |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
-            common |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        ops = torch.ops.flash_attn_3
-
-        def forward() -> tuple[torch.Tensor, torch.Tensor]:
-            out, lse, *_ = ops.fwd(q, k, v, num_splits=1, **common)
-            return out, lse
-
-        if problem.direction == FORWARD:
-            return _forward(lambda: forward()[0])
-        out, lse = forward()
-
-        def backward() -> tuple[torch.Tensor, ...]:
-            grads = tuple(torch.empty_like(x) for x in (q, k, v))
-            ops.bwd(problem.dout, q, k, v, out, lse, *grads, **common)
-            return grads
-
-        return Attempt(backward, lambda grads: flat(GRADIENTS, grads))
+            given |= _packed(case, device)
+        return lambda q, k, v: tensor(_Fa3.apply(q, k, v, given))  # type: ignore[no-untyped-call]
 
 
-class Fa3Module:
+class _Fa3(torch.autograd.Function):
+    """The operators, with what they take besides tensors in `given`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, given):  # type: ignore[no-untyped-def]
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **given)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.given = given
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        saved = ctx.saved_tensors
+        grads = tuple(torch.empty_like(x) for x in saved[:3])
+        torch.ops.flash_attn_3.bwd(dout, *saved, *grads, **ctx.given)
+        return *grads, None
+
+
+class Fa3Module(OneDevice):
     """FlashAttention-3 as its Python package, `flash_attn_interface`."""
 
     name = FA3
@@ -174,26 +197,32 @@ class Fa3Module:
         if file := getattr(module, "__file__", None):
             self.identity["sha256"] = _sha256(Path(file))
 
-    def prepare(self, problem: Problem) -> Attempt:
-        case = problem.case
+    def attend(self, case: Case, device: torch.device) -> Attend:
         masked: dict[str, Any] = {"causal": case.causal}
         if not case.causal:
             masked["window_size"] = case.window
         if case.packed:
-            cu = torch.tensor(case.cumulative, dtype=torch.int32, device=problem.q.device)
-            longest = max(case.lengths)
-            masked |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
-            masked |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+            masked |= _packed(case, device)
         function = "flash_attn_varlen_func" if case.packed else "flash_attn_func"
         func: Callable[..., Any] = getattr(self.module, function)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             result = func(q, k, v, **masked)
-            return _tensor(result[0] if isinstance(result, tuple) else result)  # old: (out, lse)
+            return tensor(result[0] if isinstance(result, tuple) else result)  # old: (out, lse)
 
-        if problem.direction == FORWARD:
-            return _forward(lambda: attend(*problem.inputs))
-        return differentiated(problem, attend)
+        return attend
+
+
+def _packed(case: Case, device: torch.device) -> dict[str, Any]:
+    """FlashAttention-3's arguments for packed sequences."""
+    cu = torch.tensor(case.cumulative, dtype=torch.int32, device=device)
+    longest = max(case.lengths)
+    return {
+        "cu_seqlens_q": cu,
+        "cu_seqlens_k": cu,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 def flash_attention_3(library: Path | None) -> Fa3Ops | Fa3Module | None:
@@ -213,11 +242,13 @@ def flash_attention_3(library: Path | None) -> Fa3Ops | Fa3Module | None:
         raise PeerError(f"{MODULE} cannot be imported: {error}") from None
 
 
-def _forward(call: Callable[[], torch.Tensor]) -> Attempt:
-    return Attempt(call, lambda out: flat(("out",), (out.detach(),)))
+def forward_of(problem: Problem, attend: Attend) -> Attempt:
+    """`attend` of a problem's inputs."""
+    inputs = tuple(problem.inputs)
+    return Attempt(lambda: attend(*inputs), lambda out: flat(("out",), (out.detach(),)))
 
 
-def _tensor(x: Any) -> torch.Tensor:
+def tensor(x: Any) -> torch.Tensor:
     assert isinstance(x, torch.Tensor)
     return x
 

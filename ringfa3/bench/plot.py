@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringfa3.bench.cases import short
 from ringfa3.bench.peers import FA3
-from ringfa3.bench.results import Results, Row
+from ringfa3.bench.results import Results, RingRow, Row
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey.
-COLOURS = ("#0072B2", "#E69F00", "#999999", "#56B4E9", "#CC79A7")
+COLOURS = ("#0072B2", "#E69F00", "#999999", "#56B4E9", "#CC79A7", "#009E73", "#D55E00", "#F0E442")
 KINDS = {"out of memory": "OOM", "refused": "n/a", "wrong": "wrong", "failed": "failed"}
 
 
@@ -41,20 +43,88 @@ class Panel:
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Write `DIRECTION-SET.png` for every direction and set of the results."""
+    """Write `DIRECTION-SET.png` for every direction and set of the results.
+
+    Of rings, also `DIRECTION-scaling.png`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     drawn = []
     for direction in dict.fromkeys(row.direction for row in results.rows):
         rows = [row for row in results.rows if row.direction == direction]
-        for group in dict.fromkeys(row.set for row in rows):
-            here = [row for row in rows if row.set == group]
-            grid = _masks(here) if group == "masks" else _grid(here)
-            figure = _figure(grid, f"Attention {direction}, {here[0].dtype}", results)
-            drawn.append(folder / f"{direction}-{group}.png")
-            figure.savefig(drawn[-1], dpi=160)
+        for name, grid in _grids(rows):
+            title = f"{results.benchmark.capitalize()} {direction}, {rows[0].dtype}"
+            drawn.append(folder / f"{direction}-{name}.png")
+            _figure(grid, title, results).savefig(drawn[-1], dpi=160)
     return drawn
+
+
+def _grids(rows: list[Row]) -> Iterator[tuple[str, list[list[Panel]]]]:
+    """The figures of one direction: the end of the name, and the panels."""
+    for group in dict.fromkeys(row.set for row in rows):
+        here = [row for row in rows if row.set == group]
+        ring = [row for row in here if isinstance(row, RingRow)]
+        if ring:
+            yield group, _worlds(ring)
+            if group == "whole":
+                yield "scaling", [_scaling(ring)]
+        else:
+            yield group, _masks(here) if group == "masks" else _grid(here)
+
+
+def _worlds(rows: list[RingRow]) -> list[list[Panel]]:
+    """A panel for each number of GPUs, downwards; everybody on each case."""
+    panels = []
+    for world in dict.fromkeys(row.world for row in rows):
+        here = [row for row in rows if row.world == world]
+        title = f"{world} GPUs, head dim {here[0].head_dim}, {_heads(here[0])}"
+        names = dict.fromkeys(name for row in rows for name in row.lineup)  # colours stay
+        panels.append(
+            Panel(
+                title,
+                [row.label for row in here],
+                [
+                    Series(name, name, colour, "", list(here))
+                    for name, colour in zip(names, COLOURS, strict=False)
+                    if name in here[0].lineup
+                ],
+                "tokens of all GPUs together",
+            )
+        )
+    return [[panel] for panel in panels]
+
+
+def _scaling(rows: list[RingRow]) -> list[Panel]:
+    """RingFA3 by number of GPUs: sequences of one length, and of one length for each GPU."""
+    worlds = sorted({row.world for row in rows})
+    by_total: dict[int, dict[int, RingRow]] = {}
+    by_share: dict[int, dict[int, RingRow]] = {}
+    for row in rows:
+        tokens = sum(row.lengths)
+        by_total.setdefault(tokens, {})[row.world] = row
+        by_share.setdefault(tokens // row.world, {})[row.world] = row
+    whole = {f"{short(n)} in all": found for n, found in sorted(by_total.items())}
+    share = {
+        f"{short(n)} a GPU": found
+        for n, found in sorted(by_share.items())
+        if len(found) == len(worlds)
+    }
+    return [
+        Panel(
+            title,
+            [str(world) for world in worlds],
+            [
+                Series(rows[0].first, label, colour, "", [found.get(w) for w in worlds])
+                for (label, found), colour in zip(series.items(), colours, strict=False)
+            ],
+            "GPUs",
+        )
+        for title, series, colours in (
+            ("strong scaling", whole, COLOURS),
+            ("weak scaling", share, COLOURS[::-1]),
+        )
+    ]
 
 
 def _grid(rows: list[Row]) -> list[list[Panel]]:
@@ -118,7 +188,11 @@ def _figure(grid: list[list[Panel]], title: str, results: Results) -> Figure:
     for line, axes_line in zip(grid, every, strict=True):
         for panel, axes in zip(line, axes_line, strict=True):
             _bars(axes, panel)
-    handles, labels = every[0][0].get_legend_handles_labels()
+    shown: dict[str, Artist] = {}
+    for axes in every.flat:
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    labels, handles = list(shown), list(shown.values())
     columns = 2 if len(labels) > 3 else len(labels)  # few are short, many are long
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     if results.smoke:

@@ -37,17 +37,25 @@ class Problem:
 
 
 def make_problem(
-    case: Case, direction: str, dtype: torch.dtype, device: torch.device, seed: int = 0
+    case: Case,
+    direction: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    keys: int | None = None,
 ) -> Problem:
+    """The same tensors on every device of a kind. `keys` of each sequence, if not its tokens."""
     generator = torch.Generator(device).manual_seed(seed)
     tokens = (case.tokens,) if case.packed else (len(case.lengths), case.lengths[0])
+    rows = tokens if keys is None else (*tokens[:-1], keys)
 
-    def normal(heads: int) -> torch.Tensor:
+    def normal(tokens: tuple[int, ...], heads: int) -> torch.Tensor:
         shape = (*tokens, heads, case.head_dim)
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
-    q, k, v = (normal(heads) for heads in (case.heads, case.kv_heads, case.kv_heads))
-    dout = normal(case.heads) if direction != FORWARD else q.new_empty(0)
+    q = normal(tokens, case.heads)
+    k, v = (normal(rows, case.kv_heads) for _ in range(2))
+    dout = normal(tokens, case.heads) if direction != FORWARD else q.new_empty(0)
     return Problem(case, direction, q, k, v, dout)
 
 
@@ -56,11 +64,22 @@ class Attempt:
     """One implementation, ready for one problem.
 
     run      computes once and returns what it computed, in any form
-    outputs  that, as `Outputs`
+    outputs  that, as `Outputs`; None where another problem is computed, for its speed alone
+    rows     (n,) the problem's tokens that the outputs are of, in order; None for all of them
+    flops    of `run`, where they are not those of the problem
+    close    gives back what was held for it
     """
 
     run: Callable[[], Any]
-    outputs: Callable[[Any], Outputs]
+    outputs: Callable[[Any], Outputs] | None
+    rows: torch.Tensor | None = None
+    flops: int | None = None
+    close: Callable[[], None] = lambda: None
+
+    def results(self) -> Outputs:
+        """Of a run."""
+        assert self.outputs is not None
+        return self.outputs(self.run())
 
 
 class Contestant(Protocol):

@@ -93,6 +93,11 @@ class Row:
         return self.lineup[0]
 
     @property
+    def series(self) -> str:
+        """What it is summed up with."""
+        return self.set
+
+    @property
     def head(self) -> Match | None:
         """The first match with figures: whose figure of A stands for A."""
         return next((m for m in self.matches.values() if m.tflops), None)
@@ -111,9 +116,58 @@ class Row:
 
 
 @dataclass
+class RingRow(Row):
+    """One case and direction on `world` ranks; FLOPs and TFLOP/s are those of one GPU.
+
+    yardsticks    of the line-up: one GPU without communication, on as many FLOPs
+    engine        what ran RingFA3's tiles: "kernels" or "executor"
+    transport     what moved its K/V, None for one rank
+    alone         errors of RingFA3 on one device, on the same tensors; `errors` are the ring's
+    memory        of one forward and backward, bytes by the device beyond the inputs, of the rank
+                  with most; or why there is no figure. On backward rows
+    kept          of those bytes, what is not given back after the call
+    imbalance     most pairs of a rank over the mean
+    fullness      real rows of forward tiles, weighted by the keys that they visit
+    kv_bytes      of K/V that a forward moves between ranks, by the plan; `kv_share` of what moving
+                  all K/V to every rank would take
+    """
+
+    world: int = 1
+    yardsticks: list[str] = field(default_factory=list)
+    engine: str = ""
+    transport: str | None = None
+    alone: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int | str] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    imbalance: float = 1.0
+    fullness: float = 1.0
+    kv_bytes: int = 0
+    kv_share: float = 0.0
+
+    @property
+    def series(self) -> str:
+        return f"{self.set} on {self.world} GPUs"
+
+    @property
+    def of_yardstick(self) -> tuple[str, Match] | None:
+        """The match with the faster of the yardsticks, whose ratio is the ring's share of it."""
+        found = [(y, m) for y in self.yardsticks if (m := self.matches.get(y)) and m.ratio]
+        return min(found, key=lambda pair: pair[1].ratio or 0.0, default=None)
+
+    @property
+    def error_growth(self) -> dict[str, float]:
+        """By output, the ring's error over that of one device, against float64."""
+        return {n: e / self.alone[n] for n, e in self.errors.items() if self.alone.get(n)}
+
+
+KINDS: dict[str, type[Row]] = {"attention": Row, "ring": RingRow}
+
+
+@dataclass
 class Results:
     """A run: its settings, what it ran on, and its rows.
 
+    benchmark  of `KINDS`
     smoke      on the CPU, by the executor: no figure of it says anything about kernels
     complete   whether the run came to its end
     """
@@ -124,10 +178,11 @@ class Results:
     left_out: list[str]
     rows: list[Row] = field(default_factory=list)
     complete: bool = False
+    benchmark: str = "attention"
 
     def save(self, folder: Path) -> Path:
         """Write `results.json`, replacing it at once."""
-        content = {"format": FORMAT, "benchmark": "attention", **asdict(self)}
+        content = {"format": FORMAT, **asdict(self)}
         content["summary"] = [asdict(s) for s in summaries(self)]
         path = folder / FILE
         fresh = path.with_suffix(".tmp")
@@ -142,18 +197,18 @@ class Results:
             content = json.loads(path.read_text())
         except ValueError as error:
             raise ResultsError(f"{path} is no JSON: {error}") from None
-        if not isinstance(content, dict) or content.get("benchmark") != "attention":
-            raise ResultsError(f"{path} is no result of this benchmark")
+        if not isinstance(content, dict) or content.get("benchmark") not in KINDS:
+            raise ResultsError(f"{path} is no result of these benchmarks")
         if content.get("format") != FORMAT:
             raise ResultsError(f"{path} has format {content.get('format')}, this reads {FORMAT}")
         own = {f.name: content[f.name] for f in fields(cls)}
-        own["rows"] = [_row(row) for row in content["rows"]]
+        own["rows"] = [_row(KINDS[own["benchmark"]], row) for row in content["rows"]]
         return cls(**own)
 
 
-def _row(content: dict[str, Any]) -> Row:
+def _row(kind: type[Row], content: dict[str, Any]) -> Row:
     matches = {name: Match(**_tuples(m)) for name, m in content["matches"].items()}
-    return Row(**{**_tuples(content), "matches": matches})
+    return kind(**{**_tuples(content), "matches": matches})
 
 
 def _tuples(content: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +219,7 @@ def _tuples(content: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Summary:
-    """A direction's rows of one set and head dim against one peer."""
+    """A direction's rows of one series and head dim against one peer."""
 
     direction: str
     set: str
@@ -182,9 +237,9 @@ def summaries(results: Results) -> list[Summary]:
 
 
 def _summaries(rows: list[Row]) -> Iterator[Summary]:
-    keys = dict.fromkeys((r.direction, r.set, r.head_dim) for r in rows)
+    keys = dict.fromkeys((r.direction, r.series, r.head_dim) for r in rows)
     for direction, group, d in keys:
-        here = [r for r in rows if (r.direction, r.set, r.head_dim) == (direction, group, d)]
+        here = [r for r in rows if (r.direction, r.series, r.head_dim) == (direction, group, d)]
         for peer in here[0].lineup[1:]:
             ratios = {
                 f"{r.mask} {r.label}": ratio

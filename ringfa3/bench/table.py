@@ -1,8 +1,8 @@
-"""Results as tables on the terminal."""
+"""Results of attention on one device as tables on the terminal, and what all tables share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.markup import escape
 from rich.table import Table
@@ -15,7 +15,7 @@ HOST_BOUND = (
 )
 
 
-def tables(results: Results) -> Iterator[Table]:
+def attention_tables(results: Results) -> Iterator[Table]:
     """One table for each direction and line-up."""
     together: dict[tuple[str, ...], list[Row]] = {}
     for row in results.rows:
@@ -23,7 +23,7 @@ def tables(results: Results) -> Iterator[Table]:
     for (direction, first, *peers), rows in together.items():
         table = Table(
             title=f"{direction}, {rows[0].dtype}, TFLOP/s; ratio above 1: {first} is faster",
-            caption=_caption(results, rows),
+            caption=caption(results, rows),
             caption_style="bold red" if results.smoke else "dim",
         )
         for column in ("set", "mask", "tokens", "heads", "d"):
@@ -42,7 +42,7 @@ def tables(results: Results) -> Iterator[Table]:
         yield table
 
 
-def _caption(results: Results, rows: list[Row]) -> str | None:
+def caption(results: Results, rows: Sequence[Row]) -> str | None:
     bound = any(any(m.host_bound) for row in rows for m in row.matches.values())
     said = ([SMOKE] if results.smoke else []) + ([HOST_BOUND] if bound else [])
     return "\n".join(said) or None
@@ -61,14 +61,25 @@ def _cells(row: Row, peers: list[str]) -> list[str]:
 
 
 def _match(match: Match) -> tuple[str, str]:
-    if match.tflops is None or match.ratio is None or match.interval is None:
-        stopped = match.stopped or ""
-        colour = "red" if stopped.startswith(("wrong", "failed")) else "dim"
-        return "–", f"[{colour}]{escape(stopped)}[/{colour}]"
+    if match.tflops is None:
+        return "–", stopped(match)
+    return figure(match.tflops[1], "*" if match.host_bound[1] else ""), ratio(match)
+
+
+def ratio(match: Match) -> str:
+    """The ratio with its interval: green where A is faster, yellow where B is."""
+    if match.ratio is None or match.interval is None:
+        return "–"
     low, high = match.interval
     colour = "green" if low > 1 else "yellow" if high < 1 else "default"
-    value = figure(match.tflops[1], "*" if match.host_bound[1] else "")
-    return value, f"[{colour}]{match.ratio:.3f}[/{colour}] " + escape(f"[{low:.3f}, {high:.3f}]")
+    return f"[{colour}]{match.ratio:.3f}[/{colour}] " + escape(f"[{low:.3f}, {high:.3f}]")
+
+
+def stopped(match: Match | None) -> str:
+    """Why there are no figures."""
+    said = match.stopped or "" if match else ""
+    colour = "red" if said.startswith(("wrong", "failed")) else "dim"
+    return f"[{colour}]{escape(said)}[/{colour}]"
 
 
 def figure(tflops: float | None, mark: str = "") -> str:

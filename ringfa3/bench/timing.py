@@ -2,7 +2,8 @@
 
 A power-limited GPU runs faster beside a slow neighbour, so two implementations are compared only
 within pairs of their own. Samples follow each other without a pause and without a flush of the L2
-cache, as in the paper's protocol.
+cache, as in the paper's protocol. In a team every sample starts on all ranks together, and the
+slowest rank's time is what it took.
 """
 
 from __future__ import annotations
@@ -11,28 +12,35 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ringfa3.bench.machine import BenchError
+from ringfa3.bench.team import Team
+
 Call = Callable[[], object]
 Reading = Callable[[], float]  # seconds per call, valid after `Stopwatch.wait`
 
+FEWEST_PAIRS = 10
 MOST_CALLS = 200  # of one sample
 WARM_UP_CALLS = 3
 RESAMPLES = 10_000
+LONGEST_AHEAD_S = 2.0  # of work that is started before the host waits for it
 HERTZ = 2.0e9  # no Hopper GPU's SM clock is above it: a delay lasts at least as long as asked
 
 
 class Stopwatch(Protocol):
     """Times calls on one device.
 
+    team            the ranks that take a time together
     asynchronous    a call returns before the device has run it
     sample_seconds  what one sample should last at least; always one call or more
     """
 
+    team: Team
     asynchronous: bool
     sample_seconds: float
 
@@ -49,6 +57,9 @@ class CudaStopwatch:
     asynchronous = True
     sample_seconds = 0.02
 
+    def __init__(self, team: Team | None = None) -> None:
+        self.team = team or Team()
+
     def sample(self, call: Call, calls: int, head_start: float) -> Reading:
         begin, end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -56,6 +67,7 @@ class CudaStopwatch:
         )
         if head_start > 0:
             torch.cuda._sleep(int(head_start * HERTZ))  # type: ignore[no-untyped-call]
+        self.team.start()
         begin.record()
         for _ in range(calls):
             call()
@@ -63,7 +75,9 @@ class CudaStopwatch:
         return lambda: begin.elapsed_time(end) / 1e3 / calls
 
     def wait(self) -> None:
+        begin = time.perf_counter()
         torch.cuda.synchronize()
+        self.team.waited(time.perf_counter() - begin)
 
 
 class WallClock:
@@ -72,7 +86,11 @@ class WallClock:
     asynchronous = False
     sample_seconds = 0.0
 
+    def __init__(self, team: Team | None = None) -> None:
+        self.team = team or Team()
+
     def sample(self, call: Call, calls: int, head_start: float) -> Reading:
+        self.team.start()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
@@ -81,6 +99,21 @@ class WallClock:
 
     def wait(self) -> None:
         pass
+
+
+def protocol(pairs: int) -> dict[str, Any]:
+    """How everything here is timed, in words.
+
+    Raises BenchError for too few pairs.
+    """
+    if pairs < FEWEST_PAIRS:
+        raise BenchError(f"--pairs {pairs}: an interval needs {FEWEST_PAIRS} or more")
+    return {
+        "pairs": pairs,
+        "inputs": "standard normal",
+        "l2_cache": "not flushed",
+        "flops": "exact visible pairs; backward 2.5 times forward",
+    }
 
 
 @dataclass(frozen=True)
@@ -108,12 +141,14 @@ def paired(a: Call, b: Call, pairs: int, stopwatch: Stopwatch) -> Paired:
         for _ in range(WARM_UP_CALLS):
             call()
     stopwatch.wait()
-    host = (_host_seconds(a, stopwatch), _host_seconds(b, stopwatch))
+    slowest = stopwatch.team.largest
+    host = slowest([_host_seconds(call, stopwatch) for call in both])
     first = []
     for call, seconds in zip(both, host, strict=True):
         reading = stopwatch.sample(call, WARM_UP_CALLS, 2 * WARM_UP_CALLS * seconds)
         stopwatch.wait()
         first.append(reading())
+    first = slowest(first)
     calls = max(1, min(MOST_CALLS, math.ceil(stopwatch.sample_seconds / max(*first, 1e-9))))
     # Twice what the host lacks; nothing where it keeps ahead by itself.
     ahead = [2 * calls * max(0.0, h - d) for h, d in zip(host, first, strict=True)]
@@ -122,9 +157,11 @@ def paired(a: Call, b: Call, pairs: int, stopwatch: Stopwatch) -> Paired:
         readings.append(
             tuple(stopwatch.sample(c, calls, lead) for c, lead in zip(both, ahead, strict=True))
         )
+        if calls * sum(first) > LONGEST_AHEAD_S:
+            stopwatch.wait()
     stopwatch.wait()
-    times = [(x(), y()) for x, y in readings[1:]]
-    return Paired([x for x, _ in times], [y for _, y in times], calls, host)
+    times = slowest([reading() for pair in readings[1:] for reading in pair])
+    return Paired(times[::2], times[1::2], calls, (host[0], host[1]))
 
 
 def _host_seconds(call: Call, stopwatch: Stopwatch) -> float:
@@ -148,9 +185,12 @@ class Ratio:
     high: float
 
 
-def compare(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """The ratio of paired times with a percentile bootstrap of its median, the same every time."""
-    ratios = np.asarray(b, np.float64) / np.asarray(a, np.float64)
+def compare(a: Sequence[float], b: Sequence[float], work: float = 1.0) -> Ratio:
+    """The ratio of paired times with a percentile bootstrap of its median, the same every time.
+
+    `work` is A's over B's where they do not do the same.
+    """
+    ratios = work * np.asarray(b, np.float64) / np.asarray(a, np.float64)
     draws = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
     medians: npt.NDArray[np.float64] = np.median(ratios[draws], axis=1)
     low, high = np.quantile(medians, (0.025, 0.975))

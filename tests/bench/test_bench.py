@@ -152,7 +152,7 @@ def test_a_lost_gpu_leaves_what_was_measured(
     def hold(case: Case, direction: str, *_: object) -> Row:
         row = Row.of(case, direction, "bfloat16", ["RingFA3 executor", "SDPA math"])
         if case is SMALL[1]:
-            lost = DeviceLostError("illegal access")
+            lost = DeviceLostError("the GPU no longer answers: illegal access")
             row.stopped, lost.row = "failed: lost", row
             raise lost
         return row

@@ -193,13 +193,13 @@ def test_what_stops_a_peer_is_said_and_the_row_goes_on(error: Exception, said: s
 
 def test_a_lost_device_hands_back_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(device: torch.device) -> None:
-        raise DeviceLostError("an illegal memory access was encountered")
+        raise DeviceLostError("the GPU no longer answers: an illegal memory access was encountered")
 
     problem = make_problem(DENSE, FORWARD, torch.bfloat16, CPU)
     monkeypatch.setattr(contest, "make_problem", lambda *_: problem)
     failing = Failing(RuntimeError("illegal"))
     released = iter([lambda _: None, lost])
-    monkeypatch.setattr(contest, "_release", lambda device: next(released)(device))
+    monkeypatch.setattr(contest, "release", lambda device: next(released)(device))
     with pytest.raises(DeviceLostError) as caught:
         row(DENSE, failing, MATH)
     assert caught.value.row is not None

@@ -12,7 +12,7 @@ from rich.console import Console
 from ringfa3.bench.cases import FORWARD, Case, select
 from ringfa3.bench.plot import draw, redraw
 from ringfa3.bench.results import Match, Results, ResultsError, Row, one_line, summaries
-from ringfa3.bench.table import SMOKE, tables
+from ringfa3.bench.table import SMOKE, attention_tables
 
 LINEUP = ["RingFA3", "FA3", "cuDNN"]
 
@@ -67,7 +67,7 @@ def results() -> Results:
 def printed(results: Results) -> str:
     console = Console(width=200)
     with console.capture() as captured:
-        for table in tables(results):
+        for table in attention_tables(results):
             console.print(table)
     return captured.get()
 
@@ -131,7 +131,7 @@ def test_geometric_means_by_set_and_head_dim(results: Results) -> None:
 
 def test_another_lineup_has_a_table_of_its_own(results: Results) -> None:
     results.rows[-1].lineup = ["RingFA3", "without overlap"]
-    assert [len(table.columns) for table in tables(results)] == [10, 8]
+    assert [len(table.columns) for table in attention_tables(results)] == [10, 8]
 
 
 def test_the_line_at_the_end_names_the_worst_row(results: Results) -> None:

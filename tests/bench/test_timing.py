@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ringfa3.bench.team import Team
 from ringfa3.bench.timing import Call, Paired, Reading, WallClock, compare, paired
 
 
@@ -13,6 +14,7 @@ class Recorder:
 
     asynchronous = True
     sample_seconds = 0.020
+    team = Team()
 
     def __init__(self) -> None:
         self.seconds = {"a": 2e-3, "b": 5e-3}

@@ -1,0 +1,330 @@
+"""The benchmark of rings: who and what takes part on how many ranks, row by row, to the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ringfa3.bench import machine
+from ringfa3.bench.cases import BACKWARD, DIRECTIONS, FORWARD, RING_SETS, RingCase, ring_case
+from ringfa3.bench.contest import DeviceLostError, StoppedError, explained, hold
+from ringfa3.bench.machine import DTYPES, BenchError
+from ringfa3.bench.memory import Held, Scales
+from ringfa3.bench.peers import FA3, MODULE, OURS, OneDevice, Ours, PeerError, flash_attention_3
+from ringfa3.bench.problem import Contestant, make_problem
+from ringfa3.bench.report import Report
+from ringfa3.bench.results import Results, RingRow, Row
+from ringfa3.bench.ring_peers import (
+    ZIGZAG,
+    Dense,
+    ManyDevices,
+    Ring,
+    TorchRing,
+    Ulysses,
+    Yardstick,
+    Zigzag,
+    zigzag_function,
+)
+from ringfa3.bench.spread import Spread
+from ringfa3.bench.team import Team, ToldError, join, place, under_torchrun
+from ringfa3.bench.timing import CudaStopwatch, WallClock, protocol
+from ringfa3.engine import executor_reason, forward_engine
+
+CPU_SHRINK = 1024  # sequences of a run without a GPU are this much shorter
+WARM_UP_TOKENS = 64  # of each rank, before anything is weighed
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    sets: list[str]
+    dtype: str
+    worlds: list[int] | None
+    shortest: int
+    longest: int
+    direction: str
+    transports: list[str]
+    pairs: int
+    timeout: float
+    fa3: Path | None
+    device: str
+    out: Path | None
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What could be loaded."""
+
+    alone: OneDevice  # RingFA3 on one device
+    fa3: OneDevice | None
+    zigzag: Callable[..., Any] | None
+    notes: list[str]
+
+
+def run(options: Options) -> int:
+    """Measure, print on rank 0, write. Returns the exit code of this rank.
+
+    Raises BenchError, on every rank, where nothing can be measured.
+    """
+    settings = _settings(options)
+    rank, world, local = place()
+    device = machine.find_device(options.device, local)
+    everyone = Team(rank, world, join(device, options.timeout), device, options.timeout)
+    worlds = _worlds(options.worlds, world)
+    peers = _together(everyone, lambda: _peers(options.fa3, device))
+    todo, left_out = _together(everyone, lambda: _todo(options, worlds, device))
+    if not todo:
+        raise BenchError("nothing to measure: " + "; ".join(left_out or ["no such case"]))
+    teams = {w: everyone if w == world else everyone.first(w) for w in worlds if rank < w}
+    job = Job(options, peers, device, teams)
+    report = None
+    if rank == 0:
+        shown = job.lineup(replace(todo[0][0], world=world), everyone)
+        results = Results(
+            settings=settings | {"worlds": worlds},
+            machine=machine.describe(device, [*shown, *filter(None, [peers.fa3])])
+            | {"ranks": world, "nccl": _nccl(device)},
+            smoke=device.type == "cpu",
+            left_out=left_out + peers.notes,
+            benchmark="ring",
+        )
+    report = _together(
+        everyone,
+        lambda: (
+            Report(results, options.out, f"-{options.dtype}", options.quiet) if rank == 0 else None
+        ),
+    )
+    return job.run([(c, d) for c, d in todo if rank < c.world], report)
+
+
+class Job:
+    """One rank's part of a run."""
+
+    def __init__(
+        self, options: Options, peers: Peers, device: torch.device, teams: dict[int, Team]
+    ) -> None:
+        self.options, self.peers, self.device, self.teams = options, peers, device, teams
+        self.dtype = DTYPES[options.dtype]
+        self.memory: dict[RingCase, dict[str, Held | str]] = {}
+
+    def run(self, todo: list[tuple[RingCase, str]], report: Report | None) -> int:
+        """All rows of this rank; `report` on the one that speaks."""
+        lost: str | None = None
+        try:
+            self._weigh(todo)
+        except DeviceLostError as error:
+            lost, todo = str(error), []
+        if report is None:
+            for case, direction in todo:
+                try:
+                    self._row(case, direction)
+                except DeviceLostError:
+                    return 1
+            return 1 if lost else 0
+        with report.progress(len(todo)):
+            for case, direction in todo:
+                try:
+                    row = self._row(case, direction)
+                except DeviceLostError as error:
+                    lost = str(error)
+                    if error.row is None:
+                        break
+                    row = error.row
+                row.clocks = machine.clocks(self.device)
+                report.add(row)
+                if lost:
+                    break
+        return report.close(lost, machine.clocks(self.device))
+
+    def lineup(self, case: RingCase, team: Team) -> list[Contestant]:
+        """RingFA3's ring first, then who it is held against."""
+        peers = self.peers
+        rings = [Ring(team, transport) for transport in self.options.transports]
+        yardsticks = [Yardstick(peer) for peer in (peers.alone, peers.fa3) if peer]
+        found: list[Contestant] = [*rings, *yardsticks]
+        if case.set != "whole":
+            found.append(Dense(rings[0]))
+        if team.world == 1:
+            return found
+        if peers.zigzag:
+            found.append(Zigzag(team, peers.zigzag))
+        if self.device.type == "cpu":
+            found.append(Ulysses(team, peers.alone))
+        else:
+            found += [Ulysses(team, peers.fa3)] if peers.fa3 else []
+            found.append(TorchRing(team))
+        return found
+
+    def _row(self, case: RingCase, direction: str) -> Row:
+        team = self.teams[case.world]
+        contestants = self.lineup(case, team)
+        smoke = self.device.type == "cpu"
+        stopwatch = WallClock(team) if smoke else CudaStopwatch(team)
+        arguments = (case, direction, self.dtype, self.device, contestants)
+        try:
+            row = hold(*arguments, self.options.pairs, stopwatch, self.peers.alone)
+        except DeviceLostError as error:
+            if error.row is not None:
+                self._describe(error.row, case, contestants)
+            raise
+        self._describe(row, case, contestants)
+        return row
+
+    def _describe(self, row: Row, case: RingCase, contestants: list[Contestant]) -> None:
+        """What is known of a row beside its times."""
+        ring = contestants[0]
+        assert isinstance(row, RingRow)
+        assert isinstance(ring, Ring)
+        q = _query(self.dtype, self.device)
+        row.yardsticks = [c.name for c in contestants if isinstance(c, Yardstick)]
+        row.engine = "executor" if executor_reason(row.direction, q) else "kernels"
+        row.transport = ring.moved_by
+        spread = Spread.of(case, forward_engine(q).tile_m)
+        row.imbalance, row.fullness = spread.imbalance, spread.fullness
+        row.kv_bytes = spread.kv_rows * 2 * case.kv_heads * case.head_dim * q.element_size()
+        row.kv_share = spread.kv_share
+        if row.direction == BACKWARD:
+            for name, held in self.memory.get(case, {}).items():
+                row.memory[name] = held if isinstance(held, str) else held.peak
+                if isinstance(held, Held):
+                    row.kept[name] = held.kept
+
+    def _weigh(self, todo: list[tuple[RingCase, str]]) -> None:
+        """The memory of every case, before anything else has run; shorter ones first."""
+        if self.device.type == "cpu":
+            return
+        for world, team in self.teams.items():
+            scales = Scales(self.device)
+            cases = [c for c, direction in todo if direction == BACKWARD and c.world == world]
+            if not cases or world == 1:
+                continue
+            tokens = WARM_UP_TOKENS * world  # connects, loads code
+            tiny = ring_case("whole", "warm-up", (tokens,), world)
+            for case in (tiny, *sorted(cases, key=lambda c: c.tokens)):
+                self.memory[case] = {}
+                for contestant in self.lineup(case, team):
+                    if isinstance(contestant, ManyDevices):
+                        held = self._weighed(case, contestant, scales, team)
+                        self.memory[case][contestant.name] = held
+                        if case is tiny:
+                            scales.tare(contestant.name)
+
+    def _weighed(
+        self, case: RingCase, contestant: ManyDevices, scales: Scales, team: Team
+    ) -> Held | str:
+        try:
+            with explained(self.device, team):
+                problem = make_problem(case, BACKWARD, self.dtype, self.device)
+                call = contestant.passes(problem)
+                del problem
+                held = scales.weigh(contestant.name, call)
+                peak, kept = team.largest([held.peak, held.kept])
+        except StoppedError as stopped:
+            if not str(stopped).startswith("refused"):
+                team.renew()
+            return str(stopped)
+        return Held(int(peak), int(kept))
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    own = {
+        "sets": options.sets,
+        "dtype": options.dtype,
+        "direction": options.direction,
+        "transports": options.transports,
+        "timeout": options.timeout,
+        "in_step": "every sample starts on all ranks together, and the slowest rank counts",
+    }
+    return own | protocol(options.pairs)
+
+
+def _together(team: Team, make: Callable[[], T]) -> T:
+    """What every rank makes, or its BenchError on all of them."""
+    problem: str | None = None
+    try:
+        made = make()
+    except BenchError as error:
+        problem = str(error)
+    try:
+        team.meet(problem=problem)
+    except ToldError as error:
+        raise BenchError(str(error)) from None
+    return made
+
+
+def _worlds(wanted: list[int] | None, world: int) -> list[int]:
+    """Numbers of ranks to measure on, the largest first: ranks that have done theirs may go."""
+    if wanted is None:
+        wanted = [world, *(1 << i for i in range(10) if 1 << i < world)]
+    if min(wanted) < 1:
+        raise BenchError(f"--worlds {min(wanted)}: from 1 to {world} are possible")
+    if max(wanted) > world:
+        start = "" if under_torchrun() else "; start it under torchrun"
+        raise BenchError(f"--worlds {max(wanted)}: there are {world} ranks{start}")
+    return sorted(set(wanted), reverse=True)
+
+
+def _peers(library: Path | None, device: torch.device) -> Peers:
+    notes = [] if under_torchrun() else ["several ranks: this is one process without torchrun"]
+    if device.type == "cpu":
+        if library is not None:
+            raise BenchError("--fa3 needs a GPU; leave it out with --device cpu")
+        return Peers(Ours(f"{OURS} executor"), None, None, notes)
+    zigzag = None
+    try:
+        fa3 = flash_attention_3(library)
+        if fa3 is None:
+            missing = f"{MODULE} is not installed and no --fa3 PATH was given"
+            notes.append(f"{FA3}, and all that runs on it: {missing}")
+        elif (zigzag := zigzag_function()) is None:
+            notes.append(f"{ZIGZAG}: it is not installed")
+    except PeerError as error:
+        raise BenchError(str(error)) from None
+    return Peers(Ours(), fa3, zigzag, notes)
+
+
+def _todo(
+    options: Options, worlds: list[int], device: torch.device
+) -> tuple[list[tuple[RingCase, str]], list[str]]:
+    """The rows to measure, in order, and in words what has no kernel to measure."""
+    smoke = device.type == "cpu"
+    shrink = CPU_SHRINK if smoke else 1
+    found = [
+        case
+        for world in worlds
+        for name in options.sets
+        for case in RING_SETS[name](world, shrink)
+        if options.shortest <= case.tokens * shrink <= options.longest
+    ]
+    todo: list[tuple[RingCase, str]] = []
+    left_out = ["memory: only a GPU counts it"] if smoke else []
+    q = _query(DTYPES[options.dtype], device)
+    directions = []
+    for direction in DIRECTIONS[options.direction]:
+        if not smoke and (reason := executor_reason(direction, q)):
+            left_out.append(f"{direction}: {reason}, and the executor is not timed in its place")
+        else:
+            directions.append(direction)
+    if not smoke and BACKWARD not in directions:
+        left_out.append(f"memory of a {FORWARD} and {BACKWARD}: there is no {BACKWARD} in this run")
+    for world in worlds:
+        here = [case for case in found if case.world == world]
+        todo += [(case, direction) for direction in directions for case in here]
+    return todo, left_out
+
+
+def _query(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(1, 1, 128, dtype=dtype, device=device)
+
+
+def _nccl(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -1,0 +1,121 @@
+"""Results of rings as tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.markup import escape
+from rich.table import Table
+
+from ringfa3.bench.results import Match, Results, RingRow
+from ringfa3.bench.table import caption, figure, ratio, stopped
+
+MIB = 1 << 20
+
+
+def ring_tables(results: Results) -> Iterator[Table]:
+    """Speed, a table for each direction; memory; how the plan spreads the cases."""
+    rows = _ring_rows(results)
+    for direction in dict.fromkeys(row.direction for row in rows):
+        yield _speed(results, [row for row in rows if row.direction == direction])
+    if weighed := [row for row in rows if row.memory]:
+        yield _memory(weighed)
+    if spread := {(row.label, row.world): row for row in rows if row.world > 1}:
+        yield _spread(list(spread.values()))
+
+
+def ring_line(results: Results) -> str:
+    """By direction, set and ranks, how much of the yardstick is reached."""
+    shares: dict[str, list[float]] = {}
+    for row in _ring_rows(results):
+        if row.of_yardstick is not None:
+            found = shares.setdefault(f"{row.direction} {row.series}", [])
+            found.append(row.of_yardstick[1].ratio or 0.0)
+    said = ", ".join(f"{name} {min(found):.3f}-{max(found):.3f}" for name, found in shares.items())
+    stopped_rows = sum(1 for row in results.rows if row.stopped)
+    rest = f"; {stopped_rows} rows without figures" if stopped_rows else ""
+    label = "SMOKE RUN, no kernel figures: " if results.smoke else ""
+    return f"{label}{results.rows[0].first} of the yardstick: {said or 'no row was measured'}{rest}"
+
+
+def _ring_rows(results: Results) -> list[RingRow]:
+    return [row for row in results.rows if isinstance(row, RingRow)]
+
+
+def _speed(results: Results, rows: list[RingRow]) -> Table:
+    first = rows[0].first
+    peers = list(dict.fromkeys(name for row in rows for name in row.lineup[1:]))
+    ran = {f"{row.engine} and {row.transport}" for row in rows if row.transport} or {
+        row.engine for row in rows
+    }
+    table = Table(
+        title=f"{rows[0].direction}, {rows[0].dtype}, TFLOP/s of one GPU; ratio above 1: {first} "
+        f"is faster; {first} ran on {', '.join(sorted(ran))}",
+        caption=caption(results, rows),
+        caption_style="bold red" if results.smoke else "dim",
+    )
+    table.add_column("GPUs", justify="right")
+    table.add_column("case", no_wrap=True)
+    table.add_column(first, justify="right", style="bold")
+    table.add_column("of the yardstick", justify="right", no_wrap=True)
+    for name in (*peers, "error: ring / alone", "host, µs"):
+        table.add_column(name, justify="right")
+    for i, row in enumerate(rows):
+        if i and row.world != rows[i - 1].world:
+            table.add_section()
+        table.add_row(*_cells(row, peers))
+    return table
+
+
+def _cells(row: RingRow, peers: list[str]) -> list[str]:
+    cells = [str(row.world), row.label]
+    if row.stopped:
+        return [*cells, "–", f"[red]{escape(row.stopped)}[/red]"]
+    bound = "*" if row.head and row.head.host_bound[0] else ""
+    cells.append(figure(row.tflops(row.first), bound))
+    best = row.of_yardstick
+    cells.append(ratio(best[1]) if best else "–")
+    cells += [_peer(row.matches.get(peer)) for peer in peers]
+    growth = row.error_growth
+    cells.append(f"{max(growth.values()):.2f}" if growth else "–")
+    host = row.head.host_seconds[0] if row.head and row.head.host_seconds else 0.0
+    cells.append(f"{host * 1e6:.0f}" if host else "–")
+    return cells
+
+
+def _peer(match: Match | None) -> str:
+    if match is None:
+        return ""
+    if match.tflops is None:
+        return stopped(match)
+    return f"{figure(match.tflops[1], '*' if match.host_bound[1] else '')} ({match.ratio:.3f})"
+
+
+def _memory(rows: list[RingRow]) -> Table:
+    names = list(dict.fromkeys(name for row in rows for name in row.memory))
+    table = Table(
+        title="MiB of a forward and backward beyond the inputs, by the device; in brackets what "
+        "stays; the rank with most"
+    )
+    for column in ("GPUs", "case", *names):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for row in rows:
+        table.add_row(str(row.world), row.label, *(_weight(row, name) for name in names))
+    return table
+
+
+def _weight(row: RingRow, name: str) -> str:
+    held = row.memory.get(name, "")
+    if isinstance(held, str):
+        return f"[dim]{escape(held)}[/dim]"
+    return f"{held / MIB:.0f} ({row.kept.get(name, 0) / MIB:.0f})"
+
+
+def _spread(rows: list[RingRow]) -> Table:
+    table = Table(title="How the plan spreads a case")
+    for column in ("GPUs", "case", "work, most / mean", "tiles full", "K/V moved, MiB", "of all"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for row in rows:
+        cells = (f"{row.imbalance:.3f}", f"{row.fullness:.3f}", f"{row.kv_bytes / MIB:.3g}")
+        table.add_row(str(row.world), row.label, *cells, f"{row.kv_share:.3f}")
+    return table
