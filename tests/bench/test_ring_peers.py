@@ -37,6 +37,7 @@ from ringfa3.bench.team import Team
 from ringfa3.bench.timing import WallClock
 
 CPU = torch.device("cpu")
+LIMIT_S = 60.0  # for a busy machine
 
 
 def case_of(kind: str, world: int) -> RingCase:
@@ -57,7 +58,7 @@ def row_of(case: RingCase, direction: str, team: Team, *contestants: Contestant)
 
 
 def every_way(group: dist.ProcessGroup) -> list[RingRow]:
-    team = team_of(group, 5.0)
+    team = team_of(group, 20.0)
     rows = []
     for kind in ("whole", "documents", "window"):
         for direction in (FORWARD, BACKWARD):
@@ -69,7 +70,7 @@ def every_way(group: dist.ProcessGroup) -> list[RingRow]:
 
 def test_right_results_have_figures_and_errors_like_those_of_one_device() -> None:
     world = 3
-    first, *others = sacrifice(world, 10, every_way)
+    first, *others = sacrifice(world, 60, every_way, limit=LIMIT_S)
     assert others == [first] * (world - 1)  # times and errors of all ranks together
     assert len(first) == 6
     for row in first:
@@ -109,7 +110,7 @@ class Peer:
 
 
 def spoilt(group: dist.ProcessGroup) -> tuple[float, RingRow, RingRow, RingRow]:
-    team = team_of(group, 1.0)
+    team = team_of(group, 2.0)
     case, ring = case_of("whole", team.world), Ring(team)
     peers = [Peer(team, how) for how in ("hangs", "wrong", "raises", "memory")]
     begin = time.monotonic()
@@ -120,7 +121,7 @@ def spoilt(group: dist.ProcessGroup) -> tuple[float, RingRow, RingRow, RingRow]:
 
 
 def test_a_peer_that_fails_or_hangs_on_one_rank_holds_up_nobody() -> None:
-    (seconds, row, ours, after), (_, *others) = sacrifice(2, 10, spoilt)
+    (seconds, row, ours, after), (_, *others) = sacrifice(2, 60, spoilt, limit=LIMIT_S)
     assert [row, ours, after] == others
     stopped = {name: str(match.stopped) for name, match in row.matches.items()}
     assert stopped["hangs"].startswith("failed: ")
@@ -129,7 +130,7 @@ def test_a_peer_that_fails_or_hangs_on_one_rank_holds_up_nobody() -> None:
     assert stopped["raises"] == "failed: a bug of a peer (rank 1)"
     assert stopped["memory"] == "out of memory (rank 1)"
     assert row.matches["Ulysses on RingFA3"].ratio is not None
-    assert seconds < 15
+    assert seconds < 40  # alone 6: three timeouts
     assert ours.stopped == "failed: a bug of a peer (rank 1)"
     assert not ours.matches
     assert after.stopped is None

@@ -14,7 +14,7 @@ from ringfa3.bench.team import LostError, Team, ToldError
 from ringfa3.bench.timing import WallClock, paired
 
 
-def team_of(group: dist.ProcessGroup, timeout: float = 2.0) -> Team:
+def team_of(group: dist.ProcessGroup, timeout: float = 20.0) -> Team:
     store = dist.distributed_c10d._get_default_store().clone()
     cpu = torch.device("cpu")
     return Team(dist.get_rank(group), dist.get_world_size(group), store, cpu, timeout)
@@ -37,7 +37,7 @@ def meetings(group: dist.ProcessGroup) -> list[object]:
 def test_a_problem_of_any_rank_reaches_all_at_the_same_meeting() -> None:
     told = [f"no from {rank} (rank {rank})" for rank in range(3)]
     expected = [[0, 1, 2], [2, 0], *told, [0, 1, 2]]
-    assert sacrifice(3, 10, meetings) == [expected] * 3
+    assert sacrifice(3, 60, meetings, limit=60.0) == [expected] * 3
 
 
 def departures(group: dist.ProcessGroup, says: bool) -> str:
@@ -59,8 +59,8 @@ def departures(group: dist.ProcessGroup, says: bool) -> str:
 )
 def test_a_rank_that_leaves_is_named_and_one_that_vanishes_too(says: bool, expected: str) -> None:
     begin = time.monotonic()
-    assert sacrifice(3, 10, departures, says) == [expected, "gone", expected]
-    assert time.monotonic() - begin < 10
+    assert sacrifice(3, 60, departures, says, limit=60.0) == [expected, "gone", expected]
+    assert time.monotonic() - begin < 30
 
 
 def in_step(group: dist.ProcessGroup) -> tuple[float, list[float], list[float]]:
@@ -80,7 +80,7 @@ def in_step(group: dist.ProcessGroup) -> tuple[float, list[float], list[float]]:
 
 
 def test_samples_start_together_and_the_slowest_rank_counts() -> None:
-    (waited, a, b), other = sacrifice(2, 10, in_step)
+    (waited, a, b), other = sacrifice(2, 60, in_step, limit=60.0)
     assert waited >= 0.35
     assert (a, b) == other[1:]
     assert min(a) >= 0.008
