@@ -78,7 +78,7 @@ def _worlds(rows: list[RingRow]) -> list[list[Panel]]:
     panels = []
     for world in dict.fromkeys(row.world for row in rows):
         here = [row for row in rows if row.world == world]
-        title = f"{world} GPUs, head dim {here[0].head_dim}, {_heads(here[0])}"
+        title = f"{world} GPU{'s' * (world > 1)}, head dim {here[0].head_dim}, {_heads(here[0])}"
         names = dict.fromkeys(name for row in rows for name in row.lineup)  # colours stay
         panels.append(
             Panel(

@@ -146,7 +146,7 @@ class RingRow(Row):
 
     @property
     def series(self) -> str:
-        return f"{self.set} on {self.world} GPUs"
+        return f"{self.set} on {self.world} GPU{'s' * (self.world > 1)}"
 
     @property
     def of_yardstick(self) -> tuple[str, Match] | None:

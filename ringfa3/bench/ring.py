@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,30 +118,19 @@ class Job:
     def run(self, todo: list[tuple[RingCase, str]], report: Report | None) -> int:
         """All rows of this rank; `report` on the one that speaks."""
         lost: str | None = None
-        try:
-            self._weigh(todo)
-        except DeviceLostError as error:
-            lost, todo = str(error), []
-        if report is None:
-            for case, direction in todo:
-                try:
-                    self._row(case, direction)
-                except DeviceLostError:
-                    return 1
-            return 1 if lost else 0
-        with report.progress(len(todo)):
-            for case, direction in todo:
-                try:
+        with report.progress(len(todo)) if report else nullcontext():
+            try:
+                self._weigh(todo)
+                for case, direction in todo:
                     row = self._row(case, direction)
-                except DeviceLostError as error:
-                    lost = str(error)
-                    if error.row is None:
-                        break
-                    row = error.row
-                row.clocks = machine.clocks(self.device)
-                report.add(row)
-                if lost:
-                    break
+                    if report:
+                        report.add(row)
+            except DeviceLostError as error:
+                lost = str(error)
+                if report and error.row is not None:
+                    report.add(error.row)
+        if report is None:
+            return 1 if lost else 0
         return report.close(lost, machine.clocks(self.device))
 
     def lineup(self, case: RingCase, team: Team) -> list[Contestant]:
@@ -175,6 +165,7 @@ class Job:
                 self._describe(error.row, case, contestants)
             raise
         self._describe(row, case, contestants)
+        row.clocks = machine.clocks(self.device)
         return row
 
     def _describe(self, row: Row, case: RingCase, contestants: list[Contestant]) -> None:
