@@ -86,7 +86,7 @@ class Variant:
         case, q = problem.case, problem.q.flatten(0, -3)
         if problem.direction != FORWARD:
             raise RefusalError("an ablation of the forward alone")
-        unit = kernels.unit_for("forward", q)
+        unit = kernels.unit_for(FORWARD, q)
         if reason := executor_reason(FORWARD, q):
             raise RefusalError(reason)
         assert unit is not None

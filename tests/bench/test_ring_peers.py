@@ -109,12 +109,32 @@ class Peer:
         return replace(attempt, run=run)
 
 
+class Late:
+    """Speaks to nobody, and fails on rank 1 while it is timed: the others are a step ahead then."""
+
+    name = "late"
+
+    def __init__(self, team: Team) -> None:
+        self.team, self.runs = team, 0
+
+    def prepare(self, problem: Problem) -> Attempt:
+        attempt = Yardstick(Ours()).prepare(problem)
+
+        def run() -> object:
+            self.runs += 1
+            if self.team.rank == 1 and self.runs > 6:  # three to warm up, three that say how long
+                raise RuntimeError("a late bug")
+            return attempt.run()
+
+        return replace(attempt, run=run)
+
+
 def spoilt(group: dist.ProcessGroup) -> tuple[float, RingRow, RingRow, RingRow]:
     team = team_of(group, 2.0)
     case, ring = case_of("whole", team.world), Ring(team)
     peers = [Peer(team, how) for how in ("hangs", "wrong", "raises", "memory")]
     begin = time.monotonic()
-    row = row_of(case, FORWARD, team, ring, *peers, Ulysses(team, Ours()))
+    row = row_of(case, FORWARD, team, ring, *peers, Late(team), Ulysses(team, Ours()))
     seconds = time.monotonic() - begin
     ours = row_of(case, FORWARD, team, Peer(team, "raises"), Ulysses(team, Ours()))
     return seconds, row, ours, row_of(case, BACKWARD, team, ring, Ulysses(team, Ours()))
@@ -129,6 +149,7 @@ def test_a_peer_that_fails_or_hangs_on_one_rank_holds_up_nobody() -> None:
     assert stopped["wrong"].endswith(" (rank 1)")
     assert stopped["raises"] == "failed: a bug of a peer (rank 1)"
     assert stopped["memory"] == "out of memory (rank 1)"
+    assert stopped["late"] == "failed: a late bug (rank 1)"
     assert row.matches["Ulysses on RingFA3"].ratio is not None
     assert seconds < 40  # alone 6: three timeouts
     assert ours.stopped == "failed: a bug of a peer (rank 1)"
