@@ -131,10 +131,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--worlds", nargs="+", type=int, metavar="N", help="numbers of ranks; default 1, 2, 4, ..."
     )
-    p.add_argument("--longest", type=int, default=1 << 31, metavar="TOKENS", help="and longer ones")
     p.add_argument(
-        "--transport", nargs="+", default=["auto"], choices=TRANSPORTS,
-        help="of RingFA3; the first is held against the others and the peers",
+        "--longest", type=int, default=1 << 31, metavar="TOKENS", help="leave out longer sequences"
+    )
+    p.add_argument(
+        "--transport", nargs="+", default=["auto"], choices=TRANSPORTS, metavar="NAME",
+        help=f"of RingFA3: {', '.join(TRANSPORTS)}; the first is held against the others and "
+        "the peers",
     )  # fmt: skip
     p.add_argument(
         "--timeout", type=float, default=120.0, metavar="SECONDS",

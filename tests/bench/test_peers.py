@@ -17,6 +17,8 @@ from ringfa3.bench import peers
 from ringfa3.bench.cases import BACKWARD, CAUSAL, FORWARD, FULL, Case
 from ringfa3.bench.peers import Fa3Module, Fa3Ops, Ours, PeerError, Sdpa, flash_attention_3
 from ringfa3.bench.problem import Contestant, RefusalError, make_problem
+from ringfa3.bench.ring_peers import Ring
+from ringfa3.bench.team import Team
 
 CASES = [
     Case("any", "causal", (30, 30), 4, 2, 16, CAUSAL),
@@ -194,8 +196,11 @@ def test_on_a_gpu_the_executor_never_stands_for_a_kernel(monkeypatch: pytest.Mon
         is_cuda = True  # type: ignore[assignment]
 
     object.__setattr__(problem, "q", problem.q.as_subclass(OnGpu))
-    with pytest.raises(RefusalError, match="no backward kernels"):
+    monkeypatch.setattr(peers, "executor_reason", lambda direction, q: f"no {direction} kernel")
+    with pytest.raises(RefusalError, match="no backward kernel"):
         Ours().prepare(problem)
+    with pytest.raises(RefusalError, match="no backward kernel"):
+        Ring(Team()).prepare(problem)
 
 
 def test_what_was_measured_is_named(library: Path) -> None:
