@@ -49,8 +49,10 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     if (threadIdx.x < kWarp) {
       if (elect_one_sync()) load_blocks<Traits>(p, smem);
     } else if (threadIdx.x < 2 * kWarp) {
-      if (elect_one_sync()) plan_blocks<Traits>(p, smem);
-      launch_next_kernel();
+      if (elect_one_sync()) {
+        plan_blocks<Traits>(p, smem);
+        launch_next_kernel();
+      }
     } else {
       if (elect_one_sync()) write_dq<Traits>(p.args, smem, threadIdx.x / kWarp - 2);
     }
@@ -79,6 +81,7 @@ cudaError_t launch_backward(BackwardArgs const& a, cudaStream_t stream) {
   p.group = static_cast<int32_t>(a.q.heads / a.k.heads);
   p.num_work = a.num_portions * p.kv_heads;
   constexpr int kSmem = sizeof(typename Traits::SharedStorage);
+  static_assert(kSmem <= 227 * 1024, "more than an SM has");
   auto kernel = backward_kernel<Traits>;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);

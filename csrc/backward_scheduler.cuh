@@ -52,15 +52,16 @@ CUTE_DEVICE void decode(BackwardParams const& p, int w, KeyWork& work) {
 }
 
 // One thread: takes portions from the counter and says, block by block, what is to be loaded. The
-// next portion is taken while the last blocks of this one are on their way. The thread has few
-// registers: what it can read again it does not keep.
+// next portion is taken while the last blocks of this one are on their way. The first one comes
+// from the counter, too: a CTA that finds no room on the GPU then holds no portion whose turn
+// others wait for. The thread has few registers: what it can read again it does not keep.
 template <class Traits>
 CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedStorage& smem) {
   constexpr int M = Traits::M, N = Traits::N;
   BackwardArgs const& a = p.args;
   StageState<kWorkDepth> work_state;
   StageState<Traits::QStages> state;
-  smem.next_work = blockIdx.x;
+  smem.next_work = atomicAdd(a.counter, 1);
   for (; smem.next_work < p.num_work; work_state.advance()) {
     smem.work_empty[work_state.index()].wait(work_state.phase() ^ 1);
     KeyWork& work = smem.work[work_state.index()];
@@ -77,7 +78,7 @@ CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedSto
         for (; number < visited.y && left > 0; ++number, --left) {
           bool const last_head = h + 1 == portion.num_heads;
           if (last_head && left == min(kBlocksAhead, portion.blocks)) {
-            smem.next_work = gridDim.x + atomicAdd(a.counter, 1);
+            smem.next_work = atomicAdd(a.counter, 1);
           }
           smem.q_empty[state.index()].wait(state.phase() ^ 1);
           RowBlock& block = smem.blocks[state.index()];

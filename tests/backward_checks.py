@@ -195,7 +195,7 @@ def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
 def a_partial_is_added_to_or_called_off(unit: Unit, device: str) -> None:
     """Tiles that are not FIRST wait for their word: 1 adds to what is there, -1 gives NaN."""
     p = problem(4, unit, device, [(150, 200)], (2, 1), (-1, 0))
-    tiling = p.plan.backward(unit.tile_n, unit.tile_m)[0]
+    tiling = p.plan.backward(unit.tile_n, unit.tile_m, True)[0]  # whole tiles, in their turns
     tiles = tiling.tiles.copy()
     tiles["flags"] = 0
     for word in (1, -1):

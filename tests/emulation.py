@@ -122,7 +122,12 @@ class Machine:
     def __init__(self) -> None:
         self.runtime = ctypes.CDLL(str(emulator()), ctypes.RTLD_GLOBAL)
         self.runtime.emulator_finish.restype = ctypes.c_char_p
-        self.runtime.emulator_reset.argtypes = (ctypes.c_uint64, ctypes.c_double, ctypes.c_double)
+        self.runtime.emulator_reset.argtypes = (
+            ctypes.c_uint64,
+            ctypes.c_double,
+            ctypes.c_double,
+            ctypes.c_size_t,
+        )
         self.runtime.emulator_launch.argtypes = (
             ctypes.c_char_p,
             *[ctypes.c_int] * 4,
@@ -186,13 +191,20 @@ class Machine:
 
         return owned
 
-    def settings(self, seed: int, eagerness: float = 0.1, patience: float = 2.0) -> None:
+    def settings(
+        self,
+        seed: int,
+        eagerness: float = 0.1,
+        patience: float = 2.0,
+        resident: int = 1 << 30,
+    ) -> None:
         """Of the launches to come. No tensor's memory is known any more, nor any error.
 
         eagerness   of asynchronous work: 0 as late as possible, 1 soon
         patience    seconds in which nothing changes until a launch is given up
+        resident    CTAs of a launch that find room; other kernels have the rest
         """
-        self.runtime.emulator_reset(seed, eagerness, patience)
+        self.runtime.emulator_reset(seed, eagerness, patience, resident)
         for known in (kernels._tables, kernels._counters, backward._tables, backward._grids):
             known.clear()
         self._kept.clear()

@@ -86,8 +86,8 @@ void Grid::round() {
     return true;
   });
   std::vector<Warp*> warps;
-  for (auto const& cta : ctas_) {
-    for (auto const& warp : cta->warps) {
+  for (size_t i = 0; i < std::min(ctas_.size(), settings.resident); ++i) {
+    for (auto const& warp : ctas_[i]->warps) {
       if (!warp->done()) warps.push_back(warp.get());
     }
   }

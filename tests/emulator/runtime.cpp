@@ -140,9 +140,9 @@ void emulator_own(void* address, size_t bytes) {
 }
 
 // Sets how the next launches run, and forgets all memory and errors.
-void emulator_reset(uint64_t seed, double eagerness, double patience) {
+void emulator_reset(uint64_t seed, double eagerness, double patience, size_t resident) {
   runtime().memory.clear();
-  runtime().settings = {seed, eagerness, patience};
+  runtime().settings = {seed, eagerness, patience, resident};
   runtime().queue.clear();
   runtime().error.clear();
 }

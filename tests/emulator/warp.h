@@ -159,8 +159,9 @@ class Memory {
 
 struct Settings {
   uint64_t seed = 0;
-  double eagerness = 0.1;  // of asynchronous work: 0 as late as possible
-  double patience = 2;     // seconds in which nothing changes after which a launch is given up
+  double eagerness = 0.1;      // of asynchronous work: 0 as late as possible
+  double patience = 2;         // seconds in which nothing changes after which a launch is given up
+  size_t resident = SIZE_MAX;  // CTAs of a launch that find room; another comes when one ends
 };
 
 class Grid {
