@@ -12,25 +12,13 @@
 #include "epilogue.cuh"
 #include "products.cuh"
 #include "scheduler.cuh"
+#include "signals.cuh"
 #include "softmax.cuh"
 #include "traits.cuh"
 
 namespace ringfa3 {
 
 using namespace cute;
-
-// Waits until the word says that what it stands for is here, or will not be: returns which. Data
-// that a copy has written before the word may then be loaded by TMA.
-CUTE_DEVICE bool arrives(int32_t const* word) {
-  int32_t value;
-  while (true) {
-    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-    if (value != 0) break;
-    __nanosleep(100);
-  }
-  asm volatile("fence.proxy.async;" ::: "memory");
-  return value > 0;
-}
 
 // One thread: streams the Q of every tile and the K and V of its blocks. V comes one block behind
 // K, as the consumers want them.
@@ -69,7 +57,8 @@ CUTE_DEVICE void load_tiles(ForwardParams<Traits> const& p, typename Traits::Sha
         Visit const v = block.visit();
         key_row = v.key_row;
         if (!(here >> v.arrival & 1)) {
-          if (arrives(p.args.arrivals + v.arrival)) {
+          if (wait_for_arrival(p.args.arrivals + v.arrival)) {
+            asm volatile("fence.proxy.async;" ::: "memory");  // before TMA loads what has arrived
             here |= 1u << v.arrival;
           } else {
             key_row = static_cast<int>(p.args.k.tokens);  // nothing is read past the last row

@@ -29,10 +29,11 @@ CUTE_DEVICE void signal_turn(int32_t* word, int32_t value) {
 // whether something has arrived: the word is negative if it never will.
 CUTE_DEVICE bool wait_for_arrival(int32_t const* word) {
   int32_t now;
-  do {
+  while (true) {
     asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
-  } while (now == 0);
-  return now > 0;
+    if (now != 0) return now > 0;
+    __nanosleep(100);
+  }
 }
 
 }  // namespace ringfa3

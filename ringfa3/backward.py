@@ -135,8 +135,10 @@ class BackwardPass:
         """One hop; shapes and dtypes as `reference.BackwardPass.hop`.
 
         arrival: (1,) int32 on the device, not 0 once dk and dv may be read; None if they are here.
-            Tiles that are FIRST read nothing and do not wait. A negative word calls the hop off: dk
-            and dv of the other tiles become NaN.
+            A copy that writes them and then the word may run beside the kernel; but no kernel may,
+            which could find no SM free, whatever `sm_margin` is: the next launch may begin on the
+            SMs left free. Tiles that are FIRST read nothing and do not wait. A negative word calls
+            the hop off: dk and dv of the other tiles become NaN.
         """
         words, self._hop = self._words[self._hop], self._hop + 1
         if not len(tiling.tiles):
