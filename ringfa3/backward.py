@@ -139,7 +139,11 @@ class BackwardPass:
             which could find no SM free, whatever `sm_margin` is: the next launch may begin on the
             SMs left free. Tiles that are FIRST read nothing and do not wait. A negative word calls
             the hop off: dk and dv of the other tiles become NaN.
+
+        Raises ValueError: turns are kept, and the tiling is in another order.
         """
+        if self.deterministic and len(tiling.earlier) != len(tiling.spans):
+            raise ValueError("tiling has no turns: take one of plan.backward(deterministic=True)")
         words, self._hop = self._words[self._hop], self._hop + 1
         if not len(tiling.tiles):
             return

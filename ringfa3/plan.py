@@ -60,8 +60,9 @@ class Tiling:
     size     rows of a full tile
     tiles    (num_tiles,) TILE
     spans    (num_spans,) SPAN
-    earlier  (num_spans,) int32, backward only: the span of the same query rows whose key tiles
-             are all fetched just before this span's in descending order, -1 for none
+    earlier  (num_spans,) int32: the span of the same query rows whose key tiles are all fetched
+             just before this span's in descending order, -1 for none; empty unless the tiling is
+             of a deterministic backward
     """
 
     size: int
@@ -289,7 +290,9 @@ class Plan:
         span_slices = _hop_slices(self.key_hop[b.key], hops)
         offset = np.array([s.start for s in span_slices])
         tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset[hop[fetched]], 0)
-        earlier = _earlier(self.key_hop[b.key], b.query, offset)
+        earlier = np.zeros(0, np.int32)
+        if deterministic:
+            earlier = _earlier(self.key_hop[b.key], b.query, offset)
         return [
             Tiling(tile_n, tiles[t], spans[s], earlier[s])
             for t, s in zip(_hop_slices(hop[fetched], hops), span_slices, strict=True)

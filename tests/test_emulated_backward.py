@@ -10,6 +10,7 @@ import torch
 from emulation import PROCESSORS, Machine, machine
 
 from ringfa3 import build, engine, flash_attn_varlen_func
+from ringfa3.backward import BackwardPass
 from ringfa3.portions import SHARED, portions
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
@@ -90,6 +91,16 @@ def test_turns_end_while_few_ctas_find_room(
     emulated.settings(0, 0.3, resident=resident)
     p = checks.problem(7, unit, "cpu", [(65, 700)], (1, 1), (-1, 0))
     checks.hold_gate(checks.differentiate(unit, p, deterministic=True), p, f"{resident} resident")
+
+
+def test_turns_need_tiles_in_their_order(emulated: Machine) -> None:
+    """In another order the kernel might wait for ever."""
+    emulated.settings(0)
+    (unit,) = build.chosen(["backward-d128-bf16"])
+    p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
+    run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic=True)
+    with pytest.raises(ValueError, match="tiling has no turns: take one"):
+        run.hop(p.k, p.v, p.plan.backward(unit.tile_n, unit.tile_m)[0], p.k, p.v)
 
 
 @pytest.mark.parametrize("unit", UNITS)
