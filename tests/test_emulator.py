@@ -226,3 +226,31 @@ def test_a_dependent_launch_must_wait_for_the_one_before(emulated: Machine, wait
     emulated.launch(kernel(second), out, programmatic=True)
     emulated.finish()
     assert out.tolist() == [7, 7 if waits else 0]
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+def test_a_cta_that_finds_no_room_comes_when_another_ends(emulated: Machine, resident: int) -> None:
+    """CTA 0 waits for what CTA 1 writes, and CTA 2 comes last."""
+    code = """
+      mov.u32 %r1, %ctaid.x;
+      setp.ne.u32 %p1, %r1, 0;
+      @%p1 bra WRITE;
+    AGAIN:
+      ld.acquire.gpu.global.u32 %r2, [%d0+4];
+      setp.eq.u32 %p2, %r2, 0;
+      @%p2 bra AGAIN;
+    WRITE:
+      mul.wide.u32 %d1, %r1, 4;
+      add.s64 %d1, %d0, %d1;
+      st.global.u32 [%d1], 7;
+    """
+    emulated.settings(0, patience=0.2, resident=resident)
+    out = torch.zeros(3, dtype=torch.int32)
+    emulated.launch(kernel(code), out, ctas=3)
+    if resident == 1:
+        with pytest.raises(EmulationError, match="deadlock"):
+            emulated.finish()
+        assert out.tolist() == [0, 0, 0]
+    else:
+        emulated.finish()
+        assert out.tolist() == [7, 7, 7]
