@@ -20,7 +20,7 @@ demo: setup
 	  train/pretrain.py experiment=demo parallel.cp=2
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .

@@ -15,11 +15,6 @@ from ringfa3 import backward, kernels, reference
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
     from ringfa3.build import Unit
 
-# Whether the backward runs on its kernels. They were compiled and emulated, but not yet seen on a
-# GPU: until then the executor runs it, which is slow and right.
-BACKWARD_KERNELS = False
-UNSEEN = "its backward kernels have not run on a GPU yet"
-
 
 class Forward(NamedTuple):
     """Runs one hop of the forward: `attend` as `reference.attend`, on tiles of `tile_m` rows."""
@@ -79,8 +74,6 @@ def executor_reason(direction: str, q: torch.Tensor) -> str | None:
     if unit is None:
         where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
         return f"there is no kernel for head_dim {q.shape[-1]} on {where}"
-    if direction == "backward" and not BACKWARD_KERNELS:
-        return UNSEEN
     return _problem(unit)
 
 
