@@ -14,11 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
 
 from ringfa3 import symmetric
+from ringfa3.watch import Watch
 
 LIMIT_S = 20.0  # for a wait on the compute stream
 Action = tuple[Callable[[], bool], Callable[[], None]]  # whether it can run, and what it does
@@ -218,7 +220,14 @@ class Ranks:
         def synchronize(_device: torch.device) -> None:
             cuda.drain(threading.get_ident())
 
+        watches = []
+
+        def watch(*arguments: Any) -> Watch:
+            watches.append(Watch(*arguments))
+            return watches[-1]
+
         with (
+            mock.patch.object(symmetric, "Watch", watch),
             mock.patch.object(symmetric, "_stream", cuda.stream),
             mock.patch.object(symmetric, "_event", cuda.event),
             mock.patch.object(symmetric, "driver", cuda),
@@ -230,4 +239,8 @@ class Ranks:
             mock.patch.object(symm_mem, "empty", empty),
             mock.patch.object(symm_mem, "rendezvous", rendezvous),
         ):
-            yield
+            try:
+                yield
+            finally:
+                for each in watches:  # what is under way now is never answered
+                    each.give_up()
