@@ -22,9 +22,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import Store
 
+from ringfa3.groups import new_group, timeout_of
 from ringfa3.symmetric import CudaMachine, open_machine
 from ringfa3.transports import TRANSPORTS, Transport, first_line
 
@@ -45,7 +44,7 @@ class RingGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.timeout = _timeout_of(group)
+        self.timeout = timeout_of(group)
         self.store, self.name = group.get_group_store(), group.group_name
         self.failure: str | None = None
         self.call = 0  # ring calls begun, forward and backward
@@ -309,35 +308,6 @@ class RingGroup:
                     )
 
 
-def new_group(
-    ranks: Sequence[int],
-    rank: int,
-    backend: str,
-    store: Store,
-    name: str,
-    timeout: timedelta,
-) -> dist.ProcessGroup:
-    """A process group of `ranks`, this process the `rank`-th of them, made by them alone.
-
-    `new_group(use_local_synchronization=True)` names a group by how many its process has, and
-    waits for ever where that is not the same on all ranks. If the default group is bound to a
-    device, NCCL splits its communicator, and all ranks of the job must make their first group
-    together.
-    """
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        rank,
-        list(ranks),
-        dist.Backend(backend),
-        store,
-        name,  # type: ignore[arg-type]
-        timeout=timeout,
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
-    return group
-
-
 def _described(error: Exception | None) -> list[str] | None:
     if error is None:
         return None
@@ -346,15 +316,6 @@ def _described(error: Exception | None) -> list[str] | None:
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The group's own timeout: of its CUDA backend, or of its CPU one where it has no other."""
-    for kind in ("cuda", "cpu"):
-        with suppress(RuntimeError):  # no such backend
-            timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
-            return timeout
-    raise ValueError("group: it has a backend neither for cuda nor for cpu tensors")
 
 
 class _Lookout(threading.Thread):

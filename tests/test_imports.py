@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module may import those of its own package that stand before it.
 ORDER = [
+    "groups",
     "layout",
     "plan",
     "portions",
