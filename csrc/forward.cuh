@@ -106,6 +106,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
   Tensor fK = thread_s.partition_fragment_B(sK);
   Tensor fV = thread_o.partition_fragment_B(sV);
   Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<N>>{});
+  Tensor prob = make_tensor_like(s);  // P, on its way from S to an operand
   Tensor o = partition_fragment_C(mma_o, Shape<_64, Int<D>>{});
   Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<N / 16>>{});
 
@@ -148,6 +149,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
   auto clear_foreign_v = [&] {
     if (owned == N) return;
     smem.v_full[v_state.index()].wait(v_state.phase());
+#pragma unroll 1  // rare
     for (int i = thread; i < (N - owned) * D; i += kWarpgroup) {
       sV(i % D, owned + i / D, v_state.index()) = Element(0);
     }
@@ -160,15 +162,16 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
     k_state.advance();
   };
 
-  constexpr int kSize = N / 2;  // of a thread's part of S
-  constexpr int kHalf = kSize / 8 * 4;
+  auto wait_for_k = [&] { smem.k_full[k_state.index()].wait(k_state.phase()); };
+
+  constexpr int kSize = N / 2, kEarly = Traits::kEarly;  // of a thread's part of S
   smem.work_full[0].wait(0);
   bool another = smem.work[0].head >= 0;
   if (!another) return;
   BlockIterator<N> block(smem.work[0], p.args.spans);
   block.next();
   smem.q_full[0].wait(0);
-  smem.k_full[0].wait(0);
+  wait_for_k();
   my_turn();
   issue_scores();
   next_turn();
@@ -178,15 +181,26 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
     // The scores of the first block are here.
     Work const& work = smem.work[work_state.index()];
     RowState rows;
-    if (block.masked()) hide(s, block, row, lane);
-    rows.raise(s, scale_log2);
-    rows.template exponentiate<0, kSize>(s, scale_log2);
-    to_operand<Element>(s, fP);
+    int run = block.plain();  // blocks from this one on that need no mask
+    if (run == 0) hide(s, block, row, lane);
+    float decay[2];
+    rows.raise(s, prob, decay, scale_log2);
+    to_operand<Element>(prob, fP);
     fresh = true;
-    owned = block.owned();
-    block.done();
-    bool more = block.next();
-    if (more) smem.k_full[k_state.index()].wait(k_state.phase());
+    bool more;
+    auto next_block = [&] {
+      owned = block.owned();
+      more = true;
+      if (--run > 0) {
+        block.follow();
+      } else {
+        block.done();
+        more = block.next();
+        if (more) run = block.plain();
+      }
+      if (more) wait_for_k();
+    };
+    next_block();
     while (more) {
       // P V of the last block runs beside the scores of this one, and beside their softmax.
       clear_foreign_v();
@@ -196,26 +210,25 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
       fresh = false;
       warpgroup_wait<Traits::Overlap ? 1 : 0>();
       scores_done();
-      if (block.masked()) hide(s, block, row, lane);
-      bool const raised = rows.raise(s, scale_log2);
-      rows.template exponentiate<0, kHalf>(s, scale_log2);
-      owned = block.owned();
-      block.done();
-      more = block.next();  // branches, and so keeps the exponentials above the wait
-      if (more) smem.k_full[k_state.index()].wait(k_state.phase());
+      if (run <= 0) hide(s, block, row, lane);
+      float sum[2][2] = {};
+      rows.template exponentiate<0, kEarly>(s, prob, sum, scale_log2);
+      next_block();  // branches, and so keeps these exponentials above the wait
       warpgroup_wait<0>();
       warpgroup_fence_operand(o);
       if (thread == 0) smem.v_empty[v_state.index()].arrive();
       v_state.advance();
-      rows.template exponentiate<kHalf, kSize>(s, scale_log2);
-      if (raised) {
+      to_operand<Element, 0, kEarly>(prob, fP);
+      rows.template exponentiate<kEarly, kSize>(s, prob, sum, scale_log2);
+      to_operand<Element, kEarly, kSize>(prob, fP);
+      if (!rows.take(sum)) {
+        rows.raise(s, prob, decay, scale_log2);
+        to_operand<Element>(prob, fP);
         CUTE_UNROLL
         for (int n = 0; n < D / 2; n += 4) {
-          o(n) *= rows.decay[0], o(n + 1) *= rows.decay[0];
-          o(n + 2) *= rows.decay[1], o(n + 3) *= rows.decay[1];
+          o(n) *= decay[0], o(n + 1) *= decay[0], o(n + 2) *= decay[1], o(n + 3) *= decay[1];
         }
       }
-      to_operand<Element>(s, fP);
     }
 
     // The tile ends. The first scores of the next one come before its last P V, if Q can be there.
@@ -228,7 +241,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
     if (another) block.begin_work(smem.work[work_state.index()]);
     if (Traits::QStages > 1 && another) {
       smem.q_full[q_state.index()].wait(q_state.phase());
-      smem.k_full[k_state.index()].wait(k_state.phase());
+      wait_for_k();
       my_turn();
       issue_both();
       next_turn();
@@ -248,7 +261,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
     if (lane == 0) smem.work_empty[work_state.before().index()].arrive();
     if (Traits::QStages == 1 && another) {
       smem.q_full[q_state.index()].wait(q_state.phase());
-      smem.k_full[k_state.index()].wait(k_state.phase());
+      wait_for_k();
       my_turn();
       issue_scores();
       next_turn();

@@ -22,15 +22,15 @@ CUTE_DEVICE void issue(Mma& mma, A const& a, B const& b, C& c, bool add) {
   warpgroup_commit_batch();
 }
 
-// An accumulator (rows, columns) in the registers of another product's A operand: its pairs, in the
-// same order.
-template <class Element, class Accumulator, class Operand>
+// Elements [Begin, End) of an accumulator (rows, columns), or all, in the registers of another
+// product's A operand: its pairs, in the same order.
+template <class Element, int Begin = 0, int End = -1, class Accumulator, class Operand>
 CUTE_DEVICE void to_operand(Accumulator const& c, Operand& a) {
-  constexpr int kSize = decltype(size(c))::value;
+  constexpr int kEnd = End < 0 ? int(decltype(size(c))::value) : End;
   cutlass::NumericArrayConverter<Element, float, 2> convert;
   auto* out = reinterpret_cast<cutlass::Array<Element, 2>*>(raw_pointer_cast(a.data()));
   CUTE_UNROLL
-  for (int n = 0; n < kSize; n += 2) {
+  for (int n = Begin; n < kEnd; n += 2) {
     cutlass::Array<float, 2> pair;
     pair[0] = c(n), pair[1] = c(n + 1);
     out[n / 2] = convert(pair);

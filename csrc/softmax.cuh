@@ -11,64 +11,61 @@ using namespace cute;
 
 // Online softmax of the two rows of S that a thread shares with its quad of lanes.
 //
-// P = exp2(scale * S - shift). The shift need not be the maximum: it is raised only when a score
-// exceeds it by kSlack powers of two, so that O and the sum are rarely rescaled and the lanes of a
-// row need not agree on a maximum in between. P stays below 2^kSlack, within bf16 and fp16.
+// P = exp2(scale * S - shift). The shift need not be the maximum: P comes first, and only where a
+// thread's sum of it in a block exceeds kMost is the maximum looked for and the shift raised to it,
+// the total and O shrunk, and P computed again. So few blocks pay for a maximum, and none in their
+// way from S to P. No P exceeds kMost, within bf16 and fp16.
 struct RowState {
-  static constexpr float kSlack = 8.f;
+  static constexpr float kMost = 256.f;
   float shift[2] = {-INFINITY, -INFINITY};  // log2 units; -inf before the first score
   float total[2] = {0.f, 0.f};              // this lane's part of the running sum of P
-  float decay[2];                           // by which O shrinks, where `raise` returns true
 
-  // Takes a block's scores in; whether the warp's rows have been raised.
-  template <class Scores>
-  CUTE_DEVICE bool raise(Scores const& s, float scale_log2) {
-    constexpr int kSize = decltype(size(s))::value;  // pairs: index = 4 * j + 2 * r + c
-    float peak[2][2] = {{s(0), s(1)}, {s(2), s(3)}};
+  // P of elements [Begin, End) of the thread's fragment, index 4 * j + 2 * r + c for row r; adds it
+  // to the sums. inf or NaN in a row without a shift.
+  template <int Begin, int End, class Scores>
+  CUTE_DEVICE void exponentiate(Scores const& s, Scores& p, float (&sum)[2][2],
+                                float scale_log2) const {
     CUTE_UNROLL
-    for (int n = 4; n < kSize; n += 4) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) peak[r][c] = fmaxf(peak[r][c], s(n + 2 * r + c));
-      }
+    for (int n = Begin; n < End; ++n) {
+      p(n) = exp2f(fmaf(s(n), scale_log2, -shift[n / 2 % 2]));
+      sum[n / 2 % 2][n % 2] += p(n);
     }
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) peak[r][0] = fmaxf(peak[r][0], peak[r][1]) * scale_log2;
-    bool const over = peak[0][0] > shift[0] + kSlack || peak[1][0] > shift[1] + kSlack;
-    if (!__any_sync(0xffffffff, over)) return false;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      float high = fmaxf(shift[r], peak[r][0]);
-      high = fmaxf(high, __shfl_xor_sync(0xffffffff, high, 1));
-      high = fmaxf(high, __shfl_xor_sync(0xffffffff, high, 2));
-      decay[r] = shift[r] == -INFINITY ? 0.f : exp2f(shift[r] - high);
-      total[r] *= decay[r];
-      shift[r] = high;
-    }
+  }
+
+  // Adds a block's sums to the total, or returns false: a row of the warp is to be raised.
+  CUTE_DEVICE bool take(float const (&sum)[2][2]) {
+    float const whole[2] = {sum[0][0] + sum[0][1], sum[1][0] + sum[1][1]};
+    bool const small = whole[0] <= kMost && whole[1] <= kMost;  // not NaN either
+    if (!__all_sync(0xffffffff, small)) return false;
+    total[0] += whole[0], total[1] += whole[1];
     return true;
   }
 
-  // S to P for elements [Begin, End) of the thread's fragment.
-  template <int Begin, int End, class Scores>
-  CUTE_DEVICE void exponentiate(Scores& s, float scale_log2) {
-    float sum[2][2] = {};
-    float const from[2] = {shift[0] == -INFINITY ? 0.f : shift[0],
-                           shift[1] == -INFINITY ? 0.f : shift[1]};
+  // Raises the shifts to the maxima of a block, and takes in its P. O is to shrink by `decay`.
+  template <class Scores>
+  CUTE_DEVICE void raise(Scores const& s, Scores& p, float (&decay)[2], float scale_log2) {
+    constexpr int kSize = decltype(size(s))::value;
+    float highest[2];
     CUTE_UNROLL
-    for (int n = Begin; n < End; n += 4) {
+    for (int r = 0; r < 2; ++r) {
+      float peak[2] = {s(2 * r), s(2 * r + 1)};
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          float& x = s(n + 2 * r + c);
-          x = exp2f(x * scale_log2 - from[r]);
-          sum[r][c] += x;
-        }
+      for (int n = 4 + 2 * r; n < kSize; n += 4) {
+        peak[0] = fmaxf(peak[0], s(n)), peak[1] = fmaxf(peak[1], s(n + 1));
       }
+      float high = fmaxf(shift[r], fmaxf(peak[0], peak[1]) * scale_log2);
+      high = fmaxf(high, __shfl_xor_sync(0xffffffff, high, 1));
+      highest[r] = fmaxf(high, __shfl_xor_sync(0xffffffff, high, 2));
+      decay[r] = shift[r] == -INFINITY ? 0.f : exp2f(shift[r] - highest[r]);
+      shift[r] = highest[r] == -INFINITY ? 0.f : highest[r];  // P is 0 where nothing is seen yet
     }
+    float sum[2][2] = {};
+    exponentiate<0, kSize>(s, p, sum, scale_log2);
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) total[r] += sum[r][0] + sum[r][1];
+    for (int r = 0; r < 2; ++r) {
+      shift[r] = highest[r];
+      total[r] = total[r] * decay[r] + sum[r][0] + sum[r][1];
+    }
   }
 };
 

@@ -71,6 +71,10 @@ struct BlockIterator {
     return true;
   }
   CUTE_DEVICE bool masked() const { return start < open || start + N > min(end, shut); }
+  // How many blocks from this one on need no mask.
+  CUTE_DEVICE int plain() const { return masked() ? 0 : (start - max(open, 0)) / N + 1; }
+  // Goes to the next of them.
+  CUTE_DEVICE void follow() { end = start, start -= N; }
   // Rows of this block's K and V that belong to the span; those behind are its neighbour's.
   CUTE_DEVICE int owned() const { return min(N, keys - start); }
   // Whether at most `blocks` more follow, this one included.
