@@ -64,29 +64,42 @@ CUTE_DEVICE void hide(Accumulator& x, RowBlock const& block, int key, int lane) 
   }
 }
 
-// All consumers: rows [owned, rows) of a tensor in shared memory become 0. They are a neighbour's;
-// they meet factors that are 0, and 0 x inf would be NaN.
-template <class Traits, class Shared>
-CUTE_DEVICE void clear_foreign(Shared const& x, int owned) {
-  constexpr int D = Traits::D, kRows = decltype(size<0>(x))::value;
+// All consumers: rows [owned, Rows) of a box in shared memory, as `load_box` leaves it, become 0.
+// They are a neighbour's; they meet factors that are 0, and 0 x inf would be NaN.
+template <class Traits, int Rows>
+CUTE_DEVICE void clear_foreign(typename Traits::Element* box, int owned) {
   constexpr int kThreads = Traits::Consumers * kWarpgroup;
-  for (int i = threadIdx.x - kWarpgroup; i < (kRows - owned) * D; i += kThreads) {
-    x(owned + i / D, i % D) = typename Traits::Element(0);
+  constexpr int kEights = kSlab / 8;  // of a row of a slab, 16 bytes each
+  CUTE_UNROLL
+  for (int slab = 0; slab < Traits::D / kSlab; ++slab) {
+    auto* const to = reinterpret_cast<uint4*>(box + slab * Rows * kSlab);
+    CUTE_NO_UNROLL
+    for (int i = owned * kEights + threadIdx.x - kWarpgroup; i < Rows * kEights; i += kThreads) {
+      to[i] = make_uint4(0, 0, 0, 0);
+    }
   }
   cutlass::arch::fence_view_async_shared();
   cutlass::arch::NamedBarrier::sync(kThreads, kCleared);
 }
 
-// dS^T of a warp's 16 keys from `key` on, as an A operand has it, to dS (M, N) in shared memory.
-template <int M, class Operand, class Shared>
-CUTE_DEVICE void store_ds(Operand const& ds, Shared const& sDS, int key, int lane) {
+// Where a lane stores its part of dS^T: (8, 8) matrices, transposed, of rows 8j, 8j + 8 and keys
+// `key`, `key` + 8 of dS (M, N), in shared memory.
+template <class Shared>
+CUTE_DEVICE auto ds_place(Shared const& sDS, int key, int lane) {
+  return raw_pointer_cast(&sDS(lane / 16 * 8 + lane % 8, key + lane / 8 % 2 * 8, _0{}));
+}
+
+// dS^T of a warp's 16 keys, as an A operand has it, to a stage of dS. Eight rows further on the
+// swizzle is the same.
+template <int M, class Operand, class Element>
+CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
   auto const* words = reinterpret_cast<uint32_t const*>(raw_pointer_cast(ds.data()));
   CUTE_UNROLL
-  for (int j = 0; j < M / 8; j += 2) {  // (8, 8) matrices: rows 8j, 8j + 8; keys key, key + 8
-    auto& at = sDS(8 * j + lane / 16 * 8, key + lane % 16);
-    SM90_U32x4_STSM_N::copy(words[2 * j], words[2 * j + 1], words[2 * j + 2], words[2 * j + 3],
-                            reinterpret_cast<uint128_t&>(at));
+  for (int j = 0; j < M / 8; j += 2) {
+    SM90_U16x8_STSM_T::copy(words[2 * j], words[2 * j + 1], words[2 * j + 2], words[2 * j + 3],
+                            reinterpret_cast<uint128_t&>(to[j * 8 * kSlab]));
   }
+  cutlass::arch::fence_view_async_shared();
 }
 
 // One warpgroup: hands its part of the dQ of its `count`-th block to the warp that adds it, piece
@@ -116,13 +129,12 @@ CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const
 }
 
 // One consumer warpgroup: walks the portions of the CTA. `clear` empties the accumulators, `walk`
-// works on the `count`-th block of all and returns whether it was its portion's last, with no
-// product left in flight, and `finish` stores what has come together.
+// works on a portion, whose first block is the `count`-th of all, and returns the number of the
+// block after it, with no product left in flight, and `finish` stores what has come together.
 template <class Traits, class Clear, class Walk, class Finish>
 CUTE_DEVICE void each_portion(typename Traits::SharedStorage& smem, int warpgroup,
                               Clear const& clear, Walk const& walk, Finish const& finish) {
   int const lane = threadIdx.x % kWarp;
-  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemK{});  // (N, D)
   uint32_t portions = 0, blocks = 0;
   while (true) {
     StageState<kWorkDepth> const work_state{portions};
@@ -132,8 +144,8 @@ CUTE_DEVICE void each_portion(typename Traits::SharedStorage& smem, int warpgrou
     clear();
     StageState<1> const kv_state{portions++};
     smem.kv_full.wait(kv_state.phase());
-    if (work.portion.rows < Traits::N) clear_foreign<Traits>(sK, work.portion.rows);
-    while (!walk(blocks++)) continue;
+    if (work.portion.rows < Traits::N) clear_foreign<Traits, Traits::N>(smem.k, work.portion.rows);
+    blocks = walk(blocks);
     if (lane == 0) smem.kv_empty.arrive();
     finish(work.portion, work.kv_head);
     __syncwarp();

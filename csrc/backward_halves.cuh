@@ -57,7 +57,8 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     clear(dk);
     clear(dv);
   };
-  auto walk = [&](uint32_t count) {
+  auto* const to_ds = ds_place(sDS, warp_key, lane);
+  auto step = [&](uint32_t count) {
     StageState<Traits::QStages> const q_state{count};
     StageState<Traits::DoutStages> const dout_state{count};
     int const q_at = q_state.index(), dout_at = dout_state.index();
@@ -67,8 +68,8 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     bool const masked = block.masked, last = block.last;
     if (block.rows < M) {
       smem.dout_full[dout_at].wait(dout_state.phase());
-      clear_foreign<Traits>(sQ(_, _, q_at), block.rows);
-      clear_foreign<Traits>(sDO(_, _, dout_at), block.rows);
+      clear_foreign<Traits, M>(smem.q + q_at * M * D, block.rows);
+      clear_foreign<Traits, M>(smem.dout + dout_at * M * D, block.rows);
     }
     Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
     Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
@@ -90,8 +91,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     issue(mma_kv, fP, fDOt(_, _, _, dout_at), dv, true);
 
     // Two stages of dS: whoever writes one has seen at the last barrier that all have read it.
-    store_ds<M>(fDSt, sDS(_, _, ds_at), warp_key, lane);
-    cutlass::arch::fence_view_async_shared();
+    store_ds<M>(fDSt, to_ds + ds_at * (M * N));
     cutlass::arch::NamedBarrier::sync(Traits::Consumers * kWarpgroup, kDsReady);
     Tensor dq = partition_fragment_C(mma_q, Shape<_64, Int<kColumns>>{});
     issue(mma_q, fDS(_, _, _, ds_at), fKt, dq, false);
@@ -106,6 +106,10 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     warpgroup_fence_operand(dk);
     if (lane == 0) smem.q_empty[q_at].arrive();
     return last;
+  };
+  auto walk = [&](uint32_t count) {
+    while (!step(count++)) continue;
+    return count;
   };
   auto finish = [&](Portion const& portion, int kv_head) {
     float const valid = wait_for_partial(p.args, portion, lane);

@@ -50,7 +50,8 @@ CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedSt
   Tensor sum = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});  // dV or dK
 
   auto clear_sum = [&] { clear(sum); };
-  auto walk = [&](uint32_t count) {
+  auto* const to_ds = ds_place(sDS, warp_key, lane);
+  auto step = [&](uint32_t count) {
     StageState<Traits::QStages> const q_state{count};
     StageState<Traits::DoutStages> const dout_state{count};
     int const q_at = q_state.index(), dout_at = dout_state.index();
@@ -59,8 +60,8 @@ CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedSt
     bool const masked = block.masked, last = block.last;
     if (!kValues || block.rows < M) smem.dout_full[dout_at].wait(dout_state.phase());
     if (block.rows < M) {
-      clear_foreign<Traits>(sQ(_, _, q_at), block.rows);
-      clear_foreign<Traits>(sDO(_, _, dout_at), block.rows);
+      clear_foreign<Traits, M>(smem.q + q_at * M * D, block.rows);
+      clear_foreign<Traits, M>(smem.dout + dout_at * M * D, block.rows);
     }
     Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});                   // or dP^T
     Tensor fS = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});  // P^T or dS^T
@@ -94,8 +95,7 @@ CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedSt
       if (masked) hide<M>(s, block, key, lane);
       to_operand<Element>(s, fS);
       // The other has read the last dS: it has sent this block's P since.
-      store_ds<M>(fS, sDS(_, _, 0), warp_key, lane);
-      cutlass::arch::fence_view_async_shared();
+      store_ds<M>(fS, to_ds);
       issue(mma_kv, fS, fQt(_, _, _, q_at), sum, true);
     }
     cutlass::arch::NamedBarrier::sync(kAll, kDsReady);
@@ -109,6 +109,10 @@ CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedSt
     send_dq<Traits>(smem, dq, block, count, kWarpgroupHere);
     if (lane == 0) smem.q_empty[q_at].arrive();
     return last;
+  };
+  auto walk = [&](uint32_t count) {
+    while (!step(count++)) continue;
+    return count;
   };
   auto finish = [&](Portion const& portion, int kv_head) {
     float const valid = wait_for_partial(p.args, portion, lane);

@@ -74,7 +74,7 @@ struct BackwardTraits {
   static constexpr int DqColumns = 64 * PiecesEach;
   using MmaQ = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<DqColumns>, Int<N>>,
-                           GMMA::Major::MN, GMMA::Major::MN>()));
+                           GMMA::Major::K, GMMA::Major::MN>()));
 
   using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
   using AtomMN = GMMA::Layout_MN_SW128_Atom<Element>;
@@ -87,7 +87,7 @@ struct BackwardTraits {
   using SmemDoutT = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<M>, Int<DoutStages>>{},
                                            Step<_2, _1, _3>{}));
   using SmemKt = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>>{}, Step<_2, _1>{}));
-  using SmemDs = decltype(tile_to_shape(AtomMN{}, Shape<Int<M>, Int<N>, Int<DsStages>>{}));
+  using SmemDs = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<N>, Int<DsStages>>{}));
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<SmemK>];
