@@ -58,58 +58,103 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     clear(dv);
   };
   auto* const to_ds = ds_place(sDS, warp_key, lane);
-  auto step = [&](uint32_t count) {
+  Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});    // P^T
+  Tensor fDSt = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});  // dS^T
+
+  auto await_block = [&](uint32_t count) {
     StageState<Traits::QStages> const q_state{count};
-    StageState<Traits::DoutStages> const dout_state{count};
-    int const q_at = q_state.index(), dout_at = dout_state.index();
-    int const ds_at = count % Traits::DsStages;
-    smem.q_full[q_at].wait(q_state.phase());
-    RowBlock const& block = smem.blocks[q_at];
-    bool const masked = block.masked, last = block.last;
+    smem.q_full[q_state.index()].wait(q_state.phase());
+    RowBlock const& block = smem.blocks[q_state.index()];
     if (block.rows < M) {
-      smem.dout_full[dout_at].wait(dout_state.phase());
-      clear_foreign<Traits, M>(smem.q + q_at * M * D, block.rows);
-      clear_foreign<Traits, M>(smem.dout + dout_at * M * D, block.rows);
+      StageState<Traits::DoutStages> const dout_state{count};
+      smem.dout_full[dout_state.index()].wait(dout_state.phase());
+      clear_foreign<Traits, M>(smem.q + q_state.index() * M * D, block.rows);
+      clear_foreign<Traits, M>(smem.dout + dout_state.index() * M * D, block.rows);
     }
-    Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-    Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-    Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});
-    Tensor fDSt = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});
-    issue(mma_s, fK, fQ(_, _, _, q_at), s, false);
-    smem.dout_full[dout_at].wait(dout_state.phase());
-    issue(mma_s, fV, fDO(_, _, _, dout_at), dp, false);
+  };
+  auto issue_s = [&](uint32_t count, auto& s) {
+    issue(mma_s, fK, fQ(_, _, _, count % Traits::QStages), s, false);
+  };
+  auto issue_dp = [&](uint32_t count, auto& dp) {
+    StageState<Traits::DoutStages> const dout_state{count};
+    smem.dout_full[dout_state.index()].wait(dout_state.phase());
+    issue(mma_s, fV, fDO(_, _, _, dout_state.index()), dp, false);
+  };
+  // S^T and dP^T, the last two products in flight, to P^T and dS^T. Two stages of dS: whoever
+  // writes one has seen that all hold the dS after the one that was there, so they are done with
+  // it.
+  auto weigh = [&](uint32_t count, auto& s, auto& dp) {
+    StageState<Traits::DsStages> const ds_state{count};
+    RowBlock const& block = smem.blocks[count % Traits::QStages];
+    bool const masked = block.masked;
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
-    exponentiate<M>(s, smem.lse[q_at], scale_log2, lane);
+    exponentiate<M>(s, smem.lse[count % Traits::QStages], scale_log2, lane);
     if (masked) hide<M>(s, block, key, lane);
     warpgroup_wait<0>();
     warpgroup_fence_operand(dp);
-    differentiate<M>(s, dp, smem.delta[dout_at], lane);
-    to_operand<Element>(s, fP);
+    differentiate<M>(s, dp, smem.delta[count % Traits::DoutStages], lane);
     if (masked) hide<M>(dp, block, key, lane);
     to_operand<Element>(dp, fDSt);
-    issue(mma_kv, fP, fDOt(_, _, _, dout_at), dv, true);
-
-    // Two stages of dS: whoever writes one has seen at the last barrier that all have read it.
-    store_ds<M>(fDSt, to_ds + ds_at * (M * N));
-    cutlass::arch::NamedBarrier::sync(Traits::Consumers * kWarpgroup, kDsReady);
-    Tensor dq = partition_fragment_C(mma_q, Shape<_64, Int<kColumns>>{});
-    issue(mma_q, fDS(_, _, _, ds_at), fKt, dq, false);
-    warpgroup_wait<1>();
-    warpgroup_fence_operand(dv);
-    if (lane == 0) smem.dout_empty[dout_at].arrive();
-    issue(mma_kv, fDSt, fQt(_, _, _, q_at), dk, true);
-    warpgroup_wait<1>();
-    warpgroup_fence_operand(dq);
-    send_dq<Traits>(smem, dq, block, count, warpgroup);
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(dk);
-    if (lane == 0) smem.q_empty[q_at].arrive();
-    return last;
+    store_ds<M>(fDSt, to_ds + ds_state.index() * (M * N));
+    __syncwarp();
+    if (lane == 0) smem.ds_full[ds_state.index()].arrive();
+    to_operand<Element>(s, fP);
   };
+  auto issue_sums = [&](uint32_t count) {
+    issue(mma_kv, fP, fDOt(_, _, _, count % Traits::DoutStages), dv, true);
+    issue(mma_kv, fDSt, fQt(_, _, _, count % Traits::QStages), dk, true);
+  };
+  auto issue_dq = [&](uint32_t count, auto& dq) {
+    StageState<Traits::DsStages> const ds_state{count};
+    smem.ds_full[ds_state.index()].wait(ds_state.phase());
+    issue(mma_q, fDS(_, _, _, ds_state.index()), fKt, dq, false);
+  };
+  // The sums and dQ of the `count`-th block have been computed.
+  auto send = [&](uint32_t count, auto& dq) {
+    warpgroup_fence_operand(dq);
+    int const q_at = count % Traits::QStages;
+    send_dq<Traits>(smem, dq, smem.blocks[q_at], count, warpgroup);
+    if (lane == 0) {
+      smem.dout_empty[count % Traits::DoutStages].arrive();
+      smem.q_empty[q_at].arrive();
+    }
+  };
+  // Across blocks: S^T of the next one is computed while dQ of this one is sent. No product is in
+  // flight where the loop begins again.
   auto walk = [&](uint32_t count) {
-    while (!step(count++)) continue;
-    return count;
+    await_block(count);
+    {
+      Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+      Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+      issue_s(count, s);
+      issue_dp(count, dp);
+      weigh(count, s, dp);
+    }
+    for (; !smem.blocks[count % Traits::QStages].last; ++count) {
+      Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+      Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+      Tensor dq = partition_fragment_C(mma_q, Shape<_64, Int<kColumns>>{});
+      issue_sums(count);
+      await_block(count + 1);
+      issue_dq(count, dq);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(dv);
+      warpgroup_fence_operand(dk);
+      issue_s(count + 1, s);
+      warpgroup_wait<1>();
+      send(count, dq);
+      issue_dp(count + 1, dp);
+      weigh(count + 1, s, dp);
+    }
+    Tensor dq = partition_fragment_C(mma_q, Shape<_64, Int<kColumns>>{});
+    issue_sums(count);
+    issue_dq(count, dq);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(dv);
+    warpgroup_fence_operand(dk);
+    send(count, dq);
+    return count + 1;
   };
   auto finish = [&](Portion const& portion, int kv_head) {
     float const valid = wait_for_partial(p.args, portion, lane);

@@ -107,6 +107,7 @@ struct BackwardTraits {
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier block_ready[QStages];
     alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], dout_empty[DoutStages];
+    alignas(16) cutlass::arch::ClusterBarrier ds_full[DsStages];
     alignas(16) cutlass::arch::ClusterBarrier kv_empty, dq_full[Consumers], dq_empty[Consumers];
     alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];
   };
