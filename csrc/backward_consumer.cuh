@@ -10,8 +10,8 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Named barriers; 0 is that of __syncthreads.
-enum BackwardBarriers : int { kCleared = 1, kPReady = 2, kDsReady = 3 };
+// A named barrier; 0 is that of __syncthreads.
+constexpr int kCleared = 1;
 
 // An accumulator (64 keys, M rows) of a thread: element 4j + 2r + c is of key `key` + 8r of the
 // tile and row 8j + 2 (lane % 4) + c of the block.
@@ -102,30 +102,26 @@ CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
   cutlass::arch::fence_view_async_shared();
 }
 
-// One warpgroup: hands its part of the dQ of its `count`-th block to the warp that adds it, piece
-// by piece.
+// One warpgroup: hands one of its pieces of the dQ of its `count`-th block to the warp that adds
+// it.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const& dq,
-                         RowBlock const& block, uint32_t count, int warpgroup) {
+                         RowBlock const& block, uint32_t count, int piece, int warpgroup) {
   int const thread = threadIdx.x % kWarpgroup;
+  StageState<1> const state{count * Traits::PiecesEach + piece};
+  smem.dq_empty[warpgroup].wait(state.phase() ^ 1);
   auto* const to = reinterpret_cast<float4*>(smem.dq[warpgroup]) + thread;
   CUTE_UNROLL
-  for (int piece = 0; piece < Traits::PiecesEach; ++piece) {
-    StageState<1> const state{count * Traits::PiecesEach + piece};
-    smem.dq_empty[warpgroup].wait(state.phase() ^ 1);
-    CUTE_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      int const n = 32 * piece + 4 * i;
-      to[i * kWarpgroup] = make_float4(dq(n), dq(n + 1), dq(n + 2), dq(n + 3));
-    }
-    cutlass::arch::fence_view_async_shared();
-    if (thread == 0) {
-      int const first = block.target * Traits::Pieces + warpgroup * Traits::PiecesEach;
-      smem.pieces[warpgroup] = DqPiece{first + piece, block.turn};
-    }
-    __syncwarp();
-    if (thread % kWarp == 0) smem.dq_full[warpgroup].arrive();
+  for (int i = 0; i < 8; ++i) {
+    to[i * kWarpgroup] = make_float4(dq(4 * i), dq(4 * i + 1), dq(4 * i + 2), dq(4 * i + 3));
   }
+  cutlass::arch::fence_view_async_shared();
+  if (thread == 0) {
+    int const first = block.target * Traits::Pieces + warpgroup * Traits::PiecesEach;
+    smem.pieces[warpgroup] = DqPiece{first + piece, block.turn};
+  }
+  __syncwarp();
+  if (thread % kWarp == 0) smem.dq_full[warpgroup].arrive();
 }
 
 // One consumer warpgroup: walks the portions of the CTA. `clear` empties the accumulators, `walk`

@@ -14,7 +14,6 @@ template <class Traits>
 CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
   constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
-  constexpr int kColumns = Traits::DqColumns;
   int const thread = threadIdx.x % kWarpgroup;
   int const warpgroup = cutlass::canonical_warp_group_idx() - 1;  // known to be uniform
   int const lane = thread % kWarp;
@@ -48,8 +47,8 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   Tensor fDOt = thread_kv.partition_fragment_B(sDOt);
   Tensor fDS = thread_q.partition_fragment_A(
       local_tile(sDS, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? warpgroup : 0, _0{}, _)));
-  Tensor fKt = thread_q.partition_fragment_B(local_tile(
-      sKt, Shape<Int<kColumns>, Int<N>>{}, make_coord(kRowHalves ? 0 : warpgroup, _0{})));
+  Tensor fKt = thread_q.partition_fragment_B(
+      local_tile(sKt, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? 0 : warpgroup, _0{})));
   Tensor dk = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
   Tensor dv = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
 
@@ -114,7 +113,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto send = [&](uint32_t count, auto& dq) {
     warpgroup_fence_operand(dq);
     int const q_at = count % Traits::QStages;
-    send_dq<Traits>(smem, dq, smem.blocks[q_at], count, warpgroup);
+    send_dq<Traits>(smem, dq, smem.blocks[q_at], count, 0, warpgroup);
     if (lane == 0) {
       smem.dout_empty[count % Traits::DoutStages].arrive();
       smem.q_empty[q_at].arrive();
@@ -134,7 +133,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     for (; !smem.blocks[count % Traits::QStages].last; ++count) {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
       Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-      Tensor dq = partition_fragment_C(mma_q, Shape<_64, Int<kColumns>>{});
+      Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
       issue_sums(count);
       await_block(count + 1);
       issue_dq(count, dq);
@@ -147,7 +146,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
       issue_dp(count + 1, dp);
       weigh(count + 1, s, dp);
     }
-    Tensor dq = partition_fragment_C(mma_q, Shape<_64, Int<kColumns>>{});
+    Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
     issue_sums(count);
     issue_dq(count, dq);
     warpgroup_wait<0>();

@@ -1,7 +1,8 @@
 // Consumers of tiles of 64 keys: one warpgroup has P and dV, the other dS and dK.
 //
 // P^T goes from the first to the second through shared memory, in float32; a thread of each holds
-// the same elements. Of dQ each computes half of the columns.
+// the same elements. Of dQ each computes half of the columns. Both run the same products, on
+// operands of their own: S^T = K Q^T and dV += P^T dO, or dP^T = V dO^T and dK += dS^T Q.
 //
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
 #pragma once
@@ -12,14 +13,15 @@ namespace ringfa3 {
 
 using namespace cute;
 
-template <class Traits, bool kValues>
-CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedStorage& smem) {
+template <class Traits>
+CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
+  using Shared = typename Traits::SharedStorage;
   constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
-  constexpr int kColumns = Traits::DqColumns, kAll = Traits::Consumers * kWarpgroup;
-  constexpr int kWarpgroupHere = kValues ? 0 : 1;
-  static_assert(M == 64 && N == 64 && Traits::DsStages == 1);
+  static_assert(M == 64 && N == 64 && Traits::PiecesEach == 2);
   int const thread = threadIdx.x % kWarpgroup;
+  int const warpgroup = cutlass::canonical_warp_group_idx() - 1;  // known to be uniform
+  bool const values = warpgroup == 0;                             // has P and dV
   int const lane = thread % kWarp;
   int const warp_key = thread / kWarp * 16;
   int const key = warp_key + lane / 4;  // and key + 8
@@ -28,109 +30,165 @@ CUTE_DEVICE void consume_role(BackwardParams const& p, typename Traits::SharedSt
   typename Traits::MmaS mma_s;
   typename Traits::MmaKV mma_kv;
   typename Traits::MmaQ mma_q;
-  // S^T = K Q^T and dV += P^T dO, or dP^T = V dO^T and dK += dS^T Q.
-  Tensor sKV = make_tensor(make_smem_ptr(kValues ? smem.k : smem.v), typename Traits::SmemK{});
-  Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::SmemQ{});           // (M, D, S)
-  Tensor sDO = make_tensor(make_smem_ptr(smem.dout), typename Traits::SmemDout{});    // (M, D, S)
-  Tensor sKt = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemKt{});         // (D, N)
-  Tensor sQt = make_tensor(make_smem_ptr(smem.q), typename Traits::SmemQt{});         // (D, M, S)
-  Tensor sDOt = make_tensor(make_smem_ptr(smem.dout), typename Traits::SmemDoutT{});  // (D, M, S)
-  Tensor sDS = make_tensor(make_smem_ptr(smem.ds), typename Traits::SmemDs{});        // (M, N, S)
+  // The stages of Q and, behind them, of dO.
+  constexpr int kStages = Traits::QStages + Traits::DoutStages;
+  static_assert(offsetof(Shared, dout) == offsetof(Shared, q) + sizeof(Shared::q));
+  static_assert(offsetof(Shared, v) == offsetof(Shared, k) + sizeof(Shared::k));
+  using SmemRows =
+      decltype(tile_to_shape(typename Traits::AtomK{}, Shape<Int<M>, Int<D>, Int<kStages>>{}));
+  using SmemRowsT = decltype(tile_to_shape(
+      typename Traits::AtomMN{}, Shape<Int<D>, Int<M>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+  Tensor sKV = make_tensor(make_smem_ptr(smem.k + warpgroup * (N * D)), typename Traits::SmemK{});
+  Tensor sRows = make_tensor(make_smem_ptr(smem.q), SmemRows{});                // (M, D, S)
+  Tensor sRowsT = make_tensor(make_smem_ptr(smem.q), SmemRowsT{});              // (D, M, S)
+  Tensor sKt = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemKt{});   // (D, N)
+  Tensor sDS = make_tensor(make_smem_ptr(smem.ds), typename Traits::SmemDs{});  // (M, N, S)
   auto thread_s = mma_s.get_slice(thread);
   auto thread_kv = mma_kv.get_slice(thread);
   auto thread_q = mma_q.get_slice(thread);
   Tensor fKV = thread_s.partition_fragment_A(sKV);
-  Tensor fQ = thread_s.partition_fragment_B(sQ);
-  Tensor fDO = thread_s.partition_fragment_B(sDO);
-  Tensor fQt = thread_kv.partition_fragment_B(sQt);
-  Tensor fDOt = thread_kv.partition_fragment_B(sDOt);
+  Tensor fRows = thread_s.partition_fragment_B(sRows);
+  Tensor fRowsT = thread_kv.partition_fragment_B(sRowsT);
   Tensor fDS = thread_q.partition_fragment_A(sDS);
-  Tensor fKt = thread_q.partition_fragment_B(
-      local_tile(sKt, Shape<Int<kColumns>, Int<N>>{}, make_coord(Int<kWarpgroupHere>{}, _0{})));
-  Tensor sum = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});  // dV or dK
+  auto columns = [&](int piece) {  // of K, that give a piece of dQ
+    return thread_q.partition_fragment_B(
+        local_tile(sKt, Shape<_64, Int<N>>{}, make_coord(2 * warpgroup + piece, _0{})));
+  };
+  Tensor fKt0 = columns(0), fKt1 = columns(1);
+  Tensor sum = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});                // dV or dK
+  Tensor fS = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});  // P^T or dS^T
+  auto* const to_ds = ds_place(sDS, warp_key, lane);
+  auto* const exchanged = reinterpret_cast<float4*>(smem.p) + thread;
 
   auto clear_sum = [&] { clear(sum); };
-  auto* const to_ds = ds_place(sDS, warp_key, lane);
-  auto step = [&](uint32_t count) {
+  auto await_block = [&](uint32_t count) {
     StageState<Traits::QStages> const q_state{count};
-    StageState<Traits::DoutStages> const dout_state{count};
-    int const q_at = q_state.index(), dout_at = dout_state.index();
-    smem.q_full[q_at].wait(q_state.phase());
-    RowBlock const& block = smem.blocks[q_at];
-    bool const masked = block.masked, last = block.last;
-    if (!kValues || block.rows < M) smem.dout_full[dout_at].wait(dout_state.phase());
+    smem.q_full[q_state.index()].wait(q_state.phase());
+    RowBlock const& block = smem.blocks[q_state.index()];
     if (block.rows < M) {
-      clear_foreign<Traits, M>(smem.q + q_at * M * D, block.rows);
-      clear_foreign<Traits, M>(smem.dout + dout_at * M * D, block.rows);
+      StageState<Traits::DoutStages> const dout_state{count};
+      smem.dout_full[dout_state.index()].wait(dout_state.phase());
+      clear_foreign<Traits, M>(smem.q + q_state.index() * M * D, block.rows);
+      clear_foreign<Traits, M>(smem.dout + dout_state.index() * M * D, block.rows);
     }
-    Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});                   // or dP^T
-    Tensor fS = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});  // P^T or dS^T
-    auto* const exchanged = reinterpret_cast<float4*>(smem.p) + thread;
-    if constexpr (kValues) {
-      issue(mma_s, fKV, fQ(_, _, _, q_at), s, false);
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(s);
-      exponentiate<M>(s, smem.lse[q_at], scale_log2, lane);
-      if (masked) hide<M>(s, block, key, lane);
-      CUTE_UNROLL
-      for (int n = 0; n < M / 2; n += 4) {
-        exchanged[n / 4 * kWarpgroup] = make_float4(s(n), s(n + 1), s(n + 2), s(n + 3));
-      }
-      cutlass::arch::NamedBarrier::arrive(kAll, kPReady);
-      to_operand<Element>(s, fS);
-      smem.dout_full[dout_at].wait(dout_state.phase());
-      issue(mma_kv, fS, fDOt(_, _, _, dout_at), sum, true);
+  };
+  auto await_dout = [&](uint32_t count) {
+    StageState<Traits::DoutStages> const dout_state{count};
+    smem.dout_full[dout_state.index()].wait(dout_state.phase());
+  };
+  auto q_stage = [&](uint32_t count) { return int(count % Traits::QStages); };
+  auto dout_stage = [&](uint32_t count) {
+    return Traits::QStages + int(count % Traits::DoutStages);
+  };
+  // S^T, computed, to P^T. The other has read the P of the block before: dS has come from it.
+  auto weigh_values = [&](uint32_t count, auto& s) {
+    RowBlock const& block = smem.blocks[count % Traits::QStages];
+    exponentiate<M>(s, smem.lse[count % Traits::QStages], scale_log2, lane);
+    if (block.masked) hide<M>(s, block, key, lane);
+    CUTE_UNROLL
+    for (int n = 0; n < M / 2; n += 4) {
+      exchanged[n / 4 * kWarpgroup] = make_float4(s(n), s(n + 1), s(n + 2), s(n + 3));
+    }
+    __syncwarp();
+    if (lane == 0) smem.p_full.arrive();
+    to_operand<Element>(s, fS);
+  };
+  // dP^T, computed, to dS^T. Two stages of dS: the other has sent this block's P after it had used
+  // the dS that was there.
+  auto weigh_keys = [&](uint32_t count, auto& dp) {
+    StageState<Traits::DsStages> const ds_state{count};
+    RowBlock const& block = smem.blocks[count % Traits::QStages];
+    smem.p_full.wait(count & 1);
+    Tensor prob = make_tensor<float>(Shape<Int<M / 2>>{});
+    CUTE_UNROLL
+    for (int n = 0; n < M / 2; n += 4) {
+      float4 const x = exchanged[n / 4 * kWarpgroup];
+      prob(n) = x.x, prob(n + 1) = x.y, prob(n + 2) = x.z, prob(n + 3) = x.w;
+    }
+    differentiate<M>(prob, dp, smem.delta[count % Traits::DoutStages], lane);
+    if (block.masked) hide<M>(dp, block, key, lane);
+    to_operand<Element>(dp, fS);
+    store_ds<M>(fS, to_ds + ds_state.index() * (M * N));
+    __syncwarp();
+    if (lane == 0) smem.ds_full[ds_state.index()].arrive();
+  };
+  auto issue_s = [&](uint32_t count, auto& s) {
+    if (!values) await_dout(count);
+    int const stage = values ? q_stage(count) : dout_stage(count);
+    issue(mma_s, fKV, fRows(_, _, _, stage), s, false);
+  };
+  auto weigh = [&](uint32_t count, auto& s) {
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(s);
+    if (values) {
+      weigh_values(count, s);
     } else {
-      issue(mma_s, fKV, fDO(_, _, _, dout_at), s, false);
-      cutlass::arch::NamedBarrier::sync(kAll, kPReady);
-      Tensor prob = make_tensor<float>(Shape<Int<M / 2>>{});
-      CUTE_UNROLL
-      for (int n = 0; n < M / 2; n += 4) {
-        float4 const x = exchanged[n / 4 * kWarpgroup];
-        prob(n) = x.x, prob(n + 1) = x.y, prob(n + 2) = x.z, prob(n + 3) = x.w;
-      }
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(s);
-      differentiate<M>(prob, s, smem.delta[dout_at], lane);
-      if (masked) hide<M>(s, block, key, lane);
-      to_operand<Element>(s, fS);
-      // The other has read the last dS: it has sent this block's P since.
-      store_ds<M>(fS, to_ds);
-      issue(mma_kv, fS, fQt(_, _, _, q_at), sum, true);
+      weigh_keys(count, s);
     }
-    cutlass::arch::NamedBarrier::sync(kAll, kDsReady);
-    Tensor dq = partition_fragment_C(mma_q, Shape<_64, Int<kColumns>>{});
-    issue(mma_q, fDS(_, _, _, 0), fKt, dq, false);
+  };
+  // The block's part of the sums, and the first piece of its dQ.
+  auto issue_sum = [&](uint32_t count) {
+    await_dout(count);
+    int const stage = values ? dout_stage(count) : q_stage(count);
+    issue(mma_kv, fS, fRowsT(_, _, _, stage), sum, true);
+  };
+  auto issue_dq = [&](uint32_t count, auto const& fKt, auto& dq) {
+    issue(mma_q, fDS(_, _, _, count % Traits::DsStages), fKt, dq, false);
+  };
+  auto send = [&](uint32_t count, auto& dq, int piece) {
+    warpgroup_fence_operand(dq);
+    send_dq<Traits>(smem, dq, smem.blocks[count % Traits::QStages], count, piece, warpgroup);
+  };
+  // The products of a block but for S^T and dP^T. Leaves the second piece of dQ in flight.
+  auto spend = [&](uint32_t count, auto& dq) {
+    StageState<Traits::DsStages> const ds_state{count};
+    Tensor dq0 = partition_fragment_C(mma_q, Shape<_64, _64>{});
+    issue_sum(count);
+    smem.ds_full[ds_state.index()].wait(ds_state.phase());
+    issue_dq(count, fKt0, dq0);
     warpgroup_wait<1>();
     warpgroup_fence_operand(sum);
-    if (lane == 0) smem.dout_empty[dout_at].arrive();
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(dq);
-    send_dq<Traits>(smem, dq, block, count, kWarpgroupHere);
-    if (lane == 0) smem.q_empty[q_at].arrive();
-    return last;
+    if (lane == 0) smem.dout_empty[count % Traits::DoutStages].arrive();
+    issue_dq(count, fKt1, dq);
+    warpgroup_wait<1>();
+    send(count, dq0, 0);
   };
+  // Across blocks: S^T or dP^T of the next one is computed while dQ of this one is sent. No product
+  // is in flight where the loop begins again.
   auto walk = [&](uint32_t count) {
-    while (!step(count++)) continue;
-    return count;
+    await_block(count);
+    {
+      Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+      issue_s(count, s);
+      weigh(count, s);
+    }
+    for (; !smem.blocks[count % Traits::QStages].last; ++count) {
+      Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+      Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
+      spend(count, dq);
+      await_block(count + 1);
+      issue_s(count + 1, s);
+      warpgroup_wait<1>();
+      send(count, dq, 1);
+      if (lane == 0) smem.q_empty[count % Traits::QStages].arrive();
+      weigh(count + 1, s);
+    }
+    Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
+    spend(count, dq);
+    warpgroup_wait<0>();
+    send(count, dq, 1);
+    if (lane == 0) smem.q_empty[count % Traits::QStages].arrive();
+    return count + 1;
   };
   auto finish = [&](Portion const& portion, int kv_head) {
     float const valid = wait_for_partial(p.args, portion, lane);
+    float const scale = values ? valid : valid * p.args.softmax_scale;
     CUTE_UNROLL
-    for (int n = 0; n < D / 2; ++n) sum(n) *= kValues ? valid : valid * p.args.softmax_scale;
-    store_gradient<Traits>(p.args, kValues ? p.args.dv : p.args.dk, portion, kv_head, key, lane,
+    for (int n = 0; n < D / 2; ++n) sum(n) *= scale;
+    store_gradient<Traits>(p.args, values ? p.args.dv : p.args.dk, portion, kv_head, key, lane,
                            sum);
   };
-  each_portion<Traits>(smem, kWarpgroupHere, clear_sum, walk, finish);
-}
-
-template <class Traits>
-CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedStorage& smem) {
-  if (cutlass::canonical_warp_group_idx() == 1) {
-    consume_role<Traits, true>(p, smem);
-  } else {
-    consume_role<Traits, false>(p, smem);
-  }
+  each_portion<Traits>(smem, warpgroup, clear_sum, walk, finish);
 }
 
 }  // namespace ringfa3

@@ -59,22 +59,21 @@ struct BackwardTraits {
   static constexpr bool Roles = N == 64;
   static constexpr int QStages = 2;
   static constexpr int DoutStages = D < 256 ? 2 : 1;
-  static constexpr int DsStages = Roles ? 1 : 2;
+  static constexpr int DsStages = 2;
   static constexpr int Pieces = M * D / kPiece;          // of a block of dQ
   static constexpr int PiecesEach = Pieces / Consumers;  // of a warpgroup, side by side
 
   // One warpgroup's products: S^T (64, M) = K (64, D) Q^T, dP^T = V dO^T alike,
-  // dV (64, D) += P^T (64, M) dO, dK += dS^T Q alike, dQ (64, columns) = dS (64, N) K.
+  // dV (64, D) += P^T (64, M) dO, dK += dS^T Q alike, a piece of dQ (64, 64) = dS (64, N) K.
   using MmaS = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<M>, Int<D>>, GMMA::Major::K,
                            GMMA::Major::K>()));
   using MmaKV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<D>, Int<M>>, GMMA::Major::K,
                            GMMA::Major::MN>()));
-  static constexpr int DqColumns = 64 * PiecesEach;
-  using MmaQ = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<DqColumns>, Int<N>>,
-                           GMMA::Major::K, GMMA::Major::MN>()));
+  using MmaQ =
+      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, _64, Int<N>>,
+                                                   GMMA::Major::K, GMMA::Major::MN>()));
 
   using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
   using AtomMN = GMMA::Layout_MN_SW128_Atom<Element>;
@@ -107,7 +106,7 @@ struct BackwardTraits {
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier block_ready[QStages];
     alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], dout_empty[DoutStages];
-    alignas(16) cutlass::arch::ClusterBarrier ds_full[DsStages];
+    alignas(16) cutlass::arch::ClusterBarrier ds_full[DsStages], p_full;
     alignas(16) cutlass::arch::ClusterBarrier kv_empty, dq_full[Consumers], dq_empty[Consumers];
     alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];
   };
