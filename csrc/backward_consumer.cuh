@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backward_epilogue.cuh"
+#include "masks.cuh"
 #include "products.cuh"
 
 namespace ringfa3 {
@@ -45,21 +46,32 @@ CUTE_DEVICE void differentiate(Scores const& p, Gradient& dp, float const* delta
   }
 }
 
-// Sets to 0 what the thread's keys `key` and `key + 8` of the tile must not be seen by.
+// What of an accumulator a thread may see: a word for each of its keys, `key` and `key + 8`.
+struct Seen {
+  uint32_t words[2];
+  Seen() = default;
+  CUTE_DEVICE Seen(RowBlock const& block, int key, int lane) {
+    int const offset = 2 * (lane % 4), rows = block.rows, keys = block.keys;
+    int const low = block.low, high = block.high;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const k = key + 8 * r;
+      int const end = k < keys ? min(rows, k + high + 1) : 0;
+      words[r] =
+          low_bits(columns_before(end - offset)) & ~low_bits(columns_before(k + low - offset));
+    }
+  }
+};
+
+// Sets the rest to 0.
 template <int M, class Accumulator>
-CUTE_DEVICE void hide(Accumulator& x, RowBlock const& block, int key, int lane) {
+CUTE_DEVICE void hide(Accumulator& x, Seen const& seen) {
+  static_assert(M / 4 <= 32);
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    int const k = key + 8 * r, offset = 2 * (lane % 4);
-    int const first = k + block.low - offset;
-    int const last = k < block.keys ? min(block.rows - 1, k + block.high) - offset : -1;
     CUTE_UNROLL
-    for (int n = 0; n < M / 2; n += 4) {
-      CUTE_UNROLL
-      for (int c = 0; c < 2; ++c) {
-        int const row = 2 * n + c;  // 8 * (n / 4) + c
-        if (row < first || row > last) x(n + 2 * r + c) = 0.f;
-      }
+    for (int i = 0; i < M / 4; ++i) {
+      if (!(seen.words[r] & 1u << i)) x(i / 2 * 4 + 2 * r + i % 2) = 0.f;
     }
   }
 }

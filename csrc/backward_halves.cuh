@@ -86,14 +86,16 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     StageState<Traits::DsStages> const ds_state{count};
     RowBlock const& block = smem.blocks[count % Traits::QStages];
     bool const masked = block.masked;
+    Seen seen;
+    if (masked) seen = Seen(block, key, lane);
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
     exponentiate<M>(s, smem.lse[count % Traits::QStages], scale_log2, lane);
-    if (masked) hide<M>(s, block, key, lane);
+    if (masked) hide<M>(s, seen);
     warpgroup_wait<0>();
     warpgroup_fence_operand(dp);
     differentiate<M>(s, dp, smem.delta[count % Traits::DoutStages], lane);
-    if (masked) hide<M>(dp, block, key, lane);
+    if (masked) hide<M>(dp, seen);
     to_operand<Element>(dp, fDSt);
     store_ds<M>(fDSt, to_ds + ds_state.index() * (M * N));
     __syncwarp();

@@ -84,7 +84,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   auto weigh_values = [&](uint32_t count, auto& s) {
     RowBlock const& block = smem.blocks[count % Traits::QStages];
     exponentiate<M>(s, smem.lse[count % Traits::QStages], scale_log2, lane);
-    if (block.masked) hide<M>(s, block, key, lane);
+    if (block.masked) hide<M>(s, Seen(block, key, lane));
     CUTE_UNROLL
     for (int n = 0; n < M / 2; n += 4) {
       exchanged[n / 4 * kWarpgroup] = make_float4(s(n), s(n + 1), s(n + 2), s(n + 3));
@@ -106,7 +106,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
       prob(n) = x.x, prob(n + 1) = x.y, prob(n + 2) = x.z, prob(n + 3) = x.w;
     }
     differentiate<M>(prob, dp, smem.delta[count % Traits::DoutStages], lane);
-    if (block.masked) hide<M>(dp, block, key, lane);
+    if (block.masked) hide<M>(dp, Seen(block, key, lane));
     to_operand<Element>(dp, fS);
     store_ds<M>(fS, to_ds + ds_state.index() * (M * N));
     __syncwarp();

@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "masks.cuh"
 #include "work.cuh"
 
 namespace ringfa3 {
@@ -68,15 +69,6 @@ struct RowState {
     }
   }
 };
-
-// How many of the columns that a thread has of a row, 0, 1, 8, 9, 16, 17 ..., lie before x.
-CUTE_DEVICE int columns_before(int x) {
-  x = max(x, 0);
-  return x / 8 * 2 + min(x % 8, 2);
-}
-
-// The lowest n bits; none for n < 0, all from 32 on.
-CUTE_DEVICE uint32_t low_bits(int n) { return __funnelshift_lc(0u, 1u, max(n, 0)) - 1; }
 
 // Sets S to -inf where the thread's rows `row` and `row + 8` of the tile must not see. A word has a
 // bit for each of 32 columns, constant bits of which move to predicates at once (R2P).
