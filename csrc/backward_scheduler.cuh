@@ -168,7 +168,6 @@ CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Traits::SharedStorage&
     if (a.turns) {
       asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // has written
       asm volatile("fence.proxy.async.global;" ::: "memory");
-      __threadfence();
       signal_turn(a.turns + piece.number, piece.turn + 1);
     }
   }
