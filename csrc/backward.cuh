@@ -85,8 +85,8 @@ cudaError_t launch_backward(BackwardArgs const& a, cudaStream_t stream) {
   constexpr int kSmem = sizeof(typename Traits::SharedStorage);
   static_assert(kSmem <= 227 * 1024, "more than an SM has");
   auto kernel = backward_kernel<Traits>;
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
+  static std::atomic<uint64_t> allowed;
+  cudaError_t const status = allow_shared(kernel, kSmem, allowed);
   if (status != cudaSuccess) return status;
   return launch_early(kernel, dim3(min(a.num_ctas, p.num_work)), Traits::Threads, kSmem, stream, p);
 }

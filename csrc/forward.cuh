@@ -10,6 +10,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "epilogue.cuh"
+#include "launch.cuh"
 #include "products.cuh"
 #include "scheduler.cuh"
 #include "signals.cuh"
@@ -328,8 +329,8 @@ cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream) {
   constexpr int kSmem = sizeof(typename Traits::SharedStorage);
   static_assert(kSmem <= 227 * 1024, "more than an SM has");
   auto kernel = forward_kernel<Traits>;
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
+  static std::atomic<uint64_t> allowed;
+  cudaError_t const status = allow_shared(kernel, kSmem, allowed);
   if (status != cudaSuccess) return status;
   int const grid = min(a.num_ctas, p.num_work);
   kernel<<<grid, Traits::Threads, kSmem, stream>>>(p);

@@ -12,7 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringfa3.kernels import Tensor3, Uploads, addressable, ctas, heads_together, launch, upload
+from ringfa3.kernels import (
+    Stream,
+    Tensor3,
+    Uploads,
+    addressable,
+    ctas,
+    heads_together,
+    launch,
+    packer,
+    tensor3,
+    upload,
+)
 from ringfa3.plan import FIRST, Plan, Tiling, ramps
 from ringfa3.portions import PORTION, SHARED, portions
 
@@ -20,6 +31,7 @@ if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build
     from ringfa3.build import Unit
 
 PIECE = 64 * 64  # floats of dQ that leave a warpgroup at once
+WORD = 4  # bytes
 
 
 class RowGrid(ctypes.Structure):
@@ -71,6 +83,9 @@ class ConvertArgs(ctypes.Structure):
     _fields_ = (("dq", Tensor3), ("grid", RowGrid), ("softmax_scale", ctypes.c_float))
 
 
+_pack_prepare, _pack_backward, _pack_convert = map(packer, (PrepareArgs, BackwardArgs, ConvertArgs))
+
+
 class BackwardPass:
     """`reference.BackwardPass` on the GPU: prepares at once, then takes the hops in any order.
 
@@ -94,34 +109,37 @@ class BackwardPass:
         sm_margin: int = 0,
     ) -> None:
         self.unit, self.scale, self.deterministic = unit, scale, deterministic
-        self.q, self.dout, out = (addressable(x) for x in (q, dout, out))
-        lse, dlse = (x if x.stride(1) == 1 else x.contiguous() for x in (lse, dlse))
-        heads, device = q.shape[1], q.device
+        self.q, self.dout, out = addressable(q), addressable(dout), addressable(out)
+        lse, dlse = (x if x.stride()[1] == 1 else x.contiguous() for x in (lse, dlse))
+        (tokens, heads, head_dim), device = q.shape, q.device
         self.num_ctas = ctas(device, sm_margin)
-        self.blocks = _grid_blocks(plan, unit.tile_m, device)  # (num_blocks, 2)
-        count = len(self.blocks)
-        self._lse, self._delta = (
-            torch.empty(heads, count, unit.tile_m, device=device) for _ in range(2)
-        )
-        self._dq = torch.empty(heads, count, unit.tile_m * unit.head_dim, device=device)
-        # Of Q, dO and dQ, which the portions of a KV head share.
-        self._bytes_per_head = 2 * q[:, 0].nbytes + self._dq[0].nbytes
-        self.grid = RowGrid(
-            *(x.data_ptr() for x in (self.blocks, self._lse, self._delta, self._dq)), count
-        )
+        stream = Stream.current(device)
+        self.blocks = _grid_blocks(plan, unit.tile_m, stream)  # (num_blocks, 2)
+        count = self.blocks.shape[0]
+        # LSE, then D
+        self._rows = torch.empty(2, heads, count, unit.tile_m, device=device)
+        self._dq = torch.empty(heads, count, unit.tile_m * head_dim, device=device)
         turns = self._dq.numel() // PIECE if deterministic else 0
         # A row for each hop: the counter from which its work is fetched, then its turns.
         self._words = torch.zeros(plan.num_hops, 1 + turns, dtype=torch.int32, device=device)
         self._hop = 0
+        # Of Q, dO and dQ, which the portions of a KV head share.
+        self._bytes_per_head = head_dim * (4 * tokens + 4 * count * unit.tile_m)
+        lse_grid, blocks = self._rows.data_ptr(), self.blocks.data_ptr()
+        delta_grid = lse_grid + self._rows.nbytes // 2
+        # The fields of a RowGrid.
+        self.grid = blocks, lse_grid, delta_grid, self._dq.data_ptr(), count
         if count:
-            tensors = (Tensor3.of(x) for x in (out, self.dout))
-            strides = (x.stride(0) for x in (lse, dlse))
-            args = PrepareArgs(*tensors, lse.data_ptr(), dlse.data_ptr(), *strides, self.grid)
-            self._launch("prepare", args)
-
-    def _launch(self, name: str, args: ctypes.Structure) -> None:
-        with torch.cuda.device(self.q.device):
-            launch(self.unit, name, args, torch.cuda.current_stream().cuda_stream)
+            args = _pack_prepare(
+                *tensor3(out),
+                *tensor3(self.dout),
+                lse.data_ptr(),
+                dlse.data_ptr(),
+                lse.stride()[0],
+                dlse.stride()[0],
+                *self.grid,
+            )
+            launch(unit, "prepare", args, stream)
 
     def hop(
         self,
@@ -144,45 +162,55 @@ class BackwardPass:
         """
         if self.deterministic and len(tiling.earlier) != len(tiling.spans):
             raise ValueError("tiling has no turns: take one of plan.backward(deterministic=True)")
-        words, self._hop = self._words[self._hop], self._hop + 1
+        hop, self._hop = self._hop, self._hop + 1
         if not len(tiling.tiles):
             return
-        k, v = map(addressable, (k, v))
+        stream = Stream.current(k.device)
+        k, v = addressable(k), addressable(v)
         heads, kv_heads = self.q.shape[1], k.shape[1]
         tables = _on_device(
-            tiling, k.device, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
+            tiling, stream, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
             self.deterministic,
         )  # fmt: skip
-        first = bool(tiling.tiles["flags"][0] & FIRST)  # the same in all tiles of a hop
         sums = (dk, dv)
-        if first and tables.shared:  # portions add up from zero, in float32
+        if tables.first and tables.shared:  # portions add up from zero, in float32
             sums = _zeros(dk), _zeros(dv)
-        elif first and tables.unseen:
+        elif tables.first and tables.unseen:
             dk.zero_(), dv.zero_()
-        if not len(tables.portions):
+        count = tables.portions.shape[0]
+        if not count:
             return
-        args = BackwardArgs(
-            *(Tensor3.of(x) for x in (self.q, self.dout, k, v, *sums)),
-            self.grid,
-            *(x.data_ptr() for x in (tables.portions, tables.spans, tables.earlier)),
-            words.data_ptr(),
-            words[1:].data_ptr() if self.deterministic else None,
-            None if arrival is None else arrival.data_ptr(),
-            len(tables.portions),
+        words = self._words.data_ptr() + hop * self._words.stride()[0] * WORD
+        args = _pack_backward(
+            *tensor3(self.q),
+            *tensor3(self.dout),
+            *tensor3(k),
+            *tensor3(v),
+            *tensor3(sums[0]),
+            *tensor3(sums[1]),
+            *self.grid,
+            tables.portions.data_ptr(),
+            tables.spans.data_ptr(),
+            tables.earlier.data_ptr(),
+            words,
+            words + WORD if self.deterministic else 0,
+            0 if arrival is None else arrival.data_ptr(),
+            count,
             heads_together(self._bytes_per_head * heads // kv_heads, kv_heads),
             self.num_ctas,
             sums[0].dtype == torch.float32,
             self.scale,
         )
-        self._launch("backward", args)
+        launch(self.unit, "backward", args, stream)
         if sums[0] is not dk:
             dk.copy_(sums[0]), dv.copy_(sums[1])
 
     def dq(self) -> torch.Tensor:
         """(t, h, d) in the dtype of q, after the last hop."""
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
-        if len(self.blocks):
-            self._launch("convert", ConvertArgs(Tensor3.of(dq), self.grid, self.scale))
+        if self.blocks.shape[0]:
+            args = _pack_convert(*tensor3(dq), *self.grid, self.scale)
+            launch(self.unit, "convert", args, Stream.current(dq.device))
         return dq
 
 
@@ -195,6 +223,7 @@ class _Tables(NamedTuple):
     portions: torch.Tensor  # (num_portions, words)
     spans: torch.Tensor
     earlier: torch.Tensor
+    first: bool  # whether dK and dV are stored: the same in all tiles of a hop
     shared: bool  # whether tiles are cut
     unseen: bool  # whether some tiles have no portion
 
@@ -204,7 +233,7 @@ _tables: Uploads[_Tables] = Uploads()
 
 def _on_device(
     tiling: Tiling,
-    device: torch.device,
+    stream: Stream,
     tile_m: int,
     group: int,
     kv_heads: int,
@@ -216,26 +245,27 @@ def _on_device(
     def made() -> _Tables:
         table = portions(tiling, tile_m, group, kv_heads, num_ctas, whole)
         return _Tables(
-            upload(table, device).view(len(table), PORTION.itemsize // 4),
-            upload(tiling.spans, device),
-            upload(tiling.earlier, device),
+            upload(table, stream.device).view(len(table), PORTION.itemsize // 4),
+            upload(tiling.spans, stream.device),
+            upload(tiling.earlier, stream.device),
+            bool(tiling.tiles["flags"][0] & FIRST),
             bool((table["flags"] & SHARED).any()),
             len(np.unique(table["row0"])) < len(tiling.tiles),
         )
 
-    return _tables.get(tiling, device, (group, kv_heads, num_ctas), made)
+    return _tables.get(tiling, stream, (group, kv_heads, num_ctas), made)
 
 
 _grids: Uploads[torch.Tensor] = Uploads()
 
 
-def _grid_blocks(plan: Plan, tile_m: int, device: torch.device) -> torch.Tensor:
+def _grid_blocks(plan: Plan, tile_m: int, stream: Stream) -> torch.Tensor:
     """(num_blocks, 2) first token and number of tokens of the row grid's blocks."""
 
     def made() -> torch.Tensor:
-        return upload(grid_blocks(plan, tile_m), device).view(-1, 2)
+        return upload(grid_blocks(plan, tile_m), stream.device).view(-1, 2)
 
-    return _grids.get(plan, device, (tile_m,), made)
+    return _grids.get(plan, stream, (tile_m,), made)
 
 
 def grid_blocks(plan: Plan, tile_m: int) -> npt.NDArray[np.int32]:

@@ -14,10 +14,9 @@ import hashlib
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,8 +228,7 @@ def machine() -> Iterator[Machine]:
         patch.setattr(kernels, "unit_for", unit)
         patch.setattr(kernels, "_processors", lambda _: PROCESSORS)
         patch.setattr(engine, "_problem", lambda _: None)  # their GPU libraries need not be there
-        patch.setattr(torch.cuda, "device", lambda _: nullcontext())
-        stream = SimpleNamespace(cuda_stream=0)
-        patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+        patch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+        patch.setattr(kernels, "_handle", lambda _: 0)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         yield emulated

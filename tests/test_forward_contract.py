@@ -149,8 +149,8 @@ def test_any_number_of_ctas_gives_the_same(
     problem = Problem(THREE, window=(-1, 0))
     entry, ctas = kernels._entry(UNIT, "forward"), []
 
-    def noted(args: Any, stream: int) -> int:
-        ctas.append(args._obj.num_ctas)
+    def noted(args: bytes, stream: int) -> int:
+        ctas.append(kernels.ForwardArgs.from_buffer_copy(args).num_ctas)
         return entry(args, stream)
 
     monkeypatch.setattr(kernels, "_entry", lambda *_: noted)

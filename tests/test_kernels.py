@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
 from ringfa3 import kernels
+from ringfa3.build import UNITS
 from ringfa3.plan import Tiling, plan_local
 
 CPU = torch.device("cpu")
@@ -19,20 +22,18 @@ class Launches:
     """Where they go, and what they read of a tiling there."""
 
     def __init__(self) -> None:
-        self.captured, self.cuda_stream = False, 1
+        self.captured = False
 
     def read(self, tiling: Tiling, stream: int = 1) -> kernels._Tables:
-        self.cuda_stream = stream
-        return kernels._tables.get(tiling, CPU, (), lambda: kernels._Tables.of(tiling, CPU))
+        to = kernels.Stream(CPU, stream, self.captured)
+        return kernels._tables.get(tiling, to, (), lambda: kernels._Tables.of(tiling, CPU))
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    to = Launches()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: to.captured)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: to)
     monkeypatch.setattr(kernels, "_tables", kernels.Uploads())
-    return to
+    monkeypatch.setattr(kernels, "_counters", {})
+    return Launches()
 
 
 def tiling() -> Tiling:
@@ -67,6 +68,61 @@ def test_a_new_plan_cannot_be_captured(launches: Launches) -> None:
     launches.captured = True
     with pytest.raises(RuntimeError, match="new plan is captured: run it once before"):
         launches.read(tiling())
+
+
+def test_the_first_upload_is_what_graphs_read(launches: Launches) -> None:
+    """Whatever has been uploaded since, and with another key nothing."""
+    some = tiling()
+    first = launches.read(some, 7)
+    launches.read(some, 8)
+    launches.captured = True
+    assert launches.read(some, 8) is first
+    with pytest.raises(RuntimeError, match="new plan is captured"):
+        kernels._tables.get(some, kernels.Stream(CPU, 8, True), (1,), lambda: first)
+
+
+def test_launches_of_a_stream_share_a_counter(launches: Launches) -> None:
+    """But for captured ones, which have one each."""
+    here, other = (kernels.Stream(CPU, stream, False) for stream in (1, 2))
+    mine = kernels._counter(here)
+    assert kernels._counter(here) is mine
+    assert kernels._counter(other) is not mine
+    captured = here._replace(captured=True)
+    others = [kernels._counter(captured) for _ in range(2)]
+    assert all(x.item() == 0 for x in (mine, *others))
+    assert len({x.data_ptr() for x in (mine, *others)}) == 3
+    assert kernels._counter(here) is mine
+
+
+def test_only_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the launch, and for the question which stream is current there."""
+    now, said = [0], []
+
+    @contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        before, now[0] = now[0], device.index
+        said.append(device.index)
+        yield
+        now[0] = before
+
+    def entry(_args: bytes, stream: int) -> int:
+        return 0 if stream == now[0] + 40 else 1
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0] == 1)
+    monkeypatch.setattr(kernels, "_handle", lambda device: device + 40)
+    monkeypatch.setattr(kernels, "_entry", lambda *_: entry)
+    unit = UNITS[0]
+    for index, expected in ((0, []), (1, [1, 1])):
+        device = torch.device("cuda", index)
+        stream = kernels.Stream.current(device)
+        assert stream == (device, index + 40, index == 1)
+        kernels.launch(unit, "forward", b"", stream)
+        assert said == expected
+    assert now == [0]
+    with pytest.raises(RuntimeError, match="CUDA error 1"):
+        kernels.launch(unit, "forward", b"", stream._replace(handle=0))
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -52,6 +52,23 @@ def test_fields_are_those_of_the_header_in_order() -> None:
         assert declared == [field for field in fields if field], name
 
 
+@pytest.mark.parametrize("structure", MIRRORS, ids=lambda m: m.__name__)
+def test_packed_bytes_are_those_of_the_structure(structure: type[ctypes.Structure]) -> None:
+    """Its fields, read from them, are the numbers in their order; padding is zero."""
+    size = ctypes.sizeof(structure)
+    scalars = list(kernels._scalars(structure))
+    numbers = [
+        2**63 + i if kind is ctypes.c_void_p else (-1) ** i * i
+        for i, (_, kind) in enumerate(scalars)
+    ]
+    packed = kernels.packer(structure)(*numbers)
+    assert len(packed) == size
+    found = [kind.from_buffer_copy(packed, offset).value for offset, kind in scalars]
+    assert found == numbers
+    used = {i for offset, kind in scalars for i in range(offset, offset + ctypes.sizeof(kind))}
+    assert not any(packed[i] for i in set(range(size)) - used)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_compiler_puts_them_where_python_does(tmp_path: Path) -> None:
     """Offsets and sizes in bytes, exactly."""
