@@ -51,6 +51,7 @@ BENCH_ORDER = [
     "problem",
     "gate",
     "peers",
+    "epilogues",
     "ring_peers",
     "spread",
     "results",

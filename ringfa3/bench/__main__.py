@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ringfa3.bench.cases import ABLATION, HEAD_DIMS, RING_SETS, SETS
+from ringfa3.bench.cases import HEAD_DIMS, ITSELF, RING_SETS, SETS
 from ringfa3.ring import TRANSPORTS
 
 ATTENTION = "Attention on one GPU against FlashAttention-3 and cuDNN."
@@ -82,7 +82,7 @@ def ring(given: argparse.Namespace) -> int:
 
 def chosen(names: list[str], sets: Mapping[str, object]) -> list[str]:
     """Sets by name; "all" are those against peers."""
-    every = [name for name in sets if name != ABLATION]
+    every = [name for name in sets if name not in ITSELF]
     return every if "all" in names else list(dict.fromkeys(names))
 
 
@@ -115,9 +115,11 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(run=attention)
     p.add_argument(
         "--set", nargs="+", choices=[*SETS, "all"], default=["paper", "gqa"], metavar="SET",
-        help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), masks "
-        "(packed documents, windows), all of these; or ablation (our kernel without parts of it; "
-        "the paper's Table 2 has --dtype fp16); default paper gqa",
+        help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), mqa "
+        "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), all of "
+        "these; or, alone, RingFA3 against itself: ablation (the kernel without parts of it; the "
+        "paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic (the "
+        "backward with turns); default paper gqa",
     )  # fmt: skip
     p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))
     common(p, "attention")

@@ -11,8 +11,9 @@ from torch.nn.attention import SDPBackend
 
 from ringfa3.bench import cases as case_sets
 from ringfa3.bench import machine
-from ringfa3.bench.cases import ABLATION, DIRECTIONS, Case
+from ringfa3.bench.cases import ABLATION, DETERMINISTIC, DIRECTIONS, ITSELF, Case
 from ringfa3.bench.contest import DeviceLostError, hold
+from ringfa3.bench.epilogues import EPILOGUES, Epilogue
 from ringfa3.bench.machine import DTYPES, BenchError
 from ringfa3.bench.peers import (
     FA3,
@@ -90,13 +91,10 @@ def run(options: Options) -> int:
 def _contestants(device: torch.device, options: Options) -> tuple[list[Contestant], list[str]]:
     """Ours first; and what is missing, in a line."""
     library = options.fa3
-    if ABLATION in options.sets:
-        if options.sets != [ABLATION] or device.type == "cpu" or library is not None:
-            raise BenchError(
-                f"--set {ABLATION} measures our kernel against itself: it stands alone, without "
-                "--fa3, and needs a GPU"
-            )
-        return [Variant(), *(Variant(name) for name in VARIANTS)], []
+    if alone := [name for name in options.sets if name in ITSELF]:
+        if len(options.sets) > 1:
+            raise BenchError(f"--set {alone[0]} measures RingFA3 against itself: it stands alone")
+        return _itself(alone[0], device, library)
     if device.type == "cpu":
         if library is not None:
             raise BenchError("--fa3 needs a GPU; leave it out with --device cpu")
@@ -104,14 +102,38 @@ def _contestants(device: torch.device, options: Options) -> tuple[list[Contestan
         return [
             Ours(f"{OURS} executor"), Sdpa("SDPA math", math), Sdpa("SDPA flash", flash)
         ], []  # fmt: skip
+    fa3, missing = _fa3(library)
+    return [Ours(), *fa3, Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION)], missing
+
+
+def _fa3(library: Path | None, deterministic: bool = False) -> tuple[list[Contestant], list[str]]:
+    """FlashAttention-3, or why it is missing."""
     try:
-        fa3 = flash_attention_3(library)
+        found = flash_attention_3(library, deterministic)
     except PeerError as error:
         raise BenchError(str(error)) from None
-    cudnn = Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION)
-    if fa3 is None:
-        return [Ours(), cudnn], [f"{FA3}: {MODULE} is not installed and no --fa3 PATH was given"]
-    return [Ours(), fa3, cudnn], []
+    if found is None:
+        return [], [f"{FA3}: {MODULE} is not installed and no --fa3 PATH was given"]
+    return [found], []
+
+
+def _itself(
+    name: str, device: torch.device, library: Path | None
+) -> tuple[list[Contestant], list[str]]:
+    """As `_contestants`, of a set of `ITSELF`."""
+    smoke = device.type == "cpu"
+    if library is not None and (smoke or name != DETERMINISTIC):
+        raise BenchError(f"--fa3 has no part in --set {name}{' on the CPU' if smoke else ''}")
+    if name == DETERMINISTIC:
+        turns = Ours(f"{OURS} deterministic", deterministic=True)
+        fa3, missing = ([], []) if smoke else _fa3(library, deterministic=True)
+        missing.append("cuDNN: PyTorch has no deterministic backward of it")
+        return [turns, Ours(), *fa3], missing
+    if name == ABLATION:
+        if smoke:
+            raise BenchError(f"--set {ABLATION} compiles kernels: it needs a GPU")
+        return [Variant(), *(Variant(variant) for variant in VARIANTS)], []
+    return [Epilogue(kind) for kind in EPILOGUES], []
 
 
 def _todo(options: Options, device: torch.device) -> tuple[list[tuple[Case, str]], list[str]]:
@@ -132,7 +154,11 @@ def _todo(options: Options, device: torch.device) -> tuple[list[tuple[Case, str]
             if not smoke and (reason := executor_reason(direction, q)):
                 missing.setdefault((direction, reason), []).append(d)
                 without.add(d)
-        todo += [(case, direction) for case in found if case.head_dim not in without]
+        todo += [
+            (case, direction)
+            for case in found
+            if case.head_dim not in without and ITSELF.get(case.set, direction) == direction
+        ]
     left_out = [
         f"{direction} at head dim {', '.join(map(str, dims))}: {reason}, "
         "and the executor is not timed in its place"

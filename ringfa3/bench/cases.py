@@ -15,7 +15,11 @@ from ringfa3.plan import Table, plan_local
 
 CAUSAL, FULL = (-1, 0), (-1, -1)
 FORWARD, BACKWARD = "forward", "backward"
-ABLATION = "ablation"  # the set in which our kernel meets itself with parts left out
+# Sets in which RingFA3 meets itself, each alone, and the direction that they are of.
+ABLATION = "ablation"  # with parts of the kernel left out
+MERGE = "merge"  # with other epilogues
+DETERMINISTIC = "deterministic"  # with turns and without
+ITSELF = {ABLATION: FORWARD, MERGE: FORWARD, DETERMINISTIC: BACKWARD}
 DIRECTIONS = {"fwd": (FORWARD,), "bwd": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 MATMULS = {FORWARD: 4, BACKWARD: 10}  # FLOPs per visible pair, head and head_dim
 HEAD_DIMS = (64, 128, 256)
@@ -26,11 +30,12 @@ RING_TOKENS = 256 * K  # of packed documents and windows over many ranks
 
 @dataclass(frozen=True)
 class Case:
-    """Self-attention over sequences of `lengths` tokens, every one under the same mask.
+    """Attention over sequences of `lengths` tokens, every one under the same mask.
 
     packed   the sequences lie one behind the other, (t, h, d); else they are a batch (b, s, h, d)
     window   (left, right) keys around the diagonal, -1 for unlimited; causal is (-1, 0)
     beside   label of the case that this one, causal and of equal FLOPs, is a yardstick for
+    keys     of each sequence of a batch; None: its tokens
     """
 
     set: str
@@ -42,6 +47,11 @@ class Case:
     window: tuple[int, int]
     packed: bool = False
     beside: str | None = None
+    keys: tuple[int, ...] | None = None
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        return self.lengths if self.keys is None else self.keys
 
     @property
     def tokens(self) -> int:
@@ -65,8 +75,8 @@ class Case:
     @cached_property
     def pairs(self) -> int:
         """Visible (query, key) pairs of one head, from the spans of the plan."""
-        lengths = np.array(self.lengths, np.int64)
-        tiling = plan_local(lengths, lengths, *self.window).forward(128)[0]
+        rows, keys = (np.array(n, np.int64) for n in (self.lengths, self.key_lengths))
+        tiling = plan_local(rows, keys, *self.window).forward(128)[0]
         return visible_pairs(tiling.spans)
 
     def flops(self, direction: str) -> int:
@@ -110,6 +120,37 @@ def gqa(shrink: int) -> Iterable[Case]:
             batch = max(1, 16 * K // seqlen)
             yield dense("gqa", batch, seqlen // shrink, (32, 8), 128, window)
             seqlen *= 2
+
+
+def mqa(shrink: int) -> Iterable[Case]:
+    """So few KV heads that key tiles do not fill a GPU by themselves."""
+    for window in (FULL, CAUSAL):
+        for kv_heads in (2, 1):
+            case = dense("mqa", 2, 8 * K // shrink, (32, kv_heads), 128, window)
+            yield replace(case, label=f"{case.label}, {kv_heads} KV")
+
+
+def hops(shrink: int) -> Iterable[Case]:
+    """What a rank of a zigzag ring computes at a hop."""
+    yield hop("hops", shrink)
+
+
+def hop(group: str, shrink: int) -> Case:
+    """All rows of a rank on half the keys of another."""
+    rows, keys = 8 * K // shrink, 4 * K // shrink
+    label = f"{short(rows)} on {short(keys)}"
+    return Case(group, label, (rows,), 32, 8, 128, FULL, keys=(keys,))
+
+
+def merge(shrink: int) -> Iterable[Case]:
+    yield hop(MERGE, shrink)
+
+
+def deterministic(shrink: int) -> Iterable[Case]:
+    """Causal sequences of 8k, with as many KV heads as heads and with fewer."""
+    for d, heads, kv_heads in ((64, 32, 32), (128, 16, 16), (128, 32, 8), (256, 8, 8)):
+        case = dense(DETERMINISTIC, 2, 8 * K // shrink, (heads, kv_heads), d, CAUSAL)
+        yield replace(case, label=f"{case.label}, {heads}:{kv_heads}")
 
 
 def masks(shrink: int) -> Iterable[Case]:
@@ -200,7 +241,16 @@ def windowed(world: int, shrink: int) -> Iterable[RingCase]:
     yield ring_case("window", label, (RING_TOKENS // shrink,), world, left)
 
 
-SETS = {"paper": paper, "gqa": gqa, "masks": masks, ABLATION: ablation}
+SETS = {
+    "paper": paper,
+    "gqa": gqa,
+    "mqa": mqa,
+    "hops": hops,
+    "masks": masks,
+    ABLATION: ablation,
+    MERGE: merge,
+    DETERMINISTIC: deterministic,
+}
 RING_SETS = {"whole": whole, "documents": packed, "window": windowed}
 
 

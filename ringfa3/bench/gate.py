@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -22,6 +23,7 @@ FACTOR, SLACK = 2.0, 1e-5
 PEER_LENIENCY = 2.0
 SCORES = 1 << 26  # elements of a score matrix held at once
 COMPARED = 1 << 26  # elements compared at once
+KEYS = ("k", "v", "dk", "dv")  # tensors with a row for each key, and a head for each KV head
 
 
 class WrongResultError(Exception):
@@ -30,19 +32,27 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [begin, end) of one sequence, one KV head and the query heads that share it."""
+    """One sequence at one KV head and the query heads that share it.
+
+    begin, end  its rows
+    keys        its rows of K and V, [first, end); None: the same
+    """
 
     begin: int
     end: int
     kv_head: int
     group: int
+    keys: tuple[int, int] | None = None
 
     def of(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """That part of an input or output, (rows, heads, d)."""
-        return self.heads_of(name, x)[self.begin : self.end]
+        return self.heads_of(name, x)[self.rows_of(name)]
+
+    def rows_of(self, name: str) -> slice:
+        return slice(*self.keys) if self.keys and name in KEYS else slice(self.begin, self.end)
 
     def heads_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        width = 1 if name in ("k", "v", "dk", "dv") else self.group
+        width = 1 if name in KEYS else self.group
         first = self.kv_head * width
         return x[:, first : first + width]
 
@@ -75,12 +85,12 @@ class Gate:
         """
         found = dict.fromkeys(self.bound, 0.0)
         for part, truth in zip(self.parts, self.truth, strict=True):
-            mine: slice | torch.Tensor = slice(part.begin, part.end)
-            its: slice | torch.Tensor = slice(None)
-            if rows is not None:
-                (mine,) = torch.nonzero((rows >= part.begin) & (rows < part.end), as_tuple=True)
-                its = rows[mine] - part.begin
             for name in found:
+                mine: slice | torch.Tensor = part.rows_of(name)
+                its: slice | torch.Tensor = slice(None)
+                if rows is not None:
+                    (mine,) = torch.nonzero((rows >= part.begin) & (rows < part.end), as_tuple=True)
+                    its = rows[mine] - part.begin
                 error = _distance(part.heads_of(name, results[name])[mine], truth[name][its])
                 found[name] = _larger(found[name], error)
         self._hold(found, leniency, "is off by {:.2e} from float64")
@@ -109,9 +119,13 @@ def parts(problem: Problem) -> list[Part]:
     """The longest sequence at the last KV head, the first at the first, if they are two."""
     case = problem.case
     group, bounds = case.heads // case.kv_heads, case.cumulative
+    keys = list(accumulate(case.key_lengths, initial=0))
     longest = case.lengths.index(max(case.lengths))
     chosen = {(longest, case.kv_heads - 1), (len(case.lengths) - 1, 0)}
-    return [Part(bounds[i], bounds[i + 1], head, group) for i, head in sorted(chosen)]
+    return [
+        Part(bounds[i], bounds[i + 1], head, group, (keys[i], keys[i + 1]))
+        for i, head in sorted(chosen)
+    ]
 
 
 def attention(problem: Problem, part: Part, dtype: torch.dtype) -> Outputs:
@@ -126,13 +140,14 @@ def attention(problem: Problem, part: Part, dtype: torch.dtype) -> Outputs:
     }
     k, v = (here[name].squeeze(1).requires_grad_(backward) for name in ("k", "v"))
     n = part.end - part.begin
-    step = max(1, SCORES // (n * part.group))
+    step = max(1, SCORES // (len(k) * part.group))
+    aligned = len(k) - n  # at the bottom right
     sums = [torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32)) for x in (k, v)]
     rows = []
     for begin in range(0, n, step):
         chunk = slice(begin, begin + step)
         q = here["q"][chunk].detach().requires_grad_(backward)
-        out = _attend(q, k, v, begin, problem.case.window)
+        out = _attend(q, k, v, begin + aligned, problem.case.window)
         if backward:
             dq, *dkv = torch.autograd.grad(out, (q, k, v), here["dout"][chunk])
             for total, gradient in zip(sums, dkv, strict=True):
@@ -147,7 +162,7 @@ def attention(problem: Problem, part: Part, dtype: torch.dtype) -> Outputs:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row0: int, window: tuple[int, int]
 ) -> torch.Tensor:
-    """Rows q (m, g, d) from `row0` on against k, v (n, d): (m, g, d)."""
+    """Rows q (m, g, d), whose diagonal begins at key `row0`, against k, v (n, d): (m, g, d)."""
     scores = torch.einsum("mgd,nd->gmn", q, k) * q.shape[-1] ** -0.5
     row = torch.arange(row0, row0 + len(q), device=q.device)[:, None]
     distance = torch.arange(len(k), device=q.device) - row

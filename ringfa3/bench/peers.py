@@ -54,15 +54,16 @@ class OneDevice:
 class Ours(OneDevice):
     """The public functions. On a GPU only where a kernel runs them, never the executor."""
 
-    def __init__(self, name: str = OURS) -> None:
-        self.name = name
+    def __init__(self, name: str = OURS, deterministic: bool = False) -> None:
+        self.name, self.deterministic = name, deterministic
 
     def attend(self, case: Case, device: torch.device) -> Attend:
-        window = case.window  # causal is the window (-1, 0)
+        # Causal is the window (-1, 0).
+        given: Any = {"window_size": case.window, "deterministic": self.deterministic}
         if not case.packed:
-            return lambda q, k, v: tensor(flash_attn_func(q, k, v, window_size=window))
+            return lambda q, k, v: tensor(flash_attn_func(q, k, v, **given))
         cu = torch.tensor(case.cumulative, dtype=torch.int32)  # read on the host: keep it there
-        return lambda q, k, v: tensor(flash_attn_varlen_func(q, k, v, cu, cu, window_size=window))
+        return lambda q, k, v: tensor(flash_attn_varlen_func(q, k, v, cu, cu, **given))
 
     def prepare(self, problem: Problem) -> Attempt:
         refuse_executor(problem)
@@ -91,8 +92,8 @@ class Variant:
             raise RefusalError(reason)
         assert unit is not None
         unit = replace(unit, variant=self.variant)
-        lengths = np.array(case.lengths)
-        tiling = plan_local(lengths, lengths, *case.window).forward(unit.tile_m)[0]
+        rows, keys = np.array(case.lengths), np.array(case.key_lengths)
+        tiling = plan_local(rows, keys, *case.window).forward(unit.tile_m)[0]
         scale = case.head_dim**-0.5
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -116,6 +117,8 @@ class Sdpa(OneDevice):
             raise RefusalError("no packed documents")
         if not case.causal and case.window != FULL:
             raise RefusalError("no window")
+        if case.causal and case.keys:
+            raise RefusalError("aligns at the top left")
         grouped = case.heads != case.kv_heads
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -141,9 +144,8 @@ class Sdpa(OneDevice):
 class Fa3Ops(OneDevice):
     """FlashAttention-3 as the operators of a library, `torch.ops.flash_attn_3`."""
 
-    name = FA3
-
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, deterministic: bool = False) -> None:
+        self.name, self.deterministic = fa3_name(deterministic), deterministic
         if not library.is_file():
             raise PeerError(f"--fa3 {library}: no such file")
         try:
@@ -165,17 +167,18 @@ class Fa3Ops(OneDevice):
         }
         if case.packed:
             given |= _packed(case, device)
-        return lambda q, k, v: tensor(_Fa3.apply(q, k, v, given))  # type: ignore[no-untyped-call]
+        backward = given | _deterministic(case, self.deterministic)
+        return lambda q, k, v: tensor(_Fa3.apply(q, k, v, given, backward))  # type: ignore[no-untyped-call]
 
 
 class _Fa3(torch.autograd.Function):
-    """The operators, with what they take besides tensors in `given`."""
+    """The operators, with what each takes besides tensors."""
 
     @staticmethod
-    def forward(ctx, q, k, v, given):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, given, backward):  # type: ignore[no-untyped-def]
         out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **given)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.given = given
+        ctx.given = backward
         return out
 
     @staticmethod
@@ -183,22 +186,21 @@ class _Fa3(torch.autograd.Function):
         saved = ctx.saved_tensors
         grads = tuple(torch.empty_like(x) for x in saved[:3])
         torch.ops.flash_attn_3.bwd(dout, *saved, *grads, **ctx.given)
-        return *grads, None
+        return *grads, None, None
 
 
 class Fa3Module(OneDevice):
     """FlashAttention-3 as its Python package, `flash_attn_interface`."""
 
-    name = FA3
-
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, deterministic: bool = False) -> None:
+        self.name, self.deterministic = fa3_name(deterministic), deterministic
         self.module = module
         self.identity = {"module": MODULE, "version": _version(module)}
         if file := getattr(module, "__file__", None):
             self.identity["sha256"] = _sha256(Path(file))
 
     def attend(self, case: Case, device: torch.device) -> Attend:
-        masked: dict[str, Any] = {"causal": case.causal}
+        masked: dict[str, Any] = {"causal": case.causal, **_deterministic(case, self.deterministic)}
         if not case.causal:
             masked["window_size"] = case.window
         if case.packed:
@@ -213,6 +215,17 @@ class Fa3Module(OneDevice):
         return attend
 
 
+def fa3_name(deterministic: bool) -> str:
+    return f"{FA3} deterministic" if deterministic else FA3
+
+
+def _deterministic(case: Case, wanted: bool) -> dict[str, bool]:
+    """FlashAttention-3's argument. Raises RefusalError where it has no such backward."""
+    if wanted and case.head_dim > 128:
+        raise RefusalError(f"no deterministic backward at head dim {case.head_dim}")
+    return {"deterministic": True} if wanted else {}
+
+
 def _packed(case: Case, device: torch.device) -> dict[str, Any]:
     """FlashAttention-3's arguments for packed sequences."""
     cu = torch.tensor(case.cumulative, dtype=torch.int32, device=device)
@@ -225,15 +238,17 @@ def _packed(case: Case, device: torch.device) -> dict[str, Any]:
     }
 
 
-def flash_attention_3(library: Path | None) -> Fa3Ops | Fa3Module | None:
+def flash_attention_3(
+    library: Path | None, deterministic: bool = False
+) -> Fa3Ops | Fa3Module | None:
     """FlashAttention-3 from a library, or by import; None where it is not installed.
 
     Raises PeerError where it is there but cannot be loaded.
     """
     if library is not None:
-        return Fa3Ops(library)
+        return Fa3Ops(library, deterministic)
     try:
-        return Fa3Module(importlib.import_module(MODULE))
+        return Fa3Module(importlib.import_module(MODULE), deterministic)
     except ModuleNotFoundError as error:
         if error.name == MODULE:
             return None

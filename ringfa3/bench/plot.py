@@ -137,9 +137,13 @@ def _grid(rows: list[Row]) -> list[list[Panel]]:
 
 def _panel(rows: list[Row], mask: str, d: int) -> Panel:
     here = [row for row in rows if row.mask == mask and row.head_dim == d]
+    heads = {_heads(row) for row in here}
+    groups = [short(row.lengths[0]) for row in here]
+    if len(set(groups)) < len(groups) or any(row.keys for row in here):
+        groups = [row.label for row in here]
     return Panel(
-        f"{mask}, head dim {d}, {_heads(here[0])}",
-        [short(row.lengths[0]) for row in here],
+        ", ".join([mask, f"head dim {d}", *(heads if len(heads) == 1 else ())]),
+        groups,
         [
             Series(name, name, colour, "", list(here))
             for name, colour in zip(rows[0].lineup, COLOURS, strict=False)

@@ -21,7 +21,7 @@ class RefusalError(Exception):
 class Problem:
     """A case with its tensors, standard normal: never zeros, on which a GPU draws less power.
 
-    q, dout: (b, s, h, d); k, v: (b, s, h_kv, d); packed cases (t, h, d).
+    q, dout: (b, s, h, d); k, v: (b, s_k, h_kv, d); packed cases (t, h, d).
     """
 
     case: Case
@@ -42,19 +42,18 @@ def make_problem(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
-    keys: int | None = None,
 ) -> Problem:
-    """The same tensors on every device of a kind. `keys` of each sequence, if not its tokens."""
+    """The same tensors on every device of a kind."""
     generator = torch.Generator(device).manual_seed(seed)
     tokens = (case.tokens,) if case.packed else (len(case.lengths), case.lengths[0])
-    rows = tokens if keys is None else (*tokens[:-1], keys)
+    keys = tokens if case.packed else (len(case.lengths), case.key_lengths[0])
 
     def normal(tokens: tuple[int, ...], heads: int) -> torch.Tensor:
         shape = (*tokens, heads, case.head_dim)
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
     q = normal(tokens, case.heads)
-    k, v = (normal(rows, case.kv_heads) for _ in range(2))
+    k, v = (normal(keys, case.kv_heads) for _ in range(2))
     dout = normal(tokens, case.heads) if direction != FORWARD else q.new_empty(0)
     return Problem(case, direction, q, k, v, dout)
 

@@ -70,12 +70,14 @@ class Row:
     allowed: dict[str, float] = field(default_factory=dict)
     matches: dict[str, Match] = field(default_factory=dict)
     clocks: dict[str, str] = field(default_factory=dict)  # of the GPU right after the row
+    keys: list[int] | None = None  # of each sequence, where they are not its tokens
 
     @classmethod
     def of(cls, case: Case, direction: str, dtype: str, lineup: Sequence[str]) -> Row:
         """The row of a case, nothing measured yet."""
         named = {f.name: getattr(case, f.name) for f in fields(case)} | {
-            "lengths": list(case.lengths)
+            "lengths": list(case.lengths),
+            "keys": case.keys and list(case.keys),
         }
         flops = case.flops(direction)
         return cls(

@@ -167,8 +167,8 @@ class Yardstick:
         case = _ring_case(problem.case)
         tokens = -(-case.tokens // case.world)
         keys = max(1, round(case.pairs / case.world / tokens))
-        mask = replace(case, lengths=(tokens,), window=FULL, packed=False)
-        alone = make_problem(mask, problem.direction, problem.q.dtype, problem.q.device, keys=keys)
+        mask = replace(case, lengths=(tokens,), keys=(keys,), window=FULL, packed=False)
+        alone = make_problem(mask, problem.direction, problem.q.dtype, problem.q.device)
         flops = MATMULS[problem.direction] * tokens * keys * case.head_dim * case.heads
         return replace(self.contestant.prepare(alone), outputs=None, flops=flops)
 

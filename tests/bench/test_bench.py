@@ -219,10 +219,45 @@ def test_help_names_every_option() -> None:
     assert json.dumps(done.stdout).count("http") == 0
 
 
-@pytest.mark.parametrize("more", [["paper"], []], ids=["beside another set", "on the CPU"])
-def test_the_ablation_stands_alone_on_a_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+@pytest.mark.parametrize(
+    ("sets", "more", "said"),
+    [
+        (["ablation"], [], "--set ablation compiles kernels: it needs a GPU"),
+        (["merge", "paper"], [], "--set merge measures RingFA3 against itself: it stands alone"),
+        (["merge"], ["--fa3", "x.so"], "--fa3 has no part in --set merge"),
+        (["deterministic"], ["--fa3", "x.so"], "--fa3 has no part in --set deterministic on the"),
+        (["deterministic"], ["--direction", "fwd"], "nothing to measure: no such case"),
+    ],
+    ids=str,
+)
+def test_sets_of_ringfa3_against_itself_stand_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sets: list[str], more: list[str], said: str
 ) -> None:
-    assert run("--device", "cpu", "--set", "ablation", *more, "--out", tmp_path / "out") == 2
-    assert "--set ablation measures our kernel against itself" in capsys.readouterr().err
+    assert run("--device", "cpu", "--set", *sets, *more, "--out", tmp_path / "out") == 2
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "lineup"),
+    [
+        ("merge", "forward", ["merge", "store", "store in float32", "merge and store"]),
+        ("deterministic", "backward", ["RingFA3 deterministic", "RingFA3"]),
+        ("mqa", "forward", ["RingFA3 executor", "SDPA math", "SDPA flash"]),
+        ("hops", "backward", ["RingFA3 executor", "SDPA math", "SDPA flash"]),
+    ],
+)
+def test_sets_on_the_cpu_from_end_to_end(
+    tmp_path: Path, name: str, direction: str, lineup: list[str]
+) -> None:
+    arguments = ("--device", "cpu", "--set", name, "--head-dim", "128", "-q")
+    assert run(*arguments, "--direction", direction[0] + "wd", "--out", tmp_path) == 0
+    found = Results.load(tmp_path / "results.json")
+    assert found.rows
+    for row in found.rows:
+        assert (row.direction, row.lineup, row.stopped) == (direction, lineup, None)
+        assert all(row.matches[peer].ratio is not None for peer in lineup[1:])
+        assert row.keys == ([16] if name in ("merge", "hops") else None)
+    assert (tmp_path / f"{direction}-{name}.png").exists()
+    told = [line for line in found.left_out if line.startswith("cuDNN: ")]
+    assert bool(told) is (name == "deterministic")

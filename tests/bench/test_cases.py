@@ -30,6 +30,13 @@ def test_pairs_and_flops_equal_a_count_of_the_whole_mask(
     assert case.flops(BACKWARD) == 2.5 * case.flops(FORWARD)
 
 
+@pytest.mark.parametrize("window", [FULL, CAUSAL, (20, 3)], ids=str)
+@pytest.mark.parametrize("keys", [50, 200])
+def test_pairs_of_rectangles_equal_a_count_too(keys: int, window: tuple[int, int]) -> None:
+    case = Case("any", "any", (130, 130), 6, 3, 64, window, keys=(keys, keys))
+    assert case.pairs == int(mask(case.lengths, case.key_lengths, *window).sum())
+
+
 def test_the_paper_s_set_has_its_shapes() -> None:
     found = select(["paper"])
     assert len(found) == 36
@@ -49,6 +56,33 @@ def test_long_sequences_share_kv_heads() -> None:
     causal = [c.lengths[0] for c in found if c.causal]
     assert causal == [8192, 16384, 32768, 65536, 131072]
     assert [c.lengths[0] for c in found if not c.causal] == [8192, 16384, 32768]
+
+
+def test_few_kv_heads_and_hops_have_the_shapes_of_their_bars() -> None:
+    few = select(["mqa"])
+    assert {(c.heads, c.head_dim, c.lengths) for c in few} == {(32, 128, (8192, 8192))}
+    assert sorted((c.kv_heads, c.causal) for c in few) == [
+        (1, False), (1, True), (2, False), (2, True),
+    ]  # fmt: skip
+    for name in ("hops", "merge"):
+        (case,) = select([name])
+        assert (case.lengths, case.keys, case.window) == ((8192,), (4096,), FULL)
+        assert (case.heads, case.kv_heads, case.head_dim) == (32, 8, 128)
+        assert case.flops(FORWARD) == 4 * 8192 * 4096 * 32 * 128
+
+
+def test_the_deterministic_set_is_causal_at_8k() -> None:
+    found = select(["deterministic"])
+    assert all(c.causal and c.lengths == (8192, 8192) for c in found)
+    shapes = [(c.head_dim, c.heads, c.kv_heads) for c in found]
+    assert shapes == [(64, 32, 32), (128, 16, 16), (128, 32, 8), (256, 8, 8)]
+
+
+def test_rows_of_a_set_have_names_of_their_own() -> None:
+    """A summary names its worst row by mask and label."""
+    for name in SETS:
+        found = select([name])
+        assert len({(c.head_dim, c.mask, c.label) for c in found}) == len(found)
 
 
 def test_every_mask_stands_beside_a_causal_sequence_of_its_flops() -> None:

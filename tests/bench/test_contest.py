@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -25,6 +25,8 @@ DENSE = Case("any", "dense", (40, 40), 4, 2, 32, CAUSAL)
 PACKED = Case("any", "packed", (5, 70, 1, 33), 4, 2, 32, CAUSAL, packed=True)
 WINDOW = Case("any", "window", (90,), 4, 2, 32, (7, 0))
 WHOLE = Case("any", "full", (33,), 4, 1, 32, FULL)
+HOP = Case("any", "rectangle", (50, 50), 4, 2, 32, FULL, keys=(21, 21))
+CORNER = Case("any", "corner", (20, 20), 4, 2, 32, CAUSAL, keys=(33, 33))
 MATH = Sdpa("math", torch.nn.attention.SDPBackend.MATH)
 
 
@@ -73,7 +75,7 @@ def row(
     return hold(case, direction, dtype, CPU, contestants, 10, stopwatch or WallClock())
 
 
-@pytest.mark.parametrize("case", [DENSE, PACKED, WINDOW, WHOLE], ids=lambda c: c.label)
+@pytest.mark.parametrize("case", [DENSE, PACKED, WINDOW, WHOLE, HOP, CORNER], ids=lambda c: c.label)
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_the_truth_of_a_part_is_that_of_dense_attention(
     case: Case, direction: str, monkeypatch: pytest.MonkeyPatch
@@ -82,14 +84,14 @@ def test_the_truth_of_a_part_is_that_of_dense_attention(
     monkeypatch.setattr("ringfa3.bench.gate.SCORES", 700)
     problem = make_problem(case, direction, torch.float64, CPU)
     q, k, v = (x.reshape(-1, *x.shape[-2:]).requires_grad_() for x in problem.inputs)
-    out, lse = attention(q, k, v, mask(case.lengths, case.lengths, *case.window))
+    out, lse = attention(q, k, v, mask(case.lengths, case.key_lengths, *case.window))
     expected = {"out": out}
     if direction == BACKWARD:
         grads = gradients([q, k, v], (out, lse), problem.dout.reshape(q.shape))
         expected = dict(zip(("dq", "dk", "dv"), grads, strict=True))
-    bounds = case.cumulative
-    for begin, end in pairwise(bounds):
-        part = Part(begin, end, case.kv_heads - 1, case.heads // case.kv_heads)
+    keys = pairwise(accumulate(case.key_lengths, initial=0))
+    for (begin, end), its in zip(pairwise(case.cumulative), keys, strict=True):
+        part = Part(begin, end, case.kv_heads - 1, case.heads // case.kv_heads, its)
         found = part_of_attention(problem, part, torch.float64)
         assert found.keys() == expected.keys()
         assert worst([(part.of(n, expected[n]), x) for n, x in found.items()]) < 1e-12
@@ -101,13 +103,13 @@ def test_the_longest_sequence_is_checked() -> None:
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
-@pytest.mark.parametrize("case", [DENSE, PACKED, WINDOW, WHOLE], ids=lambda c: c.label)
+@pytest.mark.parametrize("case", [DENSE, PACKED, WINDOW, WHOLE, HOP], ids=lambda c: c.label)
 def test_a_row_has_figures_and_errors_within_bounds(case: Case, direction: str) -> None:
     found = row(case, Ours(), MATH, direction=direction)
     assert found.stopped is None
     assert set(found.errors) == ({"out"} if direction == FORWARD else {"dq", "dk", "dv"})
     assert all(found.errors[n] <= found.allowed[n] for n in found.errors)
-    other = found.matches["math"] if case in (DENSE, WHOLE) else found.matches[ALONE]
+    other = found.matches["math"] if case in (DENSE, WHOLE, HOP) else found.matches[ALONE]
     assert other.tflops is not None
     assert other.ratio is not None
     assert [len(t) for t in other.seconds] == [10, 10]

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense import attention, gradients, mask, worst
 
-from ringfa3 import flash_attn_varlen_func
-from ringfa3.bench import peers
+from ringfa3 import flash_attn_func, flash_attn_varlen_func
+from ringfa3.bench import epilogues, peers
 from ringfa3.bench.cases import BACKWARD, CAUSAL, FORWARD, FULL, Case
+from ringfa3.bench.epilogues import EPILOGUES, Epilogue
 from ringfa3.bench.peers import Fa3Module, Fa3Ops, Ours, PeerError, Sdpa, flash_attention_3
 from ringfa3.bench.problem import Contestant, RefusalError, make_problem
 from ringfa3.bench.ring_peers import Ring
 from ringfa3.bench.team import Team
+from ringfa3.engine import Forward
+from ringfa3.plan import FIRST
 
+CPU = torch.device("cpu")
 CASES = [
     Case("any", "causal", (30, 30), 4, 2, 16, CAUSAL),
     Case("any", "full", (30, 30), 4, 2, 16, FULL),
     Case("any", "packed", (5, 40, 1), 4, 2, 16, CAUSAL, packed=True),
     Case("any", "window", (50,), 4, 2, 16, (7, 0)),
+    Case("any", "rectangle", (40, 40), 4, 2, 16, FULL, keys=(25, 25)),
 ]
+asked: list[bool] = []  # of each backward: whether it shall be deterministic
 # As the library declares them.
 FWD = (
     "fwd(Tensor q,Tensor k,Tensor v,Tensor(k_new!)? k_new = None,Tensor(v_new!)? v_new = None,"
@@ -61,14 +69,14 @@ def packed_call(
 ) -> torch.Tensor:
     """Attention of batches, or of packed sequences with the lengths that a kernel gets."""
     if q.dim() == 4:
-        cu = torch.arange(q.shape[0] + 1) * q.shape[1]
+        cu, cu_k = (torch.arange(x.shape[0] + 1) * x.shape[1] for x in (q, k))
     else:
-        cu = given["cu_seqlens_q"]
+        cu = cu_k = given["cu_seqlens_q"]
         assert cu.dtype == torch.int32
         assert torch.equal(cu, given["cu_seqlens_k"])
         assert given["max_seqlen_q"] == given["max_seqlen_k"] == int(cu.diff().max())
     flat = (x.flatten(0, -3) for x in (q, k, v))
-    out = flash_attn_varlen_func(*flat, cu, cu, window_size=window)
+    out = flash_attn_varlen_func(*flat, cu, cu_k, window_size=window)
     assert isinstance(out, torch.Tensor)
     return out.view(q.shape)
 
@@ -107,6 +115,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         **given: Any,
     ) -> Any:  # fmt: skip
         dqkv = (dq, dk, dv)
+        asked.append(given["deterministic"])
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             again = packed_call(*inputs, given, window_of(given))  # type: ignore[call-arg]
@@ -131,8 +140,10 @@ def module(old: bool = False) -> ModuleType:
     made = ModuleType("flash_attn_interface")
 
     def flash_attn_func(
-        q: Any, k: Any, v: Any, causal: bool = False, window_size: Any = (-1, -1)
-    ) -> Any:
+        q: Any, k: Any, v: Any, causal: bool = False, window_size: Any = (-1, -1),
+        deterministic: bool = False,
+    ) -> Any:  # fmt: skip
+        asked.append(deterministic)
         out = packed_call(q, k, v, {}, (window_size[0], 0 if causal else window_size[1]))
         return (out, None) if old else out
 
@@ -157,7 +168,7 @@ def check(contestant: Contestant, case: Case, direction: str) -> None:
     attempt = contestant.prepare(problem)
     found = attempt.outputs(attempt.run())
     q, k, v = (x.reshape(-1, *x.shape[-2:]).requires_grad_() for x in problem.inputs)
-    outputs = attention(q, k, v, mask(case.lengths, case.lengths, *case.window))
+    outputs = attention(q, k, v, mask(case.lengths, case.key_lengths, *case.window))
     expected = {"out": outputs[0]}
     if direction == BACKWARD:
         grads = gradients([q, k, v], outputs, problem.dout.reshape(q.shape))
@@ -187,6 +198,69 @@ class TestEveryWayIn:
     @pytest.mark.parametrize("old", [False, True])
     def test_fa3_by_its_module(self, case: Case, direction: str, old: bool) -> None:
         check(Fa3Module(module(old)), case, direction)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("way", ["operators", "module"])
+def test_fa3_is_asked_for_determinism(library: Path, way: str, wanted: bool) -> None:
+    fa3 = Fa3Ops(library, wanted) if way == "operators" else Fa3Module(module(), wanted)
+    asked.clear()
+    check(fa3, CASES[0], BACKWARD)
+    assert asked == [wanted]
+    assert fa3.name == ("FA3 deterministic" if wanted else "FA3")
+    wide = replace(CASES[0], head_dim=256)
+    if wanted:
+        with pytest.raises(RefusalError, match="no deterministic backward at head dim 256"):
+            check(fa3, wide, BACKWARD)
+    else:
+        check(fa3, wide, BACKWARD)
+
+
+def test_ours_is_asked_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
+    def func(*qkv: torch.Tensor, deterministic: bool, **_: Any) -> torch.Tensor:
+        asked.append(deterministic)
+        return flash_attn_func(*qkv)
+
+    monkeypatch.setattr(peers, "flash_attn_func", func)
+    asked.clear()
+    for wanted in (False, True):
+        Ours(deterministic=wanted).prepare(
+            make_problem(CASES[1], FORWARD, torch.float32, CPU)
+        ).run()
+    assert asked == [False, True]
+
+
+def test_rectangles_that_align_elsewhere_are_refused() -> None:
+    corner = replace(CASES[0], keys=(40, 40))
+    sdpa = Sdpa("SDPA", torch.nn.attention.SDPBackend.MATH)
+    with pytest.raises(RefusalError, match="aligns at the top left"):
+        check(sdpa, corner, FORWARD)
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_epilogues_give_the_hop_however_often(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged with itself it is the same, within 1e-5 of dense attention, in float32."""
+    flags: list[int] = []
+    engine = epilogues.forward_engine
+
+    def noted(q: torch.Tensor) -> Forward:
+        tile_m, attend = engine(q)
+
+        def noting(*args: Any) -> None:
+            (its,) = np.unique(args[3].tiles["flags"])
+            flags.append(int(its))
+            attend(*args)
+
+        return Forward(tile_m, noting)
+
+    monkeypatch.setattr(epilogues, "forward_engine", noted)
+    hop = CASES[-1]
+    attempt = Epilogue(name).prepare(make_problem(hop, FORWARD, torch.float32, CPU))
+    monkeypatch.setattr(Epilogue, "prepare", lambda *_: attempt)
+    for _ in range(3):
+        check(Epilogue(name), hop, FORWARD)
+    assert flags == [FIRST, *[EPILOGUES[name]] * 3]
+    assert next(iter(EPILOGUES)) == "merge"
 
 
 def test_on_a_gpu_the_executor_never_stands_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
