@@ -27,6 +27,7 @@ CHOICES = {
     "parallel.transport": ("auto", "gloo", "nccl", "symmetric"),
     "parallel.device": ("auto", "cpu", "cuda"),
     "train.precision": ("auto", "float32", "bfloat16"),
+    "train.attention": ("ringfa3", "sdpa"),
     "train.recompute": ("none", "full", "attention-saving"),
 }
 
@@ -112,6 +113,8 @@ def check(config: Config, world: int) -> None:
             f"nearest valid: parallel.cp={best} (or start a multiple of {cp} processes "
             f"with torchrun --nproc-per-node)"
         )
+    if config.train.attention == "sdpa":
+        _check_sdpa(config)
     # Agents of several hosts may start a job again that is at its first attempt here: there the
     # trainer looks, once it knows.
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -161,6 +164,20 @@ def _check_model(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.rope.low_freq_factor={rope.low_freq_factor} must be below "
             f"model.rope.high_freq_factor={rope.high_freq_factor}"
+        )
+
+
+def _check_sdpa(config: Config) -> None:
+    key = "train.attention=sdpa"
+    if config.parallel.cp > 1:
+        raise ConfigError(
+            f"{key} attends within one process, and parallel.cp={config.parallel.cp} processes "
+            f"share a sample; nearest valid: parallel.cp=1 (or train.attention=ringfa3)"
+        )
+    if config.mode != "eval" and config.train.recompute == "attention-saving":
+        raise ConfigError(
+            f"{key} has no output of the ring that train.recompute=attention-saving could keep; "
+            f"nearest valid: train.recompute=full"
         )
 
 

@@ -108,6 +108,7 @@ class TrainConfig:
     accumulation: int = 1
     precision: str = "auto"
     seed: int = 0
+    attention: str = "ringfa3"
     recompute: str = "none"
     loss_chunk: int = 1024
     eval_every: int = 100

@@ -98,11 +98,13 @@ def memory_advice(config: Config) -> str:
     ways = []
     if config.train.loss_chunk > 1024:
         ways.append(f"train.loss_chunk=1024 (now {config.train.loss_chunk})")
-    if config.train.recompute == "none":
+    ring = config.train.attention == "ringfa3"
+    if config.train.recompute == "none" and ring:
         ways.append("train.recompute=attention-saving")
-    if config.train.recompute == "attention-saving":
+    elif config.train.recompute != "full":
         ways.append("train.recompute=full")
-    ways.append(f"more processes and parallel.cp={2 * config.parallel.cp}")
+    if ring:
+        ways.append(f"more processes and parallel.cp={2 * config.parallel.cp}")
     ways.append(f"data.seq_len={config.data.seq_len // 2}")
     return "-- out of memory; in this order try: " + ", ".join(ways)
 

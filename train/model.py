@@ -1,4 +1,5 @@
-"""A GQA transformer over packed documents. Its attention is ``ringfa3.RingFA3Attention``.
+"""A GQA transformer over packed documents. Its attention is ``ringfa3.RingFA3Attention``, or
+PyTorch's to compare with.
 
 Shapes are written as suffixes: T local tokens, D model width, H query heads, K key/value heads,
 C channels of a head, F hidden width of the SwiGLU, V vocabulary.
@@ -26,6 +27,7 @@ from train.config import Config, ModelConfig, RopeConfig
 from train.kv_cache import KVCache
 from train.loss import token_losses
 from train.parallel import Mesh
+from train.sdpa import SdpaAttention
 
 
 class Rotation(NamedTuple):
@@ -81,7 +83,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions and optional QK-norm."""
 
-    def __init__(self, model: ModelConfig, **ring: Any) -> None:
+    def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
         super().__init__()
         head_dim = model.resolved_head_dim()
         self.head_dim = head_dim
@@ -91,7 +93,11 @@ class Attention(nn.Module):
         self.wo = nn.Linear(model.n_heads * head_dim, model.dim, bias=False)
         self.q_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
-        self.ring = RingFA3Attention(model.n_heads, model.n_kv_heads, head_dim, **ring)
+        self.attend = (
+            SdpaAttention()
+            if attention == "sdpa"
+            else RingFA3Attention(model.n_heads, model.n_kv_heads, head_dim, **ring)
+        )
 
     def forward(
         self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
@@ -104,7 +110,7 @@ class Attention(nn.Module):
         q_THC = rotate(self.q_norm(q_THC), rotation)
         k_TKC = rotate(self.k_norm(k_TKC), rotation)
         if cache is None:
-            y_THC = self.ring(q_THC, k_TKC, v_TKC, plan=plan)
+            y_THC = self.attend(q_THC, k_TKC, v_TKC, plan=plan)
         else:
             k_SKC, v_SKC = cache.append(k_TKC, v_TKC)
             y_THC = flash_attn_func(q_THC[None], k_SKC[None], v_SKC[None], causal=True)[0]
@@ -127,10 +133,10 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and SwiGLU, each added to the residual stream."""
 
-    def __init__(self, model: ModelConfig, **ring: Any) -> None:
+    def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.dim, model.norm_eps)
-        self.attention = Attention(model, **ring)
+        self.attention = Attention(model, attention, **ring)
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
         self.mlp = SwiGLU(model)
 
@@ -144,18 +150,24 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Token ids -> normalised hidden states; ``head`` (V, D) turns them into logits.
 
-    ``recompute`` is ``train.recompute``. ``ring`` goes to every ``RingFA3Attention``: group,
-    layout, transport.
+    ``recompute`` and ``attention`` are those of ``train``. ``ring`` goes to every
+    ``RingFA3Attention``: group, layout, transport.
     """
 
     def __init__(
-        self, model: ModelConfig, vocab_size: int, seed: int, recompute: str = "none", **ring: Any
+        self,
+        model: ModelConfig,
+        vocab_size: int,
+        seed: int,
+        recompute: str = "none",
+        attention: str = "ringfa3",
+        **ring: Any,
     ) -> None:
         super().__init__()
         self.config = model
         self.recompute = recompute
         self.embedding = nn.Embedding(vocab_size, model.dim)
-        self.blocks = nn.ModuleList(Block(model, **ring) for _ in range(model.n_layers))
+        self.blocks = nn.ModuleList(Block(model, attention, **ring) for _ in range(model.n_layers))
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.output = None
         if not model.tied_embeddings:
@@ -267,6 +279,7 @@ def build_model(config: Config, vocab_size: int, mesh: Mesh) -> LanguageModel:
         vocab_size,
         config.train.seed,
         recompute=config.train.recompute,
+        attention=config.train.attention,
         group=mesh.cp_group,
         layout=config.parallel.layout,
         transport=config.parallel.transport,

@@ -40,6 +40,11 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
     ("changes", "message"),
     [
         ({"train.recompute": "ful"}, "nearest valid: train.recompute=full"),
+        ({"train.attention": "sdp"}, "nearest valid: train.attention=sdpa"),
+        (
+            {"train.attention": "sdpa", "train.recompute": "attention-saving"},
+            "nearest valid: train.recompute=full",
+        ),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
         ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0"),
         ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
@@ -81,6 +86,15 @@ def test_context_group_must_divide_the_world(config):
     with pytest.raises(ConfigError, match=r"parallel\.cp=4 .* 6; nearest valid: parallel\.cp=3"):
         check(config, world=6)
     check(config, world=8)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_sdpa_is_refused_where_processes_share_a_sample(config, mode):
+    config.train.attention, config.mode = "sdpa", mode
+    check(config, world=4)
+    config.parallel.cp = 2
+    with pytest.raises(ConfigError, match=r"sdpa .*parallel\.cp=2 .*valid: parallel\.cp=1"):
+        check(config, world=4)
 
 
 def test_wandb_must_be_there_before_it_is_switched_on(config, monkeypatch, tmp_path):

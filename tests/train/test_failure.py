@@ -105,4 +105,8 @@ def test_advice_at_out_of_memory_names_settings_that_help(config):
         assert setting in said
     config.train.recompute = "full"
     assert "recompute" not in explain(torch.OutOfMemoryError("x"), config)
+    config.train.recompute, config.train.attention = "none", "sdpa"
+    said = explain(torch.OutOfMemoryError("x"), config)
+    assert "recompute=full" in said
+    assert not any(setting in said for setting in ("attention-saving", "cp="))
     assert "out of memory" not in explain(ValueError("x"), config)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringfa3 import plan_context
 from train.batches import make_batch
 from train.config import ModelConfig, RopeConfig
 from train.model import LanguageModel, Transformer, rope_frequencies, rotate, rotation
@@ -67,10 +68,14 @@ def reference_hidden(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     return norm(x, model.norm.weight)
 
 
-def build(recompute: str = "none", **changes) -> LanguageModel:
+def build(recompute: str = "none", attention: str = "ringfa3", **changes) -> LanguageModel:
     """A small model whose norms are not at their start, so that a missing one shows."""
     transformer = Transformer(
-        ModelConfig(**{**SMALL, "zero_init": False, **changes}), VOCABULARY, 3, recompute
+        ModelConfig(**{**SMALL, "zero_init": False, **changes}),
+        VOCABULARY,
+        3,
+        recompute,
+        attention,
     )
     generator = torch.Generator().manual_seed(1)
     for parameter in transformer.parameters():
@@ -89,8 +94,10 @@ def build(recompute: str = "none", **changes) -> LanguageModel:
         {"tied_embeddings": True},
         {"n_kv_heads": 1, "head_dim": 16},
         {"rope": RopeConfig(factor=8.0, original_len=64)},
+        {"attention": "sdpa"},
+        {"attention": "sdpa", "recompute": "full", "n_kv_heads": 1},
     ],
-    ids=["default", "no QK-norm", "tied", "one KV head", "scaled RoPE"],
+    ids=["default", "no QK-norm", "tied", "one KV head", "scaled RoPE", "SDPA", "SDPA again"],
 )
 def test_packed_losses_and_gradients_equal_the_reference(changes):
     """float32: 1e-5 of the largest value. Documents of 1 token and of odd lengths among them."""
@@ -114,6 +121,13 @@ def test_packed_losses_and_gradients_equal_the_reference(changes):
     for name, one, other in zip(parameters, got, expected, strict=True):
         difference = float((one - other).abs().max())
         assert difference <= 1e-5 * float(other.abs().max()) + 1e-6, name
+
+
+def test_sdpa_never_takes_a_part_of_a_sample():
+    transformer = build(attention="sdpa").transformer
+    plan = plan_context([0, 40, 64], group=(0, 2))
+    with pytest.raises(ValueError, match="a plan of 2 ranks"):
+        transformer(torch.zeros(plan.local_tokens, dtype=torch.int64), plan.positions, plan)
 
 
 @pytest.mark.parametrize(("recompute", "rings"), [("full", 4), ("attention-saving", 2)])

@@ -107,6 +107,25 @@ def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
     assert [step for step, loss, _ in one[2] if loss is None] == [4]
 
 
+def test_ringfa3_and_sdpa_take_the_same_steps(config):
+    """float32, the same seed: loss and gradient norm of 12 steps within 1e-4 of each other."""
+    config.model.zero_init = False  # attention counts from the first step
+    folder, found = Path(config.run.dir), {}
+    for attention in ("ringfa3", "sdpa"):
+        config.train.attention, config.run.dir = attention, str(folder / attention)
+        trainer = make(config)
+        kinds = {
+            type(block.attention.attend).__name__ for block in trainer.model.transformer.blocks
+        }
+        trainer.train()
+        trainer.close()
+        found[attention] = (kinds, [step[1:] for step in steps(Path(config.run.dir))])
+    assert [kinds for kinds, _ in found.values()] == [{"RingFA3Attention"}, {"SdpaAttention"}]
+    ours, theirs = (torch.tensor(numbers) for _, numbers in found.values())
+    assert len(ours) == 12
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+
+
 def test_too_many_skips_lead_back_and_past_the_data(config):
     """Samples 5, 6 and 7 are bad: back to step 4, and on with sample 8."""
     config.guard.patience = 3

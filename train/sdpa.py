@@ -1,0 +1,32 @@
+"""PyTorch's attention over packed documents, to hold RingFA3's against.
+
+Shapes are written as suffixes, as in ``model.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class SdpaAttention(nn.Module):
+    """Called as ``RingFA3Attention``: causal attention, document by document, by
+    ``scaled_dot_product_attention``. One process has the whole sample."""
+
+    def forward(self, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, plan: Any) -> Tensor:
+        if plan.world > 1:
+            raise ValueError(f"a plan of {plan.world} ranks: each has a part of the keys alone")
+        lengths = plan.shards[0].length.tolist()  # of the documents, as they lie
+        documents = zip(*(x.split(lengths) for x in (q_THC, k_TKC, v_TKC)), strict=True)
+        return torch.cat([self._document(*qkv) for qkv in documents])
+
+    def _document(self, *qkv: Tensor) -> Tensor:
+        q_1HTC, k_1KTC, v_1KTC = (x.transpose(0, 1)[None] for x in qkv)
+        grouped = q_1HTC.shape[1] != k_1KTC.shape[1]
+        y_1HTC = F.scaled_dot_product_attention(
+            q_1HTC, k_1KTC, v_1KTC, is_causal=True, enable_gqa=grouped
+        )
+        return y_1HTC[0].transpose(0, 1)
