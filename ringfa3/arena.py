@@ -29,16 +29,17 @@ class Arena:
         self._capacity = dict.fromkeys(Buffer, 0)  # bytes of a slot
         self._own: dict[Buffer, torch.Tensor] = {}
 
-    def reserve(self, needed: Mapping[Buffer, int]) -> None:
+    def reserve(self, needed: Mapping[Buffer, int]) -> bool:
         """Makes slots at least so large, in bytes. All ranks ask for the same in the same call.
 
-        Growing waits for this device, and loses what the buffers held.
+        Whether they have grown, and lie elsewhere. Growing waits for this device, and loses what
+        the buffers held.
 
         Raises:
             RuntimeError: on all ranks, if one has no room.
         """
         if all(size <= self._capacity[buffer] for buffer, size in needed.items()):
-            return
+            return False
         torch.cuda.synchronize(self.device)
         capacity = {
             b: max(size, _rounded(needed.get(b, 0), ALIGNMENT))
@@ -49,6 +50,7 @@ class Arena:
         offsets = together(self.gather, "mapping the arena", self._meet)
         self._base = [p + int(offset) for p, offset in zip(self._mapped, offsets, strict=True)]
         self._capacity = capacity
+        return True
 
     def _allocate(self, capacity: Mapping[Buffer, int]) -> None:
         import torch.distributed._symmetric_memory as symm_mem

@@ -1,11 +1,16 @@
-"""A ring call over peers' memory: its schedule, with tensors where the schedule has rows."""
+"""A ring call over peers' memory: its schedule, with tensors where the schedule has rows.
+
+What depends on the plan and the shapes alone is prepared at the first such call and issued by the
+others.
+"""
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -17,7 +22,12 @@ from ringfa3.schedule import Attend, Buffer, Collect, Operation, Place, Prepare,
 
 
 class Machine(Protocol):
-    """One rank's three streams, and the memory of all ranks."""
+    """One rank's three streams, and the memory of all ranks.
+
+    routes  what calls have prepared; dropped when their memory or streams are others
+    """
+
+    routes: Routes
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
         """Begins a call, equal on all ranks, and returns its parity, 0 and 1 in turn.
@@ -28,11 +38,54 @@ class Machine(Protocol):
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         """This rank's own memory, uint8."""
 
-    def compute(self, operation: Operation, work: Callable[[], None]) -> None:
-        """Runs `work` on the compute stream, as the operation says."""
+    def prepared(self, operations: Sequence[Operation]) -> Any:
+        """Operations that are no work, and what work among them waits for, for `issue`."""
 
-    def issue(self, operation: Operation) -> None:
-        """Puts any other operation into its stream."""
+    def issue(self, prepared: Any) -> None:
+        """Puts prepared operations into their streams."""
+
+    def compute(self, operation: Operation, work: Callable[[], None]) -> None:
+        """Runs `work`, which is the operation, on the compute stream."""
+
+
+class Step(NamedTuple):
+    """Prepared operations, and the work behind them with its tensors; no work at the end."""
+
+    prepared: Any
+    work: Publish | Attend | Collect | None
+    tensors: tuple[torch.Tensor, ...]
+
+
+class Route(NamedTuple):
+    """Steps of a call before and after what its caller prepares."""
+
+    before: list[Step]
+    after: list[Step]
+
+
+Routes: TypeAlias = "weakref.WeakKeyDictionary[Plan, dict[object, Route]]"
+
+
+class Cargo:
+    """What the calls of a plan, direction and kind of keys have in common.
+
+    row        shape of a row in any buffer: K and V, or dK and dV, of a row lie together
+    dtypes     of the buffers that the calls use
+    row_bytes  of the same
+    rows       that a slot of each must hold
+    """
+
+    def __init__(self, plan: ContextPlan, direction: str, k: torch.Tensor) -> None:
+        self.row = (2, *k.shape[1:])
+        self.dtypes = {Buffer.SRC: k.dtype, Buffer.IN: k.dtype}
+        move = plan.movement.rows
+        most = int(move[:, 1].max())
+        self.rows = {Buffer.SRC: most, Buffer.IN: most}
+        if direction == "backward":
+            self.dtypes |= dict.fromkeys((Buffer.D, Buffer.EARLY), statistics_dtype(k.dtype))
+            self.rows |= {Buffer.D: most, Buffer.EARLY: int((move[:, 1] - move[:, -2]).max())}
+        numbers = 2 * k.shape[1] * k.shape[2]
+        self.row_bytes = {b: numbers * dtype.itemsize for b, dtype in self.dtypes.items()}
 
 
 class Course:
@@ -53,32 +106,30 @@ class Course:
 
         What the caller computes before `run` goes on beside them.
         """
-        self.machine, self.plan, self.direction = machine, plan, direction
-        self._local = (k, v)
-        self._row = (2, *k.shape[1:])  # K and V, or dK and dV, of a row lie together
-        self._dtypes = {Buffer.SRC: k.dtype, Buffer.IN: k.dtype}
+        self.machine, self._local = machine, (k, v)
+        kind = (direction, k.dtype, k.shape[1], k.shape[2])
+        cargoes = _known.setdefault(plan.hops, {})
+        cargo = cargoes.get(kind)
+        if cargo is None:
+            cargo = cargoes[kind] = Cargo(plan, direction, k)
+        parity = machine.begin(cargo.row_bytes, cargo.rows)
+        routes = machine.routes.setdefault(plan.hops, {})
+        route = routes.get((kind, parity))
+        if route is None:
+            route = _route(machine, plan, direction, cargo, parity, k.device)
+            routes[kind, parity] = route
+        self._grads: tuple[torch.Tensor, ...] = ()
         if direction == "backward":
-            statistics = statistics_dtype(k.dtype)
-            self._dtypes |= {Buffer.D: statistics, Buffer.EARLY: statistics}
-            self.home = k.new_empty((plan.local_tokens, *self._row), dtype=statistics)
-        numbers = 2 * k.shape[1] * k.shape[2]
-        self._row_bytes = {b: numbers * dtype.itemsize for b, dtype in self._dtypes.items()}
-        move = plan.movement.rows
-        most = int(move[:, 1].max())
-        rows = dict.fromkeys(self._dtypes, most)
-        if direction == "backward":
-            rows[Buffer.EARLY] = int((move[:, 1] - move[:, -2]).max())
-        parity = machine.begin(self._row_bytes, rows)
-        self._operations = _operations(plan, direction, parity)
-        self._issued = 0
+            statistics = cargo.dtypes[Buffer.D]
+            self.home = k.new_empty((plan.local_tokens, *cargo.row), dtype=statistics)
+            self._grads = self.home.unbind(1)
         self._work: dict[type, Callable[..., None]] = {
             Publish: self._publish,
             Attend: self._run_hop,
             Collect: self._collect,
         }
-        while not isinstance(self._operations[self._issued], Prepare):
-            self._issue_next()
-        self._issued += 1
+        self._issue(route.before)
+        self._after = route.after
 
     def run(self, attend: Callable[..., None]) -> None:
         """Calls attend(hop, k, v), backward attend(hop, k, v, dk, dv), for each hop with work.
@@ -88,57 +139,76 @@ class Course:
         tiling says FIRST. Hop 0 stores; what others have added to its rows comes after it.
         """
         self._attend = attend
-        while self._issued < len(self._operations):
-            self._issue_next()
+        self._issue(self._after)
 
-    def _issue_next(self) -> None:
-        operation = self._operations[self._issued]
-        self._issued += 1
-        work = self._work.get(type(operation))
-        if work is None:
-            self.machine.issue(operation)
-        else:
-            self.machine.compute(operation, partial(work, operation))
+    def _issue(self, steps: Iterable[Step]) -> None:
+        for prepared, work, tensors in steps:
+            self.machine.issue(prepared)
+            if work is not None:
+                self.machine.compute(work, partial(self._work[type(work)], work, tensors))
 
-    def _rows(self, place: Place, rows: int) -> torch.Tensor:
-        """(rows, 2, hk, d): the first rows of a buffer of this rank."""
-        memory = self.machine.local(place.buffer, place.slot)
-        memory = memory[: rows * self._row_bytes[place.buffer]]
-        return memory.view(self._dtypes[place.buffer]).view(-1, *self._row)
+    def _publish(self, _: Publish, tensors: tuple[torch.Tensor, ...]) -> None:
+        own, *rows = tensors
+        for x, out in zip(self._local, rows, strict=True):
+            torch.index_select(x, 0, own, out=out)
 
-    def _publish(self, operation: Publish) -> None:
-        rows = self._rows(operation.place, operation.place.end)
-        own = self.plan.own_rows(self._local[0].device)
-        for i, x in enumerate(self._local):
-            torch.index_select(x, 0, own, out=rows[:, i])
+    def _run_hop(self, operation: Attend, tensors: tuple[torch.Tensor, ...]) -> None:
+        if operation.kv is None:
+            tensors = (*self._local, *self._grads)
+        self._attend(operation.hop, *tensors)
 
-    def _run_hop(self, operation: Attend) -> None:
-        plan, hop = self.plan, operation.hop
-        rows = int(plan.movement.rows[(plan.rank - hop) % plan.world, hop])
-        kv = operation.kv
-        block = self._local if kv is None else self._rows(kv, rows).unbind(1)
-        if self.direction == "forward":
-            self._attend(hop, *block)
-        else:
-            place = operation.partial
-            grads = self.home if place is None else self._rows(place, rows)
-            self._attend(hop, *block, *grads.unbind(1))
-
-    def _collect(self, operation: Collect) -> None:
-        own = self.plan.own_rows(self.home.device)
-        for place in operation.places:
-            self.home.index_add_(0, own[: place.end], self._rows(place, place.end))
-            own = own[place.end :]
+    def _collect(self, _: Collect, tensors: tuple[torch.Tensor, ...]) -> None:
+        for own, rows in zip(tensors[::2], tensors[1::2], strict=True):
+            self.home.index_add_(0, own, rows)
 
 
-_known: weakref.WeakKeyDictionary[Plan, dict[tuple[str, int], list[Operation]]]
-_known = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Plan, dict[object, Cargo]] = weakref.WeakKeyDictionary()
 
 
-def _operations(plan: ContextPlan, direction: str, parity: int) -> list[Operation]:
-    """The schedule of a call, made once."""
-    known = _known.setdefault(plan.hops, {})
-    if (direction, parity) not in known:
-        make = schedule.forward if direction == "forward" else schedule.backward
-        known[direction, parity] = make(plan.movement, plan.rank, parity)
-    return known[direction, parity]
+def _route(
+    machine: Machine,
+    plan: ContextPlan,
+    direction: str,
+    cargo: Cargo,
+    parity: int,
+    device: torch.device,
+) -> Route:
+    """The steps of a call on what is the machine's memory now."""
+    own = plan.own_rows(device)
+
+    def rows(place: Place, count: int) -> torch.Tensor:
+        """(count, 2, hk, d): the first rows of a buffer of this rank."""
+        memory = machine.local(place.buffer, place.slot)[: count * cargo.row_bytes[place.buffer]]
+        return memory.view(cargo.dtypes[place.buffer]).view(-1, *cargo.row)
+
+    def tensors(work: Publish | Attend | Collect) -> tuple[torch.Tensor, ...]:
+        """Publish: index, K, V. Attend: K, V, dK, dV. Collect: index and rows of each place."""
+        if isinstance(work, Publish):
+            return own, *rows(work.place, work.place.end).unbind(1)
+        if isinstance(work, Attend):
+            count = int(plan.movement.rows[(plan.rank - work.hop) % plan.world, work.hop])
+            places = [p for p in (work.kv, work.partial) if p is not None]
+            return tuple(x for p in places for x in rows(p, count).unbind(1))
+        ends = [0]
+        for place in work.places:
+            ends.append(ends[-1] + place.end)
+        index = (own[a:b] for a, b in itertools.pairwise(ends))
+        return tuple(
+            x for i, p in zip(index, work.places, strict=True) for x in (i, rows(p, p.end))
+        )
+
+    make = schedule.forward if direction == "forward" else schedule.backward
+    steps: list[Step] = []
+    count = 0
+    pending: list[Operation] = []
+    for operation in make(plan.movement, plan.rank, parity):
+        if isinstance(operation, Prepare):
+            steps.append(Step(machine.prepared(pending), None, ()))
+            count, pending = len(steps), []
+            continue
+        pending.append(operation)
+        if isinstance(operation, (Publish, Attend, Collect)):
+            steps.append(Step(machine.prepared(pending), operation, tensors(operation)))
+            pending = []
+    steps.append(Step(machine.prepared(pending), None, ()))
+    return Route(steps[:count], steps[count:])

@@ -30,7 +30,7 @@ from ringfa3.ops import (
 )
 from ringfa3.plan import FIRST, LAST
 from ringfa3.reference import statistics_dtype
-from ringfa3.symmetric import RAN_ON_HARDWARE, CudaMachine
+from ringfa3.symmetric import CudaMachine
 from ringfa3.transports import Transport
 
 TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
@@ -150,7 +150,7 @@ def _resolved(transport: str, q: torch.Tensor) -> str:
     """What "auto" stands for; still "auto" where a trial by all ranks decides."""
     if transport != "auto":
         return transport
-    return "gloo" if not q.is_cuda else "auto" if RAN_ON_HARDWARE else "nccl"
+    return "auto" if q.is_cuda else "gloo"
 
 
 def _settings(

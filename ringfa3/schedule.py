@@ -274,8 +274,9 @@ class _Call:
         self.add(
             Await(Stream.COMPUTE, Event("pulled", hop)),
             Attend(hop, self._landing(hop), partial, arrived),
-            Record(Stream.COMPUTE, Event("attended", hop)),
         )
+        if partial is not None or hop in self.visits[:-2]:  # a pull or the partial waits for it
+            self.add(Record(Stream.COMPUTE, Event("attended", hop)))
 
     def await_readers(self) -> None:
         """SRC is free, for the call after the next one, when all readers have said so.

@@ -6,20 +6,21 @@ its ranks say so: trial calls in each direction, on whole numbers that all know,
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
 from ringfa3 import driver
 from ringfa3.arena import Arena
 from ringfa3.context import plan_context
-from ringfa3.course import Course
+from ringfa3.course import Course, Routes
 from ringfa3.schedule import (
     Attend,
     Await,
@@ -37,12 +38,9 @@ from ringfa3.transports import first_line
 from ringfa3.watch import Watch, raise_in_main_thread
 from ringfa3.words import Words
 
-# The schedule is proven and run on the CPU; what is in this file, in arena.py and driver.py has
-# not run on GPUs yet. Until tests/test_gpu_symmetric.py has passed there, "auto" takes NCCL.
-RAN_ON_HARDWARE = False
-
 TRIAL_TOKENS = 2048  # of a rank, 128 numbers each
 TRIAL_S = 30.0  # at most half the group's timeout: a rank that fails waits for the others
+MASK = (1 << 32) - 1  # of a stream's counter
 
 
 class Group(Protocol):
@@ -69,6 +67,17 @@ class Group(Protocol):
         """Marks the group lost, tells the other ranks and returns the error."""
 
 
+class Script(NamedTuple):
+    """Operations as calls of the driver.
+
+    takes  for each stream the words that the calls take, in order: in words, and the operations
+           that count them
+    """
+
+    calls: list[driver.Call]
+    takes: list[tuple[Stream, list[str], list[driver.WordOperation]]]
+
+
 class CudaMachine:
     """`ringfa3.course.Machine` on one GPU."""
 
@@ -78,30 +87,32 @@ class CudaMachine:
         """lost(message) is called if a peer does not answer within `timeout_s`."""
         self.group, self.device = group, device
         self.calls = 0
+        self.routes: Routes = weakref.WeakKeyDictionary()
+        self._routes: dict[torch.cuda.Stream, Routes] = {}  # by compute stream
         self.arena = Arena(group.name, group.rank, device, group.gather)
         self.words = Words(group.rank, group.world, group.gather)
-        self._side = {Stream.KV: _stream(device), Stream.PARTIAL: _stream(device)}
+        torch.cuda.synchronize(device)  # makes its context the current one
+        self._enter = [driver.enter(driver.context())]
+        side = (Stream.KV, Stream.PARTIAL)
+        self._streams: dict[Stream, torch.cuda.Stream] = {s: _stream(device) for s in side}
         self._taken = dict.fromkeys(Stream, 0)  # words, by each stream
-        self._streams: dict[Stream, torch.cuda.Stream] = {}
-        self._events: dict[Event, torch.cuda.Event] = {}
+        self._events: dict[Event, int] = {}
         self._row_bytes: Mapping[Buffer, int] = {}
-        self._perform: dict[type, Callable[..., None]] = {
-            Record: self._record,
-            Await: self._await,
-            Set: self._set,
-            Take: self._take,
-            Copy: self._copy,
-        }
-        self._watch = Watch(timeout_s, group.alarm, lost, self.words.set_all)
+        self._watch = Watch(timeout_s, self.words.reached, group.alarm, lost, self.words.set_all)
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
+        driver.issue(self._enter)
         self._row_bytes = row_bytes
-        self.arena.reserve({buffer: count * row_bytes[buffer] for buffer, count in rows.items()})
+        if self.arena.reserve({b: count * row_bytes[b] for b, count in rows.items()}):
+            self._routes.clear()
+            self.routes.clear()
         compute = torch.cuda.current_stream(self.device)
-        before = self._streams.get(Stream.COMPUTE, compute)
-        if compute != before:
-            compute.wait_stream(before)  # the schedule knows one compute stream
-        self._streams = {Stream.COMPUTE: compute, **self._side}
+        before = self._streams.get(Stream.COMPUTE)
+        if before is None or compute != before:
+            if before is not None:
+                compute.wait_stream(before)  # the schedule knows one compute stream
+            self._streams[Stream.COMPUTE] = compute
+            self.routes = self._routes.setdefault(compute, weakref.WeakKeyDictionary())
         self.calls += 1
         return (self.calls - 1) % 2
 
@@ -109,43 +120,69 @@ class CudaMachine:
         return self.arena.local(buffer, slot)
 
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
-        """A kernel that could wait for its partial itself would get the event's word instead."""
-        if isinstance(operation, Attend) and operation.arrived is not None:
-            self._streams[Stream.COMPUTE].wait_event(self._events[operation.arrived])
         work()
 
-    def issue(self, operation: Operation) -> None:
-        self._perform[type(operation)](self._streams[operation.stream], operation)
+    def prepared(self, operations: Sequence[Operation]) -> Script:
+        """Neighbours that set and take words of one stream become one call.
 
-    def _record(self, stream: torch.cuda.Stream, record: Record) -> None:
-        event = self._events.get(record.event)
-        if event is None:
-            event = self._events[record.event] = _event()
-        event.record(stream)
+        A kernel that could wait for its partial itself would get the event's word instead.
+        """
+        script = Script([], [])
+        for (stream, words), run in itertools.groupby(operations, _stream_of_words):
+            if words:
+                ordered = cast(Iterable[Set | Take], run)
+                script.calls.append(self._in_one_call(stream, ordered, script))
+            else:
+                script.calls.extend(call for x in run if (call := self._call(x)) is not None)
+        return script
 
-    def _await(self, stream: torch.cuda.Stream, wait: Await) -> None:
-        event = self._events.get(wait.event)
-        if event is not None:
-            stream.wait_event(event)
+    def _call(self, operation: Operation) -> driver.Call | None:
+        handle = self._streams[operation.stream].cuda_stream
+        if isinstance(operation, Record):
+            return driver.record(handle, self._event(operation.event))
+        if isinstance(operation, Await):
+            return driver.await_event(handle, self._event(operation.event))
+        if isinstance(operation, Attend) and operation.arrived is not None:
+            return driver.await_event(handle, self._event(operation.arrived))
+        if isinstance(operation, Copy):
+            source, target = operation.source, operation.target
+            size = (source.end - source.begin) * self._row_bytes[source.buffer]
+            return driver.copy(handle, self._address(target), self._address(source), size)
+        return None  # work
 
-    def _set(self, stream: torch.cuda.Stream, order: Set) -> None:
-        driver.write(stream.cuda_stream, self.words.address(order.word), 1)
+    def _in_one_call(
+        self, stream: Stream, operations: Iterable[Set | Take], script: Script
+    ) -> driver.Call:
+        """A taken word is reset, and the stream's counter says that it was taken."""
+        made: list[driver.WordOperation] = []
+        counts, said = [], []
+        for operation in operations:
+            word = self.words.address(operation.word)
+            if isinstance(operation, Set):
+                made.append(driver.write(word, 1))
+                continue
+            made += [driver.wait(word, 1), driver.write(word, 0)]
+            counts.append(len(made))
+            made.append(driver.write(self.words.counter(stream), 0))
+            said.append(f"{operation.what} rank {self.group.ranks[operation.word.sender]}")
+        call, read = driver.batch(self._streams[stream].cuda_stream, made)
+        if said:
+            script.takes.append((stream, said, [read[i] for i in counts]))
+        return call
 
-    def _take(self, stream: torch.cuda.Stream, take: Take) -> None:
-        word = self.words.address(take.word)
-        self._taken[take.stream] += 1
-        count = self._taken[take.stream] % (1 << 32)
-        driver.wait(stream.cuda_stream, word, 1)
-        driver.write(stream.cuda_stream, word, 0)
-        driver.write(stream.cuda_stream, self.words.counter(take.stream), count)
-        passed = partial(self.words.reached, take.stream, count)
-        peer = self.group.ranks[take.word.sender]
-        self._watch.post(take.stream, passed, f"{take.what} rank {peer}")
+    def issue(self, script: Script) -> None:
+        for stream, said, counts in script.takes:
+            taken = self._taken[stream]
+            for i, count in enumerate(counts, taken + 1):
+                count.value = i & MASK
+            self._taken[stream] = taken + len(counts)
+            self._watch.post(stream, said)
+        driver.issue(script.calls)
 
-    def _copy(self, stream: torch.cuda.Stream, copy: Copy) -> None:
-        size = (copy.source.end - copy.source.begin) * self._row_bytes[copy.source.buffer]
-        target, source = self._address(copy.target), self._address(copy.source)
-        driver.copy(stream.cuda_stream, target, source, size)
+    def _event(self, event: Event) -> int:
+        if event not in self._events:
+            self._events[event] = driver.new_event()
+        return self._events[event]
 
     def serve(self) -> None:
         """The trial is over: from now on a peer that does not answer loses the group."""
@@ -162,6 +199,11 @@ class CudaMachine:
     def _lose(self, message: str) -> None:
         error = self.group.fail(message)
         raise_in_main_thread(error)  # first: what the streams compute from now on is void
+
+
+def _stream_of_words(operation: Operation) -> tuple[Stream, bool]:
+    """The stream of an operation, and whether it sets or takes a word."""
+    return operation.stream, isinstance(operation, (Set, Take))
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -6,42 +6,46 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 POLL_S = 0.1
 
-Mark = Callable[[], bool]  # a point in a stream: whether it is passed
-
 
 class Watch(threading.Thread):
-    """Looks at the marks behind the waits of ring calls, in the order of each stream.
+    """Looks at what streams of ring calls wait for, and whether it has come.
 
     It calls nothing of CUDA, which may hold a thread up as long as a stream waits.
 
-    If none is passed for `timeout_s`, or another rank has given up, it calls lost(message), once,
-    and then release() until the last mark is passed. Idle while there are no marks.
+    If nothing comes for `timeout_s`, or another rank has given up, it calls lost(message), once,
+    and then release() until the last wait is over. Idle while nothing is awaited.
 
+    reached  reached(stream, n): whether the n-th wait of a stream, counted from 1, is over
     alarm    what another rank said that gave up, or None
     """
 
     def __init__(
         self,
         timeout_s: float,
+        reached: Callable[[Hashable, int], bool],
         alarm: Callable[[], str | None],
         lost: Callable[[str], None],
         release: Callable[[], None],
     ) -> None:
         super().__init__(daemon=True, name="ringfa3-watch")
         self.timeout_s, self.lost = timeout_s, lost
-        self._alarm, self._release = alarm, release
+        self._reached, self._alarm, self._release = reached, alarm, release
         self._posted = threading.Event()
-        self._streams: dict[object, deque[tuple[Mark, str]]] = {}
+        self._streams: dict[Hashable, _Waits] = {}
         self._given_up = False
         self.start()
 
-    def post(self, stream: object, mark: Mark, what: str) -> None:
-        """The next mark of a stream, and what the stream waits for before it."""
-        self._streams.setdefault(stream, deque()).append((mark, what))
+    def post(self, stream: Hashable, what: Sequence[str]) -> None:
+        """What the stream waits for next, one after the other."""
+        waits = self._streams.get(stream)
+        if waits is None:
+            waits = self._streams[stream] = _Waits()
+        waits.ahead.append(what)
         if not self._posted.is_set():
             self._posted.set()
 
@@ -56,13 +60,13 @@ class Watch(threading.Thread):
             self._attend()
 
     def _attend(self) -> None:
-        """Until no marks are left."""
+        """Until nothing is awaited."""
         moved = time.monotonic()
         while True:
             time.sleep(POLL_S)
-            streams = list(self._streams.values())
-            passed = [self._drop_passed(marks) for marks in streams]
-            ahead = [marks[0][1] for marks in streams if marks]
+            streams = list(self._streams.items())
+            passed = [self._drop_passed(stream, waits) for stream, waits in streams]
+            ahead = [waits.ahead[0][waits.at] for _, waits in streams if waits.ahead]
             if not ahead:
                 return
             if any(passed):
@@ -77,16 +81,31 @@ class Watch(threading.Thread):
                     "stopped?"
                 )
 
-    @staticmethod
-    def _drop_passed(marks: deque[tuple[Mark, str]]) -> bool:
-        before = len(marks)
-        while marks and marks[0][0]():
-            marks.popleft()
-        return len(marks) < before
+    def _drop_passed(self, stream: Hashable, waits: _Waits) -> bool:
+        before = waits.passed
+        while waits.ahead and self._reached(stream, waits.passed + 1):
+            waits.passed, waits.at = waits.passed + 1, waits.at + 1
+            if waits.at == len(waits.ahead[0]):
+                waits.ahead.popleft()
+                waits.at = 0
+        return waits.passed > before
 
     def _lose(self, message: str) -> None:
         self._given_up = True
         self.lost(message)
+
+
+@dataclass
+class _Waits:
+    """Of one stream.
+
+    ahead   runs of waits, the first of which is at its `at`-th; none is empty
+    passed  how many were before
+    """
+
+    ahead: deque[Sequence[str]] = field(default_factory=deque)
+    at: int = 0
+    passed: int = 0
 
 
 def raise_in_main_thread(error: Exception) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import cast
 
 import torch
 
@@ -83,9 +84,9 @@ class Words:
         """Address of a counter of this rank's stream."""
         return self._address + BYTES * (self._words + self.rank * len(Stream) + stream)
 
-    def reached(self, stream: Stream, count: int) -> bool:
+    def reached(self, stream: Hashable, count: int) -> bool:
         """Whether the stream has written `count` to its counter, or a later one; modulo 2^32."""
-        return (int(self._counters[stream]) - count) % (1 << 32) < 1 << 31
+        return (int(self._counters[cast(Stream, stream)]) - count) % (1 << 32) < 1 << 31
 
     def set_all(self) -> None:
         """Sets all words that this rank awaits, from the host."""

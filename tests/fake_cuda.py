@@ -19,10 +19,11 @@ from unittest import mock
 
 import torch
 
-from ringfa3 import symmetric
+from ringfa3 import driver, symmetric
 from ringfa3.watch import Watch
 
 LIMIT_S = 20.0  # for a wait on the compute stream
+Call = tuple[Callable[..., None], tuple[object, ...]]
 Action = tuple[Callable[[], bool], Callable[[], None]]  # whether it can run, and what it does
 
 
@@ -33,10 +34,12 @@ class FakeCuda:
         self.rng = random.Random(seed)
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
+        self.events: list[FakeEvent] = []
 
-    def stream(self, _device: object = None) -> FakeStream:
+    def stream(self, _device: object = None, compute: bool = False) -> FakeStream:
         with self.lock:
-            self.streams.append(FakeStream(self, len(self.streams), threading.get_ident()))
+            host = threading.get_ident()
+            self.streams.append(FakeStream(self, len(self.streams), host, compute))
             return self.streams[-1]
 
     def drain(self, host: int) -> None:
@@ -64,20 +67,17 @@ class FakeCuda:
             act()
             return True
 
-    # ringfa3.driver
+    # What prepared calls do when they are issued
 
-    def load(self) -> None:
-        pass
-
-    def wait(self, stream: int, address: int, value: int) -> None:
+    def wait_word(self, stream: int, address: int, value: int) -> None:
         word = ctypes.c_uint32.from_address(address)
         self.streams[stream].put(lambda: word.value == value, lambda: None)
 
-    def write(self, stream: int, address: int, value: int) -> None:
+    def write_word(self, stream: int, address: int, value: int) -> None:
         word = ctypes.c_uint32.from_address(address)
         self.streams[stream].put(lambda: True, lambda: setattr(word, "value", value))
 
-    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+    def move(self, stream: int, target: int, source: int, size: int) -> None:
         half = size // 2
         for begin, length in ((0, half), (half, size - half)):
             self.streams[stream].put(
@@ -85,8 +85,51 @@ class FakeCuda:
                 lambda b=begin, n=length: ctypes.memmove(target + b, source + b, n),
             )
 
+    def _words(self, stream: int, operations: list[driver.WordOperation]) -> None:
+        for x in operations:
+            wait = x.operation == driver.wait(0, 0).operation
+            (self.wait_word if wait else self.write_word)(stream, x.address, x.value)
+
+    # ringfa3.driver
+
+    wait, write = staticmethod(driver.wait), staticmethod(driver.write)
+
+    def load(self) -> None:
+        pass
+
+    def context(self) -> int:
+        return 1
+
     def register(self, address: int, size: int) -> int:
         return address
+
+    def new_event(self) -> int:
+        with self.lock:
+            self.events.append(self.event())
+            return len(self.events) - 1
+
+    def enter(self, context: int) -> Call:
+        return (lambda: None), ()
+
+    def copy(self, *arguments: int) -> Call:
+        return self.move, arguments
+
+    def record(self, stream: int, event: int) -> Call:
+        return (lambda: self.events[event].record(self.streams[stream])), ()
+
+    def await_event(self, stream: int, event: int) -> Call:
+        return (lambda: self.streams[stream].wait_event(self.events[event])), ()
+
+    def batch(
+        self, stream: int, operations: list[driver.WordOperation]
+    ) -> tuple[Call, list[driver.WordOperation]]:
+        array = (driver.WordOperation * len(operations))(*operations)
+        read = [array[i] for i in range(len(array))]
+        return (self._words, (stream, read)), read
+
+    def issue(self, calls: list[Call]) -> None:
+        for call, arguments in calls:
+            call(*arguments)
 
 
 class FakeStream:
@@ -198,7 +241,7 @@ class Ranks:
         import torch.distributed._symmetric_memory as symm_mem
 
         cuda = self.cuda
-        compute = [FakeStream(cuda, -1, 0, compute=True) for _ in range(self.world)]
+        compute = [cuda.stream(compute=True) for _ in range(self.world)]
 
         def rank() -> int:
             return self._rank_of[threading.get_ident()]

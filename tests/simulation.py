@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from happens_before import Label, label
 
+from ringfa3.course import Routes
 from ringfa3.schedule import (
     Attend,
     Await,
@@ -101,6 +103,7 @@ class SimulatedMachine:
         self.direction = ""
         self.events: dict[Event, list[bool]] = {}
         self.copied: Place | None = None  # by the partial stream, last
+        self.routes: Routes = weakref.WeakKeyDictionary()
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
         self.direction = "backward" if Buffer.D in rows else "forward"
@@ -140,7 +143,14 @@ class SimulatedMachine:
             task = self._in_parts(reads, writes, arrived, work)
         self._put(operation.stream, str(operation), task)
 
-    def issue(self, operation: Operation) -> None:
+    def prepared(self, operations: Sequence[Operation]) -> list[Operation]:
+        return [x for x in operations if not isinstance(x, (Publish, Attend, Collect))]
+
+    def issue(self, prepared: list[Operation]) -> None:
+        for operation in prepared:
+            self._issue(operation)
+
+    def _issue(self, operation: Operation) -> None:
         if isinstance(operation, Record):
             self.events[operation.event] = flag = [False]
             task = self._record(flag)

@@ -1,6 +1,6 @@
 """The `symmetric` transport on GPUs that share NVLink: `pytest -m gpu tests/test_gpu_symmetric.py`.
 
-To be run before anything is timed over it, and before `symmetric.RAN_ON_HARDWARE` is set.
+To be run before anything is timed over it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -22,8 +23,8 @@ from ranks import free_port
 from test_gpu_ring import plain_attention
 
 from ringfa3 import RingError, plan_context, ring_attn_func
-from ringfa3.schedule import Copy, Operation
-from ringfa3.symmetric import CudaMachine
+from ringfa3.schedule import Copy, Operation, Set, Take
+from ringfa3.symmetric import CudaMachine, Script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -36,7 +37,7 @@ class Slow:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.inner = CudaMachine.issue
+        self.inner = CudaMachine.prepared
 
     def sleep(self) -> None:
         """On the current stream, up to about a millisecond, now and then; or on the host."""
@@ -45,18 +46,34 @@ class Slow:
         if self.rng.random() < 0.02:
             time.sleep(self.rng.uniform(0, 0.01))
 
-    def issue(self, machine: CudaMachine, operation: Operation) -> None:
-        stream = machine._streams[operation.stream]
-        with torch.cuda.stream(stream):
+    def prepared(self, machine: CudaMachine, operations: Sequence[Operation]) -> Script:
+        """With a call of ours before each operation; or before a few that set and take words."""
+        whole = Script([], [])
+        begin = 0
+        while begin < len(operations):
+            end = begin + 1
+            while (
+                end < len(operations)
+                and all(isinstance(x, (Set, Take)) for x in operations[begin : end + 1])
+                and self.rng.random() < 0.7
+            ):
+                end += 1
+            calls, takes = self.inner(machine, operations[begin:end])
+            whole.calls.append((partial(self.disturb, machine, operations[begin]), ()))
+            whole.calls.extend(calls)
+            whole.takes.extend(takes)
+            begin = end
+        return whole
+
+    def disturb(self, machine: CudaMachine, operation: Operation) -> int:
+        with torch.cuda.stream(machine._streams[operation.stream]):
             self.sleep()
-        if isinstance(operation, Copy):
-            place, row = operation.target, machine._row_bytes[operation.target.buffer]
-            with torch.cuda.stream(stream):
-                arriving = machine.local(place.buffer, place.slot)[
-                    place.begin * row : place.end * row
-                ]
-                arriving.fill_(0xFF)
-        self.inner(machine, operation)
+            if isinstance(operation, Copy):
+                place = operation.target
+                row = machine._row_bytes[place.buffer]
+                memory = machine.local(place.buffer, place.slot)
+                memory[place.begin * row : place.end * row].fill_(0xFF)
+        return 0
 
 
 class Layer:
@@ -104,7 +121,7 @@ def _exact(rank: int, world: int) -> None:
     rng, slow = random.Random(world), Slow(rank)
     for _ in range(STEPS):
         layers = [Layer(rng) for _ in range(3)]
-        with mock.patch.object(CudaMachine, "issue", lambda m, o: slow.issue(m, o)):
+        with mock.patch.object(CudaMachine, "prepared", lambda m, o: slow.prepared(m, o)):
             for run in [x.forward for x in layers] + [x.backward for x in reversed(layers)]:
                 slow.sleep()
                 run()

@@ -131,27 +131,27 @@ def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> No
 class Lost(FakeCuda):
     """No word is set."""
 
-    def write(self, stream: int, address: int, value: int) -> None:
+    def write_word(self, stream: int, address: int, value: int) -> None:
         if value != 1:
-            super().write(stream, address, value)
+            super().write_word(stream, address, value)
 
 
 class Shifted(FakeCuda):
     """Data come from beside their place."""
 
-    def copy(self, stream: int, target: int, source: int, size: int) -> None:
-        super().copy(stream, target, source + 2, size)
+    def move(self, stream: int, target: int, source: int, size: int) -> None:
+        super().move(stream, target, source + 2, size)
 
 
 class Refused(FakeCuda):
-    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+    def move(self, stream: int, target: int, source: int, size: int) -> None:
         raise driver.DriverError("cuMemcpyDtoDAsync_v2: CUDA error 1, invalid argument")
 
 
 class RefusedOnOne(Refused):
-    def copy(self, *arguments: int) -> None:
-        copy = Refused.copy if threading.current_thread().name == "1" else FakeCuda.copy
-        copy(self, *arguments)
+    def move(self, *arguments: int) -> None:
+        move = Refused.move if threading.current_thread().name == "1" else FakeCuda.move
+        move(self, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -259,12 +259,11 @@ def test_a_rank_that_raises_in_a_call_raises_once(ranks: processes.Ranks) -> Non
     assert processes.sacrifice(1, 4.0, _lost_in_a_call) == [False]
 
 
-class Point:
-    def __init__(self, passed: bool = False) -> None:
-        self.passed = passed
+class Counts(dict[str, int]):
+    """Waits that are over, by stream."""
 
-    def __call__(self) -> bool:
-        return self.passed
+    def reached(self, stream: str, count: int) -> bool:
+        return self.get(stream, 0) >= count
 
 
 def until(happens: object) -> None:
@@ -273,22 +272,24 @@ def until(happens: object) -> None:
 
 
 def test_a_watch_minds_progress_on_any_stream() -> None:
-    """Marks that pass put its verdict off; then it speaks once and releases until all are past."""
+    """What comes puts its verdict off; then it speaks once and releases until all has come."""
     said: list[str] = []
     released: list[float] = []
-    watch = Watch(0.6, lambda: None, said.append, lambda: released.append(time.monotonic()))
-    kv, partial = [Point() for _ in range(4)], Point()
-    for i, point in enumerate(kv):
-        watch.post("kv", point, f"hop {i}")
-    watch.post("partial", partial, "dK/dV")
-    for point in kv[:3]:
+    over = Counts()
+    watch = Watch(
+        0.6, over.reached, lambda: None, said.append, lambda: released.append(time.monotonic())
+    )
+    watch.post("kv", ["hop 0", "hop 1", "hop 2"])
+    watch.post("kv", ["hop 3"])
+    watch.post("partial", ["dK/dV"])
+    for count in (1, 2, 3):
         time.sleep(0.4)
-        point.passed = True
+        over["kv"] = count
         assert said == []
     until(lambda: len(released) >= 3)
     assert said == ["hop 3; dK/dV: nothing within 0.6 s; is that rank stopped?"]
-    kv[3].passed = partial.passed = True
-    until(lambda: not any(watch._streams.values()))
+    over.update(kv=4, partial=1)
+    until(lambda: not any(waits.ahead for waits in watch._streams.values()))
     count = len(released)
     time.sleep(0.3)
     assert len(released) == count
@@ -296,8 +297,8 @@ def test_a_watch_minds_progress_on_any_stream() -> None:
 
 def test_a_watch_hears_of_another_ranks_failure_at_once() -> None:
     said: list[str] = []
-    watch = Watch(60.0, lambda: "rank 2: disk on fire", said.append, lambda: None)
-    watch.post("kv", Point(), "backward hop 2: K/V of rank 3")
+    watch = Watch(60.0, Counts().reached, lambda: "rank 2: disk on fire", said.append, lambda: None)
+    watch.post("kv", ["backward hop 2: K/V of rank 3"])
     until(lambda: said)
     assert said == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
 
@@ -305,13 +306,19 @@ def test_a_watch_hears_of_another_ranks_failure_at_once() -> None:
 def test_a_watch_that_gave_up_releases_and_says_nothing() -> None:
     said: list[str] = []
     released: list[bool] = []
-    point = Point()
-    watch = Watch(0.1, lambda: "rank 2: disk on fire", said.append, lambda: released.append(True))
+    over = Counts()
+    watch = Watch(
+        0.1,
+        over.reached,
+        lambda: "rank 2: disk on fire",
+        said.append,
+        lambda: released.append(True),
+    )
     watch.give_up()
-    watch.post("kv", point, "hop 1")
+    watch.post("kv", ["hop 1"])
     until(lambda: len(released) >= 2)
     assert said == []
-    point.passed = True
+    over["kv"] = 1
 
 
 class LostError(RuntimeError):
@@ -320,8 +327,14 @@ class LostError(RuntimeError):
 
 def test_the_error_is_raised_in_the_main_thread() -> None:
     """In its Python, with its kind and text, although another thread has found it."""
-    watch = Watch(0.2, lambda: None, lambda m: raise_in_main_thread(LostError(m)), lambda: None)
+    watch = Watch(
+        0.2,
+        Counts().reached,
+        lambda: None,
+        lambda m: raise_in_main_thread(LostError(m)),
+        lambda: None,
+    )
     with pytest.raises(LostError, match="hop 1: nothing within"):  # noqa: PT012
-        watch.post("kv", Point(), "hop 1")
+        watch.post("kv", ["hop 1"])
         while True:
             time.sleep(0.01)
