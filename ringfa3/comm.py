@@ -16,8 +16,9 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,14 @@ class RingError(RuntimeError):
     """A ring call could not be finished: a peer died, stopped, or gave up first."""
 
 
+class Settings(dict[str, str]):
+    """What must be equal on all ranks of a call: arguments' names and values. Never changed."""
+
+    @cached_property
+    def key(self) -> str:
+        return json.dumps(self, sort_keys=True)
+
+
 class RingGroup:
     """One rank's view of a context group. `RingGroup.of(group)` makes it once per group."""
 
@@ -48,8 +57,7 @@ class RingGroup:
         self.store, self.name = group.get_group_store(), group.group_name
         self.failure: str | None = None
         self.call = 0  # ring calls begun, forward and backward
-        self.settings: dict[str, str] = {}  # of the call under way
-        self.identity = 0  # of the call under way: 28 bits that all ranks in it have in common
+        self.settings = Settings()  # of the call under way
         self._epoch = 0
         self._generation = 0  # of the transports: a refusal in mid-call leaves messages on them
         self._refused = False  # the call under way was refused on all ranks
@@ -122,7 +130,12 @@ class RingGroup:
         }
         return [str(e["line"]) for e in self._enter(entry)]
 
-    def begin(self, settings: Mapping[str, str]) -> None:
+    @property
+    def identity(self) -> int:
+        """Of the call under way: 28 bits that all ranks in it have in common."""
+        return zlib.crc32(f"{self.call} {self.settings.key}".encode()) >> 4
+
+    def begin(self, settings: Settings) -> None:
         """Marks the start of a ring call with settings that were agreed on.
 
         Raises:
@@ -132,9 +145,7 @@ class RingGroup:
         if self.failure is not None:
             raise RingError(f"the context group is lost since: {self.failure}")
         self.call += 1
-        self.settings, self._refused = dict(settings), False
-        said = json.dumps([self.call, self.settings], sort_keys=True)
-        self.identity = zlib.crc32(said.encode()) >> 4
+        self.settings, self._refused = settings, False
         if self._lookout is not None and self._lookout.summons == self._epoch + 1:
             self._answer("before its first hop")
 
@@ -143,24 +154,22 @@ class RingGroup:
         settings = {**self.settings, "place": f"call {self.call}, {place}"}
         self._enter({"settings": settings, "error": None, "inside": True})
 
-    def agree(self, settings: Mapping[str, str], error: Exception | None = None) -> None:
+    def agree(self, settings: Settings, error: Exception | None = None) -> None:
         """Returns if every rank enters with equal settings and no error, else raises on all.
 
         Costs nothing when these settings were agreed on before. Every rank must call it at the
-        same point. `settings` maps an argument's name to its value; what must be equal over the
-        ranks belongs in it.
+        same point.
 
         Raises:
             ValueError, TypeError: naming the rank, the argument and its value.
             RingError: a rank did not come within the timeout.
         """
-        key = json.dumps(settings, sort_keys=True)
-        if error is None and key in self._agreed:
+        if error is None and settings.key in self._agreed:
             return
         if self.failure is not None:
             raise RingError(f"the context group is lost since: {self.failure}")
-        self._enter({"settings": dict(settings), "error": _described(error), "inside": False})
-        self._agreed[key] = None
+        self._enter({"settings": settings, "error": _described(error), "inside": False})
+        self._agreed[settings.key] = None
         if len(self._agreed) > AGREEMENTS_KEPT:
             self._agreed.popitem(last=False)
 
@@ -274,15 +283,12 @@ class RingGroup:
         teller.join(2 * GLANCE_S)  # a store whose host is stopped must not hold us
         return RingError(full)
 
-    @contextmanager
-    def telling_peers(self) -> Iterator[None]:
-        """Tells the other ranks if an error ends this rank's part of a ring call."""
-        try:
-            yield
-        except Exception as problem:
-            if self.failure is None and not self._refused:
-                self.fail(f"{type(problem).__name__}: {first_line(problem)}")
-            raise
+    def __enter__(self) -> None:
+        """Around this rank's part of a ring call: tells the other ranks if an error ends it."""
+
+    def __exit__(self, _: object, problem: BaseException | None, __: object) -> None:
+        if isinstance(problem, Exception) and self.failure is None and not self._refused:
+            self.fail(f"{type(problem).__name__}: {first_line(problem)}")
 
     def await_event(self, done: threading.Event, what: Callable[[], str]) -> None:
         """Waits for `done`, watching for other ranks' trouble; `what` says what for.

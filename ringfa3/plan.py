@@ -171,6 +171,7 @@ class Plan:
         self.bands = bands.take(order)
         self.stores, self.travels = stores, travels
         self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
+        self._single: dict[int, bool] = {}
 
     @property
     def num_hops(self) -> int:
@@ -207,6 +208,13 @@ class Plan:
     def forward(self, tile_m: int) -> list[Tiling]:
         """Tiles of `tile_m` query rows, one tiling a hop, longest first."""
         return self._cached((tile_m,), lambda: self._forward(tile_m))
+
+    def single_hop(self, tile_m: int) -> bool:
+        """Whether each forward tile has all its keys in one hop, and merges with nothing."""
+        if tile_m not in self._single:
+            flags = (tiling.tiles["flags"] for tiling in self.forward(tile_m))
+            self._single[tile_m] = all(bool((f == FIRST | LAST).all()) for f in flags)
+        return self._single[tile_m]
 
     def backward(self, tile_n: int, tile_m: int, deterministic: bool = False) -> list[Tiling]:
         """Tiles of `tile_n` keys, one tiling a hop; `tile_m` is the row grid.

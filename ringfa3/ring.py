@@ -9,15 +9,15 @@ block travels with its K/V; what will not be added to any more goes straight hom
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import NoReturn
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ringfa3.buffers import Relay
-from ringfa3.comm import RingGroup
+from ringfa3.comm import RingGroup, Settings
 from ringfa3.context import ContextPlan
 from ringfa3.course import Course
 from ringfa3.engine import backward_engine, forward_engine
@@ -28,12 +28,12 @@ from ringfa3.ops import (
     check_tensors,
     default_scale,
 )
-from ringfa3.plan import FIRST, LAST
 from ringfa3.reference import statistics_dtype
 from ringfa3.symmetric import CudaMachine
 from ringfa3.transports import Transport
 
 TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
+ACCEPTED_KEPT = 64  # kinds of calls of a plan that were found right
 
 
 def ring_attn_func(
@@ -95,7 +95,7 @@ def ring_attn_func(
 def refuse(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
     """Raises `error` on every rank of the group."""
     if group is not None and dist.get_world_size(group) > 1:
-        RingGroup.of(group).agree({}, error)
+        RingGroup.of(group).agree(Settings(), error)
     raise error
 
 
@@ -146,13 +146,6 @@ def _check(
         )
 
 
-def _resolved(transport: str, q: torch.Tensor) -> str:
-    """What "auto" stands for; still "auto" where a trial by all ranks decides."""
-    if transport != "auto":
-        return transport
-    return "auto" if q.is_cuda else "gloo"
-
-
 def _settings(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -160,19 +153,26 @@ def _settings(
     scale: float,
     deterministic: bool,
     transport: str,
-) -> dict[str, str]:
+) -> Settings:
     """What must be equal on all ranks of a call."""
-    return {
-        "plan.layout": plan.layout,
-        "plan.window": f"(left, right) = {plan.band}",
-        "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
-        f"digest {plan.digest}",
-        "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",
-        "k": f"{k.shape[1]} heads",
-        "softmax_scale": repr(scale),
-        "deterministic": str(deterministic),
-        "transport": transport,
-    }
+    return Settings(
+        {
+            "plan.layout": plan.layout,
+            "plan.window": f"(left, right) = {plan.band}",
+            "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
+            f"digest {plan.digest}",
+            "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",
+            "k": f"{k.shape[1]} heads",
+            "softmax_scale": repr(scale),
+            "deterministic": str(deterministic),
+            "transport": transport if q.is_cuda else "gloo",
+        }
+    )
+
+
+_Asked: TypeAlias = tuple[object, ...]
+_accepted: weakref.WeakKeyDictionary[ContextPlan, dict[_Asked, tuple[Settings, Settings]]]
+_accepted = weakref.WeakKeyDictionary()
 
 
 def _enter(
@@ -188,25 +188,33 @@ def _enter(
 ) -> Transport | CudaMachine | None:
     """Checks a call, agrees on it and gives what moves its tensors; None on one rank."""
     error: Exception | None = None
-    settings: dict[str, str] = {}
-    try:
-        check_precision(precision)
-        _check(q, k, v, plan, transport)
-        transport = _resolved(transport, q)
-        settings = _settings(q, k, plan, scale, deterministic, transport)
-        engine = forward_engine if direction == "forward" else backward_engine
-        engine(q)  # a kernel is built, if it must be, while no rank waits in a hop
-    except (TypeError, ValueError) as problem:
-        error = problem
+    known = _accepted.setdefault(plan, {})
+    kinds = ((x.shape, x.dtype, x.device, x.stride()) for x in (q, k, v))
+    asked = (*kinds, scale, deterministic, precision, transport, direction)
+    accepted = known.get(asked)
+    if accepted is None:
+        settings = Settings()
+        try:
+            check_precision(precision)
+            _check(q, k, v, plan, transport)
+            settings = _settings(q, k, plan, scale, deterministic, transport)
+            engine = forward_engine if direction == "forward" else backward_engine
+            engine(q)  # a kernel is built, if it must be, while no rank waits in a hop
+            if len(known) == ACCEPTED_KEPT:
+                known.clear()
+            known[asked] = settings, Settings({**settings, "pass": direction})
+        except (TypeError, ValueError) as problem:
+            error = problem
+        accepted = known.get(asked, (settings, settings))
     if plan.world == 1:
         if error is not None:
             raise error
         return None
     assert plan.group is not None
     group = RingGroup.of(plan.group)
-    group.agree(settings, error)
-    group.begin({**settings, "pass": direction})
-    if transport in ("symmetric", "auto"):
+    group.agree(accepted[0], error)
+    group.begin(accepted[1])
+    if q.is_cuda and transport != "nccl":
         try:
             return group.machine(q.device)
         except ValueError:
@@ -215,13 +223,20 @@ def _enter(
     return group.transport("nccl" if q.is_cuda else "gloo", q.device)
 
 
-@contextmanager
-def _hops(plan: ContextPlan, q: torch.Tensor) -> Iterator[None]:
-    """Around the hops of a call: no autocast inside, and the peers hear of any error."""
-    lost = RingGroup.of(plan.group).telling_peers() if plan.group is not None else nullcontext()
-    device = torch.cuda.device(q.device) if q.is_cuda else nullcontext()
-    with lost, device, torch.autocast(q.device.type, enabled=False):
-        yield
+def _telling_peers(plan: ContextPlan) -> AbstractContextManager[None]:
+    """Around the hops of a call: the peers hear of any error."""
+    return nullcontext() if plan.group is None else RingGroup.of(plan.group)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if here else torch.cuda.device(device)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _begin(
@@ -251,10 +266,10 @@ def ring_attention(
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "forward")
-    with _hops(context, q):
+    with _telling_peers(context), _on(q.device), _without_autocast(q.device):
         engine = forward_engine(q)
         tilings = context.hops.forward(engine.tile_m)
-        once = all((t.tiles["flags"] == FIRST | LAST).all() for t in tilings)
+        once = context.hops.single_hop(engine.tile_m)
         statistics = statistics_dtype(q.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         running = q.new_empty((0 if once else len(q), *q.shape[1:]), dtype=statistics)
@@ -291,7 +306,7 @@ def ring_attention_backward(
     """(dq, dk, dv) of this rank's tokens in the dtypes of q, k, v."""
     context = ContextPlan.from_handle(plan)
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
-    with _hops(context, q):
+    with _telling_peers(context), _on(q.device), _without_autocast(q.device):
         engine = backward_engine(q)
         call = _begin(context, moved_by, "backward", k, v)
         tilings = context.hops.backward(engine.tile_n, engine.tile_m, deterministic)

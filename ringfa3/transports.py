@@ -57,7 +57,9 @@ class Peers(Protocol):
     ranks: list[int]
     rank: int
     timeout: timedelta
-    identity: int
+
+    @property
+    def identity(self) -> int: ...
 
     def fail(self, message: str) -> Exception:
         """Tells the other ranks and returns the error to raise."""

@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda, FakeGroup, Ranks
 from placements import Placement, laid_out
 
 from ringfa3 import driver, reference, symmetric
-from ringfa3.comm import RingGroup
+from ringfa3.comm import RingGroup, Settings
 from ringfa3.course import Course
 from ringfa3.ring import ring_attention
 from ringfa3.schedule import Buffer
@@ -107,7 +107,7 @@ def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str
         return verdict
 
     said = []
-    ring.begin({})
+    ring.begin(Settings())
     lines = ring.gather(f"I am {ring.rank}")
     with mock.patch("ringfa3.comm.open_machine", opened):
         for _ in range(2):
@@ -248,7 +248,7 @@ def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
     machine = ring._machine = object.__new__(CudaMachine)
     machine._watch = mock.Mock()
     try:
-        with ring.telling_peers():
+        with ring:
             raise torch.OutOfMemoryError("CUDA out of memory")
     except torch.OutOfMemoryError:
         return not machine._watch.give_up.called
