@@ -263,8 +263,6 @@ class _Call:
             Copy(Stream.KV, source, self._landing(hop)),
             Record(Stream.KV, Event("pulled", hop)),
         )
-        if self.direction == "forward":
-            self.set(Stream.KV, owner, Purpose.READ, self.parity)
 
     def _landing(self, hop: int) -> Place:
         return Place(self.rank, Buffer.IN, self.visits.index(hop) % 2, *self.seen(hop))
@@ -281,8 +279,11 @@ class _Call:
     def await_readers(self) -> None:
         """SRC is free, for the call after the next one, when all readers have said so.
 
-        In a backward call the dK/dV that come home say the same.
+        This rank says so at the end as well: nobody waits for it before. In a backward call the
+        dK/dV that come home say the same.
         """
+        for hop in self.visits:
+            self.set(Stream.KV, self.owner(hop), Purpose.READ, self.parity)
         for hop, reader in self.readers():
             what = f"hop {hop}: K/V taken by"
             self.take(Stream.KV, reader, Purpose.READ, self.parity, what)

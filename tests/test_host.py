@@ -1,0 +1,139 @@
+"""What a ring call costs the host once its like has run: counted, for times vary by machine."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda import Call, FakeCuda, FakeGroup, Ranks
+from placements import laid_out
+from ranks import Ranks as Processes
+from ranks import group_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringfa3 import plan_context, ring, ring_attn_func, schedule, symmetric
+from ringfa3.arena import Arena
+from ringfa3.comm import RingGroup
+from ringfa3.course import Cargo, Course
+from ringfa3.plan import Plan
+from ringfa3.symmetric import CudaMachine, open_machine
+
+STEPS = 3
+
+
+def refused(*_: object) -> None:
+    raise AssertionError("a call whose like has run prepares something")
+
+
+class Tensors(TorchDispatchMode):
+    """Names of the tensor operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(FakeCuda):
+    """Counts the driver's calls of each thread."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.count: dict[int, int] = {}
+
+    def issue(self, calls: list[Call]) -> None:
+        me = threading.get_ident()
+        self.count[me] = self.count.get(me, 0) + len(calls)
+        super().issue(calls)
+
+
+def _steady(group: FakeGroup, meet: threading.Barrier) -> dict[str, tuple[list[str], int]]:
+    """Tensor operations, and calls of the driver, of a forward and a backward."""
+    machine = open_machine(group, torch.device("cpu"))  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    plan = laid_out([64], group.world).plans[group.rank]
+    x = torch.ones(plan.local_tokens, 1, 2)
+    cuda: Any = group.meeting.cuda
+    found = {}
+    for step, direction in itertools.product(range(STEPS), ("forward", "backward", "backward")):
+        if (step, direction) == (STEPS - 1, "forward"):
+            meet.wait()  # every rank has prepared all of its calls
+        before = cuda.count[threading.get_ident()]
+        with Tensors() as tensors:
+            Course(machine, plan, direction, x, x).run(lambda *_: None)
+        found[direction] = tensors.names, cuda.count[threading.get_ident()] - before
+    return found
+
+
+@pytest.mark.parametrize(("world", "calls"), [(2, (10, 20)), (3, (14, 31)), (4, (20, 43))])
+def test_a_call_over_symmetric_issues_what_it_has_prepared(
+    world: int, calls: tuple[int, int]
+) -> None:
+    """No schedule, no memory, no tensor but the gradients' sum; so many calls of the driver."""
+    ranks = Ranks(world)
+    ranks.cuda = Counting(0)
+    patches = [
+        mock.patch.object(schedule, "forward", refused),
+        mock.patch.object(schedule, "backward", refused),
+        mock.patch.object(CudaMachine, "prepared", refused),
+        mock.patch.object(Arena, "_allocate", refused),
+        mock.patch.object(Cargo, "__init__", refused),
+    ]
+
+    def refuse() -> None:
+        for patch in patches:
+            patch.start()
+
+    meet = threading.Barrier(world, refuse, timeout=20.0)
+    try:
+        with mock.patch.multiple(symmetric, TRIAL_TOKENS=8, TRIAL_S=5.0):
+            results = ranks.run(lambda group: _steady(group, meet))
+    finally:
+        mock.patch.stopall()
+    publish = ["aten.index_select.out"] * 2
+    gradients = ["aten.new_empty.default", "aten.unbind.int"]
+    for found in results:
+        assert found == {
+            "forward": (publish, calls[0]),
+            "backward": ([*gradients, *publish, "aten.index_add_.default"], calls[1]),
+        }
+
+
+def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
+    group = group_of(world)
+    if dist.get_rank() >= world:
+        return []
+    plan = plan_context([0, 40, 41, 150], group)
+    x = torch.ones(plan.local_tokens, 2, 8, requires_grad=True)
+
+    def step() -> None:
+        ring_attn_func(x, x, x, plan).sum().backward()
+
+    step()
+    dist.barrier(group)
+    own = RingGroup.of(group)
+    own.store = None  # type: ignore[assignment]  # whoever touches it fails
+    with (
+        mock.patch.object(RingGroup, "_meet", refused),
+        mock.patch.object(ring, "_check", refused),
+        mock.patch.object(ring, "_settings", refused),
+        mock.patch.object(Plan, "_forward", refused),
+        mock.patch.object(Plan, "_backward", refused),
+    ):
+        for _ in range(STEPS):
+            step()
+    return [own.call]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_call_that_was_agreed_on_meets_nobody(ranks: Processes, world: int) -> None:
+    """Neither the store nor a check nor a tiling, forward and backward."""
+    assert ranks.run(4, _steps, world)[:world] == [[2 + 2 * STEPS]] * world
