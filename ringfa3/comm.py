@@ -10,26 +10,27 @@ the cause reaches every rank, also where only one rank enters an agreement at al
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from ringfa3.groups import new_group, timeout_of
+from ringfa3.groups import alive, new_group, timeout_of
+from ringfa3.lookout import GLANCE_S, Lookout, entry_key, summons_key
 from ringfa3.symmetric import CudaMachine, open_machine
 from ringfa3.transports import TRANSPORTS, Transport, first_line
 
 AGREEMENTS_KEPT = 4096  # keys of (plan, shapes) already agreed on
-GLANCE_S = 0.25  # how often a waiting rank looks at the side channel
+POLL_S = (0.001, 0.05)  # between looks at the store for entries, at first and in the end
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -58,21 +59,39 @@ class RingGroup:
         self.failure: str | None = None
         self.call = 0  # ring calls begun, forward and backward
         self.settings = Settings()  # of the call under way
-        self._epoch = 0
+        self.epoch = 0
         self._generation = 0  # of the transports: a refusal in mid-call leaves messages on them
         self._refused = False  # the call under way was refused on all ranks
         self._agreed: OrderedDict[str, None] = OrderedDict()
         self._transports: dict[str, Transport] = {}
         self._abandoned: list[Transport] = []  # kept: a late message may still be written
         self._machine: CudaMachine | str | None = None  # or why there is none
-        self._lookout: _Lookout | None = None
+        self._alive = partial(alive, group)
+        self._lookout: Lookout | None = None
         self.moved_by: str | None = None  # the transport of the latest call
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RingGroup:
         if group not in cls._known:
+            for old in [g for g in cls._known if not alive(g)]:
+                cls._known.pop(old).close()
             cls._known[group] = cls(group)
         return cls._known[group]
+
+    @classmethod
+    def close_all(cls) -> None:
+        """At the end of the process."""
+        while cls._known:
+            cls._known.popitem()[1].close()
+
+    def close(self) -> None:
+        """Ends the threads. Process groups end with the default group, or with the process."""
+        if self._lookout is not None:
+            self._lookout.end()
+        for transport in (*self._abandoned, *self._transports.values()):
+            transport.close()
+        if isinstance(self._machine, CudaMachine):
+            self._machine.close()
 
     def transport(self, name: str, device: torch.device) -> Transport:
         """The transport `nccl` or `gloo`; its process group is made at the first call.
@@ -109,7 +128,7 @@ class RingGroup:
 
     def _look_out(self) -> None:
         if self._lookout is None:  # made now: once it is needed, the store may not answer
-            self._lookout = _Lookout(self)
+            self._lookout = Lookout(self, self.store, self._alive)
 
     @property
     def timeout_s(self) -> float:
@@ -146,7 +165,7 @@ class RingGroup:
             raise RingError(f"the context group is lost since: {self.failure}")
         self.call += 1
         self.settings, self._refused = settings, False
-        if self._lookout is not None and self._lookout.summons == self._epoch + 1:
+        if self._lookout is not None and self._lookout.summons == self.epoch + 1:
             self._answer("before its first hop")
 
     def _answer(self, place: str) -> None:
@@ -193,19 +212,10 @@ class RingGroup:
                     self._machine = None
             raise
 
-    @staticmethod
-    def _entry_key(epoch: int, rank: int) -> str:
-        return f"ringfa3/agree/{epoch}/{rank}"
-
-    @staticmethod
-    def _summons_key(epoch: int) -> str:
-        """Set where a rank in an agreement is in trouble, or waits for the others."""
-        return f"ringfa3/summons/{epoch}"
-
     def _meet(self, entry: Mapping[str, object]) -> list[dict[str, object]]:
         """Leaves this rank's entry and reads those of all."""
-        self._epoch += 1
-        keys = [self._entry_key(self._epoch, r) for r in range(self.world)]
+        self.epoch += 1
+        keys = [entry_key(self.epoch, r) for r in range(self.world)]
         found: list[dict[str, object]] = []
         problem = ["the store does not answer; is its host stopped?"]
         done = threading.Event()
@@ -213,16 +223,16 @@ class RingGroup:
         def meet() -> None:
             try:
                 self.store.set(keys[self.rank], json.dumps(entry))
-                if entry["error"] is not None or entry["inside"] or not self._all_soon(keys):
-                    self.store.set(self._summons_key(self._epoch), "")
-                self.store.wait(keys, self.timeout - timedelta(seconds=GLANCE_S))
-                found.extend(json.loads(e) for e in self.store.multi_get(keys))
-                if self._epoch > 2:  # everyone has read it: all have entered the one after it
-                    self.store.delete_key(self._entry_key(self._epoch - 2, self.rank))
-                    if self.rank == 0:
-                        self.store.delete_key(self._summons_key(self._epoch - 2))
+                trouble = entry["error"] is not None or entry["inside"]
+                if trouble or not self._all_there(keys, GLANCE_S):
+                    self.store.set(summons_key(self.epoch), "")
+                if self._all_there(keys, self.timeout_s - GLANCE_S):
+                    found.extend(json.loads(e) for e in self.store.multi_get(keys))
+                    self._clear(self.epoch - 2)
+                else:
+                    problem[0] = self._absent(keys)
             except dist.DistError as error:
-                problem[0] = self._absent(keys, error)
+                problem[0] = f"the store does not answer ({error})"
             done.set()
 
         # on a thread of its own: a store whose host is stopped answers to no timeout
@@ -231,18 +241,26 @@ class RingGroup:
             raise self.fail(f"agreement before a ring call: {problem[0]}")
         return found
 
-    def _all_soon(self, keys: list[str]) -> bool:
-        try:
-            self.store.wait(keys, timedelta(seconds=GLANCE_S))
-        except dist.DistError:
-            return False
+    def _clear(self, epoch: int) -> None:
+        """Everyone has read its entries: all have entered the agreement after it."""
+        if epoch > 0:
+            self.store.delete_key(entry_key(epoch, self.rank))
+            if self.rank == 0:
+                self.store.delete_key(summons_key(epoch))
+
+    def _all_there(self, keys: list[str], seconds: float) -> bool:
+        """Whether the keys are set in time. `Store.wait` would log its timeout as a warning."""
+        deadline = time.monotonic() + seconds
+        pause, longest = POLL_S
+        while not self.store.check(keys):
+            if time.monotonic() > deadline or self.failure is not None:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         return True
 
-    def _absent(self, keys: list[str], problem: Exception) -> str:
-        try:
-            absent = [r for r, k in zip(self.ranks, keys, strict=True) if not self.store.check([k])]
-        except dist.DistError:
-            return f"the store does not answer ({problem})"
+    def _absent(self, keys: list[str]) -> str:
+        absent = [r for r, k in zip(self.ranks, keys, strict=True) if not self.store.check([k])]
         return f"no word from rank {_listed(absent)} within {self.timeout.total_seconds():g} s"
 
     def _raise_on_error(self, entries: Sequence[Mapping[str, object]]) -> None:
@@ -303,7 +321,7 @@ class RingGroup:
         with self._lookout as lookout:
             deadline = time.monotonic() + self.timeout.total_seconds() - GLANCE_S
             while not done.wait(GLANCE_S / 5):
-                if lookout.summons == self._epoch + 1:
+                if lookout.summons == self.epoch + 1:
                     self._answer(what())
                 if lookout.alarm is not None:
                     raise self.fail(f"{what()}: gave up because {lookout.alarm}")
@@ -324,54 +342,4 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-class _Lookout(threading.Thread):
-    """Watches the side channel; as a context manager, with an eye on where the others wait.
-
-    alarm     what a rank said that gave up, None so far
-    summons   number of an agreement that this rank has to join: a rank in it refuses the call
-              that this one is in, or has not begun it, or waits in another one
-    """
-
-    def __init__(self, group: RingGroup) -> None:
-        super().__init__(daemon=True, name="ringfa3-lookout")
-        self._group, self._store = group, group.store.clone()  # type: ignore[attr-defined]
-        self._waiting = False
-        self.alarm: str | None = None
-        self.summons = 0
-        self.start()
-
-    def __enter__(self) -> _Lookout:
-        self._waiting = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting = False
-
-    def run(self) -> None:
-        with suppress(dist.DistError):  # the store's host is gone: waits end at their deadline
-            while True:
-                self._glance()
-                time.sleep(GLANCE_S)
-
-    def _glance(self) -> None:
-        group = self._group
-        epoch, call = group._epoch + 1, group.call
-        if self._store.check(["ringfa3/failure"]):
-            self.alarm = self._store.get("ringfa3/failure").decode()
-        if self._store.check([group._summons_key(epoch)]):
-            for entry in self._of_peers(lambda rank: group._entry_key(epoch, rank)):
-                # such a rank will never send what this call waits for
-                if entry["error"] is not None or entry["inside"] or entry["call"] < call:
-                    self.summons = epoch
-        if self._waiting:
-            mine = {"call": call, "settings": group.settings}
-            self._store.set(f"ringfa3/waiting/{group.rank}", json.dumps(mine))
-            for entry in self._of_peers(lambda rank: f"ringfa3/waiting/{rank}"):
-                if entry["call"] == call and entry["settings"] != mine["settings"]:
-                    self.summons = epoch
-
-    def _of_peers(self, key_of: Callable[[int], str]) -> Iterator[dict[str, Any]]:
-        for rank in range(self._group.world):
-            key = key_of(rank)
-            if rank != self._group.rank and self._store.check([key]):
-                yield json.loads(self._store.get(key))
+atexit.register(RingGroup.close_all)  # a thread that is in C++ when Python ends would abort it

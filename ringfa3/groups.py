@@ -41,6 +41,11 @@ def new_group(
     return group
 
 
+def alive(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed it yet."""
+    return group in c10d._world.pg_map
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The group's own timeout: of its CUDA backend, or of its CPU one where it has no other."""
     for kind in ("cuda", "cpu"):

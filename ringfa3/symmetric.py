@@ -188,6 +188,9 @@ class CudaMachine:
         """The trial is over: from now on a peer that does not answer loses the group."""
         self._watch.timeout_s, self._watch.lost = self.group.timeout_s, self._lose
 
+    def close(self) -> None:
+        self._watch.end()
+
     def abandon(self) -> None:
         """The calls under way will never be answered: their streams go on, nobody is told."""
         self._watch.give_up()

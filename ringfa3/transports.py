@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ringfa3.lookout import END_S
+
 POLL_S = 0.25  # how often the watch over NCCL looks at the messages under way
 
 
@@ -43,6 +45,9 @@ class Transport(Protocol):
     """Moves messages between the ranks of a context group."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange: ...
+
+    def close(self) -> None:
+        """Ends the transport's thread."""
 
 
 class Peers(Protocol):
@@ -77,13 +82,18 @@ class GlooTransport:
 
     def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
         self.group, self.p2p = group, p2p
-        self.waiting: queue.SimpleQueue[_GlooExchange] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[_GlooExchange | None] = queue.SimpleQueue()
         self.under_way: set[_GlooExchange] = set()  # their tensors live until they have arrived
-        threading.Thread(target=self._serve, daemon=True, name="ringfa3-gloo").start()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="ringfa3-gloo")
+        self._thread.start()
 
     def _serve(self) -> None:
-        while True:
-            self.waiting.get().run()
+        while (exchange := self.waiting.get()) is not None:
+            exchange.run()
+
+    def close(self) -> None:
+        self.waiting.put(None)
+        self._thread.join(END_S)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         exchange = _GlooExchange(self, sends, receives)
@@ -147,8 +157,16 @@ class NcclTransport:
 
     def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
         self.group, self.p2p = group, p2p
-        self.posted: queue.SimpleQueue[tuple[float, list[dist.Work], str]] = queue.SimpleQueue()
-        threading.Thread(target=self._watch, daemon=True, name="ringfa3-nccl").start()
+        self.posted: queue.SimpleQueue[tuple[float, list[dist.Work], str] | None]
+        self.posted = queue.SimpleQueue()
+        self._over = False
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="ringfa3-nccl")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over = True
+        self.posted.put(None)
+        self._thread.join(END_S)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         ranks = self.group.ranks
@@ -166,9 +184,9 @@ class NcclTransport:
 
     def _watch(self) -> None:
         seconds = self.group.timeout.total_seconds()
-        while True:
-            posted, works, what = self.posted.get()
-            while not all(w.is_completed() for w in works):
+        while (next_one := self.posted.get()) is not None:
+            posted, works, what = next_one
+            while not self._over and not all(w.is_completed() for w in works):
                 if time.monotonic() > posted + 0.9 * seconds:
                     print(
                         f"ringfa3: rank {self.group.ranks[self.group.rank]}: {what}: "

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from ringfa3.lookout import END_S
+
 POLL_S = 0.1
 
 
@@ -37,7 +39,7 @@ class Watch(threading.Thread):
         self._reached, self._alarm, self._release = reached, alarm, release
         self._posted = threading.Event()
         self._streams: dict[Hashable, _Waits] = {}
-        self._given_up = False
+        self._given_up = self._over = False
         self.start()
 
     def post(self, stream: Hashable, what: Sequence[str]) -> None:
@@ -53,8 +55,13 @@ class Watch(threading.Thread):
         """From now on it only releases."""
         self._given_up = True
 
+    def end(self) -> None:
+        self._over = True
+        self._posted.set()
+        self.join(END_S)
+
     def run(self) -> None:
-        while True:
+        while not self._over:
             self._posted.wait()
             self._posted.clear()
             self._attend()
@@ -62,7 +69,7 @@ class Watch(threading.Thread):
     def _attend(self) -> None:
         """Until nothing is awaited."""
         moved = time.monotonic()
-        while True:
+        while not self._over:
             time.sleep(POLL_S)
             streams = list(self._streams.items())
             passed = [self._drop_passed(stream, waits) for stream, waits in streams]

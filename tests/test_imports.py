@@ -30,6 +30,7 @@ ORDER = [
     "backward",
     "engine",
     "ops",
+    "lookout",
     "transports",
     "driver",
     "watch",
