@@ -56,8 +56,8 @@ def ring_attn_func(
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row, differentiable.
         precision: "native" computes in the dtype of q.
-        transport: "nccl" or, between GPUs of one host, "symmetric" for CUDA tensors, "gloo" for CPU
-            tensors; "auto" chooses.
+        transport: "gloo" for CPU tensors; for CUDA tensors "nccl" or, between GPUs of one host,
+            "symmetric", which "auto" prefers where it is possible.
 
     Returns:
         out (t, h, d); with `return_lse` (out, lse), lse (h, t) float32 (float64 for float64).
@@ -216,10 +216,17 @@ def _enter(
     group.begin(accepted[1])
     if q.is_cuda and transport != "nccl":
         try:
-            return group.machine(q.device)
+            machine = group.machine(q.device)
         except ValueError:
             if transport == "symmetric":
                 raise
+        else:
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    "a ring call over 'symmetric' cannot be captured in a CUDA graph: use "
+                    "transport='nccl'"
+                )
+            return machine
     return group.transport("nccl" if q.is_cuda else "gloo", q.device)
 
 

@@ -61,7 +61,7 @@ def _worker(rank: int, world: int, port: int) -> None:
         cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         plan = plan_context(cu, None, layout, causal, window)
         mine = [plan.shard(x).requires_grad_() for x in (q, k, v)]
-        out = ring_attn_func(*mine, plan)
+        out = ring_attn_func(*mine, plan, transport="nccl")
         assert isinstance(out, torch.Tensor)
         out.backward(plan.shard(dout))
         got = [plan.unshard(x.detach()) for x in (out, *(x.grad for x in mine))]

@@ -17,7 +17,7 @@ from dense import attention, gradients, mask, tensors, worst
 from fake_cuda import FakeCuda, FakeGroup, Ranks
 from placements import Placement, laid_out
 
-from ringfa3 import driver, reference, symmetric
+from ringfa3 import driver, reference, ring, symmetric
 from ringfa3.comm import RingGroup, Settings
 from ringfa3.course import Course
 from ringfa3.ring import ring_attention
@@ -59,9 +59,9 @@ def _layers(group: FakeGroup, placements: list[Placement], here: dict[int, CudaM
         token = plan.token_index
         mine = [x[token].requires_grad_() for x in inputs]
         settings = (plan.handle, 2**-0.5, False, "native", "symmetric")
-        ring = ring_attention(*mine, *settings)
-        grads = gradients(mine, ring, dout[token], dlse[:, token])
-        made += [(ring[0], whole[0][token]), (ring[1], whole[1][:, token])]
+        there = ring_attention(*mine, *settings)
+        grads = gradients(mine, there, dout[token], dlse[:, token])
+        made += [(there[0], whole[0][token]), (there[1], whole[1][:, token])]
         made += zip(grads, (g[token] for g in expected), strict=True)
     return worst(made)
 
@@ -100,19 +100,19 @@ def test_calls_take_turns_with_the_two_slots() -> None:
 
 def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str]]:
     """Lines of all ranks in a call, and what `machine` raises, twice."""
-    ring, calls = RingGroup.of(group), []
+    own, calls = RingGroup.of(group), []
 
     def opened(*_: object) -> str:
         calls.append(verdict)
         return verdict
 
     said = []
-    ring.begin(Settings())
-    lines = ring.gather(f"I am {ring.rank}")
+    own.begin(Settings())
+    lines = own.gather(f"I am {own.rank}")
     with mock.patch("ringfa3.comm.open_machine", opened):
         for _ in range(2):
             try:
-                ring.machine(CPU)
+                own.machine(CPU)
             except ValueError as error:
                 said.append(str(error))
     assert calls == [verdict]
@@ -126,6 +126,39 @@ def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> No
         assert said == 2 * [
             "transport='symmetric' is not possible here (rank 1: no CUDA driver): use 'nccl'"
         ]
+
+
+def _moved_by(transport: str, possible: bool, capturing: bool = False) -> object:
+    """What `ring._enter` gives for CUDA tensors; a group's machine is "symmetric"."""
+    group = mock.Mock()
+    group.transport.side_effect = lambda name, _: name
+    group.machine.side_effect = None if possible else ValueError("rank 1: no CUDA driver")
+    group.machine.return_value = "symmetric"
+    x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
+    plan = mock.Mock(world=2)
+    with (
+        mock.patch.multiple(ring, _check=mock.Mock(), _settings=mock.Mock(return_value={})),
+        mock.patch.object(ring, "forward_engine"),
+        mock.patch.object(RingGroup, "of", return_value=group),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
+    ):
+        return ring._enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
+
+
+def test_auto_is_symmetric_where_that_is_possible() -> None:
+    assert _moved_by("auto", possible=True) == "symmetric"
+    assert _moved_by("auto", possible=False) == "nccl"
+    assert _moved_by("nccl", possible=True) == "nccl"
+    assert _moved_by("symmetric", possible=True) == "symmetric"
+    with pytest.raises(ValueError, match="no CUDA driver"):
+        _moved_by("symmetric", possible=False)
+
+
+@pytest.mark.parametrize("transport", ["auto", "symmetric"])
+def test_a_call_over_symmetric_is_not_captured(transport: str) -> None:
+    assert _moved_by("nccl", possible=True, capturing=True) == "nccl"
+    with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
+        _moved_by(transport, possible=True, capturing=True)
 
 
 class Lost(FakeCuda):
@@ -244,11 +277,11 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on() -> None:
 
 def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
     """Whether this rank's watch still waits to raise, when the rank has raised an error itself."""
-    ring = RingGroup.of(group)
-    machine = ring._machine = object.__new__(CudaMachine)
+    own = RingGroup.of(group)
+    machine = own._machine = object.__new__(CudaMachine)
     machine._watch = mock.Mock()
     try:
-        with ring:
+        with own:
             raise torch.OutOfMemoryError("CUDA out of memory")
     except torch.OutOfMemoryError:
         return not machine._watch.give_up.called
