@@ -18,7 +18,16 @@ from ringfa3 import schedule
 from ringfa3.context import ContextPlan
 from ringfa3.plan import Plan
 from ringfa3.reference import statistics_dtype
-from ringfa3.schedule import Attend, Buffer, Collect, Operation, Place, Prepare, Publish
+from ringfa3.schedule import (
+    Attend,
+    Buffer,
+    Collect,
+    Event,
+    Operation,
+    Place,
+    Prepare,
+    Publish,
+)
 
 
 class Machine(Protocol):
@@ -38,8 +47,14 @@ class Machine(Protocol):
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         """This rank's own memory, uint8."""
 
-    def prepared(self, operations: Sequence[Operation]) -> Any:
-        """Operations that are no work, and what work among them waits for, for `issue`."""
+    def prepared(self, operations: Sequence[Operation], inside: frozenset[Event]) -> Any:
+        """Operations that are no work, and what work among them waits for, for `issue`.
+
+        inside: events that kernels await by the words `arrival` themselves, not their stream.
+        """
+
+    def arrival(self, event: Event) -> torch.Tensor:
+        """(1,) int32 that is 1 from the event on, until the kernel of the same hop has ended."""
 
     def issue(self, prepared: Any) -> None:
         """Puts prepared operations into their streams."""
@@ -101,13 +116,15 @@ class Course:
         direction: str,
         k: torch.Tensor,
         v: torch.Tensor,
+        waits: bool = False,
     ) -> None:
         """Publishes k and v, (local_tokens, hk, d), and starts the first transfers.
 
-        What the caller computes before `run` goes on beside them.
+        What the caller computes before `run` goes on beside them. waits: `attend` takes a word to
+        wait for.
         """
         self.machine, self._local = machine, (k, v)
-        kind = (direction, k.dtype, k.shape[1], k.shape[2])
+        kind = (direction, waits, k.dtype, k.shape[1], k.shape[2])
         cargoes = _known.setdefault(plan.hops, {})
         cargo = cargoes.get(kind)
         if cargo is None:
@@ -116,7 +133,7 @@ class Course:
         routes = machine.routes.setdefault(plan.hops, {})
         route = routes.get((kind, parity))
         if route is None:
-            route = _route(machine, plan, direction, cargo, parity, k.device)
+            route = _route(machine, plan, direction, cargo, parity, k.device, waits)
             routes[kind, parity] = route
         self._grads: tuple[torch.Tensor, ...] = ()
         if direction == "backward":
@@ -136,7 +153,8 @@ class Course:
 
         k, v: (rows, hk, d) of the hop's block; rows that the hop's spans do not have may be
         anything. dk, dv: the same in the statistics dtype; they are added to, or stored where the
-        tiling says FIRST. Hop 0 stores; what others have added to its rows comes after it.
+        tiling says FIRST. Hop 0 stores; what others have added to its rows comes after it. If it
+        waits, attend(hop, k, v, dk, dv, word) must not touch dk and dv while the word is 0.
         """
         self._attend = attend
         self._issue(self._after)
@@ -172,9 +190,21 @@ def _route(
     cargo: Cargo,
     parity: int,
     device: torch.device,
+    waits: bool,
 ) -> Route:
     """The steps of a call on what is the machine's memory now."""
     own = plan.own_rows(device)
+    make = schedule.forward if direction == "forward" else schedule.backward
+    operations = make(plan.movement, plan.rank, parity)
+    inside = frozenset(
+        work.arrived
+        for work in operations
+        if waits
+        and isinstance(work, Attend)
+        and work.arrived is not None
+        # a kernel that stores the partial reads nothing of it, and would not wait
+        and not plan.hops.stores[work.hop]
+    )
 
     def rows(place: Place, count: int) -> torch.Tensor:
         """(count, 2, hk, d): the first rows of a buffer of this rank."""
@@ -182,13 +212,15 @@ def _route(
         return memory.view(cargo.dtypes[place.buffer]).view(-1, *cargo.row)
 
     def tensors(work: Publish | Attend | Collect) -> tuple[torch.Tensor, ...]:
-        """Publish: index, K, V. Attend: K, V, dK, dV. Collect: index and rows of each place."""
+        """Publish: index, K, V. Attend: K, V, dK, dV, word. Collect: each place's index, rows."""
         if isinstance(work, Publish):
             return own, *rows(work.place, work.place.end).unbind(1)
         if isinstance(work, Attend):
             count = int(plan.movement.rows[(plan.rank - work.hop) % plan.world, work.hop])
             places = [p for p in (work.kv, work.partial) if p is not None]
-            return tuple(x for p in places for x in rows(p, count).unbind(1))
+            event = work.arrived
+            word = (machine.arrival(event),) if event is not None and event in inside else ()
+            return *(x for p in places for x in rows(p, count).unbind(1)), *word
         ends = [0]
         for place in work.places:
             ends.append(ends[-1] + place.end)
@@ -197,18 +229,17 @@ def _route(
             x for i, p in zip(index, work.places, strict=True) for x in (i, rows(p, p.end))
         )
 
-    make = schedule.forward if direction == "forward" else schedule.backward
     steps: list[Step] = []
     count = 0
     pending: list[Operation] = []
-    for operation in make(plan.movement, plan.rank, parity):
+    for operation in operations:
         if isinstance(operation, Prepare):
-            steps.append(Step(machine.prepared(pending), None, ()))
+            steps.append(Step(machine.prepared(pending, inside), None, ()))
             count, pending = len(steps), []
             continue
         pending.append(operation)
         if isinstance(operation, (Publish, Attend, Collect)):
-            steps.append(Step(machine.prepared(pending), operation, tensors(operation)))
+            steps.append(Step(machine.prepared(pending, inside), operation, tensors(operation)))
             pending = []
-    steps.append(Step(machine.prepared(pending), None, ()))
+    steps.append(Step(machine.prepared(pending, inside), None, ()))
     return Route(steps[:count], steps[count:])

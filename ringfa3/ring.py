@@ -252,10 +252,15 @@ def _begin(
     direction: str,
     k: torch.Tensor,
     v: torch.Tensor,
+    waits: bool = False,
 ) -> Relay | Course:
-    """Starts the first transfers of a call, whose `run` does the rest."""
+    """Starts the first transfers of a call, whose `run` does the rest.
+
+    waits: backward, `attend` takes a word to wait for. Only copy engines may set it: a kernel,
+    NCCL's for one, might find no room beside those that wait.
+    """
     if isinstance(moved_by, CudaMachine):
-        return Course(moved_by, plan, direction, k, v)
+        return Course(moved_by, plan, direction, k, v, waits)
     return Relay(plan, moved_by, direction, k, v)
 
 
@@ -315,7 +320,7 @@ def ring_attention_backward(
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
         engine = backward_engine(q)
-        call = _begin(context, moved_by, "backward", k, v)
+        call = _begin(context, moved_by, "backward", k, v, engine.waits)
         tilings = context.hops.backward(engine.tile_n, engine.tile_m, deterministic)
         run = engine.begin(dout, dlse, q, out, lse, context.hops, scale, deterministic)
 

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -78,6 +78,17 @@ class Script(NamedTuple):
     takes: list[tuple[Stream, list[str], list[driver.WordOperation]]]
 
 
+class _Words(NamedTuple):
+    """What a stream does with words in one call.
+
+    counts, said  where it counts a word that was taken, and which that was
+    """
+
+    operations: list[driver.WordOperation]
+    counts: list[int]
+    said: list[str]
+
+
 class CudaMachine:
     """`ringfa3.course.Machine` on one GPU."""
 
@@ -97,6 +108,9 @@ class CudaMachine:
         self._streams: dict[Stream, torch.cuda.Stream] = {s: _stream(device) for s in side}
         self._taken = dict.fromkeys(Stream, 0)  # words, by each stream
         self._events: dict[Event, int] = {}
+        # By hop, for kernels: a set word is reset behind the kernel that has awaited it, before the
+        # last kernel of its call, and set again behind that one.
+        self._arrivals = torch.zeros(group.world, dtype=torch.int32, device=device)
         self._row_bytes: Mapping[Buffer, int] = {}
         self._watch = Watch(timeout_s, self.words.reached, group.alarm, lost, self.words.set_all)
 
@@ -122,53 +136,62 @@ class CudaMachine:
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         work()
 
-    def prepared(self, operations: Sequence[Operation]) -> Script:
-        """Neighbours that set and take words of one stream become one call.
+    def arrival(self, event: Event) -> torch.Tensor:
+        return self._arrivals[event.number : event.number + 1]
 
-        A kernel that could wait for its partial itself would get the event's word instead.
-        """
+    def prepared(self, operations: Sequence[Operation], inside: frozenset[Event]) -> Script:
+        """Neighbours that write and await words of one stream become one call."""
         script = Script([], [])
-        for (stream, words), run in itertools.groupby(operations, _stream_of_words):
-            if words:
-                ordered = cast(Iterable[Set | Take], run)
-                script.calls.append(self._in_one_call(stream, ordered, script))
-            else:
-                script.calls.extend(call for x in run if (call := self._call(x)) is not None)
+        for stream, run in itertools.groupby(operations, lambda x: x.stream):
+            words = _Words([], [], [])
+            for operation in run:
+                self._add_words(words, operation, inside)
+                call = self._call(operation, inside)
+                if call is not None:
+                    self._put(script, stream, words)
+                    words = _Words([], [], [])
+                    script.calls.append(call)
+            self._put(script, stream, words)
         return script
 
-    def _call(self, operation: Operation) -> driver.Call | None:
+    def _add_words(self, words: _Words, operation: Operation, inside: frozenset[Event]) -> None:
+        """A taken word is reset, and the stream's counter says that it was taken."""
+        if isinstance(operation, Set):
+            words.operations.append(driver.write(self.words.address(operation.word), 1))
+        elif isinstance(operation, Take):
+            word = self.words.address(operation.word)
+            words.operations.extend((driver.wait(word, 1), driver.write(word, 0)))
+            words.counts.append(len(words.operations))
+            words.operations.append(driver.write(self.words.counter(operation.stream), 0))
+            peer = self.group.ranks[operation.word.sender]
+            words.said.append(f"{operation.what} rank {peer}")
+        elif isinstance(operation, Record):
+            name, hop = operation.event
+            arrived = Event("arrived", hop)
+            if arrived in inside and name in ("arrived", "attended"):
+                address = self.arrival(arrived).data_ptr()
+                words.operations.append(driver.write(address, int(name == "arrived")))
+
+    def _call(self, operation: Operation, inside: frozenset[Event]) -> driver.Call | None:
         handle = self._streams[operation.stream].cuda_stream
-        if isinstance(operation, Record):
+        if isinstance(operation, Record) and operation.event not in inside:
             return driver.record(handle, self._event(operation.event))
         if isinstance(operation, Await):
             return driver.await_event(handle, self._event(operation.event))
-        if isinstance(operation, Attend) and operation.arrived is not None:
-            return driver.await_event(handle, self._event(operation.arrived))
+        if isinstance(operation, Attend) and operation.arrived not in (None, *inside):
+            return driver.await_event(handle, self._event(cast(Event, operation.arrived)))
         if isinstance(operation, Copy):
             source, target = operation.source, operation.target
             size = (source.end - source.begin) * self._row_bytes[source.buffer]
             return driver.copy(handle, self._address(target), self._address(source), size)
-        return None  # work
+        return None
 
-    def _in_one_call(
-        self, stream: Stream, operations: Iterable[Set | Take], script: Script
-    ) -> driver.Call:
-        """A taken word is reset, and the stream's counter says that it was taken."""
-        made: list[driver.WordOperation] = []
-        counts, said = [], []
-        for operation in operations:
-            word = self.words.address(operation.word)
-            if isinstance(operation, Set):
-                made.append(driver.write(word, 1))
-                continue
-            made += [driver.wait(word, 1), driver.write(word, 0)]
-            counts.append(len(made))
-            made.append(driver.write(self.words.counter(stream), 0))
-            said.append(f"{operation.what} rank {self.group.ranks[operation.word.sender]}")
-        call, read = driver.batch(self._streams[stream].cuda_stream, made)
-        if said:
-            script.takes.append((stream, said, [read[i] for i in counts]))
-        return call
+    def _put(self, script: Script, stream: Stream, words: _Words) -> None:
+        if words.operations:
+            call, read = driver.batch(self._streams[stream].cuda_stream, words.operations)
+            script.calls.append(call)
+            if words.said:
+                script.takes.append((stream, words.said, [read[i] for i in words.counts]))
 
     def issue(self, script: Script) -> None:
         for stream, said, counts in script.takes:
@@ -202,11 +225,6 @@ class CudaMachine:
     def _lose(self, message: str) -> None:
         error = self.group.fail(message)
         raise_in_main_thread(error)  # first: what the streams compute from now on is void
-
-
-def _stream_of_words(operation: Operation) -> tuple[Stream, bool]:
-    """The stream of an operation, and whether it sets or takes a word."""
-    return operation.stream, isinstance(operation, (Set, Take))
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -282,6 +300,7 @@ def _trial(machine: CudaMachine) -> str:
     """
     rank, world, device = machine.group.rank, machine.group.world, machine.device
     plan = plan_context(world * TRIAL_TOKENS, (rank, world), "contiguous", causal=False)
+    compute = torch.cuda.current_stream(device)
     generator = torch.Generator().manual_seed(0)  # the same numbers on all ranks
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     shape = (world, TRIAL_TOKENS, 2, 1, 128)
@@ -296,16 +315,21 @@ def _trial(machine: CudaMachine) -> str:
             *partial: torch.Tensor,
             everyone: torch.Tensor = everyone,
         ) -> None:
+            if len(partial) == 3:  # with a word
+                awaited = driver.wait(partial[2].data_ptr(), 1)
+                driver.issue([driver.batch(compute.cuda_stream, [awaited])[0]])
             wrong.add_((torch.stack((k, v), 1) != everyone[(rank - hop) % world]).sum())
             for x, y in zip(partial, (k, v), strict=False):
                 x.copy_(y.float() * (rank + 1) + (0 if plan.hops.stores[hop] else x))
 
-        course = Course(machine, plan, direction, *mine.unbind(1))
+        waits = direction == "backward"
+        k, v = mine.unbind(1)
+        course = Course(machine, plan, direction, k, v, waits)
         course.run(attend)
         if direction == "backward":
             wrong.add_((course.home != mine.float() * (world * (world + 1) // 2)).sum())
     done = _event()
-    done.record(torch.cuda.current_stream(device))
+    done.record(compute)
     while not done.query():  # type: ignore[no-untyped-call]
         time.sleep(0.01)
     return f"a trial read {int(wrong)} wrong numbers" if int(wrong) else ""

@@ -143,7 +143,10 @@ class SimulatedMachine:
             task = self._in_parts(reads, writes, arrived, work)
         self._put(operation.stream, str(operation), task)
 
-    def prepared(self, operations: Sequence[Operation]) -> list[Operation]:
+    def prepared(
+        self, operations: Sequence[Operation], inside: frozenset[Event]
+    ) -> list[Operation]:
+        assert not inside
         return [x for x in operations if not isinstance(x, (Publish, Attend, Collect))]
 
     def issue(self, prepared: list[Operation]) -> None:

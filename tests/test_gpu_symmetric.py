@@ -23,7 +23,7 @@ from ranks import free_port
 from test_gpu_ring import plain_attention
 
 from ringfa3 import RingError, plan_context, ring_attn_func
-from ringfa3.schedule import Copy, Operation, Set, Take
+from ringfa3.schedule import Copy, Event, Operation, Set, Take
 from ringfa3.symmetric import CudaMachine, Script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -46,7 +46,9 @@ class Slow:
         if self.rng.random() < 0.02:
             time.sleep(self.rng.uniform(0, 0.01))
 
-    def prepared(self, machine: CudaMachine, operations: Sequence[Operation]) -> Script:
+    def prepared(
+        self, machine: CudaMachine, operations: Sequence[Operation], inside: frozenset[Event]
+    ) -> Script:
         """With a call of ours before each operation; or before a few that set and take words."""
         whole = Script([], [])
         begin = 0
@@ -58,7 +60,7 @@ class Slow:
                 and self.rng.random() < 0.7
             ):
                 end += 1
-            calls, takes = self.inner(machine, operations[begin:end])
+            calls, takes = self.inner(machine, operations[begin:end], inside)
             whole.calls.append((partial(self.disturb, machine, operations[begin]), ()))
             whole.calls.extend(calls)
             whole.takes.extend(takes)
@@ -121,7 +123,7 @@ def _exact(rank: int, world: int) -> None:
     rng, slow = random.Random(world), Slow(rank)
     for _ in range(STEPS):
         layers = [Layer(rng) for _ in range(3)]
-        with mock.patch.object(CudaMachine, "prepared", lambda m, o: slow.prepared(m, o)):
+        with mock.patch.object(CudaMachine, "prepared", lambda m, *a: slow.prepared(m, *a)):
             for run in [x.forward for x in layers] + [x.backward for x in reversed(layers)]:
                 slow.sleep()
                 run()

@@ -4,6 +4,7 @@ refusals, and what happens to a rank whose peers do not answer."""
 from __future__ import annotations
 
 import ctypes
+import random
 import re
 import threading
 import time
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from dense import attention, gradients, mask, tensors, worst
 from fake_cuda import FakeCuda, FakeGroup, Ranks
-from placements import Placement, laid_out
+from placements import Placement, laid_out, scattered
+from torch import Tensor
 
 from ringfa3 import driver, reference, ring, symmetric
 from ringfa3.comm import RingGroup, Settings
@@ -86,6 +88,50 @@ def test_attention_equals_one_device_while_the_arena_grows(world: int) -> None:
     ):
         errors = Ranks(world, seed=world).run(lambda group: _layers(group, placements, here))
     assert max(errors) < 1e-12  # type: ignore[type-var]
+
+
+def _waiting(group: FakeGroup, placements: list[Placement]) -> list[str]:
+    """What is wrong after backward calls whose kernels wait for their partial inside."""
+    machine = open_machine(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    cuda = group.meeting.cuda
+    rank, world, wrong, words = group.rank, group.world, [], 0
+    for layer, placement in enumerate(placements):
+        plan = placement.plans[rank]
+        seen = plan.movement.seen.tolist()
+        keys = 100.0 * layer + 10 * rank + torch.arange(plan.local_tokens).view(-1, 1, 1)
+
+        def attend(hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, *word: Tensor) -> None:
+            nonlocal words
+            rows = slice(*seen[(rank - hop) % world][hop]) if hop else slice(None)  # noqa: B023
+            first = hop == 0 or plan.hops.stores[hop]  # noqa: B023
+            assert not (first and word)
+            for w in word:
+                words += 1
+                cuda.until(lambda: int(w) == 1)  # noqa: B023
+            for x, y in ((dk, k), (dv, v)):
+                if first:
+                    x.zero_()
+                x[rows] += y[rows] * (1 + rank)
+
+        course = Course(machine, plan, "backward", keys, -keys, waits=True)
+        course.run(attend)
+        weight = torch.full((plan.local_tokens, 1, 1), 1.0 + rank)
+        for hop in range(1, world):
+            weight[plan.movement.own[slice(*seen[rank][hop])]] += 1 + (rank + hop) % world
+        if not torch.equal(course.home, torch.stack((keys, -keys), 1) * weight.unsqueeze(1)):
+            wrong.append(f"layer {layer}, rank {rank}")
+    return wrong + ["no word was awaited"] * (not words)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_kernels_that_wait_inside_add_to_what_has_arrived(world: int, seed: int) -> None:
+    """Exactly, in placements where other hops are visited from layer to layer."""
+    rng = random.Random(seed)
+    placements = [scattered(rng, world) for _ in range(6)] + [laid_out([8 * world], world)]
+    wrong = Ranks(world, seed=seed).run(lambda group: _waiting(group, placements))
+    assert wrong == [[]] * world
 
 
 def _parities(group: FakeGroup) -> list[int]:
@@ -162,10 +208,14 @@ def test_a_call_over_symmetric_is_not_captured(transport: str) -> None:
 
 
 class Lost(FakeCuda):
-    """No word is set."""
+    """No word of another rank is set."""
+
+    def register(self, address: int, size: int) -> int:
+        self.mapped = [*getattr(self, "mapped", []), range(address, address + size)]
+        return address
 
     def write_word(self, stream: int, address: int, value: int) -> None:
-        if value != 1:
+        if value != 1 or not any(address in words for words in self.mapped):
             super().write_word(stream, address, value)
 
 
