@@ -23,7 +23,7 @@ from ranks import free_port
 from test_gpu_ring import plain_attention
 
 from ringfa3 import RingError, plan_context, ring_attn_func
-from ringfa3.schedule import Copy, Event, Operation, Set, Take
+from ringfa3.schedule import Copy, Event, Operation, Set, Stream, Take
 from ringfa3.symmetric import CudaMachine, Script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -33,16 +33,26 @@ TIMEOUT_S = 10.0
 
 
 class Slow:
-    """Random delays before operations of any stream, and NaN where a copy is to arrive."""
+    """Random delays before operations of any stream, and NaN where a copy is to arrive.
+
+    On side streams both are copies from the host: a kernel could find no SM beside one of ours
+    that waits for what comes behind it.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.inner = CudaMachine.prepared
+        self.poison = torch.full((1 << 25,), 0xFF, dtype=torch.uint8).pin_memory()
+        self.scratch = torch.empty_like(self.poison, device="cuda")
 
-    def sleep(self) -> None:
+    def sleep(self, side: bool = False) -> None:
         """On the current stream, up to about a millisecond, now and then; or on the host."""
         if self.rng.random() < 0.2:
-            torch.cuda._sleep(int(10 ** self.rng.uniform(3, 6.3)))
+            if side:
+                size = int(10 ** self.rng.uniform(4, 7.5))
+                self.scratch[:size].copy_(self.poison[:size], non_blocking=True)
+            else:
+                torch.cuda._sleep(int(10 ** self.rng.uniform(3, 6.3)))
         if self.rng.random() < 0.02:
             time.sleep(self.rng.uniform(0, 0.01))
 
@@ -69,12 +79,13 @@ class Slow:
 
     def disturb(self, machine: CudaMachine, operation: Operation) -> int:
         with torch.cuda.stream(machine._streams[operation.stream]):
-            self.sleep()
+            self.sleep(side=operation.stream is not Stream.COMPUTE)
             if isinstance(operation, Copy):
                 place = operation.target
                 row = machine._row_bytes[place.buffer]
-                memory = machine.local(place.buffer, place.slot)
-                memory[place.begin * row : place.end * row].fill_(0xFF)
+                arriving = machine.local(place.buffer, place.slot)
+                arriving = arriving[place.begin * row : place.end * row]
+                arriving.copy_(self.poison[: len(arriving)], non_blocking=True)
         return 0
 
 
@@ -133,11 +144,18 @@ def _exact(rank: int, world: int) -> None:
     dist.destroy_process_group()
 
 
-def _stall(rank: int, world: int) -> None:
+def _stall(rank: int, world: int, direction: str = "forward") -> None:
     """Rank 1 does not come to the second call; each other rank raises, naming hop and peer."""
     plan = plan_context(1024 * world)
-    x = torch.randn(plan.local_tokens, 4, 64, device="cuda").bfloat16()
-    ring_attn_func(x, x, x, plan, transport="symmetric")
+    x = torch.randn(plan.local_tokens, 4, 64, device="cuda").bfloat16().requires_grad_()
+
+    def forward() -> torch.Tensor:
+        out = ring_attn_func(x, x, x, plan, transport="symmetric")
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    forward().sum().backward()
+    out = forward() if direction == "backward" else x
     y = torch.zeros(1, device="cuda").add_(1)  # its kernel is loaded
     torch.cuda.synchronize()
     dist.barrier()
@@ -146,26 +164,35 @@ def _stall(rank: int, world: int) -> None:
         os._exit(0)
     start = time.monotonic()
     with pytest.raises(RingError) as raised:  # noqa: PT012
-        ring_attn_func(x, x, x, plan, transport="symmetric")
+        if direction == "forward":
+            forward()
+        else:
+            out.sum().backward()
         while True:  # until the queue is full: then the driver holds up every thread that calls it
             y.add_(1)
     assert time.monotonic() - start < TIMEOUT_S + 5
-    assert re.search(r"forward hop \d: K/V|gave up because", str(raised.value)), raised.value
+    said = str(raised.value)
+    assert re.search(rf"{direction} hop \d: d?K/d?V|gave up because", said), said
     with pytest.raises(RingError, match="the context group is lost"):
-        ring_attn_func(x, x, x, plan, transport="symmetric")
+        forward()
     os._exit(0)
+
+
+def _stall_backward(rank: int, world: int) -> None:
+    """The same in a backward call, whose kernels wait for their partial themselves."""
+    _stall(rank, world, "backward")
 
 
 def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
-    limit = timedelta(seconds=TIMEOUT_S if function is _stall else 60)
+    limit = timedelta(seconds=60 if function is _exact else TIMEOUT_S)
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
     function(rank, world)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("function", [_exact, _stall])
+@pytest.mark.parametrize("function", [_exact, _stall, _stall_backward])
 def test_symmetric(world: int, function: Callable[[int, int], None]) -> None:
     """The single-device gate on slow, poisoned streams; and a rank that stalls."""
     if torch.cuda.device_count() < world:
