@@ -82,17 +82,24 @@ CUTE_DEVICE void load_tiles(ForwardParams<Traits> const& p, typename Traits::Sha
   }
 }
 
-template <class Traits>
-CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
-                              typename Traits::SharedStorage& smem) {
+// What consumers do with the stages that they give back: nothing, `load_tiles` fills them again.
+struct LeftToProducer {
+  CUTE_DEVICE void q() const {}
+  CUTE_DEVICE void k() const {}
+  CUTE_DEVICE void v() const {}
+};
+
+template <class Traits, class Refill = LeftToProducer>
+CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::SharedStorage& smem,
+                              Refill const& refill = {}) {
   using Element = typename Traits::Element;
   constexpr int N = Traits::N, D = Traits::D, Stages = Traits::Stages;
   constexpr int Consumers = Traits::Consumers;
   int const thread = threadIdx.x % kWarpgroup;
-  int const warpgroup = cutlass::canonical_warp_group_idx() - 1;  // known to be uniform
+  int const warpgroup = cutlass::canonical_warp_group_idx() - Traits::Producers;  // known uniform
   int const lane = thread % kWarp;
-  int const warp = cutlass::canonical_warp_idx_sync() - 4;  // of the consumers, uniform too
-  int const row = kWarpRows * warp + lane / 4;              // and row + 8
+  int const warp = cutlass::canonical_warp_idx_sync() - 4 * Traits::Producers;  // of the consumers
+  int const row = kWarpRows * warp + lane / 4;                                  // and row + 8
   float const scale_log2 = p.args.softmax_scale * kLog2e;
 
   typename Traits::MmaS mma_s;
@@ -159,7 +166,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
   };
   auto scores_done = [&] {
     warpgroup_fence_operand(s);
-    if (thread == 0) smem.k_empty[k_state.index()].arrive();
+    if (thread == 0) smem.k_empty[k_state.index()].arrive(), refill.k();
     k_state.advance();
   };
 
@@ -217,7 +224,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
       next_block();  // branches, and so keeps these exponentials above the wait
       warpgroup_wait<0>();
       warpgroup_fence_operand(o);
-      if (thread == 0) smem.v_empty[v_state.index()].arrive();
+      if (thread == 0) smem.v_empty[v_state.index()].arrive(), refill.v();
       v_state.advance();
       to_operand<Element, 0, kEarly>(prob, fP);
       rows.template exponentiate<kEarly, kSize>(s, prob, sum, scale_log2);
@@ -234,7 +241,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
 
     // The tile ends. The first scores of the next one come before its last P V, if Q can be there.
     clear_foreign_v();
-    if (thread == 0) smem.q_empty[q_state.index()].arrive();
+    if (thread == 0) smem.q_empty[q_state.index()].arrive(), refill.q();
     q_state.advance();
     work_state.advance();
     smem.work_full[work_state.index()].wait(work_state.phase());
@@ -255,7 +262,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
       warpgroup_wait<0>();
     }
     warpgroup_fence_operand(o);
-    if (thread == 0) smem.v_empty[v_state.index()].arrive();
+    if (thread == 0) smem.v_empty[v_state.index()].arrive(), refill.v();
     v_state.advance();
     finish<Traits>(p, work, warp, lane, rows, o, smem.o + kWarpRows * D * warp);
     __syncwarp();
@@ -274,26 +281,31 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p,
   tma_store_wait<0>();            // shared memory is the CTA's until then
 }
 
+// One thread, before the others go on.
+template <class Traits>
+CUTE_DEVICE void begin_barriers(ForwardParams<Traits> const& p,
+                                typename Traits::SharedStorage& smem) {
+  for (CUtensorMap const* map : {&p.q, &p.k, &p.v, &p.out}) prefetch_tma_descriptor(map);
+  for (int i = 0; i < Traits::QStages; ++i) {
+    smem.q_full[i].init(1), smem.q_empty[i].init(Traits::Consumers);
+  }
+  smem.work_wanted.init(1);
+  for (int i = 0; i < Traits::Stages; ++i) {
+    smem.k_full[i].init(1), smem.v_full[i].init(1);
+    smem.k_empty[i].init(Traits::Consumers), smem.v_empty[i].init(Traits::Consumers);
+  }
+  for (int i = 0; i < kWorkDepth; ++i) {
+    smem.work_full[i].init(1), smem.work_empty[i].init(4 * Traits::Consumers + Traits::Producers);
+  }
+  cutlass::arch::fence_barrier_init();
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, 1)
     forward_kernel(__grid_constant__ ForwardParams<Traits> const p) {
   extern __shared__ __align__(1024) char raw[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
-  if (threadIdx.x == 0) {
-    for (CUtensorMap const* map : {&p.q, &p.k, &p.v, &p.out}) prefetch_tma_descriptor(map);
-    for (int i = 0; i < Traits::QStages; ++i) {
-      smem.q_full[i].init(1), smem.q_empty[i].init(Traits::Consumers);
-    }
-    smem.work_wanted.init(1);
-    for (int i = 0; i < Traits::Stages; ++i) {
-      smem.k_full[i].init(1), smem.v_full[i].init(1);
-      smem.k_empty[i].init(Traits::Consumers), smem.v_empty[i].init(Traits::Consumers);
-    }
-    for (int i = 0; i < kWorkDepth; ++i) {
-      smem.work_full[i].init(1), smem.work_empty[i].init(4 * Traits::Consumers + 1);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
+  if (threadIdx.x == 0) begin_barriers<Traits>(p, smem);
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
@@ -309,7 +321,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
 }
 
 template <class Traits>
-cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream) {
+cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream,
+                           void (*kernel)(ForwardParams<Traits>) = forward_kernel<Traits>) {
   using Element = typename Traits::Element;
   int const heads = static_cast<int>(a.q.heads);
   ForwardParams<Traits> p{.q = {},
@@ -328,7 +341,6 @@ cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream) {
   }
   constexpr int kSmem = sizeof(typename Traits::SharedStorage);
   static_assert(kSmem <= 227 * 1024, "more than an SM has");
-  auto kernel = forward_kernel<Traits>;
   static std::atomic<uint64_t> allowed;
   cudaError_t const status = allow_shared(kernel, kSmem, allowed);
   if (status != cudaSuccess) return status;

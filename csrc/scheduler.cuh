@@ -24,6 +24,18 @@ CUTE_DEVICE void store_nothing(ForwardArgs const& a, Tile const& tile, int head,
   }
 }
 
+// The tile of piece of work w, and its query head.
+template <class Traits>
+CUTE_DEVICE Tile piece_of(ForwardParams<Traits> const& p, int w, int& head) {
+  ForwardArgs const& a = p.args;
+  int const per_section = a.num_tiles * a.head_section;
+  int const section = w / per_section;
+  int const rest = w - section * per_section;
+  int const width = min(a.head_section, p.heads - section * a.head_section);
+  head = section * a.head_section + rest % width;
+  return a.tiles[rest / width];
+}
+
 // Warp-wide: takes and decodes the next piece of work while the last blocks of this one are on
 // their way. Not earlier: whoever is free first should get the next one. Every piece is followed by
 // one turn of the counter, and the last of these turns it back to 0 for the next launch.
@@ -40,12 +52,8 @@ CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::Sha
     if (w >= p.num_work) {
       if (lane == 0) work.head = -1;
     } else {
-      int const per_section = a.num_tiles * a.head_section;
-      int const section = w / per_section;
-      int const rest = w - section * per_section;
-      int const width = min(a.head_section, p.heads - section * a.head_section);
-      Tile const tile = a.tiles[rest / width];
-      int const head = section * a.head_section + rest % width;
+      int head;
+      Tile const tile = piece_of(p, w, head);
       if (tile.num_spans == 0) {  // sees nothing at any hop
         store_nothing<Traits>(a, tile, head, lane);
         if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);

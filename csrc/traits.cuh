@@ -26,13 +26,14 @@ struct ForwardTraits {
   static constexpr int Consumers = Consumers_;
   static constexpr bool Overlap = Overlap_;
   static constexpr bool PingPong = PingPong_;
+  static constexpr int Producers = 1;  // warpgroups; none in the ablation of unspecialised.cuh
   static constexpr int M = 64 * Consumers;
   static constexpr int Stages = 2;
   static constexpr int QStages = D < 256 ? 2 : 1;  // two where they fit: the next tile's Q is there
   static constexpr bool kBoxedO = D < 256;  // where there is room for O, whole boxes are stored
   // Elements of a thread's S that become P while P V of the last block may still run.
   static constexpr int kEarly = D == 64 ? 8 : D == 128 ? 32 : 16;
-  static constexpr int Threads = kWarpgroup * (Consumers + 1);
+  static constexpr int Threads = kWarpgroup * (Consumers + Producers);
   static constexpr int ConsumerRegisters = Consumers == 2 ? 240 : 160;
   static constexpr int ProducerRegisters = Consumers == 2 ? 24 : 32;
 

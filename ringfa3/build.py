@@ -45,6 +45,7 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 VARIANTS = {
     "without-overlap": "-DRINGFA3_OVERLAP=false",  # softmax beside the products of its warpgroup
     "without-ping-pong": "-DRINGFA3_PING_PONG=false",  # turns of the warpgroups
+    "without-specialisation": "-DRINGFA3_UNSPECIALISED",  # warps that load for the others
 }
 SECONDS = 40  # that a unit takes to compile, about
 JOB_BYTES = 6 << 30  # of memory that a compile may take

@@ -6,9 +6,9 @@ import ctypes
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from emulation import PROCESSORS, Machine, machine, unit
 
 from ringfa3 import kernels, reference
+from ringfa3.build import VARIANTS, Unit
 from ringfa3.plan import FIRST, LAST, Tiling, plan_local
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
@@ -50,13 +51,13 @@ class Problem:
         self.k, self.v = (torch.randn(keys, self.kv_heads, D).bfloat16() for _ in range(2))
 
     def run(
-        self, tiling: Tiling | None = None, **options: Any
+        self, tiling: Tiling | None = None, unit: Unit | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of the kernel, poisoned before."""
         out = torch.full_like(self.q, torch.nan)
         lse = torch.full((self.heads, self.rows), torch.nan)
         inputs = (self.q, self.k, self.v, tiling or self.tiling, D**-0.5)
-        kernels.attend(UNIT, *inputs, out, torch.empty(0), lse, **options)
+        kernels.attend(unit or UNIT, *inputs, out, torch.empty(0), lse, **options)
         return out, lse
 
     def check(self, out: torch.Tensor, lse: torch.Tensor, rows: slice = slice(None)) -> None:
@@ -226,3 +227,44 @@ def test_tiles_store_their_own_rows_alone(cpu: Machine) -> None:
         for beside in (slice(0, begin), slice(end, None)):
             assert out[beside].isnan().all()
             assert lse[:, beside].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "dims", [128, *(pytest.param(d, marks=pytest.mark.soak) for d in (64, 256))]
+)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        name if name == "without-specialisation" else pytest.param(name, marks=pytest.mark.soak)
+        for name in VARIANTS
+    ],
+)
+def test_variants_of_the_ablation_are_right(
+    cpu: Machine, monkeypatch: pytest.MonkeyPatch, variant: str, dims: int
+) -> None:
+    """Full, causal and windows; blind tiles, many spans; orders drawn at random; one CTA or all."""
+    monkeypatch.setitem(globals(), "D", dims)
+    whole = unit("forward", torch.empty(0, 1, dims, dtype=torch.bfloat16))
+    monkeypatch.setitem(globals(), "UNIT", whole)
+    without = replace(whole, variant=variant)
+    shapes = [(300, 300)], [(190, 30), (1, 1), (64, 157), (3, 0), (150, 131)], [(1, 700)] * 5
+    for number, (lengths, window) in enumerate(product(shapes, [(-1, -1), (-1, 0), (33, 64)])):
+        problem = Problem(lengths, window, heads=3 - number % 2)
+        cpu.settings(seed=number, eagerness=(0.0, 0.02, 0.3, 1.0)[number % 4])
+        for margin in (0, PROCESSORS - 1):
+            problem.check(*problem.run(unit=without, sm_margin=margin))
+
+
+def test_a_variant_waits_for_words(cpu: Machine) -> None:
+    """Those that are set let it on; one that calls a span off makes its rows NaN."""
+    problem = Problem(THREE)
+    without = replace(UNIT, variant="without-specialisation")
+    tiling = waiting(problem.tiling, [1, 0, 2])
+    cpu.settings(seed=9)
+    words = torch.tensor([0, 1, 1], dtype=torch.int32)
+    problem.check(*problem.run(tiling, without, arrivals=words))
+    words[2] = -1
+    out, lse = problem.run(tiling, without, arrivals=words)
+    problem.check(out, lse, slice(0, 270))
+    assert out[270:].isnan().all()
+    assert lse[:, 270:].isnan().all()
