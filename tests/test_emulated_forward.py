@@ -9,7 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from emulation import Machine, machine, unit
-from test_gpu_forward import WINDOWS, hold_gate, hold_merge, inputs
+from test_gpu_forward import WINDOWS, hold_gate, hold_merge, hold_rising, inputs
 
 from ringfa3 import flash_attn_varlen_func
 
@@ -51,6 +51,14 @@ def test_random_sequences_hold_the_gate(emulated: Machine, dtype: torch.dtype, d
         out, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, window_size=window, return_lse=True)
         what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"
         hold_gate((out, lse), (q, k, v), lengths, window, what)
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_rising_and_falling_scores(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    """Each block raises the shift of the one before, or none does; the same gate."""
+    torch.manual_seed(0)
+    emulated.settings(0)
+    hold_rising(dtype, d, "cpu")
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)

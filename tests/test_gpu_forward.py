@@ -115,6 +115,27 @@ def test_random_sequences_hold_the_gate(dtype: torch.dtype, d: int) -> None:
         assert torch.equal(out, again), f"{what}: two runs differ"
 
 
+def hold_rising(dtype: torch.dtype, d: int, device: str = "cuda") -> None:
+    """The gate where every block's scores lie far above, far below or beside those before it."""
+    lengths = [(300, 700), (70, 500)]
+    cu_q, cu_k = (list(accumulate(n, initial=0)) for n in zip(*lengths, strict=True))
+    place = torch.cat([torch.linspace(0, 1, n) for _, n in lengths]).to(device)[:, None, None]
+    for factor in (1 + 40 * place, 41 - 40 * place, 1 + 40 * (8 * place).sin().abs()):
+        q, k, v = (torch.randn(cu[-1], 2, d, device=device) for cu in (cu_q, cu_k, cu_k))
+        q, k, v = (x.to(dtype) for x in (q, k * factor, v))
+        for window in ((-1, -1), (-1, 0)):
+            call = (q, k, v, cu_q, cu_k)
+            out, lse = flash_attn_varlen_func(*call, window_size=window, return_lse=True)
+            hold_gate((out, lse), (q, k, v), lengths, window, f"window {window}")
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+def test_rising_and_falling_scores_hold_the_gate(dtype: torch.dtype, d: int) -> None:
+    torch.manual_seed(0)
+    hold_rising(dtype, d)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_nan_and_inf_stay_in_their_document(d: int) -> None:
     """Documents shorter than a block have foreign rows of K and V in it."""
