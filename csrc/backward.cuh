@@ -28,7 +28,10 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   if (threadIdx.x == 0) {
     for (CUtensorMap const* map : {&p.q, &p.dout, &p.k, &p.v}) prefetch_tma_descriptor(map);
     for (int i = 0; i < Traits::QStages; ++i) {
-      smem.block_ready[i].init(1), smem.q_full[i].init(2), smem.q_empty[i].init(kWarps);
+      smem.q_full[i].init(2), smem.q_empty[i].init(kWarps);
+    }
+    for (int i = 0; i < Traits::BlockDepth; ++i) {
+      smem.block_ready[i].init(1), smem.block_done[i].init(kWarps);
     }
     for (int i = 0; i < Traits::DoutStages; ++i) {
       smem.dout_full[i].init(2), smem.dout_empty[i].init(kWarps);

@@ -12,7 +12,7 @@ namespace ringfa3 {
 using namespace cute;
 
 // A named barrier; 0 is that of __syncthreads.
-constexpr int kCleared = 1;
+constexpr int kCleared = 1, kTurn = 2;  // and 3
 
 // An accumulator (64 keys, M rows) of a thread: element 4j + 2r + c is of key `key` + 8r of the
 // tile and row 8j + 2 (lane % 4) + c of the block.

@@ -23,6 +23,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
 
   typename Traits::MmaS mma_s;
   typename Traits::MmaKV mma_kv;
+  typename Traits::MmaK mma_k;
   typename Traits::MmaQ mma_q;
   Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemK{});           // (N, D)
   Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::SmemK{});           // (N, D)
@@ -32,10 +33,12 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   Tensor sQt = make_tensor(make_smem_ptr(smem.q), typename Traits::SmemQt{});         // (D, M, S)
   Tensor sDOt = make_tensor(make_smem_ptr(smem.dout), typename Traits::SmemDoutT{});  // (D, M, S)
   Tensor sDS = make_tensor(make_smem_ptr(smem.ds), typename Traits::SmemDs{});        // (M, N, S)
+  Tensor sDSt = make_tensor(make_smem_ptr(smem.ds), typename Traits::SmemDsT{});      // (N, M, S)
   // Of dQ (M, D) a warpgroup computes 64 rows, or where there are no more, half of the columns.
   constexpr bool kRowHalves = M > 64;
   auto thread_s = mma_s.get_slice(thread);
   auto thread_kv = mma_kv.get_slice(thread);
+  auto thread_k = mma_k.get_slice(thread);
   auto thread_q = mma_q.get_slice(thread);
   Tensor fK = thread_s.partition_fragment_A(
       local_tile(sK, Shape<_64, Int<D>>{}, make_coord(warpgroup, _0{})));
@@ -43,8 +46,10 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
       local_tile(sV, Shape<_64, Int<D>>{}, make_coord(warpgroup, _0{})));
   Tensor fQ = thread_s.partition_fragment_B(sQ);
   Tensor fDO = thread_s.partition_fragment_B(sDO);
-  Tensor fQt = thread_kv.partition_fragment_B(sQt);
+  Tensor fQt = thread_k.partition_fragment_B(sQt);
   Tensor fDOt = thread_kv.partition_fragment_B(sDOt);
+  Tensor fDSt = thread_k.partition_fragment_A(
+      local_tile(sDSt, Shape<_64, Int<M>>{}, make_coord(warpgroup, _0{}, _)));
   Tensor fDS = thread_q.partition_fragment_A(
       local_tile(sDS, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? warpgroup : 0, _0{}, _)));
   Tensor fKt = thread_q.partition_fragment_B(
@@ -57,34 +62,46 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     clear(dv);
   };
   auto* const to_ds = ds_place(sDS, warp_key, lane);
-  Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});    // P^T
-  Tensor fDSt = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});  // dS^T
+  Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});  // P^T
 
-  auto await_block = [&](uint32_t count) {
-    StageState<Traits::QStages> const q_state{count};
-    smem.q_full[q_state.index()].wait(q_state.phase());
-    RowBlock const& block = smem.blocks[q_state.index()];
-    if (block.rows < M) {
+  // Warpgroups issue their products in turns, so one weighs its scores while the other's run.
+  auto my_turn = [&] {
+    cutlass::arch::NamedBarrier::sync(Traits::Consumers * kWarpgroup, kTurn + warpgroup);
+  };
+  auto next_turn = [&] {
+    cutlass::arch::NamedBarrier::arrive(Traits::Consumers * kWarpgroup, kTurn + 1 - warpgroup);
+  };
+  if (warpgroup == 1) next_turn();
+  auto block_at = [&](uint32_t count) -> RowBlock const& {
+    return smem.blocks[count % Traits::BlockDepth];
+  };
+  // Both warpgroups, neither in its turn: waits for the block to be decoded, and clears what is a
+  // neighbour's.
+  auto clear_block = [&](uint32_t count) {
+    StageState<Traits::BlockDepth> const place{count};
+    smem.block_ready[place.index()].wait(place.phase());
+    if (block_at(count).rows < M) {
+      StageState<Traits::QStages> const q_state{count};
       StageState<Traits::DoutStages> const dout_state{count};
+      smem.q_full[q_state.index()].wait(q_state.phase());
       smem.dout_full[dout_state.index()].wait(dout_state.phase());
-      clear_foreign<Traits, M>(smem.q + q_state.index() * M * D, block.rows);
-      clear_foreign<Traits, M>(smem.dout + dout_state.index() * M * D, block.rows);
+      clear_foreign<Traits, M>(smem.q + q_state.index() * M * D, block_at(count).rows);
+      clear_foreign<Traits, M>(smem.dout + dout_state.index() * M * D, block_at(count).rows);
     }
   };
-  auto issue_s = [&](uint32_t count, auto& s) {
-    issue(mma_s, fK, fQ(_, _, _, count % Traits::QStages), s, false);
-  };
-  auto issue_dp = [&](uint32_t count, auto& dp) {
+  auto issue_scores = [&](uint32_t count, auto& s, auto& dp) {
+    StageState<Traits::QStages> const q_state{count};
     StageState<Traits::DoutStages> const dout_state{count};
+    smem.q_full[q_state.index()].wait(q_state.phase());
+    issue(mma_s, fK, fQ(_, _, _, q_state.index()), s, false);
     smem.dout_full[dout_state.index()].wait(dout_state.phase());
     issue(mma_s, fV, fDO(_, _, _, dout_state.index()), dp, false);
   };
-  // S^T and dP^T, the last two products in flight, to P^T and dS^T. Two stages of dS: whoever
-  // writes one has seen that all hold the dS after the one that was there, so they are done with
-  // it.
+  // S^T and dP^T, the last products in flight, to P^T and dS^T. Three stages of dS: in its last
+  // turn the other warpgroup has used what was there.
   auto weigh = [&](uint32_t count, auto& s, auto& dp) {
     StageState<Traits::DsStages> const ds_state{count};
-    RowBlock const& block = smem.blocks[count % Traits::QStages];
+    RowBlock const& block = block_at(count);
     bool const masked = block.masked;
     Seen seen;
     if (masked) seen = Seen(block, key, lane);
@@ -92,68 +109,88 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     warpgroup_fence_operand(s);
     exponentiate<M>(s, smem.lse[count % Traits::QStages], scale_log2, lane);
     if (masked) hide<M>(s, seen);
+    to_operand<Element>(s, fP);
     warpgroup_wait<0>();
     warpgroup_fence_operand(dp);
     differentiate<M>(s, dp, smem.delta[count % Traits::DoutStages], lane);
     if (masked) hide<M>(dp, seen);
-    to_operand<Element>(dp, fDSt);
-    store_ds<M>(fDSt, to_ds + ds_state.index() * (M * N));
+    Tensor ds = make_tensor_like(fP);  // dS^T
+    to_operand<Element>(dp, ds);
+    store_ds<M>(ds, to_ds + ds_state.index() * (M * N));
     __syncwarp();
     if (lane == 0) smem.ds_full[ds_state.index()].arrive();
-    to_operand<Element>(s, fP);
   };
-  auto issue_sums = [&](uint32_t count) {
+  auto issue_dv = [&](uint32_t count) {
     issue(mma_kv, fP, fDOt(_, _, _, count % Traits::DoutStages), dv, true);
-    issue(mma_kv, fDSt, fQt(_, _, _, count % Traits::QStages), dk, true);
+  };
+  auto issue_dk = [&](uint32_t count) {
+    issue(mma_k, fDSt(_, _, _, count % Traits::DsStages), fQt(_, _, _, count % Traits::QStages), dk,
+          true);
+  };
+  auto dv_done = [&](uint32_t count) {
+    warpgroup_fence_operand(dv);
+    if (lane == 0) smem.dout_empty[count % Traits::DoutStages].arrive();
+  };
+  auto dk_done = [&](uint32_t count) {
+    warpgroup_fence_operand(dk);
+    if (lane == 0) smem.q_empty[count % Traits::QStages].arrive();
   };
   auto issue_dq = [&](uint32_t count, auto& dq) {
     StageState<Traits::DsStages> const ds_state{count};
     smem.ds_full[ds_state.index()].wait(ds_state.phase());
     issue(mma_q, fDS(_, _, _, ds_state.index()), fKt, dq, false);
   };
-  // The sums and dQ of the `count`-th block have been computed.
   auto send = [&](uint32_t count, auto& dq) {
     warpgroup_fence_operand(dq);
-    int const q_at = count % Traits::QStages;
-    send_dq<Traits>(smem, dq, smem.blocks[q_at], count, 0, warpgroup);
-    if (lane == 0) {
-      smem.dout_empty[count % Traits::DoutStages].arrive();
-      smem.q_empty[q_at].arrive();
-    }
+    send_dq<Traits>(smem, dq, block_at(count), count, 0, warpgroup);
+    if (lane == 0) smem.block_done[count % Traits::BlockDepth].arrive();
   };
-  // Across blocks: S^T of the next one is computed while dQ of this one is sent. No product is in
-  // flight where the loop begins again.
+  // A block's part of the sums, dQ of the one before, and the scores of the one after.
+  auto step = [&](bool opening, uint32_t count) {
+    Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+    Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+    clear_block(count + 1);
+    my_turn();
+    issue_dv(count);
+    Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
+    if (!opening) issue_dq(count - 1, dq);
+    issue_dk(count);
+    warpgroup_wait<1>();
+    dv_done(count);
+    if (!opening) send(count - 1, dq);
+    issue_scores(count + 1, s, dp);
+    next_turn();
+    warpgroup_wait<2>();
+    dk_done(count);
+    weigh(count + 1, s, dp);
+  };
+  // No product is in flight where the loop begins again.
   auto walk = [&](uint32_t count) {
-    await_block(count);
+    uint32_t const begin = count;
     {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
       Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-      issue_s(count, s);
-      issue_dp(count, dp);
+      clear_block(count);
+      my_turn();
+      issue_scores(count, s, dp);
+      next_turn();
       weigh(count, s, dp);
     }
-    for (; !smem.blocks[count % Traits::QStages].last; ++count) {
-      Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-      Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-      Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
-      issue_sums(count);
-      await_block(count + 1);
-      issue_dq(count, dq);
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(dv);
-      warpgroup_fence_operand(dk);
-      issue_s(count + 1, s);
-      warpgroup_wait<1>();
-      send(count, dq);
-      issue_dp(count + 1, dp);
-      weigh(count + 1, s, dp);
-    }
+    for (; !block_at(count).last; ++count) step(count == begin, count);
     Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
-    issue_sums(count);
+    my_turn();
+    if (count > begin) {
+      issue_dq(count - 1, dq);
+      warpgroup_wait<0>();
+      send(count - 1, dq);
+    }
+    issue_dv(count);
+    issue_dk(count);
     issue_dq(count, dq);
+    next_turn();
     warpgroup_wait<0>();
-    warpgroup_fence_operand(dv);
-    warpgroup_fence_operand(dk);
+    dv_done(count);
+    dk_done(count);
     send(count, dq);
     return count + 1;
   };
@@ -165,6 +202,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     store_gradient<Traits>(p.args, p.args.dv, portion, kv_head, key, lane, dv);
   };
   each_portion<Traits>(smem, warpgroup, clear_sums, walk, finish);
+  if (warpgroup == 0) my_turn();  // the turn that nobody takes
 }
 
 }  // namespace ringfa3

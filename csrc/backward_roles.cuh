@@ -64,7 +64,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   auto await_block = [&](uint32_t count) {
     StageState<Traits::QStages> const q_state{count};
     smem.q_full[q_state.index()].wait(q_state.phase());
-    RowBlock const& block = smem.blocks[q_state.index()];
+    RowBlock const& block = smem.blocks[count % Traits::BlockDepth];
     if (block.rows < M) {
       StageState<Traits::DoutStages> const dout_state{count};
       smem.dout_full[dout_state.index()].wait(dout_state.phase());
@@ -82,7 +82,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   };
   // S^T, computed, to P^T. The other has read the P of the block before: dS has come from it.
   auto weigh_values = [&](uint32_t count, auto& s) {
-    RowBlock const& block = smem.blocks[count % Traits::QStages];
+    RowBlock const& block = smem.blocks[count % Traits::BlockDepth];
     exponentiate<M>(s, smem.lse[count % Traits::QStages], scale_log2, lane);
     if (block.masked) hide<M>(s, Seen(block, key, lane));
     CUTE_UNROLL
@@ -97,7 +97,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   // the dS that was there.
   auto weigh_keys = [&](uint32_t count, auto& dp) {
     StageState<Traits::DsStages> const ds_state{count};
-    RowBlock const& block = smem.blocks[count % Traits::QStages];
+    RowBlock const& block = smem.blocks[count % Traits::BlockDepth];
     smem.p_full.wait(count & 1);
     Tensor prob = make_tensor<float>(Shape<Int<M / 2>>{});
     CUTE_UNROLL
@@ -137,7 +137,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   };
   auto send = [&](uint32_t count, auto& dq, int piece) {
     warpgroup_fence_operand(dq);
-    send_dq<Traits>(smem, dq, smem.blocks[count % Traits::QStages], count, piece, warpgroup);
+    send_dq<Traits>(smem, dq, smem.blocks[count % Traits::BlockDepth], count, piece, warpgroup);
   };
   // The products of a block but for S^T and dP^T. Leaves the second piece of dQ in flight.
   auto spend = [&](uint32_t count, auto& dq) {
@@ -153,6 +153,12 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
     warpgroup_wait<1>();
     send(count, dq0, 0);
   };
+  auto release = [&](uint32_t count) {
+    if (lane == 0) {
+      smem.q_empty[count % Traits::QStages].arrive();
+      smem.block_done[count % Traits::BlockDepth].arrive();
+    }
+  };
   // Across blocks: S^T or dP^T of the next one is computed while dQ of this one is sent. No product
   // is in flight where the loop begins again.
   auto walk = [&](uint32_t count) {
@@ -162,7 +168,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
       issue_s(count, s);
       weigh(count, s);
     }
-    for (; !smem.blocks[count % Traits::QStages].last; ++count) {
+    for (; !smem.blocks[count % Traits::BlockDepth].last; ++count) {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
       Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
       spend(count, dq);
@@ -170,14 +176,14 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
       issue_s(count + 1, s);
       warpgroup_wait<1>();
       send(count, dq, 1);
-      if (lane == 0) smem.q_empty[count % Traits::QStages].arrive();
+      release(count);
       weigh(count + 1, s);
     }
     Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
     spend(count, dq);
     warpgroup_wait<0>();
     send(count, dq, 1);
-    if (lane == 0) smem.q_empty[count % Traits::QStages].arrive();
+    release(count);
     return count + 1;
   };
   auto finish = [&](Portion const& portion, int kv_head) {

@@ -60,7 +60,7 @@ CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedSto
   constexpr int M = Traits::M, N = Traits::N;
   BackwardArgs const& a = p.args;
   StageState<kWorkDepth> work_state;
-  StageState<Traits::QStages> state;
+  StageState<Traits::BlockDepth> state;
   smem.next_work = atomicAdd(a.counter, 1);
   for (; smem.next_work < p.num_work; work_state.advance()) {
     smem.work_empty[work_state.index()].wait(work_state.phase() ^ 1);
@@ -80,7 +80,7 @@ CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedSto
           if (last_head && left == min(kBlocksAhead, portion.blocks)) {
             smem.next_work = atomicAdd(a.counter, 1);
           }
-          smem.q_empty[state.index()].wait(state.phase() ^ 1);
+          smem.block_done[state.index()].wait(state.phase() ^ 1);
           RowBlock& block = smem.blocks[state.index()];
           block.first = h == 0 && left == portion.blocks;
           block.last = last_head && left == 1;
@@ -104,7 +104,7 @@ CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedSto
   smem.work_empty[work_state.index()].wait(work_state.phase() ^ 1);
   smem.work[work_state.index()].kv_head = -1;
   smem.work_full[work_state.index()].arrive();
-  smem.q_empty[state.index()].wait(state.phase() ^ 1);
+  smem.block_done[state.index()].wait(state.phase() ^ 1);
   smem.blocks[state.index()].head = -1;
   smem.block_ready[state.index()].arrive();
 }
@@ -117,8 +117,9 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedSto
   for (uint32_t count = 0;; ++count) {
     StageState<Traits::QStages> const q{count};
     StageState<Traits::DoutStages> const dout{count};
-    smem.block_ready[q.index()].wait(q.phase());
-    RowBlock& block = smem.blocks[q.index()];
+    StageState<Traits::BlockDepth> const place{count};
+    smem.block_ready[place.index()].wait(place.phase());
+    RowBlock& block = smem.blocks[place.index()];
     if (block.head < 0) return;
     if (p.args.turns) block.turn = turn_of<M, N>(p.args, block);
     if (block.first) {
@@ -127,6 +128,7 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedSto
       load_box<N, D>(p.k, smem.kv_full, smem.k, block.key_row, block.head / p.group);
       load_box<N, D>(p.v, smem.kv_full, smem.v, block.key_row, block.head / p.group);
     }
+    smem.q_empty[q.index()].wait(q.phase() ^ 1);
     auto& q_full = smem.q_full[q.index()];
     load_box<M, D>(p.q, q_full, smem.q + q.index() * M * D, block.token, block.head);
     q_full.arrive_and_expect_tx(M * sizeof(float));

@@ -57,19 +57,24 @@ struct BackwardTraits {
   static constexpr int ProducerRegisters = 24;
   // Either each warpgroup has 64 keys, or, where a tile has no more, one has dV and one has dK.
   static constexpr bool Roles = N == 64;
-  static constexpr int QStages = 2;
+  static constexpr int QStages = D == 128 ? 3 : 2;
   static constexpr int DoutStages = D < 256 ? 2 : 1;
-  static constexpr int DsStages = 2;
-  static constexpr int Pieces = M * D / kPiece;          // of a block of dQ
+  static constexpr int DsStages = Roles ? 2 : 3;
+  static constexpr int BlockDepth = 8;           // blocks that are decoded, or not yet done with
+  static constexpr int Pieces = M * D / kPiece;  // of a block of dQ
   static constexpr int PiecesEach = Pieces / Consumers;  // of a warpgroup, side by side
 
   // One warpgroup's products: S^T (64, M) = K (64, D) Q^T, dP^T = V dO^T alike,
-  // dV (64, D) += P^T (64, M) dO, dK += dS^T Q alike, a piece of dQ (64, 64) = dS (64, N) K.
+  // dV (64, D) += P^T (64, M) dO, dK += dS^T Q alike, of registers or of shared memory, and a piece
+  // of dQ (64, 64) = dS (64, N) K.
   using MmaS = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<M>, Int<D>>, GMMA::Major::K,
                            GMMA::Major::K>()));
   using MmaKV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<D>, Int<M>>, GMMA::Major::K,
+                           GMMA::Major::MN>()));
+  using MmaK = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<D>, Int<M>>, GMMA::Major::MN,
                            GMMA::Major::MN>()));
   using MmaQ =
       decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, _64, Int<N>>,
@@ -87,6 +92,8 @@ struct BackwardTraits {
                                            Step<_2, _1, _3>{}));
   using SmemKt = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>>{}, Step<_2, _1>{}));
   using SmemDs = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<N>, Int<DsStages>>{}));
+  using SmemDsT =
+      decltype(tile_to_shape(AtomMN{}, Shape<Int<N>, Int<M>, Int<DsStages>>{}, Step<_2, _1, _3>{}));
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<SmemK>];
@@ -98,13 +105,13 @@ struct BackwardTraits {
     alignas(128) float p[Roles ? 64 * M : 1];  // P^T on its way from one warpgroup to the other
     alignas(128) float lse[QStages][M];
     alignas(128) float delta[DoutStages][M];
-    RowBlock blocks[QStages];
+    RowBlock blocks[BlockDepth];
     DqPiece pieces[Consumers];
     KeyWork work[kWorkDepth];
     int32_t next_work;  // of the thread that plans
     alignas(16) cutlass::arch::ClusterTransactionBarrier kv_full;
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
-    alignas(16) cutlass::arch::ClusterBarrier block_ready[QStages];
+    alignas(16) cutlass::arch::ClusterBarrier block_ready[BlockDepth], block_done[BlockDepth];
     alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], dout_empty[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier ds_full[DsStages], p_full;
     alignas(16) cutlass::arch::ClusterBarrier kv_empty, dq_full[Consumers], dq_empty[Consumers];

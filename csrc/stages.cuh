@@ -18,8 +18,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 // A place in a circular buffer of S stages, and the parity that its barriers have there.
 template <int S>
 struct StageState {
-  static_assert((S & (S - 1)) == 0, "one counter holds both");
-  uint32_t count = 0;
+  uint32_t count = 0;  // of places gone through, fewer than 2^32
   CUTE_DEVICE int index() const { return count % S; }
   CUTE_DEVICE uint32_t phase() const { return count / S & 1; }
   CUTE_DEVICE void advance() { ++count; }
