@@ -24,7 +24,7 @@ class WordOperation(ctypes.Structure):
     _fields_ = (
         ("operation", ctypes.c_int),
         ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint32),
+        ("value", ctypes.c_uint64),  # a union of 32 and 64 bits; the lower half counts
         ("flags", ctypes.c_uint),
         ("alias", ctypes.c_uint64),
         ("reserved", ctypes.c_uint64),
