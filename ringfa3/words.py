@@ -72,7 +72,8 @@ class Words:
         memory = torch.from_file(path, shared=True, size=self._count, dtype=torch.int32)
         self._address = driver.register(memory.data_ptr(), self._count * BYTES)
         self._mine = memory[: self._words].view(self._shape)[self.rank]
-        self._counters = memory[self._words :].view(-1, len(Stream))[self.rank]
+        counters = memory[self._words :].view(-1, len(Stream))[self.rank]
+        self._counters = counters.numpy().data  # read often, without a tensor for each
 
     def address(self, word: Word) -> int:
         """For stream memory operations."""
@@ -86,7 +87,7 @@ class Words:
 
     def reached(self, stream: Hashable, count: int) -> bool:
         """Whether the stream has written `count` to its counter, or a later one; modulo 2^32."""
-        return (int(self._counters[cast(Stream, stream)]) - count) % (1 << 32) < 1 << 31
+        return (self._counters[cast(Stream, stream)] - count) % (1 << 32) < 1 << 31
 
     def set_all(self) -> None:
         """Sets all words that this rank awaits, from the host."""
