@@ -96,12 +96,18 @@ def tensor3(x: torch.Tensor) -> tuple[int, int, int, int, int]:
 
 def unit_for(direction: str, q: torch.Tensor) -> Unit | None:
     """The "forward" or "backward" unit for queries like `q` (t, h, d); None: there is no kernel."""
+    return _unit_for(direction, q.device, q.dtype, q.shape[-1]) if q.is_cuda else None
+
+
+@lru_cache(None)
+def _unit_for(
+    direction: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> Unit | None:
     from ringfa3.build import UNITS
 
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+    if torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    dtype = str(q.dtype).removeprefix("torch.")
-    wanted = (direction, dtype, q.shape[-1])
+    wanted = (direction, str(dtype).removeprefix("torch."), head_dim)
     return next((u for u in UNITS if (u.direction, u.dtype, u.head_dim) == wanted), None)
 
 
