@@ -11,14 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+CAUSAL, SELF_ONLY = (-1, 0), (0, 0)  # windows, (left, right) keys around a query
+
 
 class SdpaAttention(nn.Module):
     """Called as ``RingFA3Attention``: causal attention, document by document, by
-    ``scaled_dot_product_attention``. One process has the whole sample."""
+    ``scaled_dot_product_attention``, or each token on itself alone, which gives its own value.
+    One process has the whole sample."""
 
     def forward(self, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, plan: Any) -> Tensor:
         if plan.world > 1:
             raise ValueError(f"a plan of {plan.world} ranks: each has a part of the keys alone")
+        if plan.band == SELF_ONLY:  # the softmax of one score is 1
+            return v_TKC.repeat_interleave(q_THC.shape[1] // v_TKC.shape[1], dim=1)
+        if plan.band != CAUSAL:
+            raise ValueError(f"a plan of window (left, right) = {plan.band}: it must be causal")
         lengths = plan.shards[0].length.tolist()  # of the documents, as they lie
         documents = zip(*(x.split(lengths) for x in (q_THC, k_TKC, v_TKC)), strict=True)
         return torch.cat([self._document(*qkv) for qkv in documents])

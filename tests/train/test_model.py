@@ -10,12 +10,13 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3 import plan_context
+from ringfa3 import plan_context, ring_attn_func
 from train.batches import make_batch
 from train.config import ModelConfig, RopeConfig
 from train.model import LanguageModel, Transformer, rope_frequencies, rotate, rotation
 from train.parallel import Mesh
 from train.samples import Sample
+from train.sdpa import SdpaAttention
 
 VOCABULARY = 97
 ALONE = Mesh(rank=0, world=1, cp=1, device=torch.device("cpu"), cp_group=None)
@@ -121,6 +122,21 @@ def test_packed_losses_and_gradients_equal_the_reference(changes):
     for name, one, other in zip(parameters, got, expected, strict=True):
         difference = float((one - other).abs().max())
         assert difference <= 1e-5 * float(other.abs().max()) + 1e-6, name
+
+
+def test_sdpa_attends_under_the_window_of_the_plan():
+    """Against RingFA3, float32, 1e-5; the last evaluation has tokens that see themselves alone."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(40, 4, 16, generator=generator)
+    k, v = torch.randn(2, 40, 2, 16, generator=generator)
+    for window in ((-1, -1), (0, 0)):
+        plan = plan_context([0, 5, 5, 40], (0, 1), window_size=window)
+        torch.testing.assert_close(
+            SdpaAttention()(q, k, v, plan), ring_attn_func(q, k, v, plan), rtol=0, atol=1e-5
+        )
+    for given in ({"window_size": (3, 0)}, {"causal": False}):
+        with pytest.raises(ValueError, match="it must be causal"):
+            SdpaAttention()(q, k, v, plan_context([0, 40], (0, 1), **given))
 
 
 def test_sdpa_never_takes_a_part_of_a_sample():
