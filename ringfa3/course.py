@@ -140,11 +140,6 @@ class Course:
             statistics = cargo.dtypes[Buffer.D]
             self.home = k.new_empty((plan.local_tokens, *cargo.row), dtype=statistics)
             self._grads = self.home.unbind(1)
-        self._work: dict[type, Callable[..., None]] = {
-            Publish: self._publish,
-            Attend: self._run_hop,
-            Collect: self._collect,
-        }
         self._issue(route.before)
         self._after = route.after
 
@@ -163,9 +158,17 @@ class Course:
         for prepared, work, tensors in steps:
             self.machine.issue(prepared)
             if work is not None:
-                self.machine.compute(work, partial(self._work[type(work)], work, tensors))
+                self.machine.compute(work, partial(self._run, work, tensors))
 
-    def _publish(self, _: Publish, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _run(self, work: Publish | Attend | Collect, tensors: tuple[torch.Tensor, ...]) -> None:
+        if isinstance(work, Publish):
+            self._publish(tensors)
+        elif isinstance(work, Attend):
+            self._run_hop(work, tensors)
+        else:
+            self._collect(tensors)
+
+    def _publish(self, tensors: tuple[torch.Tensor, ...]) -> None:
         own, *rows = tensors
         for x, out in zip(self._local, rows, strict=True):
             torch.index_select(x, 0, own, out=out)
@@ -175,7 +178,7 @@ class Course:
             tensors = (*self._local, *self._grads)
         self._attend(operation.hop, *tensors)
 
-    def _collect(self, _: Collect, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _collect(self, tensors: tuple[torch.Tensor, ...]) -> None:
         for own, rows in zip(tensors[::2], tensors[1::2], strict=True):
             self.home.index_add_(0, own, rows)
 

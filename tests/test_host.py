@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -105,6 +107,32 @@ def test_a_call_over_symmetric_issues_what_it_has_prepared(
             "forward": (publish, calls[0]),
             "backward": ([*gradients, *publish, "aten.index_add_.default"], calls[1]),
         }
+
+
+def _left_over(group: FakeGroup) -> int:
+    """How many tensors of finished calls still exist."""
+    machine = open_machine(group, torch.device("cpu"))  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    plan = laid_out([64], group.world).plans[group.rank]
+    x = torch.ones(plan.local_tokens, 1, 2)
+    made = []
+    for _ in range(STEPS):
+        workspace = torch.zeros(8)  # of a pass, in the closure of its hops
+        course = Course(machine, plan, "backward", x, x)
+        course.run(lambda *_, held=workspace: None)
+        made += [weakref.ref(workspace), weakref.ref(course.home)]
+        del workspace, course
+    return sum(tensor() is not None for tensor in made)
+
+
+def test_a_finished_call_holds_no_memory() -> None:
+    """At once, without the garbage collector: a layer's workspace may be gigabytes."""
+    gc.disable()
+    try:
+        with mock.patch.multiple(symmetric, TRIAL_TOKENS=8, TRIAL_S=5.0):
+            assert Ranks(2).run(_left_over) == [0, 0]
+    finally:
+        gc.enable()
 
 
 def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
