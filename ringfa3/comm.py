@@ -30,7 +30,7 @@ from ringfa3.symmetric import CudaMachine, open_machine
 from ringfa3.transports import TRANSPORTS, Transport, first_line
 
 AGREEMENTS_KEPT = 4096  # keys of (plan, shapes) already agreed on
-POLL_S = (0.001, 0.05)  # between looks at the store for entries, at first and in the end
+POLL_S = (0.001, 0.005)  # between looks at the store for entries, at first and in the end
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -64,7 +64,7 @@ class RingGroup:
         self._refused = False  # the call under way was refused on all ranks
         self._agreed: OrderedDict[str, None] = OrderedDict()
         self._transports: dict[str, Transport] = {}
-        self._abandoned: list[Transport] = []  # kept: a late message may still be written
+        self._abandoned: list[Transport | CudaMachine] = []  # kept: peers may still write or read
         self._machine: CudaMachine | str | None = None  # or why there is none
         self._alive = partial(alive, group)
         self._lookout: Lookout | None = None
@@ -110,21 +110,21 @@ class RingGroup:
         self.moved_by = name
         return self._transports[name]
 
-    def machine(self, device: torch.device) -> CudaMachine:
-        """The machine of the `symmetric` transport; tried at the first call, by all ranks together.
+    def machine(self, device: torch.device) -> CudaMachine | str:
+        """The machine of the `symmetric` transport, or why this group cannot have one.
 
-        Raises:
-            ValueError: on all ranks, with the reason why this group cannot have one.
+        Tried at the first call, by all ranks together, who find the same.
         """
         if self._machine is None:
             self._look_out()
             self._machine = open_machine(self, device)
-        if isinstance(self._machine, str):
-            raise ValueError(
-                f"transport='symmetric' is not possible here ({self._machine}): use 'nccl'"
-            )
-        self.moved_by = "symmetric"
+        if isinstance(self._machine, CudaMachine):
+            self.moved_by = "symmetric"
         return self._machine
+
+    def may_pull(self, transport: str) -> bool:
+        """Whether a call of CUDA tensors takes the machine, or has to try it first."""
+        return transport in ("auto", "symmetric") and not isinstance(self._machine, str)
 
     def _look_out(self) -> None:
         if self._lookout is None:  # made now: once it is needed, the store may not answer
@@ -209,6 +209,7 @@ class RingGroup:
                 self._generation += 1
                 if isinstance(self._machine, CudaMachine):
                     self._machine.abandon()
+                    self._abandoned.append(self._machine)
                     self._machine = None
             raise
 

@@ -217,22 +217,26 @@ def _enter(
         return None
     assert plan.group is not None
     group = RingGroup.of(plan.group)
+    if error is None and q.is_cuda and group.may_pull(transport):
+        error = _captured()
     group.agree(accepted[0], error)
     group.begin(accepted[1])
     if q.is_cuda and transport != "nccl":
-        try:
-            machine = group.machine(q.device)
-        except ValueError:
-            if transport == "symmetric":
-                raise
-        else:
-            if torch.cuda.is_current_stream_capturing():
-                raise ValueError(
-                    "a ring call over 'symmetric' cannot be captured in a CUDA graph: use "
-                    "transport='nccl'"
-                )
+        machine = group.machine(q.device)
+        if isinstance(machine, CudaMachine):
             return machine
+        if transport == "symmetric":
+            raise ValueError(f"transport='symmetric' is not possible here ({machine}): use 'nccl'")
     return group.transport("nccl" if q.is_cuda else "gloo", q.device)
+
+
+def _captured() -> ValueError | None:
+    """What is wrong with a call over peers' memory, or its trial, where the stream is captured."""
+    if not torch.cuda.is_current_stream_capturing():
+        return None
+    return ValueError(
+        "a ring call over 'symmetric' cannot be captured in a CUDA graph: use transport='nccl'"
+    )
 
 
 def _telling_peers(plan: ContextPlan) -> AbstractContextManager[None]:

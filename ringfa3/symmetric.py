@@ -261,6 +261,8 @@ def open_machine(group: Group, device: torch.device) -> CudaMachine | str:
         reason = first_line(problem)
     reasons = zip(group.ranks, group.gather(reason), strict=True)
     if against := [f"rank {rank}: {said}" for rank, said in reasons if said]:
+        if machine is not None:
+            machine.abandon()  # what a call that broke off waits for will never come
         return "; ".join(against)
     assert machine is not None
     machine.serve()

@@ -144,7 +144,7 @@ def test_calls_take_turns_with_the_two_slots() -> None:
 
 
 def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str]]:
-    """Lines of all ranks in a call, and what `machine` raises, twice."""
+    """Lines of all ranks in a call, and what `machine` says, twice."""
     own, calls = RingGroup.of(group), []
 
     def opened(*_: object) -> str:
@@ -156,10 +156,7 @@ def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str
     lines = own.gather(f"I am {own.rank}")
     with mock.patch("ringfa3.comm.open_machine", opened):
         for _ in range(2):
-            try:
-                own.machine(CPU)
-            except ValueError as error:
-                said.append(str(error))
+            said.append(str(own.machine(CPU)))
     assert calls == [verdict]
     return lines, said
 
@@ -168,17 +165,22 @@ def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> No
     """The trial runs once; its reason stays."""
     for lines, said in ranks.run(3, _agreed, "rank 1: no CUDA driver"):
         assert lines == ["I am 0", "I am 1", "I am 2"]
-        assert said == 2 * [
-            "transport='symmetric' is not possible here (rank 1: no CUDA driver): use 'nccl'"
-        ]
+        assert said == 2 * ["rank 1: no CUDA driver"]
 
 
 def _moved_by(transport: str, possible: bool, capturing: bool = False) -> object:
-    """What `ring._enter` gives for CUDA tensors; a group's machine is "symmetric"."""
+    """What `ring._enter` gives for CUDA tensors, a group's machine as "symmetric"."""
     group = mock.Mock()
     group.transport.side_effect = lambda name, _: name
-    group.machine.side_effect = None if possible else ValueError("rank 1: no CUDA driver")
-    group.machine.return_value = "symmetric"
+    machine = object.__new__(CudaMachine)
+    group.machine.return_value = machine if possible else "rank 1: no CUDA driver"
+    group.may_pull.side_effect = lambda name: name in ("auto", "symmetric")
+
+    def agree(_: object, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    group.agree.side_effect = agree
     x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
     plan = mock.Mock(world=2)
     with (
@@ -187,7 +189,8 @@ def _moved_by(transport: str, possible: bool, capturing: bool = False) -> object
         mock.patch.object(RingGroup, "of", return_value=group),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
     ):
-        return ring._enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
+        found = ring._enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
+    return "symmetric" if found is machine else found
 
 
 def test_auto_is_symmetric_where_that_is_possible() -> None:
@@ -195,7 +198,9 @@ def test_auto_is_symmetric_where_that_is_possible() -> None:
     assert _moved_by("auto", possible=False) == "nccl"
     assert _moved_by("nccl", possible=True) == "nccl"
     assert _moved_by("symmetric", possible=True) == "symmetric"
-    with pytest.raises(ValueError, match="no CUDA driver"):
+    with pytest.raises(
+        ValueError, match=r"not possible here \(rank 1: no CUDA driver\): use 'nccl'"
+    ):
         _moved_by("symmetric", possible=False)
 
 
