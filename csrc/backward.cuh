@@ -1,9 +1,9 @@
 // FlashAttention-3 backward (Appendix B.1 of the paper) over the key tiles of a plan.
 //
 // A CTA keeps a tile of K and V and walks the blocks of rows that see it, for all query heads of a
-// KV head, with dK and dV in registers. S^T and dP^T are computed transposed, so that P^T and dS^T
-// already are operands of dV += P^T dO and dK += dS^T Q; dS also goes through shared memory, for
-// dQ = dS K, which warps of its own add to global memory in float32.
+// KV head, with dK and dV in registers. S^T and dP^T are computed transposed, so that P^T already
+// is an operand of dV += P^T dO. dS goes through shared memory, for dQ = dS K, which warps of its
+// own add to global memory in float32, and, with 128 keys, for dK += dS^T Q.
 //
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
 #pragma once

@@ -11,8 +11,8 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// A named barrier; 0 is that of __syncthreads.
-constexpr int kCleared = 1, kTurn = 2;  // and 3
+// Named barriers of the consumers: kTurn is the first warpgroup's, the next one the second's.
+constexpr int kCleared = 1, kTurn = 2;
 
 // An accumulator (64 keys, M rows) of a thread: element 4j + 2r + c is of key `key` + 8r of the
 // tile and row 8j + 2 (lane % 4) + c of the block.

@@ -56,7 +56,9 @@ CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
 CUTE_DEVICE float wait_for_partial(BackwardArgs const& a, Portion const& portion, int lane) {
   if (a.arrival == nullptr || portion.flags & kFirst) return 1.f;
   bool const arrived = lane != 0 || wait_for_arrival(a.arrival);
-  return __all_sync(0xffffffff, arrived) ? 1.f : NAN;
+  bool const all = __all_sync(0xffffffff, arrived);
+  __syncwarp();  // orders what the other lanes read behind lane 0's wait, as a vote does not
+  return all ? 1.f : NAN;
 }
 
 }  // namespace ringfa3

@@ -1,5 +1,9 @@
 // Consumers of tiles of 128 keys: a warpgroup for each half of the keys, with its dK and dV.
 //
+// They take turns: one issues its part of dV and dK of block j, of dQ of block j - 1, for which the
+// other's dS is there by then, and S^T and dP^T of block j + 1; the other meanwhile makes P^T and
+// dS^T of what it has issued before.
+//
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
 #pragma once
 
@@ -9,7 +13,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// P^T and dS^T stay in the registers in which S^T and dP^T have come.
+// P^T stays in the registers in which S^T has come.
 template <class Traits>
 CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
@@ -54,7 +58,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
       local_tile(sDS, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? warpgroup : 0, _0{}, _)));
   Tensor fKt = thread_q.partition_fragment_B(
       local_tile(sKt, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? 0 : warpgroup, _0{})));
-  Tensor dk = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
+  Tensor dk = partition_fragment_C(mma_k, Shape<_64, Int<D>>{});
   Tensor dv = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
 
   auto clear_sums = [&] {
@@ -123,6 +127,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto issue_dv = [&](uint32_t count) {
     issue(mma_kv, fP, fDOt(_, _, _, count % Traits::DoutStages), dv, true);
   };
+  // In its turn: all warps of the warpgroup have stored their dS^T before it.
   auto issue_dk = [&](uint32_t count) {
     issue(mma_k, fDSt(_, _, _, count % Traits::DsStages), fQt(_, _, _, count % Traits::QStages), dk,
           true);

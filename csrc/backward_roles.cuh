@@ -98,7 +98,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   auto weigh_keys = [&](uint32_t count, auto& dp) {
     StageState<Traits::DsStages> const ds_state{count};
     RowBlock const& block = smem.blocks[count % Traits::BlockDepth];
-    smem.p_full.wait(count & 1);
+    smem.p_full.wait(StageState<1>{count}.phase());
     Tensor prob = make_tensor<float>(Shape<Int<M / 2>>{});
     CUTE_UNROLL
     for (int n = 0; n < M / 2; n += 4) {
@@ -126,7 +126,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
       weigh_keys(count, s);
     }
   };
-  // The block's part of the sums, and the first piece of its dQ.
+  // The block's part of the sums.
   auto issue_sum = [&](uint32_t count) {
     await_dout(count);
     int const stage = values ? dout_stage(count) : q_stage(count);

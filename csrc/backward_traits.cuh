@@ -60,7 +60,7 @@ struct BackwardTraits {
   static constexpr int QStages = D == 128 ? 3 : 2;
   static constexpr int DoutStages = D < 256 ? 2 : 1;
   static constexpr int DsStages = Roles ? 2 : 3;
-  static constexpr int BlockDepth = 8;           // blocks that are decoded, or not yet done with
+  static constexpr int BlockDepth = 4;           // blocks that are decoded, or not yet done with
   static constexpr int Pieces = M * D / kPiece;  // of a block of dQ
   static constexpr int PiecesEach = Pieces / Consumers;  // of a warpgroup, side by side
 

@@ -1,8 +1,9 @@
 // FlashAttention-3 forward (Algorithms 1 and 2 of the paper) over the tiles of a plan.
 //
 // A producer warp streams Q, K and V through shared memory by TMA. Each consumer warpgroup owns 64
-// query rows; inside one, S(j+1) = Q K^T is issued before softmax(j) and P(j) V, and between them a
-// ring of named barriers lets one warpgroup's softmax run under another's matrix products.
+// query rows; inside one, S(j+1) = Q K^T is issued before P(j) V, beside which softmax(j+1) begins,
+// and between them a ring of named barriers lets one warpgroup's softmax run under another's matrix
+// products.
 //
 // Letters in shapes: M rows of a tile, N keys of a block, D head dim, S stages.
 #pragma once
@@ -127,7 +128,6 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, (warpgroup + 1) % Consumers);
     }
   };
-  if (warpgroup == Consumers - 1) next_turn();
 
   StageState<Stages> k_state, v_state;
   StageState<Traits::QStages> q_state;
@@ -176,6 +176,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
   smem.work_full[0].wait(0);
   bool another = smem.work[0].head >= 0;
   if (!another) return;
+  if (warpgroup == Consumers - 1) next_turn();
   BlockIterator<N> block(smem.work[0], p.args.spans);
   block.next();
   smem.q_full[0].wait(0);
@@ -192,7 +193,8 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
     int run = block.plain();  // blocks from this one on that need no mask
     if (run == 0) hide(s, block, row, lane);
     float decay[2];
-    rows.raise(s, prob, decay, scale_log2);
+    bool over[2] = {true, true};
+    rows.raise(s, prob, over, decay, scale_log2);
     to_operand<Element>(prob, fP);
     fresh = true;
     bool more;
@@ -218,7 +220,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       fresh = false;
       warpgroup_wait<Traits::Overlap ? 1 : 0>();
       scores_done();
-      if (run <= 0) hide(s, block, row, lane);
+      if (run == 0) hide(s, block, row, lane);
       float sum[2][2] = {};
       rows.template exponentiate<0, kEarly>(s, prob, sum, scale_log2);
       next_block();  // branches, and so keeps these exponentials above the wait
@@ -229,8 +231,8 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       to_operand<Element, 0, kEarly>(prob, fP);
       rows.template exponentiate<kEarly, kSize>(s, prob, sum, scale_log2);
       to_operand<Element, kEarly, kSize>(prob, fP);
-      if (!rows.take(sum)) {
-        rows.raise(s, prob, decay, scale_log2);
+      if (!rows.take(sum, over)) {
+        rows.raise(s, prob, over, decay, scale_log2);
         to_operand<Element>(prob, fP);
         CUTE_UNROLL
         for (int n = 0; n < D / 2; n += 4) {

@@ -33,18 +33,22 @@ struct RowState {
     }
   }
 
-  // Adds a block's sums to the total, or returns false: a row of the warp is to be raised.
-  CUTE_DEVICE bool take(float const (&sum)[2][2]) {
+  // Adds a block's sums to the total, or returns false: lanes of the warp have rows, `over`, to be
+  // raised.
+  CUTE_DEVICE bool take(float const (&sum)[2][2], bool (&over)[2]) {
     float const whole[2] = {sum[0][0] + sum[0][1], sum[1][0] + sum[1][1]};
-    bool const small = whole[0] <= kMost && whole[1] <= kMost;  // not NaN either
-    if (!__all_sync(0xffffffff, small)) return false;
+    over[0] = !(whole[0] <= kMost), over[1] = !(whole[1] <= kMost);  // so is NaN
+    if (__any_sync(0xffffffff, over[0] || over[1])) return false;
     total[0] += whole[0], total[1] += whole[1];
     return true;
   }
 
-  // Raises the shifts to the maxima of a block, and takes in its P. O is to shrink by `decay`.
+  // Raises the shift of a row to the maximum of its lanes whose sum of a block exceeds kMost, and
+  // takes in P. O is to shrink by `decay`. A row that no lane raises keeps its bits, whatever its
+  // neighbours in the warp do.
   template <class Scores>
-  CUTE_DEVICE void raise(Scores const& s, Scores& p, float (&decay)[2], float scale_log2) {
+  CUTE_DEVICE void raise(Scores const& s, Scores& p, bool const (&over)[2], float (&decay)[2],
+                         float scale_log2) {
     constexpr int kSize = decltype(size(s))::value;
     float highest[2];
     CUTE_UNROLL
@@ -54,7 +58,8 @@ struct RowState {
       for (int n = 4 + 2 * r; n < kSize; n += 4) {
         peak[0] = fmaxf(peak[0], s(n)), peak[1] = fmaxf(peak[1], s(n + 1));
       }
-      float high = fmaxf(shift[r], fmaxf(peak[0], peak[1]) * scale_log2);
+      float high = shift[r];
+      if (over[r]) high = fmaxf(high, fmaxf(peak[0], peak[1]) * scale_log2);
       high = fmaxf(high, __shfl_xor_sync(0xffffffff, high, 1));
       highest[r] = fmaxf(high, __shfl_xor_sync(0xffffffff, high, 2));
       decay[r] = shift[r] == -INFINITY ? 0.f : exp2f(shift[r] - highest[r]);
@@ -65,13 +70,12 @@ struct RowState {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       shift[r] = highest[r];
-      total[r] = total[r] * decay[r] + sum[r][0] + sum[r][1];
+      total[r] = total[r] * decay[r] + (sum[r][0] + sum[r][1]);
     }
   }
 };
 
-// Sets S to -inf where the thread's rows `row` and `row + 8` of the tile must not see. A word has a
-// bit for each of 32 columns, constant bits of which move to predicates at once (R2P).
+// Sets S to -inf where the thread's rows `row` and `row + 8` of the tile must not see.
 template <int N, class Scores>
 CUTE_DEVICE void hide(Scores& s, BlockIterator<N> const& block, int row, int lane) {
   constexpr int kColumns = decltype(size(s))::value / 2;

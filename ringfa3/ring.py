@@ -9,8 +9,11 @@ block travels with its K/V; what will not be added to any more goes straight hom
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -38,6 +41,8 @@ TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
 # rank has about 13.7k tokens, at 4 query heads for a KV head.
 NCCL_SMS = 8
 NCCL_TOKENS = 55_000  # of a rank, times query heads of a KV head, from which on none are left free
+# Set to 1, kernels of the backward over `symmetric` begin before their partial is there.
+WAIT_INSIDE = "RINGFA3_WAIT_INSIDE"
 ACCEPTED_KEPT = 64  # kinds of calls of a plan that were found right
 
 
@@ -227,7 +232,15 @@ def _enter(
             return machine
         if transport == "symmetric":
             raise ValueError(f"transport='symmetric' is not possible here ({machine}): use 'nccl'")
+        if group.rank == 0:
+            say_transport(machine)
     return group.transport("nccl" if q.is_cuda else "gloo", q.device)
+
+
+@lru_cache(None)
+def say_transport(reason: str) -> None:
+    """Once per process and reason, in one line: that "auto" is NCCL here."""
+    print(f"ringfa3: the ring runs over nccl: {reason}", file=sys.stderr, flush=True)
 
 
 def _captured() -> ValueError | None:
@@ -272,8 +285,9 @@ def _begin(
 ) -> Relay | Course:
     """Starts the first transfers of a call, whose `run` does the rest.
 
-    waits: backward, `attend` takes a word to wait for. Only copy engines may set it: a kernel,
-    NCCL's for one, might find no room beside those that wait.
+    waits: backward, `attend` takes a word to wait for. Only copy engines set it, but what they copy
+    may hang on a peer's kernels, and those on room that a collective of the job takes, which waits
+    for this rank: so not where kernels of other collectives may run beside a ring.
     """
     if isinstance(moved_by, CudaMachine):
         return Course(moved_by, plan, direction, k, v, waits)
@@ -336,7 +350,8 @@ def ring_attention_backward(
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
         engine = backward_engine(q, _sm_margin(moved_by, q, k))
-        call = _begin(context, moved_by, "backward", k, v, engine.waits)
+        waits = engine.waits and os.environ.get(WAIT_INSIDE) == "1"
+        call = _begin(context, moved_by, "backward", k, v, waits)
         tilings = context.hops.backward(engine.tile_n, engine.tile_m, deterministic)
         run = engine.begin(dout, dlse, q, out, lse, context.hops, scale, deterministic)
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from emulation import Machine, machine, unit
-from test_gpu_forward import WINDOWS, hold_gate, hold_merge, hold_rising, inputs
+from test_gpu_forward import WINDOWS, hold_apart, hold_gate, hold_merge, hold_rising, inputs
 
 from ringfa3 import flash_attn_varlen_func
 
@@ -59,6 +59,13 @@ def test_rising_and_falling_scores(emulated: Machine, dtype: torch.dtype, d: int
     torch.manual_seed(0)
     emulated.settings(0)
     hold_rising(dtype, d, "cpu")
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_bits_do_not_depend_on_a_neighbour(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    torch.manual_seed(0)
+    emulated.settings(0)
+    hold_apart(dtype, d, "cpu")
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)

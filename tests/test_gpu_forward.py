@@ -123,7 +123,7 @@ def hold_rising(dtype: torch.dtype, d: int, device: str = "cuda") -> None:
     for factor in (1 + 40 * place, 41 - 40 * place, 1 + 40 * (8 * place).sin().abs()):
         q, k, v = (torch.randn(cu[-1], 2, d, device=device) for cu in (cu_q, cu_k, cu_k))
         q, k, v = (x.to(dtype) for x in (q, k * factor, v))
-        for window in ((-1, -1), (-1, 0)):
+        for window in ((-1, -1), (-1, 0), (100, 0), (64, 64)):
             call = (q, k, v, cu_q, cu_k)
             out, lse = flash_attn_varlen_func(*call, window_size=window, return_lse=True)
             hold_gate((out, lse), (q, k, v), lengths, window, f"window {window}")
@@ -134,6 +134,26 @@ def hold_rising(dtype: torch.dtype, d: int, device: str = "cuda") -> None:
 def test_rising_and_falling_scores_hold_the_gate(dtype: torch.dtype, d: int) -> None:
     torch.manual_seed(0)
     hold_rising(dtype, d)
+
+
+def hold_apart(dtype: torch.dtype, d: int, device: str = "cuda") -> None:
+    """NaN in the queries of a document changes no bit of the one whose last tile they share."""
+    cu = [0, 300, 400]
+    q, k, v = (torch.randn(400, 1, d, device=device) for _ in range(3))
+    q, k, v = (x.to(dtype) for x in (4 * q, k, v))
+    outs = []
+    for spoilt in (False, True):
+        if spoilt:
+            q[300:] = torch.nan
+        out, lse = flash_attn_varlen_func(q, k, v, cu, cu, causal=True, return_lse=True)
+        outs.append((out[:300].clone(), lse[:, :300].clone()))
+    assert all(map(torch.equal, *outs))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_bits_do_not_depend_on_a_neighbour(d: int) -> None:
+    torch.manual_seed(0)
+    hold_apart(torch.bfloat16, d)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

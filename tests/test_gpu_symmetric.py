@@ -23,6 +23,7 @@ from ranks import free_port
 from test_gpu_ring import plain_attention
 
 from ringfa3 import RingError, plan_context, ring_attn_func
+from ringfa3.ring import WAIT_INSIDE
 from ringfa3.schedule import Copy, Event, Operation, Set, Stream, Take
 from ringfa3.symmetric import CudaMachine, Script
 
@@ -130,9 +131,13 @@ class Layer:
 
 
 def _exact(rank: int, world: int) -> None:
-    """Steps of three layers, forward and backward, ranks meeting only in the ring."""
+    """Steps of three layers, forward and backward, ranks meeting only in the ring.
+
+    In every other step, kernels of the backward wait for their partial themselves.
+    """
     rng, slow = random.Random(world), Slow(rank)
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        os.environ[WAIT_INSIDE] = str(step % 2)
         layers = [Layer(rng) for _ in range(3)]
         with mock.patch.object(CudaMachine, "prepared", lambda m, *a: slow.prepared(m, *a)):
             for run in [x.forward for x in layers] + [x.backward for x in reversed(layers)]:

@@ -170,7 +170,7 @@ def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> No
 
 def _moved_by(transport: str, possible: bool, capturing: bool = False) -> object:
     """What `ring._enter` gives for CUDA tensors, a group's machine as "symmetric"."""
-    group = mock.Mock()
+    group = mock.Mock(rank=0)
     group.transport.side_effect = lambda name, _: name
     machine = object.__new__(CudaMachine)
     group.machine.return_value = machine if possible else "rank 1: no CUDA driver"
@@ -193,9 +193,14 @@ def _moved_by(transport: str, possible: bool, capturing: bool = False) -> object
     return "symmetric" if found is machine else found
 
 
-def test_auto_is_symmetric_where_that_is_possible() -> None:
+def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is not, the first rank says why, once."""
+    ring.say_transport.cache_clear()
     assert _moved_by("auto", possible=True) == "symmetric"
     assert _moved_by("auto", possible=False) == "nccl"
+    assert _moved_by("auto", possible=False) == "nccl"
+    said = "ringfa3: the ring runs over nccl: rank 1: no CUDA driver\n"
+    assert capsys.readouterr().err == said
     assert _moved_by("nccl", possible=True) == "nccl"
     assert _moved_by("symmetric", possible=True) == "symmetric"
     with pytest.raises(
