@@ -253,7 +253,7 @@ def _on_device(
             len(np.unique(table["row0"])) < len(tiling.tiles),
         )
 
-    return _tables.get(tiling, stream, (group, kv_heads, num_ctas), made)
+    return _tables.get(tiling, stream, (group, kv_heads, num_ctas, whole), made)
 
 
 _grids: Uploads[torch.Tensor] = Uploads()
