@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringfa3 import flash_attn_func
+
 TIMEOUT_S = 20.0  # of the pool's process groups
 LIMIT_S = 25.0  # for one call of `run`
 
@@ -43,6 +45,12 @@ def _enter(rank: int, world: int, port: int, timeout: float, hosts: bool) -> Non
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 
+def _warm_up() -> None:
+    """One call on this process alone: PyTorch imports much at its first, which takes seconds."""
+    x = torch.randn(1, 4, 1, 8, requires_grad=True)
+    flash_attn_func(x, x, x).sum().backward()  # type: ignore[union-attr]
+
+
 def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
     """The pickled (True, result) or (False, traceback)."""
     try:
@@ -54,6 +62,7 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     """A pool's process: runs what it is sent until it is sent nothing."""
     try:
+        _warm_up()
         _enter(rank, world, port, TIMEOUT_S, hosts=False)
         groups = {n: dist.new_group(list(range(n))) for n in range(1, world)}
         groups[world] = dist.group.WORLD
@@ -71,6 +80,9 @@ def _once(
 ) -> None:
     """A throw-away process: runs one function and stays, so that its peers see no end of it."""
     try:
+        _warm_up()
+        pipe.send_bytes(b"")  # ready; short timeouts count from when all are
+        pipe.recv_bytes()
         _enter(rank, world, port, timeout, hosts)
         function, args = pickle.loads(job)
         faulthandler.dump_traceback_later(15)
@@ -173,6 +185,10 @@ def sacrifice(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
+        for pipe in pipes:
+            pipe.recv_bytes()
+        for pipe in pipes:
+            pipe.send_bytes(b"")
         return _results(pipes, lost, limit)
     finally:
         for process in processes:
