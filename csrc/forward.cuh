@@ -296,7 +296,7 @@ CUTE_DEVICE void begin_barriers(ForwardParams<Traits> const& p,
     smem.k_full[i].init(1), smem.v_full[i].init(1);
     smem.k_empty[i].init(Traits::Consumers), smem.v_empty[i].init(Traits::Consumers);
   }
-  for (int i = 0; i < kWorkDepth; ++i) {
+  for (int i = 0; i < kWorkDepth; ++i) {  // emptied by the consumers' warps and who loads for them
     smem.work_full[i].init(1), smem.work_empty[i].init(4 * Traits::Consumers + Traits::Producers);
   }
   cutlass::arch::fence_barrier_init();

@@ -11,7 +11,7 @@ constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 constexpr int kWarpRows = 16;    // of S and O that a warp holds
 constexpr int kWorkDepth = 4;    // the piece that ends, the next, and room to come
-constexpr int kBlocksAhead = 4;  // blocks left to load, or to decode, when the next one is fetched
+constexpr int kBlocksAhead = 4;  // blocks left to load, or to decode, when the next is fetched
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
