@@ -10,18 +10,19 @@ from collections.abc import Mapping
 
 import torch
 
-from ringfa3.schedule import Buffer
+from ringfa3.operations import Buffer
 from ringfa3.words import Gather, together
 
 SHARED = (Buffer.SRC, Buffer.D)
 ALIGNMENT = 1 << 21  # bytes, of slots: pages of the device
-SLOTS = {Buffer.SRC: 2, Buffer.IN: 2, Buffer.D: 2, Buffer.EARLY: 1}
+SLOTS = {Buffer.SRC: 2, Buffer.IN: 2, Buffer.D: 2, Buffer.EARLY: 1, Buffer.ALL: 1}
 
 
 class Arena:
     """Buffers of one rank, and where those of its peers are.
 
-    SRC and D lie in the region, slot behind slot. IN and EARLY are this rank's alone.
+    SRC and D lie in the region, slot behind slot. The others are this rank's alone; a call uses
+    either IN or ALL, and they have one memory.
     """
 
     def __init__(self, group_name: str, rank: int, device: torch.device, gather: Gather) -> None:
@@ -58,8 +59,10 @@ class Arena:
         size = {buffer: SLOTS[buffer] * capacity[buffer] for buffer in Buffer}
         shared = sum(size[buffer] for buffer in SHARED)
         self._region = symm_mem.empty(shared, dtype=torch.uint8, device=self.device)
-        for buffer in set(Buffer) - set(SHARED):
-            self._own[buffer] = torch.empty(size[buffer], dtype=torch.uint8, device=self.device)
+        for together in ((Buffer.IN, Buffer.ALL), (Buffer.EARLY,)):
+            most = max(size[buffer] for buffer in together)
+            memory = torch.empty(most, dtype=torch.uint8, device=self.device)
+            self._own |= dict.fromkeys(together, memory)
 
     def _meet(self) -> int:
         """Maps the peers' regions; gives how far this rank's lies behind the start of its map."""

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
 
 import torch
 
 from ringfa3 import schedule
 from ringfa3.context import ContextPlan
-from ringfa3.plan import Plan
-from ringfa3.reference import statistics_dtype
-from ringfa3.schedule import (
+from ringfa3.operations import (
     Attend,
+    AttendAll,
     Buffer,
     Collect,
     Event,
+    Keep,
     Operation,
     Place,
     Prepare,
     Publish,
+    Work,
 )
+from ringfa3.plan import Plan
+from ringfa3.reference import statistics_dtype
 
 
 class Machine(Protocol):
@@ -50,11 +53,12 @@ class Machine(Protocol):
     def prepared(self, operations: Sequence[Operation], inside: frozenset[Event]) -> Any:
         """Operations that are no work, and what work among them waits for, for `issue`.
 
-        inside: events that kernels await by the words `arrival` themselves, not their stream.
+        inside: events that kernels await by the words `arrivals` themselves, not their stream.
         """
 
-    def arrival(self, event: Event) -> torch.Tensor:
-        """(1,) int32 that is 1 from the event on, until the kernel of the same hop has ended."""
+    def arrivals(self, name: str) -> torch.Tensor:
+        """(world,) int32. Word t is 1 from the event of that name and number t on, until the kernel
+        that has awaited it has ended."""
 
     def issue(self, prepared: Any) -> None:
         """Puts prepared operations into their streams."""
@@ -67,7 +71,7 @@ class Step(NamedTuple):
     """Prepared operations, and the work behind them with its tensors; no work at the end."""
 
     prepared: Any
-    work: Publish | Attend | Collect | None
+    work: Work | None
     tensors: tuple[torch.Tensor, ...]
 
 
@@ -92,10 +96,13 @@ class Cargo:
 
     def __init__(self, plan: ContextPlan, direction: str, k: torch.Tensor) -> None:
         self.row = (2, *k.shape[1:])
-        self.dtypes = {Buffer.SRC: k.dtype, Buffer.IN: k.dtype}
         move = plan.movement.rows
         most = int(move[:, 1].max())
-        self.rows = {Buffer.SRC: most, Buffer.IN: most}
+        if direction == "gathered":
+            self.rows = {Buffer.SRC: most, Buffer.ALL: plan.movement.most_gathered}
+        else:
+            self.rows = {Buffer.SRC: most, Buffer.IN: most}
+        self.dtypes = dict.fromkeys(self.rows, k.dtype)
         if direction == "backward":
             self.dtypes |= dict.fromkeys((Buffer.D, Buffer.EARLY), statistics_dtype(k.dtype))
             self.rows |= {Buffer.D: most, Buffer.EARLY: int((move[:, 1] - move[:, -2]).max())}
@@ -104,7 +111,7 @@ class Cargo:
 
 
 class Course:
-    """The forward or backward call of one rank; `run` issues its hops.
+    """The "forward", "gathered" forward or "backward" call of one rank; `run` issues its hops.
 
     home   backward: (local_tokens, 2, hk, d) statistics dtype, dK and dV of this rank's own keys
     """
@@ -120,8 +127,8 @@ class Course:
     ) -> None:
         """Publishes k and v, (local_tokens, hk, d), and starts the first transfers.
 
-        What the caller computes before `run` goes on beside them. waits: `attend` takes a word to
-        wait for.
+        What the caller computes before `run` goes on beside them. waits: in a backward, `attend`
+        takes a word to wait for.
         """
         self.machine, self._local = machine, (k, v)
         kind = (direction, waits, k.dtype, k.shape[1], k.shape[2])
@@ -150,6 +157,10 @@ class Course:
         anything. dk, dv: the same in the statistics dtype; they are added to, or stored where the
         tiling says FIRST. Hop 0 stores; what others have added to its rows comes after it. If it
         waits, attend(hop, k, v, dk, dv, word) must not touch dk and dv while the word is 0.
+
+        Gathered, it is called once: attend(0, k, v, words) with the rows of `ContextPlan.gathered`,
+        those of hop t to be touched once words[t] is not 0; or attend(0, k, v) if none of another
+        rank are seen.
         """
         self._attend = attend
         self._issue(self._after)
@@ -160,11 +171,15 @@ class Course:
             if work is not None:
                 self.machine.compute(work, partial(self._run, work, tensors))
 
-    def _run(self, work: Publish | Attend | Collect, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _run(self, work: Work, tensors: tuple[torch.Tensor, ...]) -> None:
         if isinstance(work, Publish):
             self._publish(tensors)
+        elif isinstance(work, Keep):
+            torch.stack(self._local, 1, out=tensors[0])
         elif isinstance(work, Attend):
             self._run_hop(work, tensors)
+        elif isinstance(work, AttendAll):
+            self._attend(0, *tensors)
         else:
             self._collect(tensors)
 
@@ -197,32 +212,31 @@ def _route(
 ) -> Route:
     """The steps of a call on what is the machine's memory now."""
     own = plan.own_rows(device)
-    make = schedule.forward if direction == "forward" else schedule.backward
-    operations = make(plan.movement, plan.rank, parity)
-    inside = frozenset(
-        work.arrived
-        for work in operations
-        if waits
-        and isinstance(work, Attend)
-        and work.arrived is not None
-        # a kernel that stores the partial reads nothing of it, and would not wait
-        and not plan.hops.stores[work.hop]
-    )
+    operations = getattr(schedule, direction)(plan.movement, plan.rank, parity)
+    inside = frozenset(_awaited_inside(operations, plan, waits))
 
     def rows(place: Place, count: int) -> torch.Tensor:
         """(count, 2, hk, d): the first rows of a buffer of this rank."""
         memory = machine.local(place.buffer, place.slot)[: count * cargo.row_bytes[place.buffer]]
         return memory.view(cargo.dtypes[place.buffer]).view(-1, *cargo.row)
 
-    def tensors(work: Publish | Attend | Collect) -> tuple[torch.Tensor, ...]:
-        """Publish: index, K, V. Attend: K, V, dK, dV, word. Collect: each place's index, rows."""
+    def tensors(work: Work) -> tuple[torch.Tensor, ...]:
+        """Publish: index, K, V. Keep: rows. Attend: K, V, dK, dV, word. AttendAll: K, V, words.
+        Collect: each place's index, rows."""
         if isinstance(work, Publish):
             return own, *rows(work.place, work.place.end).unbind(1)
+        if isinstance(work, Keep):
+            return (rows(work.place, work.place.end),)
+        if isinstance(work, AttendAll):
+            both = rows(work.own, plan.movement.gathered(plan.rank)[1]).unbind(1)
+            return *both, machine.arrivals(work.blocks[0].landed.name)
         if isinstance(work, Attend):
             count = int(plan.movement.rows[(plan.rank - work.hop) % plan.world, work.hop])
             places = [p for p in (work.kv, work.partial) if p is not None]
             event = work.arrived
-            word = (machine.arrival(event),) if event is not None and event in inside else ()
+            word: tuple[torch.Tensor, ...] = ()
+            if event is not None and event in inside:
+                word = (machine.arrivals(event.name)[event.number : event.number + 1],)
             return *(x for p in places for x in rows(p, count).unbind(1)), *word
         ends = [0]
         for place in work.places:
@@ -241,8 +255,21 @@ def _route(
             count, pending = len(steps), []
             continue
         pending.append(operation)
-        if isinstance(operation, (Publish, Attend, Collect)):
+        if isinstance(operation, get_args(Work)):
             steps.append(Step(machine.prepared(pending, inside), operation, tensors(operation)))
             pending = []
     steps.append(Step(machine.prepared(pending, inside), None, ()))
     return Route(steps[:count], steps[count:])
+
+
+def _awaited_inside(
+    operations: Iterable[Operation], plan: ContextPlan, waits: bool
+) -> Iterator[Event]:
+    """Events that kernels await themselves."""
+    for work in operations:
+        if isinstance(work, AttendAll):
+            yield from (block.landed for block in work.blocks)
+        # a kernel that stores the partial reads nothing of it, and would not wait
+        elif waits and isinstance(work, Attend) and not plan.hops.stores[work.hop]:
+            if work.arrived is not None:
+                yield work.arrived

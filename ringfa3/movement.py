@@ -8,6 +8,7 @@ that what goes on at any hop is a prefix of the buffer and is sent as one messag
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,6 +32,23 @@ class Movement:
     first_visit: Ints
     seen: Ints
     own: Ints
+
+    def gathered(self, rank: int) -> tuple[Ints, int]:
+        """Where all that a rank's queries see lies in one buffer, and how many rows that takes.
+
+        Its own rows come first, all of them, then those between `seen` of each hop. Row r of the
+        block of hop t has row first[t] + r; first is (world,).
+        """
+        hops = np.arange(len(self.rows))
+        begin, end = self.seen[(rank - hops) % len(hops), hops].T
+        end[0] = self.rows[rank, 0]
+        last = np.cumsum(end - begin)
+        return last - end, int(last[-1])
+
+    @cached_property
+    def most_gathered(self) -> int:
+        """Rows that the rank with most of them gathers."""
+        return max(self.gathered(rank)[1] for rank in range(len(self.rows)))
 
 
 def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple[Plan, Movement]:

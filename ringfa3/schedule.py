@@ -1,12 +1,15 @@
 """The schedule of the `symmetric` transport: what the streams of one rank do in a ring call.
 
-Data only. A call is a list of operations in the order in which the host issues them; operations of
-one stream run in that order, and streams meet only where the list says so: at events inside a
-rank, at words between ranks. A word is 0 or 1; one sender sets it, one receiver awaits it and
-resets it.
+Data only: lists of `operations.py`.
 
 Forward, at hop t = 0..n-1: a rank's keys lie in its SRC; rank r copies those of rank r-t that its
 queries see, whole pieces, into an IN buffer and attends to them. Nothing is forwarded.
+
+Gathered, the forward in one launch: the rank copies all that its queries see behind its own keys,
+in the order of the hops, and one kernel waits inside for each block. It holds the SMs meanwhile, so
+it begins only when all these blocks are published: what it then waits for are copies, which need no
+SM and nothing of another rank, and which are in their queue before it. So no kernel of a collective
+that finds no SM beside it, here or on another rank, can keep it from its end.
 
 Backward, at step t = 1..n: the same for the keys of rank r-t, its own last. The float32 dK/dV
 partial of a block goes with it from rank to rank: at step t it lies in D[t % 2], where the kernel
@@ -19,150 +22,36 @@ puts all streams into one queue the ring loses its overlap, and nothing hangs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple, TypeAlias
-
 from ringfa3.movement import Movement
-
-
-class Stream(IntEnum):
-    """compute: kernels, and all that the caller does; kv, partial: copies on the side."""
-
-    COMPUTE = 0
-    KV = 1
-    PARTIAL = 2
-
-
-class Buffer(IntEnum):
-    """src: a rank's own K/V for its peers; in: K/V of a peer; d: a dK/dV partial on its way;
-    early: rows of a rank's own dK/dV that come home before the last step, behind those that come
-    home in it and counted from there."""
-
-    SRC = 0
-    IN = 1
-    D = 2
-    EARLY = 3
-
-
-class Purpose(IntEnum):
-    """ready: the sender's K/V lie in its SRC; read: the sender has copied the receiver's SRC.
-    summed: the sender has added to its D; taken: the sender has copied the receiver's D."""
-
-    READY = 0
-    READ = 1
-    SUMMED = 2
-    TAKEN = 3
-
-
-class Word(NamedTuple):
-    sender: int
-    receiver: int
-    purpose: Purpose
-    parity: int  # of the call for K/V, of the step for partials
-
-
-class Event(NamedTuple):
-    """A point of a stream that another stream of the same rank waits for."""
-
-    name: str
-    number: int
-
-
-class Place(NamedTuple):
-    """Rows [begin, end) of a buffer."""
-
-    rank: int
-    buffer: Buffer
-    slot: int  # one of two, 0 for EARLY
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Record:
-    stream: Stream
-    event: Event
-
-
-@dataclass(frozen=True)
-class Await:
-    """The latest record of the event that was issued before; an event never recorded is past."""
-
-    stream: Stream
-    event: Event
-
-
-@dataclass(frozen=True)
-class Set:
-    stream: Stream
-    word: Word
-
-
-@dataclass(frozen=True)
-class Take:
-    """Awaits the word and resets it.
-
-    what  for error messages: "backward hop 2: K/V of" its sender
-    """
-
-    stream: Stream
-    word: Word
-    what: str
-
-
-@dataclass(frozen=True)
-class Copy:
-    stream: Stream
-    source: Place
-    target: Place
-
-
-@dataclass(frozen=True)
-class Publish:
-    """The rank's travelling K/V rows go into its SRC."""
-
-    place: Place
-    stream: Stream = Stream.COMPUTE
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """What the caller computes before its first hop, beside the first transfers."""
-
-    stream: Stream = Stream.COMPUTE
-
-
-@dataclass(frozen=True)
-class Attend:
-    """The kernel of a hop, on the local K/V or those in `kv`.
-
-    partial  backward, but for the own keys: what it adds to, or stores as the first visitor
-    arrived  it may begin at once, but touches the partial only after this event
-    """
-
-    hop: int
-    kv: Place | None = None
-    partial: Place | None = None
-    arrived: Event | None = None
-    stream: Stream = Stream.COMPUTE
-
-
-@dataclass(frozen=True)
-class Collect:
-    """The owner adds what has come home to its own dK/dV: all travelling rows, part by part."""
-
-    places: tuple[Place, ...]
-    stream: Stream = Stream.COMPUTE
-
-
-Operation: TypeAlias = Record | Await | Set | Take | Copy | Publish | Prepare | Attend | Collect
+from ringfa3.operations import (
+    Attend,
+    AttendAll,
+    Await,
+    Block,
+    Buffer,
+    Clear,
+    Collect,
+    Copy,
+    Event,
+    Keep,
+    Operation,
+    Place,
+    Prepare,
+    Publish,
+    Purpose,
+    Record,
+    Set,
+    Stream,
+    Take,
+    Word,
+)
 
 
 def forward(move: Movement, rank: int, parity: int) -> list[Operation]:
     """The forward call of a rank. parity: 0 and 1 in turn, over all calls of the group."""
     call = _Call(move, rank, parity, "forward")
     call.begin()
+    call.pull_two()
     call.add(Attend(0))
     for i, hop in enumerate(call.visits):
         call.attend(hop)
@@ -171,10 +60,31 @@ def forward(move: Movement, rank: int, parity: int) -> list[Operation]:
     return call.operations
 
 
+def gathered(move: Movement, rank: int, parity: int) -> list[Operation]:
+    """The same with one kernel for all hops; peers cannot tell which of the two a rank runs."""
+    call = _Call(move, rank, parity, "forward")
+    call.begin()
+    blocks = call.gather()
+    own = Place(rank, Buffer.ALL, 0, 0, int(move.rows[rank, 0]))
+    if blocks:
+        call.add(
+            Keep(own),
+            Prepare(),
+            Await(Stream.COMPUTE, Event("opened", 0)),
+            AttendAll(own, blocks),
+            Clear(tuple(block.landed for block in blocks)),
+        )
+    else:
+        call.add(Prepare(), Attend(0))
+    call.await_readers()
+    return call.operations
+
+
 def backward(move: Movement, rank: int, parity: int) -> list[Operation]:
     """The backward call of a rank; arguments as in `forward`."""
     call = _Call(move, rank, parity, "backward")
     call.begin()
+    call.pull_two()
     world, visited = call.world, 0
     for step in range(1, world + 1):
         call.fetch_partial(step)
@@ -223,10 +133,10 @@ class _Call:
         return [(t, (self.rank + t) % self.world) for t in hops]
 
     def begin(self) -> None:
-        """Publishes the own K/V and starts the first two pulls.
+        """Publishes the own K/V.
 
-        The side stream joins behind all that the calls before left on the compute stream: IN is
-        free then.
+        The side stream joins behind all that the calls before left on the compute stream: IN and
+        ALL are free then, and the words of their kernels are 0.
         """
         published = Event("published", 0)
         src = Place(self.rank, Buffer.SRC, self.parity, 0, int(self.move.rows[self.rank, 1]))
@@ -238,9 +148,28 @@ class _Call:
         )
         for _, reader in self.readers():
             self.set(Stream.KV, reader, Purpose.READY, self.parity)
+
+    def pull_two(self) -> None:
         self.pull(0)
         self.pull(1)
         self.add(Prepare())
+
+    def gather(self) -> tuple[Block, ...]:
+        """Awaits the owners of all blocks, then copies one block after the other."""
+        first_row, _ = self.move.gathered(self.rank)
+        blocks = []
+        for hop in self.visits:
+            self.take_ready(hop)
+        if self.visits:
+            self.add(Record(Stream.KV, Event("opened", 0)))
+        for hop in self.visits:
+            begin, end = (int(first_row[hop]) + row for row in self.seen(hop))
+            blocks.append(Block(Place(self.rank, Buffer.ALL, 0, begin, end), Event("landed", hop)))
+            self.add(
+                Copy(Stream.KV, self._source(hop), blocks[-1].place),
+                Record(Stream.KV, blocks[-1].landed),
+            )
+        return tuple(blocks)
 
     def seen(self, hop: int) -> tuple[int, int]:
         begin, end = self.move.seen[self.owner(hop), hop].tolist()
@@ -256,13 +185,17 @@ class _Call:
         if index >= 2:
             self.add(Await(Stream.KV, Event("attended", self.visits[index - 2])))
         hop = self.visits[index]
-        owner, what = self.owner(hop), f"hop {hop}: K/V of"
-        source = Place(owner, Buffer.SRC, self.parity, *self.seen(hop))
-        self.take(Stream.KV, owner, Purpose.READY, self.parity, what)
+        self.take_ready(hop)
         self.add(
-            Copy(Stream.KV, source, self._landing(hop)),
+            Copy(Stream.KV, self._source(hop), self._landing(hop)),
             Record(Stream.KV, Event("pulled", hop)),
         )
+
+    def take_ready(self, hop: int) -> None:
+        self.take(Stream.KV, self.owner(hop), Purpose.READY, self.parity, f"hop {hop}: K/V of")
+
+    def _source(self, hop: int) -> Place:
+        return Place(self.owner(hop), Buffer.SRC, self.parity, *self.seen(hop))
 
     def _landing(self, hop: int) -> Place:
         return Place(self.rank, Buffer.IN, self.visits.index(hop) % 2, *self.seen(hop))

@@ -20,11 +20,12 @@ import torch
 from ringfa3 import driver
 from ringfa3.arena import Arena
 from ringfa3.context import plan_context
-from ringfa3.course import Course, Routes
-from ringfa3.schedule import (
+from ringfa3.course import Cargo, Course, Routes
+from ringfa3.operations import (
     Attend,
     Await,
     Buffer,
+    Clear,
     Copy,
     Event,
     Operation,
@@ -108,9 +109,14 @@ class CudaMachine:
         self._streams: dict[Stream, torch.cuda.Stream] = {s: _stream(device) for s in side}
         self._taken = dict.fromkeys(Stream, 0)  # words, by each stream
         self._events: dict[Event, int] = {}
-        # By hop, for kernels: a set word is reset behind the kernel that has awaited it, before the
-        # last kernel of its call, and set again behind that one.
-        self._arrivals = torch.zeros(group.world, dtype=torch.int32, device=device)
+        # By hop, for kernels: a set word is reset behind the kernel that has awaited it. "arrived",
+        # of partials: before the last kernel of its call, and set again behind that one. "landed",
+        # of K/V: set again by a stream that has joined behind the reset. Each has words of its own:
+        # a partial may arrive while the forward before it still runs.
+        self._arrivals = {
+            name: torch.zeros(group.world, dtype=torch.int32, device=device)
+            for name in ("arrived", "landed")
+        }
         self._row_bytes: Mapping[Buffer, int] = {}
         self._watch = Watch(timeout_s, self.words.reached, group.alarm, lost, self.words.set_all)
 
@@ -136,8 +142,12 @@ class CudaMachine:
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         work()
 
-    def arrival(self, event: Event) -> torch.Tensor:
-        return self._arrivals[event.number : event.number + 1]
+    def arrivals(self, name: str) -> torch.Tensor:
+        return self._arrivals[name]
+
+    def _arrival(self, event: Event) -> int:
+        words = self._arrivals[event.name]
+        return words.data_ptr() + event.number * words.element_size()
 
     def prepared(self, operations: Sequence[Operation], inside: frozenset[Event]) -> Script:
         """Neighbours that write and await words of one stream become one call."""
@@ -165,12 +175,14 @@ class CudaMachine:
             words.operations.append(driver.write(self.words.counter(operation.stream), 0))
             peer = self.group.ranks[operation.word.sender]
             words.said.append(f"{operation.what} rank {peer}")
+        elif isinstance(operation, Clear):
+            words.operations.extend(driver.write(self._arrival(e), 0) for e in operation.events)
         elif isinstance(operation, Record):
             name, hop = operation.event
-            arrived = Event("arrived", hop)
-            if arrived in inside and name in ("arrived", "attended"):
-                address = self.arrival(arrived).data_ptr()
-                words.operations.append(driver.write(address, int(name == "arrived")))
+            if operation.event in inside:
+                words.operations.append(driver.write(self._arrival(operation.event), 1))
+            elif name == "attended" and (arrived := Event("arrived", hop)) in inside:
+                words.operations.append(driver.write(self._arrival(arrived), 0))
 
     def _call(self, operation: Operation, inside: frozenset[Event]) -> driver.Call | None:
         handle = self._streams[operation.stream].cuda_stream
@@ -294,11 +306,11 @@ def hindrance() -> str | None:
 
 
 def _trial(machine: CudaMachine) -> str:
-    """What is wrong with a forward and a backward of each parity; nothing if they are right.
+    """What is wrong with calls of each kind and parity; nothing if they are right.
 
     In place of attention, rank r adds (r + 1) times the K/V that it sees to their dK/dV. The ranks
-    meet only in the first call, which needs all the memory: one that fails later leaves no other
-    waiting but for words.
+    meet only for the memory of all calls: one that fails later leaves no other waiting but for
+    words.
     """
     rank, world, device = machine.group.rank, machine.group.world, machine.device
     plan = plan_context(world * TRIAL_TOKENS, (rank, world), "contiguous", causal=False)
@@ -306,7 +318,11 @@ def _trial(machine: CudaMachine) -> str:
     generator = torch.Generator().manual_seed(0)  # the same numbers on all ranks
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     shape = (world, TRIAL_TOKENS, 2, 1, 128)
-    for direction in ("backward", "forward", "forward", "backward"):
+    kinds = ("backward", "forward", "forward", "backward", "gathered", "gathered")
+    keys = torch.empty(shape[1], *shape[3:], dtype=torch.bfloat16, device="meta")
+    cargoes = [Cargo(plan, direction, keys) for direction in kinds]
+    machine.arena.reserve({b: n * c.row_bytes[b] for c in cargoes for b, n in c.rows.items()})
+    for direction in kinds:
         everyone = torch.randint(-9, 10, shape, generator=generator).to(device, torch.bfloat16)
         mine = everyone[rank]
 
@@ -314,19 +330,23 @@ def _trial(machine: CudaMachine) -> str:
             hop: int,
             k: torch.Tensor,
             v: torch.Tensor,
-            *partial: torch.Tensor,
+            *more: torch.Tensor,
             everyone: torch.Tensor = everyone,
         ) -> None:
-            if len(partial) == 3:  # with a word
-                awaited = driver.wait(partial[2].data_ptr(), 1)
-                driver.issue([driver.batch(compute.cuda_stream, [awaited])[0]])
-            wrong.add_((torch.stack((k, v), 1) != everyone[(rank - hop) % world]).sum())
+            owners, partial = [(rank - hop) % world], more[:2]
+            awaited = list(more[2:])  # a word
+            if len(more) == 1:  # the words of all blocks
+                owners, partial = [(rank - t) % world for t in range(world)], ()
+                awaited = list(more[0].split(1)[1:])
+            if awaited:
+                waits = [driver.wait(word.data_ptr(), 1) for word in awaited]
+                driver.issue([driver.batch(compute.cuda_stream, waits)[0]])
+            wrong.add_((torch.stack((k, v), 1) != everyone[owners].flatten(0, 1)).sum())
             for x, y in zip(partial, (k, v), strict=False):
                 x.copy_(y.float() * (rank + 1) + (0 if plan.hops.stores[hop] else x))
 
-        waits = direction == "backward"
         k, v = mine.unbind(1)
-        course = Course(machine, plan, direction, k, v, waits)
+        course = Course(machine, plan, direction, k, v, waits=direction == "backward")
         course.run(attend)
         if direction == "backward":
             wrong.add_((course.home != mine.float() * (world * (world + 1) // 2)).sum())

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 from ringfa3 import driver
-from ringfa3.schedule import Purpose, Stream, Word
+from ringfa3.operations import Purpose, Stream, Word
 from ringfa3.transports import first_line
 
 DIRECTORY = "/dev/shm"

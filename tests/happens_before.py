@@ -12,7 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
-from ringfa3.schedule import (
+from ringfa3.operations import (
     Attend,
     Await,
     Collect,

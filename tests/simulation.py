@@ -18,7 +18,7 @@ import torch
 from happens_before import Label, label
 
 from ringfa3.course import Routes
-from ringfa3.schedule import (
+from ringfa3.operations import (
     Attend,
     Await,
     Buffer,

@@ -17,6 +17,7 @@ ORDER = [
     "portions",
     "reference",
     "movement",
+    "operations",
     "schedule",
     "context",
     "course",

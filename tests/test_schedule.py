@@ -23,7 +23,7 @@ from ringfa3 import reference
 from ringfa3.context import ContextPlan
 from ringfa3.course import Course
 from ringfa3.plan import Tiling
-from ringfa3.schedule import Await, Copy, Prepare, Stream
+from ringfa3.operations import Await, Copy, Prepare, Stream
 
 WORLDS = (2, 3, 4)
 LENGTHS = {"dense": [32], "packed": [10, 1, 13, 8]}
