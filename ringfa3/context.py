@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ringfa3.layout import LAYOUTS, Ints, Segments, partition, work_before
 from ringfa3.movement import plan_ring
-from ringfa3.plan import ramps
+from ringfa3.plan import Plan, ramps
 
 Group = dist.ProcessGroup | tuple[int, int] | None
 MAX_TOKENS = 1 << 31  # of all ranks together: rows are int32 in the tables of a plan
@@ -104,6 +104,11 @@ class ContextPlan:
         if device not in self._own:
             self._own[device] = torch.from_numpy(self.movement.own).to(device)
         return self._own[device]
+
+    @cached_property
+    def gathered(self) -> Plan:
+        """All hops as one, over K/V that lie as `movement.gathered` says."""
+        return self.hops.gathered(self.movement.gathered(self.rank)[0])
 
     @property
     def band(self) -> tuple[int, int]:

@@ -3,7 +3,9 @@
 Operations of many calls on all ranks are nodes; an edge leads from what is over to what begins
 after it. Two accesses to the same rows that no path connects may meet in some run. Every event
 and word has one stream that gives and one that awaits it, so nothing here depends on a choice: if
-there is no cycle, no run deadlocks.
+there is no cycle, no run deadlocks. A kernel that waits inside also keeps all others off the SMs,
+on this rank and, through collectives of the job, on others: from its beginning on, nothing but
+copies may lie before its end.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from collections.abc import Hashable, Sequence
 
 from ringfa3.operations import (
     Attend,
+    AttendAll,
     Await,
+    Buffer,
+    Clear,
     Collect,
     Copy,
     Event,
+    Keep,
     Operation,
     Place,
     Publish,
@@ -29,6 +35,7 @@ from ringfa3.operations import (
 
 Calls = Sequence[tuple[str, Sequence[Sequence[Operation]]]]  # direction, operations by rank
 Label = tuple[Hashable, ...]
+SHARED = (Buffer.IN, Buffer.ALL)  # one memory
 
 
 def label(direction: str, wait: Await | Take | Attend, world: int) -> Label:
@@ -42,6 +49,11 @@ def label(direction: str, wait: Await | Take | Attend, world: int) -> Label:
     return direction, wait.stream.name, wait.event.name, number
 
 
+def inside(direction: str, event: Event) -> Label:
+    """Names the wait of a kernel over all blocks for one of them."""
+    return direction, "kernel", event
+
+
 def waits(calls: Calls) -> list[Label]:
     """Labels of all waits, each once."""
     found: dict[Label, None] = {}
@@ -51,11 +63,15 @@ def waits(calls: Calls) -> list[Label]:
                 isinstance(operation, Attend) and operation.arrived is not None
             ):
                 found[label(direction, operation, len(ranks))] = None
+            elif isinstance(operation, AttendAll):
+                for block in operation.blocks:
+                    found[inside(direction, block.landed)] = None
     return list(found)
 
 
 def problems(calls: Calls, without: Label | None = None, one_queue: bool = False) -> list[str]:
-    """Deadlocks, words set twice and rows that two operations may touch at once; none if proven.
+    """Deadlocks, words set twice, rows that two operations may touch at once, and kernels that
+    hold the SMs while they wait for more than copies; none if proven.
 
     without: a wait that is taken out. one_queue: the streams of a rank run as one, in the order
     in which the host issues.
@@ -67,6 +83,10 @@ class _Order:
     def __init__(self, calls: Calls, without: Label | None, one_queue: bool) -> None:
         self.after: list[list[int]] = []  # node -> nodes that begin after it
         self.names: list[str] = []
+        self.operations: list[tuple[int, Operation]] = []  # with their ranks
+        self.waiting: list[tuple[int, int]] = []  # beginning and end of kernels that wait inside
+        self.raised: dict[tuple[int, Event], list[int]] = defaultdict(list)
+        self.cleared: dict[tuple[int, Event], list[int]] = defaultdict(list)
         self.touched: dict[tuple[object, ...], list[tuple[int, Place, bool]]] = defaultdict(list)
         self.sets: dict[Word, list[int]] = defaultdict(list)
         self.takes: dict[Word, list[tuple[int, bool]]] = defaultdict(list)
@@ -77,19 +97,22 @@ class _Order:
                 for operation in ranks[rank]:
                     name = f"rank {rank}, call {number}: {operation}"
                     stream = None if one_queue else operation.stream
+                    self._now = rank, operation
                     self._add(operation, name, stream, direction, without, len(ranks))
 
     def _node(self, name: str, stream: object) -> int:
         node = len(self.after)
         self.after.append([])
         self.names.append(name)
+        self.operations.append(self._now)
         if stream in self._last:
             self.after[self._last[stream]].append(node)
         self._last[stream] = node
         return node
 
     def _touch(self, node: int, place: Place, writes: bool) -> None:
-        self.touched[place[:3]].append((node, place, writes))
+        memory = SHARED if place.buffer in SHARED else place[1:3]
+        self.touched[place.rank, memory].append((node, place, writes))
 
     def _add(self, operation: Operation, name: str, stream: object, direction: str,
              without: Label | None, world: int) -> None:  # fmt: skip
@@ -99,6 +122,11 @@ class _Order:
         )
         if isinstance(operation, Record):
             self._events[operation.event] = node
+            if operation.event.name == "landed":
+                self.raised[self._now[0], operation.event].append(node)
+        elif isinstance(operation, Clear):
+            for event in operation.events:
+                self.cleared[self._now[0], event].append(node)
         elif isinstance(operation, Await):
             if kept and operation.event in self._events:
                 self.after[self._events[operation.event]].append(node)
@@ -106,7 +134,7 @@ class _Order:
             self.sets[operation.word].append(node)
         elif isinstance(operation, Take):
             self.takes[operation.word].append((node, kept))
-        elif isinstance(operation, Publish):
+        elif isinstance(operation, (Publish, Keep)):
             self._touch(node, operation.place, True)
         elif isinstance(operation, Copy):
             self._touch(node, operation.source, False)
@@ -122,6 +150,19 @@ class _Order:
                 if kept:
                     self.after[self._events[operation.arrived]].append(epilogue)
                 self._touch(epilogue, operation.partial, True)
+        elif isinstance(operation, AttendAll):
+            self._touch(node, operation.own, False)
+            reads = []
+            for i, block in enumerate(operation.blocks):  # in any order
+                reads.append(self._node(f"{name} block {i}", (node, i)))
+                self.after[node].append(reads[-1])
+                if without != inside(direction, block.landed):
+                    self.after[self._events[block.landed]].append(reads[-1])
+                self._touch(reads[-1], block.place, False)
+            end = self._node(f"{name} end", stream)
+            for read in reads:
+                self.after[read].append(end)
+            self.waiting.append((node, end))
 
     def problems(self) -> list[str]:
         found = []
@@ -139,14 +180,26 @@ class _Order:
             for (taken, kept), given in zip(takes, self.sets[word][1:], strict=False):
                 if kept and not before[given] >> taken & 1:
                     found.append(f"{word} may be set again before: {self.names[taken]}")
+        for word, raised in self.raised.items():
+            if len(raised) != len(self.cleared[word]):
+                found.append(f"{word} is raised {len(raised)} times, and not cleared as often")
+            for given, cleared in zip(raised[1:], self.cleared[word], strict=False):
+                if not before[given] >> cleared & 1:
+                    found.append(f"{word} may be raised before: {self.names[cleared]}")
         for accesses in self.touched.values():
             for (a, mine, writes), (b, other, overwrites) in itertools.combinations(accesses, 2):
-                if not (writes or overwrites) or min(mine.end, other.end) <= max(
-                    mine.begin, other.begin
-                ):
+                if not (writes or overwrites) or not _meet(mine, other):
                     continue
                 if not (before[a] >> b & 1 or before[b] >> a & 1):
                     found.append(f"at once: {self.names[a]} and {self.names[b]}")
+        for begin, end in self.waiting:
+            awaited = before[end] & ~before[begin] & ~(1 << begin)
+            for node, (rank, operation) in enumerate(self.operations):
+                own = self.operations[begin] == (rank, operation) or (
+                    rank == self.operations[begin][0] and isinstance(operation, (Copy, Record))
+                )
+                if awaited >> node & 1 and not own:
+                    found.append(f"{self.names[begin]} holds the SMs before {self.names[node]}")
         return found
 
     def _before(self) -> list[int] | None:
@@ -166,3 +219,10 @@ class _Order:
                 if not missing[later]:
                     ready.append(later)
         return before if done == len(self.after) else None
+
+
+def _meet(a: Place, b: Place) -> bool:
+    """Whether places of one memory have bytes in common; rows of IN and ALL lie anywhere in it."""
+    if a.buffer is not b.buffer:
+        return a.begin < a.end and b.begin < b.end
+    return a.slot == b.slot and max(a.begin, b.begin) < min(a.end, b.end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,12 +41,16 @@ class Placement:
         ]
 
     def tilings(self, direction: str, rank: int) -> list[Tiling]:
-        spans = self.plans[rank].hops
-        return spans.forward(TILE) if direction == "forward" else spans.backward(TILE, TILE)
+        plan = self.plans[rank]
+        if direction == "gathered":
+            return plan.gathered.forward(TILE)
+        return plan.hops.forward(TILE) if direction == "forward" else plan.hops.backward(TILE, TILE)
 
     def operations(self, direction: str, rank: int, parity: int) -> list[Operation]:
-        make = schedule.forward if direction == "forward" else schedule.backward
-        return make(self.plans[rank].movement, rank, parity)
+        made: list[Operation] = getattr(schedule, direction)(
+            self.plans[rank].movement, rank, parity
+        )
+        return made
 
 
 def laid_out(lengths: Sequence[int], world: int, layout: str = "zigzag",
@@ -79,11 +84,21 @@ def scattered(rng: random.Random, world: int) -> Placement:
     return placed(pieces, world, rng.choice([(-1, 0), (-1, -1), (5, 0), (0, 6)]))
 
 
-def layers(placements: Sequence[Placement]) -> Calls:
-    """One step of training: a forward and a backward for each layer, with its own placement."""
+def directions(
+    placements: Sequence[Placement], forwards: Sequence[str] = ("forward",)
+) -> list[tuple[str, Placement]]:
+    """One step of training: a forward and a backward for each layer, with its own placement.
+
+    forwards: "forward" or "gathered", for the layers in turn.
+    """
+    order = list(zip(itertools.cycle(forwards), placements, strict=False))
+    return order + [("backward", p) for p in reversed(placements)]
+
+
+def layers(placements: Sequence[Placement], forwards: Sequence[str] = ("forward",)) -> Calls:
+    """The operations of a step."""
     calls: Calls = []
-    order = [("forward", p) for p in placements] + [("backward", p) for p in reversed(placements)]
-    for direction, placement in order:
+    for direction, placement in directions(placements, forwards):
         ranks = range(placement.world)
         parity = len(calls) % 2
         calls.append((direction, [placement.operations(direction, r, parity) for r in ranks]))

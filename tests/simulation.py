@@ -12,19 +12,23 @@ import random
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 import torch
-from happens_before import Label, label
+from happens_before import Label, inside, label
 
 from ringfa3.course import Routes
 from ringfa3.operations import (
     Attend,
+    AttendAll,
     Await,
     Buffer,
+    Clear,
     Collect,
     Copy,
     Event,
+    Keep,
     Operation,
     Place,
     Publish,
@@ -34,11 +38,12 @@ from ringfa3.operations import (
     Stream,
     Take,
     Word,
+    Work,
 )
 
 NAN = 0xFF  # in every byte: NaN in all floating dtypes
 PARTS = 3  # in which rows are read and written
-ROWS = 64  # that a buffer holds
+ROWS = 80  # that a slot holds, and ALL twice as many
 MOOD = 60  # turns for which the favourites stay the same
 Ready = Callable[[], bool]  # what a stream waits for
 Task = Iterator[Ready | None]
@@ -54,15 +59,24 @@ class World:
     without    a wait that is taken out, as `happens_before.label` names it
     one_queue  a rank's streams run as one, in the order in which the host issues
     early      kernels wait for their partial before they begin
+    crowded    before each call the ranks meet in a collective of the job, one of them in its compute
+               stream, the others beside it; its kernels begin only where none waits on the SMs
     """
 
     def __init__(
-        self, world: int, without: Label | None = None, one_queue: bool = False, early: bool = False
+        self,
+        world: int,
+        without: Label | None = None,
+        one_queue: bool = False,
+        early: bool = False,
+        crowded: bool = False,
     ) -> None:
         self.size, self.without, self.one_queue, self.early = world, without, one_queue, early
+        self.crowded = crowded
+        self.joined: dict[int, int] = defaultdict(int)  # ranks in a collective, by call
         self.memory: dict[tuple[int, Buffer, int], np.ndarray] = {}
         self.words: dict[Word, int] = defaultdict(int)
-        self.queues: dict[tuple[int, Stream], deque[tuple[str, Task]]] = defaultdict(deque)
+        self.queues: dict[tuple[int, str], deque[tuple[str, Task]]] = defaultdict(deque)
         self.machines = [SimulatedMachine(self, rank) for rank in range(world)]
 
     def run(self, rng: random.Random) -> None:
@@ -72,7 +86,7 @@ class World:
             DeadlockError: with what each stream waits for.
         """
         running = {key: queue.popleft() for key, queue in self.queues.items() if queue}
-        blocked: dict[tuple[int, Stream], Ready | None] = dict.fromkeys(running)
+        blocked: dict[tuple[int, str], Ready | None] = dict.fromkeys(running)
         turns, speed = 0, {}
         while running:
             if turns % MOOD == 0:
@@ -80,7 +94,7 @@ class World:
             turns += 1
             able = [key for key in running if (wait := blocked[key]) is None or wait()]
             if not able:
-                said = [f"rank {r} {s.name}: {running[r, s][0]}" for r, s in running]
+                said = [f"rank {r} {s}: {running[r, s][0]}" for r, s in running]
                 raise DeadlockError("\n".join(said))
             (key,) = rng.choices(able, [speed[k] for k in able])
             try:
@@ -102,19 +116,46 @@ class SimulatedMachine:
         self.row_bytes: dict[Buffer, int] = {}
         self.direction = ""
         self.events: dict[Event, list[bool]] = {}
+        self.arrived: dict[Event, int] = defaultdict(int)  # words that kernels await
+        self.holding = 0  # kernels that wait on the SMs
         self.copied: Place | None = None  # by the partial stream, last
         self.routes: Routes = weakref.WeakKeyDictionary()
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
-        self.direction = "backward" if Buffer.D in rows else "forward"
+        kinds = {Buffer.D: "backward", Buffer.ALL: "gathered", Buffer.IN: "forward"}
+        self.direction = next(kind for buffer, kind in kinds.items() if buffer in rows)
         for buffer, count in rows.items():
-            assert count <= ROWS
+            assert count <= ROWS * (1 + (buffer is Buffer.ALL))
             assert self.row_bytes.setdefault(buffer, row_bytes[buffer]) == row_bytes[buffer]
-            for slot in range(2):
-                memory = np.full(ROWS * row_bytes[buffer], NAN, np.uint8)
-                self.world.memory.setdefault((self.rank, buffer, slot), memory)
+            self._allocate(buffer, ROWS * row_bytes[buffer])
+        if self.world.crowded:
+            own = self.calls % self.world.size == self.rank
+            stream = Stream.COMPUTE.name if own else "beside"
+            task = self._collective(self.calls)
+            self.world.queues[self.rank, stream].append(("a collective", task))
         self.calls += 1
         return (self.calls - 1) % 2
+
+    def _allocate(self, buffer: Buffer, size: int) -> None:
+        """IN lies in the memory of ALL."""
+        whole = Buffer.ALL if buffer is Buffer.IN else buffer
+        memory = self.world.memory.setdefault(
+            (self.rank, whole, 0), np.full(2 * size, NAN, np.uint8)
+        )
+        for slot in range(2):
+            if buffer is not Buffer.ALL:
+                half = memory[slot * size : (slot + 1) * size]
+                self.world.memory.setdefault((self.rank, buffer, slot), half)
+
+    def _collective(self, number: int) -> Task:
+        joined = self.world.joined
+        yield lambda: not self.holding
+        joined[number] += 1
+        yield lambda: joined[number] == self.world.size
+
+    def arrivals(self, name: str) -> torch.Tensor:
+        """For the caller's kernel, which runs when all is here."""
+        return torch.ones(self.world.size, dtype=torch.int32)
 
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         return torch.from_numpy(self.world.memory[self.rank, buffer, slot])
@@ -129,8 +170,16 @@ class SimulatedMachine:
         self._put(Stream.COMPUTE, "the caller", task())
 
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
-        if isinstance(operation, Publish):
+        if isinstance(operation, (Publish, Keep)):
             task = self._in_parts([], [operation.place], None, work)
+        elif isinstance(operation, AttendAll):
+            places = [operation.own, *(block.place for block in operation.blocks)]
+            landed = {
+                place: event
+                for place, event in operation.blocks
+                if self.world.without != inside(self.direction, event)
+            }
+            task = self._in_parts(places, [], None, work, landed)
         elif isinstance(operation, Collect):
             task = self._in_parts(list(operation.places), [], None, work)
         else:
@@ -146,15 +195,19 @@ class SimulatedMachine:
     def prepared(
         self, operations: Sequence[Operation], inside: frozenset[Event]
     ) -> list[Operation]:
-        assert not inside
-        return [x for x in operations if not isinstance(x, (Publish, Attend, Collect))]
+        assert {event.name for event in inside} <= {"landed"}
+        return [x for x in operations if not isinstance(x, get_args(Work))]
 
     def issue(self, prepared: list[Operation]) -> None:
         for operation in prepared:
             self._issue(operation)
 
     def _issue(self, operation: Operation) -> None:
-        if isinstance(operation, Record):
+        if isinstance(operation, Record) and operation.event.name == "landed":
+            task = self._raise(operation.event)
+        elif isinstance(operation, Clear):
+            task = self._clear(operation)
+        elif isinstance(operation, Record):
             self.events[operation.event] = flag = [False]
             task = self._record(flag)
         elif isinstance(operation, Await):
@@ -171,7 +224,7 @@ class SimulatedMachine:
         self._put(operation.stream, str(operation), task)
 
     def _put(self, stream: Stream, name: str, task: Task) -> None:
-        key = (self.rank, Stream.COMPUTE if self.world.one_queue else stream)
+        key = (self.rank, (Stream.COMPUTE if self.world.one_queue else stream).name)
         self.world.queues[key].append((name, task))
 
     def _kept(self, wait: Await | Take | Attend) -> bool:
@@ -180,6 +233,16 @@ class SimulatedMachine:
     def _record(self, flag: list[bool]) -> Task:
         yield None
         flag[0] = True
+
+    def _raise(self, event: Event) -> Task:
+        yield None
+        self.arrived[event] += 1
+        assert self.arrived[event] < 2 or self.world.without, f"{event} is raised twice"
+
+    def _clear(self, clear: Clear) -> Task:
+        yield None
+        for event in clear.events:
+            self.arrived[event] = 0
 
     def _await(self, flag: list[bool]) -> Task:
         yield lambda: flag[0]
@@ -209,21 +272,28 @@ class SimulatedMachine:
             self.copied = copy.source
 
     def _in_parts(self, reads: list[Place], writes: list[Place], arrived: list[bool] | None,
-                  work: Callable[[], None]) -> Task:  # fmt: skip
+                  work: Callable[[], None],
+                  landed: Mapping[Place, Event] | None = None) -> Task:  # fmt: skip
         """Work on what it finds in its places, in parts, and leaves there, in parts.
 
         What is read is free then. Writes are read first, once `arrived`: a kernel adds to them.
+        landed: words for which a kernel waits that is on the SMs already.
         """
+        self.holding += landed is not None
         if arrived is not None and self.world.early:
             yield lambda: arrived[0]
         found: dict[Place, np.ndarray] = {}
         for place in (*reads, *writes):
             if place in writes and arrived is not None:
                 yield lambda: arrived[0]
+            event = None if landed is None else landed.get(place)
+            if event is not None:
+                yield lambda: self.arrived[event] > 0  # noqa: B023
             found[place] = np.empty(len(self._bytes(place)), np.uint8)
             for part in self._parts(place):
                 found[place][part] = self._bytes(place)[part]
                 yield None
+        self.holding -= landed is not None
         now = {place: self._bytes(place).copy() for place in found}
         for place, was in found.items():
             self._bytes(place)[:] = was

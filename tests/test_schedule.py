@@ -15,7 +15,7 @@ import pytest
 import torch
 from dense import attention, gradients, mask, tensors, worst
 from happens_before import Label, problems, waits
-from placements import Placement, laid_out, layers, scattered
+from placements import Placement, directions, laid_out, layers, scattered
 from simulation import DeadlockError, SimulatedMachine, World
 from torch import Tensor
 
@@ -45,6 +45,8 @@ def step(kind: str, world: int) -> list[Placement]:
 
 
 KINDS = ("dense", "packed", "one way", "contiguous", "window", "bidirectional", "in turn")
+Forwards = tuple[str, ...]  # of the layers in turn
+FORWARDS: list[Forwards] = [("forward",), ("gathered",), ("gathered", "forward", "gathered")]
 
 
 # Proof
@@ -52,10 +54,12 @@ KINDS = ("dense", "packed", "one way", "contiguous", "window", "bidirectional", 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_order_of_events_is_a_hazard(kind: str, world: int) -> None:
+@pytest.mark.parametrize("forwards", FORWARDS, ids=str)
+def test_no_order_of_events_is_a_hazard(kind: str, world: int, forwards: Forwards) -> None:
     """Two steps of training: no deadlock, no word set before it was taken, no rows that one
-    operation writes while another touches them; also if all streams share a queue."""
-    calls = 2 * layers(step(kind, world))
+    operation writes while another touches them, no kernel that waits for more than copies; also if
+    all streams share a queue."""
+    calls = 2 * layers(step(kind, world), forwards)
     assert problems(calls) == []
     assert problems(calls, one_queue=True) == []
 
@@ -71,15 +75,27 @@ def test_no_order_is_a_hazard_for_any_placement(world: int, count: int) -> None:
     """Documents in pieces on ranks of any order, another placement in each layer."""
     for seed in range(count):
         rng = random.Random(seed)
-        calls = 2 * layers([scattered(rng, world) for _ in range(rng.randint(1, 3))])
+        placements = [scattered(rng, world) for _ in range(rng.randint(1, 3))]
+        calls = 2 * layers(placements, FORWARDS[seed % 3])
         assert problems(calls) == [], seed
         assert problems(calls, one_queue=True) == [], seed
 
 
 @cache
-def every_wait() -> list[Label]:
-    """Of calls on 4 ranks, forward and backward."""
-    return list(dict.fromkeys(itertools.chain(*(waits(layers(step(k, 4))) for k in KINDS))))
+def every_wait() -> list[tuple[Forwards, Label]]:
+    """Of calls on 4 ranks: of forward and backward hop by hop, and of gathered forwards."""
+    found = {
+        forwards: dict.fromkeys(
+            itertools.chain(*(waits(layers(step(k, 4), forwards)) for k in KINDS))
+        )
+        for forwards in FORWARDS[:2]
+    }
+    return [
+        (forwards, wait)
+        for forwards, labels in found.items()
+        for wait in labels
+        if forwards == FORWARDS[0] or not str(wait[0]).startswith("backward")
+    ]
 
 
 @cache
@@ -92,13 +108,15 @@ def steps_of_4() -> list[list[Placement]]:
 
 def test_every_wait_is_known_by_name() -> None:
     """No placement has a wait that the tests below do not take out."""
-    assert {w for s in steps_of_4() for w in waits(layers(s))} == set(every_wait())
+    found = {w for s in steps_of_4() for f in FORWARDS for w in waits(layers(s, f))}
+    assert found == {wait for _, wait in every_wait()}
 
 
-@pytest.mark.parametrize("wait", every_wait(), ids=str)
-def test_no_wait_can_be_left_out(wait: Label) -> None:
-    """Without it, there is an example in which two operations may meet."""
-    assert any(problems(2 * layers(s), without=wait) for s in steps_of_4())
+@pytest.mark.parametrize(("forwards", "wait"), every_wait(), ids=str)
+def test_no_wait_can_be_left_out(forwards: Forwards, wait: Label) -> None:
+    """Without it, there is an example in which two operations may meet, or a kernel holds the SMs
+    that another rank's may need."""
+    assert any(problems(2 * layers(s, forwards), without=wait) for s in steps_of_4())
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -120,12 +138,16 @@ class Ledger:
     A kernel notes which K/V it sees, and adds (1 + its rank) times them to the partial.
     """
 
-    def __init__(self, placements: Sequence[Placement], **options: object) -> None:
+    def __init__(
+        self,
+        placements: Sequence[Placement],
+        forwards: Forwards = FORWARDS[0],
+        **options: object,
+    ) -> None:
         self.size = placements[0].world
         self.world = World(self.size, **options)  # type: ignore[arg-type]
         self.wrong: list[str] = []
-        calls = [("forward", p) for p in placements] + [("backward", p) for p in placements[::-1]]
-        self.checks: list[Callable[[], None]] = []
+        calls = directions(placements, forwards)
         for number, (direction, placement) in enumerate(2 * calls):
             base = 1000.0 * (number + 1)  # other K/V in every call
             for rank in range(self.size):
@@ -142,6 +164,13 @@ class Ledger:
         between = plan.movement.seen.tolist()
 
         def attend(hop: int, k: Tensor, v: Tensor, *partial: Tensor) -> None:
+            if direction == "gathered":
+                owners = [(rank - t) % self.size for t in range(1, self.size)]
+                parts = [leaving[o][slice(*between[o][t])] for t, o in enumerate(owners, 1)]
+                expected = torch.cat([keys[rank], *parts])
+                if not (torch.equal(k.flatten(), expected) and torch.equal(v.flatten(), -expected)):
+                    self.wrong.append(f"call {number}, rank {rank}: gathered K/V")
+                return
             owner = (rank - hop) % self.size
             seen = slice(*between[owner][hop]) if hop else slice(None)
             if hop:
@@ -177,13 +206,19 @@ class Ledger:
         return self.wrong
 
 
-@pytest.mark.parametrize("options", [{}, {"one_queue": True}, {"early": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"one_queue": True}, {"early": True, "crowded": True}], ids=str
+)
+@pytest.mark.parametrize("forwards", FORWARDS, ids=str)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_hop_sees_what_it_should(kind: str, world: int, options: dict[str, bool]) -> None:
+def test_every_hop_sees_what_it_should(
+    kind: str, world: int, forwards: Forwards, options: dict[str, bool]
+) -> None:
     """Exactly: K/V at each hop, dK/dV at home, the sum of what its visitors have added. Also with
-    the streams of a rank in one queue, and with kernels that wait for their partial to begin."""
-    assert Ledger(step(kind, world), **options).run(world) == []
+    the streams of a rank in one queue, and with kernels that wait for their partial to begin, beside
+    collectives of the job."""
+    assert Ledger(step(kind, world), forwards, **options).run(world) == []
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(300, marks=MANY)])
@@ -192,28 +227,34 @@ def test_every_hop_sees_what_it_should_on_any_placement(world: int, count: int) 
     for seed in range(count):
         rng = random.Random(seed)
         placements = [scattered(rng, world) for _ in range(3)]
-        options = {"one_queue": seed % 3 == 1, "early": seed % 2 == 1}
-        assert Ledger(placements, **options).run(seed) == [], seed
+        options = {"one_queue": seed % 3 == 1, "early": seed % 2 == 1, "crowded": seed % 2 == 1}
+        assert Ledger(placements, FORWARDS[seed % 3], **options).run(seed) == [], seed
 
 
-@pytest.mark.parametrize("wait", every_wait(), ids=str)
-def test_without_a_wait_something_stale_is_read(wait: Label) -> None:
-    """In one of some runs at least, on placements where the proof fails too."""
+@pytest.mark.parametrize(("forwards", "wait"), every_wait(), ids=str)
+def test_without_a_wait_something_goes_wrong(forwards: Forwards, wait: Label) -> None:
+    """In one of some runs at least, on placements where the proof fails too: something stale is
+    read, or a kernel waits on the SMs for a rank that waits for a collective of the job."""
+    crowded = "opened" in wait
     for placements in steps_of_4():
-        if problems(2 * layers(placements), without=wait):
+        if problems(2 * layers(placements, forwards), without=wait):
             for seed in range(10):
-                if Ledger(placements, without=wait).run(seed):
+                if Ledger(
+                    placements, forwards, without=wait, crowded=crowded, early=crowded
+                ).run(seed):
                     return
     pytest.fail("every run went well")
 
 
-def attention_step(placements: Sequence[Placement], seed: int, **options: object) -> float:
+def attention_step(
+    placements: Sequence[Placement], forwards: Forwards, seed: int, **options: object
+) -> float:
     """The largest error of a step with the executor's attention, against the dense reference."""
     size = placements[0].world
     world = World(size, **options)  # type: ignore[arg-type]
     made: list[tuple[Tensor, Tensor]] = []
     backwards: list[Callable[[], None]] = []
-    for layer, placement in enumerate(placements):
+    for layer, (forward, placement) in enumerate(directions(placements, forwards)[: len(placements)]):
         inputs, dout, dlse = tensors(layer, sum(placement.lengths), (2, 1), 2)
         allowed = mask(placement.lengths, placement.lengths, *placement.band)
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -223,7 +264,7 @@ def attention_step(placements: Sequence[Placement], seed: int, **options: object
             token = plan.token_index
             q, k, v = (x[token] for x in inputs)
             ring = Rank(world.machines[rank], plan, q, k, v)
-            ring.forward(placement.tilings("forward", rank))
+            ring.forward(forward, placement.tilings(forward, rank))
             made += [(ring.out, whole[0][token]), (ring.lse, whole[1][:, token])]
             tilings = placement.tilings("backward", rank)
             backwards.append(
@@ -245,13 +286,13 @@ class Rank:
         self.out, self.running = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
         self.lse = torch.full((q.shape[1], len(q)), torch.nan, dtype=q.dtype)
 
-    def forward(self, tilings: list[Tiling]) -> None:
+    def forward(self, direction: str, tilings: list[Tiling]) -> None:
         q, k, v = self.qkv
 
-        def attend(hop: int, k: Tensor, v: Tensor) -> None:
+        def attend(hop: int, k: Tensor, v: Tensor, *_: Tensor) -> None:
             reference.attend(q, k, v, tilings[hop], 0.7, self.out, self.running, self.lse)
 
-        Course(self.machine, self.plan, "forward", k, v).run(attend)
+        Course(self.machine, self.plan, direction, k, v).run(attend)
 
     def backward(self, tilings: list[Tiling], dout: Tensor, dlse: Tensor,
                  made: list[tuple[Tensor, Tensor]], expected: list[Tensor]) -> None:  # fmt: skip
@@ -272,8 +313,9 @@ class Rank:
         made += zip((dq, home[:, 0], home[:, 1]), expected, strict=True)
 
 
+@pytest.mark.parametrize("forwards", FORWARDS, ids=str)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_equals_one_device(kind: str, world: int) -> None:
+def test_attention_equals_one_device(kind: str, world: int, forwards: Forwards) -> None:
     """Three layers, forward and backward, float64, 1e-12; poison in every row not yet here."""
-    assert attention_step(step(kind, world), 0) < 1e-12
+    assert attention_step(step(kind, world), forwards, 0) < 1e-12
