@@ -59,10 +59,10 @@ class Arena:
         size = {buffer: SLOTS[buffer] * capacity[buffer] for buffer in Buffer}
         shared = sum(size[buffer] for buffer in SHARED)
         self._region = symm_mem.empty(shared, dtype=torch.uint8, device=self.device)
-        for together in ((Buffer.IN, Buffer.ALL), (Buffer.EARLY,)):
-            most = max(size[buffer] for buffer in together)
+        for buffers in ((Buffer.IN, Buffer.ALL), (Buffer.EARLY,)):
+            most = max(size[buffer] for buffer in buffers)
             memory = torch.empty(most, dtype=torch.uint8, device=self.device)
-            self._own |= dict.fromkeys(together, memory)
+            self._own |= dict.fromkeys(buffers, memory)
 
     def _meet(self) -> int:
         """Maps the peers' regions; gives how far this rank's lies behind the start of its map."""

@@ -20,7 +20,6 @@ from ringfa3.operations import (
     Attend,
     AttendAll,
     Buffer,
-    Collect,
     Event,
     Keep,
     Operation,
@@ -96,16 +95,18 @@ class Cargo:
 
     def __init__(self, plan: ContextPlan, direction: str, k: torch.Tensor) -> None:
         self.row = (2, *k.shape[1:])
-        move = plan.movement.rows
-        most = int(move[:, 1].max())
+        most, move = plan.movement.most, plan.movement.rows
         if direction == "gathered":
-            self.rows = {Buffer.SRC: most, Buffer.ALL: plan.movement.most_gathered}
+            self.rows = {Buffer.SRC: most.travelling, Buffer.ALL: most.gathered}
         else:
-            self.rows = {Buffer.SRC: most, Buffer.IN: most}
+            self.rows = {Buffer.SRC: most.travelling, Buffer.IN: most.travelling}
         self.dtypes = dict.fromkeys(self.rows, k.dtype)
         if direction == "backward":
             self.dtypes |= dict.fromkeys((Buffer.D, Buffer.EARLY), statistics_dtype(k.dtype))
-            self.rows |= {Buffer.D: most, Buffer.EARLY: int((move[:, 1] - move[:, -2]).max())}
+            self.rows |= {
+                Buffer.D: most.travelling,
+                Buffer.EARLY: int((move[:, 1] - move[:, -2]).max()),
+            }
         numbers = 2 * k.shape[1] * k.shape[2]
         self.row_bytes = {b: numbers * dtype.itemsize for b, dtype in self.dtypes.items()}
 
@@ -127,8 +128,8 @@ class Course:
     ) -> None:
         """Publishes k and v, (local_tokens, hk, d), and starts the first transfers.
 
-        What the caller computes before `run` goes on beside them. waits: in a backward, `attend`
-        takes a word to wait for.
+        What the caller computes before `run` goes on beside them. waits: `attend` takes words to
+        wait for, where there is something to wait for; not in a forward hop by hop.
         """
         self.machine, self._local = machine, (k, v)
         kind = (direction, waits, k.dtype, k.shape[1], k.shape[2])
@@ -158,9 +159,9 @@ class Course:
         tiling says FIRST. Hop 0 stores; what others have added to its rows comes after it. If it
         waits, attend(hop, k, v, dk, dv, word) must not touch dk and dv while the word is 0.
 
-        Gathered, it is called once: attend(0, k, v, words) with the rows of `ContextPlan.gathered`,
-        those of hop t to be touched once words[t] is not 0; or attend(0, k, v) if none of another
-        rank are seen.
+        Gathered, it is called once with the rows of `ContextPlan.gathered`: attend(0, k, v), or if
+        it waits, and keys of other ranks are seen, attend(0, k, v, words), where rows of hop t may
+        be read once words[t] is not 0.
         """
         self._attend = attend
         self._issue(self._after)
@@ -213,7 +214,7 @@ def _route(
     """The steps of a call on what is the machine's memory now."""
     own = plan.own_rows(device)
     operations = getattr(schedule, direction)(plan.movement, plan.rank, parity)
-    inside = frozenset(_awaited_inside(operations, plan, waits))
+    inside = frozenset(_awaited_inside(operations, plan) if waits else ())
 
     def rows(place: Place, count: int) -> torch.Tensor:
         """(count, 2, hk, d): the first rows of a buffer of this rank."""
@@ -229,7 +230,7 @@ def _route(
             return (rows(work.place, work.place.end),)
         if isinstance(work, AttendAll):
             both = rows(work.own, plan.movement.gathered(plan.rank)[1]).unbind(1)
-            return *both, machine.arrivals(work.blocks[0].landed.name)
+            return *both, *((machine.arrivals(work.blocks[0].landed.name),) if waits else ())
         if isinstance(work, Attend):
             count = int(plan.movement.rows[(plan.rank - work.hop) % plan.world, work.hop])
             places = [p for p in (work.kv, work.partial) if p is not None]
@@ -262,14 +263,12 @@ def _route(
     return Route(steps[:count], steps[count:])
 
 
-def _awaited_inside(
-    operations: Iterable[Operation], plan: ContextPlan, waits: bool
-) -> Iterator[Event]:
-    """Events that kernels await themselves."""
+def _awaited_inside(operations: Iterable[Operation], plan: ContextPlan) -> Iterator[Event]:
+    """Events that kernels may await themselves."""
     for work in operations:
         if isinstance(work, AttendAll):
             yield from (block.landed for block in work.blocks)
-        # a kernel that stores the partial reads nothing of it, and would not wait
-        elif waits and isinstance(work, Attend) and not plan.hops.stores[work.hop]:
-            if work.arrived is not None:
+        elif isinstance(work, Attend) and work.arrived is not None:
+            # a kernel that stores the partial reads nothing of it, and would not wait
+            if not plan.hops.stores[work.hop]:
                 yield work.arrived

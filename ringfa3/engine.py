@@ -17,10 +17,14 @@ if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build
 
 
 class Forward(NamedTuple):
-    """Runs one hop of the forward: `attend` as `reference.attend`, on tiles of `tile_m` rows."""
+    """Runs one hop of the forward: `attend` as `reference.attend`, on tiles of `tile_m` rows.
+
+    waits: it takes `arrivals`, words for which spans wait on the device.
+    """
 
     tile_m: int
     attend: Callable[..., None]
+    waits: bool
 
 
 class Backward(NamedTuple):
@@ -43,8 +47,8 @@ def forward_engine(q: torch.Tensor, sm_margin: int = 0) -> Forward:
     """
     unit = _unit("forward", q, sm_margin)
     if unit is None:
-        return Forward(reference.TILE_M, reference.attend)
-    return Forward(unit.tile_m, partial(kernels.attend, unit, sm_margin=sm_margin))
+        return Forward(reference.TILE_M, reference.attend, False)
+    return Forward(unit.tile_m, partial(kernels.attend, unit, sm_margin=sm_margin), True)
 
 
 def backward_engine(q: torch.Tensor, sm_margin: int = 0) -> Backward:

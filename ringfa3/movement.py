@@ -9,11 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ringfa3.layout import Ints, Segments
 from ringfa3.plan import Plan, band, pair_sequences, ramps
+
+
+class Most(NamedTuple):
+    """Rows of K/V of the rank with most of them: its own, of those what leaves it, all it sees."""
+
+    tokens: int
+    travelling: int
+    gathered: int
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,9 @@ class Movement:
         return last - end, int(last[-1])
 
     @cached_property
-    def most_gathered(self) -> int:
-        """Rows that the rank with most of them gathers."""
-        return max(self.gathered(rank)[1] for rank in range(len(self.rows)))
+    def most(self) -> Most:
+        gathered = max(self.gathered(rank)[1] for rank in range(len(self.rows)))
+        return Most(int(self.rows[:, 0].max()), int(self.rows[:, 1].max()), gathered)
 
 
 def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple[Plan, Movement]:

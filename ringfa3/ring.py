@@ -2,8 +2,9 @@
 
 At hop t rank r works on the K/V of rank r-t and merges what it finds into its running (O, LSE) by
 their online-softmax statistics (Ring Attention; the merge is FlashAttention's, across hops). Two
-K/V buffers serve any number of ranks. In the backward dQ stays and the float32 dK/dV partial of a
-block travels with its K/V; what will not be added to any more goes straight home to its owner.
+K/V buffers serve any number of ranks. Over peers' memory one kernel may do all hops, on K/V that
+gather beside it (`gathering.py` says when). In the backward dQ stays and the float32 dK/dV partial
+of a block travels with its K/V; what will not be added to any more goes straight home to its owner.
 `buffers.py` does this by messages between neighbours, `course.py` over peers' memory.
 """
 
@@ -24,6 +25,7 @@ from ringfa3.comm import RingGroup, Settings
 from ringfa3.context import ContextPlan
 from ringfa3.course import Course
 from ringfa3.engine import backward_engine, forward_engine
+from ringfa3.gathering import FORWARD, kind_of_forward
 from ringfa3.ops import (
     autocast_inputs,
     check_precision,
@@ -176,6 +178,7 @@ def _settings(
             "softmax_scale": repr(scale),
             "deterministic": str(deterministic),
             "transport": transport if q.is_cuda else "gloo",
+            "forward": kind_of_forward(plan, q, k),
         }
     )
 
@@ -200,7 +203,8 @@ def _enter(
     error: Exception | None = None
     known = _accepted.setdefault(plan, {})
     kinds = ((x.shape, x.dtype, x.device, x.stride()) for x in (q, k, v))
-    asked = (*kinds, scale, deterministic, precision, transport, direction)
+    forward = os.environ.get(FORWARD)
+    asked = (*kinds, scale, deterministic, precision, transport, direction, forward)
     accepted = known.get(asked)
     if accepted is None:
         settings = Settings()
@@ -285,9 +289,10 @@ def _begin(
 ) -> Relay | Course:
     """Starts the first transfers of a call, whose `run` does the rest.
 
-    waits: backward, `attend` takes a word to wait for. Only copy engines set it, but what they copy
-    may hang on a peer's kernels, and those on room that a collective of the job takes, which waits
-    for this rank: so not where kernels of other collectives may run beside a ring.
+    waits: `attend` takes words to wait for. In a backward only copy engines set them, but what they
+    copy may hang on a peer's kernels, and those on room that a collective of the job takes, which
+    waits for this rank: so not where kernels of other collectives may run beside a ring. A gathered
+    forward does not begin before all that is to be copied is there.
     """
     if isinstance(moved_by, CudaMachine):
         return Course(moved_by, plan, direction, k, v, waits)
@@ -310,17 +315,20 @@ def ring_attention(
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "forward")
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
         engine = forward_engine(q, _sm_margin(moved_by, q, k))
-        tilings = context.hops.forward(engine.tile_m)
-        once = context.hops.single_hop(engine.tile_m)
+        direction, hops = "forward", context.hops
+        if isinstance(moved_by, CudaMachine) and kind_of_forward(context, q, k) == "gathered":
+            direction, hops = "gathered", context.gathered
+        tilings = hops.forward(engine.tile_m)
+        once = hops.single_hop(engine.tile_m)
         statistics = statistics_dtype(q.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         running = q.new_empty((0 if once else len(q), *q.shape[1:]), dtype=statistics)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
 
-        def attend(hop: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            engine.attend(q, k, v, tilings[hop], scale, out, running, lse)
+        def attend(hop: int, k: torch.Tensor, v: torch.Tensor, *words: torch.Tensor) -> None:
+            engine.attend(q, k, v, tilings[hop], scale, out, running, lse, *words)
 
-        _begin(context, moved_by, "forward", k, v).run(attend)
+        _begin(context, moved_by, direction, k, v, engine.waits).run(attend)
     return out, lse
 
 

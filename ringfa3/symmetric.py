@@ -23,6 +23,7 @@ from ringfa3.context import plan_context
 from ringfa3.course import Cargo, Course, Routes
 from ringfa3.operations import (
     Attend,
+    AttendAll,
     Await,
     Buffer,
     Clear,
@@ -176,7 +177,8 @@ class CudaMachine:
             peer = self.group.ranks[operation.word.sender]
             words.said.append(f"{operation.what} rank {peer}")
         elif isinstance(operation, Clear):
-            words.operations.extend(driver.write(self._arrival(e), 0) for e in operation.events)
+            set_words = (self._arrival(e) for e in operation.events if e in inside)
+            words.operations.extend(driver.write(address, 0) for address in set_words)
         elif isinstance(operation, Record):
             name, hop = operation.event
             if operation.event in inside:
@@ -192,6 +194,9 @@ class CudaMachine:
             return driver.await_event(handle, self._event(operation.event))
         if isinstance(operation, Attend) and operation.arrived not in (None, *inside):
             return driver.await_event(handle, self._event(cast(Event, operation.arrived)))
+        if isinstance(operation, AttendAll) and operation.blocks[-1].landed not in inside:
+            last = operation.blocks[-1].landed  # one stream has brought them all
+            return driver.await_event(handle, self._event(last))
         if isinstance(operation, Copy):
             source, target = operation.source, operation.target
             size = (source.end - source.begin) * self._row_bytes[source.buffer]
@@ -337,7 +342,7 @@ def _trial(machine: CudaMachine) -> str:
             awaited = list(more[2:])  # a word
             if len(more) == 1:  # the words of all blocks
                 owners, partial = [(rank - t) % world for t in range(world)], ()
-                awaited = list(more[0].split(1)[1:])
+                awaited = [more[0][t : t + 1] for t in range(1, world)]
             if awaited:
                 waits = [driver.wait(word.data_ptr(), 1) for word in awaited]
                 driver.issue([driver.batch(compute.cuda_stream, waits)[0]])
@@ -346,7 +351,7 @@ def _trial(machine: CudaMachine) -> str:
                 x.copy_(y.float() * (rank + 1) + (0 if plan.hops.stores[hop] else x))
 
         k, v = mine.unbind(1)
-        course = Course(machine, plan, direction, k, v, waits=direction == "backward")
+        course = Course(machine, plan, direction, k, v, waits=direction != "forward")
         course.run(attend)
         if direction == "backward":
             wrong.add_((course.home != mine.float() * (world * (world + 1) // 2)).sum())

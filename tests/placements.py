@@ -13,8 +13,8 @@ import numpy as np
 from ringfa3 import schedule
 from ringfa3.context import ContextPlan
 from ringfa3.layout import Segments, partition
-from ringfa3.plan import Tiling
 from ringfa3.operations import Operation
+from ringfa3.plan import Tiling
 
 TILE = 4  # rows and keys
 Calls = list[tuple[str, list[list[Operation]]]]  # direction, operations by rank

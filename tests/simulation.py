@@ -59,8 +59,8 @@ class World:
     without    a wait that is taken out, as `happens_before.label` names it
     one_queue  a rank's streams run as one, in the order in which the host issues
     early      kernels wait for their partial before they begin
-    crowded    before each call the ranks meet in a collective of the job, one of them in its compute
-               stream, the others beside it; its kernels begin only where none waits on the SMs
+    crowded    before each call the ranks meet in a collective of the job, one of them in its
+               compute stream, the others beside it; its kernels begin where none waits on the SMs
     """
 
     def __init__(

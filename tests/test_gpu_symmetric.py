@@ -23,8 +23,8 @@ from ranks import free_port
 from test_gpu_ring import plain_attention
 
 from ringfa3 import RingError, plan_context, ring_attn_func
-from ringfa3.ring import WAIT_INSIDE
 from ringfa3.operations import Copy, Event, Operation, Set, Stream, Take
+from ringfa3.ring import WAIT_INSIDE
 from ringfa3.symmetric import CudaMachine, Script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -40,6 +40,7 @@ ORDER = [
     "symmetric",
     "comm",
     "buffers",
+    "gathering",
     "ring",
     "module",
     "__init__",

@@ -22,8 +22,8 @@ from torch import Tensor
 from ringfa3 import reference
 from ringfa3.context import ContextPlan
 from ringfa3.course import Course
-from ringfa3.plan import Tiling
 from ringfa3.operations import Await, Copy, Prepare, Stream
+from ringfa3.plan import Tiling
 
 WORLDS = (2, 3, 4)
 LENGTHS = {"dense": [32], "packed": [10, 1, 13, 8]}
@@ -216,8 +216,8 @@ def test_every_hop_sees_what_it_should(
     kind: str, world: int, forwards: Forwards, options: dict[str, bool]
 ) -> None:
     """Exactly: K/V at each hop, dK/dV at home, the sum of what its visitors have added. Also with
-    the streams of a rank in one queue, and with kernels that wait for their partial to begin, beside
-    collectives of the job."""
+    the streams of a rank in one queue, and with kernels that wait for their partial to begin,
+    beside collectives of the job."""
     assert Ledger(step(kind, world), forwards, **options).run(world) == []
 
 
@@ -239,9 +239,9 @@ def test_without_a_wait_something_goes_wrong(forwards: Forwards, wait: Label) ->
     for placements in steps_of_4():
         if problems(2 * layers(placements, forwards), without=wait):
             for seed in range(10):
-                if Ledger(
-                    placements, forwards, without=wait, crowded=crowded, early=crowded
-                ).run(seed):
+                if Ledger(placements, forwards, without=wait, crowded=crowded, early=crowded).run(
+                    seed
+                ):
                     return
     pytest.fail("every run went well")
 
@@ -254,7 +254,9 @@ def attention_step(
     world = World(size, **options)  # type: ignore[arg-type]
     made: list[tuple[Tensor, Tensor]] = []
     backwards: list[Callable[[], None]] = []
-    for layer, (forward, placement) in enumerate(directions(placements, forwards)[: len(placements)]):
+    for layer, (forward, placement) in enumerate(
+        directions(placements, forwards)[: len(placements)]
+    ):
         inputs, dout, dlse = tensors(layer, sum(placement.lengths), (2, 1), 2)
         allowed = mask(placement.lengths, placement.lengths, *placement.band)
         leaves = [x.clone().requires_grad_() for x in inputs]

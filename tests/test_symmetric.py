@@ -21,8 +21,8 @@ from torch import Tensor
 from ringfa3 import driver, reference, ring, symmetric
 from ringfa3.comm import RingGroup, Settings
 from ringfa3.course import Course
-from ringfa3.ring import ring_attention
 from ringfa3.operations import Buffer
+from ringfa3.ring import ring_attention
 from ringfa3.symmetric import CudaMachine, open_machine
 from ringfa3.transports import NcclTransport
 

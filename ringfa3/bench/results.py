@@ -124,6 +124,8 @@ class RingRow(Row):
     yardsticks    of the line-up: one GPU without communication, on as many FLOPs
     engine        what ran RingFA3's tiles: "kernels" or "executor"
     transport     what moved its K/V, None for one rank
+    gathered      bytes of all K/V that the rank with most gathers for its forward in one launch,
+                  part of `memory`; None: its forward goes hop by hop
     alone         errors of RingFA3 on one device, on the same tensors; `errors` are the ring's
     memory        of one forward and backward, bytes by the device beyond the inputs, of the rank
                   with most; or why there is no figure. On backward rows
@@ -138,6 +140,7 @@ class RingRow(Row):
     yardsticks: list[str] = field(default_factory=list)
     engine: str = ""
     transport: str | None = None
+    gathered: int | None = None
     alone: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int | str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)

@@ -34,6 +34,7 @@ from ringfa3.bench.spread import Spread
 from ringfa3.bench.team import Team, ToldError, join, place, under_torchrun
 from ringfa3.bench.timing import CudaStopwatch, WallClock, protocol
 from ringfa3.engine import executor_reason, forward_engine
+from ringfa3.gathering import gathered_bytes, kind_of_forward
 
 CPU_SHRINK = 1024  # sequences of a run without a GPU are this much shorter
 WARM_UP_TOKENS = 64  # of each rank, before anything is weighed
@@ -177,6 +178,7 @@ class Job:
         row.yardsticks = [c.name for c in contestants if isinstance(c, Yardstick)]
         row.engine = "executor" if executor_reason(row.direction, q) else "kernels"
         row.transport = ring.moved_by
+        row.gathered = self._gathered(ring, case)
         spread = Spread.of(case, forward_engine(q).tile_m)
         row.imbalance, row.fullness = spread.imbalance, spread.fullness
         row.kv_bytes = spread.kv_rows * 2 * case.kv_heads * case.head_dim * q.element_size()
@@ -186,6 +188,16 @@ class Job:
                 row.memory[name] = held if isinstance(held, str) else held.peak
                 if isinstance(held, Held):
                     row.kept[name] = held.kept
+
+    def _gathered(self, ring: Ring, case: RingCase) -> int | None:
+        """Bytes of K/V that the forward of a case gathers; None: it goes hop by hop."""
+        plan = ring.plan(case)
+        q, k = (
+            torch.empty(1, h, case.head_dim, dtype=self.dtype, device="meta")
+            for h in (case.heads, case.kv_heads)
+        )
+        one = ring.moved_by == "symmetric" and kind_of_forward(plan, q, k) == "gathered"
+        return gathered_bytes(plan, k) if one else None
 
     def _weigh(self, todo: list[tuple[RingCase, str]]) -> None:
         """The memory of every case, before anything else has run; shorter ones first."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.markup import escape
 from rich.table import Table
 
+from ringfa3.bench.cases import FORWARD
 from ringfa3.bench.results import Match, Results, RingRow
 from ringfa3.bench.table import caption, figure, ratio, stopped
 
@@ -45,9 +46,7 @@ def _ring_rows(results: Results) -> list[RingRow]:
 def _speed(results: Results, rows: list[RingRow]) -> Table:
     first = rows[0].first
     peers = list(dict.fromkeys(name for row in rows for name in row.lineup[1:]))
-    ran = {f"{row.engine} and {row.transport}" for row in rows if row.transport} or {
-        row.engine for row in rows
-    }
+    ran = {_ran(row) for row in rows if row.transport} or {row.engine for row in rows}
     table = Table(
         title=f"{rows[0].direction}, {rows[0].dtype}, TFLOP/s of one GPU; ratio above 1: {first} "
         f"is faster; {first} ran on {', '.join(sorted(ran))}",
@@ -65,6 +64,13 @@ def _speed(results: Results, rows: list[RingRow]) -> Table:
             table.add_section()
         table.add_row(*_cells(row, peers))
     return table
+
+
+def _ran(row: RingRow) -> str:
+    said = f"{row.engine} and {row.transport}"
+    if row.direction != FORWARD or row.transport != "symmetric":
+        return said
+    return f"{said} ({'hop by hop' if row.gathered is None else 'one launch'})"
 
 
 def _cells(row: RingRow, peers: list[str]) -> list[str]:
@@ -95,12 +101,14 @@ def _memory(rows: list[RingRow]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.memory))
     table = Table(
         title="MiB of a forward and backward beyond the inputs, by the device; in brackets what "
-        "stays; the rank with most"
+        "stays; the rank with most. Part of the first: what its forward in one launch gathers"
     )
-    for column in ("GPUs", "case", *names):
+    for column in ("GPUs", "case", *names, "K/V gathered"):
         table.add_column(column, justify="left" if column == "case" else "right")
     for row in rows:
-        table.add_row(str(row.world), row.label, *(_weight(row, name) for name in names))
+        gathered = "–" if row.gathered is None else f"{row.gathered / MIB:.0f}"
+        weights = (_weight(row, name) for name in names)
+        table.add_row(str(row.world), row.label, *weights, gathered)
     return table
 
 

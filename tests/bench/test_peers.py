@@ -244,14 +244,14 @@ def test_epilogues_give_the_hop_however_often(name: str, monkeypatch: pytest.Mon
     engine = epilogues.forward_engine
 
     def noted(q: torch.Tensor) -> Forward:
-        tile_m, attend = engine(q)
+        found = engine(q)
 
         def noting(*args: Any) -> None:
             (its,) = np.unique(args[3].tiles["flags"])
             flags.append(int(its))
-            attend(*args)
+            found.attend(*args)
 
-        return Forward(tile_m, noting)
+        return found._replace(attend=noting)
 
     monkeypatch.setattr(epilogues, "forward_engine", noted)
     hop = CASES[-1]
