@@ -268,7 +268,6 @@ def _awaited_inside(operations: Iterable[Operation], plan: ContextPlan) -> Itera
     for work in operations:
         if isinstance(work, AttendAll):
             yield from (block.landed for block in work.blocks)
-        elif isinstance(work, Attend) and work.arrived is not None:
-            # a kernel that stores the partial reads nothing of it, and would not wait
-            if not plan.hops.stores[work.hop]:
-                yield work.arrived
+        # a kernel that stores the partial reads nothing of it, and would not wait
+        elif isinstance(work, Attend) and work.arrived and not plan.hops.stores[work.hop]:
+            yield work.arrived

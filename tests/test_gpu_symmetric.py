@@ -22,7 +22,8 @@ from dense import cumulative
 from ranks import free_port
 from test_gpu_ring import plain_attention
 
-from ringfa3 import RingError, plan_context, ring_attn_func
+from ringfa3 import RingError, flash_attn_func, plan_context, ring_attn_func
+from ringfa3.gathering import FORWARD, KINDS
 from ringfa3.operations import Copy, Event, Operation, Set, Stream, Take
 from ringfa3.ring import WAIT_INSIDE
 from ringfa3.symmetric import CudaMachine, Script
@@ -133,24 +134,58 @@ class Layer:
 def _exact(rank: int, world: int) -> None:
     """Steps of three layers, forward and backward, ranks meeting only in the ring.
 
-    In every other step, kernels of the backward wait for their partial themselves.
+    In every other step, kernels of the backward wait for their partial themselves; the layers'
+    forwards are gathered, hop by hop, or both in turn.
     """
     rng, slow = random.Random(world), Slow(rank)
     for step in range(STEPS):
         os.environ[WAIT_INSIDE] = str(step % 2)
         layers = [Layer(rng) for _ in range(3)]
         with mock.patch.object(CudaMachine, "prepared", lambda m, *a: slow.prepared(m, *a)):
-            for run in [x.forward for x in layers] + [x.backward for x in reversed(layers)]:
+            for number, layer in enumerate(layers):
                 slow.sleep()
-                run()
+                turn = number if step % 3 == 2 else step % 3
+                os.environ[FORWARD] = KINDS[turn % 2]
+                layer.forward()
+            for layer in reversed(layers):
+                slow.sleep()
+                layer.backward()
         for layer in layers:
             layer.check()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _stall(rank: int, world: int, direction: str = "forward") -> None:
+def _crowded(rank: int, world: int) -> None:
+    """Gathered forwards on all SMs beside collectives of the job, which one rank awaits before it
+    publishes, and the others begin behind their launch: none hangs, all are one device's, within
+    two roundings of bf16."""
+    os.environ[FORWARD] = "gathered"
+    side, x = torch.cuda.Stream(), torch.zeros(1 << 20, device="cuda")
+    plan = plan_context(2048 * world)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2048 * world, n, 128, device="cuda").bfloat16() for n in (32, 8, 8))
+    mine = [plan.shard(x) for x in (q, k, v)]
+    expected = flash_attn_func(*(x.unsqueeze(0) for x in (q, k, v)), causal=True)
+    assert isinstance(expected, torch.Tensor)
+    dist.all_reduce(x)
+    for step in range(20 * world):
+        if late := step % world == rank:
+            torch.cuda._sleep(1_000_000)
+            dist.all_reduce(x)
+        out = ring_attn_func(*mine, plan, transport="symmetric")
+        if not late:
+            with torch.cuda.stream(side):
+                dist.all_reduce(x)
+        assert isinstance(out, torch.Tensor)
+        torch.testing.assert_close(out, plan.shard(expected[0]), atol=1e-2, rtol=2**-6)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _stall(rank: int, world: int, direction: str = "forward", kind: str = "hops") -> None:
     """Rank 1 does not come to the second call; each other rank raises, naming hop and peer."""
+    os.environ[FORWARD] = kind
     plan = plan_context(1024 * world)
     x = torch.randn(plan.local_tokens, 4, 64, device="cuda").bfloat16().requires_grad_()
 
@@ -183,6 +218,11 @@ def _stall(rank: int, world: int, direction: str = "forward") -> None:
     os._exit(0)
 
 
+def _stall_gathered(rank: int, world: int) -> None:
+    """The same where one kernel is to do all hops."""
+    _stall(rank, world, "forward", "gathered")
+
+
 def _stall_backward(rank: int, world: int) -> None:
     """The same in a backward call, whose kernels wait for their partial themselves."""
     _stall(rank, world, "backward")
@@ -191,15 +231,16 @@ def _stall_backward(rank: int, world: int) -> None:
 def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
-    limit = timedelta(seconds=60 if function is _exact else TIMEOUT_S)
+    limit = timedelta(seconds=60 if function in (_exact, _crowded) else TIMEOUT_S)
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
     function(rank, world)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("function", [_exact, _stall, _stall_backward])
+@pytest.mark.parametrize("function", [_exact, _crowded, _stall, _stall_gathered, _stall_backward])
 def test_symmetric(world: int, function: Callable[[int, int], None]) -> None:
-    """The single-device gate on slow, poisoned streams; and a rank that stalls."""
+    """The single-device gate on slow, poisoned streams; collectives beside kernels that wait; and a
+    rank that stalls."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
     mp.spawn(_enter, (world, free_port(), function), world)

@@ -26,6 +26,7 @@ from ringfa3.plan import Plan
 from ringfa3.symmetric import CudaMachine, open_machine
 
 STEPS = 3
+DIRECTIONS = ("forward", "gathered", "backward", "backward", "gathered", "backward")
 
 
 def refused(*_: object) -> None:
@@ -65,25 +66,30 @@ def _steady(group: FakeGroup, meet: threading.Barrier) -> dict[str, tuple[list[s
     x = torch.ones(plan.local_tokens, 1, 2)
     cuda: Any = group.meeting.cuda
     found = {}
-    for step, direction in itertools.product(range(STEPS), ("forward", "backward", "backward")):
+    for step, direction in itertools.product(range(STEPS), DIRECTIONS):
         if (step, direction) == (STEPS - 1, "forward"):
             meet.wait()  # every rank has prepared all of its calls
         before = cuda.count[threading.get_ident()]
         with Tensors() as tensors:
-            Course(machine, plan, direction, x, x).run(lambda *_: None)
+            Course(machine, plan, direction, x, x, waits=direction == "gathered").run(
+                lambda *_: None
+            )
         found[direction] = tensors.names, cuda.count[threading.get_ident()] - before
     return found
 
 
-@pytest.mark.parametrize(("world", "calls"), [(2, (10, 20)), (3, (14, 31)), (4, (20, 43))])
+@pytest.mark.parametrize(
+    ("world", "calls"), [(2, (10, 12, 20)), (3, (14, 14, 31)), (4, (20, 16, 43))]
+)
 def test_a_call_over_symmetric_issues_what_it_has_prepared(
-    world: int, calls: tuple[int, int]
+    world: int, calls: tuple[int, int, int]
 ) -> None:
     """No schedule, no memory, no tensor but the gradients' sum; so many calls of the driver."""
     ranks = Ranks(world)
     ranks.cuda = Counting(0)
     patches = [
         mock.patch.object(schedule, "forward", refused),
+        mock.patch.object(schedule, "gathered", refused),
         mock.patch.object(schedule, "backward", refused),
         mock.patch.object(CudaMachine, "prepared", refused),
         mock.patch.object(Arena, "_allocate", refused),
@@ -105,7 +111,8 @@ def test_a_call_over_symmetric_issues_what_it_has_prepared(
     for found in results:
         assert found == {
             "forward": (publish, calls[0]),
-            "backward": ([*gradients, *publish, "aten.index_add_.default"], calls[1]),
+            "gathered": ([*publish, "aten.stack.out"], calls[1]),
+            "backward": ([*gradients, *publish, "aten.index_add_.default"], calls[2]),
         }
 
 

@@ -4,9 +4,11 @@ refusals, and what happens to a rank whose peers do not answer."""
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import re
 import threading
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +23,10 @@ from torch import Tensor
 from ringfa3 import driver, reference, ring, symmetric
 from ringfa3.comm import RingGroup, Settings
 from ringfa3.course import Course
+from ringfa3.engine import Forward
+from ringfa3.gathering import FORWARD, KINDS
 from ringfa3.operations import Buffer
+from ringfa3.plan import Tiling
 from ringfa3.ring import ring_attention
 from ringfa3.symmetric import CudaMachine, open_machine
 from ringfa3.transports import NcclTransport
@@ -67,26 +72,52 @@ def _layers(group: FakeGroup, placements: list[Placement], here: dict[int, CudaM
     return worst(made)
 
 
+class Waiting:
+    """A forward engine that waits for the words of its spans, as kernels do."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.awaited = cuda, 0
+
+    def __call__(self, q: Tensor, sm_margin: int) -> Forward:
+        return Forward(reference.TILE_M, self.attend, True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *rest: Any) -> None:
+        for number in sorted(set(tiling.spans["arrival"].tolist()) - {0}):
+            self.awaited += 1
+            self.cuda.until(lambda n=number: int(rest[4][n]) == 1)  # type: ignore[misc]
+        reference.attend(q, k, v, tiling, *rest[:4])
+
+
+@pytest.mark.parametrize("forward", [*KINDS, "gathered, inside"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_attention_equals_one_device_while_the_arena_grows(world: int) -> None:
-    """`ring_attention` in float64, 1e-12; three layers, each larger, in other layouts."""
+def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: str) -> None:
+    """`ring_attention` in float64, 1e-12; three layers, each larger, in other layouts. Hop by hop,
+    gathered for an engine that cannot wait, and for one that waits inside."""
     placements = [
         laid_out([8 * world], world),
         laid_out([30 * world], world, "contiguous"),
         laid_out([20 * world, 3, 40 * world], world, "zigzag", (9, -1)),
     ]
     here: dict[int, CudaMachine] = {}
+    ranks = Ranks(world, seed=world)
+    kind, *inside = forward.split(", ")
+    engine = Waiting(ranks.cuda) if inside else ring.forward_engine
 
     def entered(*_: object) -> CudaMachine:
         return here[threading.get_ident()]
 
     with (
+        mock.patch.dict(os.environ, {FORWARD: kind}),
+        mock.patch.object(ring, "forward_engine", engine),
         mock.patch("ringfa3.arena.ALIGNMENT", 64),
         mock.patch("ringfa3.ring._enter", entered),
         mock.patch.multiple(reference, TILE_M=4, TILE_N=4),
     ):
-        errors = Ranks(world, seed=world).run(lambda group: _layers(group, placements, here))
+        errors = ranks.run(lambda group: _layers(group, placements, here))
     assert max(errors) < 1e-12  # type: ignore[type-var]
+    assert bool(inside) == (isinstance(engine, Waiting) and engine.awaited > 0)
+    for machine in here.values():
+        assert not any(machine.arrivals(name).any() for name in ("arrived", "landed"))
 
 
 def _waiting(group: FakeGroup, placements: list[Placement]) -> list[str]:
@@ -319,22 +350,24 @@ def test_hindrances(monkeypatch: pytest.MonkeyPatch) -> None:
 # Peers that do not answer
 
 
-def _stalls(group: FakeGroup) -> tuple[list[str], bool]:
+def _stalls(group: FakeGroup, direction: str) -> tuple[list[str], bool]:
     """Rank 1 does not come to the second call; rank 0's streams go on all the same."""
     machine = open_machine(group, CPU)  # type: ignore[arg-type]
     assert isinstance(machine, CudaMachine)
     plan = laid_out([16], 2).plans[group.rank]
     x = torch.ones(plan.local_tokens, 1, 2)
     if group.rank == 0:
-        Course(machine, plan, "forward", x, x).run(lambda *_: None)
+        Course(machine, plan, direction, x, x, waits=True).run(lambda *_: None)
         machine.group.meeting.cuda.drain(threading.get_ident())  # type: ignore[attr-defined]
     return group.failures, True
 
 
-def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on() -> None:
+@pytest.mark.parametrize("direction", ["forward", "gathered"])
+def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(direction: str) -> None:
     raised: list[Exception] = []
     with mock.patch.object(symmetric, "raise_in_main_thread", raised.append):
-        (waited, gone_on), (other, _) = Ranks(2, timeout_s=1.0).run(_stalls)  # type: ignore[misc]
+        said = Ranks(2, timeout_s=1.0).run(lambda group: _stalls(group, direction))
+    (waited, gone_on), (other, _) = said  # type: ignore[misc]
     assert gone_on
     assert other == []
     assert [str(r) for r in raised] == waited
