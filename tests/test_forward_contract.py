@@ -16,7 +16,7 @@ import pytest
 import torch
 from emulation import PROCESSORS, Machine, machine, unit
 
-from ringfa3 import kernels, reference
+from ringfa3 import kernels, plan_context, reference
 from ringfa3.build import VARIANTS, Unit
 from ringfa3.plan import FIRST, LAST, Tiling, plan_local
 
@@ -101,6 +101,46 @@ def test_keys_are_read_when_their_word_is_set(cpu: Machine) -> None:
     assert words.tolist() == [0, 1, 1], "the kernel did not wait"
     thread.join()
     problem.check(*found)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_gathered_plan_reads_each_block_behind_its_word(cpu: Machine, rank: int) -> None:
+    """Blocks come one after the other beside the kernel, whose tiles see several of them."""
+    lengths, world = np.array([300, 1, 450]), 3
+    plans = [plan_context([0, *np.cumsum(lengths).tolist()], (r, world)) for r in range(world)]
+    plan = plans[rank]
+    cpu.settings(seed=rank, patience=30)
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(751, h, D).bfloat16() for h in (2, 1, 1))
+    first, rows = plan.movement.gathered(rank)
+    buffer = torch.full((rows, 2, 1, D), torch.nan, dtype=torch.bfloat16)  # K and V of a row
+    buffer[: plan.local_tokens] = plan.shard(torch.stack((k, v), 1))
+    words = torch.zeros(world, dtype=torch.int32)
+
+    def copies() -> None:
+        for hop in range(1, world):
+            time.sleep(0.3)
+            owner = plans[(rank - hop) % world]
+            begin, end = plan.movement.seen[owner.rank, hop]
+            leaving = owner.shard(torch.stack((k, v), 1))[owner.movement.own]
+            buffer[first[hop] + begin : first[hop] + end] = leaving[begin:end]
+            words[hop] = 1
+
+    (tiling,) = plan.gathered.forward(UNIT.tile_m)
+    out, lse = torch.full((plan.local_tokens, 2, D), torch.nan), torch.empty(2, plan.local_tokens)
+    out = out.bfloat16()
+    thread = threading.Thread(target=copies)
+    thread.start()
+    inputs = (plan.shard(q), *buffer.unbind(1), tiling, D**-0.5, out, torch.empty(0), lse)
+    kernels.attend(UNIT, *inputs, arrivals=words)
+    thread.join()
+    assert int(tiling.tiles["num_spans"].max()) > 1
+    whole = plan_local(lengths, lengths, -1, 0).forward(UNIT.tile_m)[0]
+    ref, ref_lse = torch.empty(q.shape, dtype=torch.float64), torch.empty(2, 751).double()
+    exact = (x.double() for x in (q, k, v))
+    reference.attend(*exact, whole, D**-0.5, ref, ref[:0], ref_lse)
+    torch.testing.assert_close(out.double(), plan.shard(ref), atol=6e-3, rtol=8e-3)
+    torch.testing.assert_close(lse.double(), plan.shard(ref_lse, 1), atol=1e-4, rtol=0)
 
 
 def test_a_span_that_was_called_off_is_not_read(

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from dense import cumulative
+from placements import placed
 from ranks import free_port
 from test_gpu_ring import plain_attention
 
@@ -159,18 +160,22 @@ def _exact(rank: int, world: int) -> None:
 def _crowded(rank: int, world: int) -> None:
     """Gathered forwards on all SMs beside collectives of the job, which one rank awaits before it
     publishes, and the others begin behind their launch: none hangs, all are one device's, within
-    two roundings of bf16."""
+    two roundings of bf16. In every other step each tile awaits a few rows of rank 0."""
     os.environ[FORWARD] = "gathered"
     side, x = torch.cuda.Stream(), torch.zeros(1 << 20, device="cuda")
-    plan = plan_context(2048 * world)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2048 * world, n, 128, device="cuda").bfloat16() for n in (32, 8, 8))
-    mine = [plan.shard(x) for x in (q, k, v)]
-    expected = flash_attn_func(*(x.unsqueeze(0) for x in (q, k, v)), causal=True)
-    assert isinstance(expected, torch.Tensor)
+    few = placed([(0, 16, 0)] + [(0, 2048, r) for r in range(1, world)], world, (-1, 0))
+    cases = []
+    for plan in (plan_context(2048 * world), few.plans[rank]):
+        torch.manual_seed(0)
+        tokens = plan.total_tokens
+        q, k, v = (torch.randn(1, tokens, n, 128, device="cuda").bfloat16() for n in (32, 8, 8))
+        whole = flash_attn_func(q, k, v, causal=True)
+        assert isinstance(whole, torch.Tensor)
+        cases.append((plan, [plan.shard(y[0]) for y in (q, k, v)], plan.shard(whole[0])))
     dist.all_reduce(x)
     for step in range(20 * world):
-        if late := step % world == rank:
+        plan, mine, expected = cases[step % 2]
+        if late := step // 2 % world == rank:
             torch.cuda._sleep(1_000_000)
             dist.all_reduce(x)
         out = ring_attn_func(*mine, plan, transport="symmetric")
@@ -178,7 +183,7 @@ def _crowded(rank: int, world: int) -> None:
             with torch.cuda.stream(side):
                 dist.all_reduce(x)
         assert isinstance(out, torch.Tensor)
-        torch.testing.assert_close(out, plan.shard(expected[0]), atol=1e-2, rtol=2**-6)
+        torch.testing.assert_close(out, expected, atol=1e-2, rtol=2**-6)
     dist.barrier()
     dist.destroy_process_group()
 
