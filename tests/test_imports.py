@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module may import those of its own package that stand before it.
 ORDER = [
+    "cores",
     "groups",
     "layout",
     "plan",
@@ -60,8 +61,10 @@ BENCH_ORDER = [
     "results",
     "contest",
     "memory",
+    "host",
     "table",
     "ring_table",
+    "ring_summary",
     "plot",
     "report",
     "attention",

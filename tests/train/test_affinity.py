@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
+from ringfa3 import cores
+from ringfa3.cores import parse_cores
 from train import affinity
-from train.affinity import parse_cores, threads
+from train.affinity import threads
 from train.config import ParallelConfig
 
 
@@ -51,11 +55,12 @@ def host(tmp_path, monkeypatch):
         return done
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(affinity, "SYSTEM", tmp_path)
-    monkeypatch.setattr(affinity, "pci_address", lambda device: f"0000:{device.index:02x}:00.0")
-    monkeypatch.setattr(affinity.os, "sched_getaffinity", lambda _: done["cores"])
-    monkeypatch.setattr(affinity.os, "sched_setaffinity", lambda _, cores: done.update(cores=cores))
-    monkeypatch.setattr(affinity.torch, "set_num_threads", lambda n: done.update(threads=n))
+    monkeypatch.setattr(cores, "SYSTEM", tmp_path)
+    for module in (affinity, cores):
+        monkeypatch.setattr(module, "pci_address", lambda gpu: f"0000:{gpu.index:02x}:00.0")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: done["cores"])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: done.update(cores=cores))
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: done.update(threads=n))
     return make
 
 
@@ -63,7 +68,7 @@ TWO_NODES = {0: "0-15,32-47", 1: "16-31,48-63"}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "processes", "gpu", "cores", "expected"),
+    ("gpus", "processes", "gpu", "near", "expected"),
     [
         ([0, 0, 0, 0, 1, 1, 1, 1], 8, 5, TWO_NODES[1], 8),
         ([0, 0, 0, 1], 4, 0, TWO_NODES[0], 10),
@@ -72,10 +77,10 @@ TWO_NODES = {0: "0-15,32-47", 1: "16-31,48-63"}
         ([-1, -1], 2, 1, "0-63", 32),  # no nodes: all cores, shared by all
     ],
 )
-def test_processes_of_one_node_share_its_cores(host, gpus, processes, gpu, cores, expected):
+def test_processes_of_one_node_share_its_cores(host, gpus, processes, gpu, near, expected):
     done = host(gpus, TWO_NODES, processes)
     affinity.settle(ParallelConfig(), torch.device("cuda", gpu))
-    assert done == {"cores": parse_cores(cores), "threads": expected}
+    assert done == {"cores": parse_cores(near), "threads": expected}
 
 
 def test_without_numa_the_whole_host_is_shared_by_all(host):
