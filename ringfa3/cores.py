@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def move_near(device: torch.device) -> int | None:
 
 def pci_address(device: torch.device) -> str:
     """A GPU's place on the bus, as the kernel writes it."""
-    gpu = torch.cuda.get_device_properties(device)
+    gpu: Any = torch.cuda.get_device_properties(device)
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 

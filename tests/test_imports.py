@@ -57,6 +57,7 @@ BENCH_ORDER = [
     "peers",
     "epilogues",
     "ring_peers",
+    "yardsticks",
     "spread",
     "results",
     "contest",

@@ -126,9 +126,11 @@ def parser() -> argparse.ArgumentParser:
     p = add("ring", help="1 to 8 GPUs against other rings, under torchrun", description=RING)
     p.set_defaults(run=ring)
     p.add_argument(
-        "--set", nargs="+", choices=[*RING_SETS, "all"], default=["whole"], metavar="SET",
-        help="of cases, 32:8 heads, head dim 128: whole (one causal sequence, 16k to 256k), "
-        "documents (256k tokens), window (4096 of 256k), all; default whole",
+        "--set", nargs="+", choices=[*RING_SETS, "all"], default=["lengths"], metavar="SET",
+        help="of cases, 32:8 heads, head dim 128: lengths (one causal sequence, 16k to 256k), "
+        "documents (256k tokens), window (4096 of 256k), memory (4k to 64k tokens a GPU), error "
+        "(all heads of 8k tokens against float64), host (time to start a call), all; default "
+        "lengths",
     )  # fmt: skip
     p.add_argument(
         "--worlds", nargs="+", type=int, metavar="N", help="numbers of ranks; default 1, 2, 4, ..."

@@ -20,6 +20,9 @@ ABLATION = "ablation"  # with parts of the kernel left out
 MERGE = "merge"  # with other epilogues
 DETERMINISTIC = "deterministic"  # with turns and without
 ITSELF = {ABLATION: FORWARD, MERGE: FORWARD, DETERMINISTIC: BACKWARD}
+# Sets of rings: of these the speed is taken on fewer ranks too, and of these it is not taken.
+LENGTHS = "lengths"
+MEMORY, ERROR, HOST = "memory", "error", "host"
 DIRECTIONS = {"fwd": (FORWARD,), "bwd": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 MATMULS = {FORWARD: 4, BACKWARD: 10}  # FLOPs per visible pair, head and head_dim
 HEAD_DIMS = (64, 128, 256)
@@ -220,18 +223,21 @@ def ring_case(
     return RingCase(group, label, lengths, 32, 8, 128, (left, 0), packed=True, world=world)
 
 
-def whole(world: int, shrink: int) -> Iterable[RingCase]:
+def lengths(world: int, shrink: int) -> Iterable[RingCase]:
     """One causal sequence: strong scaling by its length, weak scaling by its length per rank."""
     for tokens in (16 * K, 32 * K, 64 * K, 128 * K, 256 * K):
-        yield ring_case("whole", short(tokens // shrink), (tokens // shrink,), world)
+        yield ring_case(LENGTHS, short(tokens // shrink), (tokens // shrink,), world)
 
 
 def packed(world: int, shrink: int) -> Iterable[RingCase]:
     """Documents of log-uniform lengths."""
-    low, high = K // shrink, 64 * K // shrink
-    lengths = documents(random.Random(1), RING_TOKENS // shrink, max(1, low), high)
-    label = f"{len(lengths)} documents of {short(low)}-{short(high)}"
-    yield ring_case("documents", label, lengths, world)
+    yield _documents("documents", RING_TOKENS // shrink, K // shrink, 64 * K // shrink, world)
+
+
+def _documents(group: str, tokens: int, low: int, high: int, world: int) -> RingCase:
+    found = documents(random.Random(1), tokens, max(1, low), high)
+    label = f"{len(found)} documents of {short(low)}-{short(high)}"
+    return ring_case(group, label, found, world)
 
 
 def windowed(world: int, shrink: int) -> Iterable[RingCase]:
@@ -239,6 +245,29 @@ def windowed(world: int, shrink: int) -> Iterable[RingCase]:
     left = 4 * K // shrink
     label = f"window {left} of {short(RING_TOKENS // shrink)}"
     yield ring_case("window", label, (RING_TOKENS // shrink,), world, left)
+
+
+def shards(world: int, shrink: int) -> Iterable[RingCase]:
+    """As many tokens a rank on any number of ranks, to be weighed."""
+    for share in (4 * K, 16 * K, 64 * K):
+        tokens = share * world // shrink
+        if world > 1:
+            yield ring_case(MEMORY, f"{short(share // shrink)} a GPU", (tokens,), world)
+
+
+def exact(world: int, shrink: int) -> Iterable[RingCase]:
+    """So few tokens that the truth is known in float64 for all heads."""
+    tokens = 8 * K // shrink
+    if world > 1:
+        yield ring_case(ERROR, short(tokens), (tokens,), world)
+        yield _documents(ERROR, tokens, 64 // min(shrink, 16), 4 * K // shrink, world)
+
+
+def quick(world: int, shrink: int) -> Iterable[RingCase]:
+    """What a GPU computes sooner than its host has started it."""
+    tokens = max(64, K // shrink)
+    if world > 1:
+        yield ring_case(HOST, f"{short(tokens)} a GPU", (tokens * world,), world)
 
 
 SETS = {
@@ -251,7 +280,14 @@ SETS = {
     MERGE: merge,
     DETERMINISTIC: deterministic,
 }
-RING_SETS = {"whole": whole, "documents": packed, "window": windowed}
+RING_SETS = {
+    LENGTHS: lengths,
+    "documents": packed,
+    "window": windowed,
+    MEMORY: shards,
+    ERROR: exact,
+    HOST: quick,
+}
 
 
 def select(

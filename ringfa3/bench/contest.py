@@ -44,7 +44,8 @@ def hold(
     DeviceLostError, with the row, where the GPU or a rank does not survive it.
 
     `alone` computes the whole problem on one device where the contestants share it among ranks:
-    each of them is then held against it.
+    each of them is then held against it. Without pairs nothing is timed, and the truth is that of
+    all heads.
     """
     kind = Row if alone is None else RingRow
     row = kind.of(case, direction, str(dtype).removeprefix("torch."), [c.name for c in contestants])
@@ -79,7 +80,7 @@ def _fill(
     with explained(device, team):
         ours = first.prepare(problem)
         reference = ours if alone is None else alone.prepare(problem)
-        gate = Gate(problem)
+        gate = Gate(problem, of_all=not pairs)
         row.allowed = gate.bound
         if isinstance(row, RingRow):
             row.alone = _check(gate, reference, team)
@@ -97,7 +98,7 @@ def _fill(
             with explained(device, team):
                 ours = first.prepare(problem)
                 reference = ours if alone is None else reference
-    if row.head is None:  # nobody to compare with: its own speed all the same
+    if pairs and row.head is None:  # nobody to compare with: its own speed all the same
         with explained(device, team):
             row.matches[ALONE] = _timed(problem, ours, ours, pairs, stopwatch)
 
@@ -122,7 +123,7 @@ def _match(
             return _timed(problem, ours, theirs, pairs, stopwatch)
         errors = _check(gate, theirs, stopwatch.team, PEER_LENIENCY)
         differences = gate.differences(reference.results(), theirs.results(), theirs.rows)
-        match = _timed(problem, ours, theirs, pairs, stopwatch)
+        match = _timed(problem, ours, theirs, pairs, stopwatch) if pairs else Match()
         match.errors, match.differences = errors, differences
         return match
     finally:

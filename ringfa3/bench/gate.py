@@ -10,9 +10,9 @@ head once per query head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -23,6 +23,7 @@ FACTOR, SLACK = 2.0, 1e-5
 PEER_LENIENCY = 2.0
 SCORES = 1 << 26  # elements of a score matrix held at once
 COMPARED = 1 << 26  # elements compared at once
+LONG = 1 << 16  # tokens, above which the truth of one head is enough
 KEYS = ("k", "v", "dk", "dv")  # tensors with a row for each key, and a head for each KV head
 
 
@@ -63,8 +64,9 @@ class Gate:
     bound   name of an output -> 2 max|x_pt - truth| + 1e-5 over all parts
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.parts = parts(problem)
+    def __init__(self, problem: Problem, of_all: bool = False) -> None:
+        """of_all: on every part, not on one or two."""
+        self.parts = every_part(problem) if of_all else parts(problem)
         self.truth = [attention(problem, p, torch.float64) for p in self.parts]
         plain = [attention(problem, p, problem.q.dtype) for p in self.parts]
         self.bound = {
@@ -116,12 +118,25 @@ class Gate:
 
 
 def parts(problem: Problem) -> list[Part]:
-    """The longest sequence at the last KV head, the first at the first, if they are two."""
+    """The longest sequence at the last KV head, the last at the first: of a very long one, one."""
+    case = problem.case
+    longest = case.lengths.index(max(case.lengths))
+    chosen = {(longest, case.kv_heads - 1)}
+    if len(case.lengths) > 1 or case.tokens <= LONG:
+        chosen.add((len(case.lengths) - 1, 0))
+    return _parts(problem, chosen)
+
+
+def every_part(problem: Problem) -> list[Part]:
+    case = problem.case
+    return _parts(problem, itertools.product(range(len(case.lengths)), range(case.kv_heads)))
+
+
+def _parts(problem: Problem, chosen: Iterable[tuple[int, int]]) -> list[Part]:
+    """By sequence and KV head."""
     case = problem.case
     group, bounds = case.heads // case.kv_heads, case.cumulative
-    keys = list(accumulate(case.key_lengths, initial=0))
-    longest = case.lengths.index(max(case.lengths))
-    chosen = {(longest, case.kv_heads - 1), (len(case.lengths) - 1, 0)}
+    keys = list(itertools.accumulate(case.key_lengths, initial=0))
     return [
         Part(bounds[i], bounds[i + 1], head, group, (keys[i], keys[i + 1]))
         for i, head in sorted(chosen)
@@ -138,7 +153,7 @@ def attention(problem: Problem, part: Part, dtype: torch.dtype) -> Outputs:
         name: part.of(name, x.flatten(0, 1) if x.dim() == 4 else x).to(dtype)
         for name, x in tensors.items()
     }
-    k, v = (here[name].squeeze(1).requires_grad_(backward) for name in ("k", "v"))
+    k, v = (here[name].squeeze(1) for name in ("k", "v"))
     n = part.end - part.begin
     step = max(1, SCORES // (len(k) * part.group))
     aligned = len(k) - n  # at the bottom right
@@ -147,16 +162,27 @@ def attention(problem: Problem, part: Part, dtype: torch.dtype) -> Outputs:
     for begin in range(0, n, step):
         chunk = slice(begin, begin + step)
         q = here["q"][chunk].detach().requires_grad_(backward)
-        out = _attend(q, k, v, begin + aligned, problem.case.window)
+        row0, window = begin + aligned, problem.case.window
+        seen = _seen(row0, len(q), len(k), window)
+        k_seen, v_seen = (x[seen].detach().requires_grad_(backward) for x in (k, v))
+        out = _attend(q, k_seen, v_seen, row0 - seen.start, window)
         if backward:
-            dq, *dkv = torch.autograd.grad(out, (q, k, v), here["dout"][chunk])
+            dq, *dkv = torch.autograd.grad(out, (q, k_seen, v_seen), here["dout"][chunk])
             for total, gradient in zip(sums, dkv, strict=True):
-                total += gradient
+                total[seen] += gradient
         rows.append(dq if backward else out)
     if not backward:
         return {"out": torch.cat(rows)}
     dk, dv = (x.to(dtype).unsqueeze(1) for x in sums)
     return dict(zip(GRADIENTS, (torch.cat(rows), dk, dv), strict=True))
+
+
+def _seen(row0: int, rows: int, keys: int, window: tuple[int, int]) -> slice:
+    """The keys that some of `rows` rows see, the diagonal of the first beginning at key `row0`."""
+    left, right = window
+    begin = 0 if left < 0 else min(max(0, row0 - left), keys - 1)
+    end = keys if right < 0 else min(keys, row0 + rows + right)
+    return slice(begin, max(begin + 1, end))
 
 
 def _attend(

@@ -36,16 +36,19 @@ class Scales:
         self._kept: dict[str, int] = {}
 
     def weigh(self, name: str, call: Callable[[], object]) -> Held:
-        """Of a call whose inputs are there; what it returns is let go."""
+        """Of a call whose inputs are there, and whose like has run; what it returns is let go."""
         release(self.device)
+        first = used(self.device)
+        call()
+        release(self.device)
+        kept = self._kept.get(name, 0) + max(0, used(self.device) - first)
         before = used(self.device)
         call()
         torch.cuda.synchronize(self.device)
         peak = used(self.device) - before
         release(self.device)
-        earlier = self._kept.get(name, 0)
-        self._kept[name] = earlier + max(0, used(self.device) - before)
-        return Held(earlier + peak, self._kept[name])
+        self._kept[name] = kept + max(0, used(self.device) - before)
+        return Held(kept + peak, self._kept[name])
 
     def tare(self, name: str) -> None:
         """Counts what `name` keeps until now as nothing."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringfa3.bench.cases import short
+from ringfa3.bench.cases import ERROR, HOST, LENGTHS, MEMORY, short
 from ringfa3.bench.peers import FA3
 from ringfa3.bench.results import Results, RingRow, Row
 
@@ -45,7 +45,7 @@ class Panel:
 def draw(results: Results, folder: Path) -> list[Path]:
     """Write `DIRECTION-SET.png` for every direction and set of the results.
 
-    Of rings, also `DIRECTION-scaling.png`.
+    Of rings `DIRECTION-lengths.png`, `DIRECTION-scaling.png` and `DIRECTION-masks.png`.
     """
     import matplotlib
 
@@ -62,15 +62,17 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 def _grids(rows: list[Row]) -> Iterator[tuple[str, list[list[Panel]]]]:
     """The figures of one direction: the end of the name, and the panels."""
-    for group in dict.fromkeys(row.set for row in rows):
-        here = [row for row in rows if row.set == group]
-        ring = [row for row in here if isinstance(row, RingRow)]
-        if ring:
-            yield group, _worlds(ring)
-            if group == "whole":
-                yield "scaling", [_scaling(ring)]
-        else:
-            yield group, _masks(here) if group == "masks" else _grid(here)
+    ring = [row for row in rows if isinstance(row, RingRow)]
+    if lengths := [row for row in ring if row.set == LENGTHS]:
+        yield LENGTHS, _worlds(lengths)
+        if len({row.world for row in lengths}) > 1:
+            yield "scaling", [_scaling(lengths)]
+    if masked := [row for row in ring if row.set not in (LENGTHS, MEMORY, ERROR, HOST)]:
+        yield "masks", _worlds(masked)
+    alone = [row for row in rows if not isinstance(row, RingRow)]
+    for group in dict.fromkeys(row.set for row in alone):
+        here = [row for row in alone if row.set == group]
+        yield group, _masks(here) if group == "masks" else _grid(here)
 
 
 def _worlds(rows: list[RingRow]) -> list[list[Panel]]:
@@ -87,7 +89,7 @@ def _worlds(rows: list[RingRow]) -> list[list[Panel]]:
                 [
                     Series(name, name, colour, "", list(here))
                     for name, colour in zip(names, COLOURS, strict=False)
-                    if name in here[0].lineup
+                    if any(name in row.lineup for row in here)
                 ],
                 "tokens of all GPUs together",
             )

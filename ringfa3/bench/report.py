@@ -14,10 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ringfa3.bench import machine, plot
 from ringfa3.bench.machine import BenchError
 from ringfa3.bench.peers import FA3
-from ringfa3.bench.results import FILE, Results, Row, one_line, summaries
-from ringfa3.bench.ring_table import ring_line, ring_tables
+from ringfa3.bench.results import FILE, Results, RingRow, Row, one_line, summaries
+from ringfa3.bench.ring_summary import LINES, masks_line, ring_lines
+from ringfa3.bench.ring_table import ring_tables
 from ringfa3.bench.table import attention_tables, figure
 
+WIDTH = 160  # of a table that no terminal shows
 TABLES = {"attention": attention_tables, "ring": ring_tables}
 
 
@@ -62,19 +64,32 @@ class Report:
         results = self.results
         results.machine["after"] = clocks
         results.complete = lost is None
-        written = [results.save(self.folder), *self._plots()]
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=160)
-        if not self.quiet:
-            for table in TABLES[results.benchmark](results):
-                console.print(table)
-            print("wrote " + ", ".join(map(str, written)))
+        lines = []
         if results.rows:
-            print(ring_line(results) if results.benchmark == "ring" else _attention_line(results))
+            ring = results.benchmark == "ring"
+            lines = ring_lines(results) if ring else [_attention_line(results)]
+        written = [results.save(self.folder), self._tables(lines), *self._plots()]
+        if not self.quiet:
+            console = Console()
+            for table in TABLES[results.benchmark](results):
+                (console if console.is_terminal else Console(width=WIDTH)).print(table)
+            print("wrote " + ", ".join(map(str, written)))
+        for line in lines:
+            print(line)
         if lost:
             print(f"ringfa3.bench: stopped: {lost}", file=sys.stderr)
         return 1 if lost or any(_at_fault(row) for row in results.rows) else 0
+
+    def _tables(self, lines: list[str]) -> Path:
+        """The tables and the lines below them, as text."""
+        path = self.folder / "table.txt"
+        with path.open("w") as file:
+            console = Console(file=file, width=WIDTH)
+            for table in TABLES[self.results.benchmark](self.results):
+                console.print(table)
+            for line in lines:
+                console.print(line, soft_wrap=True, markup=False, highlight=False)
+        return path
 
     def _plots(self) -> list[Path]:
         try:
@@ -111,6 +126,8 @@ def _line(row: Row) -> str:
     name = f"{row.direction} {row.series} {row.mask} d{row.head_dim} {row.label}"
     if row.stopped:
         return f"{name}: {row.stopped}"
+    if isinstance(row, RingRow) and not row.head:
+        return f"{name}: {LINES.get(row.set, masks_line)([row])}"
     said = [
         f"{peer} {match.ratio:.3f}" if match.ratio is not None else f"{peer} {match.stopped}"
         for peer, match in row.matches.items()

@@ -130,6 +130,7 @@ class RingRow(Row):
     memory        of one forward and backward, bytes by the device beyond the inputs, of the rank
                   with most; or why there is no figure. On backward rows
     kept          of those bytes, what is not given back after the call
+    host          seconds of the host to start a call, on each rank, by whose and what call
     imbalance     most pairs of a rank over the mean
     fullness      real rows of forward tiles, weighted by the keys that they visit
     kv_bytes      of K/V that a forward moves between ranks, by the plan; `kv_share` of what moving
@@ -144,6 +145,7 @@ class RingRow(Row):
     alone: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int | str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
+    host: dict[str, list[float]] = field(default_factory=dict)
     imbalance: float = 1.0
     fullness: float = 1.0
     kv_bytes: int = 0
@@ -162,7 +164,10 @@ class RingRow(Row):
     @property
     def error_growth(self) -> dict[str, float]:
         """By output, the ring's error over that of one device, against float64."""
-        return {n: e / self.alone[n] for n, e in self.errors.items() if self.alone.get(n)}
+        return self.growth(self.errors)
+
+    def growth(self, errors: dict[str, float]) -> dict[str, float]:
+        return {n: e / self.alone[n] for n, e in errors.items() if self.alone.get(n)}
 
 
 KINDS: dict[str, type[Row]] = {"attention": Row, "ring": RingRow}

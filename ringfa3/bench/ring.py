@@ -11,8 +11,21 @@ from typing import Any, TypeVar
 import torch
 
 from ringfa3.bench import machine
-from ringfa3.bench.cases import BACKWARD, DIRECTIONS, FORWARD, RING_SETS, RingCase, ring_case
+from ringfa3.bench.cases import (
+    BACKWARD,
+    DIRECTIONS,
+    ERROR,
+    FORWARD,
+    HOST,
+    LENGTHS,
+    MEMORY,
+    RING_SETS,
+    RING_TOKENS,
+    RingCase,
+    ring_case,
+)
 from ringfa3.bench.contest import DeviceLostError, StoppedError, explained, hold
+from ringfa3.bench.host import host_seconds
 from ringfa3.bench.machine import DTYPES, BenchError
 from ringfa3.bench.memory import Held, Scales
 from ringfa3.bench.peers import FA3, MODULE, OURS, OneDevice, Ours, PeerError, flash_attention_3
@@ -21,18 +34,18 @@ from ringfa3.bench.report import Report
 from ringfa3.bench.results import Results, RingRow, Row
 from ringfa3.bench.ring_peers import (
     ZIGZAG,
-    Dense,
     ManyDevices,
     Ring,
     TorchRing,
     Ulysses,
-    Yardstick,
     Zigzag,
     zigzag_function,
 )
 from ringfa3.bench.spread import Spread
 from ringfa3.bench.team import Team, ToldError, join, place, under_torchrun
 from ringfa3.bench.timing import CudaStopwatch, WallClock, protocol
+from ringfa3.bench.yardsticks import Dense, Share, Yardstick
+from ringfa3.cores import move_near
 from ringfa3.engine import executor_reason, forward_engine
 from ringfa3.gathering import gathered_bytes, kind_of_forward
 
@@ -78,6 +91,7 @@ def run(options: Options) -> int:
     settings = _settings(options)
     rank, world, local = place()
     device = machine.find_device(options.device, local)
+    node = move_near(device)  # torchrun leaves it to each process on which cores it runs
     everyone = Team(rank, world, join(device, options.timeout), device, options.timeout)
     worlds = _worlds(options.worlds, world)
     peers = _together(everyone, lambda: _peers(options.fa3, device))
@@ -85,12 +99,13 @@ def run(options: Options) -> int:
     if not todo:
         raise BenchError("nothing to measure: " + "; ".join(left_out or ["no such case"]))
     teams = {w: everyone if w == world else everyone.first(w) for w in worlds if rank < w}
-    job = Job(options, peers, device, teams)
+    job = Job(options, peers, device, teams, worlds)
     report = None
+    nodes = everyone.meet(node)
     if rank == 0:
         shown = job.lineup(replace(todo[0][0], world=world), everyone)
         results = Results(
-            settings=settings | {"worlds": worlds},
+            settings=settings | {"worlds": worlds, "numa_nodes": nodes},
             machine=machine.describe(device, [*shown, *filter(None, [peers.fa3])])
             | {"ranks": world, "nccl": _nccl(device)},
             smoke=device.type == "cpu",
@@ -110,10 +125,16 @@ class Job:
     """One rank's part of a run."""
 
     def __init__(
-        self, options: Options, peers: Peers, device: torch.device, teams: dict[int, Team]
+        self,
+        options: Options,
+        peers: Peers,
+        device: torch.device,
+        teams: dict[int, Team],
+        worlds: list[int],
     ) -> None:
+        """worlds: of all teams of the job; `teams` are those that this rank belongs to."""
         self.options, self.peers, self.device, self.teams = options, peers, device, teams
-        self.dtype = DTYPES[options.dtype]
+        self.worlds, self.dtype = worlds, DTYPES[options.dtype]
         self.memory: dict[RingCase, dict[str, Held | str]] = {}
 
     def run(self, todo: list[tuple[RingCase, str]], report: Report | None) -> int:
@@ -135,13 +156,20 @@ class Job:
         return report.close(lost, machine.clocks(self.device))
 
     def lineup(self, case: RingCase, team: Team) -> list[Contestant]:
-        """RingFA3's ring first, then who it is held against."""
+        """RingFA3's ring first, then who it is held against: on fewer ranks itself alone."""
         peers = self.peers
         rings = [Ring(team, transport) for transport in self.options.transports]
-        yardsticks = [Yardstick(peer) for peer in (peers.alone, peers.fa3) if peer]
-        found: list[Contestant] = [*rings, *yardsticks]
-        if case.set != "whole":
-            found.append(Dense(rings[0]))
+        if case.set in (ERROR, HOST):
+            return [*rings]
+        found: list[Contestant] = [*rings]
+        if case.set != MEMORY:
+            if case.world < max(self.worlds):
+                return [rings[0], Yardstick(peers.alone)]
+            found += [Yardstick(peer) for peer in (peers.alone, peers.fa3) if peer]
+            if case.set != LENGTHS:
+                found.append(Dense(rings[0]))
+            if not case.causal:
+                found.append(Share(peers.alone))
         if team.world == 1:
             return found
         if peers.zigzag:
@@ -159,14 +187,38 @@ class Job:
         smoke = self.device.type == "cpu"
         stopwatch = WallClock(team) if smoke else CudaStopwatch(team)
         arguments = (case, direction, self.dtype, self.device, contestants)
+        pairs = 0 if case.set == ERROR else self.options.pairs
         try:
-            row = hold(*arguments, self.options.pairs, stopwatch, self.peers.alone)
+            if case.set in (MEMORY, HOST):
+                row = self._untimed(case, direction, contestants, team)
+            else:
+                row = hold(*arguments, pairs, stopwatch, self.peers.alone)
         except DeviceLostError as error:
             if error.row is not None:
                 self._describe(error.row, case, contestants)
             raise
         self._describe(row, case, contestants)
         row.clocks = machine.clocks(self.device)
+        return row
+
+    def _untimed(
+        self, case: RingCase, direction: str, contestants: list[Contestant], team: Team
+    ) -> Row:
+        """Without speed; with the host's times if they are asked for."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        row = RingRow.of(case, direction, dtype, [c.name for c in contestants])
+        assert isinstance(row, RingRow)
+        if case.set != HOST:
+            return row
+        try:
+            with explained(self.device, team):
+                problem = make_problem(case, direction, self.dtype, self.device)
+                for contestant in contestants:
+                    assert isinstance(contestant, ManyDevices)
+                    row.host |= host_seconds(contestant, problem, team)
+        except StoppedError as stopped:
+            row.stopped = str(stopped)
+            team.renew()
         return row
 
     def _describe(self, row: Row, case: RingCase, contestants: list[Contestant]) -> None:
@@ -183,7 +235,7 @@ class Job:
         row.imbalance, row.fullness = spread.imbalance, spread.fullness
         row.kv_bytes = spread.kv_rows * 2 * case.kv_heads * case.head_dim * q.element_size()
         row.kv_share = spread.kv_share
-        if row.direction == BACKWARD:
+        if case.set == MEMORY:
             for name, held in self.memory.get(case, {}).items():
                 row.memory[name] = held if isinstance(held, str) else held.peak
                 if isinstance(held, Held):
@@ -200,16 +252,14 @@ class Job:
         return gathered_bytes(plan, k) if one else None
 
     def _weigh(self, todo: list[tuple[RingCase, str]]) -> None:
-        """The memory of every case, before anything else has run; shorter ones first."""
-        if self.device.type == "cpu":
-            return
+        """The memory of every case of that set before anything else has run, shorter ones first."""
         for world, team in self.teams.items():
             scales = Scales(self.device)
-            cases = [c for c, direction in todo if direction == BACKWARD and c.world == world]
-            if not cases or world == 1:
+            cases = [c for c, _ in todo if c.set == MEMORY and c.world == world]
+            if not cases or self.device.type == "cpu":
                 continue
             tokens = WARM_UP_TOKENS * world  # connects, loads code
-            tiny = ring_case("whole", "warm-up", (tokens,), world)
+            tiny = ring_case(MEMORY, "warm-up", (tokens,), world)
             for case in (tiny, *sorted(cases, key=lambda c: c.tokens)):
                 self.memory[case] = {}
                 for contestant in self.lineup(case, team):
@@ -305,9 +355,10 @@ def _todo(
         for name in options.sets
         for case in RING_SETS[name](world, shrink)
         if options.shortest <= case.tokens * shrink <= options.longest
+        and _wanted(case, worlds, shrink)
     ]
     todo: list[tuple[RingCase, str]] = []
-    left_out = ["memory: only a GPU counts it"] if smoke else []
+    left_out = ["memory: only a GPU counts it"] if smoke and MEMORY in options.sets else []
     q = _query(DTYPES[options.dtype], device)
     directions = []
     for direction in DIRECTIONS[options.direction]:
@@ -315,12 +366,25 @@ def _todo(
             left_out.append(f"{direction}: {reason}, and the executor is not timed in its place")
         else:
             directions.append(direction)
-    if not smoke and BACKWARD not in directions:
+    if MEMORY in options.sets and BACKWARD not in directions and not smoke:
         left_out.append(f"memory of a {FORWARD} and {BACKWARD}: there is no {BACKWARD} in this run")
     for world in worlds:
         here = [case for case in found if case.world == world]
-        todo += [(case, direction) for direction in directions for case in here]
+        todo += [
+            (case, direction)
+            for direction in directions
+            for case in here
+            if case.set != MEMORY or (direction == BACKWARD and not smoke)
+        ]
     return todo, left_out
+
+
+def _wanted(case: RingCase, worlds: list[int], shrink: int) -> bool:
+    """Fewer ranks than most have only lengths, no more a rank than those, and shards to weigh."""
+    most = max(worlds)
+    if case.set == LENGTHS:
+        return case.world == most or case.tokens * most * shrink <= RING_TOKENS * case.world
+    return case.world == most or case.set == MEMORY
 
 
 def _query(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

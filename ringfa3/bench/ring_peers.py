@@ -1,4 +1,4 @@
-"""Who is measured over several ranks, and the yardsticks on one GPU beside them."""
+"""Who is measured over several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringfa3 import plan_context, ring_attn_func
-from ringfa3.bench.cases import FORWARD, FULL, MATMULS, Case, RingCase, causal_of_equal_flops
+from ringfa3.bench.cases import FORWARD, Case, RingCase
 from ringfa3.bench.peers import (
     FA3,
     OURS,
@@ -37,7 +37,6 @@ from ringfa3.bench.problem import (
     Problem,
     RefusalError,
     differentiated,
-    make_problem,
 )
 from ringfa3.bench.team import Team
 from ringfa3.comm import RingGroup
@@ -70,7 +69,7 @@ class ManyDevices:
 
     def local(self, problem: Problem) -> Problem:
         """This rank's part of a problem."""
-        rows = self.rows(_ring_case(problem.case)).to(problem.q.device)
+        rows = self.rows(ring_case_of(problem.case)).to(problem.q.device)
         q, k, v = (x[rows] for x in problem.inputs)
         dout = problem.dout if problem.direction == FORWARD else problem.dout[rows]
         return replace(problem, q=q, k=k, v=v, dout=dout)
@@ -84,7 +83,7 @@ class ManyDevices:
         local, device = self.local(problem), problem.q.device
         attend = self.attend(problem.case, device)
         make = forward_of if problem.direction == FORWARD else differentiated
-        rows = self.rows(_ring_case(problem.case)).to(device)
+        rows = self.rows(ring_case_of(problem.case)).to(device)
         with ExitStack() as held:
             held.enter_context(self.on(device))
             return replace(make(local, attend), rows=rows, close=held.pop_all().close)
@@ -102,7 +101,7 @@ class ManyDevices:
         return run
 
 
-def _ring_case(case: Case) -> RingCase:
+def ring_case_of(case: Case) -> RingCase:
     assert isinstance(case, RingCase)
     return case
 
@@ -139,38 +138,6 @@ class Ring(ManyDevices):
         if self._group is None or self.team.world == 1:
             return None
         return RingGroup.of(self._group).moved_by
-
-
-class Dense:
-    """A ring on one causal sequence of as many FLOPs."""
-
-    def __init__(self, ring: Ring) -> None:
-        self.ring, self.name = ring, f"{ring.name} dense"
-
-    def prepare(self, problem: Problem) -> Attempt:
-        case = replace(causal_of_equal_flops(problem.case), packed=True)
-        dense = make_problem(case, problem.direction, problem.q.dtype, problem.q.device)
-        flops = case.flops(problem.direction)
-        return replace(self.ring.prepare(dense), outputs=None, rows=None, flops=flops)
-
-
-class Yardstick:
-    """One device on a rank's FLOPs: its tokens against as many keys as a query sees on average.
-
-    Every rank runs it, all at once, and none waits for another.
-    """
-
-    def __init__(self, contestant: OneDevice) -> None:
-        self.contestant, self.name = contestant, f"{contestant.name} alone"
-
-    def prepare(self, problem: Problem) -> Attempt:
-        case = _ring_case(problem.case)
-        tokens = -(-case.tokens // case.world)
-        keys = max(1, round(case.pairs / case.world / tokens))
-        mask = replace(case, lengths=(tokens,), keys=(keys,), window=FULL, packed=False)
-        alone = make_problem(mask, problem.direction, problem.q.dtype, problem.q.device)
-        flops = MATMULS[problem.direction] * tokens * keys * case.head_dim * case.heads
-        return replace(self.contestant.prepare(alone), outputs=None, flops=flops)
 
 
 class Ulysses(ManyDevices):

@@ -7,40 +7,27 @@ from collections.abc import Iterator
 from rich.markup import escape
 from rich.table import Table
 
-from ringfa3.bench.cases import FORWARD
+from ringfa3.bench.cases import FORWARD, HOST, MEMORY
 from ringfa3.bench.results import Match, Results, RingRow
+from ringfa3.bench.ring_summary import MIB, ring_rows
 from ringfa3.bench.table import caption, figure, ratio, stopped
-
-MIB = 1 << 20
 
 
 def ring_tables(results: Results) -> Iterator[Table]:
     """Speed, a table for each direction; memory; how the plan spreads the cases."""
-    rows = _ring_rows(results)
+    rows = ring_rows(results)
     for direction in dict.fromkeys(row.direction for row in rows):
-        yield _speed(results, [row for row in rows if row.direction == direction])
+        here = [row for row in rows if row.direction == direction and row.set not in (MEMORY, HOST)]
+        if here:
+            yield _speed(results, here)
     if weighed := [row for row in rows if row.memory]:
         yield _memory(weighed)
-    if spread := {(row.label, row.world): row for row in rows if row.world > 1}:
+    if spread := {
+        (row.label, row.world): row
+        for row in rows
+        if row.world > 1 and row.set not in (MEMORY, HOST)
+    }:
         yield _spread(list(spread.values()))
-
-
-def ring_line(results: Results) -> str:
-    """By direction, set and ranks, how much of the yardstick is reached."""
-    shares: dict[str, list[float]] = {}
-    for row in _ring_rows(results):
-        if row.of_yardstick is not None:
-            found = shares.setdefault(f"{row.direction} {row.series}", [])
-            found.append(row.of_yardstick[1].ratio or 0.0)
-    said = ", ".join(f"{name} {min(found):.3f}-{max(found):.3f}" for name, found in shares.items())
-    stopped_rows = sum(1 for row in results.rows if row.stopped)
-    rest = f"; {stopped_rows} rows without figures" if stopped_rows else ""
-    label = "SMOKE RUN, no kernel figures: " if results.smoke else ""
-    return f"{label}{results.rows[0].first} of the yardstick: {said or 'no row was measured'}{rest}"
-
-
-def _ring_rows(results: Results) -> list[RingRow]:
-    return [row for row in results.rows if isinstance(row, RingRow)]
 
 
 def _speed(results: Results, rows: list[RingRow]) -> Table:

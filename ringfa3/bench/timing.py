@@ -26,7 +26,8 @@ Reading = Callable[[], float]  # seconds per call, valid after `Stopwatch.wait`
 
 FEWEST_PAIRS = 10
 MOST_CALLS = 200  # of one sample
-WARM_UP_CALLS = 3
+WARM_UP_CALLS = 3  # of short calls; of long ones, one
+LONG_S = 0.05
 RESAMPLES = 10_000
 LONGEST_AHEAD_S = 2.0  # of work that is started before the host waits for it
 HERTZ = 2.0e9  # no Hopper GPU's SM clock is above it: a delay lasts at least as long as asked
@@ -135,17 +136,15 @@ class Paired:
 
 
 def paired(a: Call, b: Call, pairs: int, stopwatch: Stopwatch) -> Paired:
-    """Time A and B in turn, after a warm-up of both and one pair that does not count."""
+    """Time A and B in turn, after a warm-up of both and, if they are short, an uncounted pair."""
     both = (a, b)
-    for call in both:
-        for _ in range(WARM_UP_CALLS):
-            call()
-    stopwatch.wait()
     slowest = stopwatch.team.largest
-    host = slowest([_host_seconds(call, stopwatch) for call in both])
+    rough = slowest([_rough_seconds(call, stopwatch) for call in both])
+    few = 1 if max(rough) > LONG_S else WARM_UP_CALLS
+    host = slowest([_host_seconds(call, few, stopwatch) for call in both])
     first = []
     for call, seconds in zip(both, host, strict=True):
-        reading = stopwatch.sample(call, WARM_UP_CALLS, 2 * WARM_UP_CALLS * seconds)
+        reading = stopwatch.sample(call, few, 2 * few * seconds)
         stopwatch.wait()
         first.append(reading())
     first = slowest(first)
@@ -153,25 +152,36 @@ def paired(a: Call, b: Call, pairs: int, stopwatch: Stopwatch) -> Paired:
     # Twice what the host lacks; nothing where it keeps ahead by itself.
     ahead = [2 * calls * max(0.0, h - d) for h, d in zip(host, first, strict=True)]
     readings: list[tuple[Reading, ...]] = []
-    for _ in range(1 + pairs):
+    uncounted = int(few > 1)
+    for _ in range(uncounted + pairs):
         readings.append(
             tuple(stopwatch.sample(c, calls, lead) for c, lead in zip(both, ahead, strict=True))
         )
         if calls * sum(first) > LONGEST_AHEAD_S:
             stopwatch.wait()
     stopwatch.wait()
-    times = slowest([reading() for pair in readings[1:] for reading in pair])
+    times = slowest([reading() for pair in readings[uncounted:] for reading in pair])
     return Paired(times[::2], times[1::2], calls, (host[0], host[1]))
 
 
-def _host_seconds(call: Call, stopwatch: Stopwatch) -> float:
+def _rough_seconds(call: Call, stopwatch: Stopwatch) -> float:
+    """Of a second call, after one that may load and allocate what it needs."""
+    call()
+    stopwatch.wait()
+    begin = time.perf_counter()
+    call()
+    stopwatch.wait()
+    return time.perf_counter() - begin
+
+
+def _host_seconds(call: Call, calls: int, stopwatch: Stopwatch) -> float:
     """What the host takes to start one call while nothing holds it up; 0 where it does the work."""
     if not stopwatch.asynchronous:
         return 0.0
     begin = time.perf_counter()
-    for _ in range(WARM_UP_CALLS):
+    for _ in range(calls):
         call()
-    seconds = (time.perf_counter() - begin) / WARM_UP_CALLS
+    seconds = (time.perf_counter() - begin) / calls
     stopwatch.wait()
     return seconds
 

@@ -42,7 +42,7 @@ def test_a_run_on_the_cpu_from_end_to_end(
     assert said.out.splitlines()[-1].startswith("SMOKE RUN, no kernel figures: RingFA3 executor /")
     assert len([x for x in said.err.splitlines() if x.startswith(("forward", "backward"))]) == 4
     names = {f"{d}-{s}.png" for d in ("forward", "backward") for s in ("paper", "masks")}
-    assert {path.name for path in out.iterdir()} == names | {"results.json"}
+    assert {path.name for path in out.iterdir()} == names | {"results.json", "table.txt"}
     found = Results.load(out / "results.json")
     assert found.complete
     assert found.smoke

@@ -13,7 +13,7 @@ from dense import attention, gradients, mask, worst
 from ringfa3.bench import contest
 from ringfa3.bench.cases import BACKWARD, CAUSAL, FORWARD, FULL, Case
 from ringfa3.bench.contest import DeviceLostError, hold
-from ringfa3.bench.gate import Gate, Part, WrongResultError, parts
+from ringfa3.bench.gate import Gate, Part, WrongResultError, every_part, parts
 from ringfa3.bench.gate import attention as part_of_attention
 from ringfa3.bench.peers import Ours, Sdpa
 from ringfa3.bench.problem import Attempt, Contestant, Problem, RefusalError, make_problem
@@ -100,6 +100,26 @@ def test_the_truth_of_a_part_is_that_of_dense_attention(
 def test_the_longest_sequence_is_checked() -> None:
     chosen = parts(make_problem(PACKED, FORWARD, torch.float32, CPU))
     assert [(p.begin, p.end, p.kv_head) for p in chosen] == [(5, 75, 1), (76, 109, 0)]
+    assert len(parts(make_problem(WHOLE, FORWARD, torch.float32, CPU))) == 1  # one KV head
+    assert len(parts(make_problem(WINDOW, FORWARD, torch.float32, CPU))) == 2
+
+
+def test_without_pairs_all_heads_are_checked_and_nothing_is_timed() -> None:
+    problem = make_problem(PACKED, FORWARD, torch.float32, CPU)
+    found = every_part(problem)
+    assert [(p.begin, p.kv_head) for p in found] == [
+        (begin, head) for begin in (0, 5, 75, 76) for head in (0, 1)
+    ]
+    untimed = hold(PACKED, BACKWARD, torch.bfloat16, CPU, [Ours(), Ours("again")], 0, WallClock())
+    assert untimed.stopped is None
+    assert untimed.errors == untimed.matches["again"].errors
+    assert untimed.head is None
+
+
+def test_one_head_of_a_very_long_sequence_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringfa3.bench.gate.LONG", 89)
+    chosen = parts(make_problem(WINDOW, FORWARD, torch.float32, CPU))
+    assert [(p.begin, p.end, p.kv_head) for p in chosen] == [(0, 90, 1)]
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])

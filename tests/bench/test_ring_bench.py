@@ -16,12 +16,23 @@ from rich.console import Console
 
 from ringfa3.bench import memory, ring
 from ringfa3.bench.__main__ import main
-from ringfa3.bench.cases import BACKWARD, FORWARD, RING_SETS, RingCase, ring_case
+from ringfa3.bench.cases import (
+    BACKWARD,
+    ERROR,
+    FORWARD,
+    HOST,
+    LENGTHS,
+    MEMORY,
+    RING_SETS,
+    RingCase,
+    ring_case,
+)
 from ringfa3.bench.contest import DeviceLostError
 from ringfa3.bench.memory import Held, Scales
 from ringfa3.bench.plot import draw
 from ringfa3.bench.results import Match, Results, RingRow, Row
-from ringfa3.bench.ring_table import ring_line, ring_tables
+from ringfa3.bench.ring_summary import ring_lines
+from ringfa3.bench.ring_table import ring_tables
 from ringfa3.bench.spread import Spread
 from ringfa3.context import plan_context
 
@@ -45,14 +56,15 @@ def test_a_job_of_two_ranks_from_end_to_end(tmp_path: Path) -> None:
     assert len(rows) == 4  # of two directions on two and on one rank; once each
     assert done.stdout.count("wrote ") == 1
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("SMOKE RUN, no kernel figures: RingFA3 of the yardstick: forward whole")
-    names = [f"{d}-{s}.png" for d in (FORWARD, BACKWARD) for s in ("whole", "scaling")]
-    assert {path.name for path in out.iterdir()} == {*names, "results.json"}
+    assert last.startswith("SMOKE RUN, no kernel figures: lengths: forward on 2: ")
+    assert (out / "table.txt").read_text().splitlines()[-1] == last
+    names = [f"{d}-{s}.png" for d in (FORWARD, BACKWARD) for s in ("lengths", "scaling")]
+    assert {path.name for path in out.iterdir()} == {*names, "results.json", "table.txt"}
     found = Results.load(out / "results.json")
     assert found.complete
     assert found.smoke
     assert found.machine["ranks"] == 2
-    assert "memory: only a GPU counts it" in found.left_out
+    assert found.left_out == []
     for row in found.rows:
         assert isinstance(row, RingRow)
         assert row.stopped is None
@@ -66,6 +78,33 @@ def test_a_job_of_two_ranks_from_end_to_end(tmp_path: Path) -> None:
     (out / names[0]).unlink()
     assert main(["ring", "--plot-only", str(out / "results.json")]) == 0
     assert (out / names[0]).exists()
+
+
+def test_errors_host_times_and_memory_have_sets_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = torchrun(2, "--device", "cpu", "--set", "error", "host", "memory", "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = Results.load(out / "results.json")
+    assert found.left_out == ["memory: only a GPU counts it"]
+    assert found.settings["numa_nodes"] == [None, None]
+    rows = [row for row in found.rows if isinstance(row, RingRow)]
+    assert [(row.set, row.direction) for row in rows] == [
+        (ERROR, FORWARD), (ERROR, FORWARD), (HOST, FORWARD),
+        (ERROR, BACKWARD), (ERROR, BACKWARD), (HOST, BACKWARD),
+    ]  # fmt: skip
+    for row in rows:
+        assert row.stopped is None
+        assert row.head is None
+        if row.set == ERROR:
+            assert row.alone.keys() == row.errors.keys() == row.error_growth.keys()
+        else:
+            assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row.host.values())
+    assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
+    error, host = done.stdout.splitlines()[-2:]
+    assert "error: on 2 ranks over one, against float64: RingFA3 out " in error
+    assert " dv " in error
+    assert "host: µs to start a call, by rank: forward RingFA3 without gradients " in host
+    assert "; backward RingFA3 " in host
 
 
 @pytest.mark.parametrize(
@@ -127,14 +166,22 @@ def test_a_lost_rank_ends_the_run_with_what_was_measured(
 
 
 def test_the_sets_have_the_sizes_of_their_names() -> None:
-    whole = list(RING_SETS["whole"](4, 1))
+    whole = list(RING_SETS["lengths"](4, 1))
     assert [c.tokens // 1024 for c in whole] == [16, 32, 64, 128, 256]
     (documents,) = RING_SETS["documents"](4, 1)
     assert documents.tokens == 256 * 1024
     assert all(1024 <= n < 65536 for n in documents.lengths[:-1])
     (window,) = RING_SETS["window"](4, 1)
     assert (window.tokens, window.window) == (256 * 1024, (4096, 0))
-    for case in (*whole, documents, window):
+    shards = [list(RING_SETS["memory"](world, 1)) for world in (2, 4)]
+    for found, world in zip(shards, (2, 4), strict=True):
+        assert [c.tokens // world // 1024 for c in found] == [4, 16, 64]
+    assert [c.label for c in shards[0]] == [c.label for c in shards[1]]
+    exact = list(RING_SETS["error"](4, 1))
+    assert [c.tokens for c in exact] == [8192, 8192]
+    (quick,) = RING_SETS["host"](4, 1)
+    assert quick.tokens == 4096
+    for case in (*whole, documents, window, *shards[0], *exact, quick):
         assert (case.heads, case.kv_heads, case.head_dim) == (32, 8, 128)
     assert whole[0].flops(FORWARD) == 4 * 32 * 128 * (16384 * 16385 // 2) // 4
 
@@ -206,6 +253,12 @@ def test_memory_is_the_peak_with_what_was_kept_from_earlier_calls(
     assert weigh("ours", 100, 60) == Held(157, 57)
 
 
+def test_what_only_a_first_call_takes_is_not_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, scales = Gpu(monkeypatch), Scales(torch.device("cpu"))
+    peaks = iter((90, 50))
+    assert scales.weigh("ours", lambda: gpu.call(next(peaks), 30)) == Held(80, 30)
+
+
 def match(ratio: float | None, stopped: str | None = None) -> Match:
     if ratio is None:
         return Match(stopped=stopped)
@@ -226,21 +279,29 @@ def results() -> Results:
         for world in (4, 1):
             for make in RING_SETS.values():
                 for case in make(world, 256):
+                    if case.set == MEMORY and direction == FORWARD:
+                        continue
                     row = RingRow.of(case, direction, "bfloat16", LINEUP)
                     row.yardsticks = LINEUP[1:3]
                     row.engine, row.transport = "kernels", "symmetric" if world > 1 else None
-                    row.gathered = 5 << 20 if case.set == "whole" and world > 1 else None
+                    row.gathered = 5 << 20 if case.set in (LENGTHS, MEMORY) and world > 1 else None
                     row.errors, row.alone = {"out": 2.1e-3}, {"out": 2e-3}
+                    if case.set == HOST:
+                        row.host = {"RingFA3": [2.5e-4, 3e-4, 2e-4, 2e-4]}
+                    if case.set == MEMORY:
+                        row.memory = {"RingFA3": 3 << 30, "Ulysses on FA3": "out of memory"}
+                        row.memory |= {"ring-flash-attn on FA3": 4 << 30}
+                        row.kept = {"RingFA3": 1 << 30}
+                    if case.set in (HOST, MEMORY, ERROR):
+                        rows.append(row)
+                        continue
                     row.matches = {
                         "RingFA3 alone": match(0.97),
                         "FA3 alone": match(0.95),
                         "Ulysses on FA3": match(1.02)
-                        if world > 1 and case.set == "whole"
+                        if world > 1 and case.set == LENGTHS
                         else match(None, "failed: no [answer] (rank 1)"),
                     }
-                    if direction == BACKWARD:
-                        row.memory = {"RingFA3": 3 << 30, "Ulysses on FA3": "out of memory"}
-                        row.kept = {"RingFA3": 1 << 30}
                     rows.append(row)
     rows[1].matches, rows[1].stopped = {}, "wrong: out is off by 1"
     machine = {"device": "NVIDIA H200", "date": "2026-11-20"}
@@ -254,7 +315,7 @@ def test_json_and_back_is_the_same(results: Results, tmp_path: Path) -> None:
 
 
 def test_the_yardstick_is_the_faster_one() -> None:
-    row = RingRow.of(ring_case("whole", "16", (16,), 2), FORWARD, "bfloat16", LINEUP)
+    row = RingRow.of(ring_case("lengths", "16", (16,), 2), FORWARD, "bfloat16", LINEUP)
     row.yardsticks = LINEUP[1:3]
     assert row.of_yardstick is None
     row.matches = {"FA3 alone": match(None, "failed"), "RingFA3 alone": match(0.97)}
@@ -284,22 +345,31 @@ def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Resu
     assert "How the plan spreads a case" in said
 
 
-def test_the_line_at_the_end_gives_the_share_of_the_yardstick(results: Results) -> None:
-    line = ring_line(results)
-    assert line.startswith("RingFA3 of the yardstick: forward whole on 4 GPUs 0.950-0.950, ")
-    assert line.endswith("; 1 rows without figures")
+def test_each_set_has_a_line_at_the_end(results: Results) -> None:
+    lengths, documents, _, error, host, memory, rest = ring_lines(results)
+    assert lengths.startswith("lengths: forward on 4: 0.950 0.950 0.950 0.950 of the yardstick, ")
+    assert "1.020 1.020 1.020 1.020 of Ulysses on FA3" in lengths  # not of the row that stopped
+    assert "; backward on 1: 0.950" in lengths
+    assert documents.startswith("documents: forward on 4: 0.970 of RingFA3 alone, 0.950 of FA3 al")
+    assert "tiles 1.000 full" in documents
+    assert memory.startswith("memory: 16 a GPU, MiB on 4 ranks, RingFA3 3072 (0.750 of ring-flash-")
+    assert "), Ulysses on FA3 -, ring-flash-attn on FA3 4096; 64 a GPU, MiB on 4 ranks, " in memory
+    assert error == "error: on 4 ranks over one, against float64: RingFA3 out 1.050"
+    by_rank = "RingFA3 250 300 200 200"
+    assert host == f"host: µs to start a call, by rank: forward {by_rank}; backward {by_rank}"
+    assert rest == "1 rows without figures, the first: wrong: out is off by 1"
     results.smoke = True
-    assert ring_line(results).startswith("SMOKE RUN, no kernel figures: ")
+    assert ring_lines(results)[0].startswith("SMOKE RUN, no kernel figures: lengths: ")
 
 
 def test_plots_show_peers_and_both_scalings(results: Results, tmp_path: Path) -> None:
     from ringfa3.bench.plot import _scaling, _worlds
 
     drawn = {path.name for path in draw(results, tmp_path)}
-    sets = ("whole", "scaling", "documents", "window")
+    sets = ("lengths", "scaling", "masks")
     assert drawn == {f"{d}-{s}.png" for d in (FORWARD, BACKWARD) for s in sets}
     rows = [r for r in results.rows if isinstance(r, RingRow) and r.direction == BACKWARD]
-    whole = [r for r in rows if r.set == "whole"]
+    whole = [r for r in rows if r.set == LENGTHS]
     ((four,), (one,)) = _worlds(whole)
     assert four.groups == one.groups == ["64", "128", "256", "512", "1k"]
     assert [s.name for s in four.series] == LINEUP
@@ -318,10 +388,22 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     reasons = {FORWARD: None, BACKWARD: "there are none"}
     monkeypatch.setattr(ring, "executor_reason", lambda direction, q: reasons[direction])
     options = ring.Options(
-        ["whole"], "bf16", None, 0, 1 << 20, "both", ["auto"], 10, 60.0, None, "cuda", None, False
+        ["lengths", "memory"],
+        "bf16",
+        None,
+        0,
+        1 << 20,
+        "both",
+        ["auto"],
+        10,
+        60.0,
+        None,
+        "cuda",
+        None,
+        False,
     )
     todo, left_out = ring._todo(options, [2, 1], torch.device("meta"))
-    assert [case.world for case, _ in todo] == [2] * 5 + [1] * 5
+    assert [case.world for case, _ in todo] == [2] * 5 + [1] * 4  # no more than 128k a rank
     assert {direction for _, direction in todo} == {FORWARD}
     assert left_out == [
         "backward: there are none, and the executor is not timed in its place",
@@ -333,4 +415,4 @@ def test_the_default_worlds_are_powers_of_two_and_all_ranks() -> None:
     assert ring._worlds(None, 8) == [8, 4, 2, 1]
     assert ring._worlds(None, 6) == [6, 4, 2, 1]
     assert ring._worlds([2, 1, 2], 4) == [2, 1]
-    assert replace(ring_case("whole", "", (16,), 4), world=2).flops(FORWARD) == 4 * 136 * 128 * 16
+    assert replace(ring_case("lengths", "", (16,), 4), world=2).flops(FORWARD) == 4 * 136 * 128 * 16

@@ -24,17 +24,16 @@ from ringfa3.bench.peers import Ours, PeerError
 from ringfa3.bench.problem import Attempt, Contestant, Problem, RefusalError, make_problem
 from ringfa3.bench.results import RingRow
 from ringfa3.bench.ring_peers import (
-    Dense,
     HeadTail,
     Ring,
     TorchRing,
     Ulysses,
-    Yardstick,
     Zigzag,
     zigzag_function,
 )
 from ringfa3.bench.team import Team
 from ringfa3.bench.timing import WallClock
+from ringfa3.bench.yardsticks import Dense, Share, Yardstick
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0  # for a busy machine
@@ -42,7 +41,7 @@ LIMIT_S = 60.0  # for a busy machine
 
 def case_of(kind: str, world: int) -> RingCase:
     lengths, left = {
-        "whole": ((120,), -1),
+        "lengths": ((120,), -1),
         "documents": ((50, 1, 60, 9), -1),
         "window": ((120,), 7),
     }[kind]
@@ -60,7 +59,7 @@ def row_of(case: RingCase, direction: str, team: Team, *contestants: Contestant)
 def every_way(group: dist.ProcessGroup) -> list[RingRow]:
     team = team_of(group, 20.0)
     rows = []
-    for kind in ("whole", "documents", "window"):
+    for kind in ("lengths", "documents", "window"):
         for direction in (FORWARD, BACKWARD):
             case, ring = case_of(kind, team.world), Ring(team)
             rows.append(row_of(case, direction, team, ring, Ulysses(team, Ours())))
@@ -131,7 +130,7 @@ class Late:
 
 def spoilt(group: dist.ProcessGroup) -> tuple[float, RingRow, RingRow, RingRow]:
     team = team_of(group, 2.0)
-    case, ring = case_of("whole", team.world), Ring(team)
+    case, ring = case_of("lengths", team.world), Ring(team)
     peers = [Peer(team, how) for how in ("hangs", "wrong", "raises", "memory")]
     begin = time.monotonic()
     row = row_of(case, FORWARD, team, ring, *peers, Late(team), Ulysses(team, Ours()))
@@ -159,7 +158,7 @@ def test_a_peer_that_fails_or_hangs_on_one_rank_holds_up_nobody() -> None:
 
 
 def test_yardstick_and_dense_do_as_many_flops() -> None:
-    for kind in ("whole", "documents", "window"):
+    for kind in ("lengths", "documents", "window"):
         case = case_of(kind, 1)
         problem = make_problem(case, FORWARD, torch.float32, CPU)
         yardstick = Yardstick(Ours()).prepare(problem)
@@ -169,9 +168,18 @@ def test_yardstick_and_dense_do_as_many_flops() -> None:
         dense = Dense(Ring(Team())).prepare(problem)
         assert dense.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
         assert dense.outputs is None
-    four = case_of("whole", 4)
+    four = case_of("lengths", 4)
     problem = make_problem(four, FORWARD, torch.float32, CPU)
     assert Yardstick(Ours()).prepare(problem).run().shape == (1, 30, 12, 32)
+    window = case_of("window", 4)
+    share = Share(Ours()).prepare(make_problem(window, FORWARD, torch.float32, CPU))
+    assert share.run().shape == (30, 12, 32)
+    assert share.flops == 4 * 12 * 32 * visible(30, window.window[0])
+
+
+def visible(tokens: int, left: int) -> int:
+    """Pairs of a causal window over one sequence."""
+    return sum(min(row, left) + 1 for row in range(tokens))
 
 
 def test_what_a_peer_does_not_do_is_refused() -> None:
@@ -181,16 +189,16 @@ def test_what_a_peer_does_not_do_is_refused() -> None:
     with pytest.raises(RefusalError, match="no window"):
         HeadTail(third).rows(case_of("window", 3))
     with pytest.raises(RefusalError, match="120 tokens are no multiple of 14"):
-        HeadTail(Team(0, 7)).rows(case_of("whole", 7))
+        HeadTail(Team(0, 7)).rows(case_of("lengths", 7))
     with pytest.raises(RefusalError, match="6 KV heads on 5 ranks"):
-        Ulysses(fifth, Ours()).rows(case_of("whole", 5))
+        Ulysses(fifth, Ours()).rows(case_of("lengths", 5))
     with pytest.raises(RefusalError, match="needs a GPU"):
-        TorchRing(third).rows(case_of("whole", 3))
+        TorchRing(third).rows(case_of("lengths", 3))
 
 
 def test_a_zigzag_is_the_layout_of_the_plan() -> None:
     for rank in range(4):
-        case = RingCase("whole", "", (64,), 4, 4, 16, CAUSAL, packed=True, world=4)
+        case = RingCase("lengths", "", (64,), 4, 4, 16, CAUSAL, packed=True, world=4)
         rows = HeadTail(Team(rank, 4)).rows(case)
         begin, end = rank * 8, (7 - rank) * 8
         assert rows.tolist() == [*range(begin, begin + 8), *range(end, end + 8)]
@@ -279,7 +287,7 @@ def test_ring_flash_attn_runs_on_the_operators_of_fa3(
     assert {n for n in sys.modules if n not in before} == set()
     zigzag = Zigzag(Team(), function)
     for direction in (FORWARD, BACKWARD):
-        row = row_of(case_of("whole", 1), direction, Team(), Ring(Team()), zigzag)
+        row = row_of(case_of("lengths", 1), direction, Team(), Ring(Team()), zigzag)
         assert row.matches[zigzag.name].stopped is None
         assert row.matches[zigzag.name].errors == row.errors
 

@@ -52,12 +52,22 @@ def test_samples_are_taken_in_turn_without_a_pause() -> None:
 def test_everything_is_warm_before_the_first_sample() -> None:
     recorder = Recorder()
     paired(recorder.call("a"), recorder.call("b"), 10, recorder)
-    assert recorder.calls[:6] == ["a"] * 3 + ["b"] * 3
+    assert recorder.calls[:10] == ["a"] * 2 + ["b"] * 2 + ["a"] * 3 + ["b"] * 3
+
+
+def test_long_calls_are_not_repeated_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls to warm up, one for the host's time, one for a sample's, then the pairs."""
+    recorder = Recorder()
+    recorder.seconds = {"a": 0.2, "b": 0.3}
+    monkeypatch.setattr("ringfa3.bench.timing._rough_seconds", lambda call, watch: call() or 0.2)
+    times = paired(recorder.call("a"), recorder.call("b"), 10, recorder)
+    assert len(times.a) == len(times.b) == 10
+    assert recorder.calls.count("a") == recorder.calls.count("b") == 1 + 1 + 1 + 10
 
 
 def test_a_slow_host_gets_a_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
-    monkeypatch.setattr("ringfa3.bench.timing._host_seconds", lambda call, watch: 3e-3)
+    monkeypatch.setattr("ringfa3.bench.timing._host_seconds", lambda call, calls, watch: 3e-3)
     times = paired(recorder.call("a"), recorder.call("b"), 10, recorder)
     assert {lead for name, _, lead in recorder.log[2:] if name == "a"} == {2 * 4 * 1e-3}
     assert {lead for name, _, lead in recorder.log[2:] if name == "b"} == {0.0}

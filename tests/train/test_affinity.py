@@ -47,10 +47,10 @@ def host(tmp_path, monkeypatch):
             folder = tmp_path / f"bus/pci/devices/0000:{gpu:02x}:00.0"
             folder.mkdir(parents=True)
             (folder / "numa_node").write_text(f"{node}\n")
-        for node, cores in nodes.items():
+        for node, its in nodes.items():
             folder = tmp_path / f"devices/system/node/node{node}"
             folder.mkdir(parents=True)
-            (folder / "cpulist").write_text(f"{cores}\n")
+            (folder / "cpulist").write_text(f"{its}\n")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         return done
 
