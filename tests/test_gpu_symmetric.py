@@ -95,10 +95,16 @@ class Slow:
 class Layer:
     """A random plan and random tensors, the same on all ranks."""
 
-    def __init__(self, rng: random.Random) -> None:
+    transport = "symmetric"
+
+    def __init__(
+        self, rng: random.Random, longest: int = 900, lengths: list[int] | None = None
+    ) -> None:
         dtype = rng.choice((torch.bfloat16, torch.float16))
         count = rng.randint(1, 6)
-        self.lengths = [rng.choice((1, 127, 128, rng.randint(1, 900))) for _ in range(count)]
+        self.lengths = lengths or [
+            rng.choice((1, 127, 128, rng.randint(1, longest))) for _ in range(count)
+        ]
         h, hk, d = rng.choice(((8, 2, 64), (4, 4, 128)))
         causal, window = rng.random() < 0.7, rng.choice(((-1, -1), (100, -1)))
         layout = rng.choice(("zigzag", "contiguous"))
@@ -111,7 +117,7 @@ class Layer:
         self.mine = [self.plan.shard(x).requires_grad_() for x in (self.q, self.k, self.v)]
 
     def forward(self) -> None:
-        out = ring_attn_func(*self.mine, self.plan, transport="symmetric")
+        out = ring_attn_func(*self.mine, self.plan, transport=self.transport)
         assert isinstance(out, torch.Tensor)
         self.out = out
 
