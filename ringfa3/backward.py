@@ -109,8 +109,10 @@ class BackwardPass:
         sm_margin: int = 0,
     ) -> None:
         self.unit, self.scale, self.deterministic = unit, scale, deterministic
-        self.q, self.dout, out = addressable(q), addressable(dout), addressable(out)
-        lse, dlse = (x if x.stride()[1] == 1 else x.contiguous() for x in (lse, dlse))
+        (self.q, q_fields), (self.dout, dout_fields) = addressable(q), addressable(dout)
+        out, out_fields = addressable(out)
+        self._fixed = *q_fields, *dout_fields
+        lse, dlse = (x if x.stride(1) == 1 else x.contiguous() for x in (lse, dlse))
         (tokens, heads, head_dim), device = q.shape, q.device
         self.num_ctas = ctas(device, sm_margin)
         stream = Stream.current(device)
@@ -131,12 +133,12 @@ class BackwardPass:
         self.grid = blocks, lse_grid, delta_grid, self._dq.data_ptr(), count
         if count:
             args = _pack_prepare(
-                *tensor3(out),
-                *tensor3(self.dout),
+                *out_fields,
+                *dout_fields,
                 lse.data_ptr(),
                 dlse.data_ptr(),
-                lse.stride()[0],
-                dlse.stride()[0],
+                lse.stride(0),
+                dlse.stride(0),
                 *self.grid,
             )
             launch(unit, "prepare", args, stream)
@@ -166,26 +168,27 @@ class BackwardPass:
         if not len(tiling.tiles):
             return
         stream = Stream.current(k.device)
-        k, v = addressable(k), addressable(v)
+        (k, k_fields), (v, v_fields) = addressable(k), addressable(v)
         heads, kv_heads = self.q.shape[1], k.shape[1]
         tables = _on_device(
             tiling, stream, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
             self.deterministic,
         )  # fmt: skip
-        sums = (dk, dv)
+        sums: tuple[torch.Tensor, ...] = (dk, dv)
         if tables.first and tables.shared:  # portions add up from zero, in float32
-            sums = _zeros(dk), _zeros(dv)
+            if dk.dtype != torch.float32:
+                sums = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in sums)
+            _clear(*sums)
         elif tables.first and tables.unseen:
-            dk.zero_(), dv.zero_()
+            _clear(dk, dv)
         count = tables.portions.shape[0]
         if not count:
             return
-        words = self._words.data_ptr() + hop * self._words.stride()[0] * WORD
+        words = self._words.data_ptr() + hop * self._words.stride(0) * WORD
         args = _pack_backward(
-            *tensor3(self.q),
-            *tensor3(self.dout),
-            *tensor3(k),
-            *tensor3(v),
+            *self._fixed,
+            *k_fields,
+            *v_fields,
             *tensor3(sums[0]),
             *tensor3(sums[1]),
             *self.grid,
@@ -214,9 +217,18 @@ class BackwardPass:
         return dq
 
 
-def _zeros(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself, if it is float32, else a float32 tensor of its shape; filled with zeros."""
-    return x.zero_() if x.dtype == torch.float32 else x.new_zeros(x.shape, dtype=torch.float32)
+def _clear(dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """Fills (rows, hk, d) each with zeros, at once where a row of one follows on that of the other.
+
+    So they lie in a ring: (rows, 2, hk, d).
+    """
+    rows, heads, d = dk.shape
+    row = heads * d
+    in_turn = dk.stride() == dv.stride() == (2 * row, d, 1)
+    if in_turn and rows > 1 and dv.data_ptr() - dk.data_ptr() == row * dk.element_size():
+        dk.as_strided((rows, 2 * row), (2 * row, 1)).zero_()
+    else:
+        dk.zero_(), dv.zero_()
 
 
 class _Tables(NamedTuple):

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +87,10 @@ def _scalars(structure: type[ctypes.Structure], base: int = 0) -> Iterator[tuple
 _pack_forward = packer(ForwardArgs)
 
 
-def tensor3(x: torch.Tensor) -> tuple[int, int, int, int, int]:
+Fields: TypeAlias = tuple[int, int, int, int, int]  # of a Tensor3
+
+
+def tensor3(x: torch.Tensor) -> Fields:
     """The fields of a Tensor3 for (tokens, heads, head_dim)."""
     tokens, heads, _ = x.shape
     token_stride, head_stride, _ = x.stride()
@@ -192,22 +195,25 @@ def attend(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    if not aligned(out):
+    out_fields = _fields(out)
+    if out_fields is None:
         raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
     heads, (tokens, kv_heads, head_dim) = q.shape[1], k.shape
     stream = Stream.current(q.device)
     tables = _tables.get(tiling, stream, (), lambda: _Tables.of(tiling, q.device))
     if tables.last_word:
         _check_arrivals(arrivals, tables.last_word, k, v)
-    q, k, v = addressable(q), addressable(k), addressable(v)
+    q, q_fields = addressable(q)
+    k, k_fields = addressable(k)
+    v, v_fields = addressable(v)
     args = _pack_forward(
-        *tensor3(q),
-        *tensor3(k),
-        *tensor3(v),
-        *tensor3(out),
+        *q_fields,
+        *k_fields,
+        *v_fields,
+        *out_fields,
         running.data_ptr(),
         lse.data_ptr(),
-        lse.stride()[0],
+        lse.stride(0),
         tables.tiles.data_ptr(),
         tables.spans.data_ptr(),
         0 if arrivals is None else arrivals.data_ptr(),
@@ -255,14 +261,31 @@ def _check_arrivals(
 
 def aligned(x: torch.Tensor) -> bool:
     """Whether the bulk copies of the GPU can address it, (tokens, heads, d)."""
-    tokens, heads, last = x.stride()
-    whole = last == 1 and tokens > 0 and heads > 0
-    return whole and (tokens | heads) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return _fields(x) is not None
 
 
-def addressable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy that bulk copies can address; `contiguous` returns what begins anywhere."""
-    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+def _fields(x: torch.Tensor) -> Fields | None:
+    """As `tensor3`, if bulk copies can address it: asked of PyTorch once, as all numbers cost."""
+    tokens, heads, _ = x.shape
+    token_stride, head_stride, last = x.stride()
+    begin = x.data_ptr()
+    if last != 1 or token_stride <= 0 or head_stride <= 0:
+        return None
+    if ((token_stride | head_stride) * x.element_size() | begin) % 16:
+        return None
+    return begin, tokens, heads, token_stride, head_stride
+
+
+def addressable(x: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+    """`x`, or a copy that bulk copies can address, for a Tensor3.
+
+    Not `contiguous`, which returns what begins anywhere.
+    """
+    fields = _fields(x)
+    if fields is None:
+        x = x.clone(memory_format=torch.contiguous_format)
+        fields = tensor3(x)
+    return x, fields
 
 
 @lru_cache(4096)

@@ -133,7 +133,8 @@ def test_what_does_not_begin_on_16_bytes_is_copied(tokens: int) -> None:
         x = x[-tokens * 128 :].view(tokens, 2, 64)
         assert x.is_contiguous()
         assert not kernels.aligned(x)
-        copy = kernels.addressable(x)
+        copy, fields = kernels.addressable(x)
         assert kernels.aligned(copy)
+        assert fields == kernels.tensor3(copy)
         assert torch.equal(copy, x)
-    assert kernels.addressable(copy) is copy
+    assert kernels.addressable(copy)[0] is copy
