@@ -38,8 +38,8 @@ class Travel:
         ]
         if world > 1 and held[0]:
             own = plan.own_rows(k.device)
-            torch.index_select(k, 0, own, out=self.buffers[0][: held[0], 0])
-            torch.index_select(v, 0, own, out=self.buffers[0][: held[0], 1])
+            for i, x in enumerate((k, v)):
+                own.read(x, self.buffers[0][: held[0], i])
 
     def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V (rows, hk, d) of a hop."""
@@ -142,8 +142,8 @@ class Partials:
             plan = self.plan
             into = self._carried((plan.rank - hop - 1) % plan.world, hop)
             end = int(plan.movement.rows[plan.rank, hop])
-            rows = plan.own_rows(self.home.device)[end - back : end]
-            self.home.index_add_(0, rows, self._buffers[(hop + 1) % 2][into : into + back])
+            rows = plan.own_rows(self.home.device).part(end - back, end)
+            rows.add(self._buffers[(hop + 1) % 2][into : into + back], self.home)
 
 
 class Relay:

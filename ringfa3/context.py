@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ringfa3.layout import LAYOUTS, Ints, Segments, partition, work_before
 from ringfa3.movement import plan_ring
 from ringfa3.plan import Plan, ramps
+from ringfa3.rows import OwnRows
 
 Group = dist.ProcessGroup | tuple[int, int] | None
 MAX_TOKENS = 1 << 31  # of all ranks together: rows are int32 in the tables of a plan
@@ -64,7 +65,7 @@ class ContextPlan:
     def _register(self) -> None:
         """What belongs to this process alone."""
         self._bound: dict[int, ContextPlan] = {}
-        self._own: dict[torch.device, torch.Tensor] = {}
+        self._own: dict[torch.device, OwnRows] = {}
         self.handle = next(_handles)
         _alive[self.handle] = self
 
@@ -99,10 +100,10 @@ class ContextPlan:
             self._bound[key].group = group
         return self._bound[key]
 
-    def own_rows(self, device: torch.device) -> torch.Tensor:
-        """`movement.own` as an index tensor on a device."""
+    def own_rows(self, device: torch.device) -> OwnRows:
+        """`movement.own`, for tensors on a device."""
         if device not in self._own:
-            self._own[device] = torch.from_numpy(self.movement.own).to(device)
+            self._own[device] = OwnRows.of(self.movement.own, device)
         return self._own[device]
 
     @cached_property

@@ -30,6 +30,7 @@ from ringfa3.operations import (
 )
 from ringfa3.plan import Plan
 from ringfa3.reference import statistics_dtype
+from ringfa3.rows import copy_rows
 
 
 class Machine(Protocol):
@@ -71,7 +72,7 @@ class Step(NamedTuple):
 
     prepared: Any
     work: Work | None
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[Any, ...]
 
 
 class Route(NamedTuple):
@@ -143,11 +144,7 @@ class Course:
         if route is None:
             route = _route(machine, plan, direction, cargo, parity, k.device, waits)
             routes[kind, parity] = route
-        self._grads: tuple[torch.Tensor, ...] = ()
-        if direction == "backward":
-            statistics = cargo.dtypes[Buffer.D]
-            self.home = k.new_empty((plan.local_tokens, *cargo.row), dtype=statistics)
-            self._grads = self.home.unbind(1)
+        self._home = (plan.local_tokens, *cargo.row), cargo.dtypes.get(Buffer.D)
         self._issue(route.before)
         self._after = route.after
 
@@ -164,6 +161,11 @@ class Course:
         be read once words[t] is not 0.
         """
         self._attend = attend
+        self._grads: tuple[torch.Tensor, ...] = ()
+        shape, statistics = self._home
+        if statistics is not None:  # made behind what the caller has, which is larger
+            self.home = self._local[0].new_empty(shape, dtype=statistics)
+            self._grads = self.home.unbind(1)
         self._issue(self._after)
 
     def _issue(self, steps: Iterable[Step]) -> None:
@@ -172,11 +174,12 @@ class Course:
             if work is not None:
                 self.machine.compute(work, partial(self._run, work, tensors))
 
-    def _run(self, work: Work, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _run(self, work: Work, tensors: tuple[Any, ...]) -> None:
         if isinstance(work, Publish):
             self._publish(tensors)
         elif isinstance(work, Keep):
-            torch.stack(self._local, 1, out=tensors[0])
+            for x, out in zip(self._local, tensors, strict=True):
+                copy_rows(x, out)
         elif isinstance(work, Attend):
             self._run_hop(work, tensors)
         elif isinstance(work, AttendAll):
@@ -184,19 +187,19 @@ class Course:
         else:
             self._collect(tensors)
 
-    def _publish(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _publish(self, tensors: tuple[Any, ...]) -> None:
         own, *rows = tensors
         for x, out in zip(self._local, rows, strict=True):
-            torch.index_select(x, 0, own, out=out)
+            own.read(x, out)
 
-    def _run_hop(self, operation: Attend, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _run_hop(self, operation: Attend, tensors: tuple[Any, ...]) -> None:
         if operation.kv is None:
             tensors = (*self._local, *self._grads)
         self._attend(operation.hop, *tensors)
 
-    def _collect(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _collect(self, tensors: tuple[Any, ...]) -> None:
         for own, rows in zip(tensors[::2], tensors[1::2], strict=True):
-            self.home.index_add_(0, own, rows)
+            own.add(rows, self.home)
 
 
 _known: weakref.WeakKeyDictionary[Plan, dict[object, Cargo]] = weakref.WeakKeyDictionary()
@@ -221,13 +224,13 @@ def _route(
         memory = machine.local(place.buffer, place.slot)[: count * cargo.row_bytes[place.buffer]]
         return memory.view(cargo.dtypes[place.buffer]).view(-1, *cargo.row)
 
-    def tensors(work: Work) -> tuple[torch.Tensor, ...]:
-        """Publish: index, K, V. Keep: rows. Attend: K, V, dK, dV, word. AttendAll: K, V, words.
-        Collect: each place's index, rows."""
+    def tensors(work: Work) -> tuple[Any, ...]:
+        """Publish: own, K, V. Keep: K, V. Attend: K, V, dK, dV, word. AttendAll: K, V, words.
+        Collect: each place's own, rows."""
         if isinstance(work, Publish):
             return own, *rows(work.place, work.place.end).unbind(1)
         if isinstance(work, Keep):
-            return (rows(work.place, work.place.end),)
+            return rows(work.place, work.place.end).unbind(1)
         if isinstance(work, AttendAll):
             both = rows(work.own, plan.movement.gathered(plan.rank)[1]).unbind(1)
             return *both, *((machine.arrivals(work.blocks[0].landed.name),) if waits else ())
@@ -242,7 +245,7 @@ def _route(
         ends = [0]
         for place in work.places:
             ends.append(ends[-1] + place.end)
-        index = (own[a:b] for a, b in itertools.pairwise(ends))
+        index = (own.part(a, b) for a, b in itertools.pairwise(ends))
         return tuple(
             x for i, p in zip(index, work.places, strict=True) for x in (i, rows(p, p.end))
         )

@@ -371,6 +371,7 @@ def ring_attention_backward(
         call.home[:, i].to(k.dtype, copy=True, memory_format=torch.contiguous_format)
         for i in range(2)
     )
+    del call  # dQ may have the memory of its float32 dK and dV
     return run.dq(), dk, dv
 
 

@@ -106,14 +106,16 @@ def test_a_call_over_symmetric_issues_what_it_has_prepared(
             results = ranks.run(lambda group: _steady(group, meet))
     finally:
         mock.patch.stopall()
-    publish = ["aten.index_select.out"] * 2
+    publish = ["aten.slice.Tensor", "aten.copy_.default"] * 2
     gradients = ["aten.new_empty.default", "aten.unbind.int"]
     for found in results:
-        assert found == {
-            "forward": (publish, calls[0]),
-            "gathered": ([*publish, "aten.stack.out"], calls[1]),
-            "backward": ([*gradients, *publish, "aten.index_add_.default"], calls[2]),
-        }
+        forward, gathered, backward = found["forward"], found["gathered"], found["backward"]
+        assert forward == (publish, calls[0])
+        assert gathered == ([*publish, *["aten.copy_.default"] * 2], calls[1])
+        summed = ["aten.slice.Tensor", "aten.add_.Tensor"]
+        assert backward[0][:6] == [*publish, *gradients]
+        assert backward[0][6:] in (summed, summed * 2)  # at once or in two parts
+        assert backward[1] == calls[2]
 
 
 def _left_over(group: FakeGroup) -> int:
