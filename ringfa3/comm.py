@@ -23,8 +23,9 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
-from ringfa3.groups import alive, new_group, timeout_of
+from ringfa3.groups import AbsentError, alive, meet, new_group, timeout_of
 from ringfa3.lookout import GLANCE_S, Lookout, entry_key, summons_key
 from ringfa3.symmetric import CudaMachine, open_machine
 from ringfa3.transports import TRANSPORTS, Transport, first_line
@@ -56,6 +57,7 @@ class RingGroup:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.timeout = timeout_of(group)
         self.store, self.name = group.get_group_store(), group.group_name
+        self._met = False  # whether `store` is this group's alone, as from the first agreement on
         self.failure: str | None = None
         self.call = 0  # ring calls begun, forward and backward
         self.settings = Settings()  # of the call under way
@@ -220,24 +222,31 @@ class RingGroup:
         found: list[dict[str, object]] = []
         problem = ["the store does not answer; is its host stopped?"]
         done = threading.Event()
+        deadline = time.monotonic() + self.timeout_s - GLANCE_S
 
-        def meet() -> None:
+        def enter() -> None:
             try:
+                if not self._met:  # a group of the same name may have left its keys
+                    shared = PrefixStore("ringfa3", self.store)
+                    self.store = meet(shared, self.rank, self.world, self.timeout_s - GLANCE_S)
+                    self._met = True
                 self.store.set(keys[self.rank], json.dumps(entry))
                 trouble = entry["error"] is not None or entry["inside"]
                 if trouble or not self._all_there(keys, GLANCE_S):
                     self.store.set(summons_key(self.epoch), "")
-                if self._all_there(keys, self.timeout_s - GLANCE_S):
+                if self._all_there(keys, deadline - time.monotonic()):
                     found.extend(json.loads(e) for e in self.store.multi_get(keys))
                     self._clear(self.epoch - 2)
                 else:
                     problem[0] = self._absent(keys)
+            except AbsentError as error:
+                problem[0] = self._no_word([self.ranks[r] for r in error.ranks])
             except dist.DistError as error:
                 problem[0] = f"the store does not answer ({error})"
             done.set()
 
         # on a thread of its own: a store whose host is stopped answers to no timeout
-        threading.Thread(target=meet, daemon=True, name="ringfa3-meeting").start()
+        threading.Thread(target=enter, daemon=True, name="ringfa3-meeting").start()
         if not done.wait(self.timeout.total_seconds() + 2 * GLANCE_S) or not found:
             raise self.fail(f"agreement before a ring call: {problem[0]}")
         return found
@@ -262,7 +271,10 @@ class RingGroup:
 
     def _absent(self, keys: list[str]) -> str:
         absent = [r for r, k in zip(self.ranks, keys, strict=True) if not self.store.check([k])]
-        return f"no word from rank {_listed(absent)} within {self.timeout.total_seconds():g} s"
+        return self._no_word(absent)
+
+    def _no_word(self, ranks: Sequence[int]) -> str:
+        return f"no word from rank {_listed(ranks)} within {self.timeout_s:g} s"
 
     def _raise_on_error(self, entries: Sequence[Mapping[str, object]]) -> None:
         wrong = [(r, e["error"]) for r, e in zip(self.ranks, entries, strict=True) if e["error"]]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringfa3.groups import meet
 from train.config import Config, ConfigError, ParallelConfig
 
 
@@ -132,38 +131,6 @@ def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
         timeout=timeout,
         wait_for_workers=False,
     )
-
-
-def meet(store: dist.Store, rank: int, world: int, timeout_s: float) -> dist.Store:
-    """A part of ``store`` that belongs to exactly the processes that meet here now.
-
-    torchrun restarts a job on the store that the attempt before has used, and agents of several
-    hosts may count attempts differently. So rank 0 names the attempt, every other rank answers
-    with a name of its own, and rank 0 lists those. A rank that is not on the list has read the
-    name of an attempt that is over, and looks again.
-
-    Raises ``TimeoutError`` after ``timeout_s`` seconds; on rank 0 it names the missing ranks.
-    """
-    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
-    if rank == 0:
-        store.set("attempt", own)
-        keys = [f"{own}/{peer}" for peer in range(1, world)]
-        while missing := [key for key in keys if not store.check([key])]:
-            if time.monotonic() > deadline:
-                ranks = ", ".join(key.rpartition("/")[2] for key in missing)
-                raise TimeoutError(f"rank {ranks} did not join within {timeout_s:g} s")
-            time.sleep(0.02)
-        store.set(f"{own}/list", " ".join(store.get(key).decode() for key in keys))
-        return dist.PrefixStore(own, store)
-    while time.monotonic() < deadline:
-        if store.check(["attempt"]):
-            attempt = store.get("attempt").decode()
-            store.set(f"{attempt}/{rank}", own)
-            listed = f"{attempt}/list"
-            if store.check([listed]) and own in store.get(listed).decode().split():
-                return dist.PrefixStore(attempt, store)
-        time.sleep(0.02)
-    raise TimeoutError(f"rank 0 did not join within {timeout_s:g} s")
 
 
 def require_agreement(mesh: Mesh, facts: dict[str, str]) -> None:
