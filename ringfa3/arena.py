@@ -6,6 +6,7 @@ serves all calls and layers; it grows where a call needs more, on all ranks in t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,9 @@ from ringfa3.operations import Buffer
 from ringfa3.words import Gather, together
 
 SHARED = (Buffer.SRC, Buffer.D)
+# Multicast is for collectives, and some machines refuse to set it up. Who wants it for symmetric
+# memory of their own sets the variable to 0.
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 ALIGNMENT = 1 << 21  # bytes, of slots: pages of the device
 SLOTS = {Buffer.SRC: 2, Buffer.IN: 2, Buffer.D: 2, Buffer.EARLY: 1, Buffer.ALL: 1}
 
@@ -56,6 +60,7 @@ class Arena:
     def _allocate(self, capacity: Mapping[Buffer, int]) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
+        os.environ.setdefault(NO_MULTICAST, "1")  # PyTorch reads it whenever it makes or maps one
         size = {buffer: SLOTS[buffer] * capacity[buffer] for buffer in Buffer}
         shared = sum(size[buffer] for buffer in SHARED)
         self._region = symm_mem.empty(shared, dtype=torch.uint8, device=self.device)

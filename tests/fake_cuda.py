@@ -7,6 +7,7 @@ thread that waits carries them on, one at a time at random, those of all ranks.
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import threading
 import time
@@ -20,6 +21,7 @@ from unittest import mock
 import torch
 
 from ringfa3 import driver, symmetric
+from ringfa3.arena import NO_MULTICAST
 from ringfa3.watch import Watch
 
 LIMIT_S = 20.0  # for a wait on the compute stream
@@ -253,9 +255,11 @@ class Ranks:
         def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             mine = [s for s in cuda.streams if s.host == threading.get_ident()]
             assert not any(s.actions for s in mine), "the region before this one is in use"
+            assert os.environ[NO_MULTICAST] == "1"
             return torch.full((size,), 0xFF, dtype=dtype)  # NaN
 
         def rendezvous(region: torch.Tensor, _name: str) -> SimpleNamespace:
+            assert os.environ[NO_MULTICAST] == "1"
             return SimpleNamespace(buffer_ptrs=self.gather(rank(), region.data_ptr()))
 
         def introduction(_device: torch.device) -> tuple[str, str, str]:
@@ -283,9 +287,11 @@ class Ranks:
             mock.patch.object(torch.cuda, "current_stream", current_stream),
             mock.patch.object(torch.cuda, "synchronize", synchronize),
             mock.patch.object(torch.cuda, "device", nullcontext),
+            mock.patch.dict(os.environ),
             mock.patch.object(symm_mem, "empty", empty),
             mock.patch.object(symm_mem, "rendezvous", rendezvous),
         ):
+            os.environ.pop(NO_MULTICAST, None)
             try:
                 yield
             finally:
