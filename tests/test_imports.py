@@ -57,6 +57,7 @@ BENCH_ORDER = [
     "gate",
     "peers",
     "epilogues",
+    "agenda",
     "ring_peers",
     "yardsticks",
     "spread",

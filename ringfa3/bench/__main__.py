@@ -59,7 +59,8 @@ def attention(given: argparse.Namespace) -> int:
 
 
 def ring(given: argparse.Namespace) -> int:
-    from ringfa3.bench.ring import Options, run
+    from ringfa3.bench.agenda import Options
+    from ringfa3.bench.ring import run
 
     return run(
         Options(

@@ -11,16 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from ringfa3.bench import machine
+from ringfa3.bench.agenda import Options, query, todo_of, worlds_of
 from ringfa3.bench.cases import (
     BACKWARD,
-    DIRECTIONS,
     ERROR,
     FORWARD,
     HOST,
     LENGTHS,
     MEMORY,
-    RING_SETS,
-    RING_TOKENS,
     RingCase,
     ring_case,
 )
@@ -47,30 +45,10 @@ from ringfa3.bench.timing import CudaStopwatch, WallClock, protocol
 from ringfa3.bench.yardsticks import Dense, Share, Yardstick
 from ringfa3.cores import move_near
 from ringfa3.engine import executor_reason, forward_engine
-from ringfa3.gathering import gathered_bytes, kind_of_forward
+from ringfa3.gathering import KINDS, gathered_bytes, kind_of_forward
 
-CPU_SHRINK = 1024  # sequences of a run without a GPU are this much shorter
 WARM_UP_TOKENS = 64  # of each rank, before anything is weighed
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    sets: list[str]
-    dtype: str
-    worlds: list[int] | None
-    shortest: int
-    longest: int
-    direction: str
-    transports: list[str]
-    pairs: int
-    timeout: float
-    fa3: Path | None
-    device: str
-    out: Path | None
-    quiet: bool
 
 
 @dataclass(frozen=True)
@@ -93,9 +71,9 @@ def run(options: Options) -> int:
     device = machine.find_device(options.device, local)
     node = move_near(device)  # torchrun leaves it to each process on which cores it runs
     everyone = Team(rank, world, join(device, options.timeout), device, options.timeout)
-    worlds = _worlds(options.worlds, world)
+    worlds = worlds_of(options.worlds, world)
     peers = _together(everyone, lambda: _peers(options.fa3, device))
-    todo, left_out = _together(everyone, lambda: _todo(options, worlds, device))
+    todo, left_out = _together(everyone, lambda: todo_of(options, worlds, device))
     if not todo:
         raise BenchError("nothing to measure: " + "; ".join(left_out or ["no such case"]))
     teams = {w: everyone if w == world else everyone.first(w) for w in worlds if rank < w}
@@ -103,7 +81,7 @@ def run(options: Options) -> int:
     report = None
     nodes = everyone.meet(node)
     if rank == 0:
-        shown = job.lineup(replace(todo[0][0], world=world), everyone)
+        shown = job.lineup(replace(todo[0][0], world=world), todo[0][1], everyone)
         results = Results(
             settings=settings | {"worlds": worlds, "numa_nodes": nodes},
             machine=machine.describe(device, [*shown, *filter(None, [peers.fa3])])
@@ -155,10 +133,19 @@ class Job:
             return 1 if lost else 0
         return report.close(lost, machine.clocks(self.device))
 
-    def lineup(self, case: RingCase, team: Team) -> list[Contestant]:
+    def rings(self, case: RingCase, direction: str, team: Team) -> list[Ring]:
+        """RingFA3's: over each transport; over peers' memory also with the forward hop by hop, and
+        to be weighed gathered, whichever it is by itself."""
+        found = [Ring(team, transport) for transport in self.options.transports]
+        kinds = KINDS if case.set == MEMORY else ("hops",) if direction == FORWARD else ()
+        masked = case.set not in (LENGTHS, MEMORY, ERROR, HOST)
+        if masked or not found[0].may_pull or self.device.type == "cpu" or team.world == 1:
+            return found
+        return [found[0], *(Ring(team, found[0].transport, kind) for kind in kinds), *found[1:]]
+
+    def lineup(self, case: RingCase, direction: str, team: Team) -> list[Contestant]:
         """RingFA3's ring first, then who it is held against: on fewer ranks itself alone."""
-        peers = self.peers
-        rings = [Ring(team, transport) for transport in self.options.transports]
+        peers, rings = self.peers, self.rings(case, direction, team)
         if case.set in (ERROR, HOST):
             return [*rings]
         found: list[Contestant] = [*rings]
@@ -183,7 +170,7 @@ class Job:
 
     def _row(self, case: RingCase, direction: str) -> Row:
         team = self.teams[case.world]
-        contestants = self.lineup(case, team)
+        contestants = self.lineup(case, direction, team)
         smoke = self.device.type == "cpu"
         stopwatch = WallClock(team) if smoke else CudaStopwatch(team)
         arguments = (case, direction, self.dtype, self.device, contestants)
@@ -226,7 +213,7 @@ class Job:
         ring = contestants[0]
         assert isinstance(row, RingRow)
         assert isinstance(ring, Ring)
-        q = _query(self.dtype, self.device)
+        q = query(self.dtype, self.device)
         row.yardsticks = [c.name for c in contestants if isinstance(c, Yardstick)]
         row.engine = "executor" if executor_reason(row.direction, q) else "kernels"
         row.transport = ring.moved_by
@@ -262,7 +249,7 @@ class Job:
             tiny = ring_case(MEMORY, "warm-up", (tokens,), world)
             for case in (tiny, *sorted(cases, key=lambda c: c.tokens)):
                 self.memory[case] = {}
-                for contestant in self.lineup(case, team):
+                for contestant in self.lineup(case, BACKWARD, team):
                     if isinstance(contestant, ManyDevices):
                         held = self._weighed(case, contestant, scales, team)
                         self.memory[case][contestant.name] = held
@@ -312,18 +299,6 @@ def _together(team: Team, make: Callable[[], T]) -> T:
     return made
 
 
-def _worlds(wanted: list[int] | None, world: int) -> list[int]:
-    """Numbers of ranks to measure on, the largest first: ranks that have done theirs may go."""
-    if wanted is None:
-        wanted = [world, *(1 << i for i in range(10) if 1 << i < world)]
-    if min(wanted) < 1:
-        raise BenchError(f"--worlds {min(wanted)}: from 1 to {world} are possible")
-    if max(wanted) > world:
-        start = "" if under_torchrun() else "; start it under torchrun"
-        raise BenchError(f"--worlds {max(wanted)}: there are {world} ranks{start}")
-    return sorted(set(wanted), reverse=True)
-
-
 def _peers(library: Path | None, device: torch.device) -> Peers:
     notes = [] if under_torchrun() else ["several ranks: this is one process without torchrun"]
     if device.type == "cpu":
@@ -341,54 +316,6 @@ def _peers(library: Path | None, device: torch.device) -> Peers:
     except PeerError as error:
         raise BenchError(str(error)) from None
     return Peers(Ours(), fa3, zigzag, notes)
-
-
-def _todo(
-    options: Options, worlds: list[int], device: torch.device
-) -> tuple[list[tuple[RingCase, str]], list[str]]:
-    """The rows to measure, in order, and in words what has no kernel to measure."""
-    smoke = device.type == "cpu"
-    shrink = CPU_SHRINK if smoke else 1
-    found = [
-        case
-        for world in worlds
-        for name in options.sets
-        for case in RING_SETS[name](world, shrink)
-        if options.shortest <= case.tokens * shrink <= options.longest
-        and _wanted(case, worlds, shrink)
-    ]
-    todo: list[tuple[RingCase, str]] = []
-    left_out = ["memory: only a GPU counts it"] if smoke and MEMORY in options.sets else []
-    q = _query(DTYPES[options.dtype], device)
-    directions = []
-    for direction in DIRECTIONS[options.direction]:
-        if not smoke and (reason := executor_reason(direction, q)):
-            left_out.append(f"{direction}: {reason}, and the executor is not timed in its place")
-        else:
-            directions.append(direction)
-    if MEMORY in options.sets and BACKWARD not in directions and not smoke:
-        left_out.append(f"memory of a {FORWARD} and {BACKWARD}: there is no {BACKWARD} in this run")
-    for world in worlds:
-        here = [case for case in found if case.world == world]
-        todo += [
-            (case, direction)
-            for direction in directions
-            for case in here
-            if case.set != MEMORY or (direction == BACKWARD and not smoke)
-        ]
-    return todo, left_out
-
-
-def _wanted(case: RingCase, worlds: list[int], shrink: int) -> bool:
-    """Fewer ranks than most have only lengths, no more a rank than those, and shards to weigh."""
-    most = max(worlds)
-    if case.set == LENGTHS:
-        return case.world == most or case.tokens * most * shrink <= RING_TOKENS * case.world
-    return case.world == most or case.set == MEMORY
-
-
-def _query(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(1, 1, 128, dtype=dtype, device=device)
 
 
 def _nccl(device: torch.device) -> str | None:

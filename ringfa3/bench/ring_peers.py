@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringfa3 import plan_context, ring_attn_func
+from ringfa3 import gathering, plan_context, ring_attn_func
 from ringfa3.bench.cases import FORWARD, Case, RingCase
 from ringfa3.bench.peers import (
     FA3,
@@ -109,10 +110,17 @@ def ring_case_of(case: Case) -> RingCase:
 class Ring(ManyDevices):
     """RingFA3's ring. On a GPU only where a kernel runs it, never the executor."""
 
-    def __init__(self, team: Team, transport: str = "auto") -> None:
+    def __init__(self, team: Team, transport: str = "auto", forward: str | None = None) -> None:
+        """forward: one of `gathering.KINDS`; None: by the rule."""
         super().__init__(team)
-        self.transport = transport
-        self.name = OURS if transport == "auto" else f"{OURS} {transport}"
+        self.transport, self.forward = transport, forward
+        named = (OURS, "" if transport == "auto" else transport, forward or "")
+        self.name = " ".join(filter(None, named))
+
+    @property
+    def may_pull(self) -> bool:
+        """Whether it may run over peers' memory."""
+        return self.transport in ("auto", "symmetric")
 
     def plan(self, case: Case) -> ContextPlan:
         return plan_context(case.cumulative, self._group, "zigzag", True, (case.window[0], -1))
@@ -126,7 +134,20 @@ class Ring(ManyDevices):
 
     def attend(self, case: Case, device: torch.device) -> Attend:
         plan = self.plan(case)
-        return lambda q, k, v: tensor(ring_attn_func(q, k, v, plan, transport=self.transport))
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if self.forward is None:
+                return tensor(ring_attn_func(q, k, v, plan, transport=self.transport))
+            before = os.environ.get(gathering.FORWARD)
+            os.environ[gathering.FORWARD] = self.forward
+            try:
+                return tensor(ring_attn_func(q, k, v, plan, transport=self.transport))
+            finally:
+                os.environ.pop(gathering.FORWARD)
+                if before is not None:
+                    os.environ[gathering.FORWARD] = before
+
+        return attend
 
     def prepare(self, problem: Problem) -> Attempt:
         refuse_executor(problem)

@@ -16,7 +16,7 @@ from ranks import sacrifice
 from test_peers import BWD, FWD, named
 from test_team import team_of
 
-from ringfa3 import flash_attn_func
+from ringfa3 import flash_attn_func, gathering
 from ringfa3.bench import ring_peers
 from ringfa3.bench.cases import BACKWARD, CAUSAL, FORWARD, RingCase
 from ringfa3.bench.contest import hold
@@ -175,6 +175,30 @@ def test_yardstick_and_dense_do_as_many_flops() -> None:
     share = Share(Ours()).prepare(make_problem(window, FORWARD, torch.float32, CPU))
     assert share.run().shape == (30, 12, 32)
     assert share.flops == 4 * 12 * 32 * visible(30, window.window[0])
+
+
+def test_a_ring_may_ask_for_a_kind_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own calls alone."""
+    asked: list[str | None] = []
+
+    def call(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        asked.append(os.environ.get(gathering.FORWARD))
+        return q
+
+    monkeypatch.setattr(ring_peers, "ring_attn_func", call)
+    monkeypatch.delenv(gathering.FORWARD, raising=False)
+    problem = make_problem(case_of("lengths", 1), FORWARD, torch.float32, CPU)
+    rings = [Ring(Team(), "symmetric", kind) for kind in (None, *gathering.KINDS)]
+    assert [ring.name for ring in rings] == [
+        "RingFA3 symmetric", "RingFA3 symmetric gathered", "RingFA3 symmetric hops",
+    ]  # fmt: skip
+    for before in (None, "hops"):
+        if before is not None:
+            monkeypatch.setenv(gathering.FORWARD, before)
+        for ring in rings:
+            ring.prepare(problem).run()
+            assert os.environ.get(gathering.FORWARD) == before
+    assert asked == [None, "gathered", "hops", "hops", "gathered", "hops"]
 
 
 def visible(tokens: int, left: int) -> int:
