@@ -13,6 +13,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from ranks import free_port
 from test_gpu_symmetric import Layer
 
 from ringfa3 import plan_context, ring_attn_func
+from ringfa3.course import Course
+from ringfa3.gathering import FORWARD, KINDS
 from ringfa3.ring import WAIT_INSIDE
 from ringfa3.symmetric import CudaMachine, Script
 
@@ -60,7 +63,7 @@ def _wander(rank: int, world: int, port: int, transport: str) -> None:
     rng = random.Random(world)
     begin = time.monotonic()
     for step in range(STEPS):
-        os.environ[WAIT_INSIDE] = rng.choice("01")
+        os.environ[WAIT_INSIDE], os.environ[FORWARD] = rng.choice("01"), rng.choice(KINDS)
         longest = rng.choice((30, 900, 3000))
         layer = Layer(rng, longest) if step else Layer(rng, lengths=[3000] * 6)
         layer.transport = transport
@@ -97,18 +100,22 @@ def _train(rank: int, world: int, port: int, folder: str) -> None:
     _join(rank, world, port, TIMEOUT_S)
     plan = plan_context(8192 * world)
     x = torch.randn(plan.local_tokens, 8, 128, device="cuda").bfloat16().requires_grad_()
-    step = 0
+    step, issued = 0, [0]
 
-    def issue(machine: CudaMachine, script: Script, inner=CudaMachine.issue) -> None:  # type: ignore[no-untyped-def]
-        inner(machine, script)
-        if rank == LOST and step == 2 and machine.calls % 2 == 0:  # a step's second call
-            issued.append(script)
-            if len(issued) == 4:
-                (Path(folder) / "killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+    whole, all_of = Course.__init__, CudaMachine.issue
 
-    issued: list[Script] = []
-    CudaMachine.issue = issue  # type: ignore[method-assign]
+    def begin(course: Course, *args: Any, **options: Any) -> None:
+        issued[0] = 0 if args[2] == "backward" else -1000
+        whole(course, *args, **options)
+
+    def issue(machine: CudaMachine, script: Script) -> None:
+        all_of(machine, script)
+        issued[0] += 1
+        if rank == LOST and step == 2 and issued[0] == 4:
+            (Path(folder) / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Course.__init__, CudaMachine.issue = begin, issue  # type: ignore[method-assign]
     for step in range(1000):  # noqa: B007
         out = ring_attn_func(x, x, x, plan, transport="symmetric")
         assert isinstance(out, torch.Tensor)
