@@ -55,4 +55,5 @@ def _wide(x: torch.Tensor) -> bool:
     """Whether it is made of elements of 16 bytes."""
     *strides, last = x.stride()
     many = 16 // x.element_size()
-    return last == 1 and not any(n % many for n in (*strides, x.shape[-1], x.storage_offset()))
+    whole = not any(n % many for n in (*strides, x.shape[-1], x.storage_offset()))
+    return last == 1 and whole and x.data_ptr() % 16 == 0
