@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 SYSTEM = Path("/sys")
+FEWEST = 4  # cores of a node, on which ranks and their threads find room
 
 
 def move_near(device: torch.device) -> int | None:
     """Keeps this process on the cores of its GPU's NUMA node, which it gives.
 
-    None where nobody knows them: then it stays where it may run.
+    None where nobody knows them, or it may use hardly any: then it stays where it may run.
     """
     node = node_of(pci_address(device)) if device.type == "cuda" else None
     near = cores_of(node) if node is not None else set()
-    if not near:
+    if len(near) < FEWEST:
         return None
     os.sched_setaffinity(0, near)
     return node

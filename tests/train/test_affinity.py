@@ -87,3 +87,9 @@ def test_without_numa_the_whole_host_is_shared_by_all(host):
     done = host([0, 1], TWO_NODES, 2)
     affinity.settle(ParallelConfig(numa=False), torch.device("cuda", 0))
     assert done == {"cores": set(range(64)), "threads": 32}
+
+
+def test_a_process_with_hardly_any_core_there_stays(host):
+    done = host([0, 1], {0: "0-2", 1: "3-63"}, 2)
+    affinity.settle(ParallelConfig(), torch.device("cuda", 0))
+    assert done == {"cores": set(range(64)), "threads": 32}
