@@ -26,8 +26,8 @@ Reading = Callable[[], float]  # seconds per call, valid after `Stopwatch.wait`
 
 FEWEST_PAIRS = 10
 MOST_CALLS = 200  # of one sample
-WARM_UP_CALLS = 3  # of short calls; of long ones, one
-LONG_S = 0.05
+WARM_UP_CALLS = 3
+LONG_S = 0.05  # a call that takes longer is called no more often than it must be
 RESAMPLES = 10_000
 LONGEST_AHEAD_S = 2.0  # of work that is started before the host waits for it
 HERTZ = 2.0e9  # no Hopper GPU's SM clock is above it: a delay lasts at least as long as asked
@@ -139,20 +139,17 @@ def paired(a: Call, b: Call, pairs: int, stopwatch: Stopwatch) -> Paired:
     """Time A and B in turn, after a warm-up of both and, if they are short, an uncounted pair."""
     both = (a, b)
     slowest = stopwatch.team.largest
-    rough = slowest([_rough_seconds(call, stopwatch) for call in both])
-    few = 1 if max(rough) > LONG_S else WARM_UP_CALLS
-    host = slowest([_host_seconds(call, few, stopwatch) for call in both])
-    first = []
-    for call, seconds in zip(both, host, strict=True):
-        reading = stopwatch.sample(call, few, 2 * few * seconds)
-        stopwatch.wait()
-        first.append(reading())
-    first = slowest(first)
+    second = [_second_call(call, stopwatch) for call in both]
+    first, host = (slowest([times[i] for times in second]) for i in range(2))
+    short = max(first) <= LONG_S
+    if short:  # so a single call says little
+        host = slowest([_host_seconds(call, stopwatch) for call in both])
+        first = slowest([_first(c, h, stopwatch) for c, h in zip(both, host, strict=True)])
     calls = max(1, min(MOST_CALLS, math.ceil(stopwatch.sample_seconds / max(*first, 1e-9))))
     # Twice what the host lacks; nothing where it keeps ahead by itself.
     ahead = [2 * calls * max(0.0, h - d) for h, d in zip(host, first, strict=True)]
     readings: list[tuple[Reading, ...]] = []
-    uncounted = int(few > 1)
+    uncounted = int(short)
     for _ in range(uncounted + pairs):
         readings.append(
             tuple(stopwatch.sample(c, calls, lead) for c, lead in zip(both, ahead, strict=True))
@@ -164,26 +161,35 @@ def paired(a: Call, b: Call, pairs: int, stopwatch: Stopwatch) -> Paired:
     return Paired(times[::2], times[1::2], calls, (host[0], host[1]))
 
 
-def _rough_seconds(call: Call, stopwatch: Stopwatch) -> float:
-    """Of a second call, after one that may load and allocate what it needs."""
+def _second_call(call: Call, stopwatch: Stopwatch) -> tuple[float, float]:
+    """Its seconds and the host's to start it, after one that loads and allocates what it needs."""
     call()
     stopwatch.wait()
     begin = time.perf_counter()
     call()
+    started = time.perf_counter()
     stopwatch.wait()
-    return time.perf_counter() - begin
+    host = started - begin if stopwatch.asynchronous else 0.0
+    return time.perf_counter() - begin, host
 
 
-def _host_seconds(call: Call, calls: int, stopwatch: Stopwatch) -> float:
+def _host_seconds(call: Call, stopwatch: Stopwatch) -> float:
     """What the host takes to start one call while nothing holds it up; 0 where it does the work."""
     if not stopwatch.asynchronous:
         return 0.0
     begin = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(WARM_UP_CALLS):
         call()
-    seconds = (time.perf_counter() - begin) / calls
+    seconds = (time.perf_counter() - begin) / WARM_UP_CALLS
     stopwatch.wait()
     return seconds
+
+
+def _first(call: Call, host: float, stopwatch: Stopwatch) -> float:
+    """What a call takes the device."""
+    reading = stopwatch.sample(call, WARM_UP_CALLS, 2 * WARM_UP_CALLS * host)
+    stopwatch.wait()
+    return reading()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ringfa3.bench import timing
 from ringfa3.bench.team import Team
 from ringfa3.bench.timing import Call, Paired, Reading, WallClock, compare, paired
 
@@ -56,18 +57,21 @@ def test_everything_is_warm_before_the_first_sample() -> None:
 
 
 def test_long_calls_are_not_repeated_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls to warm up, one for the host's time, one for a sample's, then the pairs."""
+    """Two calls to warm up, of which the second says how long one takes, then the pairs."""
     recorder = Recorder()
     recorder.seconds = {"a": 0.2, "b": 0.3}
-    monkeypatch.setattr("ringfa3.bench.timing._rough_seconds", lambda call, watch: call() or 0.2)
+    second = timing._second_call
+    monkeypatch.setattr(timing, "_second_call", lambda *given: (second(*given)[0] + 0.2, 1e-3))
     times = paired(recorder.call("a"), recorder.call("b"), 10, recorder)
     assert len(times.a) == len(times.b) == 10
-    assert recorder.calls.count("a") == recorder.calls.count("b") == 1 + 1 + 1 + 10
+    assert recorder.calls.count("a") == recorder.calls.count("b") == 2 + 10
+    assert times.host == (1e-3, 1e-3)
+    assert {lead for _, _, lead in recorder.log} == {0.0}
 
 
 def test_a_slow_host_gets_a_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
-    monkeypatch.setattr("ringfa3.bench.timing._host_seconds", lambda call, calls, watch: 3e-3)
+    monkeypatch.setattr("ringfa3.bench.timing._host_seconds", lambda call, watch: 3e-3)
     times = paired(recorder.call("a"), recorder.call("b"), 10, recorder)
     assert {lead for name, _, lead in recorder.log[2:] if name == "a"} == {2 * 4 * 1e-3}
     assert {lead for name, _, lead in recorder.log[2:] if name == "b"} == {0.0}
