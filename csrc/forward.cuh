@@ -132,7 +132,14 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
   StageState<Stages> k_state, v_state;
   StageState<Traits::QStages> q_state;
   StageState<kWorkDepth> work_state;
-  bool fresh = true;  // O holds nothing of this tile yet
+  bool fresh = true;  // O holds nothing of this tile's rows yet
+  float decay[2];
+  auto shrink = [&] {
+    CUTE_UNROLL
+    for (int n = 0; n < D / 2; n += 4) {
+      o(n) *= decay[0], o(n + 1) *= decay[0], o(n + 2) *= decay[1], o(n + 3) *= decay[1];
+    }
+  };
   auto issue_scores = [&] {
     issue(mma_s, fQ(_, _, _, q_state.index()), fK(_, _, _, k_state.index()), s, false);
   };
@@ -189,14 +196,21 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
   while (another) {
     // The scores of the first block are here.
     Work const& work = smem.work[work_state.index()];
+    bool const first = work.tile.flags & kFirst;
+    float earlier[2];  // LSE
+    if (!first) load_running(p, work, row, lane, o, earlier);  // waited for behind the softmax
     RowState rows;
     int run = block.plain();  // blocks from this one on that need no mask
     if (run == 0) hide(s, block, row, lane);
-    float decay[2];
     bool over[2] = {true, true};
     rows.raise(s, prob, over, decay, scale_log2);
     to_operand<Element>(prob, fP);
-    fresh = true;
+    fresh = first;
+    if (!first) {
+      rows.resume(earlier, decay, lane);
+      shrink();
+      __syncwarp();  // all lanes of a row have its LSE, of which one writes the next in `finish`
+    }
     bool more;
     auto next_block = [&] {
       owned = block.owned();
@@ -234,10 +248,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       if (!rows.take(sum, over)) {
         rows.raise(s, prob, over, decay, scale_log2);
         to_operand<Element>(prob, fP);
-        CUTE_UNROLL
-        for (int n = 0; n < D / 2; n += 4) {
-          o(n) *= decay[0], o(n + 1) *= decay[0], o(n + 2) *= decay[1], o(n + 3) *= decay[1];
-        }
+        shrink();
       }
     }
 

@@ -18,6 +18,7 @@ using namespace cute;
 // way from S to P. No P exceeds kMost, within bf16 and fp16.
 struct RowState {
   static constexpr float kMost = 256.f;
+  static constexpr float kMostAhead = 40.f;
   float shift[2] = {-INFINITY, -INFINITY};  // log2 units; -inf before the first score
   float total[2] = {0.f, 0.f};              // this lane's part of the running sum of P
 
@@ -71,6 +72,21 @@ struct RowState {
     for (int r = 0; r < 2; ++r) {
       shift[r] = highest[r];
       total[r] = total[r] * decay[r] + (sum[r][0] + sum[r][1]);
+    }
+  }
+
+  // After the first block: takes in rows of earlier hops, of which O is to begin with theirs, times
+  // `weight`. So O and LSE are not needed before there is P. Where their LSE is more than kMostAhead
+  // ahead of the shift, it takes the shift along. The first block's P, at most 1, was for a lower
+  // one: against 2^kMostAhead neither that nor the true P is seen in float32.
+  CUTE_DEVICE void resume(float const (&lse)[2], float (&weight)[2], int lane) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const before = lse[r] * kLog2e;
+      float ahead = before - shift[r];  // inf in a row that has seen nothing of this block
+      if (ahead > kMostAhead) ahead = kMostAhead, shift[r] = before - kMostAhead;
+      weight[r] = lse[r] == -INFINITY ? 0.f : exp2f(ahead);  // NaN stays NaN
+      if (lane % 4 == 0) total[r] += weight[r];
     }
   }
 };
