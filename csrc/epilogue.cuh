@@ -52,6 +52,7 @@ CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Work const& work, int wa
   bool const last = tile.flags & kLast;
   bool const boxed = Traits::kBoxedO && last && kWarpRows * (warp + 1) <= tile.rows;
   int const row = kWarpRows * warp + lane / 4;
+  RunningRows<Traits> const at(p, work, row, lane);
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float total = rows.total[r];
@@ -63,8 +64,7 @@ CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Work const& work, int wa
     CUTE_UNROLL
     for (int n = 2 * r; n < D / 2; n += 4) o(n) *= weight, o(n + 1) *= weight;
     bool const stored = row + 8 * r < tile.rows;
-    RunningRow<Traits> const at(p, work, row + 8 * r, lane);
-    if (stored && lane % 4 == 0) *at.lse = lse;
+    if (stored && lane % 4 == 0) at.lse[8 * r] = lse;
     if (last && !boxed) {
       Element* const out = static_cast<Element*>(a.out.data) +
                            (tile.row0 + row + 8 * r) * a.out.token_stride +

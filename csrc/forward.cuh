@@ -129,6 +129,11 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
     }
   };
 
+  // Every warp for itself: it takes no register to know who does it.
+  auto give_back = [](cutlass::arch::ClusterBarrier& empty) {
+    if (elect_one_sync()) empty.arrive();
+  };
+
   StageState<Stages> k_state, v_state;
   StageState<Traits::QStages> q_state;
   StageState<kWorkDepth> work_state;
@@ -173,8 +178,15 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
   };
   auto scores_done = [&] {
     warpgroup_fence_operand(s);
-    if (thread == 0) smem.k_empty[k_state.index()].arrive(), refill.k();
+    give_back(smem.k_empty[k_state.index()]);
+    refill.k();
     k_state.advance();
+  };
+  auto output_done = [&] {
+    warpgroup_fence_operand(o);
+    give_back(smem.v_empty[v_state.index()]);
+    refill.v();
+    v_state.advance();
   };
 
   auto wait_for_k = [&] { smem.k_full[k_state.index()].wait(k_state.phase()); };
@@ -239,9 +251,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       rows.template exponentiate<0, kEarly>(s, prob, sum, scale_log2);
       next_block();  // branches, and so keeps these exponentials above the wait
       warpgroup_wait<0>();
-      warpgroup_fence_operand(o);
-      if (thread == 0) smem.v_empty[v_state.index()].arrive(), refill.v();
-      v_state.advance();
+      output_done();
       to_operand<Element, 0, kEarly>(prob, fP);
       rows.template exponentiate<kEarly, kSize>(s, prob, sum, scale_log2);
       to_operand<Element, kEarly, kSize>(prob, fP);
@@ -254,7 +264,8 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
 
     // The tile ends. The first scores of the next one come before its last P V, if Q can be there.
     clear_foreign_v();
-    if (thread == 0) smem.q_empty[q_state.index()].arrive(), refill.q();
+    give_back(smem.q_empty[q_state.index()]);
+    refill.q();
     q_state.advance();
     work_state.advance();
     smem.work_full[work_state.index()].wait(work_state.phase());
@@ -274,12 +285,10 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       next_turn();
       warpgroup_wait<0>();
     }
-    warpgroup_fence_operand(o);
-    if (thread == 0) smem.v_empty[v_state.index()].arrive(), refill.v();
-    v_state.advance();
+    output_done();
     finish<Traits>(p, work, warp, lane, rows, o, smem.o + kWarpRows * D * warp);
     __syncwarp();
-    if (lane == 0) smem.work_empty[work_state.before().index()].arrive();
+    give_back(smem.work_empty[work_state.before().index()]);
     if (Traits::QStages == 1 && another) {
       smem.q_full[q_state.index()].wait(q_state.phase());
       wait_for_k();
@@ -298,17 +307,18 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
 template <class Traits>
 CUTE_DEVICE void begin_barriers(ForwardParams<Traits> const& p,
                                 typename Traits::SharedStorage& smem) {
+  constexpr int kConsumerWarps = 4 * Traits::Consumers;
   for (CUtensorMap const* map : {&p.q, &p.k, &p.v, &p.out}) prefetch_tma_descriptor(map);
   for (int i = 0; i < Traits::QStages; ++i) {
-    smem.q_full[i].init(1), smem.q_empty[i].init(Traits::Consumers);
+    smem.q_full[i].init(1), smem.q_empty[i].init(kConsumerWarps);
   }
   smem.work_wanted.init(1);
   for (int i = 0; i < Traits::Stages; ++i) {
     smem.k_full[i].init(1), smem.v_full[i].init(1);
-    smem.k_empty[i].init(Traits::Consumers), smem.v_empty[i].init(Traits::Consumers);
+    smem.k_empty[i].init(kConsumerWarps), smem.v_empty[i].init(kConsumerWarps);
   }
-  for (int i = 0; i < kWorkDepth; ++i) {  // emptied by the consumers' warps and who loads for them
-    smem.work_full[i].init(1), smem.work_empty[i].init(4 * Traits::Consumers + Traits::Producers);
+  for (int i = 0; i < kWorkDepth; ++i) {  // emptied by who loads, too
+    smem.work_full[i].init(1), smem.work_empty[i].init(kConsumerWarps + Traits::Producers);
   }
   cutlass::arch::fence_barrier_init();
 }

@@ -7,27 +7,27 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Where row `row` of a tile has its LSE, and where a lane has its first two columns of O. The
-// others follow 8 by 8.
+// Where a lane has its part of two rows of a tile, `row` and `row + 8`: element n = 4 * j + 2 * r + c
+// of an accumulator is column 8 * j + 2 * (lane % 4) + c of row r.
 template <class Traits>
-struct RunningRow {
-  static constexpr int D = Traits::D;
-  float* lse;
-  float* o;
+struct RunningRows {
+  static constexpr int kSize = Traits::D / 2;  // of the accumulator
+  float* lse;      // of the first; the other's is 8 on
+  float* o;        // the first column
+  int64_t offset;  // from the first row of O to the other
 
-  CUTE_DEVICE RunningRow(ForwardParams<Traits> const& p, Work const& work, int row, int lane) {
+  CUTE_DEVICE RunningRows(ForwardParams<Traits> const& p, Work const& work, int row, int lane) {
     int64_t const token = work.tile.row0 + row;
     lse = p.args.lse + work.head * p.args.lse_head_stride + token;
-    o = p.args.running + (token * p.heads + work.head) * D + 2 * (lane % 4);
+    o = p.args.running + (token * p.heads + work.head) * Traits::D + 2 * (lane % 4);
+    offset = int64_t{8} * p.heads * Traits::D;
   }
 
-  // Row r of the two that a quad of lanes holds; element n of the accumulator, 4 * j + 2 * r + c,
-  // is column 8 * j + 2 * (lane % 4) + c.
   template <class Output>
   CUTE_DEVICE void load(Output& to, int r) const {
     CUTE_UNROLL
-    for (int n = 2 * r; n < D / 2; n += 4) {
-      float2 const pair = *reinterpret_cast<float2 const*>(o + 2 * (n - 2 * r));
+    for (int n = 2 * r; n < kSize; n += 4) {
+      float2 const pair = *reinterpret_cast<float2 const*>(o + r * offset + 2 * (n - 2 * r));
       to(n) = pair.x, to(n + 1) = pair.y;
     }
   }
@@ -35,8 +35,9 @@ struct RunningRow {
   template <class Output>
   CUTE_DEVICE void store(Output const& from, int r) const {
     CUTE_UNROLL
-    for (int n = 2 * r; n < D / 2; n += 4) {
-      *reinterpret_cast<float2*>(o + 2 * (n - 2 * r)) = make_float2(from(n), from(n + 1));
+    for (int n = 2 * r; n < kSize; n += 4) {
+      float2 const pair = make_float2(from(n), from(n + 1));
+      *reinterpret_cast<float2*>(o + r * offset + 2 * (n - 2 * r)) = pair;
     }
   }
 };
@@ -46,12 +47,12 @@ struct RunningRow {
 template <class Traits, class Output>
 CUTE_DEVICE void load_running(ForwardParams<Traits> const& p, Work const& work, int row, int lane,
                               Output& o, float (&lse)[2]) {
+  RunningRows<Traits> const at(p, work, row, lane);
+  lse[0] = lse[1] = -INFINITY;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    lse[r] = -INFINITY;
     if (row + 8 * r < work.tile.rows) {
-      RunningRow<Traits> const at(p, work, row + 8 * r, lane);
-      lse[r] = *at.lse;
+      lse[r] = at.lse[8 * r];
       at.load(o, r);
     }
   }
