@@ -9,7 +9,15 @@ from itertools import accumulate
 import pytest
 import torch
 from emulation import Machine, machine, unit
-from test_gpu_forward import WINDOWS, hold_apart, hold_gate, hold_merge, hold_rising, inputs
+from test_gpu_forward import (
+    WINDOWS,
+    hold_apart,
+    hold_gate,
+    hold_many_keys_before,
+    hold_merge,
+    hold_rising,
+    inputs,
+)
 
 from ringfa3 import flash_attn_varlen_func
 
@@ -89,7 +97,16 @@ def test_nan_and_inf_stay_in_their_document(emulated: Machine, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)
-def test_merging_two_hops_equals_one(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+def test_hops_merge_wherever_their_scores_lie(emulated: Machine, dtype: torch.dtype, d: int) -> None:
     torch.manual_seed(0)
     emulated.settings(0)
-    hold_merge(unit("forward", torch.empty(0, 1, d, dtype=dtype)), 300, 2, "cpu")
+    hold_merge(unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu")
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_few_keys_count_beside_many_of_earlier_hops(
+    emulated: Machine, dtype: torch.dtype, d: int
+) -> None:
+    torch.manual_seed(0)
+    emulated.settings(0)
+    hold_many_keys_before(unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
@@ -174,32 +175,75 @@ def test_nan_and_inf_stay_in_their_document(d: int) -> None:
         assert torch.equal(clean[here], spoilt[here]), f"document {i}"
 
 
-def hold_merge(unit: Unit, t: int, heads: int, device: str = "cuda") -> None:
-    """Keys in two halves, merged in the epilogue, are one launch's: within 2e-2, LSE 1e-4."""
-    d, dtype = unit.head_dim, getattr(torch, unit.dtype)
+def in_hops(whole: Tiling, cuts: Sequence[int]) -> list[Tiling]:
+    """The tiling of one document as hops, each of which sees its keys from one cut to the next."""
+    hops, ends = [], whole.tiles["row0"] + whole.tiles["rows"]
+    for i, (a, b) in enumerate(pairwise(cuts)):
+        spans = whole.spans.copy()
+        spans["k0"], spans["k1"] = a, b
+        spans["lo"] -= a
+        spans["hi"] -= a
+        tiles = whole.tiles[ends + spans["hi"] > 0].copy()
+        more = tiles["row0"] + tiles["rows"] + spans["hi"] > b - a  # rows that see the next hop
+        tiles["flags"] = FIRST * (i == 0) + LAST * ~(more & (b < cuts[-1]))
+        hops.append(Tiling(whole.size, tiles, spans, whole.earlier))
+    return hops
+
+
+def hold_merge(unit: Unit, device: str = "cuda") -> None:
+    """The gate for keys in three hops, whatever lies above, by so many nats."""
+    t, heads, d, dtype = 500, 2, unit.head_dim, getattr(torch, unit.dtype)
+    cuts, last_block = (0, 170, 340, t), slice(t - 128, t)  # which the last hop looks at first
     q, k, v = (torch.randn(t, heads, d, device=device).to(dtype) for _ in range(3))
-    whole = plan_local(np.array([t]), np.array([t]), -1, -1).forward(unit.tile_m)[0]
-    half = plan_local(np.array([t]), np.array([t // 2]), -1, -1).forward(unit.tile_m)[0]
-    hops = []
-    for flags in (FIRST, LAST):
-        tiles = half.tiles.copy()
-        tiles["flags"] = flags
-        hops.append(Tiling(half.size, tiles, half.spans, half.earlier))
-    expected, out = torch.empty_like(q), torch.full_like(q, torch.nan)
-    running = torch.full(q.shape, torch.nan, device=device)
-    lse, merged = (torch.full((heads, t), torch.nan, device=device) for _ in range(2))
-    kernels.attend(unit, q, k, v, whole, d**-0.5, expected, running, lse)
-    for hop, keys in zip(hops, (slice(0, t // 2), slice(t // 2, t)), strict=True):
-        kernels.attend(unit, q, k[keys], v[keys], hop, d**-0.5, out, running, merged)
-    assert (out - expected).abs().max().item() < 2e-2
-    assert (merged - lse).abs().max().item() < 1e-4
+    q[..., 0] = 8
+    for offsets in ((0, 0, 0), (0, -8, -30), (-30, -8, 0), (0, -100, 0), (-100, 0, -100)):
+        for right, tail in product((-1, 0), (0, -100)):
+            nats = torch.tensor(offsets, device=device).repeat_interleave(torch.tensor(cuts).diff())
+            nats[last_block] += tail
+            k[..., 0] = (nats / (8 * d**-0.5)).to(dtype)[:, None]
+            whole = plan_local(np.array([t]), np.array([t]), -1, right).forward(unit.tile_m)[0]
+            out, running = torch.full_like(q, torch.nan), torch.full(q.shape, torch.nan).to(device)
+            lse = torch.full((heads, t), torch.nan, device=device)
+            for hop in in_hops(whole, cuts):
+                kernels.attend(unit, q, k, v, hop, d**-0.5, out, running, lse)
+            what = f"offsets {offsets}, of the last block {tail}, window {right}"
+            hold_gate((out, lse), (q, k, v), [(t, t)], (-1, right), what)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_merging_two_hops_equals_one(d: int) -> None:
-    unit = kernels.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=torch.bfloat16))
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+def test_hops_merge_wherever_their_scores_lie(dtype: torch.dtype, d: int) -> None:
+    torch.manual_seed(0)
+    unit = kernels.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
     assert unit is not None
-    hold_merge(unit, 700, 4)
+    hold_merge(unit)
+
+
+def hold_many_keys_before(unit: Unit, device: str = "cuda") -> None:
+    """Rows that have seen 2^20 keys of equal scores see 300 more: O to 1e-6, LSE to 1e-5."""
+    t, before, n, d = 200, 2**20, 300, unit.head_dim
+    q, k, v = (torch.zeros(m, 1, d, dtype=getattr(torch, unit.dtype)) for m in (t, n, n))
+    v.normal_(1, 1)
+    old = torch.rand(t, 1, d)
+    ref = (before * old.double() + v.double().sum(0)) / (before + n)
+    q, k, v, running = (x.to(device) for x in (q, k, v, old))
+    lse = torch.full((1, t), math.log(before), device=device)
+    tiling = plan_local(np.array([t]), np.array([n]), -1, -1).forward(unit.tile_m)[0]
+    tiles = tiling.tiles.copy()
+    tiles["flags"] = 0
+    hop = Tiling(tiling.size, tiles, tiling.spans, tiling.earlier)
+    kernels.attend(unit, q, k, v, hop, d**-0.5, torch.empty_like(q), running, lse)
+    assert (running.cpu().double() - ref).abs().max().item() < 1e-6
+    assert (lse - math.log(before + n)).abs().max().item() < 1e-5
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+def test_few_keys_count_beside_many_of_earlier_hops(dtype: torch.dtype, d: int) -> None:
+    torch.manual_seed(0)
+    unit = kernels.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
+    assert unit is not None
+    hold_many_keys_before(unit)
 
 
 def waiting(d: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, Callable[..., None]]:
