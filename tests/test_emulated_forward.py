@@ -97,7 +97,9 @@ def test_nan_and_inf_stay_in_their_document(emulated: Machine, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)
-def test_hops_merge_wherever_their_scores_lie(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+def test_hops_merge_wherever_their_scores_lie(
+    emulated: Machine, dtype: torch.dtype, d: int
+) -> None:
     torch.manual_seed(0)
     emulated.settings(0)
     hold_merge(unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu")

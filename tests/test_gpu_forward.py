@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
@@ -175,39 +175,45 @@ def test_nan_and_inf_stay_in_their_document(d: int) -> None:
         assert torch.equal(clean[here], spoilt[here]), f"document {i}"
 
 
-def in_hops(whole: Tiling, cuts: Sequence[int]) -> list[Tiling]:
-    """The tiling of one document as hops, each of which sees its keys from one cut to the next."""
-    hops, ends = [], whole.tiles["row0"] + whole.tiles["rows"]
-    for i, (a, b) in enumerate(pairwise(cuts)):
-        spans = whole.spans.copy()
+def in_hops(whole: Tiling, pieces: Sequence[tuple[int, int]]) -> list[Tiling]:
+    """The tiling of one document as hops, each of which sees keys [a, b) of it."""
+    reach = whole.tiles["row0"] + whole.tiles["rows"] + whole.spans["hi"]  # (tiles,)
+    seen = np.array([reach > a for a, _ in pieces])
+    hops = []
+    for i, (a, b) in enumerate(pieces):
+        spans, tiles = whole.spans.copy(), whole.tiles.copy()
         spans["k0"], spans["k1"] = a, b
         spans["lo"] -= a
         spans["hi"] -= a
-        tiles = whole.tiles[ends + spans["hi"] > 0].copy()
-        more = tiles["row0"] + tiles["rows"] + spans["hi"] > b - a  # rows that see the next hop
-        tiles["flags"] = FIRST * (i == 0) + LAST * ~(more & (b < cuts[-1]))
-        hops.append(Tiling(whole.size, tiles, spans, whole.earlier))
+        tiles["flags"] = FIRST * ~seen[:i].any(0) + LAST * ~seen[i + 1 :].any(0)
+        hops.append(Tiling(whole.size, tiles[seen[i]], spans, whole.earlier))
     return hops
 
 
 def hold_merge(unit: Unit, device: str = "cuda") -> None:
-    """The gate for keys in three hops, whatever lies above, by so many nats."""
-    t, heads, d, dtype = 500, 2, unit.head_dim, getattr(torch, unit.dtype)
-    cuts, last_block = (0, 170, 340, t), slice(t - 128, t)  # which the last hop looks at first
-    q, k, v = (torch.randn(t, heads, d, device=device).to(dtype) for _ in range(3))
+    """The gate for keys in three hops, their scores offset by up to 100 nats.
+
+    With a causal mask 70 rows see nothing at any hop, others nothing at some.
+    """
+    t, n, heads, d, dtype = 500, 430, 2, unit.head_dim, getattr(torch, unit.dtype)
+    pieces = ((0, 140), (140, 290), (290, n))
+    last_block = slice(n - 128, n)  # of columns; what looks at it begins there
+    q, k, v = (torch.randn(m, heads, d, device=device).to(dtype) for m in (t, n, n))
     q[..., 0] = 8
-    for offsets in ((0, 0, 0), (0, -8, -30), (-30, -8, 0), (0, -100, 0), (-100, 0, -100)):
-        for right, tail in product((-1, 0), (0, -100)):
-            nats = torch.tensor(offsets, device=device).repeat_interleave(torch.tensor(cuts).diff())
+    for offsets in ((0, 0, 0), (0, -8, -30), (0, -100, 0), (-100, 0, -100)):
+        for right, tail, order in product((-1, 0), (0, -100), (1, -1)):
+            nats = torch.cat(
+                [torch.full((b - a,), x) for x, (a, b) in zip(offsets, pieces, strict=True)]
+            )
             nats[last_block] += tail
-            k[..., 0] = (nats / (8 * d**-0.5)).to(dtype)[:, None]
-            whole = plan_local(np.array([t]), np.array([t]), -1, right).forward(unit.tile_m)[0]
+            k[..., 0] = (nats / (8 * d**-0.5)).to(k)[:, None]
+            whole = plan_local(np.array([t]), np.array([n]), -1, right).forward(unit.tile_m)[0]
             out, running = torch.full_like(q, torch.nan), torch.full(q.shape, torch.nan).to(device)
             lse = torch.full((heads, t), torch.nan, device=device)
-            for hop in in_hops(whole, cuts):
+            for hop in in_hops(whole, pieces[::order]):
                 kernels.attend(unit, q, k, v, hop, d**-0.5, out, running, lse)
-            what = f"offsets {offsets}, of the last block {tail}, window {right}"
-            hold_gate((out, lse), (q, k, v), [(t, t)], (-1, right), what)
+            what = f"{offsets}, last block {tail}, window {right}, order {order}"
+            hold_gate((out, lse), (q, k, v), [(t, n)], (-1, right), what)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -228,10 +234,8 @@ def hold_many_keys_before(unit: Unit, device: str = "cuda") -> None:
     ref = (before * old.double() + v.double().sum(0)) / (before + n)
     q, k, v, running = (x.to(device) for x in (q, k, v, old))
     lse = torch.full((1, t), math.log(before), device=device)
-    tiling = plan_local(np.array([t]), np.array([n]), -1, -1).forward(unit.tile_m)[0]
-    tiles = tiling.tiles.copy()
-    tiles["flags"] = 0
-    hop = Tiling(tiling.size, tiles, tiling.spans, tiling.earlier)
+    hop = plan_local(np.array([t]), np.array([n]), -1, -1).forward(unit.tile_m)[0]
+    hop.tiles["flags"] = 0
     kernels.attend(unit, q, k, v, hop, d**-0.5, torch.empty_like(q), running, lse)
     assert (running.cpu().double() - ref).abs().max().item() < 1e-6
     assert (lse - math.log(before + n)).abs().max().item() < 1e-5
