@@ -193,10 +193,10 @@ def in_hops(whole: Tiling, pieces: Sequence[tuple[int, int]]) -> list[Tiling]:
 def hold_merge(unit: Unit, device: str = "cuda") -> None:
     """The gate for keys in three hops, their scores offset by up to 100 nats.
 
-    With a causal mask 70 rows see nothing at any hop, others nothing at some.
+    With a causal mask 20 rows see nothing at any hop, others nothing at some.
     """
-    t, n, heads, d, dtype = 500, 430, 2, unit.head_dim, getattr(torch, unit.dtype)
-    pieces = ((0, 140), (140, 290), (290, n))
+    t, n, heads, d, dtype = 500, 480, 2, unit.head_dim, getattr(torch, unit.dtype)
+    pieces = ((0, 60), (60, 290), (290, n))
     last_block = slice(n - 128, n)  # of columns; what looks at it begins there
     q, k, v = (torch.randn(m, heads, d, device=device).to(dtype) for m in (t, n, n))
     q[..., 0] = 8
