@@ -138,11 +138,11 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
   StageState<Traits::QStages> q_state;
   StageState<kWorkDepth> work_state;
   bool fresh = true;  // O holds nothing of this tile's rows yet
-  float decay[2];
-  auto shrink = [&] {
+  float factor[2];    // of O, for each row
+  auto scale_output = [&] {
     CUTE_UNROLL
     for (int n = 0; n < D / 2; n += 4) {
-      o(n) *= decay[0], o(n + 1) *= decay[0], o(n + 2) *= decay[1], o(n + 3) *= decay[1];
+      o(n) *= factor[0], o(n + 1) *= factor[0], o(n + 2) *= factor[1], o(n + 3) *= factor[1];
     }
   };
   auto issue_scores = [&] {
@@ -209,18 +209,18 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
     // The scores of the first block are here.
     Work const& work = smem.work[work_state.index()];
     bool const first = work.tile.flags & kFirst;
-    float earlier[2];  // LSE
-    if (!first) load_running(p, work, row, lane, o, earlier);  // waited for behind the softmax
+    float earlier[2];  // LSE; it and O are waited for behind the first softmax
+    if (!first) load_running(p, work, row, lane, o, earlier);
     RowState rows;
     int run = block.plain();  // blocks from this one on that need no mask
     if (run == 0) hide(s, block, row, lane);
     bool over[2] = {true, true};
-    rows.raise(s, prob, over, decay, scale_log2);
+    rows.raise(s, prob, over, factor, scale_log2);
     to_operand<Element>(prob, fP);
     fresh = first;
     if (!first) {
-      rows.resume(earlier, decay, lane);
-      shrink();
+      rows.resume(earlier, factor, lane);
+      scale_output();
       __syncwarp();  // all lanes of a row have its LSE, of which one writes the next in `finish`
     }
     bool more;
@@ -256,9 +256,9 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       rows.template exponentiate<kEarly, kSize>(s, prob, sum, scale_log2);
       to_operand<Element, kEarly, kSize>(prob, fP);
       if (!rows.take(sum, over)) {
-        rows.raise(s, prob, over, decay, scale_log2);
+        rows.raise(s, prob, over, factor, scale_log2);
         to_operand<Element>(prob, fP);
-        shrink();
+        scale_output();
       }
     }
 

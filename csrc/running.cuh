@@ -7,14 +7,14 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Where a lane has its part of two rows of a tile, `row` and `row + 8`: element n = 4 * j + 2 * r + c
+// Where a lane has its part of two rows of a tile, `row` and `row + 8`: element 4 * j + 2 * r + c
 // of an accumulator is column 8 * j + 2 * (lane % 4) + c of row r.
 template <class Traits>
 struct RunningRows {
   static constexpr int kSize = Traits::D / 2;  // of the accumulator
-  float* lse;      // of the first; the other's is 8 on
-  float* o;        // the first column
-  int64_t offset;  // from the first row of O to the other
+  float* lse;                                  // of the first; the other's is 8 on
+  float* o;                                    // the first column
+  int64_t offset;                              // from the first row of O to the other
 
   CUTE_DEVICE RunningRows(ForwardParams<Traits> const& p, Work const& work, int row, int lane) {
     int64_t const token = work.tile.row0 + row;

@@ -76,9 +76,9 @@ struct RowState {
   }
 
   // After the first block: takes in rows of earlier hops, of which O is to begin with theirs, times
-  // `weight`. So O and LSE are not needed before there is P. Where their LSE is more than kMostAhead
-  // ahead of the shift, it takes the shift along. The first block's P, at most 1, was for a lower
-  // one: against 2^kMostAhead neither that nor the true P is seen in float32.
+  // `weight`. So O and LSE are not needed before there is P. Where their LSE is more than
+  // kMostAhead ahead of the shift, it takes the shift along. The first block's P, at most 1, was
+  // for a lower one: against 2^kMostAhead neither that nor the true P is seen in float32.
   CUTE_DEVICE void resume(float const (&lse)[2], float (&weight)[2], int lane) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
