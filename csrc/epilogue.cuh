@@ -40,42 +40,53 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Traits::Element* box
   }
 }
 
-// The end of a tile: normalises O, and stores it and the LSE; NaN where keys did not arrive. A warp
-// holds 16 rows, a quad of its lanes two, 8 apart; box is its place in shared memory.
-template <class Traits, class Output>
-CUTE_DEVICE void finish(ForwardParams<Traits> const& p, Work const& work, int warp, int lane,
-                        RowState const& rows, Output& o, typename Traits::Element* box) {
-  using Element = typename Traits::Element;
-  constexpr int D = Traits::D;
-  ForwardArgs const& a = p.args;
-  Tile const& tile = work.tile;
-  bool const last = tile.flags & kLast;
-  bool const boxed = Traits::kBoxedO && last && kWarpRows * (warp + 1) <= tile.rows;
-  int const row = kWarpRows * warp + lane / 4;
-  RunningRows<Traits> const at(p, work, row, lane);
+// Rows whose last block is in P: stores their LSE, and says by what O is to be normalised once the
+// last product is there. NaN where keys did not arrive.
+template <class Traits>
+CUTE_DEVICE void finish_rows(ForwardParams<Traits> const& p, Work const& work, int row, int lane,
+                             RowState const& rows, float (&weight)[2]) {
+  float* const lse_at = RunningRows<Traits>(p, work, row, lane).lse;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float total = rows.total[r];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
     if (work.called_off) total = NAN;
-    float const weight = total == 0.f ? 0.f : 1.f / total;
+    weight[r] = total == 0.f ? 0.f : 1.f / total;
     float const lse = total == 0.f ? -INFINITY : (rows.shift[r] + __log2f(total)) * kLn2;
-    CUTE_UNROLL
-    for (int n = 2 * r; n < D / 2; n += 4) o(n) *= weight, o(n + 1) *= weight;
+    if (lane % 4 == 0 && row + 8 * r < work.tile.rows) lse_at[8 * r] = lse;
+  }
+}
+
+// Stores the O of a tile, normalised before. A warp holds 16 rows, a quad of its lanes two, 8
+// apart; box is its place in shared memory.
+template <class Traits, class Output>
+CUTE_DEVICE void store_output(ForwardParams<Traits> const& p, Work const& work, int warp, int lane,
+                              Output const& o, typename Traits::Element* box) {
+  using Element = typename Traits::Element;
+  ForwardArgs const& a = p.args;
+  Tile const& tile = work.tile;
+  if (tile.flags & kLast) {
+    if constexpr (Traits::kBoxedO) {
+      if (kWarpRows * (warp + 1) <= tile.rows) {
+        store_box<Traits>(p.out, box, o, lane, tile.row0 + kWarpRows * warp, work.head);
+        return;
+      }
+    }
+  }
+  int const row = kWarpRows * warp + lane / 4;
+  RunningRows<Traits> const at(p, work, row, lane);
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
     bool const stored = row + 8 * r < tile.rows;
-    if (stored && lane % 4 == 0) at.lse[8 * r] = lse;
-    if (last && !boxed) {
+    if (tile.flags & kLast) {
       Element* const out = static_cast<Element*>(a.out.data) +
                            (tile.row0 + row + 8 * r) * a.out.token_stride +
                            work.head * a.out.head_stride;
-      store_row<Element, D>(out, o, r, lane, stored);
-    } else if (!last && stored) {
+      store_row<Element, Traits::D>(out, o, r, lane, stored);
+    } else if (stored) {
       at.store(o, r);
     }
-  }
-  if constexpr (Traits::kBoxedO) {
-    if (boxed) store_box<Traits>(p.out, box, o, lane, tile.row0 + kWarpRows * warp, work.head);
   }
 }
 

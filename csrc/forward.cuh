@@ -221,7 +221,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
     if (!first) {
       rows.resume(earlier, factor, lane);
       scale_output();
-      __syncwarp();  // all lanes of a row have its LSE, of which one writes the next in `finish`
+      __syncwarp();  // all lanes of a row have its LSE, of which one writes the next
     }
     bool more;
     auto next_block = [&] {
@@ -271,22 +271,26 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
     smem.work_full[work_state.index()].wait(work_state.phase());
     another = smem.work[work_state.index()].head >= 0;
     if (another) block.begin_work(smem.work[work_state.index()]);
+    auto close_rows = [&] { finish_rows<Traits>(p, work, row, lane, rows, factor); };
     if (Traits::QStages > 1 && another) {
       smem.q_full[q_state.index()].wait(q_state.phase());
       wait_for_k();
       my_turn();
       issue_both();
       next_turn();
+      close_rows();
       warpgroup_wait<0>();
       scores_done();
     } else {
       my_turn();
       issue_output();
       next_turn();
+      close_rows();
       warpgroup_wait<0>();
     }
     output_done();
-    finish<Traits>(p, work, warp, lane, rows, o, smem.o + kWarpRows * D * warp);
+    scale_output();
+    store_output<Traits>(p, work, warp, lane, o, smem.o + kWarpRows * D * warp);
     __syncwarp();
     give_back(smem.work_empty[work_state.before().index()]);
     if (Traits::QStages == 1 && another) {
