@@ -2,8 +2,9 @@
 //
 // A CTA keeps a tile of K and V and walks the blocks of rows that see it, for all query heads of a
 // KV head, with dK and dV in registers. S^T and dP^T are computed transposed, so that P^T already
-// is an operand of dV += P^T dO. dS goes through shared memory, for dQ = dS K, which warps of its
-// own add to global memory in float32, and, with 128 keys, for dK += dS^T Q.
+// is an operand of dV += P^T dO, and dS^T one of dK += dS^T Q. For dQ = dS K, dS goes through
+// shared memory; dQ is added to global memory in float32, by warps of its own where tiles have 128
+// keys.
 //
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
 #pragma once

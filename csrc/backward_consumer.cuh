@@ -17,12 +17,25 @@ constexpr int kCleared = 1, kTurn = 2;
 // An accumulator (64 keys, M rows) of a thread: element 4j + 2r + c is of key `key` + 8r of the
 // tile and row 8j + 2 (lane % 4) + c of the block.
 
+// LSE or D of the rows that a thread has of an accumulator, two for each j.
+template <int M>
+struct RowValues {
+  float2 at[M / 8];
+  RowValues() = default;
+  CUTE_DEVICE RowValues(float const* values, int lane) {
+    CUTE_UNROLL
+    for (int j = 0; j < M / 8; ++j) {
+      at[j] = *reinterpret_cast<float2 const*>(values + 8 * j + 2 * (lane % 4));
+    }
+  }
+};
+
 // S^T to P^T = exp2(scale * S^T - LSE).
 template <int M, class Scores>
-CUTE_DEVICE void exponentiate(Scores& s, float const* lse, float scale_log2, int lane) {
+CUTE_DEVICE void exponentiate(Scores& s, RowValues<M> const& lse, float scale_log2) {
   CUTE_UNROLL
   for (int j = 0; j < M / 8; ++j) {
-    float2 const at = *reinterpret_cast<float2 const*>(lse + 8 * j + 2 * (lane % 4));
+    float2 const at = lse.at[j];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float& x = s(4 * j + 2 * r);
@@ -34,10 +47,10 @@ CUTE_DEVICE void exponentiate(Scores& s, float const* lse, float scale_log2, int
 
 // dP^T to dS^T = P^T (dP^T - D).
 template <int M, class Scores, class Gradient>
-CUTE_DEVICE void differentiate(Scores const& p, Gradient& dp, float const* delta, int lane) {
+CUTE_DEVICE void differentiate(Scores const& p, Gradient& dp, RowValues<M> const& delta) {
   CUTE_UNROLL
   for (int j = 0; j < M / 8; ++j) {
-    float2 const at = *reinterpret_cast<float2 const*>(delta + 8 * j + 2 * (lane % 4));
+    float2 const at = delta.at[j];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const n = 4 * j + 2 * r;
@@ -102,7 +115,7 @@ CUTE_DEVICE auto ds_place(Shared const& sDS, int key, int lane) {
 }
 
 // dS^T of a warp's 16 keys, as an A operand has it, to a stage of dS. Eight rows further on the
-// swizzle is the same.
+// swizzle is the same. Who gives it to a product has to fence it, once all have stored.
 template <int M, class Operand, class Element>
 CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
   auto const* words = reinterpret_cast<uint32_t const*>(raw_pointer_cast(ds.data()));
@@ -111,11 +124,10 @@ CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
     SM90_U16x8_STSM_T::copy(words[2 * j], words[2 * j + 1], words[2 * j + 2], words[2 * j + 3],
                             reinterpret_cast<uint128_t&>(to[j * 8 * kSlab]));
   }
-  cutlass::arch::fence_view_async_shared();
 }
 
 // One warpgroup: hands one of its pieces of the dQ of its `count`-th block to the warp that adds
-// it.
+// it, and that fences it.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const& dq,
                          RowBlock const& block, uint32_t count, int piece, int warpgroup) {
@@ -127,7 +139,6 @@ CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const
   for (int i = 0; i < 8; ++i) {
     to[i * kWarpgroup] = make_float4(dq(4 * i), dq(4 * i + 1), dq(4 * i + 2), dq(4 * i + 3));
   }
-  cutlass::arch::fence_view_async_shared();
   if (thread == 0) {
     int const first = block.target * Traits::Pieces + warpgroup * Traits::PiecesEach;
     smem.pieces[warpgroup] = DqPiece{first + piece, block.turn};
@@ -136,19 +147,45 @@ CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const
   if (thread % kWarp == 0) smem.dq_full[warpgroup].arrive();
 }
 
+// One warpgroup: the same without the warp, in no order. With 64 keys to a tile, where dQ is most
+// of what shared memory moves, it is the faster way.
+template <class Traits, class Accumulator>
+CUTE_DEVICE void add_dq(float* grid_dq, Accumulator const& dq, RowBlock const& block, int piece,
+                        int warpgroup) {
+  int64_t const number = block.target * Traits::Pieces + warpgroup * Traits::PiecesEach + piece;
+  float* const to = grid_dq + number * kPiece + threadIdx.x % kWarpgroup * 4;
+  CUTE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    asm volatile(
+        "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * kWarpgroup * 4),
+        "f"(dq(4 * i)), "f"(dq(4 * i + 1)), "f"(dq(4 * i + 2)), "f"(dq(4 * i + 3))
+        : "memory");
+  }
+}
+
+// One warpgroup: no piece comes after those of `blocks` blocks.
+template <class Traits>
+CUTE_DEVICE void end_dq(typename Traits::SharedStorage& smem, int warpgroup, uint32_t blocks) {
+  StageState<1> const state{blocks * Traits::PiecesEach};
+  smem.dq_empty[warpgroup].wait(state.phase() ^ 1);
+  if (threadIdx.x % kWarpgroup == 0) smem.pieces[warpgroup].number = -1;
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) smem.dq_full[warpgroup].arrive();
+}
+
 // One consumer warpgroup: walks the portions of the CTA. `clear` empties the accumulators, `walk`
 // works on a portion, whose first block is the `count`-th of all, and returns the number of the
 // block after it, with no product left in flight, and `finish` stores what has come together.
 template <class Traits, class Clear, class Walk, class Finish>
-CUTE_DEVICE void each_portion(typename Traits::SharedStorage& smem, int warpgroup,
-                              Clear const& clear, Walk const& walk, Finish const& finish) {
+CUTE_DEVICE uint32_t each_portion(typename Traits::SharedStorage& smem, Clear const& clear,
+                                  Walk const& walk, Finish const& finish) {
   int const lane = threadIdx.x % kWarp;
   uint32_t portions = 0, blocks = 0;
   while (true) {
     StageState<kWorkDepth> const work_state{portions};
     smem.work_full[work_state.index()].wait(work_state.phase());
     KeyWork const& work = smem.work[work_state.index()];
-    if (work.kv_head < 0) break;
+    if (work.kv_head < 0) return blocks;
     clear();
     StageState<1> const kv_state{portions++};
     smem.kv_full.wait(kv_state.phase());
@@ -159,11 +196,6 @@ CUTE_DEVICE void each_portion(typename Traits::SharedStorage& smem, int warpgrou
     __syncwarp();
     if (lane == 0) smem.work_empty[work_state.index()].arrive();
   }
-  StageState<1> const dq_state{blocks * Traits::PiecesEach};
-  smem.dq_empty[warpgroup].wait(dq_state.phase() ^ 1);
-  if (threadIdx.x % kWarpgroup == 0) smem.pieces[warpgroup].number = -1;
-  __syncwarp();
-  if (lane == 0) smem.dq_full[warpgroup].arrive();
 }
 
 }  // namespace ringfa3

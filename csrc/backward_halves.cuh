@@ -2,7 +2,7 @@
 //
 // They take turns: one issues its part of dV and dK of block j, of dQ of block j - 1, for which the
 // other's dS is there by then, and S^T and dP^T of block j + 1; the other meanwhile makes P^T and
-// dS^T of what it has issued before.
+// dS^T of what it has issued before. These stay in registers for dV and dK; only dQ reads dS.
 //
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
 #pragma once
@@ -27,7 +27,6 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
 
   typename Traits::MmaS mma_s;
   typename Traits::MmaKV mma_kv;
-  typename Traits::MmaK mma_k;
   typename Traits::MmaQ mma_q;
   Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Traits::SmemK{});           // (N, D)
   Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Traits::SmemK{});           // (N, D)
@@ -37,12 +36,10 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   Tensor sQt = make_tensor(make_smem_ptr(smem.q), typename Traits::SmemQt{});         // (D, M, S)
   Tensor sDOt = make_tensor(make_smem_ptr(smem.dout), typename Traits::SmemDoutT{});  // (D, M, S)
   Tensor sDS = make_tensor(make_smem_ptr(smem.ds), typename Traits::SmemDs{});        // (M, N, S)
-  Tensor sDSt = make_tensor(make_smem_ptr(smem.ds), typename Traits::SmemDsT{});      // (N, M, S)
   // Of dQ (M, D) a warpgroup computes 64 rows, or where there are no more, half of the columns.
   constexpr bool kRowHalves = M > 64;
   auto thread_s = mma_s.get_slice(thread);
   auto thread_kv = mma_kv.get_slice(thread);
-  auto thread_k = mma_k.get_slice(thread);
   auto thread_q = mma_q.get_slice(thread);
   Tensor fK = thread_s.partition_fragment_A(
       local_tile(sK, Shape<_64, Int<D>>{}, make_coord(warpgroup, _0{})));
@@ -50,15 +47,13 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
       local_tile(sV, Shape<_64, Int<D>>{}, make_coord(warpgroup, _0{})));
   Tensor fQ = thread_s.partition_fragment_B(sQ);
   Tensor fDO = thread_s.partition_fragment_B(sDO);
-  Tensor fQt = thread_k.partition_fragment_B(sQt);
+  Tensor fQt = thread_kv.partition_fragment_B(sQt);
   Tensor fDOt = thread_kv.partition_fragment_B(sDOt);
-  Tensor fDSt = thread_k.partition_fragment_A(
-      local_tile(sDSt, Shape<_64, Int<M>>{}, make_coord(warpgroup, _0{}, _)));
   Tensor fDS = thread_q.partition_fragment_A(
       local_tile(sDS, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? warpgroup : 0, _0{}, _)));
   Tensor fKt = thread_q.partition_fragment_B(
       local_tile(sKt, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? 0 : warpgroup, _0{})));
-  Tensor dk = partition_fragment_C(mma_k, Shape<_64, Int<D>>{});
+  Tensor dk = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
   Tensor dv = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});
 
   auto clear_sums = [&] {
@@ -67,6 +62,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   };
   auto* const to_ds = ds_place(sDS, warp_key, lane);
   Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});  // P^T
+  Tensor fDST = make_tensor_like(fP);                                             // dS^T
 
   // Warpgroups issue their products in turns, so one weighs its scores while the other's run.
   auto my_turn = [&] {
@@ -79,25 +75,34 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto block_at = [&](uint32_t count) -> RowBlock const& {
     return smem.blocks[count % Traits::BlockDepth];
   };
-  // Both warpgroups, neither in its turn: waits for the block to be decoded, and clears what is a
-  // neighbour's.
-  auto clear_block = [&](uint32_t count) {
+  // Flags of the block that is weighed or to be weighed, and above them those of the next one: what
+  // decides on the way from turn to turn is there before.
+  int flags = 0;
+  // Those of a block, once it is decoded.
+  auto look = [&](uint32_t count) {
     StageState<Traits::BlockDepth> const place{count};
     smem.block_ready[place.index()].wait(place.phase());
-    if (block_at(count).rows < M) {
-      StageState<Traits::QStages> const q_state{count};
-      StageState<Traits::DoutStages> const dout_state{count};
-      smem.q_full[q_state.index()].wait(q_state.phase());
-      smem.dout_full[dout_state.index()].wait(dout_state.phase());
-      clear_foreign<Traits, M>(smem.q + q_state.index() * M * D, block_at(count).rows);
-      clear_foreign<Traits, M>(smem.dout + dout_state.index() * M * D, block_at(count).rows);
-    }
+    return block_at(count).flags;
   };
-  auto issue_scores = [&](uint32_t count, auto& s, auto& dp) {
+  auto look_ahead = [&](uint32_t count) {
+    if (!(flags & kLastBlock)) flags |= look(count + 1) << kBlockFlags;
+  };
+  // Both warpgroups, neither in its turn: clears what is a neighbour's.
+  auto clear_block = [&](uint32_t count) {
     StageState<Traits::QStages> const q_state{count};
     StageState<Traits::DoutStages> const dout_state{count};
     smem.q_full[q_state.index()].wait(q_state.phase());
+    smem.dout_full[dout_state.index()].wait(dout_state.phase());
+    clear_foreign<Traits, M>(smem.q + q_state.index() * M * D, block_at(count).rows);
+    clear_foreign<Traits, M>(smem.dout + dout_state.index() * M * D, block_at(count).rows);
+  };
+  auto issue_s = [&](uint32_t count, auto& s) {
+    StageState<Traits::QStages> const q_state{count};
+    smem.q_full[q_state.index()].wait(q_state.phase());
     issue(mma_s, fK, fQ(_, _, _, q_state.index()), s, false);
+  };
+  auto issue_dp = [&](uint32_t count, auto& dp) {
+    StageState<Traits::DoutStages> const dout_state{count};
     smem.dout_full[dout_state.index()].wait(dout_state.phase());
     issue(mma_s, fV, fDO(_, _, _, dout_state.index()), dp, false);
   };
@@ -105,32 +110,35 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   // turn the other warpgroup has used what was there.
   auto weigh = [&](uint32_t count, auto& s, auto& dp) {
     StageState<Traits::DsStages> const ds_state{count};
-    RowBlock const& block = block_at(count);
-    bool const masked = block.masked;
+    float const* const lse = smem.lse[count % Traits::QStages];
+    float const* const delta = smem.delta[count % Traits::DoutStages];
+    bool const masked = flags & kMasked;
     Seen seen;
-    if (masked) seen = Seen(block, key, lane);
+    if (masked) seen = Seen(block_at(count), key, lane);
+    RowValues<M> of_rows;
+    if constexpr (Traits::ReadsAhead) of_rows = RowValues<M>(lse, lane);
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
-    exponentiate<M>(s, smem.lse[count % Traits::QStages], scale_log2, lane);
+    if constexpr (!Traits::ReadsAhead) of_rows = RowValues<M>(lse, lane);
+    exponentiate(s, of_rows, scale_log2);
     if (masked) hide<M>(s, seen);
     to_operand<Element>(s, fP);
+    if constexpr (Traits::ReadsAhead) of_rows = RowValues<M>(delta, lane);
     warpgroup_wait<0>();
     warpgroup_fence_operand(dp);
-    differentiate<M>(s, dp, smem.delta[count % Traits::DoutStages], lane);
+    if constexpr (!Traits::ReadsAhead) of_rows = RowValues<M>(delta, lane);
+    differentiate(s, dp, of_rows);
     if (masked) hide<M>(dp, seen);
-    Tensor ds = make_tensor_like(fP);  // dS^T
-    to_operand<Element>(dp, ds);
-    store_ds<M>(ds, to_ds + ds_state.index() * (M * N));
+    to_operand<Element>(dp, fDST);
+    store_ds<M>(fDST, to_ds + ds_state.index() * (M * N));
     __syncwarp();
     if (lane == 0) smem.ds_full[ds_state.index()].arrive();
   };
   auto issue_dv = [&](uint32_t count) {
     issue(mma_kv, fP, fDOt(_, _, _, count % Traits::DoutStages), dv, true);
   };
-  // In its turn: all warps of the warpgroup have stored their dS^T before it.
   auto issue_dk = [&](uint32_t count) {
-    issue(mma_k, fDSt(_, _, _, count % Traits::DsStages), fQt(_, _, _, count % Traits::QStages), dk,
-          true);
+    issue(mma_kv, fDST, fQt(_, _, _, count % Traits::QStages), dk, true);
   };
   auto dv_done = [&](uint32_t count) {
     warpgroup_fence_operand(dv);
@@ -143,6 +151,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto issue_dq = [&](uint32_t count, auto& dq) {
     StageState<Traits::DsStages> const ds_state{count};
     smem.ds_full[ds_state.index()].wait(ds_state.phase());
+    cutlass::arch::fence_view_async_shared();  // behind all that both warpgroups have stored
     issue(mma_q, fDS(_, _, _, ds_state.index()), fKt, dq, false);
   };
   auto send = [&](uint32_t count, auto& dq) {
@@ -154,7 +163,8 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto step = [&](bool opening, uint32_t count) {
     Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
     Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-    clear_block(count + 1);
+    flags >>= kBlockFlags;
+    if (flags & kForeign) clear_block(count + 1);
     my_turn();
     issue_dv(count);
     Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
@@ -163,10 +173,12 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     warpgroup_wait<1>();
     dv_done(count);
     if (!opening) send(count - 1, dq);
-    issue_scores(count + 1, s, dp);
-    next_turn();
-    warpgroup_wait<2>();
+    issue_s(count + 1, s);
+    warpgroup_wait<1>();
     dk_done(count);
+    issue_dp(count + 1, dp);
+    next_turn();
+    look_ahead(count + 1);
     weigh(count + 1, s, dp);
   };
   // No product is in flight where the loop begins again.
@@ -175,13 +187,16 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
       Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-      clear_block(count);
+      flags = look(count);
+      if (flags & kForeign) clear_block(count);
       my_turn();
-      issue_scores(count, s, dp);
+      issue_s(count, s);
+      issue_dp(count, dp);
       next_turn();
+      look_ahead(count);
       weigh(count, s, dp);
     }
-    for (; !block_at(count).last; ++count) step(count == begin, count);
+    for (; !(flags & kLastBlock); ++count) step(count == begin, count);
     Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
     my_turn();
     if (count > begin) {
@@ -191,8 +206,8 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     }
     issue_dv(count);
     issue_dk(count);
-    issue_dq(count, dq);
     next_turn();
+    issue_dq(count, dq);
     warpgroup_wait<0>();
     dv_done(count);
     dk_done(count);
@@ -206,7 +221,8 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     store_gradient<Traits>(p.args, p.args.dk, portion, kv_head, key, lane, dk);
     store_gradient<Traits>(p.args, p.args.dv, portion, kv_head, key, lane, dv);
   };
-  each_portion<Traits>(smem, warpgroup, clear_sums, walk, finish);
+  uint32_t const blocks = each_portion<Traits>(smem, clear_sums, walk, finish);
+  end_dq<Traits>(smem, warpgroup, blocks);
   if (warpgroup == 0) my_turn();  // the turn that nobody takes
 }
 

@@ -65,7 +65,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
     StageState<Traits::QStages> const q_state{count};
     smem.q_full[q_state.index()].wait(q_state.phase());
     RowBlock const& block = smem.blocks[count % Traits::BlockDepth];
-    if (block.rows < M) {
+    if (block.flags & kForeign) {
       StageState<Traits::DoutStages> const dout_state{count};
       smem.dout_full[dout_state.index()].wait(dout_state.phase());
       clear_foreign<Traits, M>(smem.q + q_state.index() * M * D, block.rows);
@@ -83,8 +83,8 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   // S^T, computed, to P^T. The other has read the P of the block before: dS has come from it.
   auto weigh_values = [&](uint32_t count, auto& s) {
     RowBlock const& block = smem.blocks[count % Traits::BlockDepth];
-    exponentiate<M>(s, smem.lse[count % Traits::QStages], scale_log2, lane);
-    if (block.masked) hide<M>(s, Seen(block, key, lane));
+    exponentiate(s, RowValues<M>(smem.lse[count % Traits::QStages], lane), scale_log2);
+    if (block.flags & kMasked) hide<M>(s, Seen(block, key, lane));
     CUTE_UNROLL
     for (int n = 0; n < M / 2; n += 4) {
       exchanged[n / 4 * kWarpgroup] = make_float4(s(n), s(n + 1), s(n + 2), s(n + 3));
@@ -105,10 +105,11 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
       float4 const x = exchanged[n / 4 * kWarpgroup];
       prob(n) = x.x, prob(n + 1) = x.y, prob(n + 2) = x.z, prob(n + 3) = x.w;
     }
-    differentiate<M>(prob, dp, smem.delta[count % Traits::DoutStages], lane);
-    if (block.masked) hide<M>(dp, Seen(block, key, lane));
+    differentiate(prob, dp, RowValues<M>(smem.delta[count % Traits::DoutStages], lane));
+    if (block.flags & kMasked) hide<M>(dp, Seen(block, key, lane));
     to_operand<Element>(dp, fS);
     store_ds<M>(fS, to_ds + ds_state.index() * (M * N));
+    cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (lane == 0) smem.ds_full[ds_state.index()].arrive();
   };
@@ -137,7 +138,12 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   };
   auto send = [&](uint32_t count, auto& dq, int piece) {
     warpgroup_fence_operand(dq);
-    send_dq<Traits>(smem, dq, smem.blocks[count % Traits::BlockDepth], count, piece, warpgroup);
+    RowBlock const& block = smem.blocks[count % Traits::BlockDepth];
+    if (p.args.turns) {
+      send_dq<Traits>(smem, dq, block, count, piece, warpgroup);
+    } else {
+      add_dq<Traits>(p.args.grid.dq, dq, block, piece, warpgroup);
+    }
   };
   // The products of a block but for S^T and dP^T. Leaves the second piece of dQ in flight.
   auto spend = [&](uint32_t count, auto& dq) {
@@ -168,7 +174,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
       issue_s(count, s);
       weigh(count, s);
     }
-    for (; !smem.blocks[count % Traits::BlockDepth].last; ++count) {
+    for (; !(smem.blocks[count % Traits::BlockDepth].flags & kLastBlock); ++count) {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
       Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
       spend(count, dq);
@@ -194,7 +200,8 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
     store_gradient<Traits>(p.args, values ? p.args.dv : p.args.dk, portion, kv_head, key, lane,
                            sum);
   };
-  each_portion<Traits>(smem, warpgroup, clear_sum, walk, finish);
+  uint32_t const blocks = each_portion<Traits>(smem, clear_sum, walk, finish);
+  end_dq<Traits>(smem, warpgroup, p.args.turns ? blocks : 0);
 }
 
 }  // namespace ringfa3

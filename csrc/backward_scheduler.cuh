@@ -82,15 +82,16 @@ CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedSto
           }
           smem.block_done[state.index()].wait(state.phase() ^ 1);
           RowBlock& block = smem.blocks[state.index()];
-          block.first = h == 0 && left == portion.blocks;
-          block.last = last_head && left == 1;
+          int flags = h == 0 && left == portion.blocks ? kFirstBlock : 0;
+          if (last_head && left == 1) flags |= kLastBlock;
           block.key_row = portion.row0, block.keys = portion.rows;
           block.token = span.q0 + number * M;
           block.rows = min(M, span.q1 - block.token);
           block.low = portion.row0 - span.k0 - span.hi - number * M;
           block.high = block.low + span.hi - span.lo;
-          block.masked =
-              block.rows < M || block.keys < N || N - 1 + block.low > 0 || block.high < M - 1;
+          if (block.rows < M) flags |= kMasked | kForeign;
+          if (block.keys < N || N - 1 + block.low > 0 || block.high < M - 1) flags |= kMasked;
+          block.flags = flags;
           block.head = work.kv_head * p.group + portion.first_head + h;
           block.target =
               block.head * static_cast<int>(a.grid.num_blocks) + span.grid_q0 / M + number;
@@ -122,7 +123,7 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedSto
     RowBlock& block = smem.blocks[place.index()];
     if (block.head < 0) return;
     if (p.args.turns) block.turn = turn_of<M, N>(p.args, block);
-    if (block.first) {
+    if (block.flags & kFirstBlock) {
       smem.kv_empty.wait(kv.phase() ^ 1);
       kv.advance();
       load_box<N, D>(p.k, smem.kv_full, smem.k, block.key_row, block.head / p.group);
@@ -155,6 +156,7 @@ CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Traits::SharedStorage&
     smem.dq_full[warpgroup].wait(state.phase());
     DqPiece const piece = smem.pieces[warpgroup];
     if (piece.number < 0) return;
+    cutlass::arch::fence_view_async_shared();  // behind all that the consumers have stored
     if (a.turns) {
       wait_for_turn(a.turns + piece.number, piece.turn);
       asm volatile("fence.proxy.async.global;" ::: "memory");

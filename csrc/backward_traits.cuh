@@ -36,9 +36,13 @@ struct RowBlock {
   int32_t target;     // number of the block in LSE, D and dQ
   int32_t span;       // its number in the plan
   int32_t turn;       // how many tiles add to its dQ before this one, where turns are kept
-  bool masked;        // whether any of its pairs must not be seen
-  bool first, last;   // of the portion
+  int32_t flags;      // BlockFlags
 };
+
+// masked: some of its pairs must not be seen. foreign: its last rows are a neighbour's. first,
+// last: of the portion.
+enum BlockFlags : int32_t { kMasked = 1, kForeign = 2, kFirstBlock = 4, kLastBlock = 8 };
+constexpr int kBlockFlags = 4;  // bits
 
 // A piece of dQ on its way out: its number, -1 for no more, and its turn.
 struct DqPiece {
@@ -60,21 +64,20 @@ struct BackwardTraits {
   static constexpr int QStages = D == 128 ? 3 : 2;
   static constexpr int DoutStages = D < 256 ? 2 : 1;
   static constexpr int DsStages = Roles ? 2 : 3;
-  static constexpr int BlockDepth = 4;           // blocks that are decoded, or not yet done with
-  static constexpr int Pieces = M * D / kPiece;  // of a block of dQ
+  static constexpr int BlockDepth = 4;  // blocks that are decoded, or not yet done with
+  // LSE and D are read while the products that they are for still run: registers are left for that.
+  static constexpr bool ReadsAhead = M == 64;
+  static constexpr int Pieces = M * D / kPiece;          // of a block of dQ
   static constexpr int PiecesEach = Pieces / Consumers;  // of a warpgroup, side by side
 
   // One warpgroup's products: S^T (64, M) = K (64, D) Q^T, dP^T = V dO^T alike,
-  // dV (64, D) += P^T (64, M) dO, dK += dS^T Q alike, of registers or of shared memory, and a piece
-  // of dQ (64, 64) = dS (64, N) K.
+  // dV (64, D) += P^T (64, M) dO, dK += dS^T Q alike, both of registers, and a piece of dQ (64, 64)
+  // = dS (64, N) K.
   using MmaS = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<M>, Int<D>>, GMMA::Major::K,
                            GMMA::Major::K>()));
   using MmaKV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<D>, Int<M>>, GMMA::Major::K,
-                           GMMA::Major::MN>()));
-  using MmaK = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<D>, Int<M>>, GMMA::Major::MN,
                            GMMA::Major::MN>()));
   using MmaQ =
       decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, _64, Int<N>>,
@@ -92,8 +95,6 @@ struct BackwardTraits {
                                            Step<_2, _1, _3>{}));
   using SmemKt = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>>{}, Step<_2, _1>{}));
   using SmemDs = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<N>, Int<DsStages>>{}));
-  using SmemDsT =
-      decltype(tile_to_shape(AtomMN{}, Shape<Int<N>, Int<M>, Int<DsStages>>{}, Step<_2, _1, _3>{}));
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<SmemK>];

@@ -224,6 +224,16 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       __syncwarp();  // all lanes of a row have its LSE, of which one writes the next
     }
     bool more;
+    // Q has had its last scores.
+    auto next_tile = [&] {
+      give_back(smem.q_empty[q_state.index()]);
+      refill.q();
+      q_state.advance();
+      work_state.advance();
+      smem.work_full[work_state.index()].wait(work_state.phase());
+      another = smem.work[work_state.index()].head >= 0;
+      if (another) block.begin_work(smem.work[work_state.index()]);
+    };
     auto next_block = [&] {
       owned = block.owned();
       more = true;
@@ -234,7 +244,11 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
         more = block.next();
         if (more) run = block.plain();
       }
-      if (more) wait_for_k();
+      if (more) {
+        wait_for_k();
+      } else if constexpr (Traits::kLooksAhead) {
+        next_tile();
+      }
     };
     next_block();
     while (more) {
@@ -264,13 +278,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
 
     // The tile ends. The first scores of the next one come before its last P V, if Q can be there.
     clear_foreign_v();
-    give_back(smem.q_empty[q_state.index()]);
-    refill.q();
-    q_state.advance();
-    work_state.advance();
-    smem.work_full[work_state.index()].wait(work_state.phase());
-    another = smem.work[work_state.index()].head >= 0;
-    if (another) block.begin_work(smem.work[work_state.index()]);
+    if constexpr (!Traits::kLooksAhead) next_tile();
     auto close_rows = [&] { finish_rows<Traits>(p, work, row, lane, rows, factor); };
     if (Traits::QStages > 1 && another) {
       smem.q_full[q_state.index()].wait(q_state.phase());
@@ -285,8 +293,9 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       my_turn();
       issue_output();
       next_turn();
-      close_rows();
+      if constexpr (Traits::QStages > 1) close_rows();
       warpgroup_wait<0>();
+      if constexpr (Traits::QStages == 1) close_rows();  // no registers are left beside a product
     }
     output_done();
     scale_output();

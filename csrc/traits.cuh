@@ -32,7 +32,10 @@ struct ForwardTraits {
   static constexpr int QStages = D < 256 ? 2 : 1;  // two where they fit: the next tile's Q is there
   static constexpr bool kBoxedO = D < 256;  // where there is room for O, whole boxes are stored
   // Elements of a thread's S that become P while P V of the last block may still run.
-  static constexpr int kEarly = D == 64 ? 8 : D == 128 ? 32 : 16;
+  static constexpr int kEarly = D == 128 ? 32 : 16;
+  // Whether what comes next is looked up beside a tile's last block but one: measured, it pays
+  // where tiles are short.
+  static constexpr bool kLooksAhead = D == 64;
   static constexpr int Threads = kWarpgroup * (Consumers + Producers);
   static constexpr int ConsumerRegisters = Consumers == 2 ? 240 : 160;
   static constexpr int ProducerRegisters = Consumers == 2 ? 24 : 32;
