@@ -75,17 +75,21 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto block_at = [&](uint32_t count) -> RowBlock const& {
     return smem.blocks[count % Traits::BlockDepth];
   };
-  // Flags of the block that is weighed or to be weighed, and above them those of the next one: what
-  // decides on the way from turn to turn is there before.
+  // Flags of the block that is weighed or to be weighed, and where they are looked up ahead, those
+  // of the next one above them.
   int flags = 0;
-  // Those of a block, once it is decoded.
   auto look = [&](uint32_t count) {
     StageState<Traits::BlockDepth> const place{count};
     smem.block_ready[place.index()].wait(place.phase());
     return block_at(count).flags;
   };
   auto look_ahead = [&](uint32_t count) {
-    if (!(flags & kLastBlock)) flags |= look(count + 1) << kBlockFlags;
+    if constexpr (Traits::LooksAhead) {
+      if (!(flags & kLastBlock)) flags |= look(count) << kBlockFlags;
+    }
+  };
+  auto go_on = [&](uint32_t count) {
+    flags = Traits::LooksAhead ? flags >> kBlockFlags : look(count);
   };
   // Both warpgroups, neither in its turn: clears what is a neighbour's.
   auto clear_block = [&](uint32_t count) {
@@ -104,7 +108,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto issue_dp = [&](uint32_t count, auto& dp) {
     StageState<Traits::DoutStages> const dout_state{count};
     smem.dout_full[dout_state.index()].wait(dout_state.phase());
-    issue(mma_s, fV, fDO(_, _, _, dout_state.index()), dp, false);
+    issue(mma_s, opaque(fV), fDO(_, _, _, dout_state.index()), dp, false);
   };
   // S^T and dP^T, the last products in flight, to P^T and dS^T. Three stages of dS: in its last
   // turn the other warpgroup has used what was there.
@@ -163,7 +167,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto step = [&](bool opening, uint32_t count) {
     Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
     Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-    flags >>= kBlockFlags;
+    go_on(count + 1);
     if (flags & kForeign) clear_block(count + 1);
     my_turn();
     issue_dv(count);
@@ -178,7 +182,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     dk_done(count);
     issue_dp(count + 1, dp);
     next_turn();
-    look_ahead(count + 1);
+    look_ahead(count + 2);
     weigh(count + 1, s, dp);
   };
   // No product is in flight where the loop begins again.
@@ -193,7 +197,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
       issue_s(count, s);
       issue_dp(count, dp);
       next_turn();
-      look_ahead(count);
+      look_ahead(count + 1);
       weigh(count, s, dp);
     }
     for (; !(flags & kLastBlock); ++count) step(count == begin, count);

@@ -67,6 +67,8 @@ struct BackwardTraits {
   static constexpr int BlockDepth = 4;  // blocks that are decoded, or not yet done with
   // LSE and D are read while the products that they are for still run: registers are left for that.
   static constexpr bool ReadsAhead = M == 64;
+  // A block's flags are looked up while the one before it is weighed, where a register is left.
+  static constexpr bool LooksAhead = D == 64;
   static constexpr int Pieces = M * D / kPiece;          // of a block of dQ
   static constexpr int PiecesEach = Pieces / Consumers;  // of a warpgroup, side by side
 

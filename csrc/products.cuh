@@ -22,6 +22,14 @@ CUTE_DEVICE void issue(Mma& mma, A const& a, B const& b, C& c, bool add) {
   warpgroup_commit_batch();
 }
 
+// The same operand of shared memory; what the compiler computes of it is not kept in registers from
+// one use to the next.
+template <class Operand>
+CUTE_DEVICE Operand opaque(Operand a) {
+  asm volatile("" : "+l"(a.data().desc_.desc_));
+  return a;
+}
+
 // Elements [Begin, End) of an accumulator (rows, columns), or all, in the registers of another
 // product's A operand: its pairs, in the same order.
 template <class Element, int Begin = 0, int End = -1, class Accumulator, class Operand>

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
@@ -31,15 +32,19 @@ def together(gather: Gather, what: str, step: Callable[[], object]) -> list[str]
     Raises:
         RuntimeError: on all ranks, if the step failed on one.
     """
+    given, wrong = "", ""
     try:
-        mine = [str(step()), ""]
+        given = str(step())
     except (RuntimeError, OSError) as problem:
-        mine = ["", first_line(problem) or type(problem).__name__]
-    said = [json.loads(line) for line in gather(json.dumps(mine))]
-    for rank, (_, wrong) in enumerate(said):
-        if wrong:
-            raise RuntimeError(f"{what} on rank {rank} of the group: {wrong}")
-    return [given for given, _ in said]
+        wrong = first_line(problem) or type(problem).__name__
+    said = [json.loads(line) for line in gather(json.dumps([given, wrong, time.time()]))]
+    # the first: others may have waited for that rank in vain
+    if failed := min(
+        ((at, rank) for rank, (_, wrong, at) in enumerate(said) if wrong), default=None
+    ):
+        rank = failed[1]
+        raise RuntimeError(f"{what} on rank {rank} of the group: {said[rank][1]}")
+    return [given for given, _, _ in said]
 
 
 class Words:

@@ -169,6 +169,44 @@ def test_bulk_copies(emulated: Machine) -> None:
         assert got[0] == 3
 
 
+# Warp 0 stores, warp 1 copies on.
+RELAY = """
+  mov.u32 %r1, raw;
+  mov.u32 %r2, %tid.x;
+  setp.ge.u32 %p1, %r2, 32;
+  @%p1 bra OTHER;
+  mov.u32 %r3, 7;
+  st.shared.v4.u32 [%r1], {{%r3, %r3, %r3, %r3}};
+  bar.arrive 1, 64;
+  bra END;
+OTHER:
+  {first}
+  {second}
+  setp.ne.u32 %p1, %r2, 32;
+  @%p1 bra END;
+  cp.async.bulk.global.shared::cta.bulk_group [%d0], [%r1], 16;
+  cp.async.bulk.commit_group;
+  cp.async.bulk.wait_group 0;
+END:
+"""
+MEET = "bar.sync 1, 64;"
+
+
+def test_a_fence_holds_for_what_came_before_it_on_any_warp(emulated: Machine) -> None:
+    """The reader may fence what the writer has released to it, and nothing before that."""
+    for seed in range(5):
+        emulated.settings(seed)
+        out = torch.zeros(4, dtype=torch.int32)
+        code = kernel(RELAY.format(first=MEET, second=FENCE))
+        emulated.launch(code, out, threads=64, shared=2048)
+        emulated.finish()
+        assert out.tolist() == [7] * 4
+        code = kernel(RELAY.format(first=FENCE, second=MEET))
+        with pytest.raises(EmulationError, match=r"without fence\.proxy\.async"):  # noqa: PT012
+            emulated.launch(code, out, threads=64, shared=2048)
+            emulated.finish()
+
+
 WRONG = [  # a kernel, the words of the error
     (STORE.format(fence="", wait=WAIT), "without fence.proxy.async"),
     (STORE.format(fence=FENCE, wait=""), "ended before a bulk store"),

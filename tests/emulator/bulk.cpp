@@ -65,7 +65,9 @@ Step mbarrier(Instruction const& i) {
       each(lanes, [&](int l) {
         auto const n =
             number >= 0 ? static_cast<int64_t>(static_cast<uint32_t>(w.reg(number)[l])) : 1;
-        change(w.cta, address_of(at, w, l), [&](Mbarrier& b) {
+        uint32_t const address = address_of(at, w, l);
+        if (arrives) w.cta.release(w, w.cta.mbarrier(address));
+        change(w.cta, address, [&](Mbarrier& b) {
           if (expects) b.bytes += n;
           if (!expects && !arrives) b.bytes -= n;
           if (arrives) arrive(b, expects ? 1 : n);
@@ -82,8 +84,10 @@ Step mbarrier(Instruction const& i) {
       bool all = true;
       each(lanes, [&](int l) {
         Mbarrier b;
-        std::memcpy(&b, w.cta.shared(address_of(at, w, l), 8), 8);
+        uint32_t const address = address_of(at, w, l);
+        std::memcpy(&b, w.cta.shared(address, 8), 8);
         bool const over = b.phase != (w.reg(parity)[l] & 1);
+        if (over) w.cta.acquire(w, w.cta.mbarrier(address));
         w.reg(d)[l] = over;
         all &= over;
       });

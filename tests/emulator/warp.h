@@ -10,6 +10,8 @@
 #include <deque>
 #include <random>
 #include <stdexcept>
+#include <unordered_map>
+#include <vector>
 
 #include "kernel.h"
 
@@ -102,9 +104,13 @@ class Warp {
   std::vector<uint8_t> in_flight_;  // slots that products in flight use
 };
 
+// For each warp of a CTA, up to which of its releases what it did comes first.
+using Clock = std::vector<uint32_t>;
+
 struct NamedBarrier {
   int arrived = 0;
   std::vector<Warp*> waiting;
+  Clock released;
 };
 
 class Cta {
@@ -117,8 +123,14 @@ class Cta {
   // An ordinary store to a generic address.
   void store(Warp& warp, int lane, uint64_t address, void const* value, size_t bytes);
 
+  // Barriers order what warps do: who arrives releases, who has waited acquires.
+  void release(Warp const& warp, Clock& barrier);
+  void acquire(Warp const& warp, Clock const& barrier);
+  Clock& mbarrier(uint32_t offset) { return mbarriers_[offset]; }
+
   // Bulk copies and matrix products may not see what ordinary stores have written to shared memory
-  // until a warp that wrote it has fenced. `value` is what gets written; `reader` names who reads.
+  // until it is fenced, by the warp that wrote it or by one for which that has come first. `value`
+  // is what gets written; `reader` names who reads.
   void write(Warp const& warp, uint64_t offset, void const* value, size_t bytes);
   void fence(Warp const& warp);
   void check_fenced(uint64_t offset, size_t bytes, char const* reader) const;
@@ -133,7 +145,10 @@ class Cta {
 
  private:
   std::vector<char> shared_;
+  std::vector<Clock> known_;  // by each warp; its own number is that of its next release
+  std::unordered_map<uint32_t, Clock> mbarriers_;
   std::vector<uint32_t> writers_;                // of each granule's value: a bit for each warp
+  std::vector<uint32_t> written_;                // its last writer's clock at that time
   std::vector<std::vector<uint32_t>> unfenced_;  // granules that each warp has written
 };
 
