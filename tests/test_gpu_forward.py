@@ -226,10 +226,8 @@ def test_hops_merge_wherever_their_scores_lie(dtype: torch.dtype, d: int) -> Non
 
 
 def hold_many_keys_before(unit: Unit, device: str = "cuda") -> None:
-    """Rows that have seen 2^20 keys of equal scores see 300 more: O to 5e-6, LSE to 1e-5.
-
-    Tensor cores truncate what they add to O: up to an ulp of it, 2^-24 here, in each of 19 steps.
-    """
+    """2^20 keys of equal scores came before these 300: LSE to 1e-5, O to 5e-6, since tensor cores
+    truncate what they add to O, each of 19 steps by up to an ulp of it."""
     t, before, n, d = 200, 2**20, 300, unit.head_dim
     q, k, v = (torch.zeros(m, 1, d, dtype=getattr(torch, unit.dtype)) for m in (t, n, n))
     v.normal_(1, 1)
