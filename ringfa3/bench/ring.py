@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,11 +121,13 @@ class Job:
         lost: str | None = None
         with report.progress(len(todo)) if report else nullcontext():
             try:
-                self._weigh(todo)
-                for case, direction in todo:
-                    row = self._row(case, direction)
-                    if report:
-                        report.add(row)
+                for world, rows in groupby(todo, lambda row: row[0].world):
+                    here = list(rows)
+                    self._weigh(world, [case for case, _ in here])
+                    for case, direction in here:
+                        row = self._row(case, direction)
+                        if report:
+                            report.add(row)
             except DeviceLostError as error:
                 lost = str(error)
                 if report and error.row is not None:
@@ -238,23 +241,24 @@ class Job:
         one = ring.moved_by == "symmetric" and kind_of_forward(plan, q, k) == "gathered"
         return gathered_bytes(plan, k) if one else None
 
-    def _weigh(self, todo: list[tuple[RingCase, str]]) -> None:
-        """The memory of every case of that set before anything else has run, shorter ones first."""
-        for world, team in self.teams.items():
-            scales = Scales(self.device)
-            cases = [c for c, _ in todo if c.set == MEMORY and c.world == world]
-            if not cases or self.device.type == "cpu":
-                continue
-            tokens = WARM_UP_TOKENS * world  # connects, loads code
-            tiny = ring_case(MEMORY, "warm-up", (tokens,), world)
-            for case in (tiny, *sorted(cases, key=lambda c: c.tokens)):
-                self.memory[case] = {}
-                for contestant in self.lineup(case, BACKWARD, team):
-                    if isinstance(contestant, ManyDevices):
-                        held = self._weighed(case, contestant, scales, team)
-                        self.memory[case][contestant.name] = held
-                        if case is tiny:
-                            scales.tare(contestant.name)
+    def _weigh(self, world: int, cases: list[RingCase]) -> None:
+        """The memory of a world's cases of that set before anything else runs on it, shorter ones
+        first. Not before larger worlds are done: PyTorch counts the meetings of symmetric memory by
+        process, so after one of a part of the ranks all of them would wait in vain."""
+        cases = sorted((c for c in cases if c.set == MEMORY), key=lambda c: c.tokens)
+        if not cases or self.device.type == "cpu":
+            return
+        team, scales = self.teams[world], Scales(self.device)
+        tokens = WARM_UP_TOKENS * world  # connects, loads code
+        tiny = ring_case(MEMORY, "warm-up", (tokens,), world)
+        for case in (tiny, *cases):
+            self.memory[case] = {}
+            for contestant in self.lineup(case, BACKWARD, team):
+                if isinstance(contestant, ManyDevices):
+                    held = self._weighed(case, contestant, scales, team)
+                    self.memory[case][contestant.name] = held
+                    if case is tiny:
+                        scales.tare(contestant.name)
 
     def _weighed(
         self, case: RingCase, contestant: ManyDevices, scales: Scales, team: Team
