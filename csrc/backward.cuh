@@ -4,7 +4,7 @@
 // KV head, with dK and dV in registers. S^T and dP^T are computed transposed, so that P^T already
 // is an operand of dV += P^T dO, and dS^T one of dK += dS^T Q. For dQ = dS K, dS goes through
 // shared memory; dQ is added to global memory in float32, by warps of its own where tiles have 128
-// keys.
+// keys or turns are kept.
 //
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
 #pragma once

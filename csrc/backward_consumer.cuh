@@ -115,7 +115,8 @@ CUTE_DEVICE auto ds_place(Shared const& sDS, int key, int lane) {
 }
 
 // dS^T of a warp's 16 keys, as an A operand has it, to a stage of dS. Eight rows further on the
-// swizzle is the same. Who gives it to a product has to fence it, once all have stored.
+// swizzle is the same. The caller fences before it says that they are there, or the reader after it
+// has waited.
 template <int M, class Operand, class Element>
 CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
   auto const* words = reinterpret_cast<uint32_t const*>(raw_pointer_cast(ds.data()));
@@ -147,13 +148,13 @@ CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const
   if (thread % kWarp == 0) smem.dq_full[warpgroup].arrive();
 }
 
-// One warpgroup: the same without the warp, in no order. With 64 keys to a tile, where dQ is most
-// of what shared memory moves, it is the faster way.
+// One warpgroup: the same without the warp, where no turns are kept. With 64 keys to a tile, where
+// dQ is most of what shared memory moves, it is the faster way.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void add_dq(float* grid_dq, Accumulator const& dq, RowBlock const& block, int piece,
                         int warpgroup) {
-  int64_t const number = block.target * Traits::Pieces + warpgroup * Traits::PiecesEach + piece;
-  float* const to = grid_dq + number * kPiece + threadIdx.x % kWarpgroup * 4;
+  int const number = block.target * Traits::Pieces + warpgroup * Traits::PiecesEach + piece;
+  float* const to = grid_dq + static_cast<int64_t>(number) * kPiece + threadIdx.x % kWarpgroup * 4;
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) {
     asm volatile(

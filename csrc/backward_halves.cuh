@@ -62,7 +62,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   };
   auto* const to_ds = ds_place(sDS, warp_key, lane);
   Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});  // P^T
-  Tensor fDST = make_tensor_like(fP);                                             // dS^T
+  Tensor fMyDS = make_tensor_like(fP);                                            // dS^T
 
   // Warpgroups issue their products in turns, so one weighs its scores while the other's run.
   auto my_turn = [&] {
@@ -78,18 +78,18 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   // Flags of the block that is weighed or to be weighed, and where they are looked up ahead, those
   // of the next one above them.
   int flags = 0;
-  auto look = [&](uint32_t count) {
+  auto flags_of = [&](uint32_t count) {
     StageState<Traits::BlockDepth> const place{count};
     smem.block_ready[place.index()].wait(place.phase());
     return block_at(count).flags;
   };
   auto look_ahead = [&](uint32_t count) {
     if constexpr (Traits::LooksAhead) {
-      if (!(flags & kLastBlock)) flags |= look(count) << kBlockFlags;
+      if (!(flags & kLastBlock)) flags |= flags_of(count) << kBlockFlagBits;
     }
   };
-  auto go_on = [&](uint32_t count) {
-    flags = Traits::LooksAhead ? flags >> kBlockFlags : look(count);
+  auto next_flags = [&](uint32_t count) {
+    flags = Traits::LooksAhead ? flags >> kBlockFlagBits : flags_of(count);
   };
   // Both warpgroups, neither in its turn: clears what is a neighbour's.
   auto clear_block = [&](uint32_t count) {
@@ -133,8 +133,8 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     if constexpr (!Traits::ReadsAhead) of_rows = RowValues<M>(delta, lane);
     differentiate(s, dp, of_rows);
     if (masked) hide<M>(dp, seen);
-    to_operand<Element>(dp, fDST);
-    store_ds<M>(fDST, to_ds + ds_state.index() * (M * N));
+    to_operand<Element>(dp, fMyDS);
+    store_ds<M>(fMyDS, to_ds + ds_state.index() * (M * N));
     __syncwarp();
     if (lane == 0) smem.ds_full[ds_state.index()].arrive();
   };
@@ -142,7 +142,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     issue(mma_kv, fP, fDOt(_, _, _, count % Traits::DoutStages), dv, true);
   };
   auto issue_dk = [&](uint32_t count) {
-    issue(mma_kv, fDST, fQt(_, _, _, count % Traits::QStages), dk, true);
+    issue(mma_kv, fMyDS, fQt(_, _, _, count % Traits::QStages), dk, true);
   };
   auto dv_done = [&](uint32_t count) {
     warpgroup_fence_operand(dv);
@@ -167,7 +167,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto step = [&](bool opening, uint32_t count) {
     Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
     Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-    go_on(count + 1);
+    next_flags(count + 1);
     if (flags & kForeign) clear_block(count + 1);
     my_turn();
     issue_dv(count);
@@ -191,7 +191,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
       Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-      flags = look(count);
+      flags = flags_of(count);
       if (flags & kForeign) clear_block(count);
       my_turn();
       issue_s(count, s);

@@ -160,6 +160,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
     send(count, dq0, 0);
   };
   auto release = [&](uint32_t count) {
+    __syncwarp();  // all lanes have read the block
     if (lane == 0) {
       smem.q_empty[count % Traits::QStages].arrive();
       smem.block_done[count % Traits::BlockDepth].arrive();

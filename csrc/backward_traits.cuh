@@ -42,7 +42,7 @@ struct RowBlock {
 // masked: some of its pairs must not be seen. foreign: its last rows are a neighbour's. first,
 // last: of the portion.
 enum BlockFlags : int32_t { kMasked = 1, kForeign = 2, kFirstBlock = 4, kLastBlock = 8 };
-constexpr int kBlockFlags = 4;  // bits
+constexpr int kBlockFlagBits = 4;
 
 // A piece of dQ on its way out: its number, -1 for no more, and its turn.
 struct DqPiece {

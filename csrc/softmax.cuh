@@ -18,9 +18,9 @@ using namespace cute;
 // way from S to P. No P exceeds kMost, within bf16 and fp16.
 struct RowState {
   static constexpr float kMost = 256.f;
-  static constexpr float kMostAhead = 40.f;
-  float shift[2] = {-INFINITY, -INFINITY};  // log2 units; -inf before the first score
-  float total[2] = {0.f, 0.f};              // this lane's part of the running sum of P
+  static constexpr float kMostAhead = 40.f;  // log2 units, see `resume`
+  float shift[2] = {-INFINITY, -INFINITY};   // log2 units; -inf before the first score
+  float total[2] = {0.f, 0.f};  // this lane's part of the sum of P, of earlier hops too
 
   // P of elements [Begin, End) of the thread's fragment, index 4 * j + 2 * r + c for row r; adds it
   // to the sums. inf or NaN in a row without a shift.
@@ -78,7 +78,8 @@ struct RowState {
   // After the first block: takes in rows of earlier hops, of which O is to begin with theirs, times
   // `weight`. So O and LSE are not needed before there is P. Where their LSE is more than
   // kMostAhead ahead of the shift, it takes the shift along. The first block's P, at most 1, was
-  // for a lower one: against 2^kMostAhead neither that nor the true P is seen in float32.
+  // for a lower one: against 2^kMostAhead it is not seen in float32 while V is below 2^9 times O,
+  // nor in bf16 while it is below 2^24 times O.
   CUTE_DEVICE void resume(float const (&lse)[2], float (&weight)[2], int lane) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {

@@ -33,8 +33,8 @@ struct ForwardTraits {
   static constexpr bool kBoxedO = D < 256;  // where there is room for O, whole boxes are stored
   // Elements of a thread's S that become P while P V of the last block may still run.
   static constexpr int kEarly = D == 128 ? 32 : 16;
-  // Whether what comes next is looked up beside a tile's last block but one: measured, it pays
-  // where tiles are short.
+  // Whether what comes next is looked up before the softmax of a tile's last block is done:
+  // measured, it pays where tiles are short.
   static constexpr bool kLooksAhead = D == 64;
   static constexpr int Threads = kWarpgroup * (Consumers + Producers);
   static constexpr int ConsumerRegisters = Consumers == 2 ? 240 : 160;

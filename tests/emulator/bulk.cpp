@@ -29,6 +29,7 @@ void change(Cta& cta, uint32_t address, Function const& f) {
   if (b.pending == 0 && b.bytes == 0) {
     b.phase ^= 1;
     b.pending = b.expected;
+    merge(cta.mbarrier(address).complete, cta.mbarrier(address).pending);
   }
   std::memcpy(cta.shared(address, 8), &b, 8);
   cta.grid.progress();

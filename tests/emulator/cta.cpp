@@ -19,7 +19,6 @@ Cta::Cta(Grid& grid, uint32_t const at[3]) : grid(grid) {
   }
   shared_.assign(bytes, static_cast<char>(0xff));
   writers_.assign(bytes / kGranule + 1, 0);
-  written_.assign(bytes / kGranule + 1, 0);
   uint32_t const threads = launch.block[0] * launch.block[1] * launch.block[2];
   if (launch.kernel->local_bytes) {
     local.assign(threads, std::vector<char>(launch.kernel->local_bytes, static_cast<char>(0xff)));
@@ -88,35 +87,36 @@ void Cta::write(Warp const& warp, uint64_t offset, void const* value, size_t byt
     if (same && !writers) continue;  // seen already
     if (!same) writers = 0;
     writers |= 1u << warp.index;
-    written_[granule] = known_[warp.index][warp.index];
-    unfenced_[warp.index].push_back(static_cast<uint32_t>(granule));
+    unfenced_[warp.index][static_cast<uint32_t>(granule)] = known_[warp.index][warp.index];
     std::memcpy(there, from, part);
   }
 }
 
-void Cta::release(Warp const& warp, Clock& barrier) {
+void merge(Clock& into, Clock const& other) {
+  if (into.size() < other.size()) into.resize(other.size());
+  for (size_t w = 0; w < other.size(); ++w) into[w] = std::max(into[w], other[w]);
+}
+
+void Cta::release(Warp const& warp, Releases& barrier) {
   Clock& mine = known_[warp.index];
-  barrier.resize(mine.size());
-  for (size_t w = 0; w < mine.size(); ++w) barrier[w] = std::max(barrier[w], mine[w]);
+  merge(barrier.pending, mine);
   ++mine[warp.index];
 }
 
-void Cta::acquire(Warp const& warp, Clock const& barrier) {
-  Clock& mine = known_[warp.index];
-  for (size_t w = 0; w < barrier.size(); ++w) mine[w] = std::max(mine[w], barrier[w]);
+void Cta::acquire(Warp const& warp, Releases const& barrier) {
+  merge(known_[warp.index], barrier.complete);
 }
 
 void Cta::fence(Warp const& warp) {
   Clock const& mine = known_[warp.index];
   for (size_t w = 0; w < unfenced_.size(); ++w) {
-    auto const fences = [&](uint32_t granule) {
+    std::erase_if(unfenced_[w], [&](auto const& written) {
+      auto const& [granule, time] = written;
       if (!(writers_[granule] >> w & 1)) return true;  // another value is there
-      if (written_[granule] > mine[w]) return false;
+      if (time > mine[w]) return false;
       writers_[granule] = 0;
       return true;
-    };
-    auto& granules = unfenced_[w];
-    granules.erase(std::remove_if(granules.begin(), granules.end(), fences), granules.end());
+    });
   }
 }
 

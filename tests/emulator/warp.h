@@ -107,10 +107,17 @@ class Warp {
 // For each warp of a CTA, up to which of its releases what it did comes first.
 using Clock = std::vector<uint32_t>;
 
+// What those who arrive at a barrier release: until it is complete nobody has it.
+struct Releases {
+  Clock pending, complete;
+};
+
+void merge(Clock& into, Clock const& other);
+
 struct NamedBarrier {
   int arrived = 0;
   std::vector<Warp*> waiting;
-  Clock released;
+  Releases releases;
 };
 
 class Cta {
@@ -123,14 +130,15 @@ class Cta {
   // An ordinary store to a generic address.
   void store(Warp& warp, int lane, uint64_t address, void const* value, size_t bytes);
 
-  // Barriers order what warps do: who arrives releases, who has waited acquires.
-  void release(Warp const& warp, Clock& barrier);
-  void acquire(Warp const& warp, Clock const& barrier);
-  Clock& mbarrier(uint32_t offset) { return mbarriers_[offset]; }
+  // Barriers order what warps do: who arrives releases, who has waited acquires. Warps are taken as
+  // one: a lane's arrival releases what all lanes did.
+  void release(Warp const& warp, Releases& barrier);
+  void acquire(Warp const& warp, Releases const& barrier);
+  Releases& mbarrier(uint32_t offset) { return mbarriers_[offset]; }
 
   // Bulk copies and matrix products may not see what ordinary stores have written to shared memory
-  // until it is fenced, by the warp that wrote it or by one for which that has come first. `value`
-  // is what gets written; `reader` names who reads.
+  // until it is fenced, by a warp that wrote it or by one for which that has come first; not
+  // necessarily by the reader's. `value` is what gets written; `reader` names who reads.
   void write(Warp const& warp, uint64_t offset, void const* value, size_t bytes);
   void fence(Warp const& warp);
   void check_fenced(uint64_t offset, size_t bytes, char const* reader) const;
@@ -146,10 +154,10 @@ class Cta {
  private:
   std::vector<char> shared_;
   std::vector<Clock> known_;  // by each warp; its own number is that of its next release
-  std::unordered_map<uint32_t, Clock> mbarriers_;
-  std::vector<uint32_t> writers_;                // of each granule's value: a bit for each warp
-  std::vector<uint32_t> written_;                // its last writer's clock at that time
-  std::vector<std::vector<uint32_t>> unfenced_;  // granules that each warp has written
+  std::unordered_map<uint32_t, Releases> mbarriers_;
+  std::vector<uint32_t> writers_;  // of each granule's value: a bit for each warp
+  // Granules that each warp has written, and its clock at the last time.
+  std::vector<std::unordered_map<uint32_t, uint32_t>> unfenced_;
 };
 
 // One launch. `params` is the kernel's parameter block.

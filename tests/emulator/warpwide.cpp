@@ -125,10 +125,10 @@ Step barrier(Instruction& i) {
     if (w.barrier >= 0) {  // has arrived before
       if (std::find(b.waiting.begin(), b.waiting.end(), &w) != b.waiting.end()) return Next::Wait;
       w.barrier = -1;
-      w.cta.acquire(w, b.released);
+      w.cta.acquire(w, b.releases);
       return Next::Go;
     }
-    w.cta.release(w, b.released);
+    w.cta.release(w, b.releases);
     auto const expected = threads >= 0 ? static_cast<int>(w.reg(threads)[lane])
                                        : static_cast<int>(w.cta.warps.size()) * kWarp;
     if (expected % kWarp) throw std::runtime_error("a named barrier counts whole warps");
@@ -139,8 +139,9 @@ Step barrier(Instruction& i) {
     if (complete) {
       b.arrived = 0;
       b.waiting.clear();
+      merge(b.releases.complete, b.releases.pending);
     }
-    if (waits && complete) w.cta.acquire(w, b.released);
+    if (waits && complete) w.cta.acquire(w, b.releases);
     if (!waits || complete) return Next::Go;
     b.waiting.push_back(&w);
     w.barrier = static_cast<int>(which);
