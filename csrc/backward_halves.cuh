@@ -108,6 +108,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
   auto issue_dp = [&](uint32_t count, auto& dp) {
     StageState<Traits::DoutStages> const dout_state{count};
     smem.dout_full[dout_state.index()].wait(dout_state.phase());
+    // V's descriptors anew, or registers are spilled; K's too would cost more than it saves.
     issue(mma_s, opaque(fV), fDO(_, _, _, dout_state.index()), dp, false);
   };
   // S^T and dP^T, the last products in flight, to P^T and dS^T. Three stages of dS: in its last

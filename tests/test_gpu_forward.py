@@ -226,8 +226,8 @@ def test_hops_merge_wherever_their_scores_lie(dtype: torch.dtype, d: int) -> Non
 
 
 def hold_many_keys_before(unit: Unit, device: str = "cuda") -> None:
-    """2^20 keys of equal scores came before these 300: LSE to 1e-5, O to 5e-6, since tensor cores
-    truncate what they add to O, each of 19 steps by up to an ulp of it."""
+    """2^20 keys of equal scores came before these 300: LSE to 1e-5, O to 1e-6 where sums are
+    rounded; tensor cores truncate what they add to O: 5e-6 (2.7e-6 was seen on an H200)."""
     t, before, n, d = 200, 2**20, 300, unit.head_dim
     q, k, v = (torch.zeros(m, 1, d, dtype=getattr(torch, unit.dtype)) for m in (t, n, n))
     v.normal_(1, 1)
@@ -238,7 +238,7 @@ def hold_many_keys_before(unit: Unit, device: str = "cuda") -> None:
     hop = plan_local(np.array([t]), np.array([n]), -1, -1).forward(unit.tile_m)[0]
     hop.tiles["flags"] = 0
     kernels.attend(unit, q, k, v, hop, d**-0.5, torch.empty_like(q), running, lse)
-    assert (running.cpu().double() - ref).abs().max().item() < 5e-6
+    assert (running.cpu().double() - ref).abs().max() < (5e-6 if running.is_cuda else 1e-6)
     assert (lse - math.log(before + n)).abs().max().item() < 1e-5
 
 
