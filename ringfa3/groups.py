@@ -29,8 +29,12 @@ def new_group(
     `new_group(use_local_synchronization=True)` names a group by how many its process has, and
     waits for ever where that is not the same on all ranks. If the default group is bound to a
     device, NCCL splits its communicator, and all ranks of the job must make their first group
-    together.
+    together. NCCL's kernels go before others that wait for an SM.
     """
+    options = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         rank,
@@ -38,6 +42,7 @@ def new_group(
         dist.Backend(backend),
         store,
         name,  # type: ignore[arg-type]
+        options,
         timeout=timeout,
     )
     assert isinstance(group, dist.ProcessGroup)

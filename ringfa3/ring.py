@@ -35,14 +35,9 @@ from ringfa3.ops import (
 )
 from ringfa3.reference import statistics_dtype
 from ringfa3.symmetric import CudaMachine
-from ringfa3.transports import NcclTransport, Transport
+from ringfa3.transports import Transport
 
 TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
-# NCCL's kernels find no room beside one that has every SM, and a transfer begins when the hop's
-# kernel ends. SMs left free cost 6% of every hop; a transfer that begins late costs as much where a
-# rank has about 13.7k tokens, at 4 query heads for a KV head.
-NCCL_SMS = 8
-NCCL_TOKENS = 55_000  # of a rank, times query heads of a KV head, from which on none are left free
 # Set to 1, kernels of the backward over `symmetric` begin before their partial is there.
 WAIT_INSIDE = "RINGFA3_WAIT_INSIDE"
 ACCEPTED_KEPT = 64  # kinds of calls of a plan that were found right
@@ -272,13 +267,6 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-def _sm_margin(moved_by: Transport | CudaMachine | None, q: torch.Tensor, k: torch.Tensor) -> int:
-    """SMs that the kernels of a call leave to what moves its tensors."""
-    group = q.shape[1] // k.shape[1]
-    scarce = isinstance(moved_by, NcclTransport) and q.shape[0] * group < NCCL_TOKENS
-    return NCCL_SMS if scarce else 0
-
-
 def _begin(
     plan: ContextPlan,
     moved_by: Transport | CudaMachine | None,
@@ -314,7 +302,7 @@ def ring_attention(
     context = ContextPlan.from_handle(plan)
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "forward")
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
-        engine = forward_engine(q, _sm_margin(moved_by, q, k))
+        engine = forward_engine(q)
         direction, hops = "forward", context.hops
         if isinstance(moved_by, CudaMachine) and kind_of_forward(context, q, k) == "gathered":
             direction, hops = "gathered", context.gathered
@@ -357,7 +345,7 @@ def ring_attention_backward(
     context = ContextPlan.from_handle(plan)
     moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
-        engine = backward_engine(q, _sm_margin(moved_by, q, k))
+        engine = backward_engine(q)
         waits = engine.waits and os.environ.get(WAIT_INSIDE) == "1"
         call = _begin(context, moved_by, "backward", k, v, waits)
         tilings = context.hops.backward(engine.tile_n, engine.tile_m, deterministic)

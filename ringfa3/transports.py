@@ -17,6 +17,9 @@ import torch.distributed as dist
 from ringfa3.lookout import END_S
 
 POLL_S = 0.25  # how often the watch over NCCL looks at the messages under way
+# Cycles of the device, some 3.5 us. A kernel that takes every SM keeps NCCL's out until it ends, and
+# the transfer with it; beside NCCL's it begins on fewer, and takes the others when they are free.
+HEAD_START = 6000
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,8 @@ class _GlooExchange:
 
 
 class NcclTransport:
-    """CUDA memory. Waiting orders streams, not the host.
+    """CUDA memory. Waiting orders streams, not the host. NCCL's kernel is on the SMs before those
+    that the caller starts next.
 
     A watch names hop and peer when messages are overdue; ending the process is left to NCCL's own
     watchdog, whose timeout on this communicator is the same.
@@ -180,6 +184,7 @@ class NcclTransport:
             said = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
             said += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]
             self.posted.put((time.monotonic(), works, "; ".join(said)))
+            torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         return _NcclExchange(works)
 
     def _watch(self) -> None:

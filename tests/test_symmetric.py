@@ -29,7 +29,6 @@ from ringfa3.operations import Buffer
 from ringfa3.plan import Tiling
 from ringfa3.ring import ring_attention
 from ringfa3.symmetric import CudaMachine, open_machine
-from ringfa3.transports import NcclTransport
 
 CPU = torch.device("cpu")
 
@@ -78,7 +77,7 @@ class Waiting:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda, self.awaited = cuda, 0
 
-    def __call__(self, q: Tensor, sm_margin: int) -> Forward:
+    def __call__(self, q: Tensor) -> Forward:
         return Forward(reference.TILE_M, self.attend, True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *rest: Any) -> None:
@@ -238,16 +237,6 @@ def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[
         ValueError, match=r"not possible here \(rank 1: no CUDA driver\): use 'nccl'"
     ):
         _moved_by("symmetric", possible=False)
-
-
-def test_kernels_leave_sms_to_nccl_where_shards_are_short() -> None:
-    """At 32:8 heads below 13.75k tokens of a rank; and nothing to copy engines."""
-    nccl, machine = object.__new__(NcclTransport), object.__new__(CudaMachine)
-    k = torch.empty(13_749, 8, 1)
-    assert ring._sm_margin(nccl, torch.empty(13_749, 32, 1), k) == 8
-    assert ring._sm_margin(nccl, torch.empty(13_750, 32, 1), k) == 0
-    for other in (machine, None):
-        assert ring._sm_margin(other, torch.empty(16, 32, 1), k) == 0
 
 
 @pytest.mark.parametrize("transport", ["auto", "symmetric"])
