@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ringfa3.lookout import END_S
 
 POLL_S = 0.25  # how often the watch over NCCL looks at the messages under way
-# Cycles of the device, some 3.5 us. A kernel that takes every SM keeps NCCL's out to its end, and so
-# the transfer; beside NCCL's it begins on fewer, and takes the others when they are free.
+# Cycles of the device, some 3.5 us. A kernel that takes every SM keeps NCCL's, and so the transfer,
+# out to its end; beside NCCL's it begins on fewer, and takes the others when they are free.
 HEAD_START = 6000
 
 
