@@ -34,6 +34,10 @@ SHARED = 4  # beside FIRST and LAST: other portions add to the same keys
 FULL = 0.95  # of the GPU's time that whole tiles must fill to stay whole
 # In blocks of rows: what a portion takes beside its blocks, and what adding up takes more.
 SETUP, REDUCE = 2, 2
+# A tile of very many heads is cut to few, for the sake of caches: on an H200, 8k tokens causal,
+# 8% are gained from 32 heads to 4, 6% from 16 to 4, and 4% lost from 4 to 2.
+MANY_HEADS, FEW_HEADS = 8, 4
+LONG = 64  # blocks of a piece from which on this outweighs adding up
 WAVES = 4  # pieces for each processor from which on nothing is cut: the order of fetching evens out
 
 
@@ -50,18 +54,24 @@ def portions(
         whole: nothing is cut, as deterministic sums need it.
     """
     blocks = visited_blocks(tiling, tile_m)
-    best = _cut(tiling, blocks, group, 1, 1)
-    if whole or len(best) * kv_heads >= WAVES * num_ctas:
-        return best
+    uncut = _cut(tiling, blocks, group, 1, 1)
+    if whole:
+        return uncut
+    most = int(blocks.max(initial=0))
+    cuts = [(1, 1), *_cuts(group, most)]
+    if group > MANY_HEADS and most * FEW_HEADS >= LONG:
+        cuts = [(heads, rows) for heads, rows in cuts if group // heads <= FEW_HEADS]
+    best, least = uncut, math.inf
     work = group * kv_heads * int(blocks.sum())
-    least = _makespan(best, kv_heads, num_ctas)
-    for heads, rows in _cuts(group, int(blocks.max(initial=0))):
-        if work >= FULL * least * num_ctas:
-            break
+    for heads, rows in cuts:
         table = _cut(tiling, blocks, group, heads, rows)
+        if len(table) * kv_heads >= WAVES * num_ctas and least == math.inf:
+            return table
         makespan = _makespan(table, kv_heads, num_ctas)
         if makespan < least:
             best, least = table, makespan
+        if work >= FULL * least * num_ctas:
+            break
     return best
 
 

@@ -32,7 +32,7 @@ def test_visited_blocks_are_those_with_a_pair(case: Case, m: int, n: int) -> Non
     case=cases,
     m=tiles,
     n=tiles,
-    group=st.sampled_from([1, 2, 4, 6]),
+    group=st.sampled_from([1, 2, 4, 6, 12]),
     kv_heads=st.integers(1, 3),
     num_ctas=st.integers(1, 40),
     whole=st.booleans(),
@@ -73,3 +73,16 @@ def test_few_tiles_are_cut_until_the_gpu_is_full_and_many_are_not() -> None:
     assert len(portions(tiling, 64, 4, 8, 132)) == 64
     assert len(portions(tiling, 64, 8, 1, 132, whole=True)) == 64
     assert (tiling.tiles["flags"] & FIRST).all()
+
+
+def test_tiles_of_very_many_heads_are_cut_to_four() -> None:
+    """In long sequences, from 12 heads of a KV head on."""
+    lengths = np.array([8192, 8192])
+    tiling = plan_local(lengths, lengths, -1, 0).backward(128, 64)[0]
+    for group, kv_heads, expected in ((32, 1, 4), (16, 2, 4), (12, 2, 4), (8, 4, 8), (4, 8, 4)):
+        table = portions(tiling, 64, group, kv_heads, 132)
+        assert set(table["num_heads"].tolist()) == {expected}, group
+        assert len(table) == 128 * group // expected
+    short = np.full(64, 256)
+    tiling = plan_local(short, short, -1, 0).backward(128, 64)[0]
+    assert set(portions(tiling, 64, 32, 8, 132)["num_heads"].tolist()) == {32}
