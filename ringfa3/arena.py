@@ -33,6 +33,7 @@ class Arena:
         self.group_name, self.rank, self.device, self.gather = group_name, rank, device, gather
         self._capacity = dict.fromkeys(Buffer, 0)  # bytes of a slot
         self._own: dict[Buffer, torch.Tensor] = {}
+        self._kept: list[object] = []
 
     def reserve(self, needed: Mapping[Buffer, int]) -> bool:
         """Makes slots at least so large, in bytes. All ranks ask for the same in the same call.
@@ -43,7 +44,7 @@ class Arena:
         Raises:
             RuntimeError: on all ranks, if one has no room.
         """
-        if all(size <= self._capacity[buffer] for buffer, size in needed.items()):
+        if self.holds(needed):
             return False
         torch.cuda.synchronize(self.device)
         capacity = {
@@ -56,6 +57,14 @@ class Arena:
         self._base = [p + int(offset) for p, offset in zip(self._mapped, offsets, strict=True)]
         self._capacity = capacity
         return True
+
+    def holds(self, needed: Mapping[Buffer, int]) -> bool:
+        """Whether slots are so large, in bytes."""
+        return all(size <= self._capacity[buffer] for buffer, size in needed.items())
+
+    def keep(self) -> None:
+        """What has been handed out is never freed, even if it grows: graphs have its addresses."""
+        self._kept.append((self._region, self._handle, *self._own.values()))
 
     def _allocate(self, capacity: Mapping[Buffer, int]) -> None:
         import torch.distributed._symmetric_memory as symm_mem
