@@ -124,6 +124,11 @@ class RingGroup:
             self.moved_by = "symmetric"
         return self._machine
 
+    @property
+    def opened(self) -> CudaMachine | None:
+        """The machine, if it has been tried and works."""
+        return self._machine if isinstance(self._machine, CudaMachine) else None
+
     def may_pull(self, transport: str) -> bool:
         """Whether a call of CUDA tensors takes the machine, or has to try it first."""
         return transport in ("auto", "symmetric") and not isinstance(self._machine, str)

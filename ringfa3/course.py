@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
 
@@ -36,10 +36,14 @@ from ringfa3.rows import copy_rows
 class Machine(Protocol):
     """One rank's three streams, and the memory of all ranks.
 
-    routes  what calls have prepared; dropped when their memory or streams are others
+    routes  what calls like the one that has begun have prepared; dropped when their memory or
+            streams are others
     """
 
     routes: Routes
+
+    def arranged(self, operations: list[Operation]) -> list[Operation]:
+        """The operations of the call that has begun, as the machine needs them."""
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
         """Begins a call, equal on all ranks, and returns its parity, 0 and 1 in turn.
@@ -82,7 +86,7 @@ class Route(NamedTuple):
     after: list[Step]
 
 
-Routes: TypeAlias = "weakref.WeakKeyDictionary[Plan, dict[object, Route]]"
+Routes: TypeAlias = MutableMapping[Plan, dict[object, Route]]
 
 
 class Cargo:
@@ -217,6 +221,7 @@ def _route(
     """The steps of a call on what is the machine's memory now."""
     own = plan.own_rows(device)
     operations = getattr(schedule, direction)(plan.movement, plan.rank, parity)
+    operations = machine.arranged(operations)
     inside = frozenset(_awaited_inside(operations, plan) if waits else ())
 
     def rows(place: Place, count: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ringfa3 import capture
 from ringfa3.buffers import Relay
 from ringfa3.comm import RingGroup, Settings
 from ringfa3.context import ContextPlan
@@ -201,6 +202,7 @@ def _enter(
     forward = os.environ.get(FORWARD)
     asked = (*kinds, scale, deterministic, precision, transport, direction, forward)
     accepted = known.get(asked)
+    first = accepted is None
     if accepted is None:
         settings = Settings()
         try:
@@ -221,8 +223,12 @@ def _enter(
         return None
     assert plan.group is not None
     group = RingGroup.of(plan.group)
-    if error is None and q.is_cuda and group.may_pull(transport):
-        error = _captured()
+    pulls = error is None and q.is_cuda and group.may_pull(transport)
+    if pulls and torch.cuda.is_current_stream_capturing():
+        error = capture.refusal(group.opened, plan, direction, q, k, not first)
+        accepted = capture.of_captured(accepted[0]), capture.of_captured(accepted[1])
+        if error is not None and first:
+            del known[asked]  # it has not run
     group.agree(accepted[0], error)
     group.begin(accepted[1])
     if q.is_cuda and transport != "nccl":
@@ -240,15 +246,6 @@ def _enter(
 def say_transport(reason: str) -> None:
     """Once per process and reason, in one line: that "auto" is NCCL here."""
     print(f"ringfa3: the ring runs over nccl: {reason}", file=sys.stderr, flush=True)
-
-
-def _captured() -> ValueError | None:
-    """What is wrong with a call over peers' memory, or its trial, where the stream is captured."""
-    if not torch.cuda.is_current_stream_capturing():
-        return None
-    return ValueError(
-        "a ring call over 'symmetric' cannot be captured in a CUDA graph: use transport='nccl'"
-    )
 
 
 def _telling_peers(plan: ContextPlan) -> AbstractContextManager[None]:

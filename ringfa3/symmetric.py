@@ -21,6 +21,7 @@ from ringfa3 import driver
 from ringfa3.arena import Arena
 from ringfa3.context import plan_context
 from ringfa3.course import Cargo, Course, Routes
+from ringfa3.enclosure import enclosed
 from ringfa3.operations import (
     Attend,
     AttendAll,
@@ -36,6 +37,7 @@ from ringfa3.operations import (
     Stream,
     Take,
 )
+from ringfa3.replays import Replays
 from ringfa3.transports import first_line
 from ringfa3.watch import Watch, raise_in_main_thread
 from ringfa3.words import Words
@@ -102,6 +104,10 @@ class CudaMachine:
         self.calls = 0
         self.routes: Routes = weakref.WeakKeyDictionary()
         self._routes: dict[torch.cuda.Stream, Routes] = {}  # by compute stream
+        self._compute: torch.cuda.Stream | None = None  # of the last call that was not captured
+        self.captured = False  # the call that has begun
+        self._enclosing = False  # calls are enclosed: some have been captured
+        self._graphs: list[Routes] = []  # of captured calls: graphs have their addresses
         self.arena = Arena(group.name, group.rank, device, group.gather)
         self.words = Words(group.rank, group.world, group.gather)
         torch.cuda.synchronize(device)  # makes its context the current one
@@ -120,22 +126,47 @@ class CudaMachine:
         }
         self._row_bytes: Mapping[Buffer, int] = {}
         self._watch = Watch(timeout_s, self.words.reached, group.alarm, lost, self.words.set_all)
+        self._replays = Replays(self.words)
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
+        """A captured call has the same parity in all replays."""
         driver.issue(self._enter)
         self._row_bytes = row_bytes
+        before, self.captured = self.captured, torch.cuda.is_current_stream_capturing()
         if self.arena.reserve({b: count * row_bytes[b] for b, count in rows.items()}):
             self._routes.clear()
             self.routes.clear()
         compute = torch.cuda.current_stream(self.device)
-        before = self._streams.get(Stream.COMPUTE)
-        if before is None or compute != before:
-            if before is not None:
-                compute.wait_stream(before)  # the schedule knows one compute stream
+        if self.captured:
+            if not self._enclosing:
+                self._enclose()
+            self.arena.keep()
             self._streams[Stream.COMPUTE] = compute
+            self.routes = {}
+            self._graphs.append(self.routes)
+        elif before or compute != self._streams.get(Stream.COMPUTE):
+            if self._compute not in (None, compute):
+                compute.wait_stream(self._compute)  # the schedule knows one compute stream
+            self._streams[Stream.COMPUTE] = self._compute = compute
             self.routes = self._routes.setdefault(compute, weakref.WeakKeyDictionary())
         self.calls += 1
         return (self.calls - 1) % 2
+
+    def _enclose(self) -> None:
+        """Before the first captured call: a replay must find those before it over.
+
+        Later ones are, by events; of those so far the host sees that they have taken their words.
+        """
+        while self.group.failure is None and not all(
+            self.words.reached(stream, count) for stream, count in self._taken.items()
+        ):
+            time.sleep(0.001)
+        self._enclosing = True
+        self._routes.clear()
+        self._watch.look_at(self._replays.look)
+
+    def arranged(self, operations: list[Operation]) -> list[Operation]:
+        return enclosed(operations, self.captured) if self._enclosing else operations
 
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         return self.arena.local(buffer, slot)
@@ -170,12 +201,15 @@ class CudaMachine:
         if isinstance(operation, Set):
             words.operations.append(driver.write(self.words.address(operation.word), 1))
         elif isinstance(operation, Take):
-            word = self.words.address(operation.word)
-            words.operations.extend((driver.wait(word, 1), driver.write(word, 0)))
-            words.counts.append(len(words.operations))
-            words.operations.append(driver.write(self.words.counter(operation.stream), 0))
-            peer = self.group.ranks[operation.word.sender]
-            words.said.append(f"{operation.what} rank {peer}")
+            stream, word = operation.stream, self.words.address(operation.word)
+            take = driver.wait(word, 1), driver.write(word, 0)
+            said = f"{operation.what} rank {self.group.ranks[operation.word.sender]}"
+            if self.captured:
+                words.operations.extend((self._replays.awaiting(stream, said), *take))
+            else:
+                words.operations.extend((*take, driver.write(self.words.counter(stream), 0)))
+                words.counts.append(len(words.operations) - 1)
+            words.said.append(said)
         elif isinstance(operation, Clear):
             set_words = (self._arrival(e) for e in operation.events if e in inside)
             words.operations.extend(driver.write(address, 0) for address in set_words)
@@ -205,9 +239,11 @@ class CudaMachine:
 
     def _put(self, script: Script, stream: Stream, words: _Words) -> None:
         if words.operations:
+            if self.captured and words.said:
+                words.operations.extend(self._replays.over(stream))
             call, read = driver.batch(self._streams[stream].cuda_stream, words.operations)
             script.calls.append(call)
-            if words.said:
+            if words.counts:
                 script.takes.append((stream, words.said, [read[i] for i in words.counts]))
 
     def issue(self, script: Script) -> None:

@@ -20,7 +20,8 @@ class Watch(threading.Thread):
     It calls nothing of CUDA, which may hold a thread up as long as a stream waits.
 
     If nothing comes for `timeout_s`, or another rank has given up, it calls lost(message), once,
-    and then release() until the last wait is over. Idle while nothing is awaited.
+    and then release() until the last wait is over. Idle while nothing is awaited, unless it also
+    looks at what graphs wait for.
 
     reached  reached(stream, n): whether the n-th wait of a stream, counted from 1, is over
     alarm    what another rank said that gave up, or None
@@ -38,6 +39,7 @@ class Watch(threading.Thread):
         self.timeout_s, self.lost = timeout_s, lost
         self._reached, self._alarm, self._release = reached, alarm, release
         self._posted = threading.Event()
+        self._look: Callable[[], tuple[bool, Sequence[str]]] | None = None
         self._streams: dict[Hashable, _Waits] = {}
         self._given_up = self._over = False
         self.start()
@@ -50,6 +52,15 @@ class Watch(threading.Thread):
         waits.ahead.append(what)
         if not self._posted.is_set():
             self._posted.set()
+
+    def look_at(self, look: Callable[[], tuple[bool, Sequence[str]]]) -> None:
+        """Waits that nobody posts, from now on. It is never idle then: at any time a graph may be
+        replayed.
+
+        look  whether one is over since the last look, and what is awaited now
+        """
+        self._look = look
+        self._posted.set()
 
     def give_up(self) -> None:
         """From now on it only releases."""
@@ -74,10 +85,16 @@ class Watch(threading.Thread):
             streams = list(self._streams.items())
             passed = [self._drop_passed(stream, waits) for stream, waits in streams]
             ahead = [waits.ahead[0][waits.at] for _, waits in streams if waits.ahead]
-            if not ahead:
+            if self._look is not None:
+                came, awaited = self._look()
+                passed.append(came)
+                ahead += awaited
+            elif not ahead:
                 return
-            if any(passed):
+            if any(passed) or not ahead:
                 moved = time.monotonic()
+            if not ahead:
+                continue
             if self._given_up:
                 self._release()
             elif (said := self._alarm()) is not None:

@@ -22,6 +22,8 @@ from ringfa3.transports import first_line
 
 DIRECTORY = "/dev/shm"
 BYTES = 4  # of a word
+COUNTERS = 3  # of a stream: words taken; in graphs, number of what it awaits; 1 when that is over
+AWAITED, OVER = 1, 2
 
 Gather = Callable[[str], Sequence[str]]  # a line of every rank; returns when all have said theirs
 
@@ -48,7 +50,8 @@ def together(gather: Gather, what: str, step: Callable[[], object]) -> list[str]
 
 
 class Words:
-    """0 or 1 for each (receiver, sender, purpose, parity), and a counter for each stream."""
+    """0 or 1 for each (receiver, sender, purpose, parity), and what each stream says of itself: a
+    counter, and in graphs what it waits for and that something has come."""
 
     def __init__(self, rank: int, world: int, gather: Gather) -> None:
         """All ranks together. The current device is the one whose streams use the words.
@@ -59,7 +62,7 @@ class Words:
         self.rank = rank
         self._shape = (world, world, len(Purpose), 2)
         self._words = world * world * len(Purpose) * 2
-        self._count = self._words + world * len(Stream)
+        self._count = self._words + world * len(Stream) * COUNTERS
         path = together(gather, "a file for words", lambda: "" if rank else self._new_file())[0]
         try:
             together(gather, "mapping the words", lambda: self._map(path))
@@ -77,7 +80,7 @@ class Words:
         memory = torch.from_file(path, shared=True, size=self._count, dtype=torch.int32)
         self._address = driver.register(memory.data_ptr(), self._count * BYTES)
         self._mine = memory[: self._words].view(self._shape)[self.rank]
-        counters = memory[self._words :].view(-1, len(Stream))[self.rank]
+        counters = memory[self._words :].view(-1, len(Stream) * COUNTERS)[self.rank]
         self._counters = counters.numpy().data  # read often, without a tensor for each
 
     def address(self, word: Word) -> int:
@@ -86,13 +89,27 @@ class Words:
         index = (word.receiver * world + word.sender) * purposes + word.purpose
         return self._address + BYTES * (index * parities + word.parity)
 
-    def counter(self, stream: Stream) -> int:
+    def counter(self, stream: Stream, kind: int = 0) -> int:
         """Address of a counter of this rank's stream."""
-        return self._address + BYTES * (self._words + self.rank * len(Stream) + stream)
+        first = self._words + self.rank * len(Stream) * COUNTERS
+        return self._address + BYTES * (first + stream * COUNTERS + kind)
 
     def reached(self, stream: Hashable, count: int) -> bool:
         """Whether the stream has written `count` to its counter, or a later one; modulo 2^32."""
-        return (self._counters[cast(Stream, stream)] - count) % (1 << 32) < 1 << 31
+        found = self._counters[cast(Stream, stream) * COUNTERS]
+        return (found - count) % (1 << 32) < 1 << 31
+
+    def awaited(self, stream: Stream) -> int:
+        """What the stream has said last that it waits for."""
+        return self._counters[stream * COUNTERS + AWAITED]
+
+    def over(self, stream: Stream) -> bool:
+        """Whether the stream has said that waits are over since this was asked last."""
+        at = stream * COUNTERS + OVER
+        if not self._counters[at]:
+            return False
+        self._counters[at] = 0  # what it says in between is part of this answer
+        return True
 
     def set_all(self) -> None:
         """Sets all words that this rank awaits, from the host."""

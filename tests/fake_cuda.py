@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from fake_graphs import FakeGraph, FakeRun
 
 from ringfa3 import driver, symmetric
 from ringfa3.arena import NO_MULTICAST
@@ -36,6 +37,7 @@ class FakeCuda:
         self.rng = random.Random(seed)
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
+        self.runs: list[FakeRun] = []
         self.events: list[FakeEvent] = []
 
     def stream(self, _device: object = None, compute: bool = False) -> FakeStream:
@@ -46,8 +48,11 @@ class FakeCuda:
 
     def drain(self, host: int) -> None:
         """Until the side streams that a thread has made are empty."""
-        mine = [s for s in self.streams if s.host == host]
-        self.until(lambda: not any(s.actions for s in mine))
+        self.until(lambda: not self.busy(host))
+
+    def busy(self, host: int) -> bool:
+        """Whether they are not."""
+        return any(s.actions for s in self.streams if s.host == host)
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
@@ -62,11 +67,10 @@ class FakeCuda:
 
     def step(self) -> bool:
         with self.lock:
-            able = [s.actions for s in self.streams if s.actions and s.actions[0][0]()]
+            able = [act for s in (*self.streams, *self.runs) for act in s.able()]
             if not able:
                 return False
-            _, act = self.rng.choice(able).popleft()
-            act()
+            self.rng.choice(able)()
             return True
 
     # What prepared calls do when they are issued
@@ -140,9 +144,18 @@ class FakeStream:
     def __init__(self, cuda: FakeCuda, number: int, host: int, compute: bool = False) -> None:
         self.cuda, self.cuda_stream, self.host, self.compute = cuda, number, host, compute
         self.actions: deque[Action] = deque()
+        self.graph: FakeGraph | None = None  # that it is captured into
+        self.behind: frozenset[int] = frozenset()  # nodes of it
+
+    def able(self) -> Iterator[Callable[[], None]]:
+        if self.actions and self.actions[0][0]():
+            yield lambda: self.actions.popleft()[1]()
 
     def put(self, can: Callable[[], bool], act: Callable[[], None]) -> None:
         assert threading.current_thread().name != "ringfa3-watch", "CUDA would hold it up"
+        if self.graph is not None:
+            self.behind = self.graph.add(can, act, self.behind)
+            return None
         if self.compute:
             self.cuda.until(can)
             return act()
@@ -151,6 +164,12 @@ class FakeStream:
         return None
 
     def wait_event(self, event: FakeEvent) -> None:
+        if event.captured is not None:
+            graph, behind = event.captured
+            graph.join(self, behind)
+            return
+        if self.graph is not None:
+            raise driver.DriverError("an event from outside is awaited in a capture")
         passed = event.passed
         if self.compute:
             self.cuda.until(lambda: passed[0])
@@ -161,8 +180,12 @@ class FakeStream:
 class FakeEvent:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda, self.passed = cuda, [True]
+        self.captured: tuple[FakeGraph, frozenset[int]] | None = None
 
     def record(self, stream: FakeStream) -> None:
+        self.captured = None if stream.graph is None else (stream.graph, stream.behind)
+        if stream.graph is not None:
+            return
         self.passed = passed = [stream.compute]
         if not stream.compute:
             stream.put(lambda: True, lambda: passed.__setitem__(0, True))
@@ -203,6 +226,7 @@ class Ranks:
         self._barrier = threading.Barrier(world, timeout=LIMIT_S)
         self._lines: list[object] = [None] * world
         self._rank_of: dict[int, int] = {}  # by thread
+        self._current: list[FakeStream] = []  # compute streams
 
     def introduction(self, rank: int) -> tuple[str, str, str]:
         return "host", f"GPU {rank}", ""
@@ -213,6 +237,19 @@ class Ranks:
         lines = list(self._lines)
         self._barrier.wait()
         return lines
+
+    @contextmanager
+    def capture(self, here: bool = False) -> Iterator[FakeGraph]:
+        """What the calling rank does in it goes into a graph, from its stream or a new one."""
+        rank = self._rank_of[threading.get_ident()]
+        eager = self._current[rank]
+        self._current[rank] = stream = eager if here else self.cuda.stream(compute=True)
+        graph = FakeGraph(self.cuda, stream)
+        try:
+            yield graph
+        finally:
+            self._current[rank] = eager
+        graph.end()
 
     def run(self, function: Callable[[FakeGroup], object]) -> list[object]:
         results: list[object] = [None] * self.world
@@ -247,7 +284,7 @@ class Ranks:
         import torch.distributed._symmetric_memory as symm_mem
 
         cuda = self.cuda
-        compute = [cuda.stream(compute=True) for _ in range(self.world)]
+        compute = self._current = [cuda.stream(compute=True) for _ in range(self.world)]
 
         def rank() -> int:
             return self._rank_of[threading.get_ident()]
@@ -269,7 +306,18 @@ class Ranks:
             return compute[rank()]
 
         def synchronize(_device: torch.device) -> None:
+            assert not capturing()
             cuda.drain(threading.get_ident())
+
+        def capturing() -> bool:
+            return compute[rank()].graph is not None
+
+        def kernel(_: object, __: object, work: Callable[[], None]) -> None:
+            compute[rank()].put(lambda: True, work)
+
+        def sleep(_: float) -> None:
+            if not cuda.step():
+                time.sleep(0.001)
 
         watches = []
 
@@ -286,6 +334,9 @@ class Ranks:
             mock.patch.object(symmetric, "_introduction", introduction),
             mock.patch.object(torch.cuda, "current_stream", current_stream),
             mock.patch.object(torch.cuda, "synchronize", synchronize),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", capturing),
+            mock.patch.object(symmetric.CudaMachine, "compute", kernel),
+            mock.patch.object(symmetric, "time", SimpleNamespace(sleep=sleep)),
             mock.patch.object(torch.cuda, "device", nullcontext),
             mock.patch.dict(os.environ),
             mock.patch.object(symm_mem, "empty", empty),

@@ -6,6 +6,11 @@ and word has one stream that gives and one that awaits it, so nothing here depen
 there is no cycle, no run deadlocks. A kernel that waits inside also keeps all others off the SMs,
 on this rank and, through collectives of the job, on others: from its beginning on, nothing but
 copies may lie before its end.
+
+In a graph a rank's device may run operations one by one in any order that events allow. A rank
+that is stuck is to take a word, and what sets it lies behind the word that another stuck rank is to
+take: so that one does not come behind this setter by events. If such pairs of takes have no cycle,
+no order deadlocks.
 """
 
 from __future__ import annotations
@@ -26,9 +31,11 @@ from ringfa3.operations import (
     Keep,
     Operation,
     Place,
+    Prepare,
     Publish,
     Record,
     Set,
+    Stream,
     Take,
     Word,
 )
@@ -36,6 +43,7 @@ from ringfa3.operations import (
 Calls = Sequence[tuple[str, Sequence[Sequence[Operation]]]]  # direction, operations by rank
 Label = tuple[Hashable, ...]
 SHARED = (Buffer.IN, Buffer.ALL)  # one memory
+SETTLED = "settled"  # in place of a direction: hosts wait here for all words taken so far
 
 
 def label(direction: str, wait: Await | Take | Attend, world: int) -> Label:
@@ -79,12 +87,20 @@ def problems(calls: Calls, without: Label | None = None, one_queue: bool = False
     return _Order(calls, without, one_queue).problems()
 
 
+def stuck(direction: str, ranks: Sequence[Sequence[Operation]]) -> list[str]:
+    """Deadlocks of a call whose operations each rank runs one by one, in any order that its events
+    allow; none if proven. Enclosed calls are proven one by one: of ranks that are stuck, those in
+    the earliest call wait for words of that call, which ranks in later ones have set."""
+    return _Order([(direction, ranks)], None, False).stuck()
+
+
 class _Order:
     def __init__(self, calls: Calls, without: Label | None, one_queue: bool) -> None:
         self.after: list[list[int]] = []  # node -> nodes that begin after it
         self.names: list[str] = []
         self.operations: list[tuple[int, Operation]] = []  # with their ranks
         self.waiting: list[tuple[int, int]] = []  # beginning and end of kernels that wait inside
+        self.awaited_inside: list[tuple[int, int]] = []  # record, and the kernel's beginning
         self.raised: dict[tuple[int, Event], list[int]] = defaultdict(list)
         self.cleared: dict[tuple[int, Event], list[int]] = defaultdict(list)
         self.touched: dict[tuple[object, ...], list[tuple[int, Place, bool]]] = defaultdict(list)
@@ -94,6 +110,8 @@ class _Order:
             self._last: dict[object, int] = {}
             self._events: dict[Event, int] = {}
             for number, (direction, ranks) in enumerate(calls):
+                if direction == SETTLED:
+                    self._settle(rank)
                 for operation in ranks[rank]:
                     name = f"rank {rank}, call {number}: {operation}"
                     stream = None if one_queue else operation.stream
@@ -109,6 +127,16 @@ class _Order:
             self.after[self._last[stream]].append(node)
         self._last[stream] = node
         return node
+
+    def _settle(self, rank: int) -> None:
+        self._now = rank, Prepare()
+        taken = [
+            t for t, x in enumerate(self.operations) if x[0] == rank and isinstance(x[1], Take)
+        ]
+        for stream in Stream:
+            node = self._node(f"rank {rank} has settled", stream)
+            for take in taken:
+                self.after[take].append(node)
 
     def _touch(self, node: int, place: Place, writes: bool) -> None:
         memory = SHARED if place.buffer in SHARED else place[1:3]
@@ -149,6 +177,7 @@ class _Order:
                 epilogue = self._node(f"{name} epilogue", stream)
                 if kept:
                     self.after[self._events[operation.arrived]].append(epilogue)
+                    self.awaited_inside.append((self._events[operation.arrived], node))
                 self._touch(epilogue, operation.partial, True)
         elif isinstance(operation, AttendAll):
             self._touch(node, operation.own, False)
@@ -158,6 +187,7 @@ class _Order:
                 self.after[node].append(reads[-1])
                 if without != inside(direction, block.landed):
                     self.after[self._events[block.landed]].append(reads[-1])
+                    self.awaited_inside.append((self._events[block.landed], node))
                 self._touch(reads[-1], block.place, False)
             end = self._node(f"{name} end", stream)
             for read in reads:
@@ -201,6 +231,27 @@ class _Order:
                 if awaited >> node & 1 and not own:
                     found.append(f"{self.names[begin]} holds the SMs before {self.names[node]}")
         return found
+
+    def stuck(self) -> list[str]:
+        before = self._before()
+        assert before is not None
+        found = [
+            f"{self.names[kernel]} may lie before: {self.names[given]}"
+            for given, kernel in self.awaited_inside
+            if not before[kernel] >> given & 1
+        ]
+        pairs = [
+            (taken, given)
+            for word, takes in self.takes.items()
+            for (taken, _), given in zip(takes, self.sets[word], strict=True)
+        ]
+        self.after = [[] for _ in self.after]  # from now on, from what a word may have to wait for
+        for node, given in pairs:
+            for other, _ in pairs:
+                here = self.operations[other][0] == self.operations[given][0]
+                if here and not before[other] >> given & 1:
+                    self.after[other].append(node)
+        return found + ["deadlock"] * (self._before() is None)
 
     def _before(self) -> list[int] | None:
         """For each node the set, as bits, of all that is over when it begins; None with a cycle."""

@@ -19,6 +19,7 @@ import torch
 from happens_before import Label, inside, label
 
 from ringfa3.course import Routes
+from ringfa3.enclosure import enclosed
 from ringfa3.operations import (
     Attend,
     AttendAll,
@@ -61,6 +62,7 @@ class World:
     early      kernels wait for their partial before they begin
     crowded    before each call the ranks meet in a collective of the job, one of them in its
                compute stream, the others beside it; its kernels begin where none waits on the SMs
+    enclose    calls begin and end with the compute stream, in any parities; some as in graphs
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class World:
         one_queue: bool = False,
         early: bool = False,
         crowded: bool = False,
+        enclose: bool = False,
     ) -> None:
         self.size, self.without, self.one_queue, self.early = world, without, one_queue, early
-        self.crowded = crowded
+        self.crowded, self.enclose = crowded, enclose
         self.joined: dict[int, int] = defaultdict(int)  # ranks in a collective, by call
         self.memory: dict[tuple[int, Buffer, int], np.ndarray] = {}
         self.words: dict[Word, int] = defaultdict(int)
@@ -112,7 +115,7 @@ class SimulatedMachine:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
-        self.calls = 0
+        self.calls = self.captured = 0
         self.row_bytes: dict[Buffer, int] = {}
         self.direction = ""
         self.events: dict[Event, list[bool]] = {}
@@ -134,7 +137,14 @@ class SimulatedMachine:
             task = self._collective(self.calls)
             self.world.queues[self.rank, stream].append(("a collective", task))
         self.calls += 1
+        if self.world.enclose:
+            self.captured, parity = divmod(random.Random(self.calls).randrange(4), 2)
+            self.routes = {}
+            return parity
         return (self.calls - 1) % 2
+
+    def arranged(self, operations: list[Operation]) -> list[Operation]:
+        return enclosed(operations, bool(self.captured)) if self.world.enclose else operations
 
     def _allocate(self, buffer: Buffer, size: int) -> None:
         """IN lies in the memory of ALL."""

@@ -207,7 +207,15 @@ class Ledger:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"one_queue": True}, {"early": True, "crowded": True}], ids=str
+    "options",
+    [
+        {},
+        {"one_queue": True},
+        {"early": True, "crowded": True},
+        {"enclose": True, "crowded": True},
+        {"enclose": True, "one_queue": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("forwards", FORWARDS, ids=str)
 @pytest.mark.parametrize("world", WORLDS)
@@ -217,7 +225,7 @@ def test_every_hop_sees_what_it_should(
 ) -> None:
     """Exactly: K/V at each hop, dK/dV at home, the sum of what its visitors have added. Also with
     the streams of a rank in one queue, and with kernels that wait for their partial to begin,
-    beside collectives of the job."""
+    beside collectives of the job; and enclosed, in any parities."""
     assert Ledger(step(kind, world), forwards, **options).run(world) == []
 
 
@@ -228,6 +236,7 @@ def test_every_hop_sees_what_it_should_on_any_placement(world: int, count: int) 
         rng = random.Random(seed)
         placements = [scattered(rng, world) for _ in range(3)]
         options = {"one_queue": seed % 3 == 1, "early": seed % 2 == 1, "crowded": seed % 2 == 1}
+        options["enclose"] = seed % 5 > 2
         assert Ledger(placements, FORWARDS[seed % 3], **options).run(seed) == [], seed
 
 

@@ -198,7 +198,7 @@ def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> No
         assert said == 2 * ["rank 1: no CUDA driver"]
 
 
-def _moved_by(transport: str, possible: bool, capturing: bool = False) -> object:
+def _moved_by(transport: str, possible: bool) -> object:
     """What `ring._enter` gives for CUDA tensors, a group's machine as "symmetric"."""
     group = mock.Mock(rank=0)
     group.transport.side_effect = lambda name, _: name
@@ -217,7 +217,7 @@ def _moved_by(transport: str, possible: bool, capturing: bool = False) -> object
         mock.patch.multiple(ring, _check=mock.Mock(), _settings=mock.Mock(return_value={})),
         mock.patch.object(ring, "forward_engine"),
         mock.patch.object(RingGroup, "of", return_value=group),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         found = ring._enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
     return "symmetric" if found is machine else found
@@ -237,13 +237,6 @@ def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[
         ValueError, match=r"not possible here \(rank 1: no CUDA driver\): use 'nccl'"
     ):
         _moved_by("symmetric", possible=False)
-
-
-@pytest.mark.parametrize("transport", ["auto", "symmetric"])
-def test_a_call_over_symmetric_is_not_captured(transport: str) -> None:
-    assert _moved_by("nccl", possible=True, capturing=True) == "nccl"
-    with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
-        _moved_by(transport, possible=True, capturing=True)
 
 
 class Lost(FakeCuda):

@@ -71,6 +71,46 @@ def test_a_watch_that_gave_up_releases_and_says_nothing() -> None:
     over["kv"] = 1
 
 
+class Looks:
+    """What a stream in graphs says, for a test to change."""
+
+    def __init__(self) -> None:
+        self.over, self.awaited = False, [""]
+
+    def look(self) -> tuple[bool, list[str]]:
+        over, self.over = self.over, False
+        return over, [x for x in self.awaited if x]
+
+
+def test_a_watch_looks_at_what_graphs_wait_for() -> None:
+    """While nothing is awaited no time runs; one that waits for the same again and again, and is
+    answered, is not stuck; nor is what was posted, while graphs go on."""
+    said: list[str] = []
+    released: list[bool] = []
+    over, looks = Counts(), Looks()
+    watch = Watch(0.6, over.reached, lambda: None, said.append, lambda: released.append(True))
+    watch.look_at(looks.look)
+    time.sleep(0.9)
+    looks.awaited = ["hop 1"]
+    watch.post("kv", ["hop 2"])
+    for _ in range(5):
+        time.sleep(0.3)
+        looks.over = True
+    assert said == []
+    until(lambda: released)
+    assert said == ["hop 2; hop 1: nothing within 0.6 s; is that rank stopped?"]
+    looks.awaited, over["kv"] = [""], 1
+    time.sleep(0.3)
+    count = len(released)
+    time.sleep(0.3)
+    assert len(released) == count
+    looks.awaited = ["hop 3"]  # of a replay after the loss: it is let go
+    until(lambda: len(released) > count)
+    assert len(said) == 1
+    watch.end()
+    assert not watch.is_alive()
+
+
 class LostError(RuntimeError):
     pass
 
