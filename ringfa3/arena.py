@@ -1,23 +1,20 @@
 """The memory of a context group on one host: a region that every rank can address, and more.
 
-Of PyTorch's symmetric memory only `empty`, `rendezvous` and `buffer_ptrs` are used. One region
-serves all calls and layers; it grows where a call needs more, on all ranks in the same call.
+One region serves all calls and layers; it grows where a call needs more, on all ranks in the same
+call.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ringfa3.operations import Buffer
+from ringfa3.region import Region
 from ringfa3.words import Gather, together
 
 SHARED = (Buffer.SRC, Buffer.D)
-# Multicast is for collectives, and some machines refuse to set it up. Who wants it for symmetric
-# memory of their own sets the variable to 0.
-NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 ALIGNMENT = 1 << 21  # bytes, of slots: pages of the device
 SLOTS = {Buffer.SRC: 2, Buffer.IN: 2, Buffer.D: 2, Buffer.EARLY: 1, Buffer.ALL: 1}
 
@@ -29,70 +26,75 @@ class Arena:
     either IN or ALL, and they have one memory.
     """
 
-    def __init__(self, group_name: str, rank: int, device: torch.device, gather: Gather) -> None:
-        self.group_name, self.rank, self.device, self.gather = group_name, rank, device, gather
+    def __init__(self, rank: int, device: torch.device, gather: Gather) -> None:
+        self.rank, self.device, self.gather = rank, device, gather
         self._capacity = dict.fromkeys(Buffer, 0)  # bytes of a slot
+        self._region: Region | None = None
+        self._keeps = False  # what there is now
         self._own: dict[Buffer, torch.Tensor] = {}
-        self._kept: list[object] = []
-
-    def reserve(self, needed: Mapping[Buffer, int]) -> bool:
-        """Makes slots at least so large, in bytes. All ranks ask for the same in the same call.
-
-        Whether they have grown, and lie elsewhere. Growing waits for this device, and loses what
-        the buffers held.
-
-        Raises:
-            RuntimeError: on all ranks, if one has no room.
-        """
-        if self.holds(needed):
-            return False
-        torch.cuda.synchronize(self.device)
-        capacity = {
-            b: max(size, _rounded(needed.get(b, 0), ALIGNMENT))
-            for b, size in self._capacity.items()
-        }
-        # the device is idle, so the peers have taken what they wanted of the old one
-        together(self.gather, "room for the arena", lambda: self._allocate(capacity))
-        offsets = together(self.gather, "mapping the arena", self._meet)
-        self._base = [p + int(offset) for p, offset in zip(self._mapped, offsets, strict=True)]
-        self._capacity = capacity
-        return True
 
     def holds(self, needed: Mapping[Buffer, int]) -> bool:
         """Whether slots are so large, in bytes."""
         return all(size <= self._capacity[buffer] for buffer, size in needed.items())
 
+    def reserve(self, needed: Mapping[Buffer, int]) -> None:
+        """Makes slots at least so large, in bytes. All ranks ask for the same in the same call.
+
+        Where they do not hold so much they lie elsewhere from then on, and what they held is lost.
+        No tensor of `local` may be left then: the memory from before is freed first.
+
+        Raises:
+            StepError: on all ranks, if one has no room. The arena is empty then.
+        """
+        if self.holds(needed):
+            return
+        capacity = {
+            b: max(size, _rounded(needed.get(b, 0), ALIGNMENT))
+            for b, size in self._capacity.items()
+        }
+        self._capacity = dict.fromkeys(Buffer, 0)
+        torch.cuda.synchronize(self.device)
+        together(self.gather, "leaving the arena", self._leave)
+        # the peers have taken what they wanted of the memory from before, and unmapped it
+        handles = together(self.gather, "room for the arena", lambda: self._allocate(capacity))
+        together(self.gather, "mapping the arena", lambda: self._map(handles))
+        self._capacity = capacity
+
     def keep(self) -> None:
-        """What has been handed out is never freed, even if it grows: graphs have its addresses."""
-        self._kept.append((self._region, self._handle, *self._own.values()))
+        """What there is now is never freed, nor unmapped, even if the arena grows or ends: a graph,
+        or a stream that is left to itself, has its addresses."""
+        if not self._keeps:
+            _kept.append((self._region, *self._own.values()))
+        self._keeps = True
 
-    def _allocate(self, capacity: Mapping[Buffer, int]) -> None:
-        import torch.distributed._symmetric_memory as symm_mem
+    def _leave(self) -> None:
+        if self._region is not None and not self._keeps:
+            self._region.leave()
 
-        os.environ.setdefault(NO_MULTICAST, "1")  # PyTorch reads it whenever it makes or maps one
+    def _allocate(self, capacity: Mapping[Buffer, int]) -> str:
+        """Gives the handle of this rank's region."""
+        self._region, self._keeps = None, False
+        self._own.clear()
         size = {buffer: SLOTS[buffer] * capacity[buffer] for buffer in Buffer}
-        shared = sum(size[buffer] for buffer in SHARED)
-        self._region = symm_mem.empty(shared, dtype=torch.uint8, device=self.device)
+        self._region = Region(sum(size[buffer] for buffer in SHARED), self.device)
         for buffers in ((Buffer.IN, Buffer.ALL), (Buffer.EARLY,)):
             most = max(size[buffer] for buffer in buffers)
             memory = torch.empty(most, dtype=torch.uint8, device=self.device)
             self._own |= dict.fromkeys(buffers, memory)
+        return self._region.handle
 
-    def _meet(self) -> int:
-        """Maps the peers' regions; gives how far this rank's lies behind the start of its map."""
-        import torch.distributed._symmetric_memory as symm_mem
-
-        self._handle = symm_mem.rendezvous(self._region, self.group_name)  # type: ignore[arg-type]
-        self._mapped = list(self._handle.buffer_ptrs)
-        return self._region.data_ptr() - self._mapped[self.rank]
+    def _map(self, handles: Sequence[str]) -> None:
+        assert self._region is not None
+        self._base = self._region.map(handles, self.rank)
 
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         """A slot of this rank, uint8."""
         size = self._capacity[buffer]
         if buffer in self._own:
             return self._own[buffer][slot * size : (slot + 1) * size]
+        assert self._region is not None
         begin = self._offset(buffer, slot)
-        return self._region[begin : begin + size]
+        return self._region.tensor[begin : begin + size]
 
     def address(self, rank: int, buffer: Buffer, slot: int) -> int:
         if buffer in self._own:
@@ -103,6 +105,9 @@ class Arena:
     def _offset(self, buffer: Buffer, slot: int) -> int:
         before = SLOTS[Buffer.SRC] * self._capacity[Buffer.SRC] if buffer is Buffer.D else 0
         return before + slot * self._capacity[buffer]
+
+
+_kept: list[tuple[Region | torch.Tensor | None, ...]] = []
 
 
 def _rounded(size: int, to: int) -> int:

@@ -29,6 +29,7 @@ from ringfa3.groups import AbsentError, alive, meet, new_group, timeout_of
 from ringfa3.lookout import GLANCE_S, Lookout, entry_key, summons_key
 from ringfa3.symmetric import CudaMachine, open_machine
 from ringfa3.transports import TRANSPORTS, Transport, first_line
+from ringfa3.words import StepError
 
 AGREEMENTS_KEPT = 4096  # keys of (plan, shapes) already agreed on
 POLL_S = (0.001, 0.005)  # between looks at the store for entries, at first and in the end
@@ -323,7 +324,8 @@ class RingGroup:
         """Around this rank's part of a ring call: tells the other ranks if an error ends it."""
 
     def __exit__(self, _: object, problem: BaseException | None, __: object) -> None:
-        if isinstance(problem, Exception) and self.failure is None and not self._refused:
+        known = self._refused or isinstance(problem, StepError)
+        if isinstance(problem, Exception) and self.failure is None and not known:
             self.fail(f"{type(problem).__name__}: {first_line(problem)}")
 
     def await_event(self, done: threading.Event, what: Callable[[], str]) -> None:

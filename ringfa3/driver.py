@@ -15,6 +15,8 @@ _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
 Call = tuple[Callable[..., int], tuple[object, ...]]  # an entry point, and its arguments in C
 
 
@@ -31,12 +33,23 @@ class WordOperation(ctypes.Structure):
     )
 
 
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle: memory of one process, for others of the host."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
 _Address, _Handle = ctypes.c_uint64, ctypes.c_void_p
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuCtxGetCurrent": (ctypes.POINTER(_Handle),),
     "cuCtxSetCurrent": (_Handle,),
     "cuEventCreate": (ctypes.POINTER(_Handle), ctypes.c_uint),
     "cuEventRecord": (_Handle, _Handle),
+    "cuIpcCloseMemHandle": (_Address,),
+    "cuIpcGetMemHandle": (ctypes.POINTER(IpcHandle), _Address),
+    "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_Address), IpcHandle, ctypes.c_uint),
+    "cuMemAlloc_v2": (ctypes.POINTER(_Address), ctypes.c_size_t),
+    "cuMemFree_v2": (_Address,),
     "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_Address), ctypes.c_void_p, ctypes.c_uint),
     "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
     "cuMemcpyDtoDAsync_v2": (_Address, _Address, ctypes.c_size_t, _Handle),
@@ -76,6 +89,37 @@ def register(address: int, size: int) -> int:
     there = _Address()
     _now("cuMemHostGetDevicePointer_v2", ctypes.byref(there), address, 0)
     return there.value
+
+
+def allocate(size: int) -> int:
+    """Memory of the current device."""
+    made = _Address()
+    _now("cuMemAlloc_v2", ctypes.byref(made), size)
+    return made.value
+
+
+def free(address: int) -> None:
+    """Frees what `allocate` gave, when the device has done with it."""
+    _now("cuMemFree_v2", address)
+
+
+def share(address: int) -> str:
+    """By what other processes of the host find memory that `allocate` gave."""
+    handle = IpcHandle()
+    _now("cuIpcGetMemHandle", ctypes.byref(handle), address)
+    return bytes(handle).hex()
+
+
+def attach(handle: str) -> int:
+    """The address, for the current device, of what another process has shared."""
+    there = _Address()
+    memory = IpcHandle.from_buffer_copy(bytes.fromhex(handle))
+    _now("cuIpcOpenMemHandle_v2", ctypes.byref(there), memory, _LAZY_PEER_ACCESS)
+    return there.value
+
+
+def detach(address: int) -> None:
+    _now("cuIpcCloseMemHandle", address)
 
 
 def new_event() -> int:

@@ -56,9 +56,6 @@ class Group(Protocol):
     failure: str | None  # why the group is lost
 
     @property
-    def name(self) -> str: ...
-
-    @property
     def timeout_s(self) -> float: ...
 
     def gather(self, line: str) -> list[str]:
@@ -108,7 +105,7 @@ class CudaMachine:
         self.captured = False  # the call that has begun
         self._enclosing = False  # calls are enclosed: some have been captured
         self._graphs: list[Routes] = []  # of captured calls: graphs have their addresses
-        self.arena = Arena(group.name, group.rank, device, group.gather)
+        self.arena = Arena(group.rank, device, group.gather)
         self.words = Words(group.rank, group.world, group.gather)
         torch.cuda.synchronize(device)  # makes its context the current one
         self._enter = [driver.enter(driver.context())]
@@ -132,23 +129,25 @@ class CudaMachine:
         """A captured call has the same parity in all replays."""
         driver.issue(self._enter)
         self._row_bytes = row_bytes
-        before, self.captured = self.captured, torch.cuda.is_current_stream_capturing()
-        if self.arena.reserve({b: count * row_bytes[b] for b, count in rows.items()}):
+        self.captured = torch.cuda.is_current_stream_capturing()
+        needed = {b: count * row_bytes[b] for b, count in rows.items()}
+        if not self.arena.holds(needed):
             self._routes.clear()
-            self.routes.clear()
+            self.routes = {}
+            self.arena.reserve(needed)
         compute = torch.cuda.current_stream(self.device)
         if self.captured:
             if not self._enclosing:
                 self._enclose()
             self.arena.keep()
-            self._streams[Stream.COMPUTE] = compute
             self.routes = {}
             self._graphs.append(self.routes)
-        elif before or compute != self._streams.get(Stream.COMPUTE):
+        else:
             if self._compute not in (None, compute):
                 compute.wait_stream(self._compute)  # the schedule knows one compute stream
-            self._streams[Stream.COMPUTE] = self._compute = compute
+            self._compute = compute
             self.routes = self._routes.setdefault(compute, weakref.WeakKeyDictionary())
+        self._streams[Stream.COMPUTE] = compute
         self.calls += 1
         return (self.calls - 1) % 2
 
@@ -269,6 +268,7 @@ class CudaMachine:
 
     def abandon(self) -> None:
         """The calls under way will never be answered: their streams go on, nobody is told."""
+        self.arena.keep()
         self._watch.give_up()
 
     def _address(self, place: Place) -> int:
@@ -340,8 +340,7 @@ def hindrance() -> str | None:
         )
     try:
         driver.load()
-        import torch.distributed._symmetric_memory  # noqa: F401
-    except (driver.DriverError, ImportError) as problem:
+    except driver.DriverError as problem:
         return str(problem)
     return None
 

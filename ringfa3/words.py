@@ -28,11 +28,15 @@ AWAITED, OVER = 1, 2
 Gather = Callable[[str], Sequence[str]]  # a line of every rank; returns when all have said theirs
 
 
+class StepError(RuntimeError):
+    """A step that all ranks take together has failed on one; all know, and raise the same."""
+
+
 def together(gather: Gather, what: str, step: Callable[[], object]) -> list[str]:
     """Takes a step and gives what each rank's step has given, as text.
 
     Raises:
-        RuntimeError: on all ranks, if the step failed on one.
+        StepError: on all ranks, if the step failed on one.
     """
     given, wrong = "", ""
     try:
@@ -45,7 +49,7 @@ def together(gather: Gather, what: str, step: Callable[[], object]) -> list[str]
         ((at, rank) for rank, (_, wrong, at) in enumerate(said) if wrong), default=None
     ):
         rank = failed[1]
-        raise RuntimeError(f"{what} on rank {rank} of the group: {said[rank][1]}")
+        raise StepError(f"{what} on rank {rank} of the group: {said[rank][1]}")
     return [given for given, _, _ in said]
 
 

@@ -7,7 +7,6 @@ thread that waits carries them on, one at a time at random, those of all ranks.
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 import threading
 import time
@@ -22,7 +21,7 @@ import torch
 from fake_graphs import FakeGraph, FakeRun
 
 from ringfa3 import driver, symmetric
-from ringfa3.arena import NO_MULTICAST
+from ringfa3.region import Region
 from ringfa3.watch import Watch
 
 LIMIT_S = 20.0  # for a wait on the compute stream
@@ -39,6 +38,9 @@ class FakeCuda:
         self.streams: list[FakeStream] = []
         self.runs: list[FakeRun] = []
         self.events: list[FakeEvent] = []
+        self.memory: dict[int, ctypes.Array[ctypes.c_ubyte]] = {}  # by address
+        self.attached: list[int] = []  # addresses, by ranks that are no owners
+        self.torn: list[int] = []  # addresses that were freed while a peer had them mapped
 
     def stream(self, _device: object = None, compute: bool = False) -> FakeStream:
         with self.lock:
@@ -108,6 +110,38 @@ class FakeCuda:
 
     def register(self, address: int, size: int) -> int:
         return address
+
+    def allocate(self, size: int) -> int:
+        mine = [s for s in self.streams if s.host == threading.get_ident()]
+        assert not any(s.actions for s in mine), "the region before this one is in use"
+        made = (ctypes.c_ubyte * size)()
+        ctypes.memset(made, 0xFF, size)  # NaN
+        with self.lock:
+            self.memory[ctypes.addressof(made)] = made
+        return ctypes.addressof(made)
+
+    def free(self, address: int) -> None:
+        with self.lock:
+            if address in self.attached:
+                self.torn.append(address)
+            del self.memory[address]
+
+    def share(self, address: int) -> str:
+        assert address in self.memory
+        return f"{address:x}"
+
+    def attach(self, handle: str) -> int:
+        with self.lock:
+            self.attached.append(int(handle, 16))
+        return int(handle, 16)
+
+    def detach(self, address: int) -> None:
+        with self.lock:
+            self.attached.remove(address)
+
+    def tensor(self, region: Region) -> torch.Tensor:
+        """Its bytes, as long as the tensor lives."""
+        return torch.frombuffer(self.memory[region.address], dtype=torch.uint8)
 
     def new_event(self) -> int:
         with self.lock:
@@ -281,23 +315,11 @@ class Ranks:
 
     @contextmanager
     def _stand_in(self) -> Iterator[None]:
-        import torch.distributed._symmetric_memory as symm_mem
-
         cuda = self.cuda
         compute = self._current = [cuda.stream(compute=True) for _ in range(self.world)]
 
         def rank() -> int:
             return self._rank_of[threading.get_ident()]
-
-        def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            mine = [s for s in cuda.streams if s.host == threading.get_ident()]
-            assert not any(s.actions for s in mine), "the region before this one is in use"
-            assert os.environ[NO_MULTICAST] == "1"
-            return torch.full((size,), 0xFF, dtype=dtype)  # NaN
-
-        def rendezvous(region: torch.Tensor, _name: str) -> SimpleNamespace:
-            assert os.environ[NO_MULTICAST] == "1"
-            return SimpleNamespace(buffer_ptrs=self.gather(rank(), region.data_ptr()))
 
         def introduction(_device: torch.device) -> tuple[str, str, str]:
             return self.introduction(rank())
@@ -338,11 +360,9 @@ class Ranks:
             mock.patch.object(symmetric.CudaMachine, "compute", kernel),
             mock.patch.object(symmetric, "time", SimpleNamespace(sleep=sleep)),
             mock.patch.object(torch.cuda, "device", nullcontext),
-            mock.patch.dict(os.environ),
-            mock.patch.object(symm_mem, "empty", empty),
-            mock.patch.object(symm_mem, "rendezvous", rendezvous),
+            mock.patch("ringfa3.region.driver", cuda),
+            mock.patch.object(Region, "tensor", property(cuda.tensor)),
         ):
-            os.environ.pop(NO_MULTICAST, None)
             try:
                 yield
             finally:

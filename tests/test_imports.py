@@ -39,6 +39,7 @@ ORDER = [
     "driver",
     "watch",
     "words",
+    "region",
     "arena",
     "replays",
     "symmetric",

@@ -363,7 +363,7 @@ def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
     """Whether this rank's watch still waits to raise, when the rank has raised an error itself."""
     own = RingGroup.of(group)
     machine = own._machine = object.__new__(CudaMachine)
-    machine._watch = mock.Mock()
+    machine._watch, machine.arena = mock.Mock(), mock.Mock()
     try:
         with own:
             raise torch.OutOfMemoryError("CUDA out of memory")

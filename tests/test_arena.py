@@ -1,0 +1,115 @@
+"""The arena of a group on stand-ins: how it grows, who has what mapped, and what is never freed."""
+
+from __future__ import annotations
+
+import gc
+from unittest import mock
+
+import pytest
+import torch
+from fake_cuda import FakeGroup, Ranks
+
+from ringfa3.arena import SHARED, Arena
+from ringfa3.driver import DriverError
+from ringfa3.operations import Buffer
+from ringfa3.words import StepError
+
+CPU = torch.device("cpu")
+
+
+def _write(arena: Arena, value: int) -> None:
+    for buffer in SHARED:
+        for slot in range(2):
+            arena.local(buffer, slot).fill_(value)
+
+
+def _peer(arena: Arena, ranks: Ranks, rank: int, buffer: Buffer, slot: int) -> int:
+    """The first byte of a slot of another rank."""
+    address = arena.address(rank, buffer, slot)
+    base, memory = next((b, m) for b, m in ranks.cuda.memory.items() if b <= address < b + len(m))
+    return int(memory[address - base])
+
+
+def test_peers_are_found_as_it_grows_and_nothing_is_left_behind() -> None:
+    """Each rank has one region, before and after; its peers read there what it has written."""
+    ranks = Ranks(3)
+
+    def grow(group: FakeGroup) -> Arena:
+        arena = Arena(group.rank, CPU, group.gather)
+        for size in (100, 1 << 22, 5):
+            arena.reserve(dict.fromkeys(Buffer, size))
+            assert arena.holds(dict.fromkeys(Buffer, size))
+            _write(arena, group.rank)
+            group.gather("")
+            assert len(ranks.cuda.memory) == 3
+            assert len(ranks.cuda.attached) == 6
+            for peer in range(3):
+                for buffer in SHARED:
+                    assert _peer(arena, ranks, peer, buffer, 1) == peer
+            group.gather("")
+        return arena
+
+    arenas = ranks.run(grow)
+    assert not ranks.cuda.torn
+    arenas.clear()
+    gc.collect()
+    assert not ranks.cuda.memory
+    assert not ranks.cuda.attached
+
+
+def test_a_rank_without_room_is_said_by_all_and_the_next_may_fit() -> None:
+    """Once PyTorch's cache is empty, too: after the first failure the second try succeeds."""
+    ranks = Ranks(2)
+    real, failures = ranks.cuda.allocate, {"left": 0}
+
+    def allocate(size: int) -> int:
+        if size > 1 << 24 and failures["left"]:
+            failures["left"] -= 1
+            raise DriverError("cuMemAlloc_v2: CUDA error 2, out of memory")
+        return real(size)
+
+    def grow(group: FakeGroup) -> None:
+        arena = Arena(group.rank, CPU, group.gather)
+        arena.reserve({Buffer.SRC: 5})
+        group.gather("")
+        failures["left"] = 2
+        with pytest.raises(StepError, match=r"room for the arena on rank \d of the group: cuMem"):
+            arena.reserve({Buffer.SRC: 1 << 24})
+        assert not arena.holds({Buffer.SRC: 1})
+        group.gather("")
+        failures["left"] = 1
+        arena.reserve({Buffer.SRC: 1 << 24})
+        _write(arena, group.rank)
+        group.gather("")
+        assert _peer(arena, ranks, 1 - group.rank, Buffer.SRC, 0) == 1 - group.rank
+        group.gather("")
+
+    with (
+        mock.patch.object(ranks.cuda, "allocate", allocate),
+        mock.patch.object(torch.cuda, "empty_cache"),
+    ):
+        ranks.run(grow)
+
+
+def test_what_is_kept_stays_mapped_when_it_grows() -> None:
+    ranks = Ranks(2)
+    kept: list[object] = []
+
+    def grow(group: FakeGroup) -> None:
+        arena = Arena(group.rank, CPU, group.gather)
+        arena.reserve({Buffer.SRC: 5, Buffer.IN: 5})
+        arena.keep()
+        _write(arena, group.rank)
+        before = arena.address(1 - group.rank, Buffer.SRC, 0)
+        arena.reserve({Buffer.SRC: 1 << 24})
+        group.gather("")
+        assert len(ranks.cuda.memory) == len(ranks.cuda.attached) == 4
+        assert ranks.cuda.memory[before][0] == 1 - group.rank
+        assert arena.address(1 - group.rank, Buffer.SRC, 0) != before
+        group.gather("")
+
+    with mock.patch("ringfa3.arena._kept", kept):
+        ranks.run(grow)
+    assert len(kept) == 2
+    gc.collect()
+    assert len(ranks.cuda.memory) == 2
