@@ -83,7 +83,7 @@ CUTE_DEVICE void store_output(ForwardParams<Traits> const& p, Work const& work, 
       Element* const out = static_cast<Element*>(a.out.data) +
                            (tile.row0 + row + 8 * r) * a.out.token_stride +
                            work.head * a.out.head_stride;
-      store_row<Element, Traits::D>(out, o, r, lane, stored);
+      store_row<Element, Traits::D, !Traits::kBoxedO>(out, o, r, lane, stored);
     } else if (stored) {
       at.store(o, r);
     }

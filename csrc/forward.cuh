@@ -35,10 +35,13 @@ CUTE_DEVICE void load_tiles(ForwardParams<Traits> const& p, typename Traits::Sha
     smem.work_full[work_state.index()].wait(work_state.phase());
     Work& work = smem.work[work_state.index()];
     if (work.head < 0) return;
-    smem.q_empty[q_state.index()].wait(q_state.phase() ^ 1);
-    load_box<M, D>(p.q, smem.q_full[q_state.index()], smem.q + q_state.index() * M * D,
-                   work.tile.row0, work.head);
-    q_state.advance();
+    auto load_q = [&] {
+      smem.q_empty[q_state.index()].wait(q_state.phase() ^ 1);
+      load_box<M, D>(p.q, smem.q_full[q_state.index()], smem.q + q_state.index() * M * D,
+                     work.tile.row0, work.head);
+      q_state.advance();
+    };
+    if constexpr (Traits::QStages > 1) load_q();
     auto load_v = [&](int row) {
       auto const v_state = k_state.before();
       smem.v_empty[v_state.index()].wait(v_state.phase() ^ 1);
@@ -72,7 +75,11 @@ CUTE_DEVICE void load_tiles(ForwardParams<Traits> const& p, typename Traits::Sha
       smem.k_empty[k_state.index()].wait(k_state.phase() ^ 1);
       load_box<N, D>(p.k, smem.k_full[k_state.index()], smem.k + k_state.index() * N * D, row,
                      work.kv_head);
-      if (behind >= 0) load_v(behind);
+      if (behind >= 0) {
+        load_v(behind);
+      } else if constexpr (Traits::QStages == 1) {
+        load_q();  // behind the first K, which has room before the last tile is done with Q
+      }
       k_state.advance();
       behind = row;
       block.done();
@@ -224,11 +231,12 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       __syncwarp();  // all lanes of a row have its LSE, of which one writes the next
     }
     bool more;
-    // Q has had its last scores.
-    auto next_tile = [&] {
+    auto q_done = [&] {  // it has had its last scores
       give_back(smem.q_empty[q_state.index()]);
       refill.q();
       q_state.advance();
+    };
+    auto next_tile = [&] {
       work_state.advance();
       smem.work_full[work_state.index()].wait(work_state.phase());
       another = smem.work[work_state.index()].head >= 0;
@@ -246,8 +254,9 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       }
       if (more) {
         wait_for_k();
-      } else if constexpr (Traits::kLooksAhead) {
-        next_tile();
+      } else {
+        if constexpr (Traits::kFreesQAhead) q_done();
+        if constexpr (Traits::kLooksAhead) next_tile();
       }
     };
     next_block();
@@ -278,6 +287,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
 
     // The tile ends. The first scores of the next one come before its last P V, if Q can be there.
     clear_foreign_v();
+    if constexpr (!Traits::kFreesQAhead) q_done();
     if constexpr (!Traits::kLooksAhead) next_tile();
     auto close_rows = [&] { finish_rows<Traits>(p, work, row, lane, rows, factor); };
     if (Traits::QStages > 1 && another) {
@@ -295,9 +305,9 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
       next_turn();
       if constexpr (Traits::QStages > 1) close_rows();
       warpgroup_wait<0>();
-      if constexpr (Traits::QStages == 1) close_rows();  // no registers are left beside a product
     }
     output_done();
+    if constexpr (Traits::QStages == 1) close_rows();  // no registers are left beside a product
     scale_output();
     store_output<Traits>(p, work, warp, lane, o, smem.o + kWarpRows * D * warp);
     __syncwarp();

@@ -18,11 +18,16 @@ CUTE_DEVICE uint32_t packed(Accumulator const& o, int r, int j) {
 }
 
 // Stores a quad's row r of an accumulator (rows, D). Neighbouring lanes trade halves, so that a
-// quad writes whole 32-byte sectors.
-template <class Element, int D, class Accumulator>
+// quad writes whole 32-byte sectors. With `Fixed` the address is computed once and held; the
+// compiler would compute each store's anew, in a branch of its own.
+template <class Element, int D, bool Fixed = false, class Accumulator>
 CUTE_DEVICE void store_row(Element* out, Accumulator const& o, int r, int lane, bool stored) {
   bool const odd = lane & 1;
   out += 8 * (lane & 1) + 2 * (lane & 2);
+  if constexpr (Fixed) {
+    asm volatile("" : "+l"(out));
+    __builtin_assume(__isGlobal(out));
+  }
   CUTE_UNROLL
   for (int j = 0; j < D / 8; j += 2) {
     uint32_t const a = packed<Element>(o, r, j), b = packed<Element>(o, r, j + 1);

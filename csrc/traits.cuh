@@ -33,8 +33,9 @@ struct ForwardTraits {
   static constexpr bool kBoxedO = D < 256;  // where there is room for O, whole boxes are stored
   // Elements of a thread's S that become P while P V of the last block may still run.
   static constexpr int kEarly = D == 128 ? 32 : 16;
-  // Whether what comes next is looked up before the softmax of a tile's last block is done:
-  // measured, it pays where tiles are short.
+  // Before the softmax of a tile's last block is done: whether Q is given back, and whether what
+  // comes next is looked up. Measured: it pays where tiles are short, or wait for Q.
+  static constexpr bool kFreesQAhead = D != 128;
   static constexpr bool kLooksAhead = D == 64;
   static constexpr int Threads = kWarpgroup * (Consumers + Producers);
   static constexpr int ConsumerRegisters = Consumers == 2 ? 240 : 160;
