@@ -69,7 +69,7 @@ enum PortionFlags : int32_t { kShared = 4 };  // beside TileFlags: other portion
 struct PrepareArgs {
   Tensor3 out, dout;
   float const* lse;   // (heads, tokens), natural logarithm
-  float const* dlse;  // (heads, tokens)
+  float const* dlse;  // (heads, tokens); null: zeros
   int64_t lse_head_stride, dlse_head_stride;
   RowGrid grid;
 };

@@ -59,8 +59,9 @@ __global__ void __launch_bounds__(kPrepareThreads)
       float const lse = row < block.rows ? a.lse[head * a.lse_head_stride + token] : -INFINITY;
       bool const blind = lse == -INFINITY;
       a.grid.lse[target * M + row] = blind ? INFINITY : lse * kLog2e;
-      a.grid.delta[target * M + row] =
-          blind ? 0.f : sum - a.dlse[head * a.dlse_head_stride + token];
+      float const dlse =
+          blind || a.dlse == nullptr ? 0.f : a.dlse[head * a.dlse_head_stride + token];
+      a.grid.delta[target * M + row] = blind ? 0.f : sum - dlse;
     }
   }
 }

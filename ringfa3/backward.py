@@ -99,7 +99,7 @@ class BackwardPass:
         self,
         unit: Unit,
         dout: torch.Tensor,
-        dlse: torch.Tensor,
+        dlse: torch.Tensor | None,
         q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -112,7 +112,8 @@ class BackwardPass:
         (self.q, q_fields), (self.dout, dout_fields) = addressable(q), addressable(dout)
         out, out_fields = addressable(out)
         self._fixed = *q_fields, *dout_fields
-        lse, dlse = (x if x.stride(1) == 1 else x.contiguous() for x in (lse, dlse))
+        lse = _rows_in_order(lse)
+        dlse = None if dlse is None else _rows_in_order(dlse)
         (tokens, heads, head_dim), device = q.shape, q.device
         self.num_ctas = ctas(device, sm_margin)
         stream = Stream.current(device)
@@ -136,9 +137,9 @@ class BackwardPass:
                 *out_fields,
                 *dout_fields,
                 lse.data_ptr(),
-                dlse.data_ptr(),
+                0 if dlse is None else dlse.data_ptr(),
                 lse.stride(0),
-                dlse.stride(0),
+                0 if dlse is None else dlse.stride(0),
                 *self.grid,
             )
             launch(unit, "prepare", args, stream)
@@ -215,6 +216,11 @@ class BackwardPass:
             args = _pack_convert(*tensor3(dq), *self.grid, self.scale)
             launch(self.unit, "convert", args, Stream.current(dq.device))
         return dq
+
+
+def _rows_in_order(x: torch.Tensor) -> torch.Tensor:
+    """(h, t), in which the rows of a head follow on each other."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _clear(dk: torch.Tensor, dv: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from ringfa3.context import check_lengths, check_window, effective_window, whole_numbers
 from ringfa3.engine import backward_engine, forward_engine
+from ringfa3.opaque import differentiate, opaque, shapes
 from ringfa3.plan import Plan, plan_local
 from ringfa3.reference import statistics_dtype
 
@@ -239,7 +240,7 @@ def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
     return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
-@torch.library.custom_op("ringfa3::attention", mutates_args=())
+@opaque
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -265,16 +266,16 @@ def attention(
     return out, lse
 
 
-@attention.register_fake
+@shapes(attention)
 def _(q, k, v, cu_q, cu_k, scale, left, right, deterministic):  # type: ignore[no-untyped-def]
     lse = q.new_empty(_lse_shape(q), dtype=statistics_dtype(q.dtype))
     return q.new_empty(q.shape), lse
 
 
-@torch.library.custom_op("ringfa3::attention_backward", mutates_args=())
+@opaque
 def attention_backward(
     dout: torch.Tensor,
-    dlse: torch.Tensor,
+    dlse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -290,7 +291,8 @@ def attention_backward(
     """(dq, dk, dv) in the dtypes of q, k, v, from the gradients of out and lse."""
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     if q.dim() == 4:  # (b, h, s) to (h, b * s)
-        lse, dlse = (x.transpose(0, 1).flatten(1) for x in (lse, dlse))
+        lse = lse.transpose(0, 1).flatten(1)
+        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
     qp, kp, vp, dp, op = (_packed(x) for x in (q, k, v, dout, out))
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     with torch.autocast(q.device.type, enabled=False):
@@ -301,19 +303,20 @@ def attention_backward(
     return run.dq().view(q.shape), dk, dv
 
 
-@attention_backward.register_fake
+@shapes(attention_backward)
 def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
     q, k, v, cu_q, cu_k, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    ctx.save_for_backward(q, k, v, *outputs, cu_q, cu_k)
 
 
-def _differentiate(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    grads = attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *[None] * 6)
+def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors
+    dout = torch.zeros_like(saved[3]) if dout is None else dout  # of out
+    return attention_backward(dout, dlse, *saved, *ctx.settings)
 
 
-attention.register_autograd(_differentiate, setup_context=_save)
+differentiate(attention, _save, _gradients)

@@ -116,13 +116,13 @@ class BackwardPass:
 
     Args:
         dout, q, out: (t, h, d).
-        dlse, lse: (h, t) statistics dtype, natural logarithm.
+        dlse, lse: (h, t) statistics dtype, natural logarithm; dlse may be None, zeros.
     """
 
     def __init__(
         self,
         dout: torch.Tensor,
-        dlse: torch.Tensor,
+        dlse: torch.Tensor | None,
         q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -211,14 +211,16 @@ def attend_backward(
 
 
 def preprocess(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(LSE, D) for `attend_backward`, (h, t) each, once per backward; dlse is (h, t).
 
     D = rowsum(dO * O) - dLSE. In a row that sees nothing LSE is +inf, so that P = 0, and D is 0,
     whatever its gradients are.
     """
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t() - dlse
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
+    if dlse is not None:
+        delta = delta - dlse
     blind = lse == -torch.inf
     return lse.masked_fill(blind, torch.inf), delta.masked_fill(blind, 0)
 

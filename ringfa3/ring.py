@@ -27,6 +27,7 @@ from ringfa3.context import ContextPlan
 from ringfa3.course import Course
 from ringfa3.engine import backward_engine, forward_engine
 from ringfa3.gathering import FORWARD, kind_of_forward
+from ringfa3.opaque import differentiate, opaque, shapes
 from ringfa3.ops import (
     autocast_inputs,
     check_precision,
@@ -284,7 +285,7 @@ def _begin(
     return Relay(plan, moved_by, direction, k, v)
 
 
-@torch.library.custom_op("ringfa3::ring_attention", mutates_args=())
+@opaque
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -317,16 +318,16 @@ def ring_attention(
     return out, lse
 
 
-@ring_attention.register_fake
+@shapes(ring_attention)
 def _(q, k, v, plan, scale, deterministic, precision, transport):  # type: ignore[no-untyped-def]
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
     return q.new_empty(q.shape), lse
 
 
-@torch.library.custom_op("ringfa3::ring_attention_backward", mutates_args=())
+@opaque
 def ring_attention_backward(
     dout: torch.Tensor,
-    dlse: torch.Tensor,
+    dlse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -360,21 +361,22 @@ def ring_attention_backward(
     return run.dq(), dk, dv
 
 
-@ring_attention_backward.register_fake
+@shapes(ring_attention_backward)
 def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
     q, k, v, *ctx.settings = inputs
     if isinstance(inputs[3], int):  # a compiler traces with a symbol
         ctx.plan = ContextPlan.from_handle(inputs[3])  # alive until the backward
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *outputs)
 
 
-def _differentiate(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    grads = ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *[None] * 5)
+def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors
+    dout = torch.zeros_like(saved[3]) if dout is None else dout  # of out
+    return ring_attention_backward(dout, dlse, *saved, *ctx.settings)
 
 
-ring_attention.register_autograd(_differentiate, setup_context=_save)
+differentiate(ring_attention, _save, _gradients)

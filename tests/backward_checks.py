@@ -35,7 +35,7 @@ class Problem:
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
-    dlse: torch.Tensor
+    dlse: torch.Tensor | None  # None: zeros, and the kernel does not read them
     out: torch.Tensor  # in the dtype of q, from float64
     lse: torch.Tensor
     reference: Gradients  # float64
@@ -85,7 +85,7 @@ def problem(
         results.append((outputs, gradients))
     (out, lse), reference = results[0]
     return Problem(
-        list(lengths), window, q, k, v, dout, dlse,
+        list(lengths), window, q, k, v, dout, dlse if with_dlse else None,
         out.detach().to(dtype), lse.detach().float(), reference, results[1][1], seen,
     )  # fmt: skip
 

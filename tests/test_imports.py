@@ -33,6 +33,7 @@ ORDER = [
     "kernels",
     "backward",
     "engine",
+    "opaque",
     "ops",
     "lookout",
     "transports",

@@ -236,15 +236,45 @@ def test_opcheck() -> None:
     """Schema, fake implementation, autograd registration and AOT dispatch of both ops."""
     settings = (0.5, -1, 0, True)
     inputs = dense_inputs(2, 9, 9)
-    torch.library.opcheck(ops.attention, (*inputs, None, None, *settings))
+    torch.library.opcheck(torch.ops.ringfa3.attention.default, (*inputs, None, None, *settings))
     packed = [x[0].detach().requires_grad_() for x in inputs]
     cu = torch.tensor([0, 3, 9])
-    torch.library.opcheck(ops.attention, (*packed, cu, cu, *settings))
+    torch.library.opcheck(torch.ops.ringfa3.attention.default, (*packed, cu, cu, *settings))
     for x, c in ((inputs, None), (packed, cu)):
         q, k, v = (y.detach() for y in x)
         out, lse = ops.attention(q, k, v, c, c, *settings)
         args = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, c, c, *settings)
-        torch.library.opcheck(ops.attention_backward, args)
+        torch.library.opcheck(torch.ops.ringfa3.attention_backward.default, args)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Rather than taken for zero."""
+    inputs = dense_inputs(1, 5, 5)
+    out = flash_attn_func(*inputs)
+    (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once, not twice"):
+        dq.sum().backward()
+
+
+def test_a_result_without_a_gradient_costs_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of LSE, as nearly always; the other way round, of out, float64, to 1e-12."""
+    given = []
+    begin = reference.BackwardPass
+
+    def noted(*args: object) -> reference.BackwardPass:
+        given.append(args[1])
+        return begin(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reference, "BackwardPass", noted)
+    inputs = dense_inputs(1, 7, 7)
+    out, lse = flash_attn_func(*inputs, return_lse=True)
+    torch.autograd.grad(out.sum(), inputs)
+    assert given == [None]
+    out, lse = flash_attn_func(*inputs, return_lse=True)
+    got = torch.autograd.grad(lse.sum(), inputs[:2])
+    parts = attention(*(x[0] for x in inputs), mask([7], [7], -1, -1))
+    wanted = torch.autograd.grad(parts[1].sum(), inputs[:2])
+    assert worst(list(zip(got, wanted, strict=True))) < EXACT
 
 
 def _save_attention(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
