@@ -25,7 +25,7 @@ from ringfa3.kernels import (
     upload,
 )
 from ringfa3.plan import FIRST, Plan, Tiling, ramps
-from ringfa3.portions import PORTION, SHARED, portions
+from ringfa3.portions import SHARED, portions
 
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
     from ringfa3.build import Unit
@@ -90,7 +90,8 @@ class BackwardPass:
     """`reference.BackwardPass` on the GPU: prepares at once, then takes the hops in any order.
 
     LSE, D and the float32 dQ live in the plan's row grid, in workspace of O(tokens); dQ is added to
-    in place, in turns if `deterministic`. `sm_margin` SMs are left free.
+    in place, in turns if `deterministic`. `sm_margin` SMs are left free. Everything runs on the
+    stream that is current when it is made.
 
     Raises ValueError: a margin that leaves none.
     """
@@ -116,7 +117,7 @@ class BackwardPass:
         dlse = None if dlse is None else _rows_in_order(dlse)
         (tokens, heads, head_dim), device = q.shape, q.device
         self.num_ctas = ctas(device, sm_margin)
-        stream = Stream.current(device)
+        self.stream = stream = Stream.current(device)  # of all hops
         self.blocks = _grid_blocks(plan, unit.tile_m, stream)  # (num_blocks, 2)
         count = self.blocks.shape[0]
         # LSE, then D
@@ -168,11 +169,10 @@ class BackwardPass:
         hop, self._hop = self._hop, self._hop + 1
         if not len(tiling.tiles):
             return
-        stream = Stream.current(k.device)
         (k, k_fields), (v, v_fields) = addressable(k), addressable(v)
         heads, kv_heads = self.q.shape[1], k.shape[1]
         tables = _on_device(
-            tiling, stream, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
+            tiling, self.stream, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
             self.deterministic,
         )  # fmt: skip
         sums: tuple[torch.Tensor, ...] = (dk, dv)
@@ -182,8 +182,7 @@ class BackwardPass:
             _clear(*sums)
         elif tables.first and tables.unseen:
             _clear(dk, dv)
-        count = tables.portions.shape[0]
-        if not count:
+        if not tables.num_portions:
             return
         words = self._words.data_ptr() + hop * self._words.stride(0) * WORD
         args = _pack_backward(
@@ -193,19 +192,17 @@ class BackwardPass:
             *tensor3(sums[0]),
             *tensor3(sums[1]),
             *self.grid,
-            tables.portions.data_ptr(),
-            tables.spans.data_ptr(),
-            tables.earlier.data_ptr(),
+            *tables.addresses,
             words,
             words + WORD if self.deterministic else 0,
             0 if arrival is None else arrival.data_ptr(),
-            count,
+            tables.num_portions,
             heads_together(self._bytes_per_head * heads // kv_heads, kv_heads),
             self.num_ctas,
             sums[0].dtype == torch.float32,
             self.scale,
         )
-        launch(self.unit, "backward", args, stream)
+        launch(self.unit, "backward", args, self.stream)
         if sums[0] is not dk:
             dk.copy_(sums[0]), dv.copy_(sums[1])
 
@@ -214,7 +211,7 @@ class BackwardPass:
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         if self.blocks.shape[0]:
             args = _pack_convert(*tensor3(dq), *self.grid, self.scale)
-            launch(self.unit, "convert", args, Stream.current(dq.device))
+            launch(self.unit, "convert", args, self.stream)
         return dq
 
 
@@ -238,9 +235,9 @@ def _clear(dk: torch.Tensor, dv: torch.Tensor) -> None:
 
 
 class _Tables(NamedTuple):
-    portions: torch.Tensor  # (num_portions, words)
-    spans: torch.Tensor
-    earlier: torch.Tensor
+    kept: tuple[torch.Tensor, ...]  # whose memory the addresses are
+    addresses: tuple[int, ...]  # of portions, spans and earlier, as in BackwardArgs
+    num_portions: int
     first: bool  # whether dK and dV are stored: the same in all tiles of a hop
     shared: bool  # whether tiles are cut
     unseen: bool  # whether some tiles have no portion
@@ -262,10 +259,11 @@ def _on_device(
 
     def made() -> _Tables:
         table = portions(tiling, tile_m, group, kv_heads, num_ctas, whole)
+        kept = tuple(upload(x, stream.device) for x in (table, tiling.spans, tiling.earlier))
         return _Tables(
-            upload(table, stream.device).view(len(table), PORTION.itemsize // 4),
-            upload(tiling.spans, stream.device),
-            upload(tiling.earlier, stream.device),
+            kept,
+            tuple(x.data_ptr() for x in kept),
+            len(table),
             bool(tiling.tiles["flags"][0] & FIRST),
             bool((table["flags"] & SHARED).any()),
             len(np.unique(table["row0"])) < len(tiling.tiles),

@@ -30,7 +30,7 @@ from ringfa3.operations import (
 )
 from ringfa3.plan import Plan
 from ringfa3.reference import statistics_dtype
-from ringfa3.rows import copy_rows
+from ringfa3.rows import copy_rows, widest
 
 
 class Machine(Protocol):
@@ -233,9 +233,9 @@ def _route(
         """Publish: own, K, V. Keep: K, V. Attend: K, V, dK, dV, word. AttendAll: K, V, words.
         Collect: each place's own, rows."""
         if isinstance(work, Publish):
-            return own, *rows(work.place, work.place.end).unbind(1)
+            return own, *(own.target(x) for x in rows(work.place, work.place.end).unbind(1))
         if isinstance(work, Keep):
-            return rows(work.place, work.place.end).unbind(1)
+            return tuple(widest(x) for x in rows(work.place, work.place.end).unbind(1))
         if isinstance(work, AttendAll):
             both = rows(work.own, plan.movement.gathered(plan.rank)[1]).unbind(1)
             return *both, *((machine.arrivals(work.blocks[0].landed.name),) if waits else ())

@@ -9,6 +9,8 @@ import torch
 
 from ringfa3.layout import Ints
 
+WIDE = torch.complex128
+
 
 class OwnRows(NamedTuple):
     """In the order in which they lie in buffers: a run of rows is a slice, others an index."""
@@ -28,6 +30,10 @@ class OwnRows(NamedTuple):
             return OwnRows(slice(self.rows.start + begin, self.rows.start + end))
         return OwnRows(self.rows[begin:end])
 
+    def target(self, out: torch.Tensor) -> torch.Tensor:
+        """`out` for many calls of `read`."""
+        return widest(out) if isinstance(self.rows, slice) else out
+
     def read(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Copies them from x (tokens, h, d) to out (n, h, d)."""
         if isinstance(self.rows, slice):
@@ -45,15 +51,19 @@ class OwnRows(NamedTuple):
 
 def copy_rows(x: torch.Tensor, out: torch.Tensor) -> None:
     """Copies (t, h, d), 16 bytes at a time where it can: a GPU moves 2 bytes at a time else, for
-    rows of `out` do not follow on each other."""
-    if _wide(x) and _wide(out):
-        x, out = x.view(torch.complex128), out.view(torch.complex128)
+    rows of `out`, which may be `widest` already, do not follow on each other."""
+    if out.dtype is not WIDE:
+        out = widest(out)
+    if out.dtype is WIDE:
+        x = widest(x)
+        if x.dtype is not WIDE:
+            out = out.view(x.dtype)
     out.copy_(x)
 
 
-def _wide(x: torch.Tensor) -> bool:
-    """Whether it is made of elements of 16 bytes."""
-    *strides, last = x.stride()
-    many = 16 // x.element_size()
-    whole = not any(n % many for n in (*strides, x.shape[-1], x.storage_offset()))
-    return last == 1 and whole and x.data_ptr() % 16 == 0
+def widest(x: torch.Tensor) -> torch.Tensor:
+    """Its memory in elements of 16 bytes, where it is made of such; else `x` itself."""
+    token_stride, head_stride, last = x.stride()
+    whole = (token_stride | head_stride | x.shape[2]) * x.element_size() % 16 == 0
+    begins = x.data_ptr() % 16 == 0 and x.storage_offset() * x.element_size() % 16 == 0
+    return x.view(WIDE) if last == 1 and whole and begins else x

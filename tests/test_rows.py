@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringfa3.rows import OwnRows, copy_rows
+from ringfa3.rows import OwnRows, copy_rows, widest
 
 CPU = torch.device("cpu")
 RUNS = [[], [3], [0, 1, 2, 3, 4], [2, 3, 4], [0, 2], [4, 3], [0, 1, 3]]
@@ -37,5 +37,9 @@ def test_rows_that_begin_anywhere_are_copied() -> None:
     out = torch.zeros(5, 2, 2, 8).bfloat16()[:, 0]
     for begin in (0, 1):
         x = room[begin : begin + 80].view(5, 2, 8)
-        copy_rows(x, out)
-        assert torch.equal(out, x)
+        for target in (out, widest(out)):
+            out.zero_()
+            copy_rows(x, target)
+            assert torch.equal(out, x)
+    assert widest(out).dtype == torch.complex128
+    assert widest(room[1:81].view(5, 2, 8)).dtype == torch.bfloat16
