@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import nn
 
+from ringfa3.admission import TRANSPORTS, bind, default_group, refuse
 from ringfa3.context import (
     ContextPlan,
     Group,
@@ -16,7 +17,7 @@ from ringfa3.context import (
 )
 from ringfa3.layout import LAYOUTS
 from ringfa3.ops import check_precision, flash_attn_func
-from ringfa3.ring import TRANSPORTS, bind, default_group, refuse, ring_attn_func
+from ringfa3.ring import ring_attn_func
 
 
 class RingFA3Attention(nn.Module):

@@ -11,38 +11,25 @@ of a block travels with its K/V; what will not be added to any more goes straigh
 from __future__ import annotations
 
 import os
-import sys
-import weakref
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import NoReturn, TypeAlias
 
 import torch
-import torch.distributed as dist
 
-from ringfa3 import capture
+from ringfa3.admission import bind, default_group, enter, refuse
 from ringfa3.buffers import Relay
-from ringfa3.comm import RingGroup, Settings
+from ringfa3.comm import RingGroup
 from ringfa3.context import ContextPlan
 from ringfa3.course import Course
 from ringfa3.engine import backward_engine, forward_engine
-from ringfa3.gathering import FORWARD, kind_of_forward
+from ringfa3.gathering import kind_of_forward
 from ringfa3.opaque import differentiate, opaque, shapes
-from ringfa3.ops import (
-    autocast_inputs,
-    check_precision,
-    check_qkv,
-    check_tensors,
-    default_scale,
-)
+from ringfa3.ops import autocast_inputs, check_tensors, default_scale
 from ringfa3.reference import statistics_dtype
 from ringfa3.symmetric import CudaMachine
 from ringfa3.transports import Transport
 
-TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
 # Set to 1, kernels of the backward over `symmetric` begin before their partial is there.
 WAIT_INSIDE = "RINGFA3_WAIT_INSIDE"
-ACCEPTED_KEPT = 64  # kinds of calls of a plan that were found right
 
 
 def ring_attn_func(
@@ -101,154 +88,6 @@ def ring_attn_func(
     return (out, lse) if return_lse else out
 
 
-def refuse(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
-    """Raises `error` on every rank of the group."""
-    if group is not None and dist.get_world_size(group) > 1:
-        RingGroup.of(group).agree(Settings(), error)
-    raise error
-
-
-def default_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def bind(plan: ContextPlan, group: dist.ProcessGroup | None = None) -> ContextPlan:
-    """The plan with a group to run in: its own, else `group`, else the default group."""
-    if plan.group is not None or (plan.world == 1 and not plan.implicit):
-        return plan
-    group = group or default_group()
-    if plan.world == 1 and (group is None or dist.get_world_size(group) == 1):
-        return plan
-    if group is None:
-        raise ValueError(
-            f"plan is for {plan.world} ranks, but torch.distributed is not initialised"
-        )
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    if (rank, world) != (plan.rank, plan.world):
-        refuse(
-            group,
-            ValueError(
-                f"plan is for rank {plan.rank} of {plan.world}, but this is rank {rank} of a group "
-                f"of {world}: make it with group=({rank}, {world})"
-            ),
-        )
-    return plan.bound_to(group)
-
-
-def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, transport: str
-) -> None:
-    check_qkv(q, k, v, dims=3)
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[0] != plan.local_tokens:
-            raise ValueError(
-                f"{name} has {x.shape[0]} tokens; the plan gives this rank {plan.local_tokens} of "
-                f"{plan.total_tokens}"
-            )
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r}: allowed are {', '.join(map(repr, TRANSPORTS))}")
-    fitting = ("nccl", "symmetric") if q.is_cuda else ("gloo",)
-    if transport not in ("auto", *fitting):
-        raise ValueError(
-            f"transport={transport!r} cannot move {q.device.type} tensors: use "
-            f"{' or '.join(map(repr, fitting))}"
-        )
-
-
-def _settings(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    plan: ContextPlan,
-    scale: float,
-    deterministic: bool,
-    transport: str,
-) -> Settings:
-    """What must be equal on all ranks of a call."""
-    return Settings(
-        {
-            "plan.layout": plan.layout,
-            "plan.window": f"(left, right) = {plan.band}",
-            "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
-            f"digest {plan.digest}",
-            "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",
-            "k": f"{k.shape[1]} heads",
-            "softmax_scale": repr(scale),
-            "deterministic": str(deterministic),
-            "transport": transport if q.is_cuda else "gloo",
-            "forward": kind_of_forward(plan, q, k),
-        }
-    )
-
-
-_Asked: TypeAlias = tuple[object, ...]
-_accepted: weakref.WeakKeyDictionary[ContextPlan, dict[_Asked, tuple[Settings, Settings]]]
-_accepted = weakref.WeakKeyDictionary()
-
-
-def _enter(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: ContextPlan,
-    scale: float,
-    deterministic: bool,
-    precision: str,
-    transport: str,
-    direction: str,
-) -> Transport | CudaMachine | None:
-    """Checks a call, agrees on it and gives what moves its tensors; None on one rank."""
-    error: Exception | None = None
-    known = _accepted.setdefault(plan, {})
-    kinds = ((x.shape, x.dtype, x.device, x.stride()) for x in (q, k, v))
-    forward = os.environ.get(FORWARD)
-    asked = (*kinds, scale, deterministic, precision, transport, direction, forward)
-    accepted = known.get(asked)
-    first = accepted is None
-    if accepted is None:
-        settings = Settings()
-        try:
-            check_precision(precision)
-            _check(q, k, v, plan, transport)
-            settings = _settings(q, k, plan, scale, deterministic, transport)
-            engine = forward_engine if direction == "forward" else backward_engine
-            engine(q)  # a kernel is built, if it must be, while no rank waits in a hop
-            if len(known) == ACCEPTED_KEPT:
-                known.clear()
-            known[asked] = settings, Settings({**settings, "pass": direction})
-        except (TypeError, ValueError) as problem:
-            error = problem
-        accepted = known.get(asked, (settings, settings))
-    if plan.world == 1:
-        if error is not None:
-            raise error
-        return None
-    assert plan.group is not None
-    group = RingGroup.of(plan.group)
-    pulls = error is None and q.is_cuda and group.may_pull(transport)
-    if pulls and torch.cuda.is_current_stream_capturing():
-        error = capture.refusal(group.opened, plan, direction, q, k, not first)
-        accepted = capture.of_captured(accepted[0]), capture.of_captured(accepted[1])
-        if error is not None and first:
-            del known[asked]  # it has not run
-    group.agree(accepted[0], error)
-    group.begin(accepted[1])
-    if q.is_cuda and transport != "nccl":
-        machine = group.machine(q.device)
-        if isinstance(machine, CudaMachine):
-            return machine
-        if transport == "symmetric":
-            raise ValueError(f"transport='symmetric' is not possible here ({machine}): use 'nccl'")
-        if group.rank == 0:
-            say_transport(machine)
-    return group.transport("nccl" if q.is_cuda else "gloo", q.device)
-
-
-@lru_cache(None)
-def say_transport(reason: str) -> None:
-    """Once per process and reason, in one line: that "auto" is NCCL here."""
-    print(f"ringfa3: the ring runs over nccl: {reason}", file=sys.stderr, flush=True)
-
-
 def _telling_peers(plan: ContextPlan) -> AbstractContextManager[None]:
     """Around the hops of a call: the peers hear of any error."""
     return nullcontext() if plan.group is None else RingGroup.of(plan.group)
@@ -298,7 +137,7 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
-    moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "forward")
+    moved_by = enter(q, k, v, context, scale, deterministic, precision, transport, "forward")
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
         engine = forward_engine(q)
         direction, hops = "forward", context.hops
@@ -341,7 +180,7 @@ def ring_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's tokens in the dtypes of q, k, v."""
     context = ContextPlan.from_handle(plan)
-    moved_by = _enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
+    moved_by = enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
         engine = backward_engine(q)
         waits = engine.waits and os.environ.get(WAIT_INSIDE) == "1"

@@ -13,7 +13,7 @@ from dense import cumulative
 from ranks import Ranks, group_of
 
 from ringfa3 import RingError, plan_context, ring_attn_func
-from ringfa3.ring import bind
+from ringfa3.admission import bind
 
 Group = dist.ProcessGroup
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor, object, dict[str, object]]

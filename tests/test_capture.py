@@ -10,7 +10,7 @@ import torch
 from fake_cuda import FakeGroup, Ranks
 from placements import laid_out
 
-from ringfa3 import capture, ring, symmetric
+from ringfa3 import admission, capture, symmetric
 from ringfa3.comm import RingGroup, Settings
 from ringfa3.course import Course
 from ringfa3.gathering import FORWARD
@@ -51,7 +51,7 @@ def test_memory_must_not_have_to_grow() -> None:
 
 
 class Entered:
-    """`ring._enter` for CUDA tensors of one shape, on a group that takes all errors as agreed."""
+    """`admission.enter` for CUDA tensors of one shape, on a group that takes all errors as agreed."""
 
     def __init__(self, opened: bool = True) -> None:
         self.machine = object.__new__(CudaMachine)
@@ -73,14 +73,14 @@ class Entered:
         x.stride.return_value = (128, 64, 1)
         plan, settings = self.plan, mock.Mock(return_value={"q": "so"})
         with (
-            mock.patch.multiple(ring, _check=mock.Mock(), _settings=settings),
-            mock.patch.object(ring, "forward_engine"),
+            mock.patch.multiple(admission, _check=mock.Mock(), _settings=settings),
+            mock.patch.object(admission, "forward_engine"),
             mock.patch.multiple(capture, Cargo=mock.MagicMock(), kind_of_forward=mock.Mock()),
             mock.patch.object(RingGroup, "of", return_value=self.group),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured),
         ):
             x.device = CPU
-            return ring._enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
+            return admission.enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
 
 
 @pytest.fixture

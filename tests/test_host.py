@@ -18,7 +18,7 @@ from ranks import Ranks as Processes
 from ranks import group_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3 import plan_context, ring, ring_attn_func, schedule, symmetric
+from ringfa3 import admission, plan_context, ring_attn_func, schedule, symmetric
 from ringfa3.arena import Arena
 from ringfa3.comm import RingGroup
 from ringfa3.course import Cargo, Course
@@ -160,8 +160,8 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
     own.store = None  # type: ignore[assignment]  # whoever touches it fails
     with (
         mock.patch.object(RingGroup, "_meet", refused),
-        mock.patch.object(ring, "_check", refused),
-        mock.patch.object(ring, "_settings", refused),
+        mock.patch.object(admission, "_check", refused),
+        mock.patch.object(admission, "_settings", refused),
         mock.patch.object(Plan, "_forward", refused),
         mock.patch.object(Plan, "_backward", refused),
     ):

@@ -48,6 +48,7 @@ ORDER = [
     "buffers",
     "gathering",
     "capture",
+    "admission",
     "ring",
     "module",
     "__init__",

@@ -20,7 +20,7 @@ from fake_cuda import FakeCuda, FakeGroup, Ranks
 from placements import Placement, laid_out, scattered
 from torch import Tensor
 
-from ringfa3 import driver, reference, ring, symmetric
+from ringfa3 import admission, driver, reference, ring, symmetric
 from ringfa3.comm import RingGroup, Settings
 from ringfa3.course import Course
 from ringfa3.engine import Forward
@@ -109,7 +109,7 @@ def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: 
         mock.patch.dict(os.environ, {FORWARD: kind}),
         mock.patch.object(ring, "forward_engine", engine),
         mock.patch("ringfa3.arena.ALIGNMENT", 64),
-        mock.patch("ringfa3.ring._enter", entered),
+        mock.patch("ringfa3.ring.enter", entered),
         mock.patch.multiple(reference, TILE_M=4, TILE_N=4),
     ):
         errors = ranks.run(lambda group: _layers(group, placements, here))
@@ -199,7 +199,7 @@ def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> No
 
 
 def _moved_by(transport: str, possible: bool) -> object:
-    """What `ring._enter` gives for CUDA tensors, a group's machine as "symmetric"."""
+    """What `admission.enter` gives for CUDA tensors, a group's machine as "symmetric"."""
     group = mock.Mock(rank=0)
     group.transport.side_effect = lambda name, _: name
     machine = object.__new__(CudaMachine)
@@ -214,18 +214,18 @@ def _moved_by(transport: str, possible: bool) -> object:
     x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
     plan = mock.Mock(world=2)
     with (
-        mock.patch.multiple(ring, _check=mock.Mock(), _settings=mock.Mock(return_value={})),
-        mock.patch.object(ring, "forward_engine"),
+        mock.patch.multiple(admission, _check=mock.Mock(), _settings=mock.Mock(return_value={})),
+        mock.patch.object(admission, "forward_engine"),
         mock.patch.object(RingGroup, "of", return_value=group),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
-        found = ring._enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
+        found = admission.enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
     return "symmetric" if found is machine else found
 
 
 def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
     """Where it is not, the first rank says why, once."""
-    ring.say_transport.cache_clear()
+    admission.say_transport.cache_clear()
     assert _moved_by("auto", possible=True) == "symmetric"
     assert _moved_by("auto", possible=False) == "nccl"
     assert _moved_by("auto", possible=False) == "nccl"

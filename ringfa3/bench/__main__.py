@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ringfa3.admission import TRANSPORTS
 from ringfa3.bench.cases import HEAD_DIMS, ITSELF, RING_SETS, SETS
-from ringfa3.ring import TRANSPORTS
 
 ATTENTION = "Attention on one GPU against FlashAttention-3 and cuDNN."
 RING = (
