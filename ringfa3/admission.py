@@ -93,7 +93,7 @@ def enter(
         try:
             check_precision(precision)
             _check(q, k, v, plan, transport)
-            settings = _settings(q, k, plan, scale, deterministic, transport, direction)
+            settings = _settings(q, k, plan, scale, deterministic, transport)
             engine = forward_engine if direction == "forward" else backward_engine
             engine(q)  # a kernel is built, if it must be, while no rank waits in a hop
             if len(known) == ACCEPTED_KEPT:
@@ -160,10 +160,8 @@ def _settings(
     scale: float,
     deterministic: bool,
     transport: str,
-    direction: str,
 ) -> Settings:
     """What must be equal on all ranks of a call."""
-    kind = {"forward": kind_of_forward(plan, q, k)} if direction == "forward" else {}
     return Settings(
         {
             "plan.layout": plan.layout,
@@ -175,6 +173,6 @@ def _settings(
             "softmax_scale": repr(scale),
             "deterministic": str(deterministic),
             "transport": transport if q.is_cuda else "gloo",
-            **kind,
+            "forward": kind_of_forward(plan, q, k),  # of backwards, too: they agree on nothing new
         }
     )

@@ -51,7 +51,7 @@ def test_memory_must_not_have_to_grow() -> None:
 
 
 class Entered:
-    """`admission.enter` for CUDA tensors of one shape, on a group that takes all errors as agreed."""
+    """`admission.enter` for CUDA tensors of one shape; the group takes all errors as agreed on."""
 
     def __init__(self, opened: bool = True) -> None:
         self.machine = object.__new__(CudaMachine)
