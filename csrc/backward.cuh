@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     }
     for (int i = 0; i < Traits::DsStages; ++i) smem.ds_full[i].init(Traits::Roles ? 4 : kWarps);
     smem.p_full.init(4);
-    smem.kv_full.init(2), smem.kv_empty.init(kWarps);
+    smem.k_full.init(1), smem.k_empty.init(kWarps);
+    smem.v_full.init(1), smem.v_empty.init(kWarps);
     for (int i = 0; i < Traits::Consumers; ++i) {
       smem.dq_full[i].init(4), smem.dq_empty[i].init(1);
     }

@@ -175,8 +175,9 @@ CUTE_DEVICE void end_dq(typename Traits::SharedStorage& smem, int warpgroup, uin
 }
 
 // One consumer warpgroup: walks the portions of the CTA. `clear` empties the accumulators, `walk`
-// works on a portion, whose first block is the `count`-th of all, and returns the number of the
-// block after it, with no product left in flight, and `finish` stores what has come together.
+// works on the `portions`-th portion, whose first block is the `blocks`-th of all, waits for V and
+// gives K and V back, and returns the number of the block after it, with no product left in flight,
+// and `finish` stores what has come together.
 template <class Traits, class Clear, class Walk, class Finish>
 CUTE_DEVICE uint32_t each_portion(typename Traits::SharedStorage& smem, Clear const& clear,
                                   Walk const& walk, Finish const& finish) {
@@ -188,11 +189,9 @@ CUTE_DEVICE uint32_t each_portion(typename Traits::SharedStorage& smem, Clear co
     KeyWork const& work = smem.work[work_state.index()];
     if (work.kv_head < 0) return blocks;
     clear();
-    StageState<1> const kv_state{portions++};
-    smem.kv_full.wait(kv_state.phase());
+    smem.k_full.wait(StageState<1>{portions}.phase());
     if (work.portion.rows < Traits::N) clear_foreign<Traits, Traits::N>(smem.k, work.portion.rows);
-    blocks = walk(blocks);
-    if (lane == 0) smem.kv_empty.arrive();
+    blocks = walk(portions++, blocks);
     finish(work.portion, work.kv_head);
     __syncwarp();
     if (lane == 0) smem.work_empty[work_state.index()].arrive();

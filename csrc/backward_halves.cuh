@@ -187,7 +187,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     weigh(count + 1, s, dp);
   };
   // No product is in flight where the loop begins again.
-  auto walk = [&](uint32_t count) {
+  auto walk = [&](uint32_t portion, uint32_t count) {
     uint32_t const begin = count;
     {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
@@ -196,12 +196,14 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
       if (flags & kForeign) clear_block(count);
       my_turn();
       issue_s(count, s);
+      smem.v_full.wait(StageState<1>{portion}.phase());
       issue_dp(count, dp);
       next_turn();
       look_ahead(count + 1);
       weigh(count, s, dp);
     }
     for (; !(flags & kLastBlock); ++count) step(count == begin, count);
+    if (lane == 0) smem.v_empty.arrive();
     Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
     my_turn();
     if (count > begin) {
@@ -214,6 +216,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     next_turn();
     issue_dq(count, dq);
     warpgroup_wait<0>();
+    if (lane == 0) smem.k_empty.arrive();
     dv_done(count);
     dk_done(count);
     send(count, dq);

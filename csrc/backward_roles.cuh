@@ -168,7 +168,8 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   };
   // Across blocks: S^T or dP^T of the next one is computed while dQ of this one is sent. No product
   // is in flight where the loop begins again.
-  auto walk = [&](uint32_t count) {
+  auto walk = [&](uint32_t portion, uint32_t count) {
+    if (!values) smem.v_full.wait(StageState<1>{portion}.phase());
     await_block(count);
     {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
@@ -186,9 +187,11 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
       release(count);
       weigh(count + 1, s);
     }
+    if (lane == 0) smem.v_empty.arrive();
     Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
     spend(count, dq);
     warpgroup_wait<0>();
+    if (lane == 0) smem.k_empty.arrive();
     send(count, dq, 1);
     release(count);
     return count + 1;

@@ -110,7 +110,9 @@ CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedSto
   smem.block_ready[state.index()].arrive();
 }
 
-// One thread: loads the Q, dO, LSE and D of every block, and K and V before a portion's first.
+// One thread: loads the Q, dO, LSE and D of every block, and with a portion's first K and V, each
+// as soon as the portion before needs it no longer: V and the rows behind its last scores, K at its
+// end.
 template <class Traits>
 CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedStorage& smem) {
   constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
@@ -123,12 +125,7 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedSto
     RowBlock& block = smem.blocks[place.index()];
     if (block.head < 0) return;
     if (p.args.turns) block.turn = turn_of<M, N>(p.args, block);
-    if (block.flags & kFirstBlock) {
-      smem.kv_empty.wait(kv.phase() ^ 1);
-      kv.advance();
-      load_box<N, D>(p.k, smem.kv_full, smem.k, block.key_row, block.head / p.group);
-      load_box<N, D>(p.v, smem.kv_full, smem.v, block.key_row, block.head / p.group);
-    }
+    bool const first = block.flags & kFirstBlock;
     smem.q_empty[q.index()].wait(q.phase() ^ 1);
     auto& q_full = smem.q_full[q.index()];
     load_box<M, D>(p.q, q_full, smem.q + q.index() * M * D, block.token, block.head);
@@ -136,6 +133,10 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedSto
     SM90_BULK_COPY_G2S::copy(p.args.grid.lse + static_cast<int64_t>(block.target) * M,
                              reinterpret_cast<uint64_t*>(&q_full), smem.lse[q.index()],
                              M * sizeof(float));
+    if (first) {
+      smem.v_empty.wait(kv.phase() ^ 1);
+      load_box<N, D>(p.v, smem.v_full, smem.v, block.key_row, block.head / p.group);
+    }
     smem.dout_empty[dout.index()].wait(dout.phase() ^ 1);
     auto& dout_full = smem.dout_full[dout.index()];
     load_box<M, D>(p.dout, dout_full, smem.dout + dout.index() * M * D, block.token, block.head);
@@ -143,6 +144,11 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedSto
     SM90_BULK_COPY_G2S::copy(p.args.grid.delta + static_cast<int64_t>(block.target) * M,
                              reinterpret_cast<uint64_t*>(&dout_full), smem.delta[dout.index()],
                              M * sizeof(float));
+    if (first) {
+      smem.k_empty.wait(kv.phase() ^ 1);
+      load_box<N, D>(p.k, smem.k_full, smem.k, block.key_row, block.head / p.group);
+      kv.advance();
+    }
   }
 }
 

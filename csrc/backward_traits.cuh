@@ -112,12 +112,13 @@ struct BackwardTraits {
     DqPiece pieces[Consumers];
     KeyWork work[kWorkDepth];
     int32_t next_work;  // of the thread that plans
-    alignas(16) cutlass::arch::ClusterTransactionBarrier kv_full;
+    alignas(16) cutlass::arch::ClusterTransactionBarrier k_full, v_full;
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier block_ready[BlockDepth], block_done[BlockDepth];
     alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], dout_empty[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier ds_full[DsStages], p_full;
-    alignas(16) cutlass::arch::ClusterBarrier kv_empty, dq_full[Consumers], dq_empty[Consumers];
+    alignas(16) cutlass::arch::ClusterBarrier k_empty, v_empty;
+    alignas(16) cutlass::arch::ClusterBarrier dq_full[Consumers], dq_empty[Consumers];
     alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];
   };
 };
