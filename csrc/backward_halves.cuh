@@ -207,18 +207,25 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
     my_turn();
     if (count > begin) {
+      issue_dv(count);
       issue_dq(count - 1, dq);
-      warpgroup_wait<0>();
+      issue_dk(count);
+      next_turn();
+      warpgroup_wait<1>();
+      dv_done(count);
       send(count - 1, dq);
+      warpgroup_wait<0>();
+    } else {
+      issue_dv(count);
+      issue_dk(count);
+      next_turn();
+      warpgroup_wait<0>();
+      dv_done(count);
     }
-    issue_dv(count);
-    issue_dk(count);
-    next_turn();
+    dk_done(count);
     issue_dq(count, dq);
     warpgroup_wait<0>();
     if (lane == 0) smem.k_empty.arrive();
-    dv_done(count);
-    dk_done(count);
     send(count, dq);
     return count + 1;
   };
