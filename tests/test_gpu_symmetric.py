@@ -196,6 +196,27 @@ def _crowded(rank: int, world: int) -> None:
     dist.destroy_process_group()
 
 
+def _overlapping(rank: int, world: int) -> None:
+    """Groups that share some of their ranks, in turn and out of step: each finds its own memory, as
+    it grows. Within two roundings of bf16 of one device."""
+    pair = dist.new_group([0, 1])
+    for tokens in (512, 4096, 1024):
+        for group, size in ((pair, 2), (dist.group.WORLD, world), (pair, 2)):
+            if rank >= size:
+                continue
+            plan = plan_context(tokens * size, group=group)
+            torch.manual_seed(tokens)
+            q, k, v = (torch.randn(1, tokens * size, n, 64, device="cuda") for n in (4, 2, 2))
+            whole = flash_attn_func(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True)
+            assert isinstance(whole, torch.Tensor)
+            mine = (plan.shard(x[0].bfloat16()) for x in (q, k, v))
+            out = ring_attn_func(*mine, plan, transport="symmetric")
+            assert isinstance(out, torch.Tensor)
+            torch.testing.assert_close(out, plan.shard(whole[0]), atol=1e-2, rtol=2**-6)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _stall(rank: int, world: int, direction: str = "forward", kind: str = "hops") -> None:
     """Rank 1 does not come to the second call; each other rank raises, naming hop and peer."""
     os.environ[FORWARD] = kind
@@ -244,13 +265,15 @@ def _stall_backward(rank: int, world: int) -> None:
 def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
-    limit = timedelta(seconds=60 if function in (_exact, _crowded) else TIMEOUT_S)
+    limit = timedelta(seconds=60 if function in (_exact, _crowded, _overlapping) else TIMEOUT_S)
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
     function(rank, world)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("function", [_exact, _crowded, _stall, _stall_gathered, _stall_backward])
+@pytest.mark.parametrize(
+    "function", [_exact, _crowded, _overlapping, _stall, _stall_gathered, _stall_backward]
+)
 def test_symmetric(world: int, function: Callable[[int, int], None]) -> None:
     """The single-device gate on slow, poisoned streams; collectives beside kernels that wait; and a
     rank that stalls."""
