@@ -243,8 +243,7 @@ class Job:
 
     def _weigh(self, world: int, cases: list[RingCase]) -> None:
         """The memory of a world's cases of that set before anything else runs on it, shorter ones
-        first. Not before larger worlds are done: PyTorch counts the meetings of symmetric memory by
-        process, so after one of a part of the ranks all of them would wait in vain."""
+        first."""
         cases = sorted((c for c in cases if c.set == MEMORY), key=lambda c: c.tokens)
         if not cases or self.device.type == "cpu":
             return
