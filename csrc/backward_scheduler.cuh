@@ -110,9 +110,9 @@ CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedSto
   smem.block_ready[state.index()].arrive();
 }
 
-// One thread: loads the Q, dO, LSE and D of every block, and with a portion's first K and V, each
-// as soon as the portion before needs it no longer: V and the rows behind its last scores, K at its
-// end.
+// One thread: loads the Q, dO, LSE and D of every block as soon as a stage is free, and with a
+// portion's first K and V, each when the portion before needs it no longer: V behind its last
+// scores, K at its end.
 template <class Traits>
 CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedStorage& smem) {
   constexpr int M = Traits::M, N = Traits::N, D = Traits::D;

@@ -78,7 +78,7 @@ CUTE_DEVICE void load_tiles(ForwardParams<Traits> const& p, typename Traits::Sha
       if (behind >= 0) {
         load_v(behind);
       } else if constexpr (Traits::QStages == 1) {
-        load_q();  // behind the first K, which has room before the last tile is done with Q
+        load_q();  // behind the first K, which has room before the tile before is done with Q
       }
       k_state.advance();
       behind = row;

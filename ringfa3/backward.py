@@ -90,8 +90,8 @@ class BackwardPass:
     """`reference.BackwardPass` on the GPU: prepares at once, then takes the hops in any order.
 
     LSE, D and the float32 dQ live in the plan's row grid, in workspace of O(tokens); dQ is added to
-    in place, in turns if `deterministic`. `sm_margin` SMs are left free. Everything runs on the
-    stream that is current when it is made.
+    in place, in turns if `deterministic`. `sm_margin` SMs are left free. Kernels run on the stream
+    that is current when it is made, which must be the current one at each hop, too.
 
     Raises ValueError: a margin that leaves none.
     """

@@ -1,9 +1,9 @@
 """How the work of a backward hop is dealt out to CTAs: whole key tiles, or portions of them.
 
 A key tile for one KV head, with all query heads of its group, is one piece of work: its dK and dV
-never leave the registers. Where such pieces are too few to fill the GPU, all tiles are cut alike,
-first between query heads and then between blocks of rows, and the portions of a tile add up in
-float32.
+never leave the registers. Where such pieces are too few to fill the GPU, or have very many heads,
+all tiles are cut alike, first between query heads and then between blocks of rows, and the portions
+of a tile add up in float32.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SHARED = 4  # beside FIRST and LAST: other portions add to the same keys
 FULL = 0.95  # of the GPU's time that whole tiles must fill to stay whole
 # In blocks of rows: what a portion takes beside its blocks, and what adding up takes more.
 SETUP, REDUCE = 2, 2
-# A tile of very many heads is cut to few, for the sake of caches: on an H200, 8k tokens causal,
-# 8% are gained from 32 heads to 4, 6% from 16 to 4, and 4% lost from 4 to 2.
+# Tiles of more than so many heads are cut to so many, or three, for the sake of caches: on an H200,
+# 8k tokens causal, 8% are gained from 32 heads to 4, 6% from 16 to 4, and 4% lost from 4 to 2.
 MANY_HEADS, FEW_HEADS = 8, 4
-LONG = 64  # blocks of a piece from which on this outweighs adding up
-WAVES = 4  # pieces for each processor from which on nothing is cut: the order of fetching evens out
+LONG = 64  # blocks of a typical piece from which on this outweighs adding up
+WAVES = 4  # pieces for each processor from which on no more is cut: the order of fetching evens out
 
 
 def portions(
@@ -57,20 +57,21 @@ def portions(
     uncut = _cut(tiling, blocks, group, 1, 1)
     if whole:
         return uncut
-    most = int(blocks.max(initial=0))
-    cuts = [(1, 1), *_cuts(group, most)]
-    if group > MANY_HEADS and most * FEW_HEADS >= LONG:
-        cuts = [(heads, rows) for heads, rows in cuts if group // heads <= FEW_HEADS]
+    work = int(blocks.sum())
+    typical = int((blocks * blocks).sum()) / max(1, work)  # blocks of a tile, by work
+    cuts = [(1, 1), *_cuts(group, int(blocks.max(initial=0)))]
+    few = [cut for cut in cuts if 2 < group // cut[0] <= FEW_HEADS]
+    if few and group > MANY_HEADS and typical * FEW_HEADS >= LONG:
+        cuts = cuts[cuts.index(few[0]) :]
     best, least = uncut, math.inf
-    work = group * kv_heads * int(blocks.sum())
     for heads, rows in cuts:
-        table = _cut(tiling, blocks, group, heads, rows)
+        table = uncut if (heads, rows) == (1, 1) else _cut(tiling, blocks, group, heads, rows)
         if len(table) * kv_heads >= WAVES * num_ctas and least == math.inf:
             return table
         makespan = _makespan(table, kv_heads, num_ctas)
         if makespan < least:
             best, least = table, makespan
-        if work >= FULL * least * num_ctas:
+        if work * group * kv_heads >= FULL * least * num_ctas:
             break
     return best
 

@@ -76,13 +76,24 @@ def test_few_tiles_are_cut_until_the_gpu_is_full_and_many_are_not() -> None:
 
 
 def test_tiles_of_very_many_heads_are_cut_to_four() -> None:
-    """In long sequences, from 12 heads of a KV head on."""
+    """Or three: in long sequences, from nine heads of a KV head on."""
     lengths = np.array([8192, 8192])
     tiling = plan_local(lengths, lengths, -1, 0).backward(128, 64)[0]
-    for group, kv_heads, expected in ((32, 1, 4), (16, 2, 4), (12, 2, 4), (8, 4, 8), (4, 8, 4)):
+    for group, kv_heads, expected in (
+        (32, 1, 4),
+        (16, 2, 4),
+        (12, 2, 4),
+        (9, 8, 3),
+        (11, 8, 11),
+        (8, 4, 8),
+        (4, 8, 4),
+    ):
         table = portions(tiling, 64, group, kv_heads, 132)
         assert set(table["num_heads"].tolist()) == {expected}, group
         assert len(table) == 128 * group // expected
     short = np.full(64, 256)
     tiling = plan_local(short, short, -1, 0).backward(128, 64)[0]
     assert set(portions(tiling, 64, 32, 8, 132)["num_heads"].tolist()) == {32}
+    beside = np.array([2048] + [128] * 512)  # most work is in short documents
+    tiling = plan_local(beside, beside, -1, 0).backward(128, 64)[0]
+    assert set(portions(tiling, 64, 16, 8, 132)["num_heads"].tolist()) == {16}
