@@ -1,6 +1,7 @@
 """How a ring call begins: each rank checks its own arguments, all agree, or all raise.
 
-What a plan has been called with before is neither checked nor agreed on again.
+What a plan has been called with before is neither checked nor agreed on again, but for the first
+capture in a CUDA graph, which ranks agree on, and the room that any capture needs.
 """
 
 from __future__ import annotations
@@ -112,9 +113,12 @@ def enter(
     if pulls and torch.cuda.is_current_stream_capturing():
         error = capture.refusal(group.opened, plan, direction, q, k, not first)
         accepted = capture.of_captured(accepted[0]), capture.of_captured(accepted[1])
-        if error is not None and first:
-            del known[asked]  # it has not run
-    group.agree(accepted[0], error)
+    try:
+        group.agree(accepted[0], error)
+    except (TypeError, ValueError):
+        if first:
+            known.pop(asked, None)  # it has not run
+        raise
     group.begin(accepted[1])
     if q.is_cuda and transport != "nccl":
         machine = group.machine(q.device)

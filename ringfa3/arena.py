@@ -12,7 +12,7 @@ import torch
 
 from ringfa3.operations import Buffer
 from ringfa3.region import Region
-from ringfa3.words import Gather, together
+from ringfa3.words import Gather, StepError, together
 
 SHARED = (Buffer.SRC, Buffer.D)
 ALIGNMENT = 1 << 21  # bytes, of slots: pages of the device
@@ -56,13 +56,19 @@ class Arena:
         torch.cuda.synchronize(self.device)
         together(self.gather, "leaving the arena", self._leave)
         # the peers have taken what they wanted of the memory from before, and unmapped it
-        handles = together(self.gather, "room for the arena", lambda: self._allocate(capacity))
-        together(self.gather, "mapping the arena", lambda: self._map(handles))
+        try:
+            handles = together(self.gather, "room for the arena", lambda: self._allocate(capacity))
+            together(self.gather, "mapping the arena", lambda: self._map(handles))
+        except StepError:
+            together(self.gather, "leaving the arena", self._leave)
+            self._region = None
+            self._own.clear()
+            raise
         self._capacity = capacity
 
     def keep(self) -> None:
         """What there is now is never freed, nor unmapped, even if the arena grows or ends: a graph,
-        or a stream that is left to itself, has its addresses."""
+        a stream that is left to itself, or a peer that has not ended has its addresses."""
         if not self._keeps:
             _kept.append((self._region, *self._own.values()))
         self._keeps = True

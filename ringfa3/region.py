@@ -72,7 +72,6 @@ def _release(
     free: Callable[[int], None],
     detach: Callable[[int], None],
 ) -> None:
-    with suppress(DriverError):  # the device may be lost
-        for peer in mapped:
-            detach(peer)
-        free(address)
+    for end, place in (*((detach, peer) for peer in mapped), (free, address)):
+        with suppress(DriverError):  # the device may be lost
+            end(place)

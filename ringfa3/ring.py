@@ -63,6 +63,8 @@ def ring_attn_func(
             value and what is allowed. New settings are agreed on before anything is sent; a rank
             that deviates from known ones is found out in mid-call, or, by a rank that waits for
             nothing in it, at its next call.
+        RuntimeError: on every rank, if one has no room for the memory that they share; the group
+            can be used afterwards.
         RingError: a peer died or stopped: within the group's timeout, naming hop and peer.
     """
     if not isinstance(plan, ContextPlan):

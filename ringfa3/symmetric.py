@@ -133,7 +133,7 @@ class CudaMachine:
         needed = {b: count * row_bytes[b] for b, count in rows.items()}
         if not self.arena.holds(needed):
             self._routes.clear()
-            self.routes = {}
+            self.routes = {}  # no view of the memory may be left
             self.arena.reserve(needed)
         compute = torch.cuda.current_stream(self.device)
         if self.captured:
@@ -264,6 +264,8 @@ class CudaMachine:
         self._watch.timeout_s, self._watch.lost = self.group.timeout_s, self._lose
 
     def close(self) -> None:
+        """Ends the watch. The memory stays: no rank knows when its peers have unmapped it."""
+        self.arena.keep()
         self._watch.end()
 
     def abandon(self) -> None:

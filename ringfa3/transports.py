@@ -152,8 +152,8 @@ class _GlooExchange:
 
 
 class NcclTransport:
-    """CUDA memory. Waiting orders streams, not the host. NCCL's kernel is on the SMs before those
-    that the caller starts next.
+    """CUDA memory. Waiting orders streams, not the host. NCCL's kernel has a head start on
+    those that the caller starts next.
 
     A watch names hop and peer when messages are overdue; ending the process is left to NCCL's own
     watchdog, whose timeout on this communicator is the same.

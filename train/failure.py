@@ -89,8 +89,10 @@ def explain(error: BaseException, config: Config) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host had no memory left."""
-    cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    said = isinstance(error, RuntimeError) and any(
+        reason in str(error) for reason in ("DefaultCPUAllocator", "out of memory")
+    )
+    return said or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def memory_advice(config: Config) -> str:
