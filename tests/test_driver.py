@@ -16,6 +16,7 @@ RECEIVER = r"""
 
 extern "C" {
 unsigned long long received[8][4];
+unsigned int handle_bytes = sizeof(CUipcMemHandle);
 
 CUresult CUDAAPI cuStreamBatchMemOp_v2(
     CUstream, unsigned int count, CUstreamBatchMemOpParams *operations, unsigned int flags) {
@@ -41,7 +42,8 @@ CUresult CUDAAPI cuStreamBatchMemOp_v2(
 def test_a_batch_of_words_is_laid_out_as_in_cuda_h(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Types, addresses, values and flags, also after a value was changed."""
+    """Types, addresses, values and flags, also after a value was changed; and the size of a handle
+    between processes."""
     source, library = tmp_path / "receiver.cpp", tmp_path / "receiver.so"
     source.write_text(RECEIVER)
     include = compiler()[0].resolve().parent.parent / "include"
@@ -49,6 +51,8 @@ def test_a_batch_of_words_is_laid_out_as_in_cuda_h(
         [host_compiler(), "-shared", "-fPIC", f"-I{include}", source, "-o", library], check=True
     )
     receiver = ctypes.CDLL(str(library))
+    handle_bytes = ctypes.c_uint.in_dll(receiver, "handle_bytes").value
+    assert ctypes.sizeof(driver.IpcHandle) == handle_bytes
     entry = receiver.cuStreamBatchMemOp_v2
     entry.argtypes = driver._ARGUMENTS["cuStreamBatchMemOp_v2"]
     monkeypatch.setattr(driver, "_entries", lambda: {"cuStreamBatchMemOp_v2": entry})
