@@ -1,9 +1,8 @@
-// The end of a portion: dK and dV, stored or added to what is there.
+// The end of a portion: dK and dV, stored or added to those of other portions.
 #pragma once
 
 #include "backward_traits.cuh"
 #include "rows.cuh"
-#include "signals.cuh"
 
 namespace ringfa3 {
 
@@ -39,26 +38,11 @@ CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
                        : "l"(at), "f"(mine.x), "f"(mine.y)
                        : "memory");
         });
-      } else if (portion.flags & kFirst) {
-        each([](float2* at, float2 mine) { *at = mine; });
       } else {
-        each([](float2* at, float2 mine) {
-          float2 const old = *at;
-          *at = make_float2(old.x + mine.x, old.y + mine.y);
-        });
+        each([](float2* at, float2 mine) { *at = mine; });
       }
     }
   }
-}
-
-// Warp-wide: blocks until the partial may be read. Returns by what the gradients are to be
-// multiplied: 1, or NaN if the partial will not arrive.
-CUTE_DEVICE float wait_for_partial(BackwardArgs const& a, Portion const& portion, int lane) {
-  if (a.arrival == nullptr || portion.flags & kFirst) return 1.f;
-  bool const arrived = lane != 0 || wait_for_arrival(a.arrival);
-  bool const all = __all_sync(0xffffffff, arrived);
-  __syncwarp();  // orders what the other lanes read behind lane 0's wait, as a vote does not
-  return all ? 1.f : NAN;
 }
 
 }  // namespace ringfa3

@@ -230,9 +230,8 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     return count + 1;
   };
   auto finish = [&](Portion const& portion, int kv_head) {
-    float const valid = wait_for_partial(p.args, portion, lane);
     CUTE_UNROLL
-    for (int n = 0; n < D / 2; ++n) dk(n) *= p.args.softmax_scale * valid, dv(n) *= valid;
+    for (int n = 0; n < D / 2; ++n) dk(n) *= p.args.softmax_scale;
     store_gradient<Traits>(p.args, p.args.dk, portion, kv_head, key, lane, dk);
     store_gradient<Traits>(p.args, p.args.dv, portion, kv_head, key, lane, dv);
   };

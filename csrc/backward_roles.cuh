@@ -197,8 +197,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
     return count + 1;
   };
   auto finish = [&](Portion const& portion, int kv_head) {
-    float const valid = wait_for_partial(p.args, portion, lane);
-    float const scale = values ? valid : valid * p.args.softmax_scale;
+    float const scale = values ? 1.f : p.args.softmax_scale;
     CUTE_UNROLL
     for (int n = 0; n < D / 2; ++n) sum(n) *= scale;
     store_gradient<Traits>(p.args, values ? p.args.dv : p.args.dk, portion, kv_head, key, lane,

@@ -64,7 +64,7 @@ struct Portion {
   int32_t row0, rows, first_span, flags, first_head, num_heads, skip, blocks;
 };
 
-enum PortionFlags : int32_t { kShared = 4 };  // beside TileFlags: other portions add to these keys
+enum PortionFlags : int32_t { kShared = 4 };  // the only one: other portions add to these keys
 
 struct PrepareArgs {
   Tensor3 out, dout;
@@ -83,7 +83,6 @@ struct BackwardArgs {
   int32_t const* earlier;  // per span, see `Tiling.turn`
   int32_t* counter;        // the next piece of work; zero before the launch
   int32_t* turns;          // (heads, num_blocks, pieces) zeros before the launch; null: no turns
-  int32_t const* arrival;  // > 0 once the partial may be read, < 0 if never; null: it is here
   int32_t num_portions;
   int32_t head_section;  // KV heads whose portions run together
   int32_t num_ctas;

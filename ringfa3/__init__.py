@@ -2,7 +2,7 @@
 
 from ringfa3.comm import RingError
 from ringfa3.context import ContextPlan, plan_context
-from ringfa3.module import RingFA3Attention
+from ringfa3.module import RingFA3Attention, keep_attention
 from ringfa3.ops import flash_attn_func, flash_attn_varlen_func
 from ringfa3.ring import ring_attn_func
 
@@ -12,6 +12,7 @@ __all__ = [
     "RingFA3Attention",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "keep_attention",
     "plan_context",
     "ring_attn_func",
 ]

@@ -15,23 +15,29 @@ from ringfa3.region import Region
 from ringfa3.words import Gather, StepError, together
 
 SHARED = (Buffer.SRC, Buffer.D)
+APART = (Buffer.IN, Buffer.SUM, Buffer.COME)
 ALIGNMENT = 1 << 21  # bytes, of slots: pages of the device
-SLOTS = {Buffer.SRC: 2, Buffer.IN: 2, Buffer.D: 2, Buffer.EARLY: 1, Buffer.ALL: 1}
 
 
 class Arena:
     """Buffers of one rank, and where those of its peers are.
 
     SRC and D lie in the region, slot behind slot. The others are this rank's alone; a call uses
-    either IN or ALL, and they have one memory.
+    either ALL, or IN, SUM and COME, and they have one memory.
     """
 
-    def __init__(self, rank: int, device: torch.device, gather: Gather) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, gather: Gather) -> None:
         self.rank, self.device, self.gather = rank, device, gather
+        blocks = min(2, world - 1)  # of peers at a time
+        self._slots = dict.fromkeys(Buffer, 1) | {
+            Buffer.SRC: 2,
+            Buffer.IN: blocks,
+            Buffer.D: blocks,
+        }
         self._capacity = dict.fromkeys(Buffer, 0)  # bytes of a slot
         self._region: Region | None = None
         self._keeps = False  # what there is now
-        self._own: dict[Buffer, torch.Tensor] = {}
+        self._own: torch.Tensor | None = None
 
     def holds(self, needed: Mapping[Buffer, int]) -> bool:
         """Whether slots are so large, in bytes."""
@@ -62,7 +68,7 @@ class Arena:
         except StepError:
             together(self.gather, "leaving the arena", self._leave)
             self._region = None
-            self._own.clear()
+            self._own = None
             raise
         self._capacity = capacity
 
@@ -70,7 +76,7 @@ class Arena:
         """What there is now is never freed, nor unmapped, even if the arena grows or ends: a graph,
         a stream that is left to itself, or a peer that has not ended has its addresses."""
         if not self._keeps:
-            _kept.append((self._region, *self._own.values()))
+            _kept.append((self._region, self._own))
         self._keeps = True
 
     def _leave(self) -> None:
@@ -80,13 +86,11 @@ class Arena:
     def _allocate(self, capacity: Mapping[Buffer, int]) -> str:
         """Gives the handle of this rank's region."""
         self._region, self._keeps = None, False
-        self._own.clear()
-        size = {buffer: SLOTS[buffer] * capacity[buffer] for buffer in Buffer}
+        self._own = None
+        size = {buffer: self._slots[buffer] * capacity[buffer] for buffer in Buffer}
         self._region = Region(sum(size[buffer] for buffer in SHARED), self.device)
-        for buffers in ((Buffer.IN, Buffer.ALL), (Buffer.EARLY,)):
-            most = max(size[buffer] for buffer in buffers)
-            memory = torch.empty(most, dtype=torch.uint8, device=self.device)
-            self._own |= dict.fromkeys(buffers, memory)
+        own = max(size[Buffer.ALL], sum(size[buffer] for buffer in APART))
+        self._own = torch.empty(own, dtype=torch.uint8, device=self.device)
         return self._region.handle
 
     def _map(self, handles: Sequence[str]) -> None:
@@ -95,21 +99,26 @@ class Arena:
 
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         """A slot of this rank, uint8."""
-        size = self._capacity[buffer]
-        if buffer in self._own:
-            return self._own[buffer][slot * size : (slot + 1) * size]
         assert self._region is not None
+        assert self._own is not None
+        memory = self._region.tensor if buffer in SHARED else self._own
         begin = self._offset(buffer, slot)
-        return self._region.tensor[begin : begin + size]
+        return memory[begin : begin + self._capacity[buffer]]
 
     def address(self, rank: int, buffer: Buffer, slot: int) -> int:
-        if buffer in self._own:
-            assert rank == self.rank
-            return self._own[buffer].data_ptr() + slot * self._capacity[buffer]
-        return self._base[rank] + self._offset(buffer, slot)
+        if buffer in SHARED:
+            return self._base[rank] + self._offset(buffer, slot)
+        assert rank == self.rank
+        assert self._own is not None
+        return self._own.data_ptr() + self._offset(buffer, slot)
 
     def _offset(self, buffer: Buffer, slot: int) -> int:
-        before = SLOTS[Buffer.SRC] * self._capacity[Buffer.SRC] if buffer is Buffer.D else 0
+        """Of a slot in its memory."""
+        before = 0
+        for behind in SHARED if buffer in SHARED else APART:
+            if buffer in (behind, Buffer.ALL):
+                break
+            before += self._slots[behind] * self._capacity[behind]
         return before + slot * self._capacity[buffer]
 
 

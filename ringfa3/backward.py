@@ -6,6 +6,7 @@ The structures mirror csrc/params.h field by field.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from ringfa3.kernels import (
     tensor3,
     upload,
 )
-from ringfa3.plan import FIRST, Plan, Tiling, ramps
+from ringfa3.plan import Plan, Tiling, ramps
 from ringfa3.portions import SHARED, portions
 
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
@@ -70,7 +71,6 @@ class BackwardArgs(ctypes.Structure):
         ("earlier", ctypes.c_void_p),
         ("counter", ctypes.c_void_p),
         ("turns", ctypes.c_void_p),
-        ("arrival", ctypes.c_void_p),
         ("num_portions", ctypes.c_int32),
         ("head_section", ctypes.c_int32),
         ("num_ctas", ctypes.c_int32),
@@ -112,7 +112,7 @@ class BackwardPass:
         self.unit, self.scale, self.deterministic = unit, scale, deterministic
         (self.q, q_fields), (self.dout, dout_fields) = addressable(q), addressable(dout)
         out, out_fields = addressable(out)
-        self._fixed = *q_fields, *dout_fields
+        self._rows_of = q_fields, dout_fields
         lse = _rows_in_order(lse)
         dlse = None if dlse is None else _rows_in_order(dlse)
         (tokens, heads, head_dim), device = q.shape, q.device
@@ -124,8 +124,9 @@ class BackwardPass:
         self._rows = torch.empty(2, heads, count, unit.tile_m, device=device)
         self._dq = torch.empty(heads, count, unit.tile_m * head_dim, device=device)
         turns = self._dq.numel() // PIECE if deterministic else 0
-        # A row for each hop: the counter from which its work is fetched, then its turns.
-        self._words = torch.zeros(plan.num_hops, 1 + turns, dtype=torch.int32, device=device)
+        # A row for each call of `hop`, of which the own keys may take two: the counter from which
+        # its work is fetched, then its turns.
+        self._words = torch.zeros(plan.num_hops + 1, 1 + turns, dtype=torch.int32, device=device)
         self._hop = 0
         # Of Q, dO and dQ, which the portions of a KV head share.
         self._bytes_per_head = head_dim * (4 * tokens + 4 * count * unit.tile_m)
@@ -152,50 +153,47 @@ class BackwardPass:
         tiling: Tiling,
         dk: torch.Tensor,
         dv: torch.Tensor,
-        arrival: torch.Tensor | None = None,
+        first_head: int = 0,
+        num_heads: int | None = None,
     ) -> None:
-        """One hop; shapes and dtypes as `reference.BackwardPass.hop`.
+        """One hop, or a part of one; arguments as `reference.BackwardPass.hop`.
 
-        arrival: (1,) int32 on the device, not 0 once dk and dv may be read; None if they are here.
-            A copy that writes them and then the word may run beside the kernel; but no kernel may,
-            which could find no SM free, whatever `sm_margin` is: the next launch may begin on the
-            SMs left free. Tiles that are FIRST read nothing and do not wait. A negative word calls
-            the hop off: dk and dv of the other tiles become NaN.
-
-        Raises ValueError: turns are kept, and the tiling is in another order.
+        Raises ValueError: turns are kept, and the tiling is in another order; more calls than the
+        plan has hops, and one.
         """
         if self.deterministic and len(tiling.earlier) != len(tiling.spans):
             raise ValueError("tiling has no turns: take one of plan.backward(deterministic=True)")
         hop, self._hop = self._hop, self._hop + 1
+        if hop == len(self._words):
+            raise ValueError(f"{hop + 1} calls of `hop`, but the plan has {hop - 1} hops")
         if not len(tiling.tiles):
             return
         (k, k_fields), (v, v_fields) = addressable(k), addressable(v)
-        heads, kv_heads = self.q.shape[1], k.shape[1]
+        kv_heads, heads = k.shape[1], self.q.shape[1] if num_heads is None else num_heads
         tables = _on_device(
             tiling, self.stream, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
             self.deterministic,
         )  # fmt: skip
         sums: tuple[torch.Tensor, ...] = (dk, dv)
-        if tables.first and tables.shared:  # portions add up from zero, in float32
+        if tables.shared:  # portions add up from zero, in float32
             if dk.dtype != torch.float32:
                 sums = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in sums)
             _clear(*sums)
-        elif tables.first and tables.unseen:
+        elif tables.unseen:
             _clear(dk, dv)
         if not tables.num_portions:
             return
         words = self._words.data_ptr() + hop * self._words.stride(0) * WORD
         args = _pack_backward(
-            *self._fixed,
+            *self._of_heads(first_head, heads),
             *k_fields,
             *v_fields,
             *tensor3(sums[0]),
             *tensor3(sums[1]),
-            *self.grid,
+            *self._grid_from(first_head),
             *tables.addresses,
             words,
             words + WORD if self.deterministic else 0,
-            0 if arrival is None else arrival.data_ptr(),
             tables.num_portions,
             heads_together(self._bytes_per_head * heads // kv_heads, kv_heads),
             self.num_ctas,
@@ -205,6 +203,18 @@ class BackwardPass:
         launch(self.unit, "backward", args, self.stream)
         if sums[0] is not dk:
             dk.copy_(sums[0]), dv.copy_(sums[1])
+
+    def _of_heads(self, first: int, count: int) -> Iterator[int]:
+        """The fields of Q and dO, of heads [first, first + count)."""
+        for begin, tokens, _, token_stride, head_stride in self._rows_of:
+            yield from (begin + first * head_stride * self.q.element_size(), tokens, count)
+            yield from (token_stride, head_stride)
+
+    def _grid_from(self, head: int) -> tuple[int, ...]:
+        """The fields of the RowGrid, from a head on."""
+        blocks, lse, delta, dq, count = self.grid
+        rows = head * count * self.unit.tile_m * WORD
+        return blocks, lse + rows, delta + rows, dq + rows * self.q.shape[2], count
 
     def dq(self) -> torch.Tensor:
         """(t, h, d) in the dtype of q, after the last hop."""
@@ -238,7 +248,6 @@ class _Tables(NamedTuple):
     kept: tuple[torch.Tensor, ...]  # whose memory the addresses are
     addresses: tuple[int, ...]  # of portions, spans and earlier, as in BackwardArgs
     num_portions: int
-    first: bool  # whether dK and dV are stored: the same in all tiles of a hop
     shared: bool  # whether tiles are cut
     unseen: bool  # whether some tiles have no portion
 
@@ -264,7 +273,6 @@ def _on_device(
             kept,
             tuple(x.data_ptr() for x in kept),
             len(table),
-            bool(tiling.tiles["flags"][0] & FIRST),
             bool((table["flags"] & SHARED).any()),
             len(np.unique(table["row0"])) < len(tiling.tiles),
         )

@@ -1,20 +1,28 @@
-"""A ring call by messages between neighbours: its buffers, and what moves from hop to hop.
+"""A ring call by messages: its buffers, and what moves from hop to hop, between neighbours or home.
 
 K/V and the float32 dK/dV partials lie in two buffers each, used by even and odd hops, whatever the
 number of ranks. Row counts come from the plan's `Movement`.
+
+A backward hop stores what it adds to a partial in a buffer of its own: its kernel waits for no
+partial, which so may travel beside it, over NCCL too, and is added to afterwards. All that moves
+beside a kernel is one exchange: over NCCL a second one could find no SM free until the kernel ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
 from ringfa3.context import ContextPlan
+from ringfa3.movement import first_heads
 from ringfa3.reference import statistics_dtype
 from ringfa3.transports import Exchange, Message, Transport
 
 KV, PARTIAL, HOME = 0, 1, 2  # message tags
+
+Messages: TypeAlias = tuple[list[Message], list[Message]]  # sends and receives; some may be empty
 
 
 class Travel:
@@ -25,10 +33,9 @@ class Travel:
         k: torch.Tensor,
         v: torch.Tensor,
         plan: ContextPlan,
-        transport: Transport | None,
         direction: str,
     ) -> None:
-        self.plan, self.transport, self.direction = plan, transport, direction
+        self.plan, self.direction = plan, direction
         self._local = (k, v)
         rows = plan.movement.rows
         world, rank = plan.world, plan.rank
@@ -49,43 +56,60 @@ class Travel:
         buffer = self.buffers[hop % 2][:rows]
         return buffer[:, 0], buffer[:, 1]
 
-    def advance(self, hop: int) -> Exchange | None:
-        """Starts moving the blocks of hop `hop` on to hop + 1; None if nothing moves."""
+    def messages(self, hop: int) -> Messages:
+        """Those that move the blocks of hop `hop`, while it is computed, on to hop + 1."""
         plan, rows = self.plan, self.plan.movement.rows
-        if hop + 1 >= plan.world:
-            return None
-        assert self.transport is not None
         rank, world = plan.rank, plan.world
+        if hop + 1 >= world:
+            return [], []
         out = int(rows[(rank - hop) % world, hop + 1])
         into = int(rows[(rank - hop - 1) % world, hop + 1])
         what = f"{self.direction} hop {hop + 1}: K/V"
         here, there = self.buffers[hop % 2], self.buffers[(hop + 1) % 2]
-        return self.transport.exchange(
-            [Message(here[:out], (rank + 1) % world, what, KV)] if out else [],
-            [Message(there[:into], (rank - 1) % world, what, KV)] if into else [],
+        return (
+            [Message(here[:out], (rank + 1) % world, what, KV)],
+            [Message(there[:into], (rank - 1) % world, what, KV)],
         )
 
 
 class Partials:
-    """The float32 dK/dV of a backward on their way, (rows, 2, hk, d), dK and dV together.
+    """The dK/dV of a backward on their way, (rows, 2, hk, d), dK and dV together.
+
+    In the statistics dtype. The first visitor of a block stores its contribution as the partial;
+    others store it in `_contribution`, which no message has, and add it when the partial is here.
+    That has the rows of one block at most, and none between two ranks.
+    The partial of hop t lies in the first rows of `_buffers[t % 2]`, and behind it what comes home
+    from hop t - 1.
 
     home   (local_tokens, 2, hk, d): of this rank's own keys
     """
 
-    def __init__(self, k: torch.Tensor, plan: ContextPlan, transport: Transport | None) -> None:
-        self.plan, self.transport = plan, transport
+    def __init__(self, k: torch.Tensor, plan: ContextPlan) -> None:
+        self.plan = plan
         shape, dtype = (2, *k.shape[1:]), statistics_dtype(k.dtype)
         self.home = k.new_empty((plan.local_tokens, *shape), dtype=dtype)
         sizes = [0, 0]
         for t in range(1, plan.world + 1):
             sizes[t % 2] = max(sizes[t % 2], self._held(t) + self._returned(t - 1))
         self._buffers = [k.new_empty((n, *shape), dtype=dtype) for n in sizes]
-        self._pending: Exchange | None = None
+        rows = max((self._seen(t)[1] for t in range(1, plan.world) if self._later(t)), default=0)
+        self._contribution = k.new_empty((rows, *shape), dtype=dtype)
+
+    def _owner(self, hop: int) -> int:
+        return (self.plan.rank - hop) % self.plan.world
 
     def _held(self, hop: int) -> int:
-        """Rows of the partial that this rank works on at a hop, 1 <= hop <= world."""
-        world = self.plan.world
-        return int(self.plan.movement.rows[(self.plan.rank - hop) % world, hop])
+        """Rows of the partial that this rank has at a hop, 1 <= hop <= world."""
+        return int(self.plan.movement.rows[self._owner(hop), hop])
+
+    def _seen(self, hop: int) -> tuple[int, int]:
+        """Between which rows of it a hop, 1 <= hop < world, stores."""
+        begin, end = self.plan.movement.seen[self._owner(hop), hop].tolist()
+        return begin, end
+
+    def _later(self, hop: int) -> bool:
+        """Whether other ranks have added to the partial before."""
+        return hop > int(self.plan.movement.first_visit[self._owner(hop)])
 
     def _carried(self, owner: int, hop: int) -> int:
         """Rows of an owner's partial that go on to the next rank after a hop."""
@@ -97,53 +121,63 @@ class Partials:
         rows = self.plan.movement.rows[self.plan.rank]
         return int(rows[hop] - rows[hop + 1]) if hop >= 1 else 0
 
-    def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """dK and dV (rows, hk, d) to add to at a hop, once they are here."""
-        if hop == 0:
-            return self.home[:, 0], self.home[:, 1]
-        self.settle(hop - 1)
-        partial = self._buffers[hop % 2][: self._held(hop)]
-        return partial[:, 0], partial[:, 1]
+    @property
+    def come_together(self) -> bool:
+        """Whether rows come home, all of them at the end."""
+        hops = [t for t in range(1, self.plan.world) if self._returned(t)]
+        return hops == [self.plan.world - 1]
 
-    def advance(self, hop: int) -> None:
-        """Sends a hop's partial: on, as far as others add to it, the rest home to its owner."""
-        if hop == 0:
-            return
-        assert self.transport is not None
-        plan = self.plan
-        rank, world = plan.rank, plan.world
-        owner = (rank - hop) % world
-        here, there = self._buffers[hop % 2], self._buffers[(hop + 1) % 2]
-        on, held = self._carried(owner, hop), self._held(hop)
-        into = self._carried((owner - 1) % world, hop)
-        done = plan.movement.rows[owner, hop + 1]
-        back = self._returned(hop)
-        what = f"backward hop {hop}: dK/dV"
-        sends = [
-            Message(here[:on], (rank + 1) % world, what, PARTIAL),
-            Message(here[done:held], owner, what + " going home", HOME),
-        ]
-        receives = [
-            Message(there[:into], (rank - 1) % world, what, PARTIAL),
-            Message(there[into : into + back], (rank + hop) % world, what + " coming home", HOME),
-        ]
-        self._pending = self.transport.exchange(
-            [m for m in sends if len(m.tensor)], [m for m in receives if len(m.tensor)]
+    def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """dK and dV (rows, hk, d) for a hop to store, whatever is on its way."""
+        rows = self.home
+        if hop > 0:
+            begin, end = self._seen(hop)
+            if self._later(hop):
+                rows = self._contribution[:end]
+            else:
+                partial = self._buffers[hop % 2][: self._held(hop)]
+                rows = partial[:end]
+                if end:
+                    partial[:begin].zero_(), partial[end:].zero_()
+        return rows[:, 0], rows[:, 1]
+
+    def messages(self, hop: int) -> Messages:
+        """Those that move the partial of hop - 1, while hop `hop` is computed.
+
+        On, as far as others add to it; the rest goes home to its owner.
+        """
+        if hop <= 1:
+            return [], []
+        plan, last = self.plan, hop - 1
+        rank, world, owner = plan.rank, plan.world, self._owner(last)
+        here, there = self._buffers[last % 2], self._buffers[hop % 2]
+        on, held = self._carried(owner, last), self._held(last)
+        into = self._carried(self._owner(hop), last)
+        done = plan.movement.rows[owner, hop]
+        returned = there[self._held(hop) :][: self._returned(last)]
+        what = f"backward hop {last}: dK/dV"
+        return (
+            [
+                Message(here[:on], (rank + 1) % world, what, PARTIAL),
+                Message(here[done:held], owner, what + " going home", HOME),
+            ],
+            [
+                Message(there[:into], (rank - 1) % world, what, PARTIAL),
+                Message(returned, (rank + last) % world, what + " coming home", HOME),
+            ],
         )
 
-    def settle(self, hop: int) -> None:
-        """Waits for what `advance(hop)` started, and adds what has come home."""
-        if self._pending is None:
-            return
-        self._pending.wait()
-        self._pending = None
-        back = self._returned(hop)
+    def add(self, hop: int) -> None:
+        """Adds a hop's contribution to the partial, and what has come home beside it."""
+        plan, there = self.plan, self._buffers[hop % 2]
+        if 0 < hop < plan.world and self._later(hop):
+            begin, end = self._seen(hop)
+            there[begin:end].add_(self._contribution[begin:end])
+        back = self._returned(hop - 1)
         if back:
-            plan = self.plan
-            into = self._carried((plan.rank - hop - 1) % plan.world, hop)
-            end = int(plan.movement.rows[plan.rank, hop])
+            end = int(plan.movement.rows[plan.rank, hop - 1])
             rows = plan.own_rows(self.home.device).part(end - back, end)
-            rows.add(self._buffers[(hop + 1) % 2][into : into + back], self.home)
+            rows.add(there[self._held(hop) :][:back], self.home)
 
 
 class Relay:
@@ -160,9 +194,15 @@ class Relay:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
-        self.world = plan.world
-        self.travel = Travel(k, v, plan, transport, direction)
-        self.partials = Partials(k, plan, transport) if direction == "backward" else None
+        self.world, self.transport = plan.world, transport
+        self.travel = Travel(k, v, plan, direction)
+        self.partials = Partials(k, plan) if direction == "backward" else None
+        # KV heads of the own keys that come first; None: all, also where some sums are wanted
+        # before the end.
+        self._first: int | None = None
+        if self.partials is not None and self.partials.come_together:
+            tokens, kv_heads, _ = k.shape
+            self._first = first_heads(kv_heads, tokens) or None
 
     @property
     def home(self) -> torch.Tensor:
@@ -170,15 +210,45 @@ class Relay:
         return self.partials.home
 
     def run(self, attend: Callable[..., None]) -> None:
-        """Calls attend(hop, k, v), backward attend(hop, k, v, dk, dv), for each hop."""
-        partials = self.partials
+        """Calls attend(hop, k, v), backward attend(hop, k, v, dk, dv, head), for each hop.
+
+        k, v: (rows, heads, d) of the hop's block, KV heads from `head` on. dk, dv: the first of
+        these rows in the statistics dtype, which are stored as far as the hop's tiles have them.
+        All heads come at once, but those of the own keys, hop 0, may come first and last.
+        """
         for hop in range(self.world):
-            pending = self.travel.advance(hop)
-            grads = () if partials is None else partials.block(hop)
-            attend(hop, *self.travel.block(hop), *grads)
-            if partials is not None:
-                partials.advance(hop)
-            if pending is not None:
-                pending.wait()
-        if partials is not None:
-            partials.settle(self.world - 1)
+            exchange = self._exchange(hop)
+            self._attend(attend, hop, slice(0, self._first) if hop == 0 else slice(None))
+            if exchange is not None:
+                exchange.wait()
+            if self.partials is not None:
+                self.partials.add(hop)
+        if self.partials is not None:
+            exchange = self._exchange(self.world)
+            if self._first is not None:
+                self._attend(attend, 0, slice(self._first, None))
+            if exchange is not None:
+                exchange.wait()
+            self.partials.add(self.world)
+
+    def _attend(self, attend: Callable[..., None], hop: int, heads: slice) -> None:
+        keys = (x[:, heads] for x in self.travel.block(hop))
+        if self.partials is None:
+            attend(hop, *keys)
+        else:
+            grads = (x[:, heads] for x in self.partials.block(hop))
+            attend(hop, *keys, *grads, heads.start or 0)
+
+    def _exchange(self, hop: int) -> Exchange | None:
+        """Starts moving all that moves beside a hop; None if nothing does."""
+        both = [self.travel.messages(hop)]
+        if self.partials is not None:
+            both.append(self.partials.messages(hop))
+        sends, receives = (
+            [m for messages in kind for m in messages if len(m.tensor)]
+            for kind in zip(*both, strict=True)
+        )
+        if not (sends or receives):
+            return None
+        assert self.transport is not None
+        return self.transport.exchange(sends, receives)

@@ -6,7 +6,6 @@ others.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -16,13 +15,16 @@ import torch
 
 from ringfa3 import schedule
 from ringfa3.context import ContextPlan
+from ringfa3.movement import first_heads
 from ringfa3.operations import (
+    Add,
     Attend,
     AttendAll,
     Buffer,
     Event,
     Keep,
     Operation,
+    Part,
     Place,
     Prepare,
     Publish,
@@ -38,9 +40,12 @@ class Machine(Protocol):
 
     routes  what calls like the one that has begun have prepared; dropped when their memory or
             streams are others
+    landed  (world,) int32: word t is 1 from the event "landed" of number t on, until the kernel
+            that has awaited it has ended
     """
 
     routes: Routes
+    landed: torch.Tensor
 
     def arranged(self, operations: list[Operation]) -> list[Operation]:
         """The operations of the call that has begun, as the machine needs them."""
@@ -57,12 +62,8 @@ class Machine(Protocol):
     def prepared(self, operations: Sequence[Operation], inside: frozenset[Event]) -> Any:
         """Operations that are no work, and what work among them waits for, for `issue`.
 
-        inside: events that kernels await by the words `arrivals` themselves, not their stream.
+        inside: events that kernels await by the words `landed` themselves, not their stream.
         """
-
-    def arrivals(self, name: str) -> torch.Tensor:
-        """(world,) int32. Word t is 1 from the event of that name and number t on, until the kernel
-        that has awaited it has ended."""
 
     def issue(self, prepared: Any) -> None:
         """Puts prepared operations into their streams."""
@@ -100,18 +101,20 @@ class Cargo:
 
     def __init__(self, plan: ContextPlan, direction: str, k: torch.Tensor) -> None:
         self.row = (2, *k.shape[1:])
-        most, move = plan.movement.most, plan.movement.rows
+        most = plan.movement.most
         if direction == "gathered":
             self.rows = {Buffer.SRC: most.travelling, Buffer.ALL: most.gathered}
         else:
             self.rows = {Buffer.SRC: most.travelling, Buffer.IN: most.travelling}
         self.dtypes = dict.fromkeys(self.rows, k.dtype)
         if direction == "backward":
-            self.dtypes |= dict.fromkeys((Buffer.D, Buffer.EARLY), statistics_dtype(k.dtype))
             self.rows |= {
                 Buffer.D: most.travelling,
-                Buffer.EARLY: int((move[:, 1] - move[:, -2]).max()),
+                Buffer.SUM: most.travelling,
+                Buffer.COME: most.again,
             }
+            floats = (Buffer.D, Buffer.SUM, Buffer.COME)
+            self.dtypes |= dict.fromkeys(floats, statistics_dtype(k.dtype))
         numbers = 2 * k.shape[1] * k.shape[2]
         self.row_bytes = {b: numbers * dtype.itemsize for b, dtype in self.dtypes.items()}
 
@@ -133,8 +136,8 @@ class Course:
     ) -> None:
         """Publishes k and v, (local_tokens, hk, d), and starts the first transfers.
 
-        What the caller computes before `run` goes on beside them. waits: `attend` takes words to
-        wait for, where there is something to wait for; not in a forward hop by hop.
+        What the caller computes before `run` goes on beside them. waits: `attend` of a gathered
+        forward takes words to wait for, where there is something to wait for.
         """
         self.machine, self._local = machine, (k, v)
         kind = (direction, waits, k.dtype, k.shape[1], k.shape[2])
@@ -156,9 +159,9 @@ class Course:
         """Calls attend(hop, k, v), backward attend(hop, k, v, dk, dv), for each hop with work.
 
         k, v: (rows, hk, d) of the hop's block; rows that the hop's spans do not have may be
-        anything. dk, dv: the same in the statistics dtype; they are added to, or stored where the
-        tiling says FIRST. Hop 0 stores; what others have added to its rows comes after it. If it
-        waits, attend(hop, k, v, dk, dv, word) must not touch dk and dv while the word is 0.
+        anything. dk, dv: the same in the statistics dtype, to be stored. Hop 0 comes last; then
+        what others have found of its rows is added. Some of its KV heads may come first:
+        attend(0, k, v, dk, dv) of these, attend(0, k, v, dk, dv, head) of those from `head` on.
 
         Gathered, it is called once with the rows of `ContextPlan.gathered`: attend(0, k, v), or if
         it waits, and keys of other ranks are seen, attend(0, k, v, words), where rows of hop t may
@@ -188,8 +191,12 @@ class Course:
             self._run_hop(work, tensors)
         elif isinstance(work, AttendAll):
             self._attend(0, *tensors)
+        elif isinstance(work, Add):
+            for total, rows in zip(tensors[::2], tensors[1::2], strict=True):
+                total.add_(rows)
         else:
-            self._collect(tensors)
+            for own, rows in zip(tensors[::2], tensors[1::2], strict=True):
+                own.add(rows, self.home)
 
     def _publish(self, tensors: tuple[Any, ...]) -> None:
         own, *rows = tensors
@@ -197,13 +204,17 @@ class Course:
             own.read(x, out)
 
     def _run_hop(self, operation: Attend, tensors: tuple[Any, ...]) -> None:
-        if operation.kv is None:
-            tensors = (*self._local, *self._grads)
-        self._attend(operation.hop, *tensors)
-
-    def _collect(self, tensors: tuple[Any, ...]) -> None:
-        for own, rows in zip(tensors[::2], tensors[1::2], strict=True):
-            own.add(rows, self.home)
+        if operation.kv is not None:
+            self._attend(operation.hop, *tensors)
+            return
+        tokens, kv_heads, _ = self._local[0].shape
+        own, first = (*self._local, *self._grads), first_heads(kv_heads, tokens)
+        if operation.part is Part.ALL or (operation.part is Part.LAST and not first):
+            self._attend(0, *own)
+        elif operation.part is Part.LAST:
+            self._attend(0, *(x[:, first:] for x in own), first)
+        elif first:
+            self._attend(0, *(x[:, :first] for x in own))
 
 
 _known: weakref.WeakKeyDictionary[Plan, dict[object, Cargo]] = weakref.WeakKeyDictionary()
@@ -222,38 +233,33 @@ def _route(
     own = plan.own_rows(device)
     operations = getattr(schedule, direction)(plan.movement, plan.rank, parity)
     operations = machine.arranged(operations)
-    inside = frozenset(_awaited_inside(operations, plan) if waits else ())
+    inside = frozenset(_awaited_inside(operations) if waits else ())
 
-    def rows(place: Place, count: int) -> torch.Tensor:
-        """(count, 2, hk, d): the first rows of a buffer of this rank."""
-        memory = machine.local(place.buffer, place.slot)[: count * cargo.row_bytes[place.buffer]]
+    def rows(place: Place, end: int | None = None) -> torch.Tensor:
+        """(n, 2, hk, d): the place's rows, or all up to `end` of its slot, which is this rank's."""
+        size = cargo.row_bytes[place.buffer]
+        begin, end = (place.begin, place.end) if end is None else (0, end)
+        memory = machine.local(place.buffer, place.slot)[begin * size : end * size]
         return memory.view(cargo.dtypes[place.buffer]).view(-1, *cargo.row)
 
     def tensors(work: Work) -> tuple[Any, ...]:
-        """Publish: own, K, V. Keep: K, V. Attend: K, V, dK, dV, word. AttendAll: K, V, words.
-        Collect: each place's own, rows."""
+        """Publish: own, K, V. Keep: K, V. Attend: K, V, dK, dV. AttendAll: K, V, words. Add: each
+        place's sum, rows. Collect: each place's own, rows."""
         if isinstance(work, Publish):
-            return own, *(own.target(x) for x in rows(work.place, work.place.end).unbind(1))
+            return own, *(own.target(x) for x in rows(work.place).unbind(1))
         if isinstance(work, Keep):
-            return tuple(widest(x) for x in rows(work.place, work.place.end).unbind(1))
+            return tuple(widest(x) for x in rows(work.place).unbind(1))
         if isinstance(work, AttendAll):
             both = rows(work.own, plan.movement.gathered(plan.rank)[1]).unbind(1)
-            return *both, *((machine.arrivals(work.blocks[0].landed.name),) if waits else ())
+            return *both, *((machine.landed,) if waits else ())
         if isinstance(work, Attend):
             count = int(plan.movement.rows[(plan.rank - work.hop) % plan.world, work.hop])
-            places = [p for p in (work.kv, work.partial) if p is not None]
-            event = work.arrived
-            word: tuple[torch.Tensor, ...] = ()
-            if event is not None and event in inside:
-                word = (machine.arrivals(event.name)[event.number : event.number + 1],)
-            return *(x for p in places for x in rows(p, count).unbind(1)), *word
-        ends = [0]
-        for place in work.places:
-            ends.append(ends[-1] + place.end)
-        index = (own.part(a, b) for a, b in itertools.pairwise(ends))
-        return tuple(
-            x for i, p in zip(index, work.places, strict=True) for x in (i, rows(p, p.end))
-        )
+            places = [p for p in (work.kv, work.found) if p is not None]
+            return tuple(x for p in places for x in rows(p, count).unbind(1))
+        if isinstance(work, Add):
+            sums = (p._replace(buffer=Buffer.SUM) for p in work.places)
+            return tuple(rows(x) for both in zip(sums, work.places, strict=True) for x in both)
+        return tuple(x for p in work.places for x in (own.part(p.begin, p.end), rows(p)))
 
     steps: list[Step] = []
     count = 0
@@ -271,11 +277,8 @@ def _route(
     return Route(steps[:count], steps[count:])
 
 
-def _awaited_inside(operations: Iterable[Operation], plan: ContextPlan) -> Iterator[Event]:
+def _awaited_inside(operations: Iterable[Operation]) -> Iterator[Event]:
     """Events that kernels may await themselves."""
     for work in operations:
         if isinstance(work, AttendAll):
             yield from (block.landed for block in work.blocks)
-        # a kernel that stores the partial reads nothing of it, and would not wait
-        elif isinstance(work, Attend) and work.arrived and not plan.hops.stores[work.hop]:
-            yield work.arrived

@@ -9,7 +9,7 @@ may follow on each other, as long as all ranks have the same.
 A graph knows no order of issue: the device may run its operations one by one, in any order that
 events allow. So what a rank takes must have been set by others in any such order:
 
-* All READY words of a rank are set before it takes any word: the partial stream forks behind them.
+* All READY words of a rank are set before it takes any word: the stream of dK/dV forks behind them.
 * A kernel begins when all that it waits for inside is there.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ringfa3.operations import (
-    Attend,
     AttendAll,
     Await,
     Event,
@@ -29,40 +28,28 @@ from ringfa3.operations import (
 )
 
 FORKED = Event("forked", 0)
-JOINED = {stream: Event("joined", stream) for stream in (Stream.KV, Stream.PARTIAL)}
+JOINED = Event("joined", 0)
 
 
 def enclosed(operations: Sequence[Operation], captured: bool) -> list[Operation]:
     """The operations of a call, enclosed. captured: the device may run them in any order."""
     result: list[Operation] = []
     recorded: set[Event] = set()
-    forked = not any(x.stream is Stream.PARTIAL for x in operations)
+    forked = not any(x.stream is Stream.GRADIENTS for x in operations)
     for operation in operations:
         if isinstance(operation, Await) and operation.event not in recorded:
             continue  # of a call before, which is over
         if isinstance(operation, Record):
             recorded.add(operation.event)
-        if not forked and (isinstance(operation, Take) or operation.stream is Stream.PARTIAL):
-            result += _meet(Stream.PARTIAL, Stream.KV, FORKED)
+        if not forked and (isinstance(operation, Take) or operation.stream is Stream.GRADIENTS):
+            result += _meet(Stream.GRADIENTS, Stream.KV, FORKED)
             forked = True
-        if captured:
-            result += _all_there(operation)
+        if captured and isinstance(operation, AttendAll):
+            result += _meet(Stream.COMPUTE, Stream.KV, Event("gathered", 0))
         result.append(operation)
-    for stream, event in JOINED.items():
-        if any(x.stream is stream for x in operations):
-            result += _meet(Stream.COMPUTE, stream, event)
-    return result
+    return [*result, *_meet(Stream.COMPUTE, Stream.KV, JOINED)]  # it has joined the other
 
 
 def _meet(stream: Stream, other: Stream, event: Event) -> Iterable[Operation]:
     """The stream goes on behind what the other has so far."""
     return Record(other, event), Await(stream, event)
-
-
-def _all_there(work: Operation) -> Iterable[Operation]:
-    """Before a kernel that waits inside: the copies, which are in their stream by now."""
-    if isinstance(work, AttendAll):
-        return _meet(Stream.COMPUTE, Stream.KV, Event("gathered", 0))
-    if isinstance(work, Attend) and work.arrived is not None:
-        return _meet(Stream.COMPUTE, Stream.PARTIAL, Event("there", work.hop))
-    return ()

@@ -31,13 +31,11 @@ class Backward(NamedTuple):
     """Runs the backward on tiles of `tile_n` keys and blocks of `tile_m` rows.
 
     begin: makes the pass of a call, as `reference.BackwardPass`.
-    waits: its hops take an arrival word, and wait for it on the device.
     """
 
     tile_n: int
     tile_m: int
     begin: Callable[..., reference.BackwardPass | backward.BackwardPass]
-    waits: bool
 
 
 def forward_engine(q: torch.Tensor, sm_margin: int = 0) -> Forward:
@@ -55,9 +53,9 @@ def backward_engine(q: torch.Tensor, sm_margin: int = 0) -> Backward:
     """As `forward_engine`, for the backward."""
     unit = _unit("backward", q, sm_margin)
     if unit is None:
-        return Backward(reference.TILE_N, reference.TILE_M, reference.BackwardPass, False)
+        return Backward(reference.TILE_N, reference.TILE_M, reference.BackwardPass)
     begin = partial(backward.BackwardPass, unit, sm_margin=sm_margin)
-    return Backward(unit.tile_n, unit.tile_m, begin, True)
+    return Backward(unit.tile_n, unit.tile_m, begin)
 
 
 def _unit(direction: str, q: torch.Tensor, sm_margin: int) -> Unit | None:

@@ -30,7 +30,7 @@ def kind_of_forward(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor) -> str:
     if not most.travelling or plan.world > WORDS:  # nothing to gather, or no word for each owner
         return "hops"
     running = most.tokens * q.shape[1] * q.shape[2] * statistics_dtype(q.dtype).itemsize
-    landing = 2 * most.travelling * _row_bytes(k)
+    landing = min(2, plan.world - 1) * most.travelling * _row_bytes(k)
     return asked or KINDS[0 if gathered_bytes(plan, k) <= running + landing else 1]
 
 

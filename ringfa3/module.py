@@ -1,11 +1,14 @@
-"""`RingFA3Attention`: the ring as a layer."""
+"""`RingFA3Attention`: the ring as a layer; `keep_attention`: no ring twice under a checkpoint."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringfa3.admission import TRANSPORTS, bind, default_group, refuse
 from ringfa3.context import (
@@ -16,8 +19,20 @@ from ringfa3.context import (
     place,
 )
 from ringfa3.layout import LAYOUTS
-from ringfa3.ops import check_precision, flash_attn_func
-from ringfa3.ring import ring_attn_func
+from ringfa3.ops import attention, check_precision, flash_attn_func
+from ringfa3.ring import ring_attention, ring_attn_func
+
+_Contexts: TypeAlias = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+
+
+def keep_attention() -> _Contexts:
+    """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=keep_attention)`.
+
+    Saves every (out, lse), of the ring and of one device; all else is computed again.
+    """
+    kept = [attention, ring_attention]
+    contexts: _Contexts = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
+    return contexts
 
 
 class RingFA3Attention(nn.Module):

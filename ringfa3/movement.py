@@ -16,13 +16,33 @@ import numpy as np
 from ringfa3.layout import Ints, Segments
 from ringfa3.plan import Plan, band, pair_sequences, ramps
 
+# Tokens of a rank up to which it does its own keys in two parts. On 2 H200 that gained 3% at 8k
+# tokens and lost 5% at 16k; on two that rehearse four, 4% at 4k and 3% at 8k.
+LONGEST_PARTED = 8192
+
 
 class Most(NamedTuple):
-    """Rows of K/V of the rank with most of them: its own, of those what leaves it, all it sees."""
+    """Rows of K/V of the rank with most of them: its own, of those what leaves it, all it sees; and
+    of the dK/dV that come home those up to the last that comes more than once."""
 
     tokens: int
     travelling: int
     gathered: int
+    again: int
+
+
+class Return(NamedTuple):
+    """What comes home of a rank's dK/dV from the peer that has found it at a hop.
+
+    visit  how many blocks the peer visits before
+    first  rows [begin, end) that no earlier hop has brought, in the order of the buffers
+    more   those that one has
+    """
+
+    hop: int
+    visit: int
+    first: tuple[tuple[int, int], ...]
+    more: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -54,10 +74,49 @@ class Movement:
         last = np.cumsum(end - begin)
         return last - end, int(last[-1])
 
+    def returns(self, rank: int) -> list[Return]:
+        """How the dK/dV of a rank's keys come home, in the order of the hops."""
+        visited = self.seen[..., 1] > 0  # (owner, hop)
+        world = len(self.rows)
+        found: list[Return] = []
+        home: list[tuple[int, int]] = []  # rows brought so far: apart from each other, in order
+        for hop in np.flatnonzero(visited[rank]).tolist():
+            peer = rank + hop
+            visit = sum(bool(visited[(peer - t) % world, t]) for t in range(1, hop))
+            begin, end = self.seen[rank, hop].tolist()
+            more = tuple((max(a, begin), min(b, end)) for a, b in home if a < end and begin < b)
+            edges = [begin, *(edge for part in more for edge in part), end]
+            first = tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+            found.append(Return(hop, visit, first, more))
+            home = _joined(sorted((*home, *first)))
+        return found
+
     @cached_property
     def most(self) -> Most:
-        gathered = max(self.gathered(rank)[1] for rank in range(len(self.rows)))
-        return Most(int(self.rows[:, 0].max()), int(self.rows[:, 1].max()), gathered)
+        ranks = range(len(self.rows))
+        gathered = max(self.gathered(rank)[1] for rank in ranks)
+        again = [end for rank in ranks for back in self.returns(rank) for _, end in back.more]
+        travelling = int(self.rows[:, 1].max())
+        return Most(int(self.rows[:, 0].max()), travelling, gathered, max(again, default=0))
+
+
+def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Parts in order, those that follow on each other as one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in parts:
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    return joined
+
+
+def first_heads(kv_heads: int, tokens: int) -> int:
+    """How many KV heads of a rank's own keys come first in a backward, beside the K/V of the first
+    hops. The others come last, beside float32 dK/dV, which are twice as many bytes.
+
+    None of long shards: a second kernel, with its tail, takes longer there than what it hides.
+    """
+    return -(-kv_heads // 3) if kv_heads > 1 and tokens <= LONGEST_PARTED else 0
 
 
 def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple[Plan, Movement]:
@@ -109,12 +168,14 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     mine = piece[owner[piece] == rank]
     own = ramps(everything.row[mine] + first[mine], (end - first)[mine])
 
-    # this rank's key segments, hop by hop: its own, then the pieces that come to it
+    # this rank's key segments, hop by hop: its own, then of the pieces that come to it those from
+    # the first that it sees to the last
     home = owner == rank
     arrives = (rank - owner) % world
-    comes = (arrives > 0) & (reach >= arrives)
+    begins, ends = seen[owner, arrives].T
+    inside = (begins <= buffer_row) & (buffer_row + end - first <= ends)
     (local,) = np.nonzero(home)
-    (travelling,) = np.nonzero(comes)
+    (travelling,) = np.nonzero((arrives > 0) & (reach >= arrives) & inside)
     travelling = travelling[np.lexsort((buffer_row[travelling], arrives[travelling]))]
     keys = Segments(
         np.concatenate((everything.row[local], buffer_row[travelling])),
@@ -140,8 +201,5 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
         left,
         right,
     )  # again: a piece starts behind its segment
-    stores = first_visit[(rank - np.arange(world)) % world] == np.arange(world)
-    stores[0] = True
-    travels = tuple(np.concatenate((x[local], np.zeros_like(travelling))) for x in (first, end))
-    plan = Plan(queries, keys, key_hop, own_bands, stores, (travels[0], travels[1]))
+    plan = Plan(queries, keys, key_hop, own_bands, world)
     return plan, Movement(rows, first_visit, seen, own)

@@ -13,33 +13,34 @@ from typing import NamedTuple, TypeAlias
 
 
 class Stream(IntEnum):
-    """compute: kernels, and all that the caller does; kv, partial: copies on the side."""
+    """compute: kernels, and all that the caller does; kv, gradients: copies on the side."""
 
     COMPUTE = 0
     KV = 1
-    PARTIAL = 2
+    GRADIENTS = 2
 
 
 class Buffer(IntEnum):
     """src: a rank's own K/V for its peers; in: K/V of a peer; all: its own K/V and those of all
-    peers that it sees, in the memory of in; d: a dK/dV partial on its way; early: rows of a rank's
-    own dK/dV that come home before the last step, behind those that come home in it and counted
-    from there."""
+    peers that it sees; d: what a rank finds of a peer's dK/dV, for that peer; sum: what peers have
+    found of a rank's own, added up; come: what has come home and is to be added to that. `all` lies
+    in the memory of in, sum and come."""
 
     SRC = 0
     IN = 1
     D = 2
-    EARLY = 3
-    ALL = 4
+    SUM = 3
+    COME = 4
+    ALL = 5
 
 
 class Purpose(IntEnum):
     """ready: the sender's K/V lie in its SRC; read: the sender has copied the receiver's SRC.
-    summed: the sender has added to its D; taken: the sender has copied the receiver's D."""
+    found: the receiver's dK/dV lie in the sender's D; taken: the sender has copied them."""
 
     READY = 0
     READ = 1
-    SUMMED = 2
+    FOUND = 2
     TAKEN = 3
 
 
@@ -47,7 +48,7 @@ class Word(NamedTuple):
     sender: int
     receiver: int
     purpose: Purpose
-    parity: int  # of the call for K/V, of the step for partials
+    parity: int  # of the call
 
 
 class Event(NamedTuple):
@@ -62,7 +63,7 @@ class Place(NamedTuple):
 
     rank: int
     buffer: Buffer
-    slot: int  # one of two, 0 for EARLY and ALL
+    slot: int  # one of two, 0 for SUM, COME and ALL
     begin: int
     end: int
 
@@ -129,18 +130,27 @@ class Prepare:
     stream: Stream = Stream.COMPUTE
 
 
+class Part(IntEnum):
+    """Of the KV heads of a rank's own keys. FIRST: those of `first_heads`, before the hops; LAST:
+    the others, behind them; ALL: all at once."""
+
+    ALL = 0
+    FIRST = 1
+    LAST = 2
+
+
 @dataclass(frozen=True)
 class Attend:
     """The kernel of a hop, on the local K/V or those in `kv`.
 
-    partial  backward, but for the own keys: what it adds to, or stores as the first visitor
-    arrived  it may begin at once, but touches the partial only after this event
+    found  backward, but for the own keys: where it stores their dK/dV
+    part   of the KV heads, if these are the own keys
     """
 
     hop: int
     kv: Place | None = None
-    partial: Place | None = None
-    arrived: Event | None = None
+    found: Place | None = None
+    part: Part = Part.ALL
     stream: Stream = Stream.COMPUTE
 
 
@@ -170,12 +180,20 @@ class Clear:
 
 
 @dataclass(frozen=True)
-class Collect:
-    """The owner adds what has come home to its own dK/dV: all travelling rows, part by part."""
+class Add:
+    """Rows that have come home are added to those of the same number in `SUM`."""
 
     places: tuple[Place, ...]
     stream: Stream = Stream.COMPUTE
 
 
-Work: TypeAlias = Publish | Keep | Attend | AttendAll | Collect  # of the caller
+@dataclass(frozen=True)
+class Collect:
+    """The owner adds rows of places, in order, to its own dK/dV."""
+
+    places: tuple[Place, ...]
+    stream: Stream = Stream.COMPUTE
+
+
+Work: TypeAlias = Publish | Keep | Attend | AttendAll | Add | Collect  # of the caller
 Operation: TypeAlias = Record | Await | Set | Take | Copy | Prepare | Clear | Work

@@ -46,8 +46,7 @@ TILE = np.dtype(
     ]
 )
 # Forward, of the tile's rows over all hops. FIRST: nothing to merge with, store. LAST: also write
-# the output dtype. Backward, of the dK/dV partial of the tile's keys. FIRST: store, do not add.
-# LAST: no other rank adds to it.
+# the output dtype. Backward tiles have no flags: a hop stores dK/dV of its keys, zeros if not seen.
 FIRST, LAST = 1, 2
 
 Table = npt.NDArray[np.void]
@@ -149,8 +148,7 @@ class Plan:
     keys       key segments of all hops, hop by hop; rows count within their hop's buffer
     key_hop    (len(keys),) hop of each key segment
     bands      which of them see each other
-    stores     (hops,) whether this rank is the first to add to the hop's dK/dV partial
-    travels    (len(keys),) length of hop 0's rows that other ranks add to: [first, end) columns
+    num_hops   of which some may have no keys
     arrival    (len(keys),) number of the word that each key segment waits for; default none
     """
 
@@ -160,8 +158,7 @@ class Plan:
         keys: Segments,
         key_hop: Ints,
         bands: Band,
-        stores: npt.NDArray[np.bool_],
-        travels: tuple[Ints, Ints],
+        num_hops: int,
         arrival: Ints | None = None,
     ) -> None:
         self.arrival = np.zeros(len(keys), np.int64) if arrival is None else arrival
@@ -169,13 +166,9 @@ class Plan:
         order = np.lexsort((keys.position[key], self.arrival[key], bands.query, key_hop[key]))
         self.queries, self.keys, self.key_hop = queries, keys, key_hop
         self.bands = bands.take(order)
-        self.stores, self.travels = stores, travels
+        self.num_hops = num_hops
         self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
         self._single: dict[int, bool] = {}
-
-    @property
-    def num_hops(self) -> int:
-        return len(self.stores)
 
     def gathered(self, first_row: Ints) -> Plan:
         """All hops as one, for the forward: K/V of hop t lie from row first_row[t] of one buffer.
@@ -185,7 +178,7 @@ class Plan:
         k, hop = self.keys, self.key_hop
         keys = Segments(k.row + first_row[hop], k.length, k.sequence, k.position)
         none = np.zeros(len(k), np.int64)
-        return Plan(self.queries, keys, none, self.bands, self.stores[:1], (none, none), hop)
+        return Plan(self.queries, keys, none, self.bands, 1, hop)
 
     def row_grid(self, tile_m: int) -> Ints:
         """(segments + 1,) padded row at which each query segment starts; the last is the total.
@@ -284,16 +277,11 @@ class Plan:
         start = (np.arange(num_tiles) - base[segment]) * tile_n
         rows = np.minimum(tile_n, k.length[segment] - start)
         hop = self.key_hop[segment]
-        shared = (start < self.travels[1][segment]) & (start + rows > self.travels[0][segment])
-        stored = self.stores[hop]
-        (fetched,) = np.nonzero((count > 0) | stored)
-        rank = -fetched if deterministic else -cost[fetched]
-        fetched = fetched[np.lexsort((rank, hop[fetched]))]
+        fetched = np.lexsort((-np.arange(num_tiles) if deterministic else -cost, hop))
 
         tiles = np.zeros(len(fetched), TILE)
         tiles["row0"] = tiles["grid_row0"] = (k.row[segment] + start)[fetched]
         tiles["rows"], tiles["num_spans"] = rows[fetched], count[fetched]
-        tiles["flags"] = (FIRST * stored + LAST * (stored & (hop == 0) & ~shared))[fetched]
         spans = self._spans(tile_m)[order]
         span_slices = _hop_slices(self.key_hop[b.key], hops)
         offset = np.array([s.start for s in span_slices])
@@ -350,5 +338,4 @@ def plan_local(q_lengths: Ints, k_lengths: Ints, left: int, right: int) -> Plan:
     """
     q, k = whole_sequences(q_lengths), whole_sequences(k_lengths)
     bands = band(q, k, *pair_sequences(q, k), k_lengths - q_lengths, left, right)
-    none = np.zeros(len(k), np.int64)
-    return Plan(q, k, none, bands, np.ones(1, np.bool_), (none, none))
+    return Plan(q, k, np.zeros(len(k), np.int64), bands, 1)

@@ -22,14 +22,14 @@ PORTION = np.dtype(
         ("row0", np.int32),  # keys [row0, row0+rows)
         ("rows", np.int32),
         ("first_span", np.int32),
-        ("flags", np.int32),  # of the tile, and SHARED
+        ("flags", np.int32),  # SHARED or none
         ("first_head", np.int32),  # query heads [first_head, first_head+num_heads) of a group
         ("num_heads", np.int32),
         ("skip", np.int32),  # of the blocks of rows that the tile visits, [skip, skip+blocks)
         ("blocks", np.int32),  # at least one: tiles that see nothing are no work
     ]
 )
-SHARED = 4  # beside FIRST and LAST: other portions add to the same keys
+SHARED = 4  # the only flag: other portions add to the same keys
 
 FULL = 0.95  # of the GPU's time that whole tiles must fill to stay whole
 # In blocks of rows: what a portion takes beside its blocks, and what adding up takes more.
@@ -103,9 +103,9 @@ def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: int) -> Tab
     index = ramps(np.zeros(len(count), np.int64), count)
     head, row = index // row_parts[tile], index % row_parts[tile]
     table = np.zeros(len(tile), PORTION)
-    for name in ("row0", "rows", "first_span", "flags"):
+    for name in ("row0", "rows", "first_span"):
         table[name] = tiling.tiles[name][tile]
-    table["flags"] |= np.where(count[tile] > 1, SHARED, 0)
+    table["flags"] = np.where(count[tile] > 1, SHARED, 0)
     table["first_head"] = group // heads * head
     table["num_heads"] = group // heads
     table["skip"] = blocks[tile] * row // row_parts[tile]

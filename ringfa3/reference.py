@@ -142,18 +142,23 @@ class BackwardPass:
         tiling: Tiling,
         dk: torch.Tensor,
         dv: torch.Tensor,
+        first_head: int = 0,
+        num_heads: int | None = None,
     ) -> None:
-        """One hop.
+        """One hop, or what `num_heads` query heads from `first_head` on have in it.
 
         Args:
-            k, v: (n, hk, d).
+            k, v: (n, hk, d), the KV heads of these query heads.
             tiling: of the plan's backward, with the engine's tiles.
-            dk, dv: (n, hk, d) statistics dtype, stored in tiles that are FIRST, added to in others;
-                or the dtype of k, if all tiles are FIRST and LAST.
+            dk, dv: (n, hk, d), or fewer rows if the tiles have no more: stored in the rows of the
+                tiles, others may be anything. Statistics dtype, or that of k if no other rank has
+                anything to add.
         """
-        attend_backward(
-            self._dout, self._q, k, v, self._lse, self._delta, tiling, self._scale, self._dq, dk, dv
-        )
+        end = self._q.shape[1] if num_heads is None else first_head + num_heads
+        heads = slice(first_head, end)
+        dout, q, dq = (x[:, heads] for x in (self._dout, self._q, self._dq))
+        lse, delta = self._lse[heads], self._delta[heads]
+        attend_backward(dout, q, k, v, lse, delta, tiling, self._scale, dq, dk, dv)
 
     def dq(self) -> torch.Tensor:
         """(t, h, d) in the dtype of q, after the last hop."""
@@ -183,7 +188,7 @@ def attend_backward(
     """
     hk = k.shape[1]
     g = q.shape[1] // hk
-    for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():
+    for row0, rows, first_span, num_spans, _, _ in tiling.tiles.tolist():
         here = slice(row0, row0 + rows)
         k_tile, v_tile = _by_kv_head(k[here], hk), _by_kv_head(v[here], hk)  # (hk, rows, d)
         dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
@@ -203,11 +208,7 @@ def attend_backward(
                 dk_tile.baddbmm_(ds.mT, q_block, alpha=scale)
                 dq_block = torch.baddbmm(q_block, ds, k_tile, beta=0, alpha=scale)
                 dq[at] += dq_block.view(hk, g, m, -1).permute(2, 0, 1, 3).reshape(m, hk * g, -1)
-        if flags & FIRST:
-            dk[here], dv[here] = dk_tile.transpose(0, 1), dv_tile.transpose(0, 1)
-        else:
-            dk[here] += dk_tile.transpose(0, 1)
-            dv[here] += dv_tile.transpose(0, 1)
+        dk[here], dv[here] = dk_tile.transpose(0, 1), dv_tile.transpose(0, 1)
 
 
 def preprocess(

@@ -39,16 +39,16 @@ class Region:
         return driver.share(self.address)
 
     def map(self, handles: Sequence[str], rank: int) -> list[int]:
-        """Maps the peers' regions, of one handle each, and gives the addresses of all, by rank.
+        """Maps the peers' regions, each handle once, and gives the addresses of all, by rank.
 
         Raises DriverError: one cannot be reached from here.
         """
-        addresses = []
+        there: dict[str, int] = {}
         for peer, handle in enumerate(handles):
-            if peer != rank:
-                self._mapped.append(driver.attach(handle))
-            addresses.append(self.address if peer == rank else self._mapped[-1])
-        return addresses
+            if peer != rank and handle not in there:
+                there[handle] = driver.attach(handle)
+                self._mapped.append(there[handle])
+        return [self.address if p == rank else there[h] for p, h in enumerate(handles)]
 
     def leave(self) -> None:
         """Unmaps the peers' regions, which they may free then. This device has done with them."""

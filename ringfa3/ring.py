@@ -3,14 +3,14 @@
 At hop t rank r works on the K/V of rank r-t and merges what it finds into its running (O, LSE) by
 their online-softmax statistics (Ring Attention; the merge is FlashAttention's, across hops). Two
 K/V buffers serve any number of ranks. Over peers' memory one kernel may do all hops, on K/V that
-gather beside it (`gathering.py` says when). In the backward dQ stays and the float32 dK/dV partial
-of a block travels with its K/V; what will not be added to any more goes straight home to its owner.
-`buffers.py` does this by messages between neighbours, `course.py` over peers' memory.
+gather beside it (`gathering.py` says when). In the backward dQ stays; what a kernel finds of a
+block's float32 dK/dV goes home to the block's owner while the next kernels run: over peers' memory
+at once (`course.py`), by messages with the partial that travels from neighbour to neighbour
+(`buffers.py`).
 """
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,9 +27,6 @@ from ringfa3.ops import autocast_inputs, check_tensors, default_scale
 from ringfa3.reference import statistics_dtype
 from ringfa3.symmetric import CudaMachine
 from ringfa3.transports import Transport
-
-# Set to 1, kernels of the backward over `symmetric` begin before their partial is there.
-WAIT_INSIDE = "RINGFA3_WAIT_INSIDE"
 
 
 def ring_attn_func(
@@ -116,10 +113,7 @@ def _begin(
 ) -> Relay | Course:
     """Starts the first transfers of a call, whose `run` does the rest.
 
-    waits: `attend` takes words to wait for. In a backward only copy engines set them, but what they
-    copy may hang on a peer's kernels, and those on room that a collective of the job takes, which
-    waits for this rank: so not where kernels of other collectives may run beside a ring. A gathered
-    forward does not begin before all that is to be copied is there.
+    waits: `attend` of a gathered forward takes words to wait for.
     """
     if isinstance(moved_by, CudaMachine):
         return Course(moved_by, plan, direction, k, v, waits)
@@ -140,6 +134,18 @@ def ring_attention(
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
     moved_by = enter(q, k, v, context, scale, deterministic, precision, transport, "forward")
+    return run_forward(q, k, v, context, scale, moved_by)
+
+
+def run_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: ContextPlan,
+    scale: float,
+    moved_by: Transport | CudaMachine | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ring_attention` that has been agreed on."""
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
         engine = forward_engine(q)
         direction, hops = "forward", context.hops
@@ -183,15 +189,41 @@ def ring_attention_backward(
     """(dq, dk, dv) of this rank's tokens in the dtypes of q, k, v."""
     context = ContextPlan.from_handle(plan)
     moved_by = enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
+    return run_backward(dout, dlse, q, k, v, out, lse, context, scale, deterministic, moved_by)
+
+
+def run_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    context: ContextPlan,
+    scale: float,
+    deterministic: bool,
+    moved_by: Transport | CudaMachine | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`ring_attention_backward` that has been agreed on."""
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
         engine = backward_engine(q)
-        waits = engine.waits and os.environ.get(WAIT_INSIDE) == "1"
-        call = _begin(context, moved_by, "backward", k, v, waits)
+        call = _begin(context, moved_by, "backward", k, v)
         tilings = context.hops.backward(engine.tile_n, engine.tile_m, deterministic)
         run = engine.begin(dout, dlse, q, out, lse, context.hops, scale, deterministic)
 
-        def attend(hop: int, k: torch.Tensor, v: torch.Tensor, *dkv: torch.Tensor) -> None:
-            run.hop(k, v, tilings[hop], *dkv)
+        group = q.shape[1] // k.shape[1]
+
+        def attend(
+            hop: int,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            dk: torch.Tensor,
+            dv: torch.Tensor,
+            first_head: int = 0,
+        ) -> None:
+            heads = group * first_head, group * k.shape[1]
+            run.hop(k, v, tilings[hop], dk, dv, *heads)
 
         call.run(attend)
     dk, dv = (

@@ -11,10 +11,11 @@ it begins only when all these blocks are published: what it then waits for are c
 SM and nothing of another rank, and which are in their queue before it. So no kernel of a collective
 that finds no SM beside it, here or on another rank, can keep it from its end.
 
-Backward, at step t = 1..n: the same for the keys of rank r-t, its own last. The float32 dK/dV
-partial of a block goes with it from rank to rank: at step t it lies in D[t % 2], where the kernel
-adds to it once it is here (the first visitor stores). Rows that no later rank adds to are copied
-home by their owner, which adds them to its own in the end.
+Backward, at hop t = 1..n-1: the same for the keys of rank r-t. Of its own, some heads may come
+first, beside the first copies, the others come last, beside what goes home. A kernel waits for no
+other rank's: it stores what it finds of the block's float32 dK/dV in D[i % 2], i counting the
+visits, and their owner copies them home beside the next kernels: rows that are the first to come
+into SUM, others into COME, from where they are added. So the sums have the same order in all runs.
 
 The list is also an order in which all of it can run one operation after the other: if the device
 puts all streams into one queue the ring loses its overlap, and nothing hangs.
@@ -22,8 +23,9 @@ puts all streams into one queue the ring loses its overlap, and nothing hangs.
 
 from __future__ import annotations
 
-from ringfa3.movement import Movement
+from ringfa3.movement import Movement, Return
 from ringfa3.operations import (
+    Add,
     Attend,
     AttendAll,
     Await,
@@ -35,6 +37,7 @@ from ringfa3.operations import (
     Event,
     Keep,
     Operation,
+    Part,
     Place,
     Prepare,
     Publish,
@@ -85,31 +88,34 @@ def backward(move: Movement, rank: int, parity: int) -> list[Operation]:
     call = _Call(move, rank, parity, "backward")
     call.begin()
     call.pull_two()
-    world, visited = call.world, 0
-    for step in range(1, world + 1):
-        call.fetch_partial(step)
-        if step in call.visits:
-            call.attend(step, call.partial(step))
-            call.pull(visited + 2)
-            visited += 1
-        elif step == world:
-            call.add(Attend(0))
-            call.collect()
-        call.pass_on(step)
-    call.free_partial(world - 1)
+    if call.visits or call.returns:
+        call.add(Attend(0, part=Part.FIRST))
+    for hop in range(1, call.world):
+        if hop in call.visits:
+            call.attend(hop, call.found(hop))
+            call.tell(hop)
+        if hop in call.returns:
+            call.bring_home(call.returns[hop])
+        if hop in call.visits:
+            call.take_back(hop)
+            call.pull(call.visits.index(hop) + 2)
+    call.collect()
     return call.operations
 
 
 class _Call:
     """Operations of a call so far.
 
-    visits  hops at which this rank has work on another rank's block; the i-th goes to IN[i % 2]
+    visits   hops at which this rank has work on another rank's block; the i-th goes to IN[i % 2]
+    returns  of the dK/dV that come home in a backward
     """
 
     def __init__(self, move: Movement, rank: int, parity: int, direction: str) -> None:
         self.move, self.rank, self.parity = move, rank, parity
         self.world, self.direction = len(move.rows), direction
         self.visits = [t for t in range(1, self.world) if move.seen[self.owner(t), t].any()]
+        self.returns = {x.hop: x for x in move.returns(rank)}
+        self._to_add: Return | None = None  # what lies in COME
         self.operations: list[Operation] = []
 
     def owner(self, hop: int) -> int:
@@ -200,20 +206,18 @@ class _Call:
     def _landing(self, hop: int) -> Place:
         return Place(self.rank, Buffer.IN, self.visits.index(hop) % 2, *self.seen(hop))
 
-    def attend(self, hop: int, partial: Place | None = None) -> None:
-        arrived = None if partial is None else Event("arrived", hop)
+    def attend(self, hop: int, found: Place | None = None) -> None:
         self.add(
-            Await(Stream.COMPUTE, Event("pulled", hop)),
-            Attend(hop, self._landing(hop), partial, arrived),
+            Await(Stream.COMPUTE, Event("pulled", hop)), Attend(hop, self._landing(hop), found)
         )
-        if partial is not None or hop in self.visits[:-2]:  # a pull or the partial waits for it
+        if found is not None or hop in self.visits[:-2]:  # another stream waits for it
             self.add(Record(Stream.COMPUTE, Event("attended", hop)))
 
     def await_readers(self) -> None:
         """SRC is free, for the call after the next one, when all readers have said so.
 
         This rank says so at the end as well: nobody waits for it before. In a backward call the
-        dK/dV that come home say the same.
+        dK/dV that they have found say the same.
         """
         for hop in self.visits:
             self.set(Stream.KV, self.owner(hop), Purpose.READ, self.parity)
@@ -222,78 +226,67 @@ class _Call:
             self.take(Stream.KV, reader, Purpose.READ, self.parity, what)
         self.add(Record(Stream.KV, Event("freed", self.parity)))
 
-    # Partials
+    # dK/dV. Of each hop a rank says what it has found before it awaits what a peer has, and takes
+    # that before it awaits that its own was taken: so ranks meet that do one thing after the other.
 
-    def on(self, owner: int, step: int) -> int:
-        """Rows of the owner's partial that the next rank takes after a step, a prefix."""
-        return int(self.move.rows[owner, step + 1]) if step >= self.move.first_visit[owner] else 0
+    def found(self, hop: int) -> Place:
+        """D, once its owner has what it held."""
+        index = self.visits.index(hop)
+        if index >= 2:
+            self.add(Await(Stream.COMPUTE, Event("taken", self.visits[index - 2])))
+        return Place(self.rank, Buffer.D, index % 2, *self.seen(hop))
 
-    def partial(self, step: int) -> Place:
-        rows = int(self.move.rows[self.owner(step), step])
-        return Place(self.rank, Buffer.D, step % 2, 0, rows)
+    def tell(self, hop: int) -> None:
+        self.add(Await(Stream.GRADIENTS, Event("attended", hop)))
+        self.set(Stream.GRADIENTS, self.owner(hop), Purpose.FOUND, self.parity)
 
-    def takers(self, step: int) -> list[int]:
-        """Who copies from this rank's partial of a step: the next rank, the owner, both or none."""
-        owner = self.owner(step)
-        home = int(self.move.rows[owner, step]) > int(self.move.rows[owner, step + 1])
-        on = [(self.rank + 1) % self.world] if self.on(owner, step) else []
-        return [*on, owner] if home else on
+    def take_back(self, hop: int) -> None:
+        what = f"hop {hop}: dK/dV taken by"
+        self.take(Stream.GRADIENTS, self.owner(hop), Purpose.TAKEN, self.parity, what)
+        if hop in self.visits[:-2]:
+            self.add(Record(Stream.GRADIENTS, Event("taken", hop)))
 
-    def free_partial(self, step: int) -> None:
-        """D of a step may be written again."""
-        if step >= 1:
-            for taker in self.takers(step):
-                what = f"hop {step}: dK/dV taken by"
-                self.take(Stream.PARTIAL, taker, Purpose.TAKEN, step % 2, what)
+    def bring_home(self, here: Return) -> None:
+        """Copies what a peer has found."""
+        peer = (self.rank + here.hop) % self.world
+        if here.more and self._to_add is not None:
+            self._add_up(self._to_add)
+        self.take(Stream.GRADIENTS, peer, Purpose.FOUND, self.parity, f"hop {here.hop}: dK/dV of")
+        for buffer, parts in ((Buffer.SUM, here.first), (Buffer.COME, here.more)):
+            for begin, end in parts:
+                source = Place(peer, Buffer.D, here.visit % 2, begin, end)
+                target = Place(self.rank, buffer, 0, begin, end)
+                self.add(Copy(Stream.GRADIENTS, source, target))
+        self.set(Stream.GRADIENTS, peer, Purpose.TAKEN, self.parity)
+        if here.more:
+            self._to_add = here
 
-    def fetch_partial(self, step: int) -> None:
-        """Copies what the step before has left for this rank, and says when D is ready."""
-        self.free_partial(step - 2)
-        arrived = Record(Stream.PARTIAL, Event("arrived", step))
-        before = (self.rank - 1) % self.world
-        on = self.on(self.owner(step), step - 1) if 2 <= step < self.world else 0
-        if on:
-            self._copy_partial(before, step, (0, on), Buffer.D)
-        if step < self.world:
-            self.add(arrived)
-        rows = self.move.rows[self.rank]
-        home = (int(rows[step]), int(rows[step - 1])) if step >= 2 else (0, 0)
-        if home[1] > home[0]:
-            target = Buffer.D if step == self.world else Buffer.EARLY
-            self._copy_partial((self.rank + step - 1) % self.world, step, home, target)
-        if step == self.world:
-            self.add(arrived)
+    def _add_up(self, came: Return) -> None:
+        """Makes room in COME."""
+        home, added = Event("home", came.hop), Event("added", came.hop)
+        self.add(
+            Record(Stream.GRADIENTS, home),
+            Await(Stream.COMPUTE, home),
+            Add(self._come(came)),
+            Record(Stream.COMPUTE, added),
+            Await(Stream.GRADIENTS, added),
+        )
 
-    def _copy_partial(self, peer: int, step: int, rows: tuple[int, int], into: Buffer) -> None:
-        """From the peer's D of the step before."""
-        what = f"hop {step - 1}: dK/dV of"
-        target = Place(self.rank, into, step % 2, *rows)
-        if into is Buffer.EARLY:
-            last = int(self.move.rows[self.rank, self.world - 1])
-            target = Place(self.rank, into, 0, rows[0] - last, rows[1] - last)
-        self.take(Stream.PARTIAL, peer, Purpose.SUMMED, (step - 1) % 2, what)
-        source = Place(peer, Buffer.D, (step - 1) % 2, *rows)
-        self.add(Copy(Stream.PARTIAL, source, target))
-        self.set(Stream.PARTIAL, peer, Purpose.TAKEN, (step - 1) % 2)
-
-    def pass_on(self, step: int) -> None:
-        """After the kernel of a step its partial may be taken. After the last one D and EARLY may
-        be written, by the next call."""
-        if step in self.visits or step == self.world:
-            self.add(Await(Stream.PARTIAL, Event("attended", step % self.world)))
-        if step < self.world:
-            for taker in self.takers(step):
-                self.set(Stream.PARTIAL, taker, Purpose.SUMMED, step % 2)
+    def _come(self, came: Return | None) -> tuple[Place, ...]:
+        parts = () if came is None else came.more
+        return tuple(Place(self.rank, Buffer.COME, 0, begin, end) for begin, end in parts)
 
     def collect(self) -> None:
-        rows = self.move.rows[self.rank]
-        last, leaving = int(rows[self.world - 1]), int(rows[1])
-        places = (
-            Place(self.rank, Buffer.D, self.world % 2, 0, last),
-            Place(self.rank, Buffer.EARLY, 0, 0, leaving - last),
-        )
-        self.add(
-            Await(Stream.COMPUTE, Event("arrived", self.world)),
-            Collect(tuple(p for p in places if p.end)),
-            Record(Stream.COMPUTE, Event("attended", 0)),
-        )
+        """The own keys, or other heads of them, beside the last copies; then D is free."""
+        settled = Event("settled", 0)
+        if self.visits or self.returns:
+            self.add(
+                Record(Stream.GRADIENTS, settled),
+                Attend(0, part=Part.LAST),
+                Await(Stream.COMPUTE, settled),
+            )
+        else:
+            self.add(Attend(0))
+        if self.returns:
+            everything = Place(self.rank, Buffer.SUM, 0, 0, int(self.move.rows[self.rank, 1]))
+            self.add(Collect((everything, *self._come(self._to_add))))

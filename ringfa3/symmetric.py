@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +23,6 @@ from ringfa3.context import plan_context
 from ringfa3.course import Cargo, Course, Routes
 from ringfa3.enclosure import enclosed
 from ringfa3.operations import (
-    Attend,
     AttendAll,
     Await,
     Buffer,
@@ -40,7 +39,7 @@ from ringfa3.operations import (
 from ringfa3.replays import Replays
 from ringfa3.transports import first_line
 from ringfa3.watch import Watch, raise_in_main_thread
-from ringfa3.words import Words
+from ringfa3.words import Gather, Words
 
 TRIAL_TOKENS = 2048  # of a rank, 128 numbers each
 TRIAL_S = 30.0  # at most half the group's timeout: a rank that fails waits for the others
@@ -94,7 +93,12 @@ class CudaMachine:
     """`ringfa3.course.Machine` on one GPU."""
 
     def __init__(
-        self, group: Group, device: torch.device, timeout_s: float, lost: Callable[[str], None]
+        self,
+        group: Group,
+        device: torch.device,
+        timeout_s: float,
+        lost: Callable[[str], None],
+        words: Callable[[int, int, Gather], Words] = Words,
     ) -> None:
         """lost(message) is called if a peer does not answer within `timeout_s`."""
         self.group, self.device = group, device
@@ -105,22 +109,17 @@ class CudaMachine:
         self.captured = False  # the call that has begun
         self._enclosing = False  # calls are enclosed: some have been captured
         self._graphs: list[Routes] = []  # of captured calls: graphs have their addresses
-        self.arena = Arena(group.rank, device, group.gather)
-        self.words = Words(group.rank, group.world, group.gather)
+        self.arena = Arena(group.rank, group.world, device, group.gather)
+        self.words = words(group.rank, group.world, group.gather)
         torch.cuda.synchronize(device)  # makes its context the current one
         self._enter = [driver.enter(driver.context())]
-        side = (Stream.KV, Stream.PARTIAL)
+        side = (Stream.KV, Stream.GRADIENTS)
         self._streams: dict[Stream, torch.cuda.Stream] = {s: _stream(device) for s in side}
         self._taken = dict.fromkeys(Stream, 0)  # words, by each stream
         self._events: dict[Event, int] = {}
-        # By hop, for kernels: a set word is reset behind the kernel that has awaited it. "arrived",
-        # of partials: before the last kernel of its call, and set again behind that one. "landed",
-        # of K/V: set again by a stream that has joined behind the reset. Each has words of its own:
-        # a partial may arrive while the forward before it still runs.
-        self._arrivals = {
-            name: torch.zeros(group.world, dtype=torch.int32, device=device)
-            for name in ("arrived", "landed")
-        }
+        # By hop, for kernels: set when K/V have landed, reset behind the kernel that has awaited
+        # it, and set again by a stream that has joined behind that.
+        self.landed = torch.zeros(group.world, dtype=torch.int32, device=device)
         self._row_bytes: Mapping[Buffer, int] = {}
         self._watch = Watch(timeout_s, self.words.reached, group.alarm, lost, self.words.set_all)
         self._replays = Replays(self.words)
@@ -173,12 +172,8 @@ class CudaMachine:
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         work()
 
-    def arrivals(self, name: str) -> torch.Tensor:
-        return self._arrivals[name]
-
-    def _arrival(self, event: Event) -> int:
-        words = self._arrivals[event.name]
-        return words.data_ptr() + event.number * words.element_size()
+    def _landed_at(self, event: Event) -> int:
+        return self.landed.data_ptr() + event.number * self.landed.element_size()
 
     def prepared(self, operations: Sequence[Operation], inside: frozenset[Event]) -> Script:
         """Neighbours that write and await words of one stream become one call."""
@@ -210,14 +205,10 @@ class CudaMachine:
                 words.counts.append(len(words.operations) - 1)
             words.said.append(said)
         elif isinstance(operation, Clear):
-            set_words = (self._arrival(e) for e in operation.events if e in inside)
+            set_words = (self._landed_at(e) for e in operation.events if e in inside)
             words.operations.extend(driver.write(address, 0) for address in set_words)
-        elif isinstance(operation, Record):
-            name, hop = operation.event
-            if operation.event in inside:
-                words.operations.append(driver.write(self._arrival(operation.event), 1))
-            elif name == "attended" and (arrived := Event("arrived", hop)) in inside:
-                words.operations.append(driver.write(self._arrival(arrived), 0))
+        elif isinstance(operation, Record) and operation.event in inside:
+            words.operations.append(driver.write(self._landed_at(operation.event), 1))
 
     def _call(self, operation: Operation, inside: frozenset[Event]) -> driver.Call | None:
         handle = self._streams[operation.stream].cuda_stream
@@ -225,8 +216,6 @@ class CudaMachine:
             return driver.record(handle, self._event(operation.event))
         if isinstance(operation, Await):
             return driver.await_event(handle, self._event(operation.event))
-        if isinstance(operation, Attend) and operation.arrived not in (None, *inside):
-            return driver.await_event(handle, self._event(cast(Event, operation.arrived)))
         if isinstance(operation, AttendAll) and operation.blocks[-1].landed not in inside:
             last = operation.blocks[-1].landed  # one stream has brought them all
             return driver.await_event(handle, self._event(last))
@@ -350,7 +339,7 @@ def hindrance() -> str | None:
 def _trial(machine: CudaMachine) -> str:
     """What is wrong with calls of each kind and parity; nothing if they are right.
 
-    In place of attention, rank r adds (r + 1) times the K/V that it sees to their dK/dV. The ranks
+    In place of attention, rank r finds (r + 1) times the K/V that it sees as their dK/dV. The ranks
     meet only for the memory of all calls: one that fails later leaves no other waiting but for
     words.
     """
@@ -375,20 +364,17 @@ def _trial(machine: CudaMachine) -> str:
             *more: torch.Tensor,
             everyone: torch.Tensor = everyone,
         ) -> None:
-            owners, partial = [(rank - hop) % world], more[:2]
-            awaited = list(more[2:])  # a word
+            owners, found = [(rank - hop) % world], more
             if len(more) == 1:  # the words of all blocks
-                owners, partial = [(rank - t) % world for t in range(world)], ()
-                awaited = [more[0][t : t + 1] for t in range(1, world)]
-            if awaited:
-                waits = [driver.wait(word.data_ptr(), 1) for word in awaited]
+                owners, found = [(rank - t) % world for t in range(world)], ()
+                waits = [driver.wait(more[0][t : t + 1].data_ptr(), 1) for t in range(1, world)]
                 driver.issue([driver.batch(compute.cuda_stream, waits)[0]])
             wrong.add_((torch.stack((k, v), 1) != everyone[owners].flatten(0, 1)).sum())
-            for x, y in zip(partial, (k, v), strict=False):
-                x.copy_(y.float() * (rank + 1) + (0 if plan.hops.stores[hop] else x))
+            for x, y in zip(found, (k, v), strict=False):
+                x.copy_(y.float() * (rank + 1))
 
         k, v = mine.unbind(1)
-        course = Course(machine, plan, direction, k, v, waits=direction != "forward")
+        course = Course(machine, plan, direction, k, v, waits=True)
         course.run(attend)
         if direction == "backward":
             wrong.add_((course.home != mine.float() * (world * (world + 1) // 2)).sum())

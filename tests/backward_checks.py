@@ -17,7 +17,7 @@ from examples import key_tokens
 from ringfa3.backward import BackwardPass
 from ringfa3.build import Unit
 from ringfa3.context import plan_context
-from ringfa3.plan import Plan, Tiling, plan_local
+from ringfa3.plan import Plan, plan_local
 
 WINDOWS = ((-1, -1), (-1, 0), (100, 0), (64, 64), (0, 0), (300, -1))
 LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300)
@@ -155,10 +155,9 @@ def nan_and_inf_stay_in_their_document(unit: Unit, device: str) -> None:
 
 
 def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
-    """Three ranks, one after the other on one device: partials that travel, dQ over all hops.
-
-    A partial is stored by its first visitor, in a buffer of NaN, and added to by later ones.
-    """
+    """Three ranks, one after the other on one device: dQ over all hops; each stores its dK and dV,
+    in buffers of NaN, for all keys from the first that it sees to the last. Of the own keys one KV
+    head comes first, and the other last."""
     lengths, world, heads = [300, 1, 140, 64], 3, (4, 2)
     p = problem(5, unit, device, [(n, n) for n in lengths], heads, (-1, 0))
     plans = [plan_context(dense.cumulative(lengths), (r, world)) for r in range(world)]
@@ -170,44 +169,22 @@ def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
         )
         for plan, at in zip(plans, here, strict=True)
     ]  # fmt: skip
-    arrived = torch.ones(1, dtype=torch.int32, device=device)
     gradients = torch.zeros(2, *p.k.shape, device=device)
-    travelling = [torch.full((2, len(at), *p.k.shape[1:]), torch.nan, device=device) for at in here]
-    for hop in range(world):
+    one, other, both = slice(0, 1), slice(1, 2), slice(0, 2)
+    for hop, kv in ((0, one), *((t, both) for t in range(1, world)), (0, other)):
         for rank, plan in enumerate(plans):
             keys = torch.from_numpy(key_tokens(plans, rank, hop)).to(device)
             owner = (rank - hop) % world
             tiling = plan.hops.backward(unit.tile_n, unit.tile_m, deterministic)[hop]
-            partial = travelling[owner] if hop else torch.full_like(travelling[owner], torch.nan)
-            dk, dv = partial[:, : len(keys)]
-            runs[rank].hop(p.k[keys], p.v[keys], tiling, dk, dv, arrived)
-            movement = plans[owner].movement
-            if hop == 0 or hop >= movement.first_visit[owner]:
-                goes_on = int(movement.rows[owner, hop + 1]) if hop else 0
-                done = slice(goes_on, len(keys))  # nobody adds to these any more
-                gradients[:, keys[done]] += partial[:, done]
+            begin, end = plan.movement.seen[owner, hop] if hop else (0, len(keys))
+            stored = torch.full((2, end, *p.k.shape[1:]), torch.nan, device=device)
+            k, v, dk, dv = (x[:, kv] for x in (p.k[keys], p.v[keys], *stored))
+            runs[rank].hop(k, v, tiling, dk, dv, 2 * kv.start, 2 * k.shape[1])
+            gradients[:, keys[begin:end], kv] += stored[:, begin:, kv]
     dq = torch.empty_like(p.dout)
     for run, at in zip(runs, here, strict=True):
         dq[at] = run.dq()
     hold_gate([dq, *gradients.to(dq.dtype)], p, f"{world} ranks")
-
-
-def a_partial_is_added_to_or_called_off(unit: Unit, device: str) -> None:
-    """Tiles that are not FIRST wait for their word: 1 adds to what is there, -1 gives NaN."""
-    p = problem(4, unit, device, [(150, 200)], (2, 1), (-1, 0))
-    tiling = p.plan.backward(unit.tile_n, unit.tile_m, True)[0]  # whole tiles, in their turns
-    tiles = tiling.tiles.copy()
-    tiles["flags"] = 0
-    for word in (1, -1):
-        adding = Tiling(tiling.size, tiles, tiling.spans, tiling.earlier)
-        dk, dv = (torch.full(p.k.shape, 3.0, device=device) for _ in range(2))
-        run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, True)
-        run.hop(p.k, p.v, adding, dk, dv, torch.tensor([word], dtype=torch.int32, device=device))
-        if word == 1:
-            hold_gate([run.dq(), dk - 3, dv - 3], p, "added")
-        else:
-            assert dk.isnan().all()
-            assert dv.isnan().all()
 
 
 def same_bits(unit: Unit, device: str, repeats: int, reseed: Callable[[int], object]) -> None:

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 from ringfa3.operations import (
+    Add,
     Attend,
     AttendAll,
     Await,
@@ -42,17 +43,15 @@ from ringfa3.operations import (
 
 Calls = Sequence[tuple[str, Sequence[Sequence[Operation]]]]  # direction, operations by rank
 Label = tuple[Hashable, ...]
-SHARED = (Buffer.IN, Buffer.ALL)  # one memory
+SHARED = (Buffer.IN, Buffer.SUM, Buffer.COME, Buffer.ALL)  # one memory, the last over the others
 SETTLED = "settled"  # in place of a direction: hosts wait here for all words taken so far
 
 
-def label(direction: str, wait: Await | Take | Attend, world: int) -> Label:
+def label(direction: str, wait: Await | Take, world: int) -> Label:
     """Names a wait in the way that is the same on all ranks and in all calls of a direction."""
     if isinstance(wait, Take):
         distance = (wait.word.sender - wait.word.receiver) % world
         return wait.what, wait.word.purpose.name, distance
-    if isinstance(wait, Attend):
-        return direction, "kernel", wait.arrived
     number = -1 if wait.event.name == "freed" else wait.event.number
     return direction, wait.stream.name, wait.event.name, number
 
@@ -67,9 +66,7 @@ def waits(calls: Calls) -> list[Label]:
     found: dict[Label, None] = {}
     for direction, ranks in calls:
         for operation in itertools.chain(*ranks):
-            if isinstance(operation, (Await, Take)) or (
-                isinstance(operation, Attend) and operation.arrived is not None
-            ):
+            if isinstance(operation, (Await, Take)):
                 found[label(direction, operation, len(ranks))] = None
             elif isinstance(operation, AttendAll):
                 for block in operation.blocks:
@@ -145,7 +142,7 @@ class _Order:
     def _add(self, operation: Operation, name: str, stream: object, direction: str,
              without: Label | None, world: int) -> None:  # fmt: skip
         node = self._node(name, stream)
-        kept = not isinstance(operation, (Await, Take, Attend)) or without != label(
+        kept = not isinstance(operation, (Await, Take)) or without != label(
             direction, operation, world
         )
         if isinstance(operation, Record):
@@ -167,18 +164,16 @@ class _Order:
         elif isinstance(operation, Copy):
             self._touch(node, operation.source, False)
             self._touch(node, operation.target, True)
-        elif isinstance(operation, Collect):
+        elif isinstance(operation, (Add, Collect)):
             for place in operation.places:
                 self._touch(node, place, False)
+                if isinstance(operation, Add):
+                    self._touch(node, place._replace(buffer=Buffer.SUM), True)
         elif isinstance(operation, Attend):
             if operation.kv is not None:
                 self._touch(node, operation.kv, False)
-            if operation.partial is not None and operation.arrived is not None:
-                epilogue = self._node(f"{name} epilogue", stream)
-                if kept:
-                    self.after[self._events[operation.arrived]].append(epilogue)
-                    self.awaited_inside.append((self._events[operation.arrived], node))
-                self._touch(epilogue, operation.partial, True)
+            if operation.found is not None:
+                self._touch(node, operation.found, True)
         elif isinstance(operation, AttendAll):
             self._touch(node, operation.own, False)
             reads = []
@@ -273,7 +268,7 @@ class _Order:
 
 
 def _meet(a: Place, b: Place) -> bool:
-    """Whether places of one memory have bytes in common; rows of IN and ALL lie anywhere in it."""
+    """Whether places of one memory have bytes in common; rows of ALL lie anywhere in it."""
     if a.buffer is not b.buffer:
-        return a.begin < a.end and b.begin < b.end
+        return Buffer.ALL in (a.buffer, b.buffer) and a.begin < a.end and b.begin < b.end
     return a.slot == b.slot and max(a.begin, b.begin) < min(a.end, b.end)

@@ -21,6 +21,7 @@ from happens_before import Label, inside, label
 from ringfa3.course import Routes
 from ringfa3.enclosure import enclosed
 from ringfa3.operations import (
+    Add,
     Attend,
     AttendAll,
     Await,
@@ -59,7 +60,6 @@ class World:
 
     without    a wait that is taken out, as `happens_before.label` names it
     one_queue  a rank's streams run as one, in the order in which the host issues
-    early      kernels wait for their partial before they begin
     crowded    before each call the ranks meet in a collective of the job, one of them in its
                compute stream, the others beside it; its kernels begin where none waits on the SMs
     enclose    calls begin and end with the compute stream, in any parities; some as in graphs
@@ -70,11 +70,10 @@ class World:
         world: int,
         without: Label | None = None,
         one_queue: bool = False,
-        early: bool = False,
         crowded: bool = False,
         enclose: bool = False,
     ) -> None:
-        self.size, self.without, self.one_queue, self.early = world, without, one_queue, early
+        self.size, self.without, self.one_queue = world, without, one_queue
         self.crowded, self.enclose = crowded, enclose
         self.joined: dict[int, int] = defaultdict(int)  # ranks in a collective, by call
         self.memory: dict[tuple[int, Buffer, int], np.ndarray] = {}
@@ -121,8 +120,9 @@ class SimulatedMachine:
         self.events: dict[Event, list[bool]] = {}
         self.arrived: dict[Event, int] = defaultdict(int)  # words that kernels await
         self.holding = 0  # kernels that wait on the SMs
-        self.copied: Place | None = None  # by the partial stream, last
+        self.copied: list[Place] = []  # by the stream of gradients, of a peer
         self.routes: Routes = weakref.WeakKeyDictionary()
+        self.landed = torch.ones(world.size, dtype=torch.int32)  # a kernel runs when all is here
 
     def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
         kinds = {Buffer.D: "backward", Buffer.ALL: "gathered", Buffer.IN: "forward"}
@@ -147,25 +147,21 @@ class SimulatedMachine:
         return enclosed(operations, bool(self.captured)) if self.world.enclose else operations
 
     def _allocate(self, buffer: Buffer, size: int) -> None:
-        """IN lies in the memory of ALL."""
-        whole = Buffer.ALL if buffer is Buffer.IN else buffer
-        memory = self.world.memory.setdefault(
-            (self.rank, whole, 0), np.full(2 * size, NAN, np.uint8)
-        )
-        for slot in range(2):
-            if buffer is not Buffer.ALL:
-                half = memory[slot * size : (slot + 1) * size]
-                self.world.memory.setdefault((self.rank, buffer, slot), half)
+        """IN, SUM and COME lie in the memory of ALL."""
+        parts = [(Buffer.SUM, 0), (Buffer.IN, 0), (Buffer.COME, 0), (Buffer.IN, 1)]
+        own = (self.rank, Buffer.ALL, 0)
+        if buffer in (Buffer.SRC, Buffer.D):
+            own, parts = (self.rank, buffer, -1), [(buffer, 0), (buffer, 1)]
+        memory = self.world.memory.setdefault(own, np.full(len(parts) * size, NAN, np.uint8))
+        for i, (name, slot) in enumerate(parts):
+            part = memory[i * size : (i + 1) * size]
+            self.world.memory.setdefault((self.rank, name, slot), part)
 
     def _collective(self, number: int) -> Task:
         joined = self.world.joined
         yield lambda: not self.holding
         joined[number] += 1
         yield lambda: joined[number] == self.world.size
-
-    def arrivals(self, name: str) -> torch.Tensor:
-        """For the caller's kernel, which runs when all is here."""
-        return torch.ones(self.world.size, dtype=torch.int32)
 
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         return torch.from_numpy(self.world.memory[self.rank, buffer, slot])
@@ -181,7 +177,7 @@ class SimulatedMachine:
 
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         if isinstance(operation, (Publish, Keep)):
-            task = self._in_parts([], [operation.place], None, work)
+            task = self._in_parts([], [operation.place], work)
         elif isinstance(operation, AttendAll):
             places = [operation.own, *(block.place for block in operation.blocks)]
             landed = {
@@ -189,17 +185,17 @@ class SimulatedMachine:
                 for place, event in operation.blocks
                 if self.world.without != inside(self.direction, event)
             }
-            task = self._in_parts(places, [], None, work, landed)
+            task = self._in_parts(places, [], work, landed)
+        elif isinstance(operation, Add):
+            sums = [p._replace(buffer=Buffer.SUM) for p in operation.places]
+            task = self._in_parts(list(operation.places), sums, work)
         elif isinstance(operation, Collect):
-            task = self._in_parts(list(operation.places), [], None, work)
+            task = self._in_parts(list(operation.places), [], work)
         else:
             assert isinstance(operation, Attend)
             reads = [operation.kv] if operation.kv is not None else []
-            writes = [operation.partial] if operation.partial is not None else []
-            arrived = None
-            if operation.arrived is not None and self._kept(operation):
-                arrived = self.events[operation.arrived]
-            task = self._in_parts(reads, writes, arrived, work)
+            writes = [operation.found] if operation.found is not None else []
+            task = self._in_parts(reads, writes, work)
         self._put(operation.stream, str(operation), task)
 
     def prepared(
@@ -237,7 +233,7 @@ class SimulatedMachine:
         key = (self.rank, (Stream.COMPUTE if self.world.one_queue else stream).name)
         self.world.queues[key].append((name, task))
 
-    def _kept(self, wait: Await | Take | Attend) -> bool:
+    def _kept(self, wait: Await | Take) -> bool:
         return self.world.without != label(self.direction, wait, self.world.size)
 
     def _record(self, flag: list[bool]) -> Task:
@@ -268,8 +264,9 @@ class SimulatedMachine:
         words = self.world.words
         words[order.word] += 1
         assert words[order.word] < 2 or self.world.without, f"{order.word} is set twice"
-        if order.word.purpose is Purpose.TAKEN and self.copied is not None:
-            self._free(self.copied)  # this rank was the only one to need these rows
+        if order.word.purpose is Purpose.TAKEN:
+            while self.copied:
+                self._free(self.copied.pop())  # this rank was the only one to need these rows
 
     def _copy(self, copy: Copy) -> Task:
         source, target = self._bytes(copy.source), self._bytes(copy.target)
@@ -278,24 +275,19 @@ class SimulatedMachine:
         for part in self._parts(copy.source):
             target[part] = source[part]
             yield None
-        if copy.stream is Stream.PARTIAL:
-            self.copied = copy.source
+        if copy.stream is Stream.GRADIENTS:
+            self.copied.append(copy.source)
 
-    def _in_parts(self, reads: list[Place], writes: list[Place], arrived: list[bool] | None,
-                  work: Callable[[], None],
+    def _in_parts(self, reads: list[Place], writes: list[Place], work: Callable[[], None],
                   landed: Mapping[Place, Event] | None = None) -> Task:  # fmt: skip
         """Work on what it finds in its places, in parts, and leaves there, in parts.
 
-        What is read is free then. Writes are read first, once `arrived`: a kernel adds to them.
+        What is read is free then. Writes are read first: they may be added to.
         landed: words for which a kernel waits that is on the SMs already.
         """
         self.holding += landed is not None
-        if arrived is not None and self.world.early:
-            yield lambda: arrived[0]
         found: dict[Place, np.ndarray] = {}
         for place in (*reads, *writes):
-            if place in writes and arrived is not None:
-                yield lambda: arrived[0]
             event = None if landed is None else landed.get(place)
             if event is not None:
                 yield lambda: self.arrived[event] > 0  # noqa: B023

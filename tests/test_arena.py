@@ -18,9 +18,9 @@ from ringfa3.words import StepError
 CPU = torch.device("cpu")
 
 
-def _write(arena: Arena, value: int) -> None:
+def _write(arena: Arena, value: int, world: int) -> None:
     for buffer in SHARED:
-        for slot in range(2):
+        for slot in range(2 if buffer is Buffer.SRC else min(2, world - 1)):
             arena.local(buffer, slot).fill_(value)
 
 
@@ -36,11 +36,11 @@ def test_peers_are_found_as_it_grows_and_nothing_is_left_behind() -> None:
     ranks = Ranks(3)
 
     def grow(group: FakeGroup) -> Arena:
-        arena = Arena(group.rank, CPU, group.gather)
+        arena = Arena(group.rank, group.world, CPU, group.gather)
         for size in (100, 1 << 22, 5):
             arena.reserve(dict.fromkeys(Buffer, size))
             assert arena.holds(dict.fromkeys(Buffer, size))
-            _write(arena, group.rank)
+            _write(arena, group.rank, group.world)
             group.gather("")
             assert len(ranks.cuda.memory) == 3
             assert len(ranks.cuda.attached) == 6
@@ -70,7 +70,7 @@ def test_a_rank_without_room_is_said_by_all_and_the_next_may_fit() -> None:
         return real(size)
 
     def grow(group: FakeGroup) -> None:
-        arena = Arena(group.rank, CPU, group.gather)
+        arena = Arena(group.rank, group.world, CPU, group.gather)
         arena.reserve({Buffer.SRC: 5})
         group.gather("")
         failures["left"] = 2
@@ -83,7 +83,7 @@ def test_a_rank_without_room_is_said_by_all_and_the_next_may_fit() -> None:
         failures["left"] = 1
         group.gather("")
         arena.reserve({Buffer.SRC: 1 << 24})
-        _write(arena, group.rank)
+        _write(arena, group.rank, group.world)
         group.gather("")
         assert _peer(arena, ranks, 1 - group.rank, Buffer.SRC, 0) == 1 - group.rank
         group.gather("")
@@ -100,10 +100,10 @@ def test_what_is_kept_stays_mapped_when_it_grows() -> None:
     kept: list[object] = []
 
     def grow(group: FakeGroup) -> None:
-        arena = Arena(group.rank, CPU, group.gather)
+        arena = Arena(group.rank, group.world, CPU, group.gather)
         arena.reserve({Buffer.SRC: 5, Buffer.IN: 5})
         arena.keep()
-        _write(arena, group.rank)
+        _write(arena, group.rank, group.world)
         before = arena.address(1 - group.rank, Buffer.SRC, 0)
         arena.reserve({Buffer.SRC: 1 << 24})
         group.gather("")
@@ -117,3 +117,26 @@ def test_what_is_kept_stays_mapped_when_it_grows() -> None:
     assert len(kept) == 2
     gc.collect()
     assert len(ranks.cuda.memory) == 2
+
+
+def test_slots_lie_apart() -> None:
+    """All that a call uses at a time, on two ranks and on three; ALL is over what is private."""
+    for world in (2, 3):
+
+        def fill(group: FakeGroup) -> None:
+            arena = Arena(group.rank, group.world, CPU, group.gather)
+            arena.reserve({b: 100 * (b + 1) for b in Buffer})
+            blocks = min(2, group.world - 1)
+            slots = {Buffer.SRC: 2, Buffer.IN: blocks, Buffer.D: blocks, Buffer.SUM: 1}
+            used = [(b, i) for b, n in (slots | {Buffer.COME: 1}).items() for i in range(n)]
+            for value, (buffer, slot) in enumerate(used):
+                arena.local(buffer, slot).fill_(value)
+            for value, (buffer, slot) in enumerate(used):
+                assert (arena.local(buffer, slot) == value).all(), (buffer, slot)
+                assert len(arena.local(buffer, slot)) >= 100 * (buffer + 1)
+            assert len(arena.local(Buffer.ALL, 0)) >= 600
+            begins = [arena.local(b, 0).data_ptr() for b in (Buffer.ALL, Buffer.IN)]
+            assert begins[0] == begins[1] == arena.address(group.rank, Buffer.ALL, 0)
+            group.gather("")
+
+        Ranks(world).run(fill)

@@ -58,12 +58,6 @@ def test_a_cut_tile_holds_the_gate(emulated: Machine, unit: build.Unit, group: i
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_partial_is_added_to_or_called_off(emulated: Machine, unit: build.Unit) -> None:
-    emulated.settings(0, 0.3)
-    checks.a_partial_is_added_to_or_called_off(unit, "cpu")
-
-
-@pytest.mark.parametrize("unit", UNITS)
 def test_nan_and_inf_stay_in_their_document(emulated: Machine, unit: build.Unit) -> None:
     emulated.settings(0)
     checks.nan_and_inf_stay_in_their_document(unit, "cpu")

@@ -67,8 +67,8 @@ def test_no_device_order_of_a_graph_hangs(world: int, direction: str) -> None:
 
 
 def fork_at_once(operations: Sequence[Operation], captured: bool) -> list[Operation]:
-    """The partial stream does not fork behind READY words."""
-    fork = Record(Stream.KV, FORKED), Await(Stream.PARTIAL, FORKED)
+    """The stream of gradients does not fork behind READY words."""
+    fork = Record(Stream.KV, FORKED), Await(Stream.GRADIENTS, FORKED)
     first: list[Operation] = [Record(Stream.COMPUTE, FORKED), fork[1]]
     return first + [x for x in enclosed(operations, captured) if x not in fork]
 
@@ -80,7 +80,7 @@ def wait_inside(operations: Sequence[Operation], _: bool) -> list[Operation]:
 
 @pytest.mark.parametrize(
     ("direction", "enclose"),
-    [("backward", fork_at_once), ("backward", wait_inside), ("gathered", wait_inside)],
+    [("backward", fork_at_once), ("gathered", wait_inside)],
 )
 def test_without_a_precaution_some_device_order_hangs(
     direction: str, enclose: Callable[[Sequence[Operation], bool], list[Operation]]
@@ -90,10 +90,10 @@ def test_without_a_precaution_some_device_order_hangs(
 
 
 def test_without_a_join_some_history_is_a_hazard() -> None:
-    """Of the K/V stream. The partial stream joins because a graph has one end."""
+    """Of the K/V stream. The compute stream awaits the other one in each backward."""
 
     def parted(operations: Sequence[Operation], captured: bool) -> list[Operation]:
-        joined = Await(Stream.COMPUTE, JOINED[Stream.KV])
+        joined = Await(Stream.COMPUTE, JOINED)
         return [x for x in enclosed(operations, captured) if x != joined]
 
     def found(seed: int, placements: list[Placement]) -> list[str]:

@@ -39,11 +39,6 @@ def test_more_tiles_than_ctas_hold_the_gate(unit: Unit, deterministic: bool) -> 
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_partial_is_added_to_or_called_off(unit: Unit) -> None:
-    checks.a_partial_is_added_to_or_called_off(unit, "cuda")
-
-
-@pytest.mark.parametrize("unit", UNITS)
 def test_nan_and_inf_stay_in_their_document(unit: Unit) -> None:
     checks.nan_and_inf_stay_in_their_document(unit, "cuda")
 

@@ -25,7 +25,6 @@ from test_gpu_symmetric import Layer
 from ringfa3 import plan_context, ring_attn_func
 from ringfa3.course import Course
 from ringfa3.gathering import FORWARD, KINDS
-from ringfa3.ring import WAIT_INSIDE
 from ringfa3.symmetric import CudaMachine, Script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.soak, pytest.mark.timeout(300)]
@@ -63,7 +62,7 @@ def _wander(rank: int, world: int, port: int, transport: str) -> None:
     rng = random.Random(world)
     begin = time.monotonic()
     for step in range(STEPS):
-        os.environ[WAIT_INSIDE], os.environ[FORWARD] = rng.choice("01"), rng.choice(KINDS)
+        os.environ[FORWARD] = rng.choice(KINDS)
         longest = rng.choice((30, 900, 3000))
         layer = Layer(rng, longest) if step else Layer(rng, lengths=[3000] * 6)
         layer.transport = transport

@@ -26,7 +26,6 @@ from test_gpu_ring import plain_attention
 from ringfa3 import RingError, flash_attn_func, plan_context, ring_attn_func
 from ringfa3.gathering import FORWARD, KINDS
 from ringfa3.operations import Copy, Event, Operation, Set, Stream, Take
-from ringfa3.ring import WAIT_INSIDE
 from ringfa3.symmetric import CudaMachine, Script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -141,12 +140,10 @@ class Layer:
 def _exact(rank: int, world: int) -> None:
     """Steps of three layers, forward and backward, ranks meeting only in the ring.
 
-    In every other step, kernels of the backward wait for their partial themselves; the layers'
-    forwards are gathered, hop by hop, or both in turn.
+    The layers' forwards are gathered, hop by hop, or both in turn.
     """
     rng, slow = random.Random(world), Slow(rank)
     for step in range(STEPS):
-        os.environ[WAIT_INSIDE] = str(step % 2)
         layers = [Layer(rng) for _ in range(3)]
         with mock.patch.object(CudaMachine, "prepared", lambda m, *a: slow.prepared(m, *a)):
             for number, layer in enumerate(layers):
@@ -258,7 +255,7 @@ def _stall_gathered(rank: int, world: int) -> None:
 
 
 def _stall_backward(rank: int, world: int) -> None:
-    """The same in a backward call, whose kernels wait for their partial themselves."""
+    """The same in a backward call."""
     _stall(rank, world, "backward")
 
 

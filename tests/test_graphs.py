@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -62,9 +63,8 @@ class Layer:
 
     def call(self, direction: str, waits: bool) -> Course:
         course = Course(self.machine, self.plan, direction, self.keys, self.values, waits)
-        attend = self.attend_all if direction == "gathered" else self.attend
-        captured = self.machine.captured
-        course.run(lambda hop, *tensors: attend(captured, hop, *tensors))
+        attend = partial(self.attend_all, self.machine.captured)
+        course.run((lambda _, *x: attend(*x)) if direction == "gathered" else self.attend)
         return course
 
     def await_word(self, captured: bool, word: Tensor) -> None:
@@ -74,7 +74,7 @@ class Layer:
         cuda = self.machine.group.meeting.cuda  # type: ignore[attr-defined]
         cuda.until(lambda: int(word) == 1)
 
-    def attend(self, captured: bool, hop: int, k: Tensor, v: Tensor, *more: Tensor) -> None:
+    def attend(self, hop: int, k: Tensor, v: Tensor, *found: Tensor) -> None:
         self.seen.append(f"hop {hop}")
         owner, rows = (self.rank - hop) % self.world, slice(None)
         if hop:
@@ -82,14 +82,10 @@ class Layer:
             expected = self.leaving(owner, hop)
             if not (torch.equal(k[rows].flatten(), expected) and torch.equal(v[rows], -k[rows])):
                 self.wrong.append(f"hop {hop}: K/V")
-        for word in more[2:]:
-            self.await_word(captured, word)
-        for x, y in zip(more[:2], (k, v), strict=False):
-            if hop == 0 or self.plan.hops.stores[hop]:
-                x.zero_()
-            x[rows] += y[rows] * (1 + self.rank)
+        for x, y in zip(found, (k, v), strict=False):
+            x[rows] = y[rows] * (1 + self.rank)
 
-    def attend_all(self, captured: bool, _: int, k: Tensor, v: Tensor, *words: Tensor) -> None:
+    def attend_all(self, captured: bool, k: Tensor, v: Tensor, *words: Tensor) -> None:
         self.seen.append("all hops")
         expected = [self.keys_of(self.rank)]
         for hop in range(1, self.world):
@@ -244,24 +240,23 @@ def _unenclosed(group: FakeGroup, placement: Placement, kind: str) -> str:
 
 
 def parted(operations: Sequence[Operation], captured: bool) -> list[Operation]:
-    return [
-        x
-        for x in enclosed(operations, captured)
-        if x != Await(Stream.COMPUTE, JOINED[Stream.PARTIAL])
-    ]
+    return [x for x in enclosed(operations, captured) if x != Await(Stream.COMPUTE, JOINED)]
 
 
 @pytest.mark.parametrize(
-    ("enclose", "said"),
-    [(lambda x, _: x, "an event from outside is awaited"), (parted, "1 captured streams have not")],
+    ("direction", "enclose", "said"),
+    [
+        ("backward", lambda x, _: x, "an event from outside is awaited"),
+        ("forward", parted, "1 captured streams have not"),
+    ],
 )
 def test_a_call_that_is_not_enclosed_cannot_be_captured(
-    enclose: Callable[[Sequence[Operation], bool], list[Operation]], said: str
+    direction: str, enclose: Callable[[Sequence[Operation], bool], list[Operation]], said: str
 ) -> None:
     """The stand-in refuses what CUDA does."""
     placement = laid_out([24], 3)
     with mock.patch.object(symmetric, "enclosed", enclose):
-        for problem in Ranks(3).run(lambda group: _unenclosed(group, placement, "backward")):
+        for problem in Ranks(3).run(lambda group: _unenclosed(group, placement, direction)):
             assert said in str(problem)
 
 

@@ -79,12 +79,13 @@ def _steady(group: FakeGroup, meet: threading.Barrier) -> dict[str, tuple[list[s
 
 
 @pytest.mark.parametrize(
-    ("world", "calls"), [(2, (10, 12, 20)), (3, (14, 14, 31)), (4, (20, 16, 43))]
+    ("world", "calls"), [(2, (10, 12, 15)), (3, (14, 14, 25)), (4, (20, 16, 42))]
 )
 def test_a_call_over_symmetric_issues_what_it_has_prepared(
     world: int, calls: tuple[int, int, int]
 ) -> None:
-    """No schedule, no memory, no tensor but the gradients' sum; so many calls of the driver."""
+    """No schedule, no memory, no tensor but the gradients' sum; so many calls of the driver, on the
+    rank with most of them."""
     ranks = Ranks(world)
     ranks.cuda = Counting(0)
     patches = [
@@ -112,10 +113,10 @@ def test_a_call_over_symmetric_issues_what_it_has_prepared(
         forward, gathered, backward = found["forward"], found["gathered"], found["backward"]
         assert forward == (publish, calls[0])
         assert gathered == ([*publish, *["aten.copy_.default"] * 2], calls[1])
-        summed = ["aten.slice.Tensor", "aten.add_.Tensor"]
-        assert backward[0][:6] == [*publish, *gradients]
-        assert backward[0][6:] in (summed, summed * 2)  # at once or in two parts
-        assert backward[1] == calls[2]
+        summed = ["aten.slice.Tensor", "aten.add_.Tensor"] * min(world - 1, 2)
+        apart = ["aten.add_.Tensor"] * max(world - 3, 0)
+        assert backward[0] == [*publish, *gradients, *apart, *summed]
+    assert max(found["backward"][1] for found in results) == calls[2]
 
 
 def _left_over(group: FakeGroup) -> int:

@@ -14,17 +14,14 @@ from dense import cumulative, worst
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import (
     ContextPlan,
     RingFA3Attention,
     flash_attn_func,
     flash_attn_varlen_func,
+    keep_attention,
     plan_context,
     ring,
 )
@@ -140,17 +137,8 @@ class Model(nn.Module):
             elif self.mode == "recompute":
                 x = checkpoint(block, x, plan, use_reentrant=False)
             else:
-                x = checkpoint(block, x, plan, use_reentrant=False, context_fn=contexts)
+                x = checkpoint(block, x, plan, use_reentrant=False, context_fn=keep_attention)
         return x
-
-
-def contexts():  # type: ignore[no-untyped-def]
-    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        if op == torch.ops.ringfa3.ring_attention.default:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from examples import Case, cases, key_tokens
 from hypothesis import given
 
 from ringfa3.context import plan_context
+from ringfa3.movement import LONGEST_PARTED, first_heads
 
 
 def seen_by(case: Case, owner: int, hop: int) -> np.ndarray:
@@ -76,6 +77,35 @@ def test_a_rank_pulls_from_the_first_piece_it_sees_to_the_last(case: Case) -> No
 
 
 @given(case=cases)
+def test_rows_that_come_home_are_first_once_and_more_later(case: Case) -> None:
+    """Of each hop what its rank has found; every row that leaves is the first of its number once.
+    `visit` counts that rank's hops before, `most.again` reaches over all that is more."""
+    move = case.plan(0).movement
+    again = 0
+    for owner in range(case.world):
+        home = np.zeros(move.rows[owner, 1], bool)
+        hops = [t for t in range(1, case.world) if move.seen[owner, t].any()]
+        returns = move.returns(owner)
+        assert [x.hop for x in returns] == hops
+        for hop, visit, first, more in returns:
+            here = np.zeros(len(home), int)
+            for begin, end in (*first, *more):
+                here[begin:end] += 1
+            begin, end = move.seen[owner, hop]
+            assert here.sum() == end - begin
+            assert (here[begin:end] == 1).all()
+            assert not any(home[a:b].any() for a, b in first)
+            assert all(home[a:b].all() for a, b in more)
+            home |= here > 0
+            again = max([again, *(end for _, end in more)])
+            peer = (owner + hop) % case.world
+            before = [move.seen[(peer - t) % case.world, t].any() for t in range(1, hop)]
+            assert visit == sum(before)
+        assert home.all()
+    assert move.most.again == again
+
+
+@given(case=cases)
 def test_all_ranks_agree_on_what_moves(case: Case) -> None:
     """Movement is the same on every rank, and spans index only rows that are there."""
     plans = case.plans()
@@ -109,6 +139,13 @@ def test_a_window_moves_its_own_width(window: int) -> None:
         for hop in range(1, 4):
             reached = owner + hop < 4 and window > (hop - 1) * local
             assert plan.movement.rows[owner, hop] == (leaving if reached else 0)
+
+
+def test_own_keys_come_in_two_parts_where_shards_are_short_and_heads_several() -> None:
+    """Of the first part a third of the heads, and of the second at least one."""
+    assert [first_heads(n, LONGEST_PARTED) for n in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 3]
+    assert all(0 < first_heads(n, 1) < n for n in range(2, 65))
+    assert first_heads(8, LONGEST_PARTED + 1) == 0
 
 
 def test_causal_contiguous_sends_forward_only() -> None:

@@ -11,13 +11,9 @@ import torch.nn.functional as F
 from dense import attention, band, cumulative, mask, worst
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
-from ringfa3 import flash_attn_func, flash_attn_varlen_func, ops, reference
+from ringfa3 import flash_attn_func, flash_attn_varlen_func, keep_attention, ops, reference
 
 EXACT = 1e-12  # float64
 
@@ -277,12 +273,6 @@ def test_a_result_without_a_gradient_costs_no_zeros(monkeypatch: pytest.MonkeyPa
     assert worst(list(zip(got, wanted, strict=True))) < EXACT
 
 
-def _save_attention(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    if op == torch.ops.ringfa3.attention.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 @pytest.mark.parametrize(("selective", "runs"), [(True, 1), (False, 2)])
 def test_selective_checkpointing_runs_the_forward_once(
     monkeypatch: pytest.MonkeyPatch, selective: bool, runs: int
@@ -301,10 +291,7 @@ def test_selective_checkpointing_runs_the_forward_once(
     plain = torch.autograd.grad(_dense(*inputs), inputs)
     count = 0
 
-    def contexts():  # type: ignore[no-untyped-def]
-        return create_selective_checkpoint_contexts(_save_attention)
-
-    options = {"context_fn": contexts} if selective else {}
+    options = {"context_fn": keep_attention} if selective else {}
     y = checkpoint(_dense, *inputs, use_reentrant=False, **options)
     got = torch.autograd.grad(y, inputs)
     assert count == runs

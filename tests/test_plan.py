@@ -143,31 +143,26 @@ def test_every_row_is_first_once_before_and_last_once_after_its_other_hops(
 
 
 @given(case=cases, m=tiles, n=tiles, deterministic=st.booleans())
-def test_backward_first_is_the_first_visit_of_a_partial(
+def test_every_backward_hop_stores_all_that_it_sees(
     case: Case, m: int, n: int, deterministic: bool
 ) -> None:
-    """Every traveller's row of dK/dV is stored exactly once, by the first rank that works on it."""
-    plans = case.plans()
-    first = plans[0].movement.first_visit
-    for plan in plans:
+    """Each row of dK/dV once, visited or not: of hop 0 all, then those of `Movement.seen`."""
+    for plan in case.plans():
         for hop, tiling in enumerate(plan.hops.backward(n, m, deterministic)):
-            owner = (plan.rank - hop) % case.world
-            stores = hop == 0 or hop == first[owner]
-            flags = tiling.tiles["flags"]
-            assert ((flags & FIRST > 0) == stores).all()
-            if stores:  # all rows that are here, visited or not
-                rows = [np.arange(t["row0"], t["row0"] + t["rows"]) for t in tiling.tiles]
-                held = np.sort(np.concatenate([np.zeros(0, int), *rows]))
-                count = len(key_tokens(plans, plan.rank, hop))
-                np.testing.assert_array_equal(held, np.arange(count))
-            if hop == 0:
-                away = np.zeros(plan.local_tokens, bool)
-                away[plan.movement.own] = True
-                for t in tiling.tiles:
-                    shared = away[t["row0"] : t["row0"] + t["rows"]].any()
-                    assert bool(t["flags"] & LAST) == (not shared)
-            else:
-                assert not (flags & LAST).any()
+            rows = [np.arange(t["row0"], t["row0"] + t["rows"]) for t in tiling.tiles]
+            stored = np.sort(np.concatenate([np.zeros(0, int), *rows]))
+            seen = plan.movement.seen[(plan.rank - hop) % case.world, hop]
+            bounds = (0, plan.local_tokens) if hop == 0 else seen.tolist()
+            np.testing.assert_array_equal(stored, np.arange(*bounds))
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_no_tile_of_a_long_document_sees_nothing(world: int) -> None:
+    """Causal and zigzag, so that no backward hop has anything to fill with zeros."""
+    for rank in range(world):
+        for tiling in plan_context(world << 10, (rank, world)).hops.backward(128, 128):
+            assert len(tiling.tiles)
+            assert (tiling.tiles["num_spans"] > 0).all()
 
 
 @given(case=cases, m=tiles)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan import rectangles
 
-from ringfa3.plan import FIRST, Tiling, plan_local
+from ringfa3.plan import Tiling, plan_local
 from ringfa3.portions import SHARED, portions, visited_blocks
 
 
@@ -72,7 +72,6 @@ def test_few_tiles_are_cut_until_the_gpu_is_full_and_many_are_not() -> None:
     assert len(few) == 2 * 64
     assert len(portions(tiling, 64, 4, 8, 132)) == 64
     assert len(portions(tiling, 64, 8, 1, 132, whole=True)) == 64
-    assert (tiling.tiles["flags"] & FIRST).all()
 
 
 def test_tiles_of_very_many_heads_are_cut_to_four() -> None:

@@ -30,7 +30,7 @@ def run(case: Case, inputs: list[torch.Tensor], dout: torch.Tensor, dlse: torch.
         n: int, deterministic: bool = False) -> list[torch.Tensor]:  # fmt: skip
     """[out, lse, dq, dk, dv] of all tokens: all ranks and hops of a ring, without moving anything.
 
-    dK and dV of each rank's block pass through its visitors in the order of hops, and then home.
+    What the hops store of the dK and dV of each rank's keys is added up in their order.
     """
     q, k, v = inputs
     total, h, d = q.shape
@@ -40,11 +40,6 @@ def run(case: Case, inputs: list[torch.Tensor], dout: torch.Tensor, dlse: torch.
     grads = [poisoned(x, *x.shape, dtype=statistics) for x in inputs]
     plans = case.plans()
     home = [poisoned(k, 2, *k[p.token_index].shape, dtype=statistics) for p in plans]
-    first = plans[0].movement.first_visit
-    travelling = [
-        poisoned(k, 2, int(p.movement.rows[p.rank, first[p.rank]]), *k.shape[1:], dtype=statistics)
-        for p in plans
-    ]
     backward = []
     for plan in plans:
         mine = plan.token_index
@@ -60,15 +55,17 @@ def run(case: Case, inputs: list[torch.Tensor], dout: torch.Tensor, dlse: torch.
         for plan, s, delta in backward:
             mine, owner = plan.token_index, (plan.rank - hop) % case.world
             keys = key_tokens(plans, plan.rank, hop)
-            dk, dv = home[owner] if hop == 0 else travelling[owner][:, : len(keys)]
+            dkv = home[owner] if hop == 0 else poisoned(k, 2, *k[keys].shape, dtype=statistics)
             dq = grads[0][mine]
             tiling = plan.hops.backward(n, m, deterministic)[hop]
             qkv = q[mine], k[keys], v[keys]
-            attend_backward(dout[mine], *qkv, s, delta, tiling, scale, dq, dk, dv)
+            attend_backward(dout[mine], *qkv, s, delta, tiling, scale, dq, *dkv)
             grads[0][mine] = dq
-    for plan, mine, partial in zip(plans, home, travelling, strict=True):
-        own = torch.from_numpy(plan.movement.own)[: partial.shape[1]]
-        mine.index_add_(1, own, partial)
+            if hop:
+                seen = slice(*plan.movement.seen[owner, hop])
+                own = torch.from_numpy(plans[owner].movement.own)[seen]
+                home[owner].index_add_(1, own, dkv[:, seen])
+    for plan, mine in zip(plans, home, strict=True):
         grads[1][plan.token_index], grads[2][plan.token_index] = mine
     return [out, lse, *(g.to(q.dtype) for g in grads)]
 

@@ -25,7 +25,7 @@ def test_progress_is_another_wait_or_the_same_again() -> None:
     replays = Replays(words)
     kv = [replays.awaiting(Stream.KV, what) for what in ("hop 1", "hop 2", "hop 1")]
     assert replays.look() == (False, [])
-    perform([kv[0], replays.awaiting(Stream.PARTIAL, "dK/dV")])
+    perform([kv[0], replays.awaiting(Stream.GRADIENTS, "dK/dV")])
     assert replays.look() == (True, ["hop 1", "dK/dV"])
     assert replays.look() == (False, ["hop 1", "dK/dV"])
     perform([kv[1]])
@@ -33,7 +33,7 @@ def test_progress_is_another_wait_or_the_same_again() -> None:
     perform([*replays.over(Stream.KV), kv[0], kv[1]])
     assert replays.look() == (True, ["hop 2", "dK/dV"])
     assert replays.look() == (False, ["hop 2", "dK/dV"])
-    perform([*replays.over(Stream.KV), *replays.over(Stream.PARTIAL)])
+    perform([*replays.over(Stream.KV), *replays.over(Stream.GRADIENTS)])
     assert replays.look() == (True, [])
     assert replays.look() == (False, [])
 

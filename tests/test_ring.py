@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -21,11 +22,14 @@ from ringfa3 import (
     ring_attn_func,
     transports,
 )
-from ringfa3.transports import GlooTransport
+from ringfa3.buffers import HOME, KV, PARTIAL
+from ringfa3.transports import GlooTransport, Message
 
 EXACT = 1e-12  # float64
 Group = dist.ProcessGroup
 NAMES = ("out", "lse", "dq", "dk", "dv")
+TAGS = {KV: "K/V", PARTIAL: "partial", HOME: "home"}
+EXCHANGE = GlooTransport.exchange
 
 
 @contextmanager
@@ -211,10 +215,9 @@ def test_deterministic_is_bitwise_repeatable(ranks: Ranks, world: int, dtype: to
     ranks.run(world, _repeat, dtype)
 
 
-def _overlap(group: Group) -> bool:
-    """Whether each hop's exchange is posted before the hop is computed, and awaited after."""
+def _events(group: Group, kv_heads: int) -> tuple[list[str], list[str]]:
+    """What a forward and a backward do one after the other; messages by their tags."""
     events: list[str] = []
-    attend, exchange = reference.attend, GlooTransport.exchange
 
     def noted(name: str, inner: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object) -> object:
@@ -223,21 +226,79 @@ def _overlap(group: Group) -> bool:
 
         return call
 
+    def move(transport: GlooTransport, sends: list[Message], receives: list[Message]) -> object:
+        tags = {m.tag for m in (*sends, *receives)}
+        events.append(" and ".join(name for tag, name in TAGS.items() if tag in tags))
+        return EXCHANGE(transport, sends, receives)
+
     plan = plan_context(100, group)
-    inputs, _, _ = tensors(0, 100, (2, 1), 4)
+    inputs, dout, _ = tensors(0, 100, (6, kv_heads), 4)
+    waiting = transports._GlooExchange
     with (
-        mock.patch.object(reference, "attend", noted("compute", attend)),
-        mock.patch.object(GlooTransport, "exchange", noted("move", exchange)),
+        mock.patch.object(reference, "attend", noted("compute", reference.attend)),
         mock.patch.object(
-            transports._GlooExchange, "wait", noted("wait", transports._GlooExchange.wait)
+            reference, "attend_backward", noted("compute", reference.attend_backward)
         ),
+        mock.patch.object(GlooTransport, "exchange", move),
+        mock.patch.object(waiting, "wait", noted("wait", waiting.wait)),
     ):
-        ring_attn_func(*(plan.shard(x) for x in inputs), plan)
-    return events == ["move", "compute", "wait", "move", "compute", "wait", "compute"]
+        out = ring_attn_func(*(plan.shard(x).requires_grad_() for x in inputs), plan)
+        forward = events.copy()
+        events.clear()
+        out.backward(plan.shard(dout))
+    return forward, events
 
 
-def test_the_next_block_moves_while_a_hop_is_computed(ranks: Ranks) -> None:
-    assert all(ranks.run(3, _overlap))
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_blocks_and_partials_move_while_a_hop_is_computed(ranks: Ranks, kv_heads: int) -> None:
+    """In one exchange, awaited after the hop. What comes home last does so beside the own keys of
+    some heads, if there are several."""
+    kv, partial = ["K/V", "compute", "wait"], ["partial", "compute", "wait"]
+    both = ["K/V and partial", "compute", "wait"]
+    home = ["home", *(["compute"] if kv_heads > 1 else []), "wait"]
+    for forward, backward in ranks.run(4, _events, kv_heads):
+        assert forward == [*kv, *kv, *kv, "compute"]
+        assert backward == [*kv, *kv, *both, *partial, *home]
+
+
+class Late:
+    """Messages of an exchange that bring nothing before they are awaited."""
+
+    def __init__(
+        self, transport: GlooTransport, sends: list[Message], receives: list[Message]
+    ) -> None:
+        self.sends, self.receives = sends, receives
+        self.sent = [m.tensor.clone() for m in sends]
+        self.come = [replace(m, tensor=torch.empty_like(m.tensor)) for m in receives]
+        for m in receives:
+            m.tensor.fill_(torch.nan)
+        self.exchange = EXCHANGE(transport, sends, self.come)
+
+    def wait(self) -> None:
+        self.exchange.wait()
+        for m, before in zip(self.sends, self.sent, strict=True):
+            assert torch.equal(m.tensor, before), f"{m.what} was written while it was sent"
+        for m, come in zip(self.receives, self.come, strict=True):
+            assert m.tensor.isnan().all(), f"{m.what} was written while it was received"
+            m.tensor.copy_(come.tensor)
+
+
+def _poisoned(x: torch.Tensor, size: tuple[int, ...], **options: object) -> torch.Tensor:
+    return x.new_full(size, torch.nan, **options)  # type: ignore[arg-type]
+
+
+def _compare_late(group: Group, count: int) -> float:
+    with (
+        mock.patch.object(GlooTransport, "exchange", lambda *given: Late(*given)),
+        mock.patch.object(torch.Tensor, "new_empty", _poisoned),
+    ):
+        return _compare(group, 11, count, (8, 8, 256))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_what_is_under_way_is_left_alone(ranks: Ranks, world: int) -> None:
+    """Messages that are read and written as late as a GPU may; buffers of NaN, float64, 1e-12."""
+    ranks.run(world, _compare_late, 25)
 
 
 def _fresh(group: Group) -> float:

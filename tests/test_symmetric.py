@@ -116,50 +116,41 @@ def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: 
     assert max(errors) < 1e-12  # type: ignore[type-var]
     assert bool(inside) == (isinstance(engine, Waiting) and engine.awaited > 0)
     for machine in here.values():
-        assert not any(machine.arrivals(name).any() for name in ("arrived", "landed"))
+        assert not machine.landed.any()
 
 
-def _waiting(group: FakeGroup, placements: list[Placement]) -> list[str]:
-    """What is wrong after backward calls whose kernels wait for their partial inside."""
+def _found(group: FakeGroup, placements: list[Placement]) -> list[str]:
+    """What is wrong after backward calls whose kernels find (1 + rank) times what they see."""
     machine = open_machine(group, CPU)  # type: ignore[arg-type]
     assert isinstance(machine, CudaMachine)
-    cuda = group.meeting.cuda
-    rank, world, wrong, words = group.rank, group.world, [], 0
+    rank, world, wrong = group.rank, group.world, []
     for layer, placement in enumerate(placements):
         plan = placement.plans[rank]
         seen = plan.movement.seen.tolist()
         keys = 100.0 * layer + 10 * rank + torch.arange(plan.local_tokens).view(-1, 1, 1)
 
-        def attend(hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, *word: Tensor) -> None:
-            nonlocal words
+        def attend(hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
             rows = slice(*seen[(rank - hop) % world][hop]) if hop else slice(None)  # noqa: B023
-            first = hop == 0 or plan.hops.stores[hop]  # noqa: B023
-            assert not (first and word)
-            for w in word:
-                words += 1
-                cuda.until(lambda: int(w) == 1)  # noqa: B023
             for x, y in ((dk, k), (dv, v)):
-                if first:
-                    x.zero_()
-                x[rows] += y[rows] * (1 + rank)
+                x[rows] = y[rows] * (1 + rank)
 
-        course = Course(machine, plan, "backward", keys, -keys, waits=True)
+        course = Course(machine, plan, "backward", keys, -keys)
         course.run(attend)
         weight = torch.full((plan.local_tokens, 1, 1), 1.0 + rank)
         for hop in range(1, world):
             weight[plan.movement.own[slice(*seen[rank][hop])]] += 1 + (rank + hop) % world
         if not torch.equal(course.home, torch.stack((keys, -keys), 1) * weight.unsqueeze(1)):
             wrong.append(f"layer {layer}, rank {rank}")
-    return wrong + ["no word was awaited"] * (not words)
+    return wrong
 
 
 @pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_kernels_that_wait_inside_add_to_what_has_arrived(world: int, seed: int) -> None:
+def test_what_is_found_comes_home(world: int, seed: int) -> None:
     """Exactly, in placements where other hops are visited from layer to layer."""
     rng = random.Random(seed)
     placements = [scattered(rng, world) for _ in range(6)] + [laid_out([8 * world], world)]
-    wrong = Ranks(world, seed=seed).run(lambda group: _waiting(group, placements))
+    wrong = Ranks(world, seed=seed).run(lambda group: _found(group, placements))
     assert wrong == [[]] * world
 
 

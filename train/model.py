@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
-from ringfa3 import RingFA3Attention, flash_attn_func
+from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
 from train.batches import Batch
 from train.config import Config, ModelConfig, RopeConfig
 from train.kv_cache import KVCache
@@ -203,8 +198,7 @@ class Transformer(nn.Module):
             return block(x_TD, turns, plan)
         if self.recompute == "full":
             return checkpoint(block, x_TD, turns, plan, use_reentrant=False)
-        contexts = partial(create_selective_checkpoint_contexts, _save_attention)
-        return checkpoint(block, x_TD, turns, plan, use_reentrant=False, context_fn=contexts)
+        return checkpoint(block, x_TD, turns, plan, use_reentrant=False, context_fn=keep_attention)
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
@@ -227,13 +221,6 @@ class Transformer(nn.Module):
             elif parameter is self.output and self.config.zero_init:
                 std = 0.0
             parameter.normal_(0.0, std, generator=generator)
-
-
-def _save_attention(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Keep the outputs of the ring, (out, lse), and compute everything else again."""
-    if op is torch.ops.ringfa3.ring_attention.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class LanguageModel(nn.Module):

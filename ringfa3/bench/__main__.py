@@ -18,6 +18,12 @@ RING = (
     "TFLOP/s of one GPU against the same FLOPs without communication, ring-flash-attn and Ulysses "
     "on FlashAttention-3, and PyTorch's context_parallel."
 )
+REHEARSAL = (
+    "One causal sequence, 32:8 heads of dimension 128, over peers' memory, on two GPUs that play "
+    "the same rank of a ring of many and are each all peers of the other: the speed of a ring in "
+    "step, beside one GPU with as much work and no communication. What it computes means nothing; "
+    "its times do."
+)
 EXTRA = "pip install 'ringfa3[bench]'"
 
 
@@ -81,6 +87,27 @@ def ring(given: argparse.Namespace) -> int:
     )
 
 
+def rehearsal(given: argparse.Namespace) -> int:
+    from ringfa3.bench.rehearsal import Options, rehearse
+    from ringfa3.bench.team import LostError, ToldError
+
+    options = Options(
+        ranks=given.ranks,
+        plays=given.plays,
+        tokens=given.tokens,
+        direction=given.direction,
+        dtype=given.dtype,
+        pairs=given.pairs,
+        timeout=given.timeout,
+        out=given.out,
+    )
+    try:
+        return rehearse(options)
+    except (RuntimeError, LostError, ToldError) as error:  # out of memory, a side that is lost
+        say(str(error).partition("\n")[0])
+        return 1
+
+
 def chosen(names: list[str], sets: Mapping[str, object]) -> list[str]:
     """Sets by name; "all" are those against peers."""
     every = [name for name in sets if name not in ITSELF]
@@ -130,8 +157,8 @@ def parser() -> argparse.ArgumentParser:
         "--set", nargs="+", choices=[*RING_SETS, "all"], default=["lengths"], metavar="SET",
         help="of cases, 32:8 heads, head dim 128: lengths (one causal sequence, 16k to 256k), "
         "documents (256k tokens), window (4096 of 256k), memory (4k to 64k tokens a GPU), error "
-        "(all heads of 8k tokens against float64), host (time to start a call), all; default "
-        "lengths",
+        "(all heads of 8k tokens against float64), host (time to start a call), checkpoint (a "
+        "block under activation checkpointing), all; default lengths",
     )  # fmt: skip
     p.add_argument(
         "--worlds", nargs="+", type=int, metavar="N", help="numbers of ranks; default 1, 2, 4, ..."
@@ -149,6 +176,18 @@ def parser() -> argparse.ArgumentParser:
         help="after which a peer that hangs has failed",
     )  # fmt: skip
     common(p, "ring")
+    p = add("rehearsal", help="a ring of many GPUs on two, under torchrun", description=REHEARSAL)
+    p.set_defaults(run=rehearsal, plot_only=None)
+    p.add_argument("--ranks", type=int, default=4, help="of the ring; default 4")
+    p.add_argument("--plays", type=int, default=1, help="the rank that both GPUs play; default 1")
+    p.add_argument(
+        "--tokens", nargs="+", type=int, default=[4096, 8192, 16384], help="of a rank, each a case"
+    )
+    p.add_argument("--direction", choices=("fwd", "bwd", "both"), default="both")
+    p.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    p.add_argument("--pairs", type=int, default=10, help="A B pairs per comparison (>= 10)")
+    p.add_argument("--timeout", type=float, default=120.0, help="seconds; default 120")
+    p.add_argument("--out", type=Path, default=Path("runs/bench/rehearsal"), metavar="DIR")
     return whole
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ringfa3.bench.cases import (
     BACKWARD,
+    CHECKPOINT,
     DIRECTIONS,
     FORWARD,
     LENGTHS,
@@ -78,25 +79,28 @@ def todo_of(
             left_out.append(f"{direction}: {reason}, and the executor is not timed in its place")
         else:
             directions.append(direction)
-    if MEMORY in options.sets and BACKWARD not in directions and not smoke:
-        left_out.append(f"memory of a {FORWARD} and {BACKWARD}: there is no {BACKWARD} in this run")
+    for name in (MEMORY, CHECKPOINT):
+        if name in options.sets and BACKWARD not in directions and not (smoke and name == MEMORY):
+            there = f"there is no {BACKWARD} in this run"
+            left_out.append(f"{name} of a {FORWARD} and {BACKWARD}: {there}")
     for world in worlds:
         here = [case for case in found if case.world == world]
         todo += [
             (case, direction)
             for direction in directions
             for case in here
-            if case.set != MEMORY or (direction == BACKWARD and not smoke)
+            if case.set not in (MEMORY, CHECKPOINT) or direction == BACKWARD
+            if case.set != MEMORY or not smoke
         ]
     return todo, left_out
 
 
 def _wanted(case: RingCase, worlds: list[int], shrink: int) -> bool:
-    """Fewer ranks than most have only lengths, no more a rank than those, and shards to weigh."""
+    """Fewer ranks than most have only lengths, no more a rank than those, shards and blocks."""
     most = max(worlds)
     if case.set == LENGTHS:
         return case.world == most or case.tokens * most * shrink <= RING_TOKENS * case.world
-    return case.world == most or case.set == MEMORY
+    return case.world == most or case.set in (MEMORY, CHECKPOINT)
 
 
 def query(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -22,13 +22,14 @@ DETERMINISTIC = "deterministic"  # with turns and without
 ITSELF = {ABLATION: FORWARD, MERGE: FORWARD, DETERMINISTIC: BACKWARD}
 # Sets of rings: of these the speed is taken on fewer ranks too, and of these it is not taken.
 LENGTHS = "lengths"
-MEMORY, ERROR, HOST = "memory", "error", "host"
+MEMORY, ERROR, HOST, CHECKPOINT = "memory", "error", "host", "checkpoint"
 DIRECTIONS = {"fwd": (FORWARD,), "bwd": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 MATMULS = {FORWARD: 4, BACKWARD: 10}  # FLOPs per visible pair, head and head_dim
 HEAD_DIMS = (64, 128, 256)
 K = 1024
 MASK_TOKENS = 128 * K
 RING_TOKENS = 256 * K  # of packed documents and windows over many ranks
+SHARES = (4 * K, 16 * K, 64 * K)  # tokens of each rank, on any number of ranks
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ def windowed(world: int, shrink: int) -> Iterable[RingCase]:
 
 def shards(world: int, shrink: int) -> Iterable[RingCase]:
     """As many tokens a rank on any number of ranks, to be weighed."""
-    for share in (4 * K, 16 * K, 64 * K):
+    for share in SHARES:
         tokens = share * world // shrink
         if world > 1:
             yield ring_case(MEMORY, f"{short(share // shrink)} a GPU", (tokens,), world)
@@ -270,6 +271,13 @@ def quick(world: int, shrink: int) -> Iterable[RingCase]:
         yield ring_case(HOST, f"{short(tokens)} a GPU", (tokens * world,), world)
 
 
+def blocks(world: int, shrink: int) -> Iterable[RingCase]:
+    """As many tokens a rank on any number of ranks, of a block that may be checkpointed."""
+    for share in SHARES:
+        tokens = share * world // shrink
+        yield ring_case(CHECKPOINT, f"{short(share // shrink)} a GPU", (tokens,), world)
+
+
 SETS = {
     "paper": paper,
     "gqa": gqa,
@@ -287,6 +295,7 @@ RING_SETS = {
     MEMORY: shards,
     ERROR: exact,
     HOST: quick,
+    CHECKPOINT: blocks,
 }
 
 

@@ -13,7 +13,7 @@ from ringfa3.bench.gate import PEER_LENIENCY, Gate, WrongResultError
 from ringfa3.bench.problem import Attempt, Contestant, Problem, RefusalError, make_problem
 from ringfa3.bench.results import ALONE, Match, RingRow, Row
 from ringfa3.bench.team import LostError, Team, ToldError
-from ringfa3.bench.timing import Stopwatch, compare, median, paired
+from ringfa3.bench.timing import Paired, Stopwatch, compare, median, paired
 
 
 class DeviceLostError(Exception):
@@ -49,12 +49,19 @@ def hold(
     """
     kind = Row if alone is None else RingRow
     row = kind.of(case, direction, str(dtype).removeprefix("torch."), [c.name for c in contestants])
-    team = stopwatch.team
-    try:
+    with filling(row, stopwatch.team):
         release(device)
-        with explained(device, team):
+        with explained(device, stopwatch.team):
             problem = make_problem(case, direction, dtype, device)
         _fill(row, problem, contestants, pairs, stopwatch, alone)
+    return row
+
+
+@contextmanager
+def filling(row: Row, team: Team) -> Iterator[None]:
+    """Around all that is measured for a row: what stops it is said in it."""
+    try:
+        yield
     except StoppedError as stopped:
         row.stopped = str(stopped)
         if _lost_step(row.stopped):
@@ -64,7 +71,6 @@ def hold(
         row.stopped = f"failed: {lost}"
         lost.row = row
         raise
-    return row
 
 
 def _fill(
@@ -136,10 +142,16 @@ def _timed(
     times = paired(ours.run, theirs.run, pairs, stopwatch)
     mine = problem.case.flops(problem.direction)
     its = theirs.flops or mine
-    ratio = compare(times.a, times.b, mine / its)
+    match = match_of(times, mine / its)
+    match.tflops = mine / median(times.a) / 1e12, its / median(times.b) / 1e12
+    return match
+
+
+def match_of(times: Paired, work: float = 1.0) -> Match:
+    """With times alone. `work` is A's over B's where they do not do the same."""
+    ratio = compare(times.a, times.b, work)
     return Match(
         seconds=(times.a, times.b),
-        tflops=(mine / median(times.a) / 1e12, its / median(times.b) / 1e12),
         ratio=ratio.median,
         interval=(ratio.low, ratio.high),
         calls=times.calls,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,17 +33,17 @@ class PeerError(RuntimeError):
     """An implementation that was asked for cannot be loaded."""
 
 
-class OneDevice:
+class OneDevice(ABC):
     """An implementation on one device, by a differentiable function."""
 
     name: str
 
+    @abstractmethod
     def attend(self, case: Case, device: torch.device) -> Attend:
         """Attention under the mask of a case, of any number of heads.
 
         Raises RefusalError for what it does not do.
         """
-        raise NotImplementedError
 
     def prepare(self, problem: Problem) -> Attempt:
         attend = self.attend(problem.case, problem.q.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringfa3.bench.cases import ERROR, HOST, LENGTHS, MEMORY, short
+from ringfa3.bench.cases import CHECKPOINT, ERROR, HOST, LENGTHS, MEMORY, short
 from ringfa3.bench.peers import FA3
 from ringfa3.bench.results import Results, RingRow, Row
 
@@ -67,7 +67,8 @@ def _grids(rows: list[Row]) -> Iterator[tuple[str, list[list[Panel]]]]:
         yield LENGTHS, _worlds(lengths)
         if len({row.world for row in lengths}) > 1:
             yield "scaling", [_scaling(lengths)]
-    if masked := [row for row in ring if row.set not in (LENGTHS, MEMORY, ERROR, HOST)]:
+    others = (LENGTHS, MEMORY, ERROR, HOST, CHECKPOINT)
+    if masked := [row for row in ring if row.set not in others]:
         yield "masks", _worlds(masked)
     alone = [row for row in rows if not isinstance(row, RingRow)]
     for group in dict.fromkeys(row.set for row in alone):

@@ -130,6 +130,9 @@ class RingRow(Row):
     memory        of one forward and backward, bytes by the device beyond the inputs, of the rank
                   with most; or why there is no figure. On backward rows
     kept          of those bytes, what is not given back after the call
+    rings         of a block that is checkpointed: [forward, backward] ones that a step runs, by
+                  contestant. Such rows have the times of a step, whose `memory` is that of tensors
+                  by PyTorch, and `kept` what is held between its forward and its backward
     host          seconds of the host to start a call, on each rank, by whose and what call
     imbalance     most pairs of a rank over the mean
     fullness      real rows of forward tiles, weighted by the keys that they visit
@@ -145,6 +148,7 @@ class RingRow(Row):
     alone: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int | str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
+    rings: dict[str, list[int]] = field(default_factory=dict)
     host: dict[str, list[float]] = field(default_factory=dict)
     imbalance: float = 1.0
     fullness: float = 1.0
@@ -165,6 +169,12 @@ class RingRow(Row):
     def error_growth(self) -> dict[str, float]:
         """By output, the ring's error over that of one device, against float64."""
         return self.growth(self.errors)
+
+    def milliseconds(self, name: str) -> float:
+        """The median of one contestant's calls, A's from the first match."""
+        first = next(iter(self.matches.values()))
+        seconds = first.seconds[0] if name == self.first else self.matches[name].seconds[1]
+        return 1e3 * float(np.median(seconds))
 
     def growth(self, errors: dict[str, float]) -> dict[str, float]:
         return {n: e / self.alone[n] for n, e in errors.items() if self.alone.get(n)}

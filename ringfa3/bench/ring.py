@@ -15,6 +15,7 @@ from ringfa3.bench import machine
 from ringfa3.bench.agenda import Options, query, todo_of, worlds_of
 from ringfa3.bench.cases import (
     BACKWARD,
+    CHECKPOINT,
     ERROR,
     FORWARD,
     HOST,
@@ -23,7 +24,8 @@ from ringfa3.bench.cases import (
     RingCase,
     ring_case,
 )
-from ringfa3.bench.contest import DeviceLostError, StoppedError, explained, hold
+from ringfa3.bench.checkpoint import checkpointed
+from ringfa3.bench.contest import DeviceLostError, StoppedError, explained, filling, hold
 from ringfa3.bench.host import host_seconds
 from ringfa3.bench.machine import DTYPES, BenchError
 from ringfa3.bench.memory import Held, Scales
@@ -149,7 +151,7 @@ class Job:
     def lineup(self, case: RingCase, direction: str, team: Team) -> list[Contestant]:
         """RingFA3's ring first, then who it is held against: on fewer ranks itself alone."""
         peers, rings = self.peers, self.rings(case, direction, team)
-        if case.set in (ERROR, HOST):
+        if case.set in (ERROR, HOST, CHECKPOINT):
             return [*rings]
         found: list[Contestant] = [*rings]
         if case.set != MEMORY:
@@ -178,8 +180,12 @@ class Job:
         stopwatch = WallClock(team) if smoke else CudaStopwatch(team)
         arguments = (case, direction, self.dtype, self.device, contestants)
         pairs = 0 if case.set == ERROR else self.options.pairs
+        row: Row
         try:
-            if case.set in (MEMORY, HOST):
+            if case.set == CHECKPOINT:
+                ring = self.rings(case, direction, team)[0]
+                row = checkpointed(case, ring, self.dtype, self.device, pairs, stopwatch)
+            elif case.set in (MEMORY, HOST):
                 row = self._untimed(case, direction, contestants, team)
             else:
                 row = hold(*arguments, pairs, stopwatch, self.peers.alone)
@@ -200,15 +206,11 @@ class Job:
         assert isinstance(row, RingRow)
         if case.set != HOST:
             return row
-        try:
-            with explained(self.device, team):
-                problem = make_problem(case, direction, self.dtype, self.device)
-                for contestant in contestants:
-                    assert isinstance(contestant, ManyDevices)
-                    row.host |= host_seconds(contestant, problem, team)
-        except StoppedError as stopped:
-            row.stopped = str(stopped)
-            team.renew()
+        with filling(row, team), explained(self.device, team):
+            problem = make_problem(case, direction, self.dtype, self.device)
+            for contestant in contestants:
+                assert isinstance(contestant, ManyDevices)
+                row.host |= host_seconds(contestant, problem, team)
         return row
 
     def _describe(self, row: Row, case: RingCase, contestants: list[Contestant]) -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -49,7 +50,7 @@ TORCH = "PyTorch context_parallel"
 PACKAGE = "ring_flash_attn"
 
 
-class ManyDevices:
+class ManyDevices(ABC):
     """An implementation over a team: each rank has some of a problem's tokens."""
 
     name: str
@@ -57,16 +58,16 @@ class ManyDevices:
     def __init__(self, team: Team) -> None:
         self.team = team
 
+    @abstractmethod
     def rows(self, case: RingCase) -> torch.Tensor:
         """(t,) this rank's tokens, in order.
 
         Raises RefusalError for what it does not do.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(self, case: Case, device: torch.device) -> Attend:
         """Attention of this rank's q (t, h, d), k and v (t, h_kv, d)."""
-        raise NotImplementedError
 
     def local(self, problem: Problem) -> Problem:
         """This rank's part of a problem."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ringfa3.bench.cases import ERROR, HOST, LENGTHS, MEMORY
+from ringfa3.bench.cases import CHECKPOINT, ERROR, HOST, LENGTHS, MEMORY
 from ringfa3.bench.results import Results, RingRow
 from ringfa3.bench.ring_peers import ZIGZAG
+from ringfa3.bench.table import figure
 
 MIB = 1 << 20
 
@@ -121,6 +122,24 @@ def _host(rows: list[RingRow]) -> str:
     return f"µs to start a call, by rank: {'; '.join(said)}"
 
 
+def _checkpoint(rows: list[RingRow]) -> str:
+    """Of each row: milliseconds of a step, the rings in it, MiB at its peak and held in it."""
+    said = []
+    for row in rows:
+        text = f"{row.label} on {row.world}: {row.first} {figure(row.milliseconds(row.first))} ms"
+        text += "".join(f", {m.ratio:.3f} of {name}" for name, m in row.matches.items())
+        text += f", {_each(a for a, _ in row.rings.values())} rings forward"
+        if row.memory:
+            text += f", {_each(map(_mib, row.memory.values()))} MiB at the peak"
+            text += f", {_each(map(_mib, row.kept.values()))} from forward to backward"
+        said.append(text)
+    return f"{' / '.join(rows[0].lineup)}: {'; '.join(said)}"
+
+
+def _each(values: Iterable[object]) -> str:
+    return " / ".join(map(str, values))
+
+
 def _span(values: Iterable[float | None]) -> str:
     known = [x for x in values if x is not None]
     return " ".join(f"{x:.3f}" for x in known) if known else "unknown"
@@ -131,4 +150,5 @@ LINES: dict[str, Callable[[list[RingRow]], str]] = {
     MEMORY: _memory,
     ERROR: _errors,
     HOST: _host,
+    CHECKPOINT: _checkpoint,
 }

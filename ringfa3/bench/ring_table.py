@@ -7,25 +7,26 @@ from collections.abc import Iterator
 from rich.markup import escape
 from rich.table import Table
 
-from ringfa3.bench.cases import FORWARD, HOST, MEMORY
+from ringfa3.bench.cases import CHECKPOINT, FORWARD, HOST, MEMORY
 from ringfa3.bench.results import Match, Results, RingRow
 from ringfa3.bench.ring_summary import MIB, ring_rows
 from ringfa3.bench.table import caption, figure, ratio, stopped
 
 
 def ring_tables(results: Results) -> Iterator[Table]:
-    """Speed, a table for each direction; memory; how the plan spreads the cases."""
+    """Speed, a table for each direction; memory; checkpoints; how the plan spreads the cases."""
     rows = ring_rows(results)
+    others = (MEMORY, HOST, CHECKPOINT)
     for direction in dict.fromkeys(row.direction for row in rows):
-        here = [row for row in rows if row.direction == direction and row.set not in (MEMORY, HOST)]
+        here = [row for row in rows if row.direction == direction and row.set not in others]
         if here:
             yield _speed(results, here)
-    if weighed := [row for row in rows if row.memory]:
+    if weighed := [row for row in rows if row.set == MEMORY and row.memory]:
         yield _memory(weighed)
+    if blocks := [row for row in rows if row.set == CHECKPOINT]:
+        yield _checkpoint(results, blocks)
     if spread := {
-        (row.label, row.world): row
-        for row in rows
-        if row.world > 1 and row.set not in (MEMORY, HOST)
+        (row.label, row.world): row for row in rows if row.world > 1 and row.set not in others
     }:
         yield _spread(list(spread.values()))
 
@@ -33,10 +34,9 @@ def ring_tables(results: Results) -> Iterator[Table]:
 def _speed(results: Results, rows: list[RingRow]) -> Table:
     first = rows[0].first
     peers = list(dict.fromkeys(name for row in rows for name in row.lineup[1:]))
-    ran = {_ran(row) for row in rows if row.transport} or {row.engine for row in rows}
     table = Table(
         title=f"{rows[0].direction}, {rows[0].dtype}, TFLOP/s of one GPU; ratio above 1: {first} "
-        f"is faster; {first} ran on {', '.join(sorted(ran))}",
+        f"is faster; {first} ran on {_all_ran(rows)}",
         caption=caption(results, rows),
         caption_style="bold red" if results.smoke else "dim",
     )
@@ -51,6 +51,11 @@ def _speed(results: Results, rows: list[RingRow]) -> Table:
             table.add_section()
         table.add_row(*_cells(row, peers))
     return table
+
+
+def _all_ran(rows: list[RingRow]) -> str:
+    ran = {_ran(row) for row in rows if row.transport} or {row.engine for row in rows}
+    return ", ".join(sorted(ran))
 
 
 def _ran(row: RingRow) -> str:
@@ -104,6 +109,31 @@ def _weight(row: RingRow, name: str) -> str:
     if isinstance(held, str):
         return f"[dim]{escape(held)}[/dim]"
     return f"{held / MIB:.0f} ({row.kept.get(name, 0) / MIB:.0f})"
+
+
+def _checkpoint(results: Results, rows: list[RingRow]) -> Table:
+    first = rows[0].first
+    table = Table(
+        title=f"A block's forward and backward, {rows[0].dtype}; ratio above 1: {first} is faster; "
+        f"the ring ran on {_all_ran(rows)}. MiB of tensors beyond the inputs at the peak; in "
+        "brackets what is held between forward and backward",
+        caption=caption(results, rows),
+        caption_style="bold red" if results.smoke else "dim",
+    )
+    rings = ("rings forward", "backward")
+    for column in ("GPUs", "case", "attention", "ms", "ratio [95% interval]", *rings, "MiB"):
+        left = column in ("case", "attention")
+        table.add_column(column, justify="left" if left else "right")
+    for row in rows:
+        table.add_section()
+        if row.stopped:
+            table.add_row(str(row.world), row.label, f"[red]{escape(row.stopped)}[/red]")
+            continue
+        for name in row.lineup:
+            held = ratio(row.matches[name]) if name in row.matches else ""
+            cells = (figure(row.milliseconds(name)), held, *map(str, row.rings[name]))
+            table.add_row(str(row.world), row.label, name, *cells, _weight(row, name))
+    return table
 
 
 def _spread(rows: list[RingRow]) -> Table:

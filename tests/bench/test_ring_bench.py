@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from dense import mask
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ringfa3.bench import agenda, memory, ring
+from ringfa3.bench import agenda, checkpoint, memory, ring
 from ringfa3.bench.__main__ import main
 from ringfa3.bench.cases import (
     BACKWARD,
@@ -30,8 +33,10 @@ from ringfa3.bench.contest import DeviceLostError
 from ringfa3.bench.memory import Held, Scales
 from ringfa3.bench.peers import Ours
 from ringfa3.bench.results import Results, RingRow, Row
+from ringfa3.bench.ring_peers import Ring
 from ringfa3.bench.spread import Spread
 from ringfa3.bench.team import Team
+from ringfa3.bench.timing import WallClock
 from ringfa3.context import plan_context
 
 LINEUP = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
@@ -103,6 +108,51 @@ def test_errors_host_times_and_memory_have_sets_of_their_own(tmp_path: Path) -> 
     assert " dv " in error
     assert "host: µs to start a call, by rank: forward RingFA3 without gradients " in host
     assert "; backward RingFA3 " in host
+
+
+def test_a_checkpointed_block_has_a_set_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    longest = ("--longest", "8192")  # the shortest case of two ranks
+    done = torchrun(2, "--device", "cpu", "--set", "checkpoint", *longest, "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = Results.load(out / "results.json")
+    rows = [row for row in found.rows if isinstance(row, RingRow)]
+    assert [(row.direction, row.world, row.label, row.transport) for row in rows] == [
+        (BACKWARD, 2, "4 a GPU", "gloo"), (BACKWARD, 1, "4 a GPU", None),
+    ]  # fmt: skip
+    for row in rows:
+        assert row.stopped is None
+        assert row.lineup == ["kept", "recomputed", "stored"]
+        assert row.rings == {"kept": [1, 1], "recomputed": [2, 1], "stored": [1, 1]}
+        assert row.matches.keys() == {"recomputed", "stored"}
+        assert all(len(m.seconds[0]) == len(m.seconds[1]) == 10 for m in row.matches.values())
+        assert row.memory == {}  # which only a GPU has
+    assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
+    assert "checkpoint: kept / recomputed / stored: 4 a GPU on 2: kept " in done.stdout
+    assert done.stdout.splitlines()[-1].endswith(" of stored, 1 / 2 / 1 rings forward")
+
+
+def _other_weights(block: Callable[..., torch.Tensor], *inputs: torch.Tensor, **_: object) -> Any:
+    *rest, wo = inputs
+    return block(*rest, wo * 1.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "stand_in", "said"),
+    [
+        ("keep_attention", lambda: create_selective_checkpoint_contexts([]), "kept ran the ring 2"),
+        ("checkpoint", _other_weights, "kept and stored differ in the gradient of x, norm, wq, "),
+    ],
+)
+def test_a_block_that_does_not_keep_what_it_promises_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[..., object], said: str
+) -> None:
+    monkeypatch.setattr(checkpoint, name, stand_in)
+    monkeypatch.setattr(checkpoint, "paired", None)
+    (case, *_), device = RING_SETS["checkpoint"](1, 1024), torch.device("cpu")
+    row = checkpoint.checkpointed(case, Ring(Team()), torch.bfloat16, device, 10, WallClock())
+    assert row.stopped is not None
+    assert row.stopped.startswith(f"wrong: {said}")
 
 
 @pytest.mark.parametrize(
@@ -179,6 +229,9 @@ def test_the_sets_have_the_sizes_of_their_names() -> None:
     assert [c.tokens for c in exact] == [8192, 8192]
     (quick,) = RING_SETS["host"](4, 1)
     assert quick.tokens == 4096
+    for world in (1, 4):
+        blocks = [c.tokens // world // 1024 for c in RING_SETS["checkpoint"](world, 1)]
+        assert blocks == [4, 16, 64]
     for case in (*whole, documents, window, *shards[0], *exact, quick):
         assert (case.heads, case.kv_heads, case.head_dim) == (32, 8, 128)
     assert whole[0].flops(FORWARD) == 4 * 32 * 128 * (16384 * 16385 // 2) // 4
@@ -257,6 +310,37 @@ def test_what_only_a_first_call_takes_is_not_weighed(monkeypatch: pytest.MonkeyP
     assert scales.weigh("ours", lambda: gpu.call(next(peaks), 30)) == Held(80, 30)
 
 
+def test_a_block_is_weighed_at_its_peak_and_between_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, most = 100, 900  # bytes; the latter of something earlier
+
+    def hold(bytes_: int) -> None:
+        nonlocal now, most
+        now, most = bytes_, max(most, bytes_)
+
+    class Block:
+        dy = torch.empty(0)
+
+        def forward(self, way: str) -> None:
+            hold(150)
+            hold(130)
+
+        def backward(self, y: object) -> None:
+            hold(170)
+            hold(100)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: most)
+
+    def reset(device: torch.device) -> None:
+        nonlocal most
+        most = now
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    assert checkpoint._weigh(Block(), "kept") == [70, 30]  # type: ignore[arg-type]
+
+
 def test_both_forwards_over_peers_memory_take_part_where_they_differ() -> None:
     options = agenda.Options(
         [], "bf16", None, 0, 0, "both", ["symmetric", "nccl"], 10, 60.0, None, "cuda", None, False
@@ -281,7 +365,7 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     reasons = {FORWARD: None, BACKWARD: "there are none"}
     monkeypatch.setattr(agenda, "executor_reason", lambda direction, q: reasons[direction])
     options = agenda.Options(
-        ["lengths", "memory"],
+        ["lengths", "memory", "checkpoint"],
         "bf16",
         None,
         0,
@@ -301,6 +385,7 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     assert left_out == [
         "backward: there are none, and the executor is not timed in its place",
         "memory of a forward and backward: there is no backward in this run",
+        "checkpoint of a forward and backward: there is no backward in this run",
     ]
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ringfa3.bench.cases import (
     BACKWARD,
+    CHECKPOINT,
     ERROR,
     FORWARD,
     HOST,
@@ -45,7 +46,7 @@ def results() -> Results:
         for world in (4, 1):
             for make in RING_SETS.values():
                 for case in make(world, 256):
-                    if case.set == MEMORY and direction == FORWARD:
+                    if case.set in (MEMORY, CHECKPOINT) and direction == FORWARD:
                         continue
                     row = RingRow.of(case, direction, "bfloat16", LINEUP)
                     row.yardsticks = LINEUP[1:3]
@@ -58,7 +59,15 @@ def results() -> Results:
                         row.memory = {"RingFA3": 3 << 30, "Ulysses on FA3": "out of memory"}
                         row.memory |= {"ring-flash-attn on FA3": 4 << 30}
                         row.kept = {"RingFA3": 1 << 30}
-                    if case.set in (HOST, MEMORY, ERROR):
+                    if case.set == CHECKPOINT:
+                        row.lineup = ["kept", "recomputed", "stored"]
+                        row.rings = {"kept": [1, 1], "recomputed": [2, 1], "stored": [1, 1]}
+                        row.memory = dict.fromkeys(row.lineup, 7 << 20)
+                        row.kept = dict(zip(row.lineup, (4 << 20, 2 << 20, 6 << 20), strict=True))
+                        row.matches = {"recomputed": match(1.25), "stored": match(0.75)}
+                        for found in row.matches.values():
+                            found.tflops = None
+                    if case.set in (HOST, MEMORY, ERROR, CHECKPOINT):
                         rows.append(row)
                         continue
                     row.matches = {
@@ -109,10 +118,13 @@ def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Resu
     assert "3072 (1024)" in said
     assert "out of memory" in said
     assert "How the plan spreads a case" in said
+    way = next(x for x in said.splitlines() if "recomputed" in x)
+    cells = [cell.strip() for cell in way.split("│")[1:-1]]
+    assert cells[2:] == ["recomputed", "1250", "1.250 [1.240, 1.260]", "2", "1", "7 (2)"]
 
 
 def test_each_set_has_a_line_at_the_end(results: Results) -> None:
-    lengths, documents, _, error, host, memory, rest = ring_lines(results)
+    lengths, documents, _, error, host, memory, block, rest = ring_lines(results)
     assert lengths.startswith("lengths: forward on 4: 0.950 0.950 0.950 0.950 of the yardstick, ")
     assert "1.020 1.020 1.020 1.020 of Ulysses on FA3" in lengths  # not of the row that stopped
     assert "; backward on 1: 0.950" in lengths
@@ -123,6 +135,11 @@ def test_each_set_has_a_line_at_the_end(results: Results) -> None:
     assert error == "error: on 4 ranks over one, against float64: RingFA3 out 1.050"
     by_rank = "RingFA3 250 300 200 200"
     assert host == f"host: µs to start a call, by rank: forward {by_rank}; backward {by_rank}"
+    assert block.startswith(
+        "checkpoint: kept / recomputed / stored: 16 a GPU on 4: kept 1000 ms, 1.250 of "
+        "recomputed, 0.750 of stored, 1 / 2 / 1 rings forward, 7 / 7 / 7 MiB at the peak, "
+        "4 / 2 / 6 from forward to backward; 64 a GPU on 4: "
+    )
     assert rest == "1 rows without figures, the first: wrong: out is off by 1"
     results.smoke = True
     assert ring_lines(results)[0].startswith("SMOKE RUN, no kernel figures: lengths: ")
