@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,10 +76,15 @@ class RingGroup:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RingGroup:
         if group not in cls._known:
-            for old in [g for g in cls._known if not alive(g)]:
-                cls._known.pop(old).close()
+            cls.close_ended()
             cls._known[group] = cls(group)
         return cls._known[group]
+
+    @classmethod
+    def close_ended(cls) -> None:
+        """Those whose group has been destroyed."""
+        for old in [g for g in cls._known if not alive(g)]:
+            cls._known.pop(old).close()
 
     @classmethod
     def close_all(cls) -> None:
@@ -282,12 +287,12 @@ class RingGroup:
     def _no_word(self, ranks: Sequence[int]) -> str:
         return f"no word from rank {_listed(ranks)} within {self.timeout_s:g} s"
 
-    def _raise_on_error(self, entries: Sequence[Mapping[str, object]]) -> None:
+    def _raise_on_error(self, entries: Sequence[Mapping[str, Any]]) -> None:
         wrong = [(r, e["error"]) for r, e in zip(self.ranks, entries, strict=True) if e["error"]]
         if wrong:
-            rank, (kind, text) = wrong[0]  # type: ignore[misc]
+            rank, (kind, text) = wrong[0]
             others = f" (and {len(wrong) - 1} more ranks)" if len(wrong) > 1 else ""
-            raise ERRORS[kind](f"rank {rank}: {text}{others}")  # type: ignore[has-type]
+            raise ERRORS[kind](f"rank {rank}: {text}{others}")
 
     def _raise_on_difference(self, settings: Sequence[object]) -> None:
         maps = [s if isinstance(s, dict) else {} for s in settings]

@@ -23,6 +23,8 @@ settings.register_profile(
 settings.register_profile(
     "explore", deadline=None, max_examples=2000, print_blob=True, suppress_health_check=slow
 )
+# PyTorch's store asks a name server who connects; a lost answer may cost a test 1 s, not 5.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 torch.set_num_threads(1)  # small tensors; and the ranks of the pool need the cores
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 # A suite that was started in the background ignores Ctrl-C, and so would all that it starts.

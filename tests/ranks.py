@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
-from ringfa3 import flash_attn_func
+from ringfa3 import context, flash_attn_func
+from ringfa3.comm import RingGroup
 
 TIMEOUT_S = 20.0  # of the pool's process groups
 LIMIT_S = 25.0  # for one call of `run`
@@ -66,13 +69,29 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         _enter(rank, world, port, TIMEOUT_S, hosts=False)
         groups = {n: dist.new_group(list(range(n))) for n in range(1, world)}
         groups[world] = dist.group.WORLD
+        kept = [group.group_name for n, group in groups.items() if rank < n]
+        gc.freeze()  # what is here stays
         while job := pipe.recv_bytes():
             faulthandler.dump_traceback_later(LIMIT_S - 5)
             size, function, args = pickle.loads(job)
             pipe.send_bytes(_attempt(function, groups[size], *args))
+            _end_groups(kept)
             faulthandler.cancel_dump_traceback_later()
     finally:
         os._exit(0)  # an orderly end could wait for a lost peer
+
+
+def _end_groups(kept: list[str]) -> None:
+    """Ends all process groups but those of these names, and what RingFA3 has made for them.
+
+    A group over gloo has threads that wake up a hundred times a second, for as long as it lives.
+    """
+    for group in list(c10d._world.pg_map):
+        if group.group_name.partition("/ringfa3/")[0] not in kept:
+            dist.destroy_process_group(group)
+    RingGroup.close_ended()
+    context._cached_plan.cache_clear()
+    gc.collect()
 
 
 def _once(

@@ -284,16 +284,16 @@ def test_a_replay_that_waits_in_vain_names_hop_and_peer_and_goes_on(direction: s
     raised: list[Exception] = []
     with mock.patch.object(symmetric, "raise_in_main_thread", raised.append):
         began = time.monotonic()
-        said = Ranks(2, timeout_s=1.0).run(
+        said = Ranks(2, timeout_s=4.0).run(
             lambda group: _stalled(group, laid_out([16], 2), direction)
         )
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     waited, other = said
     assert other == []
     assert [str(r) for r in raised] == waited
     assert len(waited) == 1  # type: ignore[arg-type]
     kind = "backward" if direction == "backward" else "forward"
     assert re.fullmatch(
-        rf"{kind} hop 1: K/V of rank 11: nothing within 1 s; is that rank stopped\?",
+        rf"{kind} hop 1: K/V of rank 11: nothing within 4 s; is that rank stopped\?",
         waited[0],  # type: ignore[index]
     )

@@ -47,7 +47,7 @@ def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[
     command += [f"--nproc-per-node={ranks}", "-m", "ringfa3.bench", "ring", *map(str, arguments)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, env=env
+        command, capture_output=True, text=True, timeout=300, check=False, env=env
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.train.jobs import HANG_S
 from train.config import Config
 from train.documents import Documents
 
@@ -83,7 +84,7 @@ def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
             launcher += ["-m", "torch.distributed.run", "--standalone"]
             launcher += ["--nproc-per-node", str(processes)]
         command = [*launcher, str(ROOT / "train" / "pretrain.py"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
 
     return run
 
@@ -109,5 +110,5 @@ def trained_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     command += [f"data.cache_dir={folder.parent / 'cache'}", "data.vocab_size=300"]
     command += ["data.held_out=0.2", "data.seq_len=200", "model.dim=32", "model.ffn_dim=64"]
     command += ["model.n_layers=2", "optim.warmup_steps=2", "train.steps=20", "parallel.threads=1"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=HANG_S)
     return folder

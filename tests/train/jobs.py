@@ -14,6 +14,7 @@ from pathlib import Path
 from ranks import free_port
 
 ROOT = Path(__file__).absolute().parents[2]
+HANG_S = 300.0  # what takes longer hangs, however slow the machine
 
 
 class Job:
@@ -52,11 +53,11 @@ class Job:
         path = self.folder / "ranks.json"
         return [rank["pid"] for rank in json.loads(path.read_text())] if path.exists() else []
 
-    def await_step(self, step: int, limit: float = 60.0) -> None:
+    def await_step(self, step: int, limit: float = HANG_S) -> None:
         """Returns when ``step`` optimiser steps are recorded."""
         self.until(lambda: len(steps(self.folder)) >= step, limit)
 
-    def until(self, true: Callable[[], bool], limit: float = 60.0) -> None:
+    def until(self, true: Callable[[], bool], limit: float = HANG_S) -> None:
         """Returns when it is ``true``; fails after ``limit`` seconds, or if the job ends before."""
         deadline = time.monotonic() + limit
         while not true():
@@ -64,7 +65,7 @@ class Job:
             assert self.process.poll() is None, self.process.stdout.read()
             time.sleep(0.01)
 
-    def end(self, limit: float = 60.0) -> tuple[int, str]:
+    def end(self, limit: float = HANG_S) -> tuple[int, str]:
         """Exit code and all output, within ``limit`` seconds."""
         said, _ = self.process.communicate(timeout=limit)
         return self.process.returncode, said

@@ -85,7 +85,6 @@ def test_what_is_wrong_is_said_the_same_once_signals_are_taken(pretrain, text_fo
     assert "bad.json is not a tokenizer.json" in line
 
 
-@pytest.mark.timeout(60)
 def test_under_torchrun_one_process_speaks_and_all_exit_2(pretrain):
     done = pretrain("parallel.cp=3", processes=2)
     assert done.stderr.count("pretrain.py: parallel.cp=3") == 1

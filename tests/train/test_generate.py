@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ringfa3 import plan_context
+from tests.train.jobs import HANG_S
 from train.config import GenerateConfig, ModelConfig, ParallelConfig
 from train.generate import as_text, choose, continuation, probabilities
 from train.model import LanguageModel, Transformer
@@ -119,7 +120,6 @@ def test_pieces_of_text_are_whole_characters_and_add_up():
         assert "".join(as_text(tokenizer, iter(ids))) == tokenizer.decode(ids)
 
 
-@pytest.mark.timeout(60)
 def test_a_run_writes_what_its_weights_say(pretrain, trained_run):
     """Greedy text on stdout, and nothing else there, against full recomputation here."""
     done = pretrain(
@@ -138,13 +138,12 @@ def test_a_run_writes_what_its_weights_say(pretrain, trained_run):
     assert f"{trained.checkpoint}; a prompt of {len(prompt) - 1} tokens" in done.stderr
 
 
-@pytest.mark.timeout(60)
 def test_a_prompt_comes_from_stdin_and_samples_differ(trained_run):
     command = [sys.executable, "train/pretrain.py", "mode=generate", f"run.dir={trained_run}"]
     command += ["generate.prompt=-", "generate.samples=2", "generate.tokens=20"]
     root = Path(__file__).absolute().parents[2]
     done = subprocess.run(
-        command, input="every token", cwd=root, capture_output=True, text=True, timeout=60
+        command, input="every token", cwd=root, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     assert "sample 2 of 2" in done.stderr

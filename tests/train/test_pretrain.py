@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.jobs import ROOT, one_line_of, start_ranks
+from tests.train.jobs import HANG_S, ROOT, one_line_of, start_ranks
 
 STEPS = 10
 
@@ -31,12 +31,11 @@ def alone(settings, tmp_path_factory) -> dict[int, Path]:
         folder = folders[accumulation] = tmp_path_factory.mktemp("alone") / "run"
         command = [sys.executable, "train/pretrain.py", *settings, f"run.dir={folder}"]
         command.append(f"train.accumulation={accumulation}")
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stderr
     return folders
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("processes", "cp", "accumulation", "same_as"),
     [(2, 2, 1, 1), (3, 3, 1, 1), (3, 3, 2, 2), (2, 1, 1, 2), (4, 2, 1, 2)],
@@ -64,7 +63,6 @@ def test_curves_agree(pretrain, settings, alone, tmp_path, processes, cp, accumu
         assert own[key] == pytest.approx(other[key], rel=1e-4)
 
 
-@pytest.mark.timeout(60)
 def test_a_rank_without_tokens_trains_along(pretrain, settings, tmp_path):
     """Samples of two tokens over three ranks: the same curve as on one, to 1e-5."""
     short = ["data.seq_len=2", "data.piece_len=2", "train.steps=3", "train.final_eval_bytes=1"]
@@ -102,7 +100,6 @@ def test_a_run_leaves_its_files_and_its_words(alone):
     assert summary["nats_per_byte"] == evaluations[-1]["nats_per_byte"]
 
 
-@pytest.mark.timeout(90)
 def test_a_mixture_is_evaluated_by_source(pretrain, settings, text_folder, tmp_path):
     """Two processes that share each sample; each source in every record, the sum of the parts."""
     lines = [json.dumps({"text": f"{number} " * 40}) for number in range(60)]
@@ -157,7 +154,7 @@ def test_a_bad_line_is_named_by_whoever_tokenises(settings, tmp_path):
         env={**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == 2
     assert f"pretrain.py: data.path: {path}:2 is not UTF-8" in done.stderr
@@ -166,12 +163,11 @@ def test_a_bad_line_is_named_by_whoever_tokenises(settings, tmp_path):
 def test_a_repeated_run_is_bit_equal(settings, alone, tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, "train/pretrain.py", *settings, f"run.dir={folder}"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=HANG_S)
     for one, other in zip(metrics(folder), metrics(alone[1]), strict=True):
         assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
 
 
-@pytest.mark.timeout(90)
 def test_survivors_of_a_killed_rank_name_themselves_and_exit_1(settings, tmp_path):
     folder = tmp_path / "run"
     command = [*settings, f"run.dir={folder}", "train.steps=100000", "parallel.cp=3"]
@@ -191,13 +187,12 @@ def test_survivors_of_a_killed_rank_name_themselves_and_exit_1(settings, tmp_pat
             process.kill()
 
 
-@pytest.mark.timeout(60)
 def test_ranks_started_with_other_settings_are_told_so(settings, tmp_path):
     command = [*settings, f"run.dir={tmp_path / 'run'}", "parallel.cp=2"]
     ranks = start_ranks([*command, "train.seed=1"], [*command, "train.seed=2"])
     try:
         for rank in (0, 1):
-            line = one_line_of(rank, ranks[rank], timeout=40)
+            line = one_line_of(rank, ranks[rank], timeout=HANG_S)
             assert "rank 1 has another configuration than rank 0" in line
     finally:
         for process in ranks:

@@ -46,7 +46,6 @@ while depth != 1 or not (folder / "0.pid").exists():
 """
 
 
-@pytest.mark.timeout(60)
 def test_nothing_of_a_killed_job_goes_on(tmp_path, monkeypatch):
     """The job, its child, which has ended, and its grandchild. Another process is left alone."""
     monkeypatch.setattr(process, "SECONDS_TO_STOP", 0.2)

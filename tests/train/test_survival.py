@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-from tests.train.jobs import Job, events, is_alive, start_ranks, steps
+from tests.train.jobs import HANG_S, Job, events, is_alive, start_ranks, steps
 
 STEPS = 50
 SPREAD = {"cp 1": (2, 1), "cp 2": (2, 2), "dp 2 x cp 2": (4, 2)}  # processes, cp
@@ -56,7 +56,6 @@ TRIALS = [
 ]
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(("spread", "trial"), TRIALS)
 def test_a_killed_rank_costs_nothing_but_time(settings, undisturbed, tmp_path, spread, trial):
     """SIGKILL of a random rank after a random step, under ``--max-restarts 1``."""
@@ -78,7 +77,6 @@ def test_a_killed_rank_costs_nothing_but_time(settings, undisturbed, tmp_path, s
     )
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("processes", "spread"),
     [(4, ["parallel.cp=4"]), (2, ["parallel.cp=1", "train.accumulation=1"])],
@@ -107,21 +105,25 @@ def test_a_run_goes_on_at_another_cp_and_dp(settings, undisturbed, tmp_path, pro
         assert own == pytest.approx(other, rel=1e-4)
 
 
-@pytest.mark.timeout(100)
-@pytest.mark.parametrize("whom", ["rank 0", "rank 1", "torchrun"])
-def test_sigterm_saves_the_last_finished_step(settings, undisturbed, tmp_path, whom):
-    folder = tmp_path / "run"
-    with Job(folder, 2, *settings, "parallel.cp=2") as job:
-        job.await_step(5)
-        pids = job.pids()
-        target = {"rank 0": pids[0], "rank 1": pids[1], "torchrun": job.process.pid}[whom]
-        os.kill(target, signal.SIGTERM)
-        code, said = job.end(limit=25)
-        assert code == (1 if whom == "torchrun" else 0), said  # torchrun's own, when it is told
-        assert not any(is_alive(pid) for pid in pids)
-    done = len(steps(folder))
-    assert (folder / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
-    assert events(folder)[-1].startswith(f"SIGTERM: stopped after step {done}, which is saved")
+def test_sigterm_saves_the_last_finished_step(settings, undisturbed, tmp_path):
+    """Of a rank, of another one, of torchrun: one run that is stopped three times."""
+    folder, done = tmp_path / "run", 0
+    for whom in ("rank 0", "rank 1", "torchrun"):
+        with Job(folder, 2, *settings, "parallel.cp=2") as job:
+            job.await_step(done + 2)
+            goes_on = events(folder)[-1]
+            pids = job.pids()
+            target = {"rank 0": pids[0], "rank 1": pids[1], "torchrun": job.process.pid}[whom]
+            os.kill(target, signal.SIGTERM)
+            code, said = job.end(limit=25)
+            assert code == (1 if whom == "torchrun" else 0), said  # torchrun's own, when told
+            assert not any(is_alive(pid) for pid in pids)
+        if done:
+            assert goes_on == f"goes on after step {done}, from step-{done:08d}"
+        done = len(steps(folder))
+        assert done < STEPS
+        assert (folder / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
+        assert events(folder)[-1].startswith(f"SIGTERM: stopped after step {done}, which is saved")
     with Job(folder, 2, *settings, "parallel.cp=2") as job:
         code, said = job.end()
         assert code == 0, said
@@ -130,14 +132,13 @@ def test_sigterm_saves_the_last_finished_step(settings, undisturbed, tmp_path, w
 
 
 def await_lines(path: Path, count: int, ranks: list[subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not (path.exists() and path.read_text().count("\n") >= count):
         assert all(rank.poll() is None for rank in ranks)
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-@pytest.mark.timeout(150)
 def test_sigterm_in_the_middle_of_a_slow_step(settings, tmp_path):
     """A step of minutes: all ranks exit 0 within 25 s with the step before it saved."""
     folder = tmp_path / "run"
@@ -162,7 +163,6 @@ def test_sigterm_in_the_middle_of_a_slow_step(settings, tmp_path):
     assert events(folder)[-1].startswith("SIGTERM: stopped after step 3, which is saved")
 
 
-@pytest.mark.timeout(100)
 def test_ctrl_c_saves_and_exits_130(settings, tmp_path):
     folder = tmp_path / "run"
     (rank,) = start_ranks([*settings, "train.steps=100000", f"run.dir={folder}"])
@@ -176,7 +176,6 @@ def test_ctrl_c_saves_and_exits_130(settings, tmp_path):
     assert events(folder)[-1].startswith("Ctrl-C: stopped after step ")
 
 
-@pytest.mark.timeout(100)
 def test_with_a_peer_gone_nothing_is_saved(settings, tmp_path):
     """Rank 1 is stopped, then rank 0 told to end: it exits 1 and leaves the checkpoints alone."""
     folder = tmp_path / "run"
@@ -201,19 +200,15 @@ def test_with_a_peer_gone_nothing_is_saved(settings, tmp_path):
             rank.kill()
 
 
-@pytest.mark.timeout(60)
 def test_the_wall_time_is_kept(settings, tmp_path):
     folder = tmp_path / "run"
     long = ["train.steps=100000", "train.max_wall_time=8", "checkpoint.every=0"]
     with Job(folder, 2, *settings, "parallel.cp=2", *long) as job:
-        begin = time.monotonic()
-        code, said = job.end()
+        code, said = job.end()  # all steps would take longer
         assert code == 0, said
-        assert time.monotonic() - begin < 30
     assert re.match(r"train.max_wall_time is over: stopped after step \d+", events(folder)[-1])
 
 
-@pytest.mark.timeout(100)
 def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on(settings, undisturbed, tmp_path):
     folder = tmp_path / "run"
     with Job(folder, 2, *settings, "parallel.cp=2", "checkpoint.every=5") as job:
@@ -229,7 +224,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on(settings, undistu
     assert steps(folder) == undisturbed(2, 2)
 
 
-@pytest.mark.timeout(150)
 def test_two_agents_survive_the_kill_of_a_worker(settings, undisturbed, tmp_path):
     """Two agents as on two hosts: only one of them counts an attempt that failed."""
     rendezvous = ("--nnodes", "2", "--max-restarts", "2", "--rdzv-backend", "c10d")
@@ -243,13 +237,12 @@ def test_two_agents_survive_the_kill_of_a_worker(settings, undisturbed, tmp_path
         one.await_step(20)
         first = one.pids()
         os.kill(first[1], signal.SIGKILL)
-        ends = [job.end(limit=100) for job in (one, other)]
+        ends = [job.end() for job in (one, other)]
         assert [code for code, _ in ends] == [0, 0], ends
         assert not set(first) & set(one.pids())
     assert steps(folder) == undisturbed(2, 2)
 
 
-@pytest.mark.timeout(60)
 def test_the_last_lines_name_the_dead_rank_once(settings, tmp_path):
     """torchrun's report names rank 1, its step and what ended it; nobody else says it too."""
     folder = tmp_path / "run"
@@ -267,7 +260,7 @@ def test_the_last_lines_name_the_dead_rank_once(settings, tmp_path):
 
 
 TEARDOWNS = [
-    pytest.param(3, marks=pytest.mark.timeout(120)),
+    pytest.param(1),
     pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
 ]
 

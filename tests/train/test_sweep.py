@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tests.train.jobs import HANG_S
 from train.run_folder import RunFolder
 from train.sweep import Job, Sweep, folder_name, quoted
 
@@ -81,7 +82,6 @@ def test_check_mode_checks_every_job_and_starts_none(pretrain, settings, tmp_pat
     assert not (tmp_path / "sweep").exists()
 
 
-@pytest.mark.timeout(180)
 def test_results_are_sorted_and_failures_are_rows(pretrain, settings, tmp_path):
     """Two learning rates, each with a tokenizer that works and one that cannot be read.
 
@@ -122,7 +122,6 @@ def test_results_are_sorted_and_failures_are_rows(pretrain, settings, tmp_path):
     assert written.stat().st_mtime_ns == before
 
 
-@pytest.mark.timeout(90)
 def test_ctrl_c_stops_the_job_and_prints_what_is_done(settings, tmp_path):
     settings = [s for s in settings if not s.startswith("train.steps")]
     command = [sys.executable, "train/pretrain.py", *settings, "-m", "train.steps=2,100000,3"]
@@ -135,7 +134,7 @@ def test_ctrl_c_stops_the_job_and_prints_what_is_done(settings, tmp_path):
             assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert process.returncode == 130
@@ -148,7 +147,6 @@ def test_ctrl_c_stops_the_job_and_prints_what_is_done(settings, tmp_path):
     assert metrics.read_text().count("\n") == lines, "the job still runs"
 
 
-@pytest.mark.timeout(60)
 def test_every_job_may_have_a_torchrun_of_its_own(pretrain, settings, tmp_path):
     spread = ["sweep.nproc_per_node=2", "parallel.cp=2"]
     done = pretrain(*settings, *spread, "-m", "train.seed=4")
@@ -184,7 +182,6 @@ class ProbeSweeper(Sweeper):
 """
 
 
-@pytest.mark.timeout(60)
 def test_a_sweeper_of_a_plugin_gets_each_result(pretrain, settings, tmp_path, monkeypatch):
     """One that asks for a second job once it has the first one's result."""
     (tmp_path / "hydra_plugins").mkdir()

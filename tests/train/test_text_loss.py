@@ -20,7 +20,6 @@ def result(folder: Path, name: str) -> dict:
     return json.loads((folder / f"eval-{name}.json").read_text())
 
 
-@pytest.mark.timeout(60)
 def test_the_held_out_split_costs_what_the_run_said(pretrain, trained_run):
     """The final evaluation in ``summary.json``, to 1e-6: the same weights over the same bytes."""
     done = pretrain("mode=eval", f"run.dir={trained_run}")
@@ -41,7 +40,6 @@ def test_the_held_out_split_costs_what_the_run_said(pretrain, trained_run):
     assert (trained_run / "eval-held-out.png").stat().st_size > 10_000
 
 
-@pytest.mark.timeout(90)
 def test_one_text_costs_the_same_over_two_ranks(pretrain, trained_run, tmp_path):
     """A file that the run never saw, under torchrun with cp 2: every bucket to 1e-5."""
     text = tmp_path / "tale.txt"

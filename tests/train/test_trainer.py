@@ -96,7 +96,6 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
     return weights(trainer).tolist(), trainer.state.guard.skipped, steps(Path(config.run.dir))
 
 
-@pytest.mark.timeout(60)
 def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
     """Rank 1's losses of one step are infinite: both skip it, and stay equal to the last bit."""
     open_corpus(config.data)
