@@ -165,7 +165,9 @@ class BackwardPass:
             raise ValueError("tiling has no turns: take one of plan.backward(deterministic=True)")
         hop, self._hop = self._hop, self._hop + 1
         if hop == len(self._words):
-            raise ValueError(f"{hop + 1} calls of `hop`, but the plan has {hop - 1} hops")
+            raise ValueError(
+                f"{hop + 1} calls of `hop`: the plan has {hop - 1} hops, and one may have two parts"
+            )
         if not len(tiling.tiles):
             return
         (k, k_fields), (v, v_fields) = addressable(k), addressable(v)

@@ -97,6 +97,22 @@ def test_turns_need_tiles_in_their_order(emulated: Machine) -> None:
         run.hop(p.k, p.v, p.plan.backward(unit.tile_n, unit.tile_m)[0], p.k, p.v)
 
 
+def test_a_pass_refuses_a_call_too_many(emulated: Machine) -> None:
+    """It has counters for each hop of the plan and one more, the own keys in two parts."""
+    emulated.settings(0)
+    (unit,) = build.chosen(["backward-d128-bf16"])
+    p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
+    run = BackwardPass(
+        unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic=False
+    )
+    (tiling,) = p.plan.backward(unit.tile_n, unit.tile_m)
+    dk, dv = torch.empty_like(p.k), torch.empty_like(p.v)
+    for _ in range(2):
+        run.hop(p.k, p.v, tiling, dk, dv)
+    with pytest.raises(ValueError, match="3 calls of `hop`: the plan has 1 hops"):
+        run.hop(p.k, p.v, tiling, dk, dv)
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_kernels_that_start_early_wait(
     emulated: Machine, unit: build.Unit, monkeypatch: pytest.MonkeyPatch
