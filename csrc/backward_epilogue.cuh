@@ -21,7 +21,7 @@ CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
     bool const stored = key + 8 * r < portion.rows;
     int64_t const offset =
         (portion.row0 + key + 8 * r) * gradient.token_stride + kv_head * gradient.head_stride;
-    if (!a.partial) {
+    if (!a.float32_grads) {
       store_row<Element, D>(static_cast<Element*>(gradient.data) + offset, x, r, lane, stored);
     } else if (stored) {
       float* const to = static_cast<float*>(gradient.data) + offset + 2 * (lane % 4);

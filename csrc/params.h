@@ -76,7 +76,7 @@ struct PrepareArgs {
 
 struct BackwardArgs {
   Tensor3 q, dout, k, v;
-  Tensor3 dk, dv;  // float32 where `partial`, else the dtype of k
+  Tensor3 dk, dv;  // float32 where `float32_grads`, else the dtype of k
   RowGrid grid;
   Portion const* portions;  // in the order in which they are fetched
   Span const* spans;
@@ -86,7 +86,7 @@ struct BackwardArgs {
   int32_t num_portions;
   int32_t head_section;  // KV heads whose portions run together
   int32_t num_ctas;
-  int32_t partial;
+  int32_t float32_grads;
   float softmax_scale;
 };
 

@@ -74,7 +74,7 @@ class BackwardArgs(ctypes.Structure):
         ("num_portions", ctypes.c_int32),
         ("head_section", ctypes.c_int32),
         ("num_ctas", ctypes.c_int32),
-        ("partial", ctypes.c_int32),
+        ("float32_grads", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
     )
 
@@ -163,11 +163,12 @@ class BackwardPass:
         """
         if self.deterministic and len(tiling.earlier) != len(tiling.spans):
             raise ValueError("tiling has no turns: take one of plan.backward(deterministic=True)")
-        hop, self._hop = self._hop, self._hop + 1
+        hop = self._hop
         if hop == len(self._words):
             raise ValueError(
                 f"{hop + 1} calls of `hop`: the plan has {hop - 1} hops, and one may have two parts"
             )
+        self._hop += 1
         if not len(tiling.tiles):
             return
         (k, k_fields), (v, v_fields) = addressable(k), addressable(v)

@@ -17,7 +17,7 @@ from ringfa3.layout import Ints, Segments
 from ringfa3.plan import Plan, band, pair_sequences, ramps
 
 # Tokens of a rank up to which it does its own keys in two parts. On 2 H200 that gained 3% at 8k
-# tokens and lost 5% at 16k; on two that rehearse four, 4% at 4k and 3% at 8k.
+# tokens and lost 5% at 16k; on two that rehearse four, 4% at 4k and 0 to 3% at 8k.
 LONGEST_PARTED = 8192
 
 

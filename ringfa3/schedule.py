@@ -12,10 +12,11 @@ SM and nothing of another rank, and which are in their queue before it. So no ke
 that finds no SM beside it, here or on another rank, can keep it from its end.
 
 Backward, at hop t = 1..n-1: the same for the keys of rank r-t. Of its own, some heads may come
-first, beside the first copies, the others come last, beside what goes home. A kernel waits for no
-other rank's: it stores what it finds of the block's float32 dK/dV in D[i % 2], i counting the
-visits, and their owner copies them home beside the next kernels: rows that are the first to come
-into SUM, others into COME, from where they are added. So the sums have the same order in all runs.
+first, beside the first copies, the others come last, beside what goes home. A kernel stores
+what it finds of the block's float32 dK/dV in D[i % 2], i counting the visits, and their owner
+copies them home beside the next kernels: rows that are the first to come into SUM, others into
+COME, from where they are added. So the sums have the same order in all runs. A kernel that
+runs waits for no rank; it begins when D is free, so ranks may be about two visits apart.
 
 The list is also an order in which all of it can run one operation after the other: if the device
 puts all streams into one queue the ring loses its overlap, and nothing hangs.

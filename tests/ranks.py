@@ -77,6 +77,10 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
             pipe.send_bytes(_attempt(function, groups[size], *args))
             _end_groups(kept)
             faulthandler.cancel_dump_traceback_later()
+    except EOFError:  # the suite is over
+        pass
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(0)  # an orderly end could wait for a lost peer
 
@@ -132,8 +136,11 @@ class Ranks:
         job = pickle.dumps((world, function, args))
         answers: list[tuple[bool, Any]] = []
         try:
-            for pipe in self._pipes[:world]:
-                pipe.send_bytes(job)
+            for rank, pipe in enumerate(self._pipes[:world]):
+                try:
+                    pipe.send_bytes(job)
+                except OSError:
+                    raise RankError(f"rank {rank} ended after the job before") from None
             deadline = time.monotonic() + LIMIT_S
             for rank, pipe in enumerate(self._pipes[:world]):
                 answers.append(_answer(rank, pipe, deadline))

@@ -90,6 +90,7 @@ def ring(given: argparse.Namespace) -> int:
 def rehearsal(given: argparse.Namespace) -> int:
     from ringfa3.bench.rehearsal import Options, rehearse
     from ringfa3.bench.team import LostError, ToldError
+    from ringfa3.transports import first_line
 
     options = Options(
         ranks=given.ranks,
@@ -104,7 +105,8 @@ def rehearsal(given: argparse.Namespace) -> int:
     try:
         return rehearse(options)
     except (RuntimeError, LostError, ToldError) as error:  # out of memory, a side that is lost
-        say(str(error).partition("\n")[0])
+        rank = os.environ.get("RANK", "0")
+        print(f"ringfa3.bench: rank {rank}: {first_line(error)}", file=sys.stderr)
         return 1
 
 

@@ -27,7 +27,7 @@ from ringfa3.cores import move_near
 from ringfa3.engine import executor_reason
 from ringfa3.operations import Word
 from ringfa3.ring import run_backward, run_forward
-from ringfa3.symmetric import CudaMachine
+from ringfa3.symmetric import CudaMachine, hindrance
 from ringfa3.watch import raise_in_main_thread
 from ringfa3.words import Gather, Words
 
@@ -118,6 +118,8 @@ def rehearse(options: Options) -> int:
     for direction in DIRECTIONS[options.direction]:
         if reason := executor_reason(direction, query(DTYPES[options.dtype], device)):
             raise BenchError(f"{direction}: {reason}, and the executor is not timed in its place")
+    if reason := hindrance():
+        raise BenchError(reason)
     move_near(device)
     team = Team(rank, world, join(device, options.timeout), device, options.timeout)
     stage = Stage(rank, options.plays, options.ranks, options.timeout, team.meet)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +14,9 @@ from fake_cuda import FakeGroup, Ranks
 from placements import laid_out
 
 from ringfa3.bench import __main__ as bench
+from ringfa3.bench import rehearsal
 from ringfa3.bench.rehearsal import Mirrored, Stage
+from ringfa3.bench.timing import Call, Paired
 from ringfa3.course import Course
 from ringfa3.operations import Purpose, Word
 
@@ -18,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def _stage(group: FakeGroup, plays: int, ranks: int) -> Stage:
-    return Stage(group.rank, plays, ranks, 5.0, group.gather)  # type: ignore[arg-type]
+    return Stage(group.rank, plays, ranks, 60.0, group.gather)  # type: ignore[arg-type]
 
 
 def _calls(group: FakeGroup, plays: int, ranks: int) -> list[str]:
@@ -79,6 +85,60 @@ def test_what_one_sets_for_a_peer_is_what_the_other_takes_of_the_opposite() -> N
             taken = Word((2 - word.receiver) % 4, 1, word.purpose, 0)
             assert second[taken] == at
     assert len(set(first.values())) == len(first)
+
+
+def test_a_rehearsal_writes_a_row_for_each_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sides from end to end, on stand-ins of the device and of the clock, by which the ring
+    takes twice as long as one alone."""
+    sides: dict[int, FakeGroup] = {}
+    timed: list[int] = []
+
+    def here() -> FakeGroup:
+        return sides[threading.get_ident()]
+
+    def by_the_clock(ring: Call, alone: Call, pairs: int, _: object) -> Paired:
+        for call in (ring, alone, ring):
+            call()
+        timed.append(here().rank)
+        return Paired([2.0] * pairs, [1.0] * pairs, calls=1, host=(0.0, 0.0))
+
+    stand_ins = {
+        "place": lambda: (here().rank, 2, 0),
+        "join": lambda *_: None,
+        "Team": lambda *_: SimpleNamespace(meet=here().gather),
+        "CudaStopwatch": lambda _: None,
+        "executor_reason": lambda *_: None,
+        "hindrance": lambda: None,
+        "move_near": lambda _: None,
+        "paired": by_the_clock,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(rehearsal, name, stand_in)
+    monkeypatch.setattr(rehearsal.machine, "find_device", lambda *_: CPU)
+    options = rehearsal.Options(
+        ranks=3, plays=1, tokens=[64, 128], direction="both", dtype="bf16", pairs=10, timeout=60.0,
+        out=tmp_path,
+    )  # fmt: skip
+
+    def side(group: FakeGroup) -> int:
+        sides[threading.get_ident()] = group
+        return rehearsal.rehearse(options)
+
+    assert Ranks(2).run(side) == [0, 0]
+    assert sorted(timed) == [0] * 4 + [1] * 4
+    written = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert written["settings"]["ranks"] == 3
+    cases = list(itertools.product((64, 128), ("forward", "backward")))
+    assert [(row["tokens"], row["direction"]) for row in written["rows"]] == cases
+    for row in written["rows"]:
+        whole = 3 * row["tokens"]
+        products = {"forward": 2, "backward": 5}[row["direction"]]
+        flops = products * 2 * 32 * 128 * whole * (whole + 1) / 2 / 3
+        assert row["share"] == 0.5
+        assert row["tflops"] == pytest.approx(flops / 2.0 / 1e12)
+    assert len(capsys.readouterr().out.splitlines()) == len(cases)
 
 
 def test_it_needs_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
