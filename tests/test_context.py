@@ -228,45 +228,29 @@ def sum_of_pairs(lengths: np.ndarray, left: int, right: int) -> int:
     return int((position + 1 if left < 0 else np.minimum(position, left) + 1).sum())
 
 
-OTHER_MS = 7.5  # `other_work` where planning took 4.8 ms at most
-
-
-def other_work() -> float:
-    """Milliseconds of some calls of NumPy and some Python."""
-    start = time.perf_counter()
-    x, total = np.arange(5000), 0
-    for _ in range(100):
-        x = np.cumsum(np.argsort(x[::-1])) % len(x)
-    for n in range(50_000):
-        total += n
-    return (time.perf_counter() - start) * 1e3
-
-
 @pytest.mark.parametrize("documents", [1000, 300])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_planning_is_quick(
     shape: Callable[[int, np.random.Generator], np.ndarray], documents: int
 ) -> None:
-    """Cold, all hops in both directions: <= 15 ms a rank; again: <= 0.1 ms. Best of several, for
-    other processes may hold the cores; on a slower machine as much more as other work takes."""
+    """Cold, all hops in both directions: <= 15 ms a rank; again: <= 0.1 ms. Best of several, in
+    the thread's own time: other processes may hold the cores, and nothing here waits."""
     cu = cumulative(shape(documents, np.random.default_rng(0)).tolist())
 
     def plan(rank: int) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         hops = plan_context(cu, (rank, RANKS)).hops
         hops.forward(128)
         hops.backward(128, 128)
-        return (time.perf_counter() - start) * 1e3
+        return (time.thread_time() - start) * 1e3
 
     for rank in (0, 3, 7):
-        cold, other = [], []
+        cold = []
         for _ in range(7):
             _cached_plan.cache_clear()
             cold.append(plan(rank))
-            other.append(other_work())
-        slowness = max(1.0, min(other) / OTHER_MS)
-        assert min(cold) <= 15 * slowness
-        assert min(plan(rank) for _ in range(20)) <= 0.1 * slowness
+        assert min(cold) <= 15
+        assert min(plan(rank) for _ in range(20)) <= 0.1
 
 
 def test_a_pickled_plan_is_a_plan_of_its_own() -> None:

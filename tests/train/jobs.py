@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from ranks import free_port
@@ -117,6 +118,12 @@ def steps(folder: Path) -> list[tuple[int, float, float]]:
 def events(folder: Path) -> list[str]:
     """What happened in a run, in order."""
     return [json.loads(line)["event"] for line in (folder / "events.jsonl").open()]
+
+
+def event_times(folder: Path) -> list[float]:
+    """When they happened, in whole seconds since the epoch."""
+    said = [json.loads(line)["time"] for line in (folder / "events.jsonl").open()]
+    return [datetime.fromisoformat(time).timestamp() for time in said]
 
 
 def is_alive(pid: int) -> bool:
