@@ -30,7 +30,6 @@ from hydra.errors import (  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
-from train.checks import check  # noqa: E402
 from train.config import (  # noqa: E402
     GROUPS,
     NAME,
@@ -44,8 +43,9 @@ from train.config import (  # noqa: E402
     schema_keys,
     source_name,
 )
-from train.settings import adopt  # noqa: E402
-from train.stopper import Stopper  # noqa: E402
+from train.run.checks import check  # noqa: E402
+from train.run.run_config import adopt  # noqa: E402
+from train.run.stopper import Stopper  # noqa: E402
 
 SECONDS_TO_SPEAK = 10.0  # that the first process of a host has to start and to explain
 
@@ -184,7 +184,7 @@ def main() -> None:
         line = read_command_line(sys.argv[1:])
         given = check_command_line(line)
         if line.multirun:
-            from train.sweep import run_sweep
+            from train.tasks.sweep import run_sweep
 
             sys.exit(run_sweep(compose, line.flags, line.overrides))
         composed = compose([*line.flags, *line.overrides])
@@ -197,20 +197,20 @@ def main() -> None:
 
         # torch only once the settings are known to be right, and signals are taken
         if config.mode == "generate":
-            from train import generate
+            from train.tasks import generate
 
             generate.run(config)
         if config.mode == "eval":
-            from train import text_loss
+            from train.tasks import text_loss
 
             text_loss.run(config)
         if config.mode == "train":
             stopper = Stopper()
-        from train import job
+        from train.tasks.train import check_only, run
 
         if stopper is not None:
-            job.run(config, stopper)
-        job.check_only(config)
+            run(config, stopper)
+        check_only(config)
     except KeyboardInterrupt:
         os._exit(130)
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:

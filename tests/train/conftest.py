@@ -13,7 +13,7 @@ import pytest
 
 from tests.train.jobs import HANG_S
 from train.config import Config
-from train.documents import Documents
+from train.data.documents import Documents
 
 ROOT = Path(__file__).absolute().parents[2]
 WORDS = ["ring", "attention", "keeps", "every", "token", "of", "a", "long", "tale", "naïve", "λ"]

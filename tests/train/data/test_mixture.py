@@ -1,0 +1,124 @@
+"""Mixing by weight, against what it promises: shares, no gaps, no repeats, one pure function."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from train.data.mixture import LEAST_BLOCK, Mixture, training_samples
+from train.data.samples import TrainingSamples
+
+WEIGHTS = st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=9)
+
+
+def located(mixture: Mixture, stop: int) -> np.ndarray:
+    """``(source, number)`` of the samples before ``stop``, (stop, 2)."""
+    return np.array([mixture.locate(index) for index in range(stop)])
+
+
+@given(weights=WEIGHTS, seed=st.integers(0, 9), scale=st.floats(0.1, 1e6))
+@example(weights=[0.5, 0.5, 0.01953125], seed=0, scale=1.0)  # 1.2 samples of the last in 64
+@settings(deadline=None, max_examples=60)
+def test_shares_streams_and_purity(weights, seed, scale):
+    """At every block's end each source is within one sample of its weight; its stream is whole."""
+    mixture = Mixture(weights, seed)
+    assert mixture.block >= LEAST_BLOCK
+    blocks = max(3, 600 // mixture.block)
+    found = located(mixture, blocks * mixture.block)
+    shares = np.array(weights) / sum(weights)
+    for block in range(1, blocks + 1):
+        counts = np.bincount(found[: block * mixture.block, 0], minlength=len(weights))
+        assert np.abs(counts - shares * block * mixture.block).max() < 1 + 1e-6
+        own = found[(block - 1) * mixture.block : block * mixture.block, 0]
+        assert set(own) == set(range(len(weights)))  # no source is absent from a block
+    for source in range(len(weights)):
+        numbers = found[found[:, 0] == source, 1]
+        assert numbers.tolist() == list(range(len(numbers)))
+    again = Mixture(weights, seed)
+    for index in np.random.default_rng(seed).integers(0, len(found), 50):
+        assert again.locate(int(index)) == tuple(found[index])
+
+
+def test_a_small_share_is_not_lost():
+    mixture = Mixture([1e-4, 1.0], seed=0)
+    found = located(mixture, 4 * mixture.block)
+    assert mixture.block == 20_002
+    assert (found[:, 0] == 0).sum() == 8
+    assert len(set(found[found[:, 0] == 0, 1])) == 8
+
+
+def test_the_order_in_a_block_depends_on_seed_and_block():
+    orders = {
+        (seed, block): tuple(located(Mixture([1, 1], seed), 256)[block * 64 :][:64, 0])
+        for seed in (0, 1)
+        for block in range(4)
+    }
+    assert len(set(orders.values())) == len(orders)
+    assert all(sorted(order) == [0] * 32 + [1] * 32 for order in orders.values())
+
+
+def test_sample_numbers_far_out_are_found_at_once():
+    mixture = Mixture([0.7, 0.2, 0.1], seed=3)
+    far = 10**12
+    counts = [0, 0, 0]
+    for index in range(far * mixture.block, (far + 1) * mixture.block):
+        source, number = mixture.locate(index)
+        assert number == mixture.before(far)[source] + counts[source]
+        counts[source] += 1
+    assert [n + c for n, c in zip(mixture.before(far), counts, strict=True)] == mixture.before(
+        far + 1
+    )
+
+
+@pytest.fixture
+def two_sources(make_documents):
+    """Documents 0 to 3 are of source "a" (tokens 0 to 99), the others of "b" (weights 3 to 1)."""
+    documents = make_documents([10, 20, 30, 40, 5, 5, 300])
+    return replace(documents, sources={"a": 3.0, "b": 1.0}, bounds=(0, 4, 7))
+
+
+@pytest.mark.parametrize(("dp", "accumulation"), [(1, 1), (1, 6), (2, 3), (3, 2), (6, 1)])
+def test_the_same_samples_however_the_work_is_spread(two_sources, dp, accumulation):
+    """The trainer's numbering: (step * accumulation + m) * dp + dp_rank."""
+    whole = training_samples(two_sources, 32, 25, seed=1)
+    expected = [whole[index].tokens for index in range(60)]
+    for rank in range(dp):
+        own = training_samples(two_sources, 32, 25, seed=1)
+        for turn in range(60 // dp):
+            step, m = divmod(turn, accumulation)
+            index = (step * accumulation + m) * dp + rank
+            np.testing.assert_array_equal(own[index].tokens, expected[index])
+
+
+def test_a_sample_is_of_one_source_and_each_source_is_read_as_if_alone(two_sources):
+    samples = training_samples(two_sources, 32, 25, seed=1)
+    streams = [
+        TrainingSamples(two_sources.of_source(number), 32, 25, seed=1) for number in range(2)
+    ]
+    mixture = Mixture([3, 1], seed=1)
+    for index in range(128):
+        source, number = mixture.locate(index)
+        sample = samples[index]
+        np.testing.assert_array_equal(sample.tokens, streams[source][number].tokens)
+        assert ((sample.tokens >= 100) == (source == 1)).all()
+    assert samples[0].cu_seqlens[-1] == 32
+
+
+def test_one_source_is_the_stream_it_always_was(make_documents):
+    """Written down from the trainer before it knew mixtures: the same samples for the same seed."""
+    samples = training_samples(make_documents([61, 1, 2, 40, 300]), 257, 90, seed=3)
+    assert isinstance(samples, TrainingSamples)
+    assert [tuple(piece) for piece in samples.pieces(1000)] == [
+        *((4, 285, 300), (4, 0, 90), (0, 0, 61), (4, 180, 270), (2, 0, 1)),
+    ]
+    digest = hashlib.sha256()
+    for index in range(50):
+        sample = samples[index]
+        for values in (sample.tokens, sample.labels, np.array(sample.cu_seqlens)):
+            digest.update(values.astype("<i8").tobytes())
+    assert digest.hexdigest() == "cff252dbbe32561d81e885c1a1325482471f664610fe6ce0e17eabd7c052eb18"

@@ -1,0 +1,122 @@
+"""Packing, against what it promises: every token of an epoch once, boundaries, labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.data.samples import (
+    IGNORED,
+    TrainingSamples,
+    evaluation_documents,
+    evaluation_samples,
+    first_documents,
+    pack,
+)
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
+
+
+@given(
+    lengths=LENGTHS,
+    seq_len=st.integers(2, 64),
+    piece_len=st.integers(1, 70),
+    seed=st.integers(0, 9),
+)
+@settings(deadline=None, max_examples=60)
+def test_every_epoch_holds_every_token_once(make_documents, lengths, seq_len, piece_len, seed):
+    samples = TrainingSamples(make_documents(lengths), seq_len, piece_len, seed)
+    total = sum(lengths)
+    stream = np.concatenate([samples[i].tokens for i in range(-(-3 * total // seq_len))])
+    for epoch in range(3):
+        assert sorted(stream[epoch * total : (epoch + 1) * total]) == list(range(total))
+
+
+@given(
+    lengths=LENGTHS,
+    seq_len=st.integers(2, 64),
+    piece_len=st.integers(1, 70),
+    index=st.integers(0, 50),
+)
+@settings(deadline=None, max_examples=60)
+def test_labels_and_boundaries(make_documents, lengths, seq_len, piece_len, index):
+    """Token i is the number i, so its label is i + 1, or ``IGNORED`` where a document ends."""
+    sample = TrainingSamples(make_documents(lengths), seq_len, piece_len, seed=1)[index]
+    assert len(sample.tokens) == len(sample.labels) == sample.cu_seqlens[-1] == seq_len
+    last_tokens = np.cumsum(lengths) - 1
+    expected = np.where(np.isin(sample.tokens, last_tokens), IGNORED, sample.tokens + 1)
+    np.testing.assert_array_equal(sample.labels, expected)
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    for start, stop in zip(sample.cu_seqlens, sample.cu_seqlens[1:], strict=False):
+        piece = sample.tokens[start:stop]
+        assert 0 < stop - start <= piece_len
+        np.testing.assert_array_equal(piece, np.arange(piece[0], piece[0] + len(piece)))
+        assert len(set(document_of[piece])) == 1
+
+
+def test_a_sample_depends_on_seed_and_index_alone(make_documents):
+    documents = make_documents([50, 3, 1, 120, 70])
+    forward = TrainingSamples(documents, 32, 40, seed=5)
+    ahead = [forward[i].tokens for i in range(30)]
+    again = TrainingSamples(documents, 32, 40, seed=5)
+    for index in reversed(range(30)):
+        np.testing.assert_array_equal(again[index].tokens, ahead[index])
+    other = TrainingSamples(documents, 32, 40, seed=6)
+    assert any((other[i].tokens != ahead[i]).any() for i in range(30))
+
+
+def test_epochs_differ_in_order(make_documents):
+    samples = TrainingSamples(make_documents([8] * 30), 240, None, seed=0)
+    assert (samples[0].tokens != samples[1].tokens).any()
+
+
+def test_a_document_of_one_token_predicts_nothing(make_documents):
+    samples = TrainingSamples(make_documents([1, 1, 1]), 3, None, seed=0)
+    assert (samples[0].labels == IGNORED).all()
+    assert samples[0].cu_seqlens == [0, 1, 2, 3]
+
+
+@given(lengths=LENGTHS, seq_len=st.integers(2, 64), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_evaluation_predicts_every_token_once(make_documents, lengths, seq_len, data):
+    window = data.draw(st.integers(1, seq_len))
+    documents = make_documents(lengths)
+    samples = evaluation_samples(documents, list(range(len(lengths))), seq_len, window)
+    packed = [pack(documents, pieces) for pieces in samples]
+    assert all(0 < len(sample.tokens) <= seq_len for sample in packed)
+    assert all(stop - start <= window for pieces in samples for _, start, stop in pieces)
+    tokens = np.concatenate([sample.tokens for sample in packed])
+    labels = np.concatenate([sample.labels for sample in packed])
+    assert sorted(tokens) == list(range(sum(lengths)))
+    first_tokens = np.cumsum(lengths) - lengths
+    expected = sorted(set(range(sum(lengths))) - set(first_tokens))
+    assert sorted(labels[labels != IGNORED]) == expected
+
+
+def test_evaluation_samples_are_filled_to_the_last_token(make_documents):
+    samples = evaluation_samples(make_documents([4, 4, 9, 7]), [0, 1, 2, 3], seq_len=8, window=8)
+    assert [[stop - start for _, start, stop in pieces] for pieces in samples] == [
+        [4, 4],
+        [8],
+        [1, 7],
+    ]
+
+
+def test_evaluation_documents_reach_the_budget(make_documents):
+    documents = make_documents([10, 20, 30])  # 30, 60 and 90 bytes
+    assert evaluation_documents(documents, None) == [0, 1, 2]
+    assert evaluation_documents(documents, 30) == [0]
+    assert evaluation_documents(documents, 31) == [0, 1]
+    assert evaluation_documents(documents, 10_000) == [0, 1, 2]
+
+
+def test_a_budget_is_shared_out_by_weight(make_documents):
+    """Of 120 bytes, 90 are for the first source (30, 60, 90 bytes), 30 for the second (3 x 15)."""
+    documents = make_documents([10, 20, 30, 5, 5, 5])
+    documents = replace(documents, sources={"a": 3.0, "b": 1.0}, bounds=(0, 3, 6))
+    assert evaluation_documents(documents, 120) == [0, 1, 3, 4]
+    assert evaluation_documents(documents, None) == [0, 1, 2, 3, 4, 5]
+    assert first_documents(documents, documents.lengths, 4) == [0, 3]

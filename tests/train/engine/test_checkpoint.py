@@ -1,0 +1,309 @@
+"""Checkpoints: complete or not there, verified, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+
+from train.config import ConfigError
+from train.engine.checkpoint import (
+    Checkpoints,
+    checkpoints_in,
+    facts_of,
+    find_checkpoint,
+    from_rank_0,
+    load_tensors,
+    newest_good,
+    own_share,
+    require_shared,
+)
+from train.engine.parallel import Mesh
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ALONE = Mesh(rank=0, world=1, cp=1, device=torch.device("cpu"))
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Some tensors of several sizes, one of them without dimensions."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(40, 30), (7,), (), (3, 0), (100, 10)]
+    return {f"t{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def checkpoints(tmp_path, said) -> Checkpoints:
+    """Of steps 1, 2 and 3, with the tensors of seeds 1, 2 and 3."""
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=3, keep_every=None, say=said.append)
+    for step in (1, 2, 3):
+        checkpoints.begin(step, tensors(step), {"samples": 10 * step})
+    checkpoints.wait()
+    assert not said
+    return checkpoints
+
+
+def test_what_was_saved_is_loaded(checkpoints):
+    assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
+    path = checkpoints.choose()
+    assert path.name == "step-00000003"
+    assert facts_of(path) == {"step": 3, "samples": 30}
+    loaded = {name: torch.full_like(t, torch.nan) for name, t in tensors(0).items()}
+    load_tensors(path, loaded)
+    assert equal(loaded, tensors(3))
+
+
+def test_tensors_may_change_while_they_are_written(tmp_path, said):
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=said.append)
+    live = tensors(1)
+    checkpoints.begin(1, live, {})
+    for tensor in live.values():
+        tensor.fill_(0)
+    checkpoints.wait()
+    loaded = tensors(0)
+    load_tensors(checkpoints.choose(), loaded)
+    assert equal(loaded, tensors(1))
+
+
+def test_the_newest_and_every_so_manieth_are_kept(tmp_path, said):
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=2, keep_every=3, say=said.append)
+    for step in range(1, 9):
+        checkpoints.begin(step, tensors(step), {})
+    checkpoints.wait()
+    assert list(checkpoints_in(tmp_path)) == [3, 6, 7, 8]
+    assert {path.name[:5] for path in tmp_path.iterdir()} == {"step-"}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a flipped byte": (
+        lambda p: flip(p / "__0_0.distcp"),
+        "__0_0.distcp differs from its checksum",
+    ),
+    "a truncated file": (lambda p: os.truncate(p / "__0_0.distcp", 99), "has 99 bytes, not"),
+    "a missing file": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
+    "a missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "a changed manifest": (lambda p: flip(p / "manifest.json"), "manifest.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_set_aside_and_the_one_before_it_used(checkpoints, said, damage):
+    hurt, problem = DAMAGES[damage]
+    hurt(checkpoints.folder / "step-00000003")
+    path = checkpoints.choose()
+    assert path.name == "step-00000002"
+    (line,) = said
+    assert problem in line
+    assert "set aside as damaged-step-00000003" in line
+    assert len(list(checkpoints.folder.glob("damaged-step-00000003*"))) == 1
+    loaded = tensors(0)
+    load_tensors(path, loaded)
+    assert equal(loaded, tensors(2))
+
+
+def test_with_all_damaged_there_is_none(checkpoints, said):
+    for path in checkpoints_in(checkpoints.folder).values():
+        flip(path / ".metadata")
+    assert checkpoints.choose() is None
+    assert len(said) == 3
+
+
+def test_what_a_killed_process_left_half_written_is_no_checkpoint(checkpoints):
+    shutil.copytree(checkpoints.folder / "step-00000003", checkpoints.folder / ".step-00000004")
+    assert checkpoints.choose().name == "step-00000003"
+    checkpoints.remove_litter()
+    assert not list(checkpoints.folder.glob(".*"))
+
+
+def test_what_others_could_write_by_the_umask_they_cannot(tmp_path, said):
+    before = os.umask(0o002)
+    try:
+        checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=said.append)
+        checkpoints.begin(1, tensors(1), {})
+        checkpoints.wait()
+    finally:
+        os.umask(before)
+    assert checkpoints.choose().name == "step-00000001"
+
+
+def test_a_disk_that_cannot_be_read_today_is_no_damage(checkpoints, said, monkeypatch):
+    def fail(path: Path) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("train.data.manifest.checksum", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        checkpoints.choose()
+    assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
+
+
+def test_another_runs_checkpoints_are_never_renamed(checkpoints, said):
+    flip(checkpoints.folder / "step-00000003" / "__0_0.distcp")
+    assert find_checkpoint(checkpoints.folder, said.append).name == "step-00000002"
+    assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
+    assert "damaged checkpoint passed over" in said[0]
+
+
+def test_one_that_others_can_write_is_not_read(checkpoints):
+    newest = checkpoints.folder / "step-00000003"
+    newest.chmod(0o775)
+    with pytest.raises(ConfigError, match="others may write to it; its metadata is a pickle"):
+        checkpoints.choose()
+    newest.chmod(0o755)
+    (newest / ".metadata").chmod(0o666)
+    with pytest.raises(ConfigError, match=r"\.metadata: others may write"):
+        checkpoints.choose()
+
+
+def test_one_of_another_user_is_not_read(checkpoints, monkeypatch):
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(ConfigError, match=f"user {own}'s"):
+        checkpoints.choose()
+
+
+def test_tensors_that_do_not_fit_are_named(checkpoints):
+    path = checkpoints.choose()
+    with pytest.raises(ConfigError, match=r"t1 is \[8\] here and \[7\] there"):
+        load_tensors(path, {"t1": torch.zeros(8)})
+    with pytest.raises(ConfigError, match=r"t9 is \[1\] here and not in it"):
+        load_tensors(path, {"t9": torch.zeros(1)})
+
+
+def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, said):
+    folder = tmp_path / "run" / "checkpoints"
+    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=said.append)
+    folder.mkdir(parents=True)
+    for step in (1, 2):
+        checkpoints.begin(step, tensors(step), {})
+    checkpoints.wait()
+    newest = folder / "step-00000002"
+    for path in (tmp_path / "run", folder, newest):
+        assert find_checkpoint(path, said.append) == newest
+    flip(newest / ".metadata")
+    with pytest.raises(ConfigError, match=r"damaged: .*\.metadata differs .*choose another"):
+        find_checkpoint(newest, said.append)
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path, said.append)
+
+
+def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, said):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        checkpoints.begin(4, tensors(4), {})
+        checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (line,) = said
+    assert line.startswith("checkpoint of step 4 failed (1 so far), training goes on: ")
+    assert "File too large" in line
+    assert checkpoints.saved == 3
+    assert sorted(path.name[:5] for path in checkpoints.folder.iterdir()) == ["step-"] * 3
+    checkpoints.begin(5, tensors(5), {})
+    checkpoints.wait()
+    assert checkpoints.choose().name == "step-00000005"
+
+
+def test_ranks_write_about_as_many_bytes_each():
+    model = {f"w{i}": torch.zeros(100 + i) for i in range(31)}
+    shares = [own_share(model, rank, 4) for rank in range(4)]
+    assert sorted(name for share in shares for name in share) == sorted(model)
+    sizes = [sum(t.numel() for t in share.values()) for share in shares]
+    assert max(sizes) - min(sizes) <= 130  # one tensor
+
+
+def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str]:
+    said: list[str] = []
+    rank, world = group.rank(), group.size()
+    mesh = Mesh(rank, world, 1, torch.device("cpu"), host_group=group, save_group=group)
+    checkpoints = Checkpoints(folder, mesh, keep=2, keep_every=None, say=said.append)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if rank == fails:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        checkpoints.begin(7, tensors(7), {"samples": 1})
+        checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoints.saved == (7 if fails is None else None)
+    assert checkpoints.failures == (fails is not None)
+    chosen = checkpoints.choose()
+    assert (chosen is None) == (fails is not None)
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_any_number_of_ranks_writes_what_one_reads(ranks: Ranks, tmp_path, world):
+    ranks.run(world, _save, tmp_path, None)
+    loaded = tensors(0)
+    load_tensors(newest_good(tmp_path, print), loaded)
+    assert equal(loaded, tensors(7))
+    files = {path.name for path in (tmp_path / "step-00000007").glob("*.distcp")}
+    assert files == {f"__{rank}_0.distcp" for rank in range(world)}
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+def test_a_disk_that_is_full_for_one_rank_fails_the_checkpoint_on_all(ranks, tmp_path, fails):
+    said = ranks.run(3, _save, tmp_path, fails)
+    assert f"rank {fails}: " in said[0][0]
+    assert "File too large" in said[0][0]
+    assert not list(tmp_path.iterdir())
+
+
+def _refused(group: dist.ProcessGroup) -> str:
+    mesh = Mesh(group.rank(), group.size(), 1, torch.device("cpu"), host_group=group)
+
+    def refuse() -> None:
+        raise ConfigError("rank 0 says no")
+
+    with pytest.raises(ConfigError) as caught:
+        from_rank_0(mesh, refuse)
+    assert from_rank_0(mesh, dist.get_rank) == 0
+    return str(caught.value)
+
+
+def test_what_rank_0_decides_holds_for_all(ranks: Ranks):
+    assert ranks.run(3, _refused) == ["rank 0 says no"] * 3
+
+
+def _shared(group: dist.ProcessGroup, folder: Path) -> str | None:
+    mesh = Mesh(group.rank(), group.size(), 1, torch.device("cpu"), host_group=group)
+    require_shared(mesh, folder)
+    if mesh.rank == 0:
+        assert not list(folder.iterdir())
+    here = Path.exists
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.engine.checkpoint.SEEN_S", 0.2)
+        patch.setattr(Path, "exists", lambda path: mesh.rank != 2 and here(path))
+        try:
+            require_shared(mesh, folder)
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
+def test_a_folder_that_a_host_does_not_share_is_refused_on_all(ranks: Ranks, tmp_path):
+    for said in ranks.run(3, _shared, tmp_path):
+        assert re.search(r"rank 2 on .* does not see what rank 0 writes to .*all hosts share", said)

@@ -1,0 +1,64 @@
+"""Which steps are skipped."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from train.config import GuardConfig
+from train.engine.guard import Guard
+
+
+def taught(sigma: float | None = 3.0) -> Guard:
+    """A guard over four steps: losses with mean 2 and deviation 1, gradient norms all 1."""
+    guard = Guard(GuardConfig(sigma=sigma, window=4, patience=2))
+    for loss in (1.0, 3.0, 1.0, 3.0):
+        assert guard.objection(loss, 1.0) is None
+        guard.take(loss, 1.0)
+    return guard
+
+
+@pytest.mark.parametrize("figures", [(math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0)])
+def test_what_is_not_finite_is_never_taken(figures):
+    assert "is" in Guard(GuardConfig()).objection(*figures)
+
+
+def test_a_spike_of_either_figure_is_found_above_and_not_below():
+    guard = taught()
+    assert guard.objection(4.99, 1.0) is None
+    assert "loss 5.01 is a spike" in guard.objection(5.01, 1.0)
+    assert "gradient norm 1.01 is a spike" in guard.objection(2.0, 1.01)
+    assert guard.objection(-50.0, 0.0) is None
+
+
+def test_no_spike_without_sigma_or_before_the_window_is_full():
+    assert taught(sigma=None).objection(1e9, 1.0) is None
+    guard = Guard(GuardConfig(sigma=1.0, window=2))
+    guard.take(1.0, 1.0)
+    assert guard.objection(1e9, 1.0) is None
+    guard.take(1.0, 1.0)
+    assert guard.objection(1e9, 1.0) is not None
+
+
+def test_skips_in_a_row_exhaust_it():
+    guard = taught()
+    guard.skip()
+    guard.take(2.0, 1.0)
+    guard.skip()
+    assert not guard.exhausted
+    guard.skip()
+    assert guard.exhausted
+    assert guard.skipped == 3
+
+
+def test_its_state_passes_through_json_exactly():
+    guard = Guard(GuardConfig(sigma=1.0, window=3))
+    for i in range(5):
+        guard.take(1 / (i + 3), math.pi**i)
+    guard.skip()
+    other = Guard(GuardConfig(sigma=1.0, window=3))
+    other.restore(json.loads(json.dumps(guard.state())))
+    assert other.state() == guard.state()
+    assert len(other.state()["taken"]) == 3

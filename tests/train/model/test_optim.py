@@ -1,0 +1,45 @@
+"""The schedule against values worked out by hand; which parameters decay."""
+
+from __future__ import annotations
+
+import pytest
+
+from train.config import ModelConfig, OptimConfig
+from train.model.optim import learning_rate, make_optimizer, set_learning_rate
+from train.model.transformer import Transformer
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", {0: 0.25, 3: 1.0, 4: 1.0, 8: 0.5 * 0.9 + 0.1, 11: 0.125 * 0.9 + 0.1}),
+        ("cosine", {0: 0.25, 3: 1.0, 4: 1.0, 8: 0.5 * 0.9 + 0.1, 6: 0.853553 * 0.9 + 0.1}),
+    ],
+)
+def test_learning_rates(schedule, expected):
+    """Four steps of warm-up, eight of decay to a tenth: to six digits."""
+    optim = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=4, final_lr_ratio=0.1)
+    for step, share in expected.items():
+        assert learning_rate(optim, step, steps=12) == pytest.approx(2 * share, rel=1e-6)
+
+
+def test_linear_decay_ends_one_step_above_zero():
+    optim = OptimConfig(lr=1.0, schedule="linear", warmup_steps=0)
+    rates = [learning_rate(optim, step, steps=10) for step in range(10)]
+    assert rates == pytest.approx([1 - step / 10 for step in range(10)])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_is_in_one_group_and_only_matrices_decay(tied):
+    model = Transformer(ModelConfig(tied_embeddings=tied), vocab_size=300, seed=0)
+    optim = OptimConfig(lr=1e-3, embedding_lr_scale=3.0, weight_decay=0.1)
+    optimizer = make_optimizer(model, optim)
+    set_learning_rate(optimizer, 0.5)
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(group_of)
+    assert set(group_of) == {id(p) for p in model.parameters()}
+    for name, parameter in model.named_parameters():
+        group = group_of[id(parameter)]
+        embedding = name == "embedding.weight"
+        assert group["weight_decay"] == (0.1 if parameter.ndim == 2 and not embedding else 0.0)
+        assert group["lr"] == (1.5 if embedding else 0.5)

@@ -1,0 +1,242 @@
+"""The model against an independent one in plain PyTorch, document by document, without packing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringfa3 import plan_context, ring_attn_func
+from train.config import ModelConfig, RopeConfig
+from train.data.batches import make_batch
+from train.data.samples import Sample
+from train.engine.parallel import Mesh
+from train.model.sdpa import SdpaAttention
+from train.model.transformer import LanguageModel, Transformer, rope_frequencies, rotate, rotation
+
+VOCABULARY = 97
+ALONE = Mesh(rank=0, world=1, cp=1, device=torch.device("cpu"), cp_group=None)
+SMALL = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "dim": 32, "ffn_dim": 48}
+
+
+def packed_sample(lengths: list[int]) -> Sample:
+    """Random tokens in documents of ``lengths``; labels inside each, the last of each ignored."""
+    rng = np.random.default_rng(0)
+    cu_seqlens = [0, *np.cumsum(lengths).tolist()]
+    tokens = rng.integers(0, VOCABULARY, cu_seqlens[-1])
+    labels = np.append(tokens[1:], -100)
+    labels[np.array(cu_seqlens[1:]) - 1] = -100
+    return Sample(tokens, labels, cu_seqlens)
+
+
+def reference_hidden(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
+    """Final hidden states of one document: complex rotations, repeated K/V heads, explicit mask."""
+    config = model.config
+    n, heads, kv_heads = len(tokens), config.n_heads, config.n_kv_heads
+    width = config.resolved_head_dim()
+
+    def norm(x, weight):
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight
+
+    def turn(x):
+        angles = torch.outer(torch.arange(n).double(), rope_frequencies(width, config.rope))
+        pairs = torch.complex(x[..., : width // 2].double(), x[..., width // 2 :].double())
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat([turned.real, turned.imag], -1).float()
+
+    x = model.embedding.weight[tokens]
+    for block in model.blocks:
+        a, m = block.attention, block.mlp
+        y = norm(x, block.attention_norm.weight)
+        q = (y @ a.wq.weight.T).view(n, heads, width)
+        k = (y @ a.wk.weight.T).view(n, kv_heads, width)
+        v = (y @ a.wv.weight.T).view(n, kv_heads, width)
+        if config.qk_norm:
+            q, k = norm(q, a.q_norm.weight), norm(k, a.k_norm.weight)
+        q, k = turn(q), turn(k)
+        k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+        mask = torch.full((n, n), -math.inf).triu(1)
+        scores = torch.einsum("qhc,khc->hqk", q, k) / math.sqrt(width) + mask
+        y = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v).reshape(n, -1)
+        x = x + y @ a.wo.weight.T
+        y = norm(x, block.mlp_norm.weight)
+        gate = y @ m.gate.weight.T
+        x = x + (gate * torch.sigmoid(gate) * (y @ m.up.weight.T)) @ m.down.weight.T
+    return norm(x, model.norm.weight)
+
+
+def build(recompute: str = "none", attention: str = "ringfa3", **changes) -> LanguageModel:
+    """A small model whose norms are not at their start, so that a missing one shows."""
+    transformer = Transformer(
+        ModelConfig(**{**SMALL, "zero_init": False, **changes}),
+        VOCABULARY,
+        3,
+        recompute,
+        attention,
+    )
+    generator = torch.Generator().manual_seed(1)
+    for parameter in transformer.parameters():
+        if parameter.ndim == 1:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+        elif parameter.shape == (VOCABULARY, 32):
+            parameter.data.normal_(generator=generator)
+    return LanguageModel(transformer, torch.float32, loss_chunk=50)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_norm": False},
+        {"tied_embeddings": True},
+        {"n_kv_heads": 1, "head_dim": 16},
+        {"rope": RopeConfig(factor=8.0, original_len=64)},
+        {"attention": "sdpa"},
+        {"attention": "sdpa", "recompute": "full", "n_kv_heads": 1},
+    ],
+    ids=["default", "no QK-norm", "tied", "one KV head", "scaled RoPE", "SDPA", "SDPA again"],
+)
+def test_packed_losses_and_gradients_equal_the_reference(changes):
+    """float32: 1e-5 of the largest value. Documents of 1 token and of odd lengths among them."""
+    model = build(**changes)
+    lengths = [37, 1, 64, 2, 51]
+    sample = packed_sample(lengths)
+    losses = model(make_batch(sample, ALONE, "zigzag"))
+    hidden = [
+        reference_hidden(model.transformer, document)
+        for document in torch.from_numpy(sample.tokens).split(lengths)
+    ]
+    logits = torch.cat(hidden) @ model.transformer.head.T
+    labels = torch.from_numpy(sample.labels)
+    reference = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    torch.testing.assert_close(
+        losses, reference, atol=1e-5 * float(reference.detach().max()), rtol=0
+    )
+    parameters = dict(model.named_parameters())
+    got = torch.autograd.grad(losses.sum(), parameters.values())
+    expected = torch.autograd.grad(reference.sum(), parameters.values())
+    for name, one, other in zip(parameters, got, expected, strict=True):
+        difference = float((one - other).abs().max())
+        assert difference <= 1e-5 * float(other.abs().max()) + 1e-6, name
+
+
+def test_sdpa_attends_under_the_window_of_the_plan():
+    """Against RingFA3, float32, 1e-5; the last evaluation has tokens that see themselves alone."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(40, 4, 16, generator=generator)
+    k, v = torch.randn(2, 40, 2, 16, generator=generator)
+    for window in ((-1, -1), (0, 0)):
+        plan = plan_context([0, 5, 5, 40], (0, 1), window_size=window)
+        torch.testing.assert_close(
+            SdpaAttention()(q, k, v, plan), ring_attn_func(q, k, v, plan), rtol=0, atol=1e-5
+        )
+    for given in ({"window_size": (3, 0)}, {"causal": False}):
+        with pytest.raises(ValueError, match="it must be causal"):
+            SdpaAttention()(q, k, v, plan_context([0, 40], (0, 1), **given))
+
+
+def test_sdpa_never_takes_a_part_of_a_sample():
+    transformer = build(attention="sdpa").transformer
+    plan = plan_context([0, 40, 64], group=(0, 2))
+    with pytest.raises(ValueError, match="a plan of 2 ranks"):
+        transformer(torch.zeros(plan.local_tokens, dtype=torch.int64), plan.positions, plan)
+
+
+@pytest.mark.parametrize(("recompute", "rings"), [("full", 4), ("attention-saving", 2)])
+def test_recompute_changes_work_but_not_gradients(recompute, rings):
+    """Two layers: the ring runs twice in each when all is computed again, once when it is kept."""
+    sample = packed_sample([40, 25])
+    batch = make_batch(sample, ALONE, "zigzag")
+    plain, saving = build(), build(recompute)
+    expected = torch.autograd.grad(plain(batch).sum(), list(plain.parameters()))
+    calls = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            nonlocal calls
+            calls += op is torch.ops.ringfa3.ring_attention.default
+            return op(*args, **(kwargs or {}))
+
+    with Count():
+        got = torch.autograd.grad(saving(batch).sum(), list(saving.parameters()))
+    assert calls == rings
+    torch.testing.assert_close(got, expected, atol=0, rtol=0)
+
+
+def test_bfloat16_autocast_keeps_weights_and_losses_in_float32():
+    """bfloat16 has 8 bits: within 2% of the largest loss in float32."""
+    model = build()
+    batch = make_batch(packed_sample([40, 25]), ALONE, "zigzag")
+    expected = model(batch)
+    model.dtype = torch.bfloat16
+    losses = model(batch)
+    losses.sum().backward()
+    assert losses.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    difference = (losses - expected).detach().abs().max()
+    assert 0 < difference < 0.02 * expected.detach().max()
+
+
+def test_weights_depend_on_the_seed_alone():
+    one, same, other = (
+        Transformer(ModelConfig(**SMALL, zero_init=False), VOCABULARY, seed) for seed in (1, 1, 2)
+    )
+    torch.rand(3)  # the global generator plays no part
+    for a, b, c in zip(one.parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.ndim == 1 or not torch.equal(a, c)
+
+
+def test_zero_init_starts_at_the_uniform_distribution():
+    transformer = Transformer(ModelConfig(**SMALL), VOCABULARY, seed=0)
+    assert float(transformer.embedding.weight.detach().std()) == pytest.approx(1.0, rel=0.05)
+    model = LanguageModel(transformer, torch.float32, 50)
+    batch = make_batch(packed_sample([30, 20]), ALONE, "zigzag")
+    losses = model(batch)[batch.labels >= 0]
+    torch.testing.assert_close(losses, torch.full_like(losses, math.log(VOCABULARY)))
+
+
+def test_tied_embeddings_do_not_start_at_zero():
+    """Zero would be the head's start alone; here it would be the end of every gradient."""
+    transformer = Transformer(ModelConfig(**SMALL, tied_embeddings=True), VOCABULARY, seed=0)
+    assert transformer.head is transformer.embedding.weight
+    assert float(transformer.head.detach().std()) == pytest.approx(32**-0.5, rel=0.05)
+
+
+def llama3_frequency(frequency: float, rope: RopeConfig) -> float:
+    """The scaling as Llama 3's own code states it, one frequency at a time."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength < rope.original_len / rope.high_freq_factor:
+        return frequency
+    if wavelength > rope.original_len / rope.low_freq_factor:
+        return frequency / rope.factor
+    smooth = (rope.original_len / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    return (1 - smooth) * frequency / rope.factor + smooth * frequency
+
+
+def test_rope_frequencies_equal_llama_3():
+    rope = RopeConfig(theta=500_000.0, factor=8.0, original_len=8192)
+    plain = [500_000.0 ** (-2 * i / 128) for i in range(64)]
+    expected = torch.tensor([llama3_frequency(f, rope) for f in plain], dtype=torch.float64)
+    torch.testing.assert_close(rope_frequencies(128, rope), expected, rtol=1e-12, atol=0)
+    rope.factor = 1.0
+    expected = torch.tensor(plain, dtype=torch.float64)
+    torch.testing.assert_close(rope_frequencies(128, rope), expected, rtol=1e-12, atol=0)
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    """Also beyond 2^24, where float32 no longer tells neighbouring positions apart: 1e-5."""
+    frequencies = rope_frequencies(32, RopeConfig())
+    q, k = torch.randn(2, 1, 1, 32, generator=torch.Generator().manual_seed(0))
+    products = []
+    for start in (0, 1000, 2**25 + 1):
+        at_q = rotate(q, rotation(torch.tensor([start + 7]), frequencies))
+        at_k = rotate(k, rotation(torch.tensor([start]), frequencies))
+        products.append((at_q * at_k).sum())
+    torch.testing.assert_close(torch.stack(products), products[0].expand(3), atol=1e-5, rtol=0)

@@ -1,0 +1,114 @@
+"""Settings that do not fit: what is refused, and the nearest that would be taken."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+
+import pytest
+
+from train.config import ConfigError, SourceConfig, get
+from train.run.checks import check
+
+
+def test_sources_and_their_weights_must_fit(config, text_folder):
+    sources = config.data.sources
+    sources["books"] = SourceConfig(path=str(text_folder), weight=3e6)
+    with pytest.raises(ConfigError, match=r"data\.path=.* and data\.sources \(books\) are both"):
+        check(config, world=1)
+    config.data.path = None
+    check(config, world=1)
+    sources["code"] = SourceConfig(path=str(text_folder), weight=2)
+    with pytest.raises(ConfigError, match=r"code\.weight=2 is less than 1e-06 of all") as raised:
+        check(config, world=1)
+    sources["code"].weight = float(str(raised.value).rpartition("=")[2])
+    check(config, world=1)
+    for weight in (0.0, -1.0, float("nan"), float("inf")):
+        sources["code"].weight = weight
+        with pytest.raises(ConfigError, match=rf"data\.sources\.code\.weight={weight} must be"):
+            check(config, world=1)
+    sources["code"] = SourceConfig(path=str(text_folder / "nothing"), weight=9)
+    with pytest.raises(ConfigError, match=r"data\.sources\.code\.path=.*nothing does not exist"):
+        check(config, world=1)
+    sources["a/b"] = sources.pop("code")
+    with pytest.raises(ConfigError, match=r"data\.sources\.a/b: the name"):
+        check(config, world=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.recompute": "ful"}, "nearest valid: train.recompute=full"),
+        ({"train.attention": "sdp"}, "nearest valid: train.attention=sdpa"),
+        (
+            {"train.attention": "sdpa", "train.recompute": "attention-saving"},
+            "nearest valid: train.recompute=full",
+        ),
+        ({"train.steps": 0}, "nearest valid: train.steps=1"),
+        ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0"),
+        ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
+        ({"optim.betas": [0.9, 1.0]}, "optim.betas"),
+        ({"data.piece_len": 512}, "exceeds data.seq_len=256"),
+        ({"data.held_out": 1.0}, "between 0 and 1"),
+        ({"data.tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json does not exist"),
+        ({"model.head_dim": 31}, "model.head_dim=32"),
+        ({"model.n_heads": 3}, "model.n_kv_heads=2"),
+        ({"model.rope.low_freq_factor": 4.0}, "model.rope.high_freq_factor=4.0"),
+        ({"mode": "chek"}, "nearest valid: mode=check"),
+        ({"profile.steps": [5, 3]}, "for example profile.steps=[3,5]"),
+        ({"profile.steps": [1, 301]}, "train.steps=300"),
+        ({"profile.steps": [1]}, "the first and the last step"),
+        ({"profile.steps": [1, 2], "profile.ranks": [0, 1]}, "profile.ranks=[0]"),
+        ({"profile.memory": True}, "needs profile.steps"),
+        ({"generate.temperature": -1.0}, "nearest valid: generate.temperature=0"),
+        ({"sweep.nproc_per_node": 0}, "nearest valid: sweep.nproc_per_node=1"),
+        ({"mode": "eval", "eval.path": "/nowhere.txt"}, "eval.path=/nowhere.txt does not exist"),
+        ({"mode": "eval", "eval.name": "a/b"}, "no slashes"),
+        ({"train.max_wall_time": 0.0}, "train.max_wall_time=0.0 must be above 0"),
+        ({"guard.sigma": -1.0}, "guard.sigma=-1.0 must be above 0"),
+        ({"checkpoint.keep": 0}, "nearest valid: checkpoint.keep=1"),
+        ({"checkpoint.resume": "always"}, "must be auto, never or the folder of a run"),
+        ({"checkpoint.init_from": "/nowhere"}, "checkpoint.init_from=/nowhere must be the folder"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(config, changes, message):
+    check(config, world=1)
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        setattr(get(config, section) if section else config, name, value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(config, world=1)
+
+
+def test_context_group_must_divide_the_world(config):
+    config.parallel.cp = 4
+    with pytest.raises(ConfigError, match=r"parallel\.cp=4 .* 6; nearest valid: parallel\.cp=3"):
+        check(config, world=6)
+    check(config, world=8)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_sdpa_is_refused_where_processes_share_a_sample(config, mode):
+    config.train.attention, config.mode = "sdpa", mode
+    check(config, world=4)
+    config.parallel.cp = 2
+    with pytest.raises(ConfigError, match=r"sdpa .*parallel\.cp=2 .*valid: parallel\.cp=1"):
+        check(config, world=4)
+
+
+def test_wandb_must_be_there_before_it_is_switched_on(config, monkeypatch, tmp_path):
+    """A folder ``wandb`` that the package has left in the working directory is not the package."""
+    config.log.wandb = True
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"log\.wandb=true.*pip install 'ringfa3\[wandb\]'"):
+        check(config, world=1)
+    (tmp_path / "wandb").mkdir()
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"log\.wandb=true"):
+        check(config, world=1)
+    (tmp_path / "wandb" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    check(config, world=1)

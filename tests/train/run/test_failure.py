@@ -1,0 +1,112 @@
+"""What is said of a rank that fails."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringfa3.comm import RingError
+from train.run.failure import LastWords, explain, is_of_a_peer, is_out_of_memory
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    """The file that torchrun reads."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    return path
+
+
+def test_the_words_of_a_killed_rank_are_there_before(report):
+    words = LastWords(3, io.StringIO())
+    assert not report.exists()
+    words.begin_step(8)
+    said = json.loads(report.read_text())
+    assert said["message"].startswith("rank 3, step 8: killed from outside")
+    assert abs(said["timestamp"] - time.time()) < 5
+
+
+def test_torchrun_reports_an_error_and_nobody_else_unless_it_restarts(
+    report, tmp_path, monkeypatch, config
+):
+    console = io.StringIO()
+    words = LastWords(1, console)
+    words.begin_step(2)
+    log = tmp_path / "rank1.log"
+    words.report(ValueError("no\n such"), log, config)
+    message = json.loads(report.read_text())["message"]
+    assert message == f"rank 1, step 2: ValueError: no such (traceback: {log})"
+    assert "ValueError: no\n such" in log.read_text()
+    assert console.getvalue() == ""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    words.report(ValueError("no such"), log, config)
+    assert console.getvalue() == f"{message}\n"
+
+
+def test_without_torchrun_the_rank_says_it_itself(tmp_path, monkeypatch, config):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    console = io.StringIO()
+    log = tmp_path / "logs" / "rank0.log"  # a run that fails at once has no folder yet
+    LastWords(0, console).report(KeyError("x"), log, config)
+    assert "KeyError: 'x'" in log.read_text()
+    assert console.getvalue().startswith("rank 0, before the first step: KeyError: 'x'")
+
+
+def test_a_consequence_is_never_the_first_failure(report, tmp_path, config):
+    """torchrun takes the earliest whole second for the cause."""
+    words = LastWords(0, io.StringIO())
+    begin = int(time.time())
+    words.report(RingError("rank 1 is gone"), tmp_path / "log", config)
+    assert json.loads(report.read_text())["timestamp"] > begin
+
+
+def test_a_rank_that_is_stopped_without_saving_is_no_cause(report, capsys):
+    """Its step has begun long before; the failure that has led to the stop must come first."""
+    words = LastWords(0, io.StringIO())
+    words.begin_step(9)
+    begin = int(time.time())
+    words.not_saved("SIGTERM, but nothing was saved: no answer from rank 1")
+    said = json.loads(report.read_text())
+    assert said["timestamp"] > begin
+    assert said["message"].startswith("rank 0, step 9: SIGTERM, but nothing was saved")
+    assert "rank 0, step 9: SIGTERM" in capsys.readouterr().err
+
+
+def test_what_a_console_cannot_print_is_still_said(report, tmp_path, config):
+    LastWords(1, io.StringIO()).report(OSError("no \udcff"), tmp_path / "log", config)
+    assert "no \\udcff" in json.loads(report.read_text())["message"]
+
+
+def test_a_full_disk_does_not_hide_the_error(report, tmp_path, config):
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    LastWords(1, io.StringIO()).report(KeyError("x"), tmp_path / "logs" / "rank1.log", config)
+    assert "KeyError: 'x'" in json.loads(report.read_text())["message"]
+
+
+def test_whose_errors_a_peer_can_cause():
+    gloo = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection reset by peer")
+    for error in (RingError("x"), dist.DistStoreError("x"), ConnectionResetError(), gloo):
+        assert is_of_a_peer(error)
+    assert not is_of_a_peer(RuntimeError("shape mismatch"))
+
+
+def test_advice_at_out_of_memory_names_settings_that_help(config):
+    config.train.loss_chunk = 4096
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    said = explain(caught.value, config)
+    for setting in ("loss_chunk=1024", "recompute=attention-saving", "cp=2", "seq_len=128"):
+        assert setting in said
+    config.train.recompute = "full"
+    assert "recompute" not in explain(torch.OutOfMemoryError("x"), config)
+    config.train.recompute, config.train.attention = "none", "sdpa"
+    said = explain(torch.OutOfMemoryError("x"), config)
+    assert "recompute=full" in said
+    assert not any(setting in said for setting in ("attention-saving", "cp="))
+    assert "out of memory" not in explain(ValueError("x"), config)

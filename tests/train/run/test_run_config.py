@@ -1,0 +1,54 @@
+"""Settings of a finished run: read back as they were, with the command line's before them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from train.config import Config, ConfigError
+from train.run.run_config import adopt, read_settings
+
+
+@pytest.fixture
+def run(config) -> Config:
+    """The settings of a run, and its folder."""
+    config.model.dim, config.model.head_dim, config.optim.betas = 96, 48, [0.8, 0.9]
+    config.sweep.dir = "elsewhere"
+    folder = Path(config.run.dir)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    return config
+
+
+def test_what_was_written_comes_back(run):
+    assert read_settings(Path(run.run.dir) / "config.json") == run
+
+
+def test_a_run_brings_its_model_and_the_command_line_goes_before(run):
+    asked = Config(mode="eval")
+    asked.run.dir, asked.data.piece_len, asked.parallel.cp = run.run.dir, 32, 2
+    asked.model.rope.factor, asked.train.seed = 4.0, 9
+    given = ["mode", "run.dir", "data.piece_len", "parallel.cp", "model.rope.factor"]
+    got = adopt(asked, given)
+    assert (got.mode, got.parallel.cp, got.data.piece_len, got.model.rope.factor) == (
+        *("eval", 2, 32, 4.0),
+    )
+    assert (got.model.dim, got.data.seq_len, got.optim) == (96, run.data.seq_len, run.optim)
+    assert got.train.seed == run.train.seed  # not given: 9 came from elsewhere
+
+
+def test_another_group_is_refused(run):
+    with pytest.raises(ConfigError, match=r"model=\.\.\.: mode=train takes .* from the run"):
+        adopt(run, ["model"])
+
+
+def test_a_folder_without_a_run_names_those_beside_it(run):
+    empty = Path(run.run.dir).with_name("other")
+    with pytest.raises(ConfigError, match=r"other holds no run.*beside it: run"):
+        read_settings(empty / "config.json")
+    (Path(run.run.dir) / "config.json").write_text('{"model": ')
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_settings(Path(run.run.dir) / "config.json")

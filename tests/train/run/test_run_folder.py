@@ -1,0 +1,146 @@
+"""What may begin, or go on, in a folder that holds something."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+
+import pytest
+
+from train.config import ConfigError, get
+from train.run.run_folder import RunFolder, flat, write_whole
+
+
+@pytest.fixture
+def folder(config) -> RunFolder:
+    """The folder of a run of ``config`` that has made some steps."""
+    folder = RunFolder(config)
+    folder.checkpoints.mkdir(parents=True)
+    folder.config.write_text(json.dumps(dataclasses.asdict(config)))
+    folder.metrics.write_text('{"step": 1}\n')
+    return folder
+
+
+def test_a_new_an_empty_and_its_own_folder_fit(config, folder):
+    folder.require_fit(config)
+    config.run.dir += "-new"
+    new = RunFolder(config)
+    new.require_fit(config)
+    new.path.mkdir()
+    new.require_fit(config)
+
+
+def test_other_files_are_never_mixed_with_a_run(config):
+    folder = RunFolder(config)
+    folder.path.mkdir()
+    (folder.path / "books.jsonl").touch()
+    config.run.overwrite = True
+    with pytest.raises(ConfigError, match=r"run\.dir=.*books\.jsonl.*no run"):
+        folder.require_fit(config)
+
+
+def test_a_file_is_no_folder(config):
+    folder = RunFolder(config)
+    folder.path.touch()
+    with pytest.raises(ConfigError, match="not a folder"):
+        folder.require_fit(config)
+
+
+def test_another_run_is_refused_with_the_setting_that_differs(config, folder):
+    config.optim.lr = 0.5
+    with pytest.raises(ConfigError, match=r"optim\.lr=0\.003 \(now 0\.5\).*run\.overwrite=true"):
+        folder.require_fit(config)
+    config.run.overwrite = True
+    folder.require_fit(config)
+
+
+def test_what_a_run_may_change(config, folder):
+    config.parallel.cp = 2
+    config.train.steps += 1
+    config.train.accumulation = 2
+    config.checkpoint.every = 7
+    config.guard.sigma = 5.0
+    folder.require_fit(config)
+
+
+@pytest.mark.parametrize("key", ["model.rope.theta", "model.n_layers", "train.seed", "data.path"])
+def test_what_a_run_computes_may_not_change(config, folder, key):
+    section, _, name = key.rpartition(".")
+    value = get(config, key)
+    setattr(get(config, section), name, f"{value}2" if isinstance(value, str) else value + 1)
+    with pytest.raises(ConfigError, match=f"holds another run, with {key}="):
+        folder.require_fit(config)
+
+
+def test_overwriting_replaces_what_is_complete_or_other_and_never_a_stopped_run(config, folder):
+    config.run.overwrite = True
+    assert not folder.is_replaced_by(config)
+    config.checkpoint.resume = "never"
+    assert folder.is_replaced_by(config)
+    config.checkpoint.resume = "auto"
+    folder.summary.write_text('{"ste')  # torn by a kill
+    assert not folder.is_replaced_by(config)
+    folder.summary.write_text(json.dumps({"steps": config.train.steps}))
+    assert folder.is_replaced_by(config)
+    config.train.steps += 1
+    assert not folder.is_replaced_by(config)
+    config.optim.lr = 0.5
+    assert folder.is_replaced_by(config)
+
+
+def test_one_job_at_a_time(config, folder, monkeypatch):
+    monkeypatch.setattr("train.run.run_folder.LOCK_S", 0.1)
+    folder.ranks.write_text(json.dumps([{"rank": 0, "host": "here", "pid": 7}]))
+    lock = folder.lock()
+    with pytest.raises(ConfigError, match="in use by another job: process 7 on here"):
+        RunFolder(config).lock()
+    lock.release()
+    RunFolder(config).lock().release()
+
+
+def test_a_file_is_written_whole_or_stays(tmp_path):
+    path = tmp_path / "config.json"
+    write_whole(path, "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_whole(path, "n" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "old"
+
+
+def test_never_refuses_a_run(config, folder):
+    config.checkpoint.resume = "never"
+    with pytest.raises(ConfigError, match=r"already holds a run and checkpoint\.resume=never"):
+        folder.require_fit(config)
+
+
+def test_a_complete_run_goes_on_only_for_more_steps(config, folder):
+    folder.summary.write_text(json.dumps({"steps": config.train.steps}))
+    with pytest.raises(ConfigError, match=r"complete after 300 steps; raise train\.steps"):
+        folder.require_fit(config)
+    config.train.steps += 1
+    folder.require_fit(config)
+
+
+def test_a_run_without_its_settings_is_refused(config, folder):
+    folder.config.unlink()
+    with pytest.raises(ConfigError, match=r"without its settings, config\.json"):
+        folder.require_fit(config)
+
+
+def test_clear_leaves_what_is_not_of_a_run(folder):
+    (folder.path / "notes.txt").write_text("mine")
+    for name in ("eval-book.json", "eval-book.png", "tokenizer.json", "wandb-id.txt"):
+        (folder.path / name).touch()
+    folder.profile.mkdir()
+    (folder.profile / "steps1-2-rank0.json.gz").touch()
+    folder.clear()
+    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
+
+
+def test_flat():
+    assert flat({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {"a.b": 1, "a.c.d": [2], "e": None}

@@ -1,0 +1,77 @@
+"""The stopper, in processes of its own: it always ends them, with the right code."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.train.jobs import ROOT
+
+SCRIPT = """
+import sys, threading, time
+from train.run.update_lock import Gate
+from train.run.stopper import Run, Stopper
+
+def save():
+    print("saves", flush=True)
+    if "save fails" in sys.argv:
+        raise OSError("disk is full")
+    return "saved"
+
+def say(text):
+    if "say fails" in sys.argv:
+        raise SystemExit(1)  # what a library does when its reader is gone
+    print(text, flush=True)
+
+stopper, gate = Stopper(), Gate()
+print("taken", flush=True)
+if "slow start" in sys.argv:
+    time.sleep(1.5)
+if "never armed" not in sys.argv:
+    late = time.monotonic() + 0.5 if "deadline" in sys.argv else None
+    fail = lambda said: print("failed:", said, flush=True)
+    stopper.arm(Run(0, 1, None, gate, save, say, fail, lambda: print("closed"), late))
+for _ in range(3000):
+    with gate.change():
+        time.sleep(0.01)
+"""
+
+
+def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
+    """Exit code and lines of a process that gets ``signum`` once it takes signals."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *how], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "taken\n"
+        if signum is not None:
+            if "slow start" not in how:
+                time.sleep(0.3)
+            process.send_signal(signum)
+        said, _ = process.communicate(timeout=20)
+        return process.returncode, said.splitlines()
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("signum", "how", "code", "said"),
+    [
+        (signal.SIGTERM, [], 0, ["saves", "SIGTERM: saved", "closed"]),
+        (signal.SIGINT, [], 130, ["saves", "Ctrl-C: saved", "closed"]),
+        (None, ["deadline"], 0, ["saves", "train.max_wall_time is over: saved", "closed"]),
+        (signal.SIGTERM, ["slow start"], 0, ["saves", "SIGTERM: saved", "closed"]),
+        (signal.SIGTERM, ["say fails"], 0, ["saves"]),
+        (
+            *(signal.SIGTERM, ["save fails"], 1),
+            ["saves", "failed: SIGTERM, but nothing was saved: disk is full"],
+        ),
+        (signal.SIGINT, ["never armed"], 130, []),
+    ],
+)
+def test_ends(signum, how, code, said):
+    assert ended(signum, *how) == (code, said)

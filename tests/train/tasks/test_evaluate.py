@@ -1,0 +1,94 @@
+"""Evaluation: every byte and token counted once, and what a window of one token means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from train.data.shards import open_corpus
+from train.engine.parallel import join
+from train.tasks import evaluate as evaluation
+from train.tasks.evaluate import evaluate
+from train.tasks.trainer import SELF_ONLY, build_model
+
+
+@pytest.fixture
+def corpus(config):
+    return open_corpus(config.data)
+
+
+def model_of(config, corpus):
+    mesh = join(config.parallel, torch.device("cpu"))
+    return build_model(config, corpus.tokenizer.get_vocab_size(), mesh), mesh
+
+
+@pytest.mark.parametrize("piece_len", [None, 50])
+def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, piece_len):
+    """Zero initialisation predicts uniformly, so the total counts the predicted tokens: 1e-6."""
+    config.data.piece_len = piece_len
+    model, mesh = model_of(config, corpus)
+    held_out = corpus.held_out
+    result = evaluate(model, held_out, config, mesh, max_bytes=None)
+    tokens = int(held_out.lengths.sum()) - len(held_out)
+    assert result.tokens == tokens
+    assert result.n_bytes == int(held_out.n_bytes.sum())
+    log_vocabulary = math.log(corpus.tokenizer.get_vocab_size())
+    expected = tokens * log_vocabulary / result.n_bytes
+    assert result.nats_per_byte == pytest.approx(expected, rel=1e-6)
+    filled = [loss for loss in result.loss_by_bucket if not math.isnan(loss)]
+    assert filled == pytest.approx([log_vocabulary] * len(filled), rel=1e-6)
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
+    """Those of evaluating it alone, to 1e-6, and together their mean by bytes; any dp."""
+    config.model.zero_init = False
+    model, mesh = model_of(config, corpus)
+    documents = corpus.held_out
+    half = len(documents) // 2
+    mixed = replace(documents, sources={"a": 1.0, "b": 5.0}, bounds=(0, half, len(documents)))
+    parts = [evaluate(model, mixed.of_source(k), config, mesh, None) for k in range(2)]
+    monkeypatch.setattr(evaluation, "sum_over_ranks", lambda mesh, values: values)
+    ranks = [replace(mesh, rank=rank, world=dp) for rank in range(dp)]
+    whole = [evaluate(model, mixed, config, rank, None) for rank in ranks]  # not yet added up
+    by_source = {
+        name: sum(result.nats_per_byte_by_source[name] for result in whole) for name in ("a", "b")
+    }
+    assert by_source == pytest.approx(
+        {"a": parts[0].nats_per_byte, "b": parts[1].nats_per_byte}, rel=1e-6
+    )
+    assert by_source["a"] != pytest.approx(by_source["b"], rel=1e-3)
+    mean = sum(part.nats_per_byte * part.n_bytes for part in parts) / whole[0].n_bytes
+    assert sum(result.nats_per_byte for result in whole) == pytest.approx(mean, rel=1e-6)
+    assert sum(result.tokens for result in whole) == sum(part.tokens for part in parts)
+
+
+def test_a_budget_takes_whole_documents(config, corpus):
+    model, mesh = model_of(config, corpus)
+    first = int(corpus.held_out.n_bytes[0])
+    result = evaluate(model, corpus.held_out, config, mesh, max_bytes=1)
+    assert result.n_bytes == first
+    assert result.tokens == int(corpus.held_out.lengths[0]) - 1
+
+
+def test_alone_a_token_sees_nothing_of_the_others(config, corpus):
+    """Exchanging a document's first words leaves its other losses bitwise the same, if alone."""
+    config.model.zero_init = False
+    model, mesh = model_of(config, corpus)
+    results = [
+        evaluate(model, corpus.held_out, config, mesh, None, w) for w in [(-1, -1), SELF_ONLY]
+    ]
+    assert results[0].tokens == results[1].tokens
+    assert results[0].nats_per_byte != results[1].nats_per_byte
+    tokens = torch.from_numpy(corpus.held_out.tokens(0, 0, 40))
+    changed = tokens.clone()
+    changed[:10] = 7
+    from ringfa3 import plan_context
+
+    for window, same in ((SELF_ONLY, True), ((-1, -1), False)):
+        plan = plan_context([0, len(tokens)], window_size=window)
+        one, two = (model.transformer(t, plan.positions, plan) for t in (tokens, changed))
+        assert torch.equal(one[10:], two[10:]) is same

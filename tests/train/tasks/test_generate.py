@@ -1,0 +1,172 @@
+"""Generation: the cache changes no token, the draw follows its definition, text comes whole."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringfa3 import plan_context
+from tests.train.jobs import HANG_S
+from train.config import GenerateConfig, ModelConfig, ParallelConfig
+from train.data.tokenizer import train_tokenizer
+from train.engine.parallel import join
+from train.model.transformer import LanguageModel, Transformer
+from train.run.run_config import read_settings
+from train.run.run_folder import RunFolder
+from train.tasks.generate import as_text, choose, continuation, probabilities
+from train.tasks.load_model import load_trained
+
+VOCABULARY = 60
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def model():
+    settings = ModelConfig(n_layers=2, dim=32, ffn_dim=48, zero_init=False)
+    return LanguageModel(Transformer(settings, VOCABULARY, seed=3), torch.float32, 64)
+
+
+def greedy(model: LanguageModel, prompt: list[int], tokens: int) -> list[int]:
+    """The most probable tokens after ``prompt``; each runs all before it through the ring layer."""
+    known = list(prompt)
+    for _ in range(tokens):
+        plan = plan_context([0, len(known)])
+        with torch.no_grad():
+            hidden = model.transformer(torch.tensor(known), plan.positions, plan)
+        logits = hidden[-1] @ model.transformer.head.T
+        logits[0] = -torch.inf
+        known.append(int(logits.argmax()))
+    return known[len(prompt) :]
+
+
+def test_greedy_with_cache_is_greedy_by_full_recomputation(model):
+    """Token for token; the reference runs all tokens again through the ring layer at each step."""
+    prompt = [0, 7, 11]
+    settings = GenerateConfig(tokens=40, temperature=0.0)
+    got = list(continuation(model, prompt, settings, sample=0, never=0))
+    assert got == greedy(model, prompt, 40)
+    assert len(set(got)) > 5
+
+
+def test_the_same_seed_writes_the_same_text(model):
+    def write(seed: int, sample: int) -> list[int]:
+        settings = GenerateConfig(tokens=20, temperature=1.0, seed=seed)
+        return list(continuation(model, [0, 5], settings, sample, never=0))
+
+    assert write(1, 0) == write(1, 0)
+    assert len({tuple(write(seed, sample)) for seed in (1, 2) for sample in (0, 1)}) == 4
+
+
+def test_the_token_that_starts_documents_is_never_written(model):
+    settings = GenerateConfig(tokens=300, temperature=50.0)  # nearly uniform over 60 tokens
+    written = list(continuation(model, [0], settings, sample=0, never=0))
+    assert 0 not in written
+    assert len(set(written)) > 40
+
+
+def direct(logits, temperature, top_k, top_p):
+    """The definition, in Python floats: softmax, the top_k, renormalise, the fewest for top_p."""
+    weights = {i: math.exp(x / temperature) for i, x in enumerate(logits)}
+    ranked = sorted(weights, key=lambda i: -weights[i])[: top_k or len(logits)]
+    total = sum(weights[i] for i in ranked)
+    kept, reached = [], 0.0
+    for i in ranked:
+        if top_p is not None and reached >= top_p:
+            break
+        kept.append(i)
+        reached += weights[i] / total
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [None, 1, 5, 1000])
+@pytest.mark.parametrize("top_p", [None, 0.3, 0.9, 1.0])
+def test_top_k_and_top_p_follow_their_definition(temperature, top_k, top_p):
+    """Against a direct computation, 1e-12, over logits that are no ties."""
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(5)).double()
+    got = probabilities(logits, temperature, top_k, top_p)
+    expected = direct(logits.tolist(), temperature, top_k, top_p)
+    assert got.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_draws_follow_the_probabilities():
+    """20,000 draws: each frequency within 5 standard deviations."""
+    logits, generator = torch.tensor([0.0, 1.0, 2.0, -1.0]), torch.Generator().manual_seed(0)
+    settings, n = GenerateConfig(temperature=1.0, top_k=3), 20_000
+    drawn = [choose(logits, settings, generator) for _ in range(n)]
+    for token, share in enumerate(probabilities(logits, 1.0, 3, None).tolist()):
+        spread = math.sqrt(n * share * (1 - share))
+        assert abs(drawn.count(token) - n * share) <= 5 * spread
+
+
+def test_pieces_of_text_are_whole_characters_and_add_up():
+    """Texts of many-byte characters, and random tokens that are no UTF-8."""
+    text = "naïve λ, 日本語 🜚 \n" * 3
+    tokenizer = train_tokenizer(["plain words only"], 300, "<|endoftext|>")
+    ids = tokenizer.encode(text).ids
+    pieces = list(as_text(tokenizer, iter(ids)))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len(pieces) > 20
+    for seed in range(200):
+        ids = random.Random(seed).choices(range(1, tokenizer.get_vocab_size()), k=30)
+        assert "".join(as_text(tokenizer, iter(ids))) == tokenizer.decode(ids)
+
+
+def test_a_run_writes_what_its_weights_say(pretrain, trained_run):
+    """Greedy text on stdout, and nothing else there, against full recomputation here."""
+    done = pretrain(
+        *("mode=generate", f"run.dir={trained_run}", "generate.temperature=0"),
+        *("generate.tokens=30", "generate.prompt='ring, attention'"),
+    )
+    assert done.returncode == 0, done.stderr
+    config = read_settings(trained_run / "config.json")
+    config.run.dir = str(trained_run)
+    mesh = join(ParallelConfig(), torch.device("cpu"))
+    trained = load_trained(config, RunFolder(config), mesh, None, print)
+    prompt = [0, *trained.tokenizer.encode("ring, attention").ids]
+    expected = greedy(trained.model, prompt, 30)
+    assert len(set(expected)) > 1  # an untrained head is zero and always says the same
+    assert done.stdout == trained.tokenizer.decode(expected) + "\n"
+    assert f"{trained.checkpoint}; a prompt of {len(prompt) - 1} tokens" in done.stderr
+
+
+def test_a_prompt_comes_from_stdin_and_samples_differ(trained_run):
+    command = [sys.executable, "train/pretrain.py", "mode=generate", f"run.dir={trained_run}"]
+    command += ["generate.prompt=-", "generate.samples=2", "generate.tokens=20"]
+    root = Path(__file__).absolute().parents[3]
+    done = subprocess.run(
+        command, input="every token", cwd=root, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sample 2 of 2" in done.stderr
+    assert len(done.stdout) > 20
+    half = len(done.stdout) // 2
+    assert done.stdout[:half] != done.stdout[half:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "said"),
+    [
+        ([], "2", "mode=generate under torchrun: one process writes text"),
+        (["model=tiny"], "1", "takes the model and its settings from the run"),
+        (["generate.checkpoint=/nowhere"], "1", "/nowhere"),
+        (["model.dim=64"], "1", "does not fit this model"),
+        (["generate.top_p=1.5"], "1", "nearest valid: generate.top_p=1"),
+    ],
+    ids=["torchrun", "group", "checkpoint", "shape", "top_p"],
+)
+def test_what_cannot_be_written_exits_2(pretrain, trained_run, monkeypatch, arguments, world, said):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    done = pretrain("mode=generate", f"run.dir={trained_run}", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+    assert done.stdout == ""

@@ -1,0 +1,262 @@
+"""Sweeps: what is refused before anything starts, what one job's end means for the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from tests.train.jobs import HANG_S
+from train.run.run_folder import RunFolder
+from train.tasks.sweep import Job, Sweep, folder_name, quoted
+
+ROOT = Path(__file__).absolute().parents[3]
+
+
+@pytest.fixture
+def settings(text_folder: Path, tmp_path: Path, tmp_path_factory) -> list[str]:
+    """A tiny model, three steps; the sweep goes to ``tmp_path/sweep``."""
+    return [
+        f"data.path={text_folder}",
+        f"data.cache_dir={tmp_path_factory.getbasetemp() / 'sweep-cache'}",
+        *("data.vocab_size=300", "data.held_out=0.2", "data.seq_len=200"),
+        *("model.dim=32", "model.ffn_dim=64", "model.n_layers=1", "optim.warmup_steps=1"),
+        *("train.steps=3", "train.eval_every=0", "train.final_eval_bytes=1", "parallel.threads=1"),
+        f"sweep.dir={tmp_path / 'sweep'}",
+    ]
+
+
+def rows(folder: Path) -> list[dict]:
+    return json.loads((folder / "sweep.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-m", "train.seeed=0,1"], "the nearest valid one is train.seed"),
+        (["-m", "train.seed=0,1", "model=tiny,tinny"], "did you mean model=tiny?"),
+        (["train.seed=0,1", "-m", "train.steps=3,many"], "valid would be train.steps=300"),
+        (["model.n_heads=4,7", "--multirun"], "nearest valid: model.n_heads=8"),
+        (["-m", "train.seed=0,1", "parallel.cp=1,2"], "parallel.cp=2"),
+        (["-m", "train.seed=0,1", "run.dir=runs/x"], "with sweep.dir"),
+        (["-m", "train.seed=0,1", "mode=generate"], "a sweep trains"),
+        (["-m", "train.seed=0,1", "hydra/launcher=basic"], "starts its jobs itself"),
+        (["train.seed=0,1"], "add -m"),
+        (["--multirn", "train.seed=0,1"], "unrecognized arguments: --multirn"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_sweep_exits_2_before_anything_starts(
+    pretrain, settings, tmp_path, arguments, said
+):
+    settings = [s for s in settings if s.partition("=")[0] not in " ".join(arguments)]
+    done = pretrain(*settings, *arguments)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+    assert done.stdout == ""
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_sweep_under_torchrun_is_told_how(pretrain, settings, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = pretrain(*settings, "-m", "train.seed=0,1")
+    assert done.returncode == 2
+    assert "sweep outside, torchrun inside" in done.stderr
+    assert "sweep.nproc_per_node=N" in done.stderr
+
+
+def test_check_mode_checks_every_job_and_starts_none(pretrain, settings, tmp_path):
+    done = pretrain(*settings, "-m", "train.seed=range(0,3)", "mode=check")
+    assert done.returncode == 0, done.stderr
+    assert "3 jobs: the settings are valid" in done.stdout
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_results_are_sorted_and_failures_are_rows(pretrain, settings, tmp_path):
+    """Two learning rates, each with a tokenizer that works and one that cannot be read.
+
+    The same command again runs only what has not finished; other settings are refused.
+    """
+    (tmp_path / "bad.json").write_text("{}")
+    sweep = [f"data.tokenizer=null,{tmp_path}/bad.json", "-m", "optim.lr=1e-3,3e-2"]
+    done = pretrain(*settings, *sweep)
+    assert done.returncode == 1, done.stderr
+    folder = tmp_path / "sweep"
+    first, second, *failed = rows(folder)
+    assert first["nats_per_byte"] < second["nats_per_byte"]
+    assert {first["choices"]["optim.lr"], second["choices"]["optim.lr"]} == {"0.001", "0.03"}
+    for row in (first, second):
+        summary = json.loads((folder / row["folder"] / "summary.json").read_text())
+        assert row["status"] == "finished"
+        assert row["nats_per_byte"] == summary["nats_per_byte"]
+        assert row["train_seconds"] == summary["train_seconds"]
+    assert [row["status"] for row in failed] == ["failed", "failed"]
+    assert all("bad.json is not a tokenizer.json" in row["error"] for row in failed)
+    assert (folder / "sweep.png").stat().st_size > 10_000
+    table = done.stdout[done.stdout.index("┏━", done.stdout.rindex("job 4 of 4")) :]
+    assert re.search(r"data\.tokeni[\s\S]*optim\.lr[\s\S]*nats per byte[\s\S]*status", table)
+    shown = [f"{row['nats_per_byte']:.4f}" for row in (first, second)]
+    assert re.findall(r"\d\.\d{4}", table) == shown
+
+    written = folder / first["folder"] / "metrics.jsonl"
+    before = written.stat().st_mtime_ns
+    again = pretrain(*settings, *sweep, "run.overwrite=true")  # replaces other runs only
+    assert again.returncode == 1
+    assert again.stdout.count("finished before") == 2
+    assert written.stat().st_mtime_ns == before
+    assert [row["status"] for row in rows(folder)] == ["finished"] * 2 + ["failed"] * 2
+
+    other = pretrain(*settings, *sweep, "data.held_out=0.3")
+    assert other.returncode == 2
+    assert re.search(r"holds (a|another) run.*data\.held_out=0\.2.*now 0\.3", other.stderr)
+    assert written.stat().st_mtime_ns == before
+
+
+def test_ctrl_c_stops_the_job_and_prints_what_is_done(settings, tmp_path):
+    settings = [s for s in settings if not s.startswith("train.steps")]
+    command = [sys.executable, "train/pretrain.py", *settings, "-m", "train.steps=2,100000,3"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "sweep" / "train.steps=100000" / "metrics.jsonl"
+    try:
+        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    statuses = {row["choices"]["train.steps"]: row["status"] for row in rows(tmp_path / "sweep")}
+    assert statuses == {"2": "finished", "100000": "stopped", "3": "waiting"}
+    assert "stopped" in said[said.rindex("┏━") :]
+    assert list((metrics.parent / "checkpoints").glob("step-*")), "nothing was saved"
+    lines = metrics.read_text().count("\n")
+    time.sleep(0.5)
+    assert metrics.read_text().count("\n") == lines, "the job still runs"
+
+
+def test_every_job_may_have_a_torchrun_of_its_own(pretrain, settings, tmp_path):
+    spread = ["sweep.nproc_per_node=2", "parallel.cp=2"]
+    done = pretrain(*settings, *spread, "-m", "train.seed=4")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "sweep" / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["cp"]) == (2, 2)
+
+
+PLUGIN = """
+import json, os
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="probe", node={"_target_": "hydra_plugins.probe.ProbeSweeper"}
+)
+
+class ProbeSweeper(Sweeper):
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments):
+        results = []
+        for lr in (0.001, 0.03):
+            job = [*arguments, f"optim.lr={lr}"]
+            (result,) = self.launcher.launch([job], initial_job_idx=len(results))
+            results.append(result.return_value)
+        with open(os.environ["PROBE"], "w") as file:
+            json.dump(results, file)
+"""
+
+
+def test_a_sweeper_of_a_plugin_gets_each_result(pretrain, settings, tmp_path, monkeypatch):
+    """One that asks for a second job once it has the first one's result."""
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "probe.py").write_text(PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PROBE", str(tmp_path / "results.json"))
+    done = pretrain(*settings, "-m", "hydra/sweeper=probe")
+    assert done.returncode == 0, done.stderr
+    got = json.loads((tmp_path / "results.json").read_text())
+    expected = {
+        row["choices"]["optim.lr"]: row["nats_per_byte"] for row in rows(tmp_path / "sweep")
+    }
+    assert got == [expected["0.001"], expected["0.03"]]
+    assert all(result > 0 for result in got)
+
+
+@pytest.fixture
+def job(config, monkeypatch) -> Job:
+    """A job of 600 steps whose process ends with 0 and does nothing."""
+    monkeypatch.setattr("train.tasks.sweep.run_process", lambda command: (0, []))
+    folder = Path(config.run.dir)
+    folder.mkdir()
+    return Job({}, folder, [], steps=600)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        None,
+        '{"steps": 300, "nats_per_byte": 1.5, "train_seconds": 2.0}',
+        '{"steps": 600, "nats',
+        "",
+    ],
+)
+def test_a_job_that_was_stopped_early_has_no_result(job, left):
+    """A summary of fewer steps, or one that is torn, is none of this job's."""
+    if left is not None:
+        (job.folder / "summary.json").write_text(left)
+    Sweep([])._run(job)
+    assert (job.status, job.nats_per_byte) == ("stopped", None)
+    assert job.error == "not complete; the same sweep goes on with it"
+
+
+def test_a_job_that_has_done_its_steps_has_one(job):
+    (job.folder / "summary.json").write_text(
+        '{"steps": 600, "nats_per_byte": 1.5, "train_seconds": 2.0}'
+    )
+    Sweep([])._run(job)
+    assert (job.status, job.nats_per_byte, job.train_seconds) == ("finished", 1.5, 2.0)
+
+
+@pytest.mark.parametrize("left", ['{"steps": 30', '{"steps": 100}'])
+def test_a_summary_that_is_torn_or_of_fewer_steps_is_not_the_end(config, left):
+    folder = RunFolder(config)
+    folder.path.mkdir()
+    folder.config.write_text(json.dumps(dataclasses.asdict(config)))
+    folder.metrics.touch()
+    folder.summary.write_text(left)
+    assert not Sweep([])._look_into(folder.path, config)
+    folder.summary.write_text(f'{{"steps": {config.train.steps}}}')
+    assert Sweep([])._look_into(folder.path, config)
+
+
+def test_folders_tell_jobs_apart():
+    plain = ["train.seed=0", "optim.lr=0.001"]
+    assert folder_name(plain) == "train.seed=0,optim.lr=0.001"
+    odd = [["data.path=/a/b"], ["data.path=/a_b"], ["data.path=_a_b"], ["x=" + "y" * 300], []]
+    names = [folder_name(choices) for choices in odd]
+    assert len(set(names)) == len(odd)
+    assert all(0 < len(name.encode()) < 200 and os.sep not in name for name in names)
+
+
+@pytest.mark.parametrize(
+    "value", ["/plain", "/with space, and='quotes'", "back\\slash", "\\'", "a\\"]
+)
+def test_quoted_values_come_back(value):
+    (override,) = OverridesParser.create().parse_overrides([f"run.dir={quoted(value)}"])
+    assert override.value() == value

@@ -1,0 +1,285 @@
+"""The trainer in process: steps that are skipped, going back, and where a run begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import sacrifice
+
+from tests.train.jobs import events, steps
+from train.config import Config, ConfigError
+from train.data.shards import open_corpus
+from train.engine.checkpoint import checkpoints_in
+from train.engine.parallel import Mesh
+from train.run.failure import LastWords
+from train.run.run_folder import RunFolder
+from train.tasks.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def config(config: Config) -> Config:
+    config.model.dim, config.model.ffn_dim, config.model.n_layers = 32, 64, 1
+    config.train.steps, config.train.eval_every, config.optim.warmup_steps = 12, 0, 2
+    config.checkpoint.every = 4
+    return config
+
+
+def make(config: Config, mesh: Mesh | None = None) -> Trainer:
+    mesh = mesh or Mesh(rank=0, world=1, cp=1, device=torch.device("cpu"))
+    words = LastWords(mesh.rank, sys.stderr)
+    return Trainer(config, open_corpus(config.data), mesh, RunFolder(config), words)
+
+
+def spoil(trainer: Trainer, wrong: dict[int, float]) -> None:
+    """Multiply the losses of the samples that begin the given steps of the stream."""
+    whole, batches = trainer.model.forward, trainer._batches
+
+    def make_batches(sample: int) -> list:
+        made = batches(sample)
+        for batch in made:
+            batches_of[id(batch)] = (batch, wrong.get(sample // trainer.mesh.dp, 1.0))
+        return made
+
+    batches_of: dict[int, tuple] = {}
+    trainer._batches = make_batches
+    trainer.model.forward = lambda batch: whole(batch) * batches_of.get(id(batch), (0, 1.0))[1]
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(config):
+    trainer = make(config)
+    spoil(trainer, {5: math.nan})
+    trainer.train()
+    trainer.close()
+    recorded = steps(Path(config.run.dir))
+    assert [loss is None for _, loss, _ in recorded] == [step == 6 for step in range(1, 13)]
+    assert "step 6 skipped (1 so far): loss is nan" in events(Path(config.run.dir))
+    assert trainer.state.guard.skipped == 1
+    assert trainer.state.samples == 12
+    assert weights(trainer).isfinite().all()
+
+
+def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[float], int, list]:
+    rank, world = group.rank(), group.size()
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    mesh = Mesh(rank, world, 2, torch.device("cpu"), group, *groups)
+    trainer = make(config, mesh)
+    before: list[torch.Tensor] = []
+    if rank == 1:
+        spoil(trainer, {3: math.inf})
+    take = trainer.step
+
+    def step(batches: list, begin: float) -> dict:
+        if trainer.state.step == 3:
+            before.append(weights(trainer))
+        record = take(batches, begin)
+        if trainer.state.step == 4:
+            before.append(weights(trainer))
+        return record
+
+    trainer.step = step
+    trainer.train()
+    trainer.close()
+    assert torch.equal(*before)  # not even the step's decay of the weights was taken
+    return weights(trainer).tolist(), trainer.state.guard.skipped, steps(Path(config.run.dir))
+
+
+def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
+    """Rank 1's losses of one step are infinite: both skip it, and stay equal to the last bit."""
+    open_corpus(config.data)
+    one, other = sacrifice(2, 20, _one_rank_is_wrong, config, limit=50)
+    assert one[0] == other[0]
+    assert all(map(math.isfinite, one[0]))
+    assert one[1] == other[1] == 1
+    assert [step for step, loss, _ in one[2] if loss is None] == [4]
+
+
+def test_ringfa3_and_sdpa_take_the_same_steps(config):
+    """float32, the same seed: loss and gradient norm of 12 steps within 1e-4 of each other."""
+    config.model.zero_init = False  # attention counts from the first step
+    folder, found = Path(config.run.dir), {}
+    for attention in ("ringfa3", "sdpa"):
+        config.train.attention, config.run.dir = attention, str(folder / attention)
+        trainer = make(config)
+        kinds = {
+            type(block.attention.attend).__name__ for block in trainer.model.transformer.blocks
+        }
+        trainer.train()
+        trainer.close()
+        found[attention] = (kinds, [step[1:] for step in steps(Path(config.run.dir))])
+    assert [kinds for kinds, _ in found.values()] == [{"RingFA3Attention"}, {"SdpaAttention"}]
+    ours, theirs = (torch.tensor(numbers) for _, numbers in found.values())
+    assert len(ours) == 12
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+
+
+def test_too_many_skips_lead_back_and_past_the_data(config):
+    """Samples 5, 6 and 7 are bad: back to step 4, and on with sample 8."""
+    config.guard.patience = 3
+    trainer = make(config)
+    used = []
+    spoil(trainer, {5: math.nan, 6: math.nan, 7: math.nan})
+    make_batches = trainer._batches
+    trainer._batches = lambda sample: used.append(sample) or make_batches(sample)
+    trainer.train()
+    trainer.close()
+    folder = Path(config.run.dir)
+    assert [step for step, _, _ in steps(folder)] == list(range(1, 13))
+    assert all(loss is not None for _, loss, _ in steps(folder))
+    back = "3 steps in a row were skipped: back from step 8 to step-00000004, and on with the data"
+    assert any(event.startswith(back) for event in events(folder))
+    assert trainer.state.samples == 16
+    assert trainer.state.guard.skipped == 3
+    assert [sample for sample in used if sample > 8][-1] == 15
+    assert used.count(8) == 2  # once read ahead, once used
+
+
+def test_a_spike_is_skipped(config):
+    config.guard.sigma, config.guard.window = 5.0, 4
+    trainer = make(config)
+    spoil(trainer, {9: 1e3})
+    trainer.train()
+    trainer.close()
+    (event,) = [e for e in events(Path(config.run.dir)) if "skipped" in e]
+    assert event.startswith("step 10 skipped (1 so far): loss ")
+    assert "is a spike" in event
+
+
+@pytest.mark.parametrize(("every", "patience"), [(0, 2), (4, 2), (1, 3), (2, 5)])
+def test_a_run_that_cannot_get_better_ends_with_advice(config, every, patience):
+    """Also where a checkpoint would be due in the middle of the skipped steps."""
+    config.guard.patience, config.checkpoint.every = patience, every
+    config.train.steps = 50
+    trainer = make(config)
+    spoil(trainer, dict.fromkeys(range(5, 99), math.nan))
+    why = "going back has not helped" if every else "there is no checkpoint"
+    with pytest.raises(
+        RuntimeError, match=f"{patience} steps in a row were skipped and {why}; look at"
+    ):
+        trainer.train()
+    trainer.close()
+
+
+def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
+    trainer = make(config)
+    trainer.train()
+    trainer.close()
+    other = make(config)
+    assert other.state.step == 12
+    assert other.state.facts() == trainer.state.facts()
+    tensors, loaded = trainer.state.tensors(), other.state.tensors()
+    assert any("exp_avg_sq" in name for name in tensors)
+    assert tensors.keys() == loaded.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, loaded[name]), name
+    other.close()
+
+
+def test_a_new_run_takes_the_whole_state_or_the_weights_of_another(config, tmp_path):
+    trainer = make(config)
+    trainer.train()
+    trainer.close()
+    old = config.run.dir
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=f"{old}-2"))
+    config.checkpoint = dataclasses.replace(config.checkpoint, resume=old)
+    heir = make(config)
+    heir.close()
+    assert heir.state.step == 12
+    assert torch.equal(weights(heir), weights(trainer))
+    config.run.dir, config.checkpoint.resume, config.checkpoint.init_from = f"{old}-3", "auto", old
+    novice = make(config)
+    novice.close()
+    assert (novice.state.step, novice.state.samples) == (0, 0)
+    assert torch.equal(weights(novice), weights(trainer))
+    assert not any(t.any() for n, t in novice.state.tensors().items() if n.startswith("optimizer"))
+
+
+def test_another_corpus_is_refused_but_not_for_its_weights(config):
+    trainer = make(config)
+    trainer.train()
+    trainer.close()
+    config.data.held_out = 0.3
+    with pytest.raises(ConfigError, match=r"holds another run, with data\.held_out=0\.2"):
+        make(config)
+    origin = config.run.dir
+    config.run.dir += "-2"
+    config.checkpoint.resume = origin
+    with pytest.raises(ConfigError, match=r"another stream .* corpus=.*checkpoint\.init_from"):
+        make(config)
+    config.data.held_out, config.train.seed = 0.2, 5
+    with pytest.raises(ConfigError, match=r"another stream .* train\.seed=0 \(now 5\)"):
+        make(config)
+    config.checkpoint.resume, config.checkpoint.init_from = "auto", origin
+    make(config).close()
+
+
+def test_another_model_is_refused(config):
+    make(config).train()
+    origin = config.run.dir
+    config.run.dir += "-2"
+    config.checkpoint.init_from = origin
+    config.model.ffn_dim = 48
+    with pytest.raises(ConfigError, match=r"does not fit this model: .*\[64, 32\] there"):
+        make(config)
+
+
+def test_overwriting_begins_anew(config):
+    make(config).train()
+    config.run.overwrite = True
+    going_on = make(config)
+    assert going_on.state.step == 12  # a run that was stopped is never thrown away unasked
+    going_on.close()
+    config.optim.lr /= 2
+    trainer = make(config)
+    assert trainer.state.step == 0
+    assert not checkpoints_in(trainer.folder.checkpoints)
+    assert steps(Path(config.run.dir)) == []
+    trainer.close()
+
+
+def test_a_run_with_nothing_but_damaged_checkpoints_is_left_to_people(config):
+    make(config).train()
+    for path in checkpoints_in(RunFolder(config).checkpoints).values():
+        (path / ".metadata").unlink()
+    for _ in range(2):  # the second time they have been set aside
+        with pytest.raises(ConfigError, match="every checkpoint of this run is damaged"):
+            make(config)
+    assert steps(Path(config.run.dir))[-1][0] == 12
+
+
+def test_a_run_whose_last_step_cannot_be_saved_is_not_complete(config):
+    trainer = make(config)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    steps_of, limit = trainer.step, (20_000, before[1])  # more than the metrics, less than weights
+
+    def step(batches: list, begin: float) -> dict:
+        if trainer.state.step == 4:
+            trainer.checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        return steps_of(batches, begin)
+
+    trainer.step = step
+    try:
+        with pytest.raises(RuntimeError, match=r"step 12 could not be saved, .* of step 4;"):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    trainer.close()
+    assert not trainer.folder.summary.exists()
+    again = make(config)
+    assert again.state.step == 4
+    again.train()
+    again.close()
+    assert [step for step, _, _ in steps(Path(config.run.dir))] == list(range(1, 13))

@@ -1,0 +1,81 @@
+"""A rank's share of a sample, made ahead of its use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ringfa3 import plan_context
+from train.data.samples import IGNORED, Sample
+from train.engine.parallel import Mesh
+from train.model.loss import position_buckets
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The local tokens of a sample, each tensor (t,) int64 with t = ``plan.local_tokens`` >= 0.
+
+    ``positions`` count from the start of the token's piece, ``buckets`` are their powers of two.
+    ``n_valid`` local tokens have a label.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    buckets: Tensor
+    plan: Any
+    n_valid: int
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its tensors on ``device``; the plan stays on the host."""
+        if device.type == "cpu":
+            return self
+        tensors = (self.tokens, self.labels, self.positions, self.buckets)
+        moved = (tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+        return Batch(*moved, plan=self.plan, n_valid=self.n_valid)
+
+
+def make_batch(
+    sample: Sample, mesh: Mesh, layout: str, window_size: tuple[int, int] = (-1, -1)
+) -> Batch:
+    """This rank's shard of ``sample``, with the plan of its causal attention.
+
+    The labels were shifted in the whole sample: no rank needs a neighbour's first token.
+    """
+    plan = plan_context(
+        sample.cu_seqlens,
+        group=mesh.cp_group,
+        layout=layout,
+        causal=True,
+        window_size=window_size,
+    )
+    labels = plan.shard(torch.from_numpy(sample.labels))
+    return Batch(
+        tokens=plan.shard(torch.from_numpy(sample.tokens)),
+        labels=labels,
+        positions=plan.positions,
+        buckets=position_buckets(plan.positions),
+        plan=plan,
+        n_valid=int((labels != IGNORED).sum()),
+    )
+
+
+def ahead(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
+    """``make(start)`` to ``make(stop - 1)``, each begun in a thread while the last is in use.
+
+    An exception in ``make`` is raised where its result is asked for.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
+        submitted = (thread.submit(make, index) for index in range(start, stop))
+        following = next(submitted, None)
+        while following is not None:
+            current = following.result()
+            following = next(submitted, None)
+            yield current

@@ -1,0 +1,185 @@
+"""Text on disk -> named documents, split into training and held out.
+
+A document is a file of text, a line of a ``.jsonl`` or a row of a ``.parquet``. Which split it
+belongs to depends on nothing but its name (the path below its source's folder, and the line), so it
+stays there when others come or go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.config import SOURCES, ConfigError, DataConfig
+from train.data.formats import WHOLE_FILE, Keys, read_texts, require_readers
+
+# Parts of the standard library that not every installation has (tests, and what Linux distributions
+# package on their own), so that all installations of one Python version hold the same corpus; and
+# pydoc_data, a single generated file of prose, larger than any ten of the others.
+STDLIB_EXCLUDED_FOLDERS = frozenset(
+    [
+        *("site-packages", "dist-packages", "__pycache__", "__phello__"),
+        *("test", "tests", "idle_test", "idlelib", "tkinter", "turtledemo"),
+        *("lib2to3", "distutils", "ensurepip", "macholib", "pydoc_data"),
+    ]
+)
+STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "sitecustomize.py", "_distutils_system_mod.py")
+
+ANY_NAME = ("utf-8", "surrogateescape")  # file names need not be UTF-8
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where text comes from: an entry of ``data.sources``, or a path (``name`` is empty).
+
+    ``path`` None is the standard library of the running Python. ``path_key`` is the setting that
+    the path is from, ``section`` the one that has ``pattern`` and ``text_field``.
+    """
+
+    name: str
+    path: str | None
+    pattern: str
+    text_field: str
+    weight: float
+    path_key: str
+
+    @property
+    def section(self) -> str:
+        """The section of the settings that says how it is read."""
+        return f"{SOURCES}.{self.name}" if self.name else "data"
+
+    @property
+    def keys(self) -> Keys:
+        """The settings to name where a file of it cannot be used."""
+        return Keys(self.path_key, f"{self.section}.text_field")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of a source. ``name`` is its path relative to the source, with forward slashes."""
+
+    source: Source
+    path: Path
+    name: str
+
+    @property
+    def label(self) -> str:
+        """``name`` with the name of its source."""
+        return f"{self.source.name}/{self.name}" if self.source.name else self.name
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, the file and the row (``WHOLE_FILE``, or from 1) it is from, its UTF-8 bytes."""
+
+    file: TextFile
+    row: int
+    text: str
+    n_bytes: int
+
+    @property
+    def name(self) -> str:
+        """What decides on its split."""
+        return place(self.file.name, self.row)
+
+
+def place(file: str, row: int) -> str:
+    """A document's name: that of its file, and the row where the file holds several."""
+    return file if row == WHOLE_FILE else f"{file}:{row}"
+
+
+def sources_of(data: DataConfig, path_key: str = "data.path") -> list[Source]:
+    """The sources in the order of their names; one without a name for ``data.path``.
+
+    ``path_key`` is the setting that ``data.path`` is from, where it is another.
+    """
+    if not data.sources:
+        return [Source("", data.path, data.pattern, data.text_field, 1.0, path_key)]
+    return [
+        Source(
+            name=name,
+            path=source.path,
+            pattern=source.pattern or data.pattern,
+            text_field=source.text_field or data.text_field,
+            weight=source.weight,
+            path_key=f"{SOURCES}.{name}.path",
+        )
+        for name, source in sorted(data.sources.items())
+    ]
+
+
+def find_files(data: DataConfig, path_key: str = "data.path") -> list[TextFile]:
+    """The files of all sources, each source's in the order of their names.
+
+    ``ConfigError`` for a source without any, and for a format whose reader is not installed.
+    """
+    files = [file for source in sources_of(data, path_key) for file in _files_of(source)]
+    require_readers([file.path for file in files])
+    return files
+
+
+def _files_of(source: Source) -> list[TextFile]:
+    if source.path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = [p for p in root.rglob("*.py") if _in_stdlib_corpus(p.relative_to(root))]
+    else:
+        root = Path(source.path).expanduser().absolute()
+        paths = [root] if root.is_file() else _matching(root, source)
+        root = root.parent if root.is_file() else root
+        paths = [p for p in paths if not _hidden(p.relative_to(root))]
+    if not paths:
+        raise ConfigError(
+            f"{source.path_key}={source.path} holds no file that fits {source.pattern}"
+        )
+    files = [TextFile(source, path, path.relative_to(root).as_posix()) for path in paths]
+    return sorted(files, key=lambda file: file.name)
+
+
+def _matching(root: Path, source: Source) -> list[Path]:
+    try:
+        return [path for path in root.glob(source.pattern) if path.is_file()]
+    except (NotImplementedError, ValueError) as error:  # an absolute or an empty pattern
+        raise ConfigError(
+            f"{source.section}.pattern={source.pattern}: {error}; it is relative to "
+            f"{source.path_key}, for example **/*.txt"
+        ) from None
+
+
+def _in_stdlib_corpus(path: Path) -> bool:
+    folders = path.parts[:-1]
+    return (
+        not STDLIB_EXCLUDED_FOLDERS.intersection(folders)
+        and not any(folder.startswith("config-") for folder in folders)
+        and not path.name.startswith(STDLIB_EXCLUDED_FILES)
+    )
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def fingerprint(files: list[TextFile]) -> str:
+    """A hash of the names, sizes and modification times of the files; reads none of them."""
+    digest = hashlib.sha256()
+    for file in files:
+        stat = file.path.stat()
+        settings = f"{file.source.name}\0{file.source.text_field}\0{file.name}"
+        digest.update(f"{settings}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(*ANY_NAME))
+    return digest.hexdigest()
+
+
+def read_documents(
+    file: TextFile, at: Callable[[int], None] = lambda n_bytes: None
+) -> Iterator[Document]:
+    """The documents of one file. It raises what ``train.data.formats.read_texts`` does."""
+    for row, text, n_bytes in read_texts(file.path, file.source.text_field, file.source.keys, at):
+        yield Document(file, row, text, n_bytes)
+
+
+def is_held_out(name: str, share: float) -> bool:
+    """Whether the document of this name is in the held-out ``share`` (0 to 1) of the corpus."""
+    hashed = int.from_bytes(hashlib.sha256(name.encode(*ANY_NAME)).digest()[:8], "big")
+    return hashed < share * 2**64

@@ -1,0 +1,220 @@
+"""Tokenised documents on disk: token files, and an index of the documents in them.
+
+    <split>/index.npz  00000.bin  00001.bin ...
+
+Tokens are read with ``pread``, not mapped: a file that shrinks or a disk that fails while training
+is then an exception that names the document, where a mapping would end the process.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.corpus import place
+from train.data.manifest import DamagedError
+
+SHARD_TOKENS = 2**27
+OPEN_FILES = 256
+DTYPES = ("uint16", "uint32")
+COLUMNS = ("shard", "start", "lengths", "n_bytes", "origin", "row")
+
+
+class DocumentError(RuntimeError):
+    """A document that cannot be tokenised or read; the message names it."""
+
+    def __init__(self, document: str, problem: str) -> None:
+        super().__init__(f"document {document}: {problem}")
+
+
+class TokenFile:
+    """The tokens of a file, read slice by slice from any thread."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], tokens: int) -> None:
+        self.path, self.dtype, self.tokens = path, dtype, tokens
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def __getitem__(self, key: slice) -> NDArray[Any]:
+        """Tokens ``[key.start, key.stop)``; ``OSError`` or ``DamagedError`` when they are gone."""
+        found = np.empty(key.stop - key.start, self.dtype)
+        wanted, position = memoryview(found).cast("B"), key.start * self.dtype.itemsize
+        file = _opened(self.path)
+        while wanted:
+            n = os.preadv(file.fileno(), [wanted], position)
+            if n == 0:
+                raise DamagedError(self.path, f"ends at byte {position}, inside the document")
+            wanted, position = wanted[n:], position + n
+        return found
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _opened(path: Path) -> FileIO:
+    return FileIO(path)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """One split of a tokenised corpus. Every document starts with the BOS token.
+
+    Of each document, (n,) integers: ``shard`` and ``start``, where its tokens are; ``lengths``,
+    tokens, BOS included; ``n_bytes`` of UTF-8; ``origin`` (into ``files``) and ``row``, where its
+    text came from.
+    ``sources`` are their names and weights; the documents of source k are ``bounds[k]`` to
+    ``bounds[k + 1] - 1``.
+    """
+
+    shards: Sequence[TokenFile | NDArray[Any]]
+    shard: NDArray[np.integer[Any]]
+    start: NDArray[np.integer[Any]]
+    lengths: NDArray[np.integer[Any]]
+    n_bytes: NDArray[np.integer[Any]]
+    origin: NDArray[np.integer[Any]]
+    row: NDArray[np.integer[Any]]
+    files: Sequence[str]
+    sources: dict[str, float]
+    bounds: tuple[int, ...]
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def name(self, document: int) -> str:
+        """The file of a document, with its source, and the row where the file holds several."""
+        return place(self.files[self.origin[document]], int(self.row[document]))
+
+    def tokens(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of a document; ``stop`` may exceed its length.
+
+        ``DocumentError`` when they cannot be read or are no tokens of the vocabulary.
+        """
+        base = int(self.start[document])
+        stop = min(stop, int(self.lengths[document]))
+        try:
+            ids = self.shards[self.shard[document]][base + start : base + stop].astype(np.int64)
+        except (OSError, DamagedError) as error:
+            raise DocumentError(self.name(document), str(error)) from error
+        if ids.size and ids.max() >= self.vocab_size:
+            problem = f"token {ids.max()} is not in the vocabulary of {self.vocab_size}"
+            raise DocumentError(self.name(document), problem)
+        return ids
+
+    def of_source(self, number: int) -> Documents:
+        """The documents of one source, numbered from 0."""
+        first, stop = self.bounds[number], self.bounds[number + 1]
+        columns = {name: getattr(self, name)[first:stop] for name in COLUMNS}
+        kept = {"files": self.files, "vocab_size": self.vocab_size, "shards": self.shards}
+        source, weight = list(self.sources.items())[number]
+        return Documents(**columns, **kept, sources={source: weight}, bounds=(0, stop - first))
+
+
+class SplitWriter:
+    """Writes the documents of one split: token files of about ``shard_tokens`` and the index."""
+
+    def __init__(
+        self, folder: Path, dtype: np.dtype[Any], bos: int, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
+        folder.mkdir()
+        self.folder, self.dtype, self.bos, self.shard_tokens = folder, dtype, bos, shard_tokens
+        self._columns = {name: array("q") for name in COLUMNS}
+        self._shards = 0
+        self._written = 0
+        self._file = (folder / "00000.bin").open("wb")
+
+    def __len__(self) -> int:
+        return len(self._columns["lengths"])
+
+    def add(self, ids: list[int], n_bytes: int, origin: int, row: int) -> None:
+        """Append a document: BOS and ``ids``. A document never straddles two token files.
+
+        ``origin`` is the number of its file and never falls from one call to the next.
+        """
+        if self._written >= self.shard_tokens:
+            self._file.close()
+            self._shards, self._written = self._shards + 1, 0
+            self._file = (self.folder / f"{self._shards:05d}.bin").open("wb")
+        self._file.write(np.array([self.bos, *ids], self.dtype).tobytes())
+        values = (self._shards, self._written, len(ids) + 1, n_bytes, origin, row)
+        for name, value in zip(COLUMNS, values, strict=True):
+            self._columns[name].append(value)
+        self._written += len(ids) + 1
+
+    def close(self) -> None:
+        """Complete the files; nothing may be added after."""
+        self._file.close()
+        columns = {name: np.array(values, np.int64) for name, values in self._columns.items()}
+        np.savez(self.folder / "index.npz", **columns)
+
+
+def open_split(
+    folder: Path,
+    sizes: Sequence[int],
+    dtype_name: str,
+    vocab_size: int,
+    files: dict[str, list[str]],
+    weights: dict[str, float],
+) -> Documents:
+    """One split, its index checked against all that it points to; ``DamagedError`` where it errs.
+
+    ``sizes`` are those of the token files ``00000.bin``, ``00001.bin``, ... in bytes; ``files`` are
+    the names of each source's files, in the order in which the index counts them, and ``weights``
+    the weight of each source.
+    """
+    if dtype_name not in DTYPES:
+        raise DamagedError(folder, f"holds tokens of type {dtype_name}; known: {DTYPES}")
+    dtype = np.dtype(dtype_name)
+    shards = []
+    for number, size in enumerate(sizes):
+        path = folder / f"{number:05d}.bin"
+        if size % dtype.itemsize:
+            raise DamagedError(path, f"has {size} bytes, not a multiple of {dtype.itemsize}")
+        shards.append(TokenFile(path, dtype, size // dtype.itemsize))
+    labelled = [(source, name) for source, names in files.items() for name in names]
+    first_file = np.cumsum([0, *(len(names) for names in files.values())])
+    columns = _read_index(folder / "index.npz", shards, n_files=len(labelled))
+    return Documents(
+        **columns,
+        shards=shards,
+        files=[f"{source}/{name}" if source else name for source, name in labelled],
+        sources={source: weights[source] for source in files},
+        bounds=tuple(np.searchsorted(columns["origin"], first_file).tolist()),
+        vocab_size=vocab_size,
+    )
+
+
+def _read_index(path: Path, shards: list[TokenFile], n_files: int) -> dict[str, NDArray[np.int64]]:
+    try:
+        with np.load(path, allow_pickle=False) as index:
+            columns = {name: index[name] for name in COLUMNS}
+    except Exception as error:  # numpy and zipfile raise whatever the bytes lead them to
+        raise DamagedError(path, f"cannot be read: {error}") from None
+    shape = columns["lengths"].shape
+    for name, column in columns.items():
+        if column.dtype != np.int64 or column.shape != shape or column.ndim != 1 or not len(column):
+            found = f"{column.dtype} {column.shape}"
+            raise DamagedError(path, f"has {name} of {found}, not int64 of one length above 0")
+    shard, start, lengths = columns["shard"], columns["start"], columns["lengths"]
+    _require(path, (shard >= 0) & (shard < len(shards)), "is in no token file")
+    room = np.array([len(file) for file in shards])[shard]
+    _require(path, (start >= 0) & (start <= room), "starts outside of its token file")
+    _require(path, (lengths >= 1) & (lengths <= room - start), "ends outside of its token file")
+    _require(path, columns["n_bytes"] >= 1, "has no bytes")
+    _require(path, (columns["origin"] >= 0) & (columns["origin"] < n_files), "is of no file")
+    _require(path, np.diff(columns["origin"], prepend=0) >= 0, "is out of the order of the files")
+    _require(path, columns["row"] >= 0, "is of no row")
+    return columns
+
+
+def _require(path: Path, holds: NDArray[np.bool_], problem: str) -> None:
+    if not holds.all():
+        raise DamagedError(path, f"says that document {int(np.argmin(holds))} {problem}")

@@ -1,0 +1,93 @@
+"""Mixing sources by weight: a closed form of whose sample comes when.
+
+The stream of samples is cut into blocks in which every source has at least one. After ``n`` whole
+blocks each source has had its share of all samples, rounded by largest remainder: what a block
+rounds away is made up for by the next, and no source is ever more than one sample off there. Inside
+a block the sources are permuted by (seed, block). So the sample's number decides on its source and
+on its place in that source's own stream, and there is no state to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.documents import Documents
+from train.data.samples import Sample, TrainingSamples
+
+LEAST_BLOCK = 64  # samples
+ORDER = 1  # sets this use of a seed apart from the order of the pieces in an epoch
+
+
+class Samples(Protocol):
+    """An endless stream of samples, each a pure function of its number."""
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class Mixture:
+    """Which source sample ``i`` >= 0 belongs to, and its number in the stream of that source."""
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        exact = [Fraction(weight) for weight in weights]
+        self.shares = [weight / sum(exact) for weight in exact]
+        # Rounding gives or takes less than one sample at either end of a block.
+        self.block = max(LEAST_BLOCK, -(-2 // min(self.shares)))
+        self.seed = seed
+        self._block = lru_cache(maxsize=8)(self._order)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """``(source, number)`` of a sample."""
+        block, place = divmod(index, self.block)
+        order, numbers = self._block(block)
+        return int(order[place]), int(numbers[place])
+
+    def before(self, block: int) -> list[int]:
+        """Samples of each source before ``block``: its share of all, rounded."""
+        quotas = [share * self.block * block for share in self.shares]
+        counts = [int(quota) for quota in quotas]
+        by_remainder = sorted(range(len(counts)), key=lambda k: (counts[k] - quotas[k], k))
+        for source in by_remainder[: self.block * block - sum(counts)]:
+            counts[source] += 1
+        return counts
+
+    def _order(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The source of each sample of a block, and its number in that source's stream."""
+        first, stop = np.array(self.before(block)), np.array(self.before(block + 1))
+        order = np.repeat(np.arange(len(first)), stop - first)
+        order = np.random.default_rng([self.seed, block, ORDER]).permutation(order)
+        numbers = np.empty_like(order)
+        for source, number in enumerate(first):
+            own = order == source
+            numbers[own] = number + np.arange(own.sum())
+        return order, numbers
+
+
+class MixedSamples:
+    """The endless stream of training samples of several sources; every sample is of one."""
+
+    def __init__(self, streams: Sequence[Samples], mixture: Mixture) -> None:
+        self.streams, self.mixture = streams, mixture
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample ``index`` >= 0 of the stream."""
+        source, number = self.mixture.locate(index)
+        return self.streams[source][number]
+
+
+def training_samples(
+    documents: Documents, seq_len: int, piece_len: int | None, seed: int
+) -> Samples:
+    """The stream of training samples of all sources, mixed by their weights."""
+    streams = [
+        TrainingSamples(documents.of_source(number), seq_len, piece_len, seed)
+        for number in range(len(documents.sources))
+    ]
+    if len(streams) == 1:
+        return streams[0]
+    return MixedSamples(streams, Mixture(list(documents.sources.values()), seed))

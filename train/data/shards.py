@@ -1,0 +1,217 @@
+"""A corpus, tokenised once per host and kept in the cache.
+
+It is made under a lock in a temporary folder that is renamed when complete: a folder that exists is
+complete. Its name hashes the files and every setting that changes a token. Before anything in it is
+used, all of it is checked: the files against the manifest, the indices against the files.
+
+    <key>/manifest.json  tokenizer.json  files.json  {train,held_out}/...  (see documents.py)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+
+from train.config import ConfigError, DataConfig
+from train.data import corpus
+from train.data.documents import DocumentError, Documents, SplitWriter, open_split
+from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
+from train.data.tokenizer import bos_id, encode, load_tokenizer, train_tokenizer
+
+FORMAT = 2  # of everything in the folder; part of its name
+SPLITS = ("train", "held_out")
+BATCH_DOCUMENTS = 64
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised corpus. ``digest`` identifies its contents, on whatever host it was made."""
+
+    train: Documents
+    held_out: Documents
+    tokenizer: Tokenizer
+    digest: str
+
+
+def open_corpus(data: DataConfig) -> Corpus:
+    """The tokenised corpus of these settings, made first where the cache does not hold it.
+
+    Any number of processes may call this at once: one of each host tokenises, showing its progress,
+    and the others wait.
+    """
+    files = corpus.find_files(data)
+    cache = Path(data.cache_dir).expanduser()
+    folder = cache / cache_key(data, files)
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            _build(data, files, folder)
+    weights = {source.name: source.weight for source in corpus.sources_of(data)}
+    return load_corpus(folder, weights, checksums=data.verify)
+
+
+def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
+    """Twenty hexadecimal digits that differ whenever a token of the corpus could."""
+    tokenizer = Path(data.tokenizer).expanduser().read_bytes() if data.tokenizer else b""
+    settings = [
+        FORMAT,
+        corpus.fingerprint(files),
+        hashlib.sha256(tokenizer).hexdigest(),
+        data.vocab_size if data.tokenizer is None else None,
+        data.bos_token,
+        data.held_out,
+    ]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
+
+
+def load_corpus(folder: Path, weights: dict[str, float], checksums: bool) -> Corpus:
+    """Open a tokenised corpus; ``DamagedError`` with the remedy when it is not what was written.
+
+    Sizes are always compared, checksums of the token files only with ``checksums``. ``weights`` are
+    those of the sources, by name; they change no token.
+    """
+    try:
+        manifest = verify(folder, lambda name: checksums or not name.endswith(".bin"))
+        return _open(folder, manifest, weights)
+    except DamagedError as error:
+        remedy = f"delete {folder} and start again to rebuild it"
+        raise DamagedError(error.path, f"{error.problem}; {remedy}") from None
+
+
+def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus:
+    facts = manifest.facts
+    if facts.get("format") != FORMAT:
+        raise DamagedError(folder, f"has format {facts.get('format')}, not {FORMAT}")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    files = json.loads((folder / "files.json").read_text())
+    if set(files) != set(weights):
+        raise DamagedError(folder / "files.json", f"is of the sources {', '.join(files)}")
+    splits = []
+    for split in SPLITS:
+        sizes = []
+        while entry := manifest.files.get(f"{split}/{len(sizes):05d}.bin"):
+            sizes.append(entry.size)
+        vocab_size = tokenizer.get_vocab_size()
+        splits.append(open_split(folder / split, sizes, facts["dtype"], vocab_size, files, weights))
+    content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
+    digest = hashlib.sha256(content.encode()).hexdigest()[:20]
+    return Corpus(*splits, tokenizer=tokenizer, digest=digest)
+
+
+def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
+    """Tokenise ``files`` into ``folder``, which appears only when it is complete.
+
+    Hosts that share the cache may not see each other's locks: each has a temporary folder of its
+    own, and the first to finish wins.
+    """
+    temporary = folder.with_name(f"{folder.name}.{socket.gethostname()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # what a killed build left; the lock is ours
+    temporary.mkdir()
+    try:
+        _write(data, files, temporary, Console(markup=False, highlight=False))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+        sync_folder(folder.parent)
+    except ConfigError as error:
+        error.found_by_all = False
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console: Console) -> None:
+    total = sum(file.path.stat().st_size for file in files)
+    unreadable: set[Path] = set()
+    with Progress(console=console, transient=True) as progress:
+        passes = 1 if data.tokenizer else 2
+        task = progress.add_task("Tokenising the corpus", total=total * passes)
+        done = 0
+
+        def show(n_bytes: int) -> None:
+            progress.update(task, completed=done + n_bytes)
+
+        def documents() -> Iterator[tuple[int, corpus.Document]]:
+            nonlocal done
+            for number, file in enumerate(files):
+                try:
+                    for document in corpus.read_documents(file, show):
+                        yield number, document
+                except UnicodeDecodeError:
+                    unreadable.add(file.path)
+                done += file.path.stat().st_size
+
+        if data.tokenizer:
+            tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
+        else:
+            training = (
+                d.text for _, d in documents() if not corpus.is_held_out(d.name, data.held_out)
+            )
+            tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+        _write_splits(data, documents(), folder, tokenizer, dtype)
+    for path in sorted(unreadable):
+        console.print(f"left out, not UTF-8: {path}", soft_wrap=True)
+    by_source = groupby(files, key=lambda file: file.source.name)
+    names = {source: [file.name for file in own] for source, own in by_source}
+    (folder / "files.json").write_text(json.dumps(names))
+    write_manifest(folder, {"format": FORMAT, "dtype": dtype.name})
+
+
+def _write_splits(
+    data: DataConfig,
+    documents: Iterator[tuple[int, corpus.Document]],
+    folder: Path,
+    tokenizer: Tokenizer,
+    dtype: np.dtype[Any],
+) -> None:
+    bos = bos_id(tokenizer, data.bos_token)
+    writers = {split: SplitWriter(folder / split, dtype, bos) for split in SPLITS}
+    counts = {(s.name, split): 0 for s in corpus.sources_of(data) for split in SPLITS}
+    while batch := list(islice(documents, BATCH_DOCUMENTS)):
+        encoded = _encode(tokenizer, [document for _, document in batch])
+        for (number, document), ids in zip(batch, encoded, strict=True):
+            split = SPLITS[corpus.is_held_out(document.name, data.held_out)]
+            writers[split].add(ids, document.n_bytes, number, document.row)
+            counts[document.file.source.name, split] += 1
+    for (source, split), count in counts.items():
+        if not count:
+            n = sum(counts[source, s] for s in SPLITS)
+            of_source = f" of data.sources.{source}" if source else ""
+            raise ConfigError(
+                f"data.held_out={data.held_out} leaves the split {split}{of_source} empty ({n} "
+                f"documents in all); add documents (a long file can be cut into several) or change "
+                f"the share"
+            )
+    for writer in writers.values():
+        writer.close()
+
+
+def _encode(tokenizer: Tokenizer, batch: list[corpus.Document]) -> list[list[int]]:
+    """Token ids of each document; ``DocumentError`` names one that cannot be tokenised."""
+    try:
+        return encode(tokenizer, [document.text for document in batch])
+    except Exception:  # the library raises nothing more specific, and does not say for which text
+        for document in batch:
+            try:
+                encode(tokenizer, [document.text])
+            except Exception as error:
+                name = corpus.place(document.file.label, document.row)
+                raise DocumentError(name, f"cannot be tokenised: {error}") from error
+        raise

@@ -1,0 +1,345 @@
+"""Checkpoints: written beside training, verified before they are read, kept by a rule.
+
+    <run>/checkpoints/step-00000100/    manifest.json  .metadata  __<rank>_0.distcp ...
+
+The files are torch.distributed.checkpoint's, so any number of ranks reads what any other has
+written. A folder of that name is complete: it is written under another one, gets its manifest and
+is renamed. Everything but tensors is in the manifest, as JSON. The tensor files are read as tensors
+only; ``.metadata`` is a pickle of torch's, which could run code, and so is read only from folders
+that belong to the user.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from train.config import ConfigError
+from train.data.manifest import (
+    DamagedError,
+    Manifest,
+    read_manifest,
+    sync_folder,
+    verify,
+    write_manifest,
+)
+from train.engine.parallel import Mesh
+
+# One process alone saves and loads without a process group, on purpose.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+PREFIX = "step-"
+DAMAGED = "damaged-"
+OTHERS_WRITE = 0o022
+SEEN_S = 10.0  # until a new file is seen by every host that shares its folder
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """The checkpoints of ``folder`` by their step, oldest first, none of them looked into."""
+    found = {}
+    for path in folder.glob(f"{PREFIX}*"):
+        number = path.name.removeprefix(PREFIX)
+        if number.isdigit() and path.is_dir():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def newest_good(folder: Path, say: Callable[[str], None], own: bool = False) -> Path | None:
+    """The newest checkpoint of ``folder`` whose every file is what was written; None without one.
+
+    ``say`` is told what is wrong with a damaged one. One of the ``own`` run is renamed, so that it
+    is never met again. Raises ``ConfigError`` for one that somebody else could have written.
+    """
+    for path in reversed(checkpoints_in(folder).values()):
+        try:
+            verify(path)
+        except DamagedError as error:
+            if not own:
+                say(f"damaged checkpoint passed over: {error}")
+                continue
+            aside = path.with_name(f"{DAMAGED}{path.name}-{time.time_ns()}")
+            path.rename(aside)
+            say(f"checkpoint set aside as {aside.name}: {error}")
+            continue
+        require_own(path)
+        return path
+    return None
+
+
+def require_own(path: Path) -> None:
+    """Raise ``ConfigError`` unless ``path`` is the user's, and others cannot write to it."""
+    for part in (path, path / ".metadata"):
+        stat = part.stat()
+        if stat.st_uid != os.geteuid() or stat.st_mode & OTHERS_WRITE:
+            why = (
+                "others may write to it" if stat.st_mode & OTHERS_WRITE else f"user {stat.st_uid}'s"
+            )
+            raise ConfigError(
+                f"checkpoint {part}: {why}; its metadata is a pickle, which can run code, so it "
+                f"must be yours alone: copy it, or chown and chmod go-w it, if you trust its origin"
+            )
+
+
+def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
+    """The verified checkpoint that ``path`` means: itself, or the newest good one of a run folder.
+
+    Raises ``ConfigError`` when there is none.
+    """
+    if path.name.removeprefix(PREFIX).isdigit() and path.is_dir():
+        try:
+            verify(path)
+        except DamagedError as error:
+            raise ConfigError(f"checkpoint {path} is damaged: {error}; choose another") from None
+        require_own(path)
+        return path
+    inner = path / "checkpoints"
+    found = newest_good(inner if inner.is_dir() else path, say)
+    if found is None:
+        raise ConfigError(
+            f"{path} holds no checkpoint; give a run folder or its checkpoints/step-*"
+        )
+    return found
+
+
+def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill ``tensors`` in place from a verified checkpoint; other tensors in it are left alone.
+
+    Every rank reads by itself. Raises ``ConfigError`` when a name or a shape does not fit.
+    """
+    try:
+        reader = dcp.FileSystemReader(path)
+        known = reader.read_metadata().state_dict_metadata
+        for name, tensor in tensors.items():
+            stored = getattr(known.get(name), "size", None)
+            if stored != tensor.shape:
+                kept = f"{list(stored)} there" if stored is not None else "not in it"
+                raise ConfigError(
+                    f"checkpoint {path} does not fit this model: {name} is {list(tensor.shape)} "
+                    f"here and {kept}; choose the model settings that it was made with"
+                )
+        with torch.no_grad():
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        raise RuntimeError(f"checkpoint {path} cannot be read: {_cause(error)}") from None
+
+
+class Checkpoints:
+    """The checkpoints of a run, seen from one rank; every rank makes the same calls.
+
+    A write goes on in a thread, from a copy of the tensors (pinned, where they are on a GPU) and
+    over the mesh's ``save_group``. A tensor that all ranks hold is copied and written by one of
+    them. A failed write is counted and said, and leaves nothing behind; training goes on. Whoever
+    begins a write holds ``lock``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        keep: int,
+        keep_every: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.folder, self.mesh, self.say = folder, mesh, say
+        self.keep, self.keep_every = keep, keep_every
+        self.saved: int | None = None  # step of the newest complete one that this process knows
+        self.failures = 0
+        self._buffers: dict[str, Tensor] = {}
+        self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._written: int | None = None  # step of the write that goes on
+        self.lock = threading.RLock()
+
+    def choose(self) -> Path | None:
+        """The newest good checkpoint, or None; rank 0 verifies, all get its answer."""
+        return from_rank_0(self.mesh, lambda: newest_good(self.folder, self.say, own=True))
+
+    def remove_litter(self) -> None:
+        """Remove what killed processes have left half written; nothing may be written now."""
+        for litter in self.folder.glob(".*"):
+            shutil.rmtree(litter, ignore_errors=True)
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is saved or being written."""
+        return self.saved == step or (self._writing is not None and self._written == step)
+
+    def begin(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        facts: dict[str, Any],
+        ready: torch.cuda.Event | None = None,
+    ) -> None:
+        """Copy ``tensors`` and start to write them as the checkpoint of ``step``.
+
+        Waits for the write before, if there still is one. ``ready`` is the event after which the
+        tensors on the GPU are what is to be saved.
+        """
+        self.wait()
+        share = self._copy(own_share(tensors, self.mesh.rank, self.mesh.world), ready)
+        self._written = step
+        self._writing = self._thread.submit(self._write, step, share, facts)
+
+    def wait(self) -> None:
+        """Return once no write is under way."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _copy(
+        self, tensors: Mapping[str, Tensor], ready: torch.cuda.Event | None
+    ) -> dict[str, Tensor]:
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            for name, tensor in tensors.items():
+                if name not in self._buffers:
+                    pinned = tensor.device.type == "cuda"
+                    self._buffers[name] = torch.empty_like(
+                        tensor, device="cpu", pin_memory=pinned, requires_grad=False
+                    )
+                self._buffers[name].copy_(tensor, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return {name: self._buffers[name] for name in tensors}
+
+    def _write(self, step: int, share: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Runs in the thread, on all ranks together."""
+        final = self.folder / f"{PREFIX}{step:08d}"
+        temporary = self.folder / f".{final.name}"
+        try:
+            writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
+            group, alone = self.mesh.save_group, self.mesh.world == 1
+            dcp.save(share, storage_writer=writer, process_group=group, no_dist=alone)
+            problem = self._complete(temporary, final, {"step": step, **facts})
+        except (OSError, CheckpointException) as error:  # not a lost peer: that ends the run
+            problem = _cause(error)
+        if problem is None:
+            self.saved = step
+            return
+        self.failures += 1
+        if self.mesh.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self.say(
+                f"checkpoint of step {step} failed ({self.failures} so far), training goes on: "
+                f"{problem}"
+            )
+
+    def _complete(self, temporary: Path, final: Path, facts: dict[str, Any]) -> str | None:
+        """Rank 0 completes the folder; all learn whether it is complete, or why not."""
+        problem = None
+        if self.mesh.rank == 0:
+            try:
+                for path in (temporary, *temporary.iterdir()):
+                    path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
+                write_manifest(temporary, facts)
+                before = final.with_name(f".old-{final.name}")
+                if final.exists():  # of the same step, before the run went back past it
+                    final.rename(before)
+                temporary.rename(final)
+                sync_folder(self.folder)
+                shutil.rmtree(before, ignore_errors=True)
+                self._prune()
+            except OSError as error:
+                problem = _cause(error)
+        if self.mesh.world > 1:
+            told = [problem]
+            dist.broadcast_object_list(told, src=0, group=self.mesh.save_group)
+            problem = told[0]
+        return problem
+
+    def _prune(self) -> None:
+        """Remove all but the newest ``keep`` and those of every ``keep_every``-th step."""
+        for step, path in list(checkpoints_in(self.folder).items())[: -self.keep]:
+            if not self.keep_every or step % self.keep_every:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        hidden = path.with_name(f".old-{path.name}")  # a half removed one must not look damaged
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def own_share(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
+    """The tensors that ``rank`` writes of those that all ranks hold: about as many bytes each."""
+    bytes_of = {name: t.numel() * t.element_size() for name, t in tensors.items()}
+    loads = [0] * world
+    share = {}
+    for name in sorted(bytes_of, key=lambda name: (-bytes_of[name], name)):
+        least = loads.index(min(loads))
+        loads[least] += bytes_of[name] or 1
+        if least == rank:
+            share[name] = tensors[name]
+    return share
+
+
+def from_rank_0(mesh: Mesh, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns or raises on rank 0, on all ranks."""
+    answer: list[Any] = [None, None]
+    if mesh.rank == 0:
+        try:
+            answer[0] = make()
+        except Exception as error:  # raised below, here and elsewhere
+            answer[1] = error
+    if mesh.world > 1:
+        dist.broadcast_object_list(answer, src=0, group=mesh.host_group)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def require_shared(mesh: Mesh, folder: Path) -> None:
+    """Raise ``ConfigError`` on every rank unless all see what rank 0 writes in ``folder``."""
+    if mesh.world == 1:
+        return
+
+    def mark() -> Path:
+        path = folder / f".shared-{uuid.uuid4().hex}"
+        path.touch()
+        return path
+
+    path: Path = from_rank_0(mesh, mark)
+    deadline = time.monotonic() + SEEN_S
+    while not (seen := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everyone: list[Any] = [None] * mesh.world
+    own = None if seen else f"rank {mesh.rank} on {socket.gethostname()}"
+    dist.all_gather_object(everyone, own, group=mesh.host_group)
+    if mesh.rank == 0:
+        path.unlink()
+    blind = [name for name in everyone if name is not None]
+    if blind:
+        raise ConfigError(
+            f"run.dir: {blind[0]} does not see what rank 0 writes to {folder}; checkpoints need a "
+            f"folder on a file system that all hosts share"
+        )
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """What was noted beside the tensors of a checkpoint."""
+    manifest: Manifest = read_manifest(path)
+    return manifest.facts
+
+
+def _cause(error: BaseException) -> str:
+    """What is wrong, in one line; torch's exception holds one error for each failed rank."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {_cause(cause)}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,118 @@
+"""The state of training: what a checkpoint holds, and all that a run needs to go on exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+
+from train.config import Config, ConfigError
+from train.engine.checkpoint import facts_of, load_tensors
+from train.engine.guard import Guard
+from train.model.transformer import Transformer
+from train.run.run_folder import flat
+
+
+class State:
+    """Weights, optimiser, guard and position.
+
+    ``step`` optimiser steps are done. ``samples`` samples of the stream were used, by all ranks
+    together: the next step begins with this one, however many ranks there are. ``seconds`` were
+    spent on training so far.
+    """
+
+    def __init__(
+        self, config: Config, corpus: str, model: Transformer, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.config, self.corpus = config, corpus
+        self.model, self.optimizer = model, optimizer
+        self.guard = Guard(config.guard)
+        self.step = 0
+        self.samples = 0
+        self.seconds = 0.0
+        # Makes the optimiser's tensors, by a step that changes no weight, and makes it not count.
+        self._optimizer_tensors()
+        for entry in optimizer.state.values():
+            entry["step"].zero_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state by name: the tensors themselves, not copies."""
+        return self._weights() | self._optimizer_tensors()
+
+    def facts(self) -> dict[str, Any]:
+        """The rest of the state, as JSON values."""
+        return {
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "guard": self.guard.state(),
+            "corpus": self.corpus,
+            "settings": json.loads(json.dumps(dataclasses.asdict(self.config))),
+        }
+
+    def load(self, path: Path) -> None:
+        """Become the state of a verified checkpoint.
+
+        Raises ``ConfigError`` when it is of another model, or of another stream of samples: the
+        position means nothing there.
+        """
+        facts = facts_of(path)
+        there, here = _stream(facts), _stream(self.facts())
+        if different := sorted(k for k in there | here if there.get(k) != here.get(k)):
+            key = different[0]
+            raise ConfigError(
+                f"checkpoint {path} was made on another stream of samples, with {key}="
+                f"{there.get(key)} (now {here.get(key)}); give the same files and data settings, "
+                f"or take its weights alone with checkpoint.init_from"
+            )
+        load_tensors(path, self.tensors())
+        self.step, self.samples, self.seconds = facts["step"], facts["samples"], facts["seconds"]
+        self.guard.restore(facts["guard"])
+
+    def go_back(self, path: Path) -> None:
+        """Become the state of an earlier checkpoint, but stay where the data is."""
+        samples, seconds = self.samples, self.seconds
+        self.load(path)
+        self.samples, self.seconds = samples, seconds
+        self.guard.in_a_row = 0
+
+    def load_weights(self, path: Path) -> None:
+        """Take the weights of a verified checkpoint and nothing else."""
+        load_weights(path, self.model)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return _weights(self.model)
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        entries = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        return {
+            f"optimizer.{name}": value for name, value in entries.items() if torch.is_tensor(value)
+        }
+
+
+def _stream(facts: dict[str, Any]) -> dict[str, Any]:
+    """All that decides which sample comes when; the corpus stands for all that makes its tokens."""
+    deciding = {
+        key: value
+        for key, value in flat(facts["settings"]).items()
+        if key in ("data.seq_len", "data.piece_len", "train.seed") or key.endswith(".weight")
+    }
+    return {"corpus": facts["corpus"], **deciding}
+
+
+def load_weights(path: Path, model: Transformer) -> None:
+    """Give ``model`` the weights of a verified checkpoint; ``ConfigError`` if they do not fit."""
+    load_tensors(path, _weights(model))
+
+
+def _weights(model: Transformer) -> dict[str, Tensor]:
+    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}

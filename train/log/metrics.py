@@ -1,0 +1,167 @@
+"""What a run leaves behind while it trains: JSON lines, TensorBoard scalars, words on the console.
+
+Rank 0 alone records and speaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from train.log.json_lines import JsonLines
+from train.log.wandb_run import WandbRun
+from train.model.loss import bucket_label
+from train.run.run_folder import RunFolder
+
+SECONDS_BETWEEN_LINES = 10.0  # where stdout is not a terminal
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held so far: by tensors on a GPU, by the whole process (RSS) on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Recorder:
+    """Writes ``metrics.jsonl``, ``eval.jsonl``, ``events.jsonl``, TensorBoard and ``wandb``.
+
+    ``last_step`` is the step after which the run goes on, 0 for a new run. A disk that is full
+    never ends training: lines wait in memory, and ``say`` tells once.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        last_step: int,
+        say: Callable[[str], None],
+        wandb: WandbRun | None = None,
+    ) -> None:
+        self._folder, self._say, self._wandb = folder, say, wandb
+        self._waiting = False
+        self._events = JsonLines(folder.events, sys.maxsize)  # they tell how the steps came about
+        self._steps = JsonLines(folder.metrics, last_step)
+        self._evaluations = JsonLines(folder.evaluations, last_step)
+        self._board: SummaryWriter | None = None
+        self._open_board(last_step)
+
+    def go_back(self, last_step: int) -> None:
+        """Forget the steps after ``last_step``; events stay."""
+        self._steps.forget(last_step)
+        self._evaluations.forget(last_step)
+        self._close_board()
+        self._open_board(last_step)
+
+    def step(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
+        """One optimiser step; ``record`` is its line, ``step`` its number."""
+        self._write(self._steps, record)
+        values = {f"train/{name}": value for name, value in record.items() if name != "step"}
+        self._plot(values | _by_bucket("loss_by_position", loss_by_bucket), record["step"])
+
+    def evaluation(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
+        """One validation after ``record["step"]`` optimiser steps."""
+        self._write(self._evaluations, record)
+        values = {"held_out/nats_per_byte": record["nats_per_byte"]}
+        values |= _by_bucket("held_out_loss_by_position", loss_by_bucket)
+        self._plot(values, record["step"])
+
+    def event(self, step: int, event: str) -> None:
+        """Something out of the ordinary after ``step`` optimiser steps."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._write(self._events, {"step": step, "time": now, "event": event})
+
+    def close(self) -> None:
+        """Close every file; what the disk has not taken by now is lost, and ``say`` tells."""
+        for lines in (self._events, self._steps, self._evaluations):
+            lines.close()
+            if lines.problem:
+                self._say(f"{lines.problem}; the newest lines are not in the file")
+        self._close_board()
+        if self._wandb is not None:
+            self._wandb.close()
+
+    def _open_board(self, last_step: int) -> None:
+        try:
+            self._board = SummaryWriter(str(self._folder.tensorboard), purge_step=last_step + 1)
+        except OSError as error:
+            self._say(f"TensorBoard is off from step {last_step + 1}: {error}")
+            self._board = None
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
+
+    def _write(self, lines: JsonLines, record: dict[str, Any]) -> None:
+        lines.write(record)
+        if lines.problem and not self._waiting:
+            self._say(f"{lines.problem}; lines are kept in memory until they can be written")
+        self._waiting = lines.problem is not None
+
+    def _plot(self, values: dict[str, float], step: int) -> None:
+        if self._wandb is not None:
+            self._wandb.log(values, step)
+        if self._board is None:
+            return
+        try:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+        except OSError as error:
+            self._say(f"TensorBoard is off from step {step}: {error}")
+            self._board = None
+
+
+def _by_bucket(tag: str, losses: Sequence[float]) -> dict[str, float]:
+    by_bucket = enumerate(losses)
+    return {f"{tag}/{bucket_label(b)}": loss for b, loss in by_bucket if not math.isnan(loss)}
+
+
+class StepProgress:
+    """A progress bar on a terminal; elsewhere a line now and then. Silent on a quiet console."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps = console, steps
+        self._line_due = 0.0
+        self._bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal or console.quiet,
+        )
+        self._task = self._bar.add_task("", total=steps)
+
+    def __enter__(self) -> StepProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Show the step of ``record``, a line of ``metrics.jsonl``."""
+        text = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
+        self._bar.update(self._task, completed=record["step"], description=text)
+        now = time.monotonic()
+        last = record["step"] == self._steps
+        if not self._console.is_terminal and (now >= self._line_due or last):
+            self.say(f"step {record['step']}/{self._steps}  {text}")
+            self._line_due = now + SECONDS_BETWEEN_LINES
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._console.print(text, soft_wrap=True)

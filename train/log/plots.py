@@ -1,0 +1,110 @@
+"""The plots of a run, of a sweep and of a measured text.
+
+Each raises ``ModuleNotFoundError`` without matplotlib.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from train.log.json_lines import read_lines
+from train.model.loss import bucket_label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from train.tasks.evaluate import Evaluation
+
+
+def plot_run(folder: Path, full: Evaluation, self_only: Evaluation) -> None:
+    """``loss.png`` and ``loss_by_position.png``, of a run's steps and its final evaluations."""
+    figure, axes = _axes()
+    records = read_lines(folder / "metrics.jsonl")
+    losses = [math.nan if r["loss"] is None else r["loss"] for r in records]
+    axes.plot([r["step"] for r in records], losses)
+    axes.set(xlabel="optimiser step", ylabel="training loss (nats per token)")
+    figure.savefig(folder / "loss.png", dpi=150)
+
+    figure, axes = _axes()
+    _draw_by_position(axes, {"attention": full, "each token sees only itself": self_only})
+    axes.set(ylabel="held-out loss (nats per token)")
+    figure.savefig(folder / "loss_by_position.png", dpi=150)
+
+
+def plot_text_loss(path: Path, evaluation: Evaluation, text: str) -> None:
+    """The loss of one ``text`` by position."""
+    figure, axes = _axes()
+    _draw_by_position(axes, {text: evaluation})
+    axes.set(ylabel="loss (nats per token)")
+    figure.savefig(path, dpi=150)
+
+
+def plot_sweep(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """``sweep.png``, from the rows of ``sweep.json``; nothing where no two differ in a number."""
+    across, lines = sweep_lines(rows)
+    if across is None:
+        return
+    figure, axes = _axes()
+    for label, points in sorted(lines.items()):
+        axes.plot(*zip(*points, strict=True), marker="o", label=label or None)
+    places = [place for points in lines.values() for place, _ in points]
+    if min(places) > 0 and max(places) >= 10 * min(places):
+        axes.set_xscale("log")
+    axes.set(xlabel=across, ylabel="held out (nats per byte)")
+    if 1 < len(lines) <= 10:
+        axes.legend()
+    figure.savefig(folder / "sweep.png", dpi=150)
+
+
+def sweep_lines(
+    rows: list[dict[str, Any]],
+) -> tuple[str | None, dict[str, list[tuple[float, float]]]]:
+    """The number that takes most values (a seed only where there is no other), and along it the
+    results of the finished jobs: a line, sorted, for each combination of the other choices."""
+    finished = [row for row in rows if row["status"] == "finished"]
+    values: dict[str, set[float]] = {}
+    for key in {key for row in finished for key in row["choices"]}:
+        numbers = [_number(row["choices"].get(key)) for row in finished]
+        if None not in numbers and len(set(numbers)) > 1:
+            values[key] = {number for number in numbers if number is not None}
+    if not values:
+        return None, {}
+    across = max(sorted(values), key=lambda key: (not key.endswith("seed"), len(values[key])))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in finished:
+        others = {key: value for key, value in row["choices"].items() if key != across}
+        label = " ".join(f"{key}={value}" for key, value in others.items())
+        lines.setdefault(label, []).append((float(row["choices"][across]), row["nats_per_byte"]))
+    return across, {label: sorted(points) for label, points in lines.items()}
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text is not None else None
+    except ValueError:
+        return None
+
+
+def _axes() -> tuple[Figure, Axes]:
+    """An empty figure, on no screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _draw_by_position(axes: Axes, evaluations: dict[str, Evaluation]) -> None:
+    for label, evaluation in evaluations.items():
+        axes.plot(evaluation.loss_by_bucket, marker="o", label=label)
+    ticks = range(max(len(evaluation.loss_by_bucket) for evaluation in evaluations.values()))
+    axes.set_xticks(ticks, [bucket_label(bucket) for bucket in ticks], rotation=45, ha="right")
+    axes.set(xlabel="position in the document (tokens)")
+    axes.legend()

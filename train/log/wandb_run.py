@@ -1,0 +1,61 @@
+"""``log.wandb``: the scalars of TensorBoard at Weights & Biases too.
+
+Nothing that goes wrong there ends a training: it is said once, and W&B is off from then on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from train.config import Config
+from train.run.run_folder import RunFolder
+
+
+class WandbRun:
+    """The W&B run of a run folder: the same one when the run goes on, by the id kept there."""
+
+    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._run: Any = None
+        self._attempt(lambda: self._open(config, folder))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Scalars after ``step`` optimiser steps."""
+        if self._run is not None:
+            # A resumed run repeats steps, and W&B drops what is behind its own count: the step is
+            # an axis of its own.
+            self._attempt(lambda: self._run.log({**values, "step": step}))
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._run is not None:
+            self._attempt(lambda: self._run.finish())
+            self._run = None
+
+    def _open(self, config: Config, folder: RunFolder) -> None:
+        import wandb
+
+        kept = folder.wandb_id
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(4) + "\n")
+        self._run = wandb.init(
+            project=config.log.wandb_project,
+            name=config.run.name,
+            id=kept.read_text().strip(),
+            resume="allow",
+            dir=str(folder.path),
+            config=dataclasses.asdict(config),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._run = None
+            summary = " ".join(str(error).split())
+            self._say(f"W&B is off from here on: {type(error).__name__}: {summary}")

@@ -1,0 +1,46 @@
+"""AdamW over three groups of parameters, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from train.config import OptimConfig
+from train.model.transformer import Transformer
+
+
+def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only and ``embedding_lr_scale`` on the embedding.
+
+    Every group carries ``lr_scale``, by which the scheduled learning rate is multiplied.
+    """
+    embedding = model.embedding.weight
+    rest = [p for p in model.parameters() if p is not embedding]
+    groups = [
+        {"params": [embedding], "weight_decay": 0.0, "lr_scale": optim.embedding_lr_scale},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [{"lr_scale": 1.0, **group} for group in groups if group["params"]]
+    beta1, beta2 = optim.betas
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
+
+
+def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate of optimiser step ``step`` (from 0) of ``steps``.
+
+    It rises linearly over ``warmup_steps``, reaches ``lr`` with the last of them, then falls and
+    would be ``lr * final_lr_ratio`` at step ``steps``.
+    """
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    done = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
+    left = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optim.lr * (optim.final_lr_ratio + (1 - optim.final_lr_ratio) * left)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group its share of ``lr``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]

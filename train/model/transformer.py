@@ -1,0 +1,282 @@
+"""A GQA transformer over packed documents. Its attention is ``ringfa3.RingFA3Attention``, or
+PyTorch's to compare with.
+
+Shapes are written as suffixes: T local tokens, D model width, H query heads, K key/value heads,
+C channels of a head, F hidden width of the SwiGLU, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
+from train.config import Config, ModelConfig, RopeConfig
+from train.data.batches import Batch
+from train.engine.parallel import Mesh
+from train.model.kv_cache import KVCache
+from train.model.loss import token_losses
+from train.model.sdpa import SdpaAttention
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the rotary angles of every token, (T, 1, C/2) float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
+    """Angle per position of each channel pair, (head_dim / 2,) float64, scaled as in Llama 3.
+
+    Waves shorter than ``original_len / high_freq_factor`` keep their frequency, those longer than
+    ``original_len / low_freq_factor`` turn ``factor`` times slower, and between the two the
+    frequency is interpolated.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    frequencies = rope.theta**-exponents
+    if rope.factor == 1.0:
+        return frequencies
+    turns = rope.original_len * frequencies / (2 * math.pi)  # over the original context
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / rope.factor
+
+
+def rotation(positions_T: Tensor, frequencies: Tensor) -> Rotation:
+    """The rotation of each token. Angles are formed in float64: positions may pass 2^24."""
+    angles = positions_T.double()[:, None, None] * frequencies.to(positions_T.device)
+    return Rotation(angles.cos().float(), angles.sin().float())
+
+
+def rotate(x_THC: Tensor, rotation: Rotation) -> Tensor:
+    """``x`` with channel i and i + C/2 turned as a pair, in float32; the dtype of ``x``."""
+    first, second = x_THC.float().chunk(2, dim=-1)
+    cos, sin = rotation
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x_THC.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last dimension with a learned scale, in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions and optional QK-norm."""
+
+    def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
+        super().__init__()
+        head_dim = model.resolved_head_dim()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(model.dim, model.n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(model.n_heads * head_dim, model.dim, bias=False)
+        self.q_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
+        self.attend = (
+            SdpaAttention()
+            if attention == "sdpa"
+            else RingFA3Attention(model.n_heads, model.n_kv_heads, head_dim, **ring)
+        )
+
+    def forward(
+        self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
+    ) -> Tensor:
+        """With a ``cache`` the tokens follow those in it, all of one document, and ``plan`` is
+        not used."""
+        q_THC = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
+        k_TKC = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
+        v_TKC = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_THC = rotate(self.q_norm(q_THC), rotation)
+        k_TKC = rotate(self.k_norm(k_TKC), rotation)
+        if cache is None:
+            y_THC = self.attend(q_THC, k_TKC, v_TKC, plan=plan)
+        else:
+            k_SKC, v_SKC = cache.append(k_TKC, v_TKC)
+            y_THC = flash_attn_func(q_THC[None], k_SKC[None], v_SKC[None], causal=True)[0]
+        return self.wo(y_THC.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model.dim, model.ffn_dim, bias=False)
+        self.up = nn.Linear(model.dim, model.ffn_dim, bias=False)
+        self.down = nn.Linear(model.ffn_dim, model.dim, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and SwiGLU, each added to the residual stream."""
+
+    def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.dim, model.norm_eps)
+        self.attention = Attention(model, attention, **ring)
+        self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
+        self.mlp = SwiGLU(model)
+
+    def forward(
+        self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
+    ) -> Tensor:
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, plan, cache)
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
+
+
+class Transformer(nn.Module):
+    """Token ids -> normalised hidden states; ``head`` (V, D) turns them into logits.
+
+    ``recompute`` and ``attention`` are those of ``train``. ``ring`` goes to every
+    ``RingFA3Attention``: group, layout, transport.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        vocab_size: int,
+        seed: int,
+        recompute: str = "none",
+        attention: str = "ringfa3",
+        **ring: Any,
+    ) -> None:
+        super().__init__()
+        self.config = model
+        self.recompute = recompute
+        self.embedding = nn.Embedding(vocab_size, model.dim)
+        self.blocks = nn.ModuleList(Block(model, attention, **ring) for _ in range(model.n_layers))
+        self.norm = RMSNorm(model.dim, model.norm_eps)
+        self.output = None
+        if not model.tied_embeddings:
+            self.output = nn.Parameter(torch.empty(vocab_size, model.dim))
+        # No buffer: it is the same on every rank, and data parallel has nothing to broadcast.
+        self.frequencies = rope_frequencies(model.resolved_head_dim(), model.rope)
+        self._initialise(seed)
+
+    @property
+    def head(self) -> Tensor:
+        """What turns hidden states into logits, (V, D): the embedding where the two are tied."""
+        return self.embedding.weight if self.output is None else self.output
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: Any,
+        caches: Sequence[KVCache] | None = None,
+    ) -> Tensor:
+        """Normalised hidden states (T, D). ``caches``, one per block, hold the tokens before."""
+        x_TD = self.embedding(tokens_T)
+        turns = rotation(positions_T, self.frequencies)
+        for number, block in enumerate(self.blocks):
+            if caches is None:
+                x_TD = self._run(block, x_TD, turns, plan)
+            else:
+                x_TD = block(x_TD, turns, plan, caches[number])
+        return self.norm(x_TD)
+
+    def _run(self, block: nn.Module, x_TD: Tensor, turns: Rotation, plan: Any) -> Tensor:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return block(x_TD, turns, plan)
+        if self.recompute == "full":
+            return checkpoint(block, x_TD, turns, plan, use_reentrant=False)
+        return checkpoint(block, x_TD, turns, plan, use_reentrant=False, context_fn=keep_attention)
+
+    @torch.no_grad()
+    def _initialise(self, seed: int) -> None:
+        """Weights that depend on ``seed`` alone, so that every rank starts from the same ones.
+
+        An untied embedding starts at unit variance. Small rows may pass close to zero as they
+        learn, where RMSNorm magnifies their gradients, and rounding with them.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        outputs = [block.attention.wo.weight for block in self.blocks]
+        outputs += [block.mlp.down.weight for block in self.blocks]
+        for parameter in self.parameters():
+            if parameter.ndim < 2:
+                continue  # norms start at one
+            std = parameter.shape[1] ** -0.5
+            if parameter is self.embedding.weight and self.output is not None:
+                std = 1.0
+            elif any(parameter is output for output in outputs):
+                std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layers)
+            elif parameter is self.output and self.config.zero_init:
+                std = 0.0
+            parameter.normal_(0.0, std, generator=generator)
+
+
+class LanguageModel(nn.Module):
+    """A transformer with its loss: batch -> cross entropy of every local token, (T,) float32.
+
+    ``dtype`` is what matrix products and attention compute in. ``loss_chunk`` bounds the tokens
+    whose logits exist at a time.
+    """
+
+    def __init__(self, transformer: Transformer, dtype: torch.dtype, loss_chunk: int) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.dtype = dtype
+        self.loss_chunk = loss_chunk
+
+    def forward(self, batch: Batch) -> Tensor:
+        with self._arithmetic(batch.tokens.device):
+            hidden_TD = self.transformer(batch.tokens, batch.positions, batch.plan)
+            head_VD = self.transformer.head
+            return token_losses(hidden_TD, head_VD, batch.labels, self.loss_chunk)
+
+    @torch.no_grad()
+    def next_logits(self, tokens_T: Tensor, caches: Sequence[KVCache]) -> Tensor:
+        """Logits of the token after ``tokens_T``, (V,) float32.
+
+        The tokens follow those in ``caches`` (one per block), which take them up.
+        """
+        start = caches[0].length
+        positions_T = torch.arange(start, start + len(tokens_T), device=tokens_T.device)
+        with self._arithmetic(tokens_T.device):
+            hidden_TD = self.transformer(tokens_T, positions_T, None, caches)
+            return F.linear(hidden_TD[-1], self.transformer.head).float()
+
+    def _arithmetic(self, device: torch.device) -> torch.autocast:
+        lower = self.dtype != torch.float32
+        return torch.autocast(device.type, self.dtype if lower else None, enabled=lower)
+
+
+def build_model(config: Config, vocab_size: int, mesh: Mesh) -> LanguageModel:
+    """The model on this rank's device, the same weights on every rank."""
+    transformer = Transformer(
+        config.model,
+        vocab_size,
+        config.train.seed,
+        recompute=config.train.recompute,
+        attention=config.train.attention,
+        group=mesh.cp_group,
+        layout=config.parallel.layout,
+        transport=config.parallel.transport,
+    )
+    dtype = compute_dtype(config.train.precision, mesh.device)
+    return LanguageModel(transformer.to(mesh.device), dtype, config.train.loss_chunk)
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What ``train.precision`` means on ``device``."""
+    if precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, precision)

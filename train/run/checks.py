@@ -1,0 +1,317 @@
+"""Every check of the settings that needs no process group."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from pathlib import Path
+
+from train.config import (
+    SOURCES,
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    get,
+    nearest,
+)
+from train.run.run_folder import RunFolder
+
+CHOICES = {
+    "mode": ("train", "check", "generate", "eval"),
+    "optim.schedule": ("cosine", "linear"),
+    "parallel.layout": ("zigzag", "contiguous"),
+    "parallel.transport": ("auto", "gloo", "nccl", "symmetric"),
+    "parallel.device": ("auto", "cpu", "cuda"),
+    "train.precision": ("auto", "float32", "bfloat16"),
+    "train.attention": ("ringfa3", "sdpa"),
+    "train.recompute": ("none", "full", "attention-saving"),
+}
+
+AT_LEAST = {
+    "model.n_layers": 1,
+    "model.n_heads": 1,
+    "model.n_kv_heads": 1,
+    "model.dim": 1,
+    "model.head_dim": 2,
+    "model.ffn_dim": 1,
+    "model.rope.factor": 1,
+    "model.rope.original_len": 1,
+    "data.vocab_size": 257,  # 256 bytes and the token that starts a document
+    "data.seq_len": 2,
+    "data.piece_len": 1,
+    "optim.embedding_lr_scale": 0,
+    "optim.weight_decay": 0,
+    "optim.warmup_steps": 0,
+    "optim.final_lr_ratio": 0,
+    "parallel.cp": 1,
+    "train.steps": 1,
+    "train.accumulation": 1,
+    "train.seed": 0,
+    "train.loss_chunk": 1,
+    "train.eval_every": 0,
+    "train.eval_bytes": 1,
+    "train.final_eval_bytes": 1,
+    "parallel.threads": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_every": 1,
+    "guard.window": 2,
+    "guard.patience": 1,
+    "sweep.nproc_per_node": 1,
+    "generate.tokens": 1,
+    "generate.samples": 1,
+    "generate.temperature": 0,
+    "generate.top_k": 1,
+    "generate.seed": 0,
+    "eval.bytes": 1,
+}
+
+ABOVE_ZERO = (
+    "model.norm_eps",
+    "model.rope.theta",
+    "model.rope.low_freq_factor",
+    "optim.lr",
+    "optim.eps",
+    "optim.clip",
+    "parallel.timeout_s",
+    "train.max_wall_time",
+    "guard.sigma",
+    "generate.top_p",
+)
+
+LEAST_SHARE = 1e-6  # of a source: a block of samples holds at least one of each
+
+
+def check(config: Config, world: int) -> None:
+    """Raise ``ConfigError`` for the first setting that cannot work with ``world`` processes."""
+    _check_values(config)
+    _check_model(config.model)
+    if config.generate.top_p is not None and config.generate.top_p > 1:
+        raise ConfigError(
+            f"generate.top_p={config.generate.top_p} exceeds 1; nearest valid: generate.top_p=1"
+        )
+    if config.mode == "generate":
+        return
+    if config.mode == "eval":
+        _check_text(config)
+    else:
+        _check_optim(config)
+        _check_data(config.data)
+        _check_checkpoint(config.checkpoint)
+        _check_log(config)
+        _check_profile(config, world)
+    cp = config.parallel.cp
+    if world % cp:
+        allowed = [n for n in range(1, world + 1) if world % n == 0]
+        best = min(allowed, key=lambda n: abs(n - cp))
+        raise ConfigError(
+            f"parallel.cp={cp} does not divide the number of processes, {world}; "
+            f"nearest valid: parallel.cp={best} (or start a multiple of {cp} processes "
+            f"with torchrun --nproc-per-node)"
+        )
+    if config.train.attention == "sdpa":
+        _check_sdpa(config)
+    # Agents of several hosts may start a job again that is at its first attempt here: there the
+    # trainer looks, once it knows.
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if config.mode != "eval" and first and not _of_several_hosts():
+        RunFolder(config).require_fit(config)
+
+
+def _check_values(config: Config) -> None:
+    for key, allowed in CHOICES.items():
+        value = get(config, key)
+        if value not in allowed:
+            match = nearest(value, allowed) or allowed[0]
+            raise ConfigError(
+                f"{key}={value}: allowed are {', '.join(allowed)}; nearest valid: {key}={match}"
+            )
+    for key, least in AT_LEAST.items():
+        value = get(config, key)
+        if value is not None and value < least:
+            raise ConfigError(f"{key}={value} is too small; nearest valid: {key}={least}")
+    for key in ABOVE_ZERO:
+        value = get(config, key)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{key}={value} must be above 0")
+
+
+def _check_model(model: ModelConfig) -> None:
+    def fits(n_heads: int) -> bool:
+        even = model.head_dim is not None or model.dim % (2 * n_heads) == 0
+        return even and n_heads % model.n_kv_heads == 0
+
+    if model.n_heads % model.n_kv_heads or not fits(model.n_heads):
+        allowed = [n for n in range(1, max(model.dim, 2 * model.n_heads) + 1) if fits(n)]
+        best = min(allowed, key=lambda n: abs(n - model.n_heads), default=None)
+        nearest_valid = f"; nearest valid: model.n_heads={best}" if best else ""
+        raise ConfigError(
+            f"model.n_heads={model.n_heads} must be a multiple of "
+            f"model.n_kv_heads={model.n_kv_heads} and, where model.head_dim is null, split "
+            f"model.dim={model.dim} into heads of even width{nearest_valid}"
+        )
+    if model.head_dim is not None and model.head_dim % 2:
+        raise ConfigError(
+            f"model.head_dim={model.head_dim} must be even (RoPE turns pairs); "
+            f"nearest valid: model.head_dim={model.head_dim + 1}"
+        )
+    rope = model.rope
+    if rope.low_freq_factor >= rope.high_freq_factor:
+        raise ConfigError(
+            f"model.rope.low_freq_factor={rope.low_freq_factor} must be below "
+            f"model.rope.high_freq_factor={rope.high_freq_factor}"
+        )
+
+
+def _check_sdpa(config: Config) -> None:
+    key = "train.attention=sdpa"
+    if config.parallel.cp > 1:
+        raise ConfigError(
+            f"{key} attends within one process, and parallel.cp={config.parallel.cp} processes "
+            f"share a sample; nearest valid: parallel.cp=1 (or train.attention=ringfa3)"
+        )
+    if config.mode != "eval" and config.train.recompute == "attention-saving":
+        raise ConfigError(
+            f"{key} has no output of the ring that train.recompute=attention-saving could keep; "
+            f"nearest valid: train.recompute=full"
+        )
+
+
+def _check_optim(config: Config) -> None:
+    optim = config.optim
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ConfigError(f"optim.betas={optim.betas} must be two numbers in [0, 1)")
+    if optim.warmup_steps > config.train.steps:
+        raise ConfigError(
+            f"optim.warmup_steps={optim.warmup_steps} exceeds train.steps={config.train.steps}; "
+            f"nearest valid: optim.warmup_steps={config.train.steps}"
+        )
+
+
+def _check_data(data: DataConfig) -> None:
+    if not 0 < data.held_out < 1:
+        raise ConfigError(
+            f"data.held_out={data.held_out} must lie between 0 and 1, for example 0.05"
+        )
+    if data.piece_len is not None and data.piece_len > data.seq_len:
+        raise ConfigError(
+            f"data.piece_len={data.piece_len} exceeds data.seq_len={data.seq_len}; "
+            f"nearest valid: data.piece_len={data.seq_len}"
+        )
+    _check_paths(data)
+    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
+        raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
+
+
+def _check_paths(data: DataConfig) -> None:
+    if data.sources:
+        _check_sources(data)
+    paths = {f"{SOURCES}.{name}.path": source.path for name, source in data.sources.items()}
+    paths |= {"data.path": data.path, "data.tokenizer": data.tokenizer}
+    for key, value in paths.items():
+        _check_exists(key, value)
+
+
+def _check_sources(data: DataConfig) -> None:
+    if data.path is not None:
+        raise ConfigError(
+            f"data.path={data.path} and data.sources ({', '.join(data.sources)}) are both given; "
+            f"choose one: data.path=null, or the path without the sources"
+        )
+    for name, source in data.sources.items():
+        key = f"{SOURCES}.{name}"
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
+        if not 0 < source.weight < math.inf:
+            raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
+    total = sum(source.weight for source in data.sources.values())
+    for name, source in data.sources.items():
+        if source.weight < LEAST_SHARE * total:
+            raise ConfigError(
+                f"{SOURCES}.{name}.weight={source.weight} is less than {LEAST_SHARE:g} of all "
+                f"weights; nearest valid: {SOURCES}.{name}.weight={1.01 * LEAST_SHARE * total:.3g}"
+            )
+
+
+def _check_text(config: Config) -> None:
+    if config.eval.path is None:
+        _check_paths(config.data)
+    _check_exists("eval.path", config.eval.path)
+    if config.eval.name is not None and Path(config.eval.name).name != config.eval.name:
+        raise ConfigError(f"eval.name={config.eval.name} becomes part of a file name: no slashes")
+
+
+def _check_log(config: Config) -> None:
+    # A folder wandb/ that W&B has left in the working directory can be imported too.
+    found = importlib.util.find_spec("wandb") if config.log.wandb else None
+    if config.log.wandb and (found is None or found.origin is None):
+        raise ConfigError(
+            "log.wandb=true: the package wandb is not installed; pip install 'ringfa3[wandb]' "
+            "(or log.wandb=false)"
+        )
+
+
+def _check_profile(config: Config, world: int) -> None:
+    profile, steps = config.profile, config.train.steps
+    if profile.steps is None:
+        if profile.memory:
+            raise ConfigError(
+                "profile.memory=true needs profile.steps, the steps whose allocations it keeps; "
+                "for example profile.steps=[3,5]"
+            )
+        return
+    wanted = profile.steps
+    if len(wanted) != 2 or not 1 <= wanted[0] <= wanted[1] <= steps:
+        last = min(5, steps)
+        raise ConfigError(
+            f"profile.steps={wanted} must be the first and the last step, from 1 to "
+            f"train.steps={steps}; for example profile.steps=[{min(3, last)},{last}]"
+        )
+    absent = [rank for rank in profile.ranks if not 0 <= rank < world]
+    if absent or not profile.ranks:
+        raise ConfigError(
+            f"profile.ranks={profile.ranks} must be ranks from 0 to {world - 1}; nearest valid: "
+            f"profile.ranks=[{world - 1 if absent else 0}]"
+        )
+
+
+def _check_exists(key: str, value: str | None) -> None:
+    if value is not None and not Path(value).expanduser().exists():
+        raise ConfigError(f"{key}={value} does not exist; {_nearest_path(value)}")
+
+
+def _nearest_path(value: str) -> str:
+    """What to try instead of a path that does not exist."""
+    missing = Path(value).expanduser().absolute()
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    names = sorted(entry.name for entry in missing.parent.iterdir())
+    match = nearest(missing.name, names)
+    if match:
+        return f"did you mean {missing.parent / match}?"
+    return f"nearest existing folder: {missing.parent}"
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    for key, value in (("resume", checkpoint.resume), ("init_from", checkpoint.init_from)):
+        if value in (None, "auto", "never"):
+            continue
+        if not Path(value).expanduser().is_dir():
+            words = "auto, never or " if key == "resume" else ""
+            raise ConfigError(
+                f"checkpoint.{key}={value} must be {words}the folder of a run or of a checkpoint; "
+                f"{_nearest_path(value)}"
+            )
+    if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "never"):
+        raise ConfigError(
+            "checkpoint.resume and checkpoint.init_from both name a folder; the first takes all of "
+            "a run's state from it, the second the weights alone: choose one"
+        )
+
+
+def _of_several_hosts() -> bool:
+    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"

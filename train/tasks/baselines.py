@@ -1,0 +1,119 @@
+"""What a model has to beat: gzip, and unigram and bigram counts over the same tokens.
+
+All figures are nats per UTF-8 byte of the same documents: the first of those that the model is
+evaluated on, at most about ``BASELINE_BYTES``: one process takes them while the others wait.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.documents import Documents
+from train.data.samples import evaluation_documents, first_documents
+from train.data.shards import Corpus
+
+BASELINE_BYTES = 16_000_000  # held-out text that the baselines are taken over, at most
+FIT_TOKENS = 20_000_000  # training tokens that the counts are taken from, at most
+PRIOR = 8.0  # weight of the unigram distribution in a bigram estimate, in counts
+
+
+def take_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
+    """``gzip``, ``unigram`` and ``bigram`` of held-out documents, and their ``baseline_bytes``.
+
+    ``max_bytes`` is how much of the split the model is evaluated on, None for all of it.
+    """
+    held_out, tokenizer = corpus.held_out, corpus.tokenizer
+    chosen = baseline_documents(held_out, max_bytes)
+    unigram, bigram = count_nats_per_byte(
+        corpus.train, held_out, chosen, tokenizer.get_vocab_size()
+    )
+    texts = (
+        tokenizer.decode(
+            held_out.tokens(document, 1, int(held_out.lengths[document])).tolist(),
+            skip_special_tokens=False,
+        )
+        for document in chosen
+    )
+    return {
+        "gzip": gzip_nats_per_byte(texts),
+        "unigram": unigram,
+        "bigram": bigram,
+        "baseline_bytes": int(held_out.n_bytes[chosen].sum()),
+    }
+
+
+def baseline_documents(
+    documents: Documents, max_bytes: int | None, limit: int = BASELINE_BYTES
+) -> list[int]:
+    """The documents of the evaluation, or the first of each source where they exceed ``limit``.
+
+    Each source has at least one, and the last of each may exceed its share of the limit.
+    """
+    evaluated = evaluation_documents(documents, max_bytes)
+    if documents.n_bytes[evaluated].sum() <= limit:
+        return evaluated
+    return first_documents(documents, documents.n_bytes, min(limit, max_bytes or limit))
+
+
+def gzip_nats_per_byte(texts: Iterable[str]) -> float:
+    """Size of ``gzip -9`` of all texts together, in nats per byte of text."""
+    data = "".join(texts).encode()
+    return len(gzip.compress(data, compresslevel=9)) * 8 * math.log(2) / len(data)
+
+
+def count_nats_per_byte(
+    train: Documents, held_out: Documents, chosen: list[int], vocab_size: int
+) -> tuple[float, float]:
+    """Nats per byte of a unigram and of a bigram model of the ``chosen`` held-out documents.
+
+    Like the transformer they predict every token but BOS, which only serves as context.
+    """
+    fit = _transitions(train, first_documents(train, train.lengths, FIT_TOKENS))
+    unigram = unigram_probabilities(fit[1], vocab_size)
+    context, following = _transitions(held_out, chosen)
+    bigram = bigram_probabilities(*fit, context, following, unigram)
+    n_bytes = int(held_out.n_bytes[chosen].sum())
+    return (
+        float(-np.log(unigram[following]).sum() / n_bytes),
+        float(-np.log(bigram).sum() / n_bytes),
+    )
+
+
+def unigram_probabilities(tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.float64]:
+    """Probability of each token, (vocab_size,): counts plus one, normalised."""
+    counts = np.bincount(tokens, minlength=vocab_size) + 1.0
+    return counts / counts.sum()
+
+
+def bigram_probabilities(
+    fit_context: NDArray[np.int64],
+    fit_following: NDArray[np.int64],
+    context: NDArray[np.int64],
+    following: NDArray[np.int64],
+    unigram: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """P(following | context) of each pair, from fitted pairs and ``PRIOR`` counts of unigram.
+
+    ``(count(context, following) + PRIOR * unigram[following]) / (count(context) + PRIOR)``
+    """
+    vocab_size = len(unigram)
+    pairs, counts = np.unique(fit_context * vocab_size + fit_following, return_counts=True)
+    wanted = context * vocab_size + following
+    place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    pair_count = np.where(pairs[place] == wanted, counts[place], 0)
+    context_count = np.bincount(fit_context, minlength=vocab_size)[context]
+    return (pair_count + PRIOR * unigram[following]) / (context_count + PRIOR)
+
+
+def _transitions(
+    documents: Documents, chosen: Iterable[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Every token but BOS with the token before it: (context, following), each (n,) int64."""
+    texts = [documents.tokens(document, 0, int(documents.lengths[document])) for document in chosen]
+    return np.concatenate([t[:-1] for t in texts]), np.concatenate([t[1:] for t in texts])

@@ -1,0 +1,110 @@
+"""Nats per byte on held-out documents, and how the loss falls with the position."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from train.config import Config
+from train.data.batches import Batch, ahead, make_batch
+from train.data.documents import Documents
+from train.data.samples import IGNORED, evaluation_documents, evaluation_samples, pack
+from train.engine.parallel import Mesh, sum_over_ranks
+from train.model.loss import n_buckets, sum_by_bucket
+from train.model.transformer import LanguageModel
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Totals over all ranks; ``bucket_losses`` and ``bucket_tokens`` split them by position.
+
+    ``nats_per_byte_by_source`` are those of each source's documents, by its name.
+    """
+
+    n_bytes: int
+    bucket_losses: list[float]
+    bucket_tokens: list[int]
+    nats_per_byte_by_source: dict[str, float]
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens: all of the documents but their BOS."""
+        return sum(self.bucket_tokens)
+
+    @property
+    def nats_per_byte(self) -> float:
+        """Negative log likelihood of the documents over their UTF-8 bytes."""
+        return sum(self.bucket_losses) / self.n_bytes
+
+    @property
+    def by_source(self) -> dict[str, dict[str, float]]:
+        """What a record of this evaluation says of each source, where there are several."""
+        several = len(self.nats_per_byte_by_source) > 1
+        return {"nats_per_byte_by_source": self.nats_per_byte_by_source} if several else {}
+
+    @property
+    def loss_by_bucket(self) -> list[float]:
+        """Nats per token in each bucket, NaN where it holds none."""
+        return mean_by_bucket(self.bucket_losses, self.bucket_tokens)
+
+
+def mean_by_bucket(losses: list[float], tokens: list[int]) -> list[float]:
+    """``losses / tokens`` of each bucket, NaN where it holds no token."""
+    return [loss / n if n else math.nan for loss, n in zip(losses, tokens, strict=True)]
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel,
+    documents: Documents,
+    config: Config,
+    mesh: Mesh,
+    max_bytes: int | None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Evaluation:
+    """Predict every token of the first documents that reach ``max_bytes`` bytes, or of all.
+
+    Documents are read in windows of ``data.piece_len`` tokens (``data.seq_len`` where it is null):
+    what the model was trained on. Every rank takes part and gets the same totals.
+    ``window_size`` (0, 0) lets each token attend to itself alone.
+    """
+    seq_len = config.data.seq_len
+    chosen = evaluation_documents(documents, max_bytes)
+    by_source = [
+        [document for document in chosen if first <= document < stop]
+        for first, stop in pairwise(documents.bounds)
+    ]
+    window = config.data.piece_len or seq_len
+    samples = [
+        (source, pieces)
+        for source, numbers in enumerate(by_source)
+        for pieces in evaluation_samples(documents, numbers, seq_len, window)
+    ]
+    own = samples[mesh.dp_rank :: mesh.dp]
+    buckets = n_buckets(seq_len)
+    totals = torch.zeros(len(by_source), 2, buckets, dtype=torch.float64, device=mesh.device)
+
+    def make(index: int) -> Batch:
+        sample = pack(documents, own[index][1])
+        return make_batch(sample, mesh, config.parallel.layout, window_size)
+
+    for (source, _), batch in zip(own, ahead(make, 0, len(own)), strict=True):
+        here = batch.to(mesh.device)
+        losses = model(here)
+        valid = (here.labels != IGNORED).float()
+        totals[source, 0] += sum_by_bucket(losses, here.buckets, buckets)
+        totals[source, 1] += sum_by_bucket(valid, here.buckets, buckets)
+    totals = sum_over_ranks(mesh, totals).cpu()
+    losses, tokens = totals.sum(0).tolist()
+    return Evaluation(
+        n_bytes=int(documents.n_bytes[chosen].sum()),
+        bucket_losses=losses,
+        bucket_tokens=[round(n) for n in tokens],
+        nats_per_byte_by_source={
+            name: float(total[0].sum()) / int(documents.n_bytes[numbers].sum())
+            for name, numbers, total in zip(documents.sources, by_source, totals, strict=True)
+        },
+    )

@@ -1,0 +1,73 @@
+"""The end of a run: its figures beside the baselines, as JSON, plots and a table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from train.config import Config
+from train.data.shards import Corpus
+from train.engine.parallel import Mesh
+from train.engine.train_state import State
+from train.log.plots import plot_run
+from train.run.run_folder import RunFolder, write_whole
+from train.tasks.baselines import take_baselines
+from train.tasks.evaluate import Evaluation
+
+ROWS = {
+    "this model": "nats_per_byte",
+    "this model, each token seeing only itself": "nats_per_byte_self_only",
+    "gzip -9": "gzip",
+    "unigram": "unigram",
+    "bigram": "bigram",
+}
+
+
+def summarise(
+    config: Config, corpus: Corpus, mesh: Mesh, state: State, full: Evaluation, alone: Evaluation
+) -> dict[str, Any]:
+    """What ``summary.json`` holds. ``alone``: the evaluation with each token seeing only itself."""
+    return {
+        "nats_per_byte": full.nats_per_byte,
+        "nats_per_byte_self_only": alone.nats_per_byte,
+        **take_baselines(corpus, config.train.final_eval_bytes),
+        "train_seconds": state.seconds,
+        "steps": state.step,
+        "skipped": state.guard.skipped,
+        "world_size": mesh.world,
+        "cp": mesh.cp,
+        "seq_len": config.data.seq_len,
+        "held_out_bytes": full.n_bytes,
+        "held_out_tokens": full.tokens,
+        **full.by_source,
+    }
+
+
+def present(
+    folder: RunFolder,
+    summary: dict[str, Any],
+    full: Evaluation,
+    alone: Evaluation,
+    console: Console,
+) -> None:
+    """Write ``summary.json`` and the plots, print the table."""
+    write_whole(folder.summary, json.dumps(summary, indent=1) + "\n")
+    try:
+        plot_run(folder.path, full, alone)
+    except ModuleNotFoundError as error:
+        console.print(f"no plots: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
+    title = f"Held out: {summary['held_out_bytes']:,} bytes"
+    if summary["baseline_bytes"] < summary["held_out_bytes"]:
+        title += f" (baselines: {summary['baseline_bytes']:,})"
+    table = Table("", "nats per byte", title=title, title_justify="left")
+    for label, key in ROWS.items():
+        table.add_row(label, f"{summary[key]:.3f}")
+    console.print(table)
+    console.print(
+        f"{summary['steps']} steps in {summary['train_seconds']:.0f} s; everything is in "
+        f"{folder.path}",
+        soft_wrap=True,
+    )

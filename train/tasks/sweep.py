@@ -1,0 +1,330 @@
+"""A sweep (``-m``): one run per combination of settings, each in a process of its own.
+
+Hydra composes, and its sweeper chooses the combinations. All jobs of a batch are checked before the
+first one starts; then they run one after the other below ``sweep.dir``. Whatever ends a job ends
+its process only. A finished job is not run again: the same command continues a broken sweep.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig, open_dict, read_write
+from rich.console import Console
+from rich.table import Table
+
+from train.config import Config, ConfigError, resolve
+from train.engine.parallel import choose_device
+from train.log.plots import plot_sweep
+from train.run.checks import check
+from train.run.child_process import SIGNALS, Stopped, last_words, run_process
+from train.run.run_folder import RunFolder
+
+SCRIPT = Path(__file__).parents[1] / "pretrain.py"
+LONGEST_NAME = 120  # of a job's folder; file systems allow 255 bytes
+
+
+@dataclass
+class Job:
+    """A run of ``steps`` steps in a sweep; ``choices`` are the overrides that are its own."""
+
+    choices: dict[str, str]
+    folder: Path
+    command: list[str]
+    steps: int
+    status: str = "waiting"  # then finished, failed or stopped
+    nats_per_byte: float | None = None
+    train_seconds: float | None = None
+    error: str | None = None
+
+    def take_result(self) -> bool:
+        """Read the summary of a run that has done all its steps; False where there is none."""
+        summary = read_summary(self.folder)
+        if summary.get("steps") != self.steps:
+            return False
+        self.nats_per_byte = summary["nats_per_byte"]
+        self.train_seconds = summary["train_seconds"]
+        self.status, self.error = "finished", None
+        return True
+
+    def row(self) -> dict[str, Any]:
+        """This job in ``sweep.json``."""
+        entries = {name: getattr(self, name) for name in ("choices", "status", "nats_per_byte")}
+        entries |= {"train_seconds": self.train_seconds, "error": self.error}
+        return entries | {"folder": self.folder.name}
+
+
+class Sweep:
+    """The jobs of one sweep, as its sweeper asks for them; ``arguments`` go to every job."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.arguments = list(arguments)
+        self.console = Console(markup=False, highlight=False)
+        self.jobs: list[Job] = []
+        self.folder: Path | None = None
+
+    def launch(self, configs: list[Config], choices: list[dict[str, str]]) -> list[Job]:
+        """Check every job of a batch, then run those that are not finished.
+
+        ``choices`` are the overrides of each that are its own. Raises ``ConfigError`` before
+        anything has started or been written.
+        """
+        batch = [self._plan(*pair) for pair in zip(configs, choices, strict=True)]
+        if any(config.mode == "check" for config in configs):
+            self.console.print(f"{len(batch)} jobs: the settings are valid. Nothing was started.")
+            return batch
+        self.jobs += batch
+        for job in batch:
+            if job.status == "finished":
+                self.console.print(f"finished before: {job.folder.name}", soft_wrap=True)
+            else:
+                self._run(job)
+            self._record()
+        return batch
+
+    def _plan(self, config: Config, choices: dict[str, str]) -> Job:
+        if config.mode not in ("train", "check"):
+            raise ConfigError(f"mode={config.mode}: a sweep trains; leave -m out")
+        own = [f"{key}={value}" for key, value in choices.items()]
+        self.folder = self.folder or Path(config.sweep.dir).expanduser().absolute()
+        folder = self.folder / folder_name(own)
+        config.run.dir = str(folder)
+        finished = self._look_into(folder, config)
+        if not finished:
+            check(config, world=config.sweep.nproc_per_node or 1)
+            choose_device(config)
+        command = [sys.executable, str(SCRIPT), *self.arguments, *own]
+        if config.sweep.nproc_per_node is not None:
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            command[1:1] = [*launcher, str(config.sweep.nproc_per_node)]
+        overwrite = str(config.run.overwrite).lower()
+        command += [f"run.dir={quoted(str(folder))}", f"run.overwrite={overwrite}"]
+        job = Job(choices, folder, command, config.train.steps)
+        if finished:
+            job.take_result()
+        return job
+
+    def _look_into(self, folder: Path, config: Config) -> bool:
+        """Whether the run of ``config`` has finished in its folder.
+
+        One that has only begun is to go on. Another run is there to stay, unless ``run.overwrite``
+        says that it may be replaced; then that alone is what it does.
+        """
+        there = RunFolder(config)
+        if not there.holds_run():
+            return False
+        steps = there.complete_after()
+        difference = there.difference(config)
+        if difference is None and steps > config.train.steps:
+            difference = ("train.steps", steps, config.train.steps)
+        if difference is None:
+            config.run.overwrite = False
+            return steps == config.train.steps
+        if config.run.overwrite:
+            return False
+        key, before, now = difference
+        raise ConfigError(
+            f"sweep.dir={config.sweep.dir}: {folder.name} holds another run, with {key}={before} "
+            f"(now {now}); choose another sweep.dir or replace such runs with run.overwrite=true"
+        )
+
+    def _run(self, job: Job) -> None:
+        number = f"job {len([j for j in self.jobs if j.status != 'waiting']) + 1}"
+        named = " ".join(f"{key}={value}" for key, value in job.choices.items())
+        self.console.print(f"{number} of {len(self.jobs)}: {named}", soft_wrap=True)
+        begin = time.perf_counter()
+        try:
+            code, said = run_process(job.command)
+        except Stopped:
+            job.status = "stopped"
+            self._record()
+            raise
+        if code == 0 and job.take_result():
+            return
+        job.status = "failed" if code else "stopped"
+        job.error = (
+            last_words(code, said) if code else "not complete; the same sweep goes on with it"
+        )
+        seconds = time.perf_counter() - begin
+        self.console.print(f"{job.status} after {seconds:.0f} s: {job.error}", soft_wrap=True)
+
+    def sorted_jobs(self) -> list[Job]:
+        """Finished jobs, best first, then the others as they were asked for."""
+
+        def rank(job: Job) -> float:
+            result = job.nats_per_byte
+            return math.inf if result is None or math.isnan(result) else result
+
+        return sorted(self.jobs, key=rank)
+
+    def _record(self) -> None:
+        assert self.folder is not None  # made by the first plan
+        self.folder.mkdir(parents=True, exist_ok=True)
+        written = self.folder / "sweep.json.tmp"
+        rows = [job.row() for job in self.sorted_jobs()]
+        written.write_text(json.dumps(rows, indent=1) + "\n")
+        written.replace(self.folder / "sweep.json")
+
+    def finish(self) -> bool:
+        """Print the table and draw the plot; whether every job has finished."""
+        if self.folder is None or not self.jobs:
+            return True
+        self._record()
+        keys = list(dict.fromkeys(key for job in self.jobs for key in job.choices))
+        table = Table(*keys, "nats per byte", "train s", "status")
+        for column in table.columns:
+            column.overflow = "fold"
+        for job in self.sorted_jobs():
+            result = "" if job.nats_per_byte is None else f"{job.nats_per_byte:.4f}"
+            seconds = "" if job.train_seconds is None else f"{job.train_seconds:.0f}"
+            status = f"{job.status}: {job.error}" if job.error else job.status
+            table.add_row(*(job.choices.get(key, "") for key in keys), result, seconds, status)
+        self.console.print(table)
+        try:
+            plot_sweep(self.folder, [job.row() for job in self.sorted_jobs()])
+        except ModuleNotFoundError as error:
+            self.console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
+        self.console.print(f"everything is in {self.folder}", soft_wrap=True)
+        return all(job.status == "finished" for job in self.jobs)
+
+
+class ProcessLauncher(Launcher):
+    """What a Hydra sweeper hands its batches of jobs to, and gets their results from."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+
+    def setup(self, *, hydra_context: Any, config: DictConfig, **_: Any) -> None:
+        """Remember how to compose a job."""
+        self._loader, self._config = hydra_context.config_loader, config
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> list[JobReturn]:
+        """Run a batch. A job's return value is its nats per byte, NaN where it has failed."""
+        asked = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
+        shared = {o.get_key_element() for o in asked if not o.is_sweep_override()}
+        pairs = [dict(override.split("=", 1) for override in job) for job in job_overrides]
+        choices = [{k.lstrip("+"): job[k] for k in job if k not in shared} for job in pairs]
+        compose = self._loader.load_sweep_config
+        composed = [compose(self._config, list(job)) for job in job_overrides]
+        jobs = self._sweep.launch([_without_hydra(config) for config in composed], choices)
+        return [_returned(*pair) for pair in zip(jobs, composed, strict=True)]
+
+
+def _returned(job: Job, config: DictConfig) -> JobReturn:
+    returned = JobReturn(overrides=list(job.choices), cfg=config, status=JobStatus.COMPLETED)
+    returned.return_value = math.nan if job.nats_per_byte is None else job.nats_per_byte
+    return returned
+
+
+def _without_hydra(composed: DictConfig) -> Config:
+    task = copy.deepcopy(composed)
+    with read_write(task), open_dict(task):
+        del task["hydra"]
+    return resolve(task)
+
+
+def run_sweep(compose: Callable[[list[str]], None], flags: list[str], overrides: list[str]) -> int:
+    """Run what ``compose`` makes of the command line; the exit code.
+
+    0 when every job has finished, 1 when one has failed, 130 when a signal has stopped the sweep.
+    ``ConfigError`` and Hydra's errors pass through.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "-m under torchrun: sweep outside, torchrun inside: start python train/pretrain.py -m "
+            "... without torchrun; sweep.nproc_per_node=N gives every job its own torchrun"
+        )
+    asked = OverridesParser.create().parse_overrides(overrides)
+    keys = {override.key_or_group for override in asked}
+    if "hydra/launcher" in keys:
+        raise ConfigError("hydra/launcher: a sweep starts its jobs itself; leave it out")
+    if "run.dir" in keys:
+        raise ConfigError(
+            "run.dir: each job of a sweep gets a folder of its own; choose the folder around them "
+            "with sweep.dir"
+        )
+    shared = [
+        override.input_line
+        for override in asked
+        if not override.is_sweep_override()
+        and (not override.is_hydra_override() or override.key_or_group == "hydra.searchpath")
+    ]
+    for signum in SIGNALS:
+        signal.signal(signum, _stop)
+    sweep = Sweep([*flags, *shared])
+
+    def make_launcher(**context: Any) -> Launcher:
+        launcher = ProcessLauncher(sweep)
+        launcher.setup(**context)
+        return launcher
+
+    # Hydra finds launchers by name among installed packages; ours belongs to this script alone.
+    Plugins.instance().instantiate_launcher = make_launcher
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            compose([*flags, "--multirun", *overrides, f"hydra.sweep.dir={quoted(scratch)}"])
+        except Stopped:
+            sweep.finish()
+            return 130
+        finally:
+            _keep_sweeper_files(Path(scratch), sweep.folder)
+    return 0 if sweep.finish() else 1
+
+
+def _stop(signum: int, _frame: object) -> NoReturn:
+    raise Stopped(signum)
+
+
+def _keep_sweeper_files(scratch: Path, folder: Path | None) -> None:
+    """Move what the sweeper has written (its own results, for example) beside ``sweep.json``."""
+    for path in scratch.iterdir():
+        if folder is not None and folder.is_dir() and path.is_file():
+            shutil.move(path, folder / path.name)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The ``summary.json`` of a run; empty when it is not there, or torn by a kill."""
+    try:
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return summary
+
+
+def folder_name(choices: list[str]) -> str:
+    """The folder of a job: its overrides, with a hash where a file name cannot hold them."""
+    whole = ",".join(choices) or "run"
+    name = re.sub(r"[^\w.,=+-]", "_", whole)[:LONGEST_NAME]
+    if name == whole:
+        return name
+    return f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+
+
+def quoted(value: str) -> str:
+    """``value`` as a quoted string of Hydra's override grammar.
+
+    There backslashes count as escapes only where a quote follows them.
+    """
+    inside = re.sub(r"(\\*)'", r"\1\1\'", value)
+    trailing = inside[len(inside.rstrip("\\")) :]
+    return f"'{inside}{trailing}'"

@@ -1,0 +1,86 @@
+"""A training job as one process sees it: from its place among the others to its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from train.config import Config, ConfigError
+from train.data.corpus import find_files
+from train.data.shards import open_corpus
+from train.engine.checkpoint import from_rank_0
+from train.engine.parallel import Mesh, choose_device, join, shutdown
+from train.log.profiler import require_profilable
+from train.run.affinity import settle
+from train.run.failure import LastWords, to_log
+from train.run.run_folder import RunFolder, write_whole
+from train.run.stopper import Stopper
+from train.tasks.trainer import Trainer
+
+
+def run(config: Config, stopper: Stopper) -> NoReturn:
+    """Train and end the process: 0 when done or stopped, 1 on a failure.
+
+    ``ConfigError`` passes through: the caller explains it. Any other failure is one line that names
+    the rank and the step; its traceback goes to the rank's log in the run folder.
+    """
+    begin = time.monotonic()
+    device = choose_device(config)
+    require_profilable(config.profile, device)
+    settle(config.parallel, device)
+    rank = int(os.environ.get("RANK", "0"))
+    folder = RunFolder(config)
+    words = LastWords(rank, sys.stderr)
+    mesh, closers, locks = None, [], []
+    try:
+        corpus = open_corpus(config.data)
+        if rank != 0:
+            words.console = to_log(folder.log(rank))
+        mesh = join(config.parallel, device)
+        from_rank_0(mesh, lambda: locks.append(folder.lock()))
+        trainer = Trainer(config, corpus, mesh, folder, words)
+        closers = [trainer.close]
+        write_ranks(folder, mesh)
+        limit = config.train.max_wall_time
+        stopper.arm(trainer.what_to_stop(None if limit is None else begin + limit))
+        trainer.train()
+        trainer.finish()
+        shutdown(mesh, 0, closers)
+    except ConfigError:
+        raise
+    except Exception as error:  # the outermost frame: nothing may leave without naming its rank
+        stopper.give_way()
+        try:
+            words.report(error, folder.log(rank), config)
+        finally:
+            shutdown(mesh, 1, closers)
+
+
+def check_only(config: Config) -> None:
+    """Say that the settings are right, having looked at the corpus; rank 0 alone speaks."""
+    require_profilable(config.profile, choose_device(config))
+    files = find_files(config.data)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"The settings are valid; the corpus has {len(files)} files. Nothing was started.")
+
+
+def write_ranks(folder: RunFolder, mesh: Mesh) -> None:
+    """Write ``ranks.json``: host, process and device of each rank."""
+    own = {
+        "rank": mesh.rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(mesh.device),
+    }
+    everyone: list[Any] = [own]
+    if mesh.world > 1:
+        everyone = [None] * mesh.world
+        dist.all_gather_object(everyone, own, group=mesh.host_group)
+    if mesh.rank == 0:
+        write_whole(folder.ranks, json.dumps(everyone, indent=1) + "\n")

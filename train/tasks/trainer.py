@@ -1,0 +1,393 @@
+"""A run from its first line to its last: set up, optimiser steps, validation, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from train.config import Config, ConfigError
+from train.data.batches import Batch, ahead, make_batch
+from train.data.mixture import training_samples
+from train.data.samples import IGNORED, Piece, pack
+from train.data.shards import Corpus
+from train.engine.checkpoint import (
+    DAMAGED,
+    Checkpoints,
+    facts_of,
+    find_checkpoint,
+    from_rank_0,
+    require_shared,
+)
+from train.engine.parallel import (
+    Mesh,
+    data_parallel,
+    require_agreement,
+    sum_over_ranks,
+)
+from train.engine.train_state import State
+from train.log.metrics import Recorder, StepProgress, peak_memory
+from train.log.profiler import profiled
+from train.log.wandb_run import WandbRun
+from train.model.loss import n_buckets, sum_by_bucket
+from train.model.optim import learning_rate, make_optimizer, set_learning_rate
+from train.model.transformer import build_model
+from train.run.failure import LastWords
+from train.run.run_folder import RunFolder, write_whole
+from train.run.stopper import Run
+from train.run.update_lock import Gate
+from train.tasks.evaluate import Evaluation, evaluate, mean_by_bucket
+from train.tasks.summary import present, summarise
+
+SELF_ONLY = (0, 0)  # the attention window in which each token sees itself alone
+PRIMING_TOKENS = 256
+
+
+class Trainer:
+    """A run on one rank."""
+
+    def __init__(
+        self, config: Config, corpus: Corpus, mesh: Mesh, folder: RunFolder, words: LastWords
+    ) -> None:
+        self.config, self.corpus, self.mesh = config, corpus, mesh
+        self.folder, self.words = folder, words
+        self.console = Console(quiet=mesh.rank != 0, markup=False, highlight=False)
+        settings = json.dumps(dataclasses.asdict(config), indent=1)
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
+        require_agreement(mesh, {"configuration": digest, "corpus": corpus.digest})
+        data, train = config.data, config.train
+        self.samples = training_samples(corpus.train, data.seq_len, data.piece_len, train.seed)
+        self.model = build_model(config, corpus.tokenizer.get_vocab_size(), mesh)
+        self.optimizer = make_optimizer(self.model.transformer, config.optim)
+        self.state = State(config, corpus.digest, self.model.transformer, self.optimizer)
+        self.wrapped = data_parallel(self.model, mesh)
+        self.gate = Gate()
+        self.updated: torch.cuda.Event | None = None  # after the newest change on the device
+        keep = config.checkpoint
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, mesh, keep.keep, keep.keep_every, self._say_event
+        )
+        self.recorder: Recorder | None = None
+        self._went_back_to = -1
+        self._begin(settings)
+
+    def _begin(self, settings: str) -> None:
+        """Take up the run in the folder, or begin a new one there."""
+        from_rank_0(self.mesh, self._prepare_folder)
+        require_shared(self.mesh, self.folder.checkpoints)
+        if self.mesh.rank == 0:
+            self.checkpoints.remove_litter()
+        source = self._restore()
+        if self.mesh.rank == 0:
+            write_whole(self.folder.config, settings + "\n")
+            self.corpus.tokenizer.save(str(self.folder.tokenizer))
+            wandb = WandbRun(self.config, self.folder, self.say) if self.config.log.wandb else None
+            self.recorder = Recorder(self.folder, self.state.step, self.say, wandb)
+        self._say_event(source)
+
+    def _prepare_folder(self) -> None:
+        """On rank 0: the folder is there, and what is in it is this run's."""
+        if not self.mesh.restarted:
+            self.folder.require_fit(self.config)
+            if self.folder.is_replaced_by(self.config):
+                self.folder.clear()
+        self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def _restore(self) -> str:
+        """Load what there is to go on from; a line that says where the state comes from."""
+        wanted = self.config.checkpoint
+        own = self.checkpoints.choose()
+        if own is None and any(self.folder.checkpoints.glob(f"{DAMAGED}*")):
+            raise ConfigError(
+                f"run.dir={self.config.run.dir}: every checkpoint of this run is damaged "
+                f"(checkpoints/{DAMAGED}*); begin anew in another folder, with "
+                f"run.overwrite=true checkpoint.resume=never, or from another run's checkpoint"
+            )
+        if own is not None:
+            self.state.load(own)
+            self.checkpoints.saved = self.state.step
+            return f"goes on after step {self.state.step}, from {own.name}"
+        origin = wanted.init_from
+        if wanted.resume not in ("auto", "never"):
+            origin = wanted.resume
+        if origin is None:
+            return "starts at step 0"
+        path = from_rank_0(self.mesh, lambda: find_checkpoint(Path(origin).expanduser(), self.say))
+        if wanted.init_from is not None:
+            self.state.load_weights(path)
+            return f"starts at step 0 with the weights of {path}"
+        self.state.load(path)
+        return f"goes on after step {self.state.step}, from {path}"
+
+    def say(self, text: str) -> None:
+        """A line on the console of rank 0."""
+        self.console.print(text, soft_wrap=True)
+
+    def _say_event(self, text: str) -> None:
+        self.say(text)
+        if self.recorder is not None:
+            self.recorder.event(self.state.step, text)
+
+    def close(self) -> None:
+        """Close the files of the run."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def _close_at_once(self) -> None:
+        self.close()
+        self.console.show_cursor()  # which a progress bar hides
+
+    def what_to_stop(self, deadline: float | None) -> Run:
+        """What the stopper needs to end this run at any moment."""
+        mesh = self.mesh
+        return Run(
+            rank=mesh.rank,
+            world=mesh.world,
+            store=None if mesh.store is None else mesh.store.clone(),
+            gate=self.gate,
+            save=self._save_at_once,
+            say=self._say_event,
+            fail=self.words.not_saved,
+            close=self._close_at_once,
+            deadline=deadline if mesh.rank == 0 else None,
+        )
+
+    def train(self) -> None:
+        """All optimiser steps, with a validation every ``train.eval_every`` of them."""
+        self._introduce()
+        self._prime()
+        steps = self.config.train.steps
+        profile = profiled(
+            self.config.profile,
+            self.folder.profile,
+            self.mesh.rank,
+            self.mesh.device,
+            self.state.step,
+        )
+        with StepProgress(self.console, steps) as progress, profile as step_done:
+            while self.state.step < steps:
+                self._train_on(progress, step_done)
+        self._require_saved()
+
+    def _train_on(self, progress: StepProgress, step_done: Callable[[], None]) -> None:
+        """Steps until the last, or until the state went back to an earlier one."""
+        train, state = self.config.train, self.state
+        first, offset, stride = state.step, state.samples, train.accumulation * self.mesh.dp
+        make = lambda step: self._batches(offset + (step - first) * stride)  # noqa: E731
+        previous = time.perf_counter()
+        for batches in ahead(make, first, train.steps):
+            self.words.begin_step(state.step + 1)
+            record = self.step(batches, previous)
+            step_done()
+            previous = time.perf_counter()
+            progress.update(record)
+            if state.guard.exhausted:
+                self._go_back()
+                return
+            done, every = state.step, self.config.checkpoint.every
+            if train.eval_every and done % train.eval_every == 0 and done < train.steps:
+                progress.say(self._validate(done))
+                previous = time.perf_counter()
+            # Not in the middle of skipped steps, whose weights may be what is wrong.
+            if every and done % every == 0 and not state.guard.in_a_row:
+                self._save()
+
+    def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
+        """One optimiser step, begun at ``begin`` of ``perf_counter``: its line of metrics.
+
+        The gradient is that of the sum of all token losses over the number N of valid tokens of
+        all ranks and micro-batches. ``data_parallel`` averages over W ranks, hence W / N.
+        """
+        mesh, optim, state = self.mesh, self.config.optim, self.state
+        n_valid = sum_over_ranks(mesh, torch.tensor(sum(batch.n_valid for batch in batches)))
+        scale = mesh.world / n_valid.clamp(min=1)
+        buckets = n_buckets(self.config.data.seq_len)
+        sums = torch.zeros(2, buckets, dtype=torch.float64, device=mesh.device)
+        for batch, context in self._micro_batches(batches):
+            with context:
+                losses = self.wrapped(batch)
+                (losses.sum() * scale).backward()
+            sums[0] += sum_by_bucket(losses.detach(), batch.buckets, buckets)
+            sums[1] += sum_by_bucket((batch.labels != IGNORED).float(), batch.buckets, buckets)
+        limit = optim.clip if optim.clip is not None else float("inf")
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        losses_by_bucket, tokens_by_bucket = sum_over_ranks(mesh, sums).tolist()
+        loss = sum(losses_by_bucket) / max(1, int(n_valid))
+        objection = self._agreed(state.guard.objection(loss, grad_norm))
+        lr = learning_rate(optim, state.step, self.config.train.steps)
+        with self.gate.change():
+            if objection is None:
+                set_learning_rate(self.optimizer, lr)
+                self.optimizer.step()
+                state.guard.take(loss, grad_norm)
+            else:
+                state.guard.skip()
+            self.optimizer.zero_grad(set_to_none=True)
+            if mesh.device.type == "cuda":
+                self.updated = torch.cuda.current_stream().record_event()
+            seconds = time.perf_counter() - begin
+            state.step += 1
+            state.samples += len(batches) * mesh.dp
+            state.seconds += seconds
+            record = {
+                "step": state.step,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "tokens_per_s": self.config.data.seq_len * len(batches) * mesh.dp / seconds,
+                "memory": peak_memory(mesh.device),
+                "skipped": state.guard.skipped,
+            }
+            if self.recorder is not None:
+                tokens = [round(n) for n in tokens_by_bucket]
+                self.recorder.step(record, mean_by_bucket(losses_by_bucket, tokens))
+        if objection is not None:
+            self._say_event(
+                f"step {state.step} skipped ({state.guard.skipped} so far): {objection}"
+            )
+        return record
+
+    def _agreed(self, objection: str | None) -> str | None:
+        """The objection of any rank, on all: a step is taken by all or by none."""
+        if self.mesh.world == 1:
+            return objection
+        objections = sum_over_ranks(self.mesh, torch.tensor(int(objection is not None)))
+        return objection or (f"{int(objections)} ranks object" if int(objections) else None)
+
+    def _prime(self) -> None:
+        """One backward pass whose gradients are dropped.
+
+        Data parallel lays its buckets out anew after its first backward pass. Done here, it sums
+        in the same order in a run that goes on as in one that was never interrupted. It also makes
+        connections, and compiles kernels, before the first step.
+        """
+        length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
+        sample = pack(self.corpus.train, [Piece(0, 0, length)])
+        batch = make_batch(sample, self.mesh, self.config.parallel.layout).to(self.mesh.device)
+        self.wrapped(batch).sum().backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _save(self) -> None:
+        """Begin to save the present state; called by the trainer or, at a stop, the stopper."""
+        with self.checkpoints.lock:
+            if not self.checkpoints.has(self.state.step):
+                self.checkpoints.begin(
+                    self.state.step, self.state.tensors(), self.state.facts(), self.updated
+                )
+
+    def _save_at_once(self) -> str:
+        """For the stopper: the state is saved when this returns, or an error says why not."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.set_device(self.mesh.device)
+        self._require_saved()
+        step = self.state.step
+        return f"stopped after step {step}, which is saved; the same command goes on from there"
+
+    def _require_saved(self) -> None:
+        """Save the present state unless it is; ``RuntimeError`` when that fails."""
+        with self.checkpoints.lock:
+            self.checkpoints.wait()
+            self._save()
+            self.checkpoints.wait()
+        if self.checkpoints.saved != self.state.step:
+            raise RuntimeError(
+                f"step {self.state.step} could not be saved, the newest checkpoint is that of step "
+                f"{self.checkpoints.saved}; mend what {self.folder.events} names and give the "
+                f"same command again"
+            )
+
+    def _go_back(self) -> None:
+        """Return to the last checkpoint, after too many skipped steps; its data is not read again.
+
+        Raises ``RuntimeError`` where there is none, or going back has not helped.
+        """
+        self.checkpoints.wait()
+        path, skipped = self.checkpoints.choose(), self.state.guard.in_a_row
+        step = -1 if path is None else facts_of(path)["step"]
+        if path is None or step <= self._went_back_to:
+            why = "there is no checkpoint" if path is None else "going back has not helped"
+            raise RuntimeError(
+                f"{skipped} steps in a row were skipped and {why}; look at the losses in "
+                f"{self.folder.metrics}, at the data, and at optim.lr"
+            )
+        left = self.state.step
+        with self.gate.change():
+            self.state.go_back(path)
+            if self.recorder is not None:
+                self.recorder.go_back(self.state.step)
+        self._went_back_to = self.checkpoints.saved = step
+        self._say_event(
+            f"{skipped} steps in a row were skipped: back from step {left} to {path.name}, and on "
+            f"with the data after it"
+        )
+
+    def finish(self) -> None:
+        """Final evaluation, baselines, plots, ``summary.json`` and a table."""
+        max_bytes = self.config.train.final_eval_bytes
+        full = self._evaluate(max_bytes)
+        alone = self._evaluate(max_bytes, SELF_ONLY)
+        if self.recorder is None:
+            return
+        self._record_evaluation(self.state.step, full)
+        self.say("Counting the baselines ...")
+        summary = summarise(self.config, self.corpus, self.mesh, self.state, full, alone)
+        present(self.folder, summary, full, alone, self.console)
+
+    def _batches(self, sample: int) -> list[Batch]:
+        """This rank's micro-batches of the step that begins with ``sample`` of the stream."""
+        accumulation, mesh = self.config.train.accumulation, self.mesh
+        indices = [sample + m * mesh.dp + mesh.dp_rank for m in range(accumulation)]
+        layout = self.config.parallel.layout
+        return [make_batch(self.samples[index], mesh, layout) for index in indices]
+
+    def _micro_batches(
+        self, batches: list[Batch]
+    ) -> Iterator[tuple[Batch, contextlib.AbstractContextManager[None]]]:
+        """Each batch on the device, with the context that reduces gradients after the last only."""
+        for number, batch in enumerate(batches, start=1):
+            last = number == len(batches) or self.mesh.world == 1
+            context = contextlib.nullcontext() if last else self.wrapped.no_sync()
+            yield batch.to(self.mesh.device), context
+
+    def _evaluate(self, max_bytes: int | None, window: tuple[int, int] = (-1, -1)) -> Evaluation:
+        held_out = self.corpus.held_out
+        return evaluate(self.model, held_out, self.config, self.mesh, max_bytes, window)
+
+    def _validate(self, step: int) -> str:
+        evaluation = self._evaluate(self.config.train.eval_bytes)
+        self._record_evaluation(step, evaluation)
+        return (
+            f"step {step}: held out {evaluation.nats_per_byte:.3f} nats per byte "
+            f"({evaluation.n_bytes:,} bytes)"
+        )
+
+    def _record_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        if self.recorder is not None:
+            record = {
+                "step": step,
+                "nats_per_byte": evaluation.nats_per_byte,
+                "bytes": evaluation.n_bytes,
+                "tokens": evaluation.tokens,
+                **evaluation.by_source,
+            }
+            self.recorder.evaluation(record, evaluation.loss_by_bucket)
+
+    def _introduce(self) -> None:
+        mesh, corpus = self.mesh, self.corpus
+        parameters = sum(p.numel() for p in self.model.parameters())
+        precision = str(self.model.dtype).removeprefix("torch.")
+        self.console.print(
+            f"{parameters:,} parameters in {precision} on {mesh.world} x "
+            f"{mesh.device.type} (dp {mesh.dp}, cp {mesh.cp}); "
+            f"{len(corpus.train):,} documents of {corpus.train.lengths.sum():,} tokens, "
+            f"{len(corpus.held_out):,} held out; run folder {self.folder.path}",
+            soft_wrap=True,
+        )
