@@ -1,10 +1,10 @@
 """Exact ring attention over contexts that no single GPU holds."""
 
-from ringfa3.comm import RingError
-from ringfa3.context import ContextPlan, plan_context
-from ringfa3.module import RingFA3Attention, keep_attention
-from ringfa3.ops import flash_attn_func, flash_attn_varlen_func
-from ringfa3.ring import ring_attn_func
+from ringfa3.attention import RingFA3Attention, keep_attention
+from ringfa3.errors import RingError
+from ringfa3.functional import flash_attn_func, flash_attn_varlen_func
+from ringfa3.planning.context_plan import ContextPlan, plan_context
+from ringfa3.ring.op import ring_attn_func
 
 __all__ = [
     "ContextPlan",

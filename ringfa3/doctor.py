@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ringfa3 import headers
-from ringfa3.build import JOB_BYTES, UNITS, built, free_memory, jobs
-from ringfa3.cache import cache, location
-from ringfa3.toolchain import BuildError, host_compiler, program
+from ringfa3.build import cutlass as cutlass_headers
+from ringfa3.build.cache import cache, location
+from ringfa3.build.compile import JOB_BYTES, UNITS, built, free_memory, jobs
+from ringfa3.build.toolchain import host_compiler, program
+from ringfa3.errors import BuildError
 
 CAPABILITY = (9, 0)  # the kernels are sm_90a code, which runs on nothing else
 DRIVER = 13000  # CUDA that the driver must know: the libraries carry the runtime of CUDA 13
@@ -122,16 +123,16 @@ def cuobjdump() -> Finding:
 
 def cutlass() -> Finding:
     try:
-        include = headers.here()
+        include = cutlass_headers.here()
     except BuildError as error:
         return _told("cutlass", error, "build")
     if include:
-        return Finding("cutlass", f"{headers.version(include)}, {include}")
+        return Finding("cutlass", f"{cutlass_headers.version(include)}, {include}")
     if importlib.util.find_spec("pip"):
         remedy = "the first build fetches them, about 6 MB; python -m ringfa3.build --headers now"
         return Finding("cutlass", "no headers here", remedy)
     return Finding(
-        "cutlass", "no headers here, and no pip to fetch them", headers.REMEDY, ("build",)
+        "cutlass", "no headers here, and no pip to fetch them", cutlass_headers.REMEDY, ("build",)
     )
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import stand_ins
 import torch
 from hypothesis import HealthCheck, settings
-from ranks import Ranks
 
-from ringfa3 import toolchain
+from ringfa3.build import toolchain
+from tests.support import fake_tools
+from tests.support.ranks import Ranks
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore tries many fresh ones.
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -51,9 +51,9 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("MAX_JOBS", "LOCAL_RANK", "NVCC_CCBIN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("CUTLASS_PATH", str(stand_ins.cutlass(tmp_path)))
+    monkeypatch.setenv("CUTLASS_PATH", str(fake_tools.cutlass(tmp_path)))
     monkeypatch.setenv("RINGFA3_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(stand_ins.host(tmp_path / "host")))
+    monkeypatch.setenv("PATH", str(fake_tools.host(tmp_path / "host")))
     monkeypatch.setattr(toolchain, "wheels", lambda: [tmp_path / "wheels"])
-    stand_ins.nvcc(tmp_path)
+    fake_tools.nvcc(tmp_path)
     return tmp_path

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import stand_ins
 import torch
 import torch.distributed as dist
 
-from ringfa3 import build, doctor, headers, toolchain
+from ringfa3 import doctor
+from ringfa3.build import compile, cutlass, toolchain
 from ringfa3.doctor import Finding
+from tests.support import fake_tools
 
 
 @pytest.fixture
@@ -29,13 +30,13 @@ def hopper(tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(doctor, "driver_cuda", lambda: 13010)
     monkeypatch.setattr(doctor, "free_memory", lambda: 64 << 30)
-    monkeypatch.setattr(build, "free_memory", lambda: 64 << 30)
+    monkeypatch.setattr(compile, "free_memory", lambda: 64 << 30)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     gpus(monkeypatch, (9, 0), (9, 0))
     answer = 'echo "release, V13.4.92"'
-    stand_ins.script(tools / "bin/cuobjdump", answer)
-    for unit in build.UNITS:
-        build.library(unit)
+    fake_tools.script(tools / "bin/cuobjdump", answer)
+    for unit in compile.UNITS:
+        compile.library(unit)
     return tools
 
 
@@ -63,7 +64,7 @@ def test_a_good_machine(hopper: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert last == "This machine can build: yes; run the kernels: yes."
     assert all(line.startswith("ok ") for line in lines)
     text = {name: finding.text for name, finding in findings().items()}
-    number, user = len(build.UNITS), pwd.getpwuid(os.getuid()).pw_name
+    number, user = len(compile.UNITS), pwd.getpwuid(os.getuid()).pw_name
     assert text["python"].startswith(sys.version.split()[0])
     assert text["torch"] == f"{torch.__version__}, CUDA 13.0"
     assert text["gpu"] == "2 x NVIDIA H200 (9.0)"
@@ -74,7 +75,7 @@ def test_a_good_machine(hopper: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert text["c++"] == "g++"
     assert text["cutlass"] == f"unknown, {hopper}/include"
     assert text["memory"].startswith("64 GiB free, ")
-    assert text["memory"].endswith(f" -j {build.jobs()}")
+    assert text["memory"].endswith(f" -j {compile.jobs()}")
     assert text["cache"].startswith(f"{hopper}/cache, of {user}, mode 0700, ")
     assert text["units"].startswith(f"{number} of {number} built: forward-d64-bf16, ")
 
@@ -167,7 +168,7 @@ def test_one_queue_is_refused(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_old_nvcc_cannot_build_but_what_is_built_runs(hopper: Path) -> None:
-    stand_ins.nvcc(hopper, "12.8.93")
+    fake_tools.nvcc(hopper, "12.8.93")
     found = findings()["nvcc"]
     assert found.state == "missing"
     assert found.text.endswith(f"found {hopper}/bin/nvcc (V12.8.93)")
@@ -196,7 +197,7 @@ def test_headers(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings()["cutlass"].text.startswith("CUTLASS_PATH=/nowhere has no include")
     assert verdict() == (False, True)
     monkeypatch.delenv("CUTLASS_PATH")
-    monkeypatch.setattr(headers, "here", lambda: None)
+    monkeypatch.setattr(cutlass, "here", lambda: None)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "pip")
     assert findings()["cutlass"].state == "warning"
     assert "python -m ringfa3.build --headers" in findings()["cutlass"].remedy
@@ -233,7 +234,7 @@ def test_a_cache_that_is_not_made_yet(hopper: Path, monkeypatch: pytest.MonkeyPa
     assert found["cache"].text.startswith(f"{hopper}/a/b, not made yet, ")
     assert not (hopper / "a").exists()
     assert found["units"].state == "warning"
-    assert found["units"].text == f"0 of {len(build.UNITS)} built"
+    assert found["units"].text == f"0 of {len(compile.UNITS)} built"
     assert verdict() == (True, True)
 
 
@@ -261,16 +262,16 @@ def test_units_without_a_compiler(hopper: Path) -> None:
     """Some are there: those run. None is: nothing does."""
     (hopper / "bin/nvcc").unlink()
     toolchain.program.cache_clear()
-    first, *rest = build.UNITS
+    first, *rest = compile.UNITS
     for unit in rest:
-        shutil.rmtree(build.library(unit).parent)
+        shutil.rmtree(compile.library(unit).parent)
     found = findings()["units"]
     assert (found.state, found.text) == (
         "warning",
-        f"1 of {len(build.UNITS)} built: {first.name}",
+        f"1 of {len(compile.UNITS)} built: {first.name}",
     )
     assert verdict() == (False, True)
-    shutil.rmtree(build.library(first).parent)
+    shutil.rmtree(compile.library(first).parent)
     assert findings()["units"].state == "missing"
     assert verdict() == (False, False)
 

@@ -1,4 +1,4 @@
-"""Imports point one way: train -> ringfa3, and inside ringfa3 from the leaves up."""
+"""Imports point one way: train -> ringfa3, and inside ringfa3 from the lower packages up."""
 
 from __future__ import annotations
 
@@ -8,82 +8,40 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+MOST_MODULES = 14  # of a package
+MOST_LINES = 400  # of a file
 
-# A module may import those of its own package that stand before it.
+# A module may import from its own package, and from what stands before that.
 ORDER = [
-    "cores",
-    "groups",
-    "layout",
-    "plan",
-    "portions",
-    "reference",
-    "movement",
-    "operations",
-    "rows",
-    "schedule",
-    "enclosure",
-    "context",
-    "course",
-    "toolchain",
-    "cache",
-    "headers",
-    "sass",
+    "errors",
+    "numa",
+    "custom_op",
+    "validation",
+    "planning",
     "build",
-    "doctor",
     "kernels",
-    "backward",
-    "engine",
-    "opaque",
-    "ops",
-    "lookout",
-    "transports",
-    "driver",
-    "watch",
-    "words",
-    "region",
-    "arena",
-    "replays",
     "symmetric",
-    "comm",
-    "buffers",
-    "gathering",
-    "capture",
-    "admission",
     "ring",
-    "module",
+    "functional",
+    "attention",
+    "doctor",
     "__init__",
     "bench",
 ]
-BENCH_ORDER = [
-    "cases",
-    "team",
-    "machine",
-    "timing",
-    "problem",
-    "gate",
-    "peers",
-    "epilogues",
-    "agenda",
-    "ring_peers",
-    "yardsticks",
-    "spread",
-    "results",
-    "contest",
-    "memory",
-    "host",
-    "checkpoint",
-    "table",
-    "ring_summary",
-    "ring_table",
-    "plot",
-    "report",
-    "attention",
-    "rehearsal",
-    "ring",
-    "__init__",
-    "__main__",
-]
 HYDRA_FILES = {"pretrain.py", "config.py", "sweep.py"}
+SOURCES = sorted((ROOT / "ringfa3").rglob("*.py"))
+CODE = [
+    path
+    for folder, suffixes in {
+        "ringfa3": (".py",),
+        "train": (".py",),
+        "tests": (".py", ".cpp", ".h"),
+        "csrc": (".cu", ".cuh", ".h"),
+        "benchmarks": (".py", ".cu", ".cuh"),
+    }.items()
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in suffixes
+]
 
 
 def imported(path: Path) -> set[str]:
@@ -94,33 +52,65 @@ def imported(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} has a relative import"
-            names.add(node.module or "")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "ringfa3").glob("*.py")), ids=lambda p: p.stem)
-def test_ringfa3_imports_only_what_stands_before(path: Path) -> None:
-    assert path.stem in ORDER, f"give {path.name} its place in ORDER"
-    allowed = ORDER[: ORDER.index(path.stem)]
-    own = {n.split(".")[1] for n in imported(path) if n.startswith("ringfa3.")}
-    assert own & set(ORDER) <= set(allowed)
-    assert not {n.split(".")[0] for n in imported(path)} & {"train", "hydra", "omegaconf"}
+def room(path: Path) -> str:
+    """The top-level package or module of ringfa3 that a file belongs to."""
+    return path.relative_to(ROOT / "ringfa3").parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "ringfa3" / "bench").glob("*.py")), ids=lambda p: p.stem
-)
-def test_the_benchmark_imports_only_what_stands_before(path: Path) -> None:
-    assert path.stem in BENCH_ORDER, f"give {path.name} its place in BENCH_ORDER"
-    allowed = BENCH_ORDER[: BENCH_ORDER.index(path.stem)]
+def dotted(path: Path) -> str:
+    module = path.relative_to(ROOT).with_suffix("")
+    return ".".join(module.parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=dotted)
+def test_ringfa3_imports_only_lower_packages(path: Path) -> None:
+    here = room(path)
+    assert here in ORDER, f"give {here} its place in ORDER"
     names = imported(path)
-    own = {n.split(".")[2] for n in names if n.startswith("ringfa3.bench.")}
-    assert own & set(BENCH_ORDER) <= set(allowed)
+    for name in names:
+        if name.startswith("ringfa3."):
+            there = name.split(".")[1]
+            there = there if there in ORDER else "__init__"  # a public name
+            assert ORDER.index(there) <= ORDER.index(here), f"{dotted(path)} imports {name}"
     assert not {n.split(".")[0] for n in names} & {"train", "hydra", "omegaconf"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "train").glob("*.py")), ids=lambda p: p.stem)
+def test_modules_of_a_package_import_each_other_one_way() -> None:
+    """No cycle of modules, at any depth of their code."""
+    modules = {dotted(path): path for path in SOURCES}
+    edges = {
+        module: {
+            target
+            for name in imported(path)
+            for target in (name, name.rpartition(".")[0])
+            if target in modules and target != module and not module.startswith(target + ".")
+        }
+        for module, path in modules.items()
+    }
+    while leaves := {m for m, targets in edges.items() if not targets & edges.keys()}:
+        edges = {m: targets for m, targets in edges.items() if m not in leaves}
+    assert not edges, f"a cycle among {sorted(edges)}"
+
+
+def test_packages_are_small() -> None:
+    moving = {ROOT / "train", ROOT / "csrc", ROOT / "ringfa3" / "bench"}
+    for folder in {path.parent for path in CODE} - moving:
+        if folder.is_relative_to(ROOT / "tests"):
+            continue
+        modules = [p for p in CODE if p.parent == folder and not p.name.startswith("__")]
+        assert len(modules) <= MOST_MODULES, f"{folder} has {len(modules)} modules"
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train").rglob("*.py")), ids=lambda p: p.stem)
 def test_train_keeps_hydra_in_its_place(path: Path) -> None:
     roots = {n.split(".")[0] for n in imported(path)}
     if path.name not in HYDRA_FILES:

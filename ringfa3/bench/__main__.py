@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ringfa3.admission import TRANSPORTS
 from ringfa3.bench.cases import HEAD_DIMS, ITSELF, RING_SETS, SETS
+from ringfa3.ring.prepare_call import TRANSPORTS
 
 ATTENTION = "Attention on one GPU against FlashAttention-3 and cuDNN."
 RING = (
@@ -90,7 +90,7 @@ def ring(given: argparse.Namespace) -> int:
 def rehearsal(given: argparse.Namespace) -> int:
     from ringfa3.bench.rehearsal import Options, rehearse
     from ringfa3.bench.team import LostError, ToldError
-    from ringfa3.transports import first_line
+    from ringfa3.errors import first_line
 
     options = Options(
         ranks=given.ranks,

@@ -20,7 +20,7 @@ from ringfa3.bench.cases import (
 )
 from ringfa3.bench.machine import DTYPES, BenchError
 from ringfa3.bench.team import under_torchrun
-from ringfa3.engine import executor_reason
+from ringfa3.kernels.dispatch import executor_reason
 
 CPU_SHRINK = 1024  # sequences of a run without a GPU are this much shorter
 

@@ -29,8 +29,8 @@ from ringfa3.bench.problem import Contestant
 from ringfa3.bench.report import Report
 from ringfa3.bench.results import Results
 from ringfa3.bench.timing import CudaStopwatch, Stopwatch, WallClock, protocol
-from ringfa3.build import VARIANTS
-from ringfa3.engine import executor_reason
+from ringfa3.build.compile import VARIANTS
+from ringfa3.kernels.dispatch import executor_reason
 
 CPU_SHRINK = 256  # sequences of a run without a GPU are this much shorter
 

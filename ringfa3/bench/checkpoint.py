@@ -20,7 +20,7 @@ from ringfa3.bench.peers import tensor
 from ringfa3.bench.results import RingRow
 from ringfa3.bench.ring_peers import Ring
 from ringfa3.bench.timing import Stopwatch, paired
-from ringfa3.context import ContextPlan
+from ringfa3.planning.context_plan import ContextPlan
 
 # A block checkpointed with `keep_attention`, checkpointed without, and not at all.
 KEPT, RECOMPUTED, STORED = WAYS = ("kept", "recomputed", "stored")

@@ -8,9 +8,9 @@ import torch
 from ringfa3.bench.cases import FORWARD
 from ringfa3.bench.peers import refuse_executor
 from ringfa3.bench.problem import Attempt, Problem, RefusalError
-from ringfa3.engine import forward_engine
-from ringfa3.plan import FIRST, LAST, Tiling, plan_local
-from ringfa3.reference import statistics_dtype
+from ringfa3.kernels.dispatch import forward_engine
+from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
 
 # The flags of all tiles, see `Tiling`. The first is held against each of the others.
 EPILOGUES = {

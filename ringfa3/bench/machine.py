@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import ringfa3
-from ringfa3.build import sources
+from ringfa3.build.compile import sources
 
 # The name before the slash is that of recent drivers, the other of older ones.
 QUERY = (

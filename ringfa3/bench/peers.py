@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringfa3 import flash_attn_func, flash_attn_varlen_func, kernels
+from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.bench.cases import FORWARD, FULL, Case
 from ringfa3.bench.problem import Attempt, Problem, RefusalError, differentiated, flat
-from ringfa3.engine import executor_reason
-from ringfa3.plan import plan_local
+from ringfa3.kernels import launch
+from ringfa3.kernels.dispatch import executor_reason
+from ringfa3.planning.tiling import plan_local
 
 OURS, FA3 = "RingFA3", "FA3"
 MODULE = "flash_attn_interface"
@@ -88,7 +89,7 @@ class Variant:
         case, q = problem.case, problem.q.flatten(0, -3)
         if problem.direction != FORWARD:
             raise RefusalError("an ablation of the forward alone")
-        unit = kernels.unit_for(FORWARD, q)
+        unit = launch.unit_for(FORWARD, q)
         if reason := executor_reason(FORWARD, q):
             raise RefusalError(reason)
         assert unit is not None
@@ -101,7 +102,7 @@ class Variant:
             q, k, v = (x.flatten(0, -3) for x in (q, k, v))
             out = torch.empty_like(q)
             lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-            kernels.attend(unit, q, k, v, tiling, scale, out, lse[:0], lse)
+            launch.attend(unit, q, k, v, tiling, scale, out, lse[:0], lse)
             return out
 
         return forward_of(problem, attend)

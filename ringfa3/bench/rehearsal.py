@@ -22,14 +22,14 @@ from ringfa3.bench.cases import BACKWARD, DIRECTIONS, FORWARD, MATMULS
 from ringfa3.bench.machine import DTYPES, BenchError
 from ringfa3.bench.team import Team, join, place
 from ringfa3.bench.timing import CudaStopwatch, compare, median, paired, protocol
-from ringfa3.context import ContextPlan
-from ringfa3.cores import move_near
-from ringfa3.engine import executor_reason
-from ringfa3.operations import Word
-from ringfa3.ring import run_backward, run_forward
-from ringfa3.symmetric import CudaMachine, hindrance
-from ringfa3.watch import raise_in_main_thread
-from ringfa3.words import Gather, Words
+from ringfa3.kernels.dispatch import executor_reason
+from ringfa3.numa import move_near
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.ring.op import run_backward, run_forward
+from ringfa3.symmetric.backend import CudaMachine, hindrance
+from ringfa3.symmetric.signals import Gather, Words
+from ringfa3.symmetric.stream_ops import Word
+from ringfa3.symmetric.watchdog import raise_in_main_thread
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -51,7 +51,7 @@ class Options:
 
 
 class Stage:
-    """`ringfa3.symmetric.Group` of one that plays rank `rank` of `world`.
+    """`ringfa3.symmetric.backend.Group` of one that plays rank `rank` of `world`.
 
     side   which of the two GPUs this is, 0 or 1
     lines  what both GPUs say, on both

@@ -46,9 +46,9 @@ from ringfa3.bench.spread import Spread
 from ringfa3.bench.team import Team, ToldError, join, place, under_torchrun
 from ringfa3.bench.timing import CudaStopwatch, WallClock, protocol
 from ringfa3.bench.yardsticks import Dense, Share, Yardstick
-from ringfa3.cores import move_near
-from ringfa3.engine import executor_reason, forward_engine
-from ringfa3.gathering import KINDS, gathered_bytes, kind_of_forward
+from ringfa3.kernels.dispatch import executor_reason, forward_engine
+from ringfa3.numa import move_near
+from ringfa3.symmetric.forward_mode import KINDS, gathered_bytes, kind_of_forward
 
 WARM_UP_TOKENS = 64  # of each rank, before anything is weighed
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringfa3 import gathering, plan_context, ring_attn_func
+from ringfa3 import plan_context, ring_attn_func
 from ringfa3.bench.cases import FORWARD, Case, RingCase
 from ringfa3.bench.peers import (
     FA3,
@@ -41,8 +41,9 @@ from ringfa3.bench.problem import (
     differentiated,
 )
 from ringfa3.bench.team import Team
-from ringfa3.comm import RingGroup
-from ringfa3.context import ContextPlan
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.ring.group import RingGroup
+from ringfa3.symmetric import forward_mode
 
 ZIGZAG = "ring-flash-attn"
 ULYSSES = "Ulysses"
@@ -139,14 +140,14 @@ class Ring(ManyDevices):
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if self.forward is None:
                 return tensor(ring_attn_func(q, k, v, plan, transport=self.transport))
-            before = os.environ.get(gathering.FORWARD)
-            os.environ[gathering.FORWARD] = self.forward
+            before = os.environ.get(forward_mode.FORWARD)
+            os.environ[forward_mode.FORWARD] = self.forward
             try:
                 return tensor(ring_attn_func(q, k, v, plan, transport=self.transport))
             finally:
-                os.environ.pop(gathering.FORWARD)
+                os.environ.pop(forward_mode.FORWARD)
                 if before is not None:
-                    os.environ[gathering.FORWARD] = before
+                    os.environ[forward_mode.FORWARD] = before
 
         return attend
 

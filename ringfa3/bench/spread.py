@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringfa3.bench.cases import RingCase
-from ringfa3.context import plan_context
-from ringfa3.plan import Tiling
+from ringfa3.planning.context_plan import plan_context
+from ringfa3.planning.tiling import Tiling
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ringfa3.groups import new_group
+from ringfa3.ring.process_group import new_group
 
 PATIENCE = 3  # timeouts that a rank may take to come to a meeting: its peers' come one by one
 FURTHER_S = 60.0  # and what checks against float64 may take longer on one rank than on another

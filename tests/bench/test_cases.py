@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dense import mask
 
 from ringfa3.bench.cases import (
     BACKWARD,
@@ -16,6 +15,7 @@ from ringfa3.bench.cases import (
     causal_of_equal_flops,
     select,
 )
+from tests.support.dense import mask
 
 
 @pytest.mark.parametrize("window", [FULL, CAUSAL, (5, 0), (200, 0), (3, 7), (0, 0)], ids=str)

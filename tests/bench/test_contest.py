@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from dense import attention, gradients, mask, worst
 
 from ringfa3.bench import contest
 from ringfa3.bench.cases import BACKWARD, CAUSAL, FORWARD, FULL, Case
@@ -19,6 +18,7 @@ from ringfa3.bench.peers import Ours, Sdpa
 from ringfa3.bench.problem import Attempt, Contestant, Problem, RefusalError, make_problem
 from ringfa3.bench.results import ALONE, Row
 from ringfa3.bench.timing import Call, Reading, WallClock
+from tests.support.dense import attention, gradients, mask, worst
 
 CPU = torch.device("cpu")
 DENSE = Case("any", "dense", (40, 40), 4, 2, 32, CAUSAL)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense import attention, gradients, mask, worst
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.bench import epilogues, peers
@@ -22,8 +21,9 @@ from ringfa3.bench.peers import Fa3Module, Fa3Ops, Ours, PeerError, Sdpa, flash_
 from ringfa3.bench.problem import Contestant, RefusalError, make_problem
 from ringfa3.bench.ring_peers import Ring
 from ringfa3.bench.team import Team
-from ringfa3.engine import Forward
-from ringfa3.plan import FIRST
+from ringfa3.kernels.dispatch import Forward
+from ringfa3.planning.tiling import FIRST
+from tests.support.dense import attention, gradients, mask, worst
 
 CPU = torch.device("cpu")
 CASES = [

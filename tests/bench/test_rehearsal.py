@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_cuda import FakeGroup, Ranks
-from placements import laid_out
 
 from ringfa3.bench import __main__ as bench
 from ringfa3.bench import rehearsal
 from ringfa3.bench.rehearsal import Mirrored, Stage
 from ringfa3.bench.timing import Call, Paired
-from ringfa3.course import Course
-from ringfa3.operations import Purpose, Word
+from ringfa3.symmetric.ring_pass import Course
+from ringfa3.symmetric.stream_ops import Purpose, Word
+from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.placements import laid_out
 
 CPU = torch.device("cpu")
 

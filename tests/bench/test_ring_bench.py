@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense import mask
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringfa3.bench import agenda, checkpoint, memory, ring
@@ -37,7 +36,8 @@ from ringfa3.bench.ring_peers import Ring
 from ringfa3.bench.spread import Spread
 from ringfa3.bench.team import Team
 from ringfa3.bench.timing import WallClock
-from ringfa3.context import plan_context
+from ringfa3.planning.context_plan import plan_context
+from tests.support.dense import mask
 
 LINEUP = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
 

@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import sacrifice
-from test_peers import BWD, FWD, named
-from test_team import team_of
 
-from ringfa3 import flash_attn_func, gathering
+from ringfa3 import flash_attn_func
 from ringfa3.bench import ring_peers
 from ringfa3.bench.cases import BACKWARD, CAUSAL, FORWARD, RingCase
 from ringfa3.bench.contest import hold
@@ -33,6 +30,10 @@ from ringfa3.bench.ring_peers import (
 from ringfa3.bench.team import Team
 from ringfa3.bench.timing import WallClock
 from ringfa3.bench.yardsticks import Dense, Share, Yardstick
+from ringfa3.symmetric import forward_mode
+from tests.bench.test_peers import BWD, FWD, named
+from tests.bench.test_team import team_of
+from tests.support.ranks import sacrifice
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0  # for a busy machine
@@ -181,22 +182,22 @@ def test_a_ring_may_ask_for_a_kind_of_forward(monkeypatch: pytest.MonkeyPatch) -
     asked: list[str | None] = []
 
     def call(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        asked.append(os.environ.get(gathering.FORWARD))
+        asked.append(os.environ.get(forward_mode.FORWARD))
         return q
 
     monkeypatch.setattr(ring_peers, "ring_attn_func", call)
-    monkeypatch.delenv(gathering.FORWARD, raising=False)
+    monkeypatch.delenv(forward_mode.FORWARD, raising=False)
     problem = make_problem(case_of("lengths", 1), FORWARD, torch.float32, CPU)
-    rings = [Ring(Team(), "symmetric", kind) for kind in (None, *gathering.KINDS)]
+    rings = [Ring(Team(), "symmetric", kind) for kind in (None, *forward_mode.KINDS)]
     assert [ring.name for ring in rings] == [
         "RingFA3 symmetric", "RingFA3 symmetric gathered", "RingFA3 symmetric hops",
     ]  # fmt: skip
     for before in (None, "hops"):
         if before is not None:
-            monkeypatch.setenv(gathering.FORWARD, before)
+            monkeypatch.setenv(forward_mode.FORWARD, before)
         for ring in rings:
             ring.prepare(problem).run()
-            assert os.environ.get(gathering.FORWARD) == before
+            assert os.environ.get(forward_mode.FORWARD) == before
     assert asked == [None, "gathered", "hops", "hops", "gathered", "hops"]
 
 

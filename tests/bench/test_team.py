@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import sacrifice
 
 from ringfa3.bench import team as team_module
 from ringfa3.bench.team import LostError, Team, ToldError
 from ringfa3.bench.timing import WallClock, paired
+from tests.support.ranks import sacrifice
 
 
 def team_of(group: dist.ProcessGroup, timeout: float = 20.0) -> Team:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from ranks import free_port
+from tests.support.ranks import free_port
 
 ROOT = Path(__file__).absolute().parents[2]
 HANG_S = 300.0  # what takes longer hangs, however slow the machine

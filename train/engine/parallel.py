@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringfa3.groups import meet
+from ringfa3.ring.process_group import meet
 from train.config import Config, ConfigError, ParallelConfig
 
 

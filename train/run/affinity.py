@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from ringfa3.cores import move_near, node_of, pci_address
+from ringfa3.numa import move_near, node_of, pci_address
 from train.config import ParallelConfig
 
 

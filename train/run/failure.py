@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from ringfa3.comm import RingError
+from ringfa3.errors import RingError
 from train.config import Config
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 
+from tests.support.ranks import Ranks
 from train.config import ConfigError
 from train.engine.checkpoint import (
     Checkpoints,

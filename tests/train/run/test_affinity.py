@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from ringfa3 import cores
-from ringfa3.cores import parse_cores
+from ringfa3 import numa
+from ringfa3.numa import parse_cores
 from train.config import ParallelConfig
 from train.run import affinity
 from train.run.affinity import threads
@@ -55,8 +55,8 @@ def host(tmp_path, monkeypatch):
         return done
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cores, "SYSTEM", tmp_path)
-    for module in (affinity, cores):
+    monkeypatch.setattr(numa, "SYSTEM", tmp_path)
+    for module in (affinity, numa):
         monkeypatch.setattr(module, "pci_address", lambda gpu: f"0000:{gpu.index:02x}:00.0")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: done["cores"])
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: done.update(cores=cores))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3.comm import RingError
+from ringfa3.errors import RingError
 from train.run.failure import LastWords, explain, is_of_a_peer, is_out_of_memory
 
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import free_port
 
+from tests.support.ranks import free_port
 from tests.train.jobs import HANG_S, Job, event_times, events, is_alive, start_ranks, steps
 
 STEPS = 50

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import sacrifice
 
+from tests.support.ranks import sacrifice
 from tests.train.jobs import events, steps
 from train.config import Config, ConfigError
 from train.data.shards import open_corpus

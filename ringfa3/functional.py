@@ -1,0 +1,261 @@
+"""Attention on one device: the functions, and the custom op behind them.
+
+The op is functional and opaque: its plan is made inside from shapes and cumulative lengths, so
+that `torch.compile(fullgraph=True)`, autocast and selective activation checkpointing see one node
+with outputs (out, lse).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ringfa3.custom_op import differentiate, opaque, shapes
+from ringfa3.kernels.dispatch import backward_engine, forward_engine
+from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.planning.context_plan import (
+    check_lengths,
+    check_window,
+    effective_window,
+    whole_numbers,
+)
+from ringfa3.planning.tiling import Plan, plan_local
+from ringfa3.validation import (
+    autocast_inputs,
+    check_precision,
+    check_qkv,
+    check_tensors,
+    default_scale,
+)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str = "native",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention, softmax(scale * Q K^T) V, over a batch of sequences.
+
+    Args:
+        q: (b, s, h, d); k, v: (b, s_k, h_kv, d) with h % h_kv == 0. Any float dtype on the CPU,
+            bfloat16 or float16 on the GPU; last dim contiguous.
+        softmax_scale: positive; default d ** -0.5.
+        causal: hide keys to the right of the diagonal; s != s_k aligns at the bottom right.
+        window_size: (left, right) keys around the diagonal that a query sees, -1 for unlimited.
+        deterministic: bitwise equal gradients from run to run.
+        return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
+        precision: "native" computes in the dtype of q.
+
+    Returns:
+        out (b, s, h, d) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
+        (float64 for float64 inputs), natural log. A row that sees no key has output 0, LSE -inf
+        and gradient 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
+    """
+    check_precision(precision)
+    left, right = effective_window(causal, check_window(window_size))
+    check_tensors(q, k, v)
+    q, k, v = autocast_inputs(q, k, v)
+    check_qkv(q, k, v, dims=4)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch {k.shape[0]}, q has {q.shape[0]}: they must be equal")
+    scale = default_scale(softmax_scale, q)
+    out, lse = attention(q, k, v, None, None, scale, left, right, deterministic)
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | Sequence[int],
+    cu_seqlens_k: torch.Tensor | Sequence[int],
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+    return_lse: bool = False,
+    precision: str = "native",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over packed sequences of any length, 0 and 1 included.
+
+    Args:
+        q: (t, h, d); k, v: (t_k, h_kv, d). Query sequence i sees key sequence i.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) cumulative lengths from 0 to t and t_k, best
+            on the CPU: on the GPU each costs one synchronisation, remembered by identity and
+            version, and is an error under CUDA graph capture.
+        max_seqlen_q, max_seqlen_k: not needed; accepted as other libraries do.
+
+    The rest, the errors and the results are those of `flash_attn_func`; lse is (h, t).
+    """
+    del max_seqlen_q, max_seqlen_k  # the plan knows every length
+    check_precision(precision)
+    left, right = effective_window(causal, check_window(window_size))
+    check_tensors(q, k, v)
+    q, k, v = autocast_inputs(q, k, v)
+    check_qkv(q, k, v, dims=3)
+    cu_q, cu_k = (
+        cu if isinstance(cu, torch.Tensor) else torch.tensor(whole_numbers(name, cu))
+        for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+    )
+    scale = default_scale(softmax_scale, q)
+    out, lse = attention(q, k, v, cu_q, cu_k, scale, left, right, deterministic)
+    return (out, lse) if return_lse else out
+
+
+@lru_cache(64)
+def _plan(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], left: int, right: int) -> Plan:
+    return plan_local(np.array(q_lengths, np.int64), np.array(k_lengths, np.int64), left, right)
+
+
+# Lengths read from cu_seqlens tensors that live on a GPU: id -> (tensor, version, lengths)
+_read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
+
+
+def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
+    """Lengths of packed sequences from `cu`, which must end at `tokens`."""
+    if cu.dim() != 1 or cu.is_floating_point():
+        raise ValueError(
+            f"{name} must be one-dimensional and integer, got {cu.dtype} {tuple(cu.shape)}"
+        )
+    known = _read.get(id(cu))
+    if known is not None and known[0]() is cu and known[1] == cu._version:
+        lengths = known[2]
+    else:
+        if cu.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"{name} is on the GPU and would be read under CUDA graph capture: pass it on "
+                "the CPU"
+            )
+        lengths = check_lengths(name, cu.tolist())
+        if cu.is_cuda and not cu.is_inference():  # which have no version
+            key = id(cu)
+            _read[key] = (weakref.ref(cu, lambda _: _read.pop(key, None)), cu._version, lengths)
+    if sum(lengths) != tokens:
+        raise ValueError(f"{name} ends at {sum(lengths)}, but there are {tokens} tokens")
+    return lengths
+
+
+def _local_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    left: int,
+    right: int,
+) -> Plan:
+    if cu_q is None or cu_k is None:
+        return _plan((q.shape[1],) * q.shape[0], (k.shape[1],) * k.shape[0], left, right)
+    lengths_q = _lengths("cu_seqlens_q", cu_q, q.shape[0])
+    lengths_k = _lengths("cu_seqlens_k", cu_k, k.shape[0])
+    if len(lengths_q) != len(lengths_k):
+        raise ValueError(
+            f"cu_seqlens_q has {len(lengths_q)} sequences, cu_seqlens_k has {len(lengths_k)}: "
+            "they must be equal"
+        )
+    return _plan(lengths_q, lengths_k, left, right)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """(b, s, h, d) or (t, h, d) as (t, h, d)."""
+    return x.flatten(0, 1) if x.dim() == 4 else x
+
+
+def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+@opaque
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of checked inputs: dense without cumulative lengths, packed with them."""
+    plan = _local_plan(q, k, cu_q, cu_k, left, right)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    packed = _packed(out)
+    lse = packed.new_empty((packed.shape[1], packed.shape[0]), dtype=statistics_dtype(q.dtype))
+    with torch.autocast(q.device.type, enabled=False):
+        engine = forward_engine(_packed(q))
+        tiling = plan.forward(engine.tile_m)[0]
+        engine.attend(_packed(q), _packed(k), _packed(v), tiling, scale, packed, packed[:0], lse)
+    if q.dim() == 4:
+        lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
+    return out, lse
+
+
+@shapes(attention)
+def _(q, k, v, cu_q, cu_k, scale, left, right, deterministic):  # type: ignore[no-untyped-def]
+    lse = q.new_empty(_lse_shape(q), dtype=statistics_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+@opaque
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) in the dtypes of q, k, v, from the gradients of out and lse."""
+    plan = _local_plan(q, k, cu_q, cu_k, left, right)
+    if q.dim() == 4:  # (b, h, s) to (h, b * s)
+        lse = lse.transpose(0, 1).flatten(1)
+        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
+    qp, kp, vp, dp, op = (_packed(x) for x in (q, k, v, dout, out))
+    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    with torch.autocast(q.device.type, enabled=False):
+        engine = backward_engine(qp)
+        tiling = plan.backward(engine.tile_n, engine.tile_m, deterministic)[0]
+        run = engine.begin(dp, dlse, qp, op, lse, plan, scale, deterministic)
+        run.hop(kp, vp, tiling, _packed(dk), _packed(dv))
+    return run.dq().view(q.shape), dk, dv
+
+
+@shapes(attention_backward)
+def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
+    q, k, v, cu_q, cu_k, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *outputs, cu_q, cu_k)
+
+
+def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors
+    dout = torch.zeros_like(saved[3]) if dout is None else dout  # of out
+    return attention_backward(dout, dlse, *saved, *ctx.settings)
+
+
+differentiate(attention, _save, _gradients)

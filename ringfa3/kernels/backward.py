@@ -1,0 +1,305 @@
+"""The backward kernels, called: workspace and device tables of a plan, and what crosses into C.
+
+The structures mirror csrc/params.h field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ringfa3.kernels.launch import (
+    Stream,
+    Tensor3,
+    Uploads,
+    addressable,
+    ctas,
+    heads_together,
+    launch,
+    packer,
+    tensor3,
+    upload,
+)
+from ringfa3.planning.tiling import Plan, Tiling, ramps
+from ringfa3.planning.work_split import SHARED, portions
+
+if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
+    from ringfa3.build.compile import Unit
+
+PIECE = 64 * 64  # floats of dQ that leave a warpgroup at once
+WORD = 4  # bytes
+
+
+class RowGrid(ctypes.Structure):
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
+        ("dq", ctypes.c_void_p),
+        ("num_blocks", ctypes.c_int64),
+    )
+
+
+class PrepareArgs(ctypes.Structure):
+    _fields_ = (
+        ("out", Tensor3),
+        ("dout", Tensor3),
+        ("lse", ctypes.c_void_p),
+        ("dlse", ctypes.c_void_p),
+        ("lse_head_stride", ctypes.c_int64),
+        ("dlse_head_stride", ctypes.c_int64),
+        ("grid", RowGrid),
+    )
+
+
+class BackwardArgs(ctypes.Structure):
+    _fields_ = (
+        ("q", Tensor3),
+        ("dout", Tensor3),
+        ("k", Tensor3),
+        ("v", Tensor3),
+        ("dk", Tensor3),
+        ("dv", Tensor3),
+        ("grid", RowGrid),
+        ("portions", ctypes.c_void_p),
+        ("spans", ctypes.c_void_p),
+        ("earlier", ctypes.c_void_p),
+        ("counter", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("num_portions", ctypes.c_int32),
+        ("head_section", ctypes.c_int32),
+        ("num_ctas", ctypes.c_int32),
+        ("float32_grads", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+    )
+
+
+class ConvertArgs(ctypes.Structure):
+    _fields_ = (("dq", Tensor3), ("grid", RowGrid), ("softmax_scale", ctypes.c_float))
+
+
+_pack_prepare, _pack_backward, _pack_convert = map(packer, (PrepareArgs, BackwardArgs, ConvertArgs))
+
+
+class BackwardPass:
+    """`reference.BackwardPass` on the GPU: prepares at once, then takes the hops in any order.
+
+    LSE, D and the float32 dQ live in the plan's row grid, in workspace of O(tokens); dQ is added to
+    in place, in turns if `deterministic`. `sm_margin` SMs are left free. Kernels run on the stream
+    that is current when it is made, which must be the current one at each hop, too.
+
+    Raises ValueError: a margin that leaves none.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        plan: Plan,
+        scale: float,
+        deterministic: bool,
+        sm_margin: int = 0,
+    ) -> None:
+        self.unit, self.scale, self.deterministic = unit, scale, deterministic
+        (self.q, q_fields), (self.dout, dout_fields) = addressable(q), addressable(dout)
+        out, out_fields = addressable(out)
+        self._rows_of = q_fields, dout_fields
+        lse = _rows_in_order(lse)
+        dlse = None if dlse is None else _rows_in_order(dlse)
+        (tokens, heads, head_dim), device = q.shape, q.device
+        self.num_ctas = ctas(device, sm_margin)
+        self.stream = stream = Stream.current(device)  # of all hops
+        self.blocks = _grid_blocks(plan, unit.tile_m, stream)  # (num_blocks, 2)
+        count = self.blocks.shape[0]
+        # LSE, then D
+        self._rows = torch.empty(2, heads, count, unit.tile_m, device=device)
+        self._dq = torch.empty(heads, count, unit.tile_m * head_dim, device=device)
+        turns = self._dq.numel() // PIECE if deterministic else 0
+        # A row for each call of `hop`, of which the own keys may take two: the counter from which
+        # its work is fetched, then its turns.
+        self._words = torch.zeros(plan.num_hops + 1, 1 + turns, dtype=torch.int32, device=device)
+        self._hop = 0
+        # Of Q, dO and dQ, which the portions of a KV head share.
+        self._bytes_per_head = head_dim * (4 * tokens + 4 * count * unit.tile_m)
+        lse_grid, blocks = self._rows.data_ptr(), self.blocks.data_ptr()
+        delta_grid = lse_grid + self._rows.nbytes // 2
+        # The fields of a RowGrid.
+        self.grid = blocks, lse_grid, delta_grid, self._dq.data_ptr(), count
+        if count:
+            args = _pack_prepare(
+                *out_fields,
+                *dout_fields,
+                lse.data_ptr(),
+                0 if dlse is None else dlse.data_ptr(),
+                lse.stride(0),
+                0 if dlse is None else dlse.stride(0),
+                *self.grid,
+            )
+            launch(unit, "prepare", args, stream)
+
+    def hop(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiling: Tiling,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        first_head: int = 0,
+        num_heads: int | None = None,
+    ) -> None:
+        """One hop, or a part of one; arguments as `reference.BackwardPass.hop`.
+
+        Raises ValueError: turns are kept, and the tiling is in another order; more calls than the
+        plan has hops, and one.
+        """
+        if self.deterministic and len(tiling.earlier) != len(tiling.spans):
+            raise ValueError("tiling has no turns: take one of plan.backward(deterministic=True)")
+        hop = self._hop
+        if hop == len(self._words):
+            raise ValueError(
+                f"{hop + 1} calls of `hop`: the plan has {hop - 1} hops, and one may have two parts"
+            )
+        self._hop += 1
+        if not len(tiling.tiles):
+            return
+        (k, k_fields), (v, v_fields) = addressable(k), addressable(v)
+        kv_heads, heads = k.shape[1], self.q.shape[1] if num_heads is None else num_heads
+        tables = _on_device(
+            tiling, self.stream, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
+            self.deterministic,
+        )  # fmt: skip
+        sums: tuple[torch.Tensor, ...] = (dk, dv)
+        if tables.shared:  # portions add up from zero, in float32
+            if dk.dtype != torch.float32:
+                sums = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in sums)
+            _clear(*sums)
+        elif tables.unseen:
+            _clear(dk, dv)
+        if not tables.num_portions:
+            return
+        words = self._words.data_ptr() + hop * self._words.stride(0) * WORD
+        args = _pack_backward(
+            *self._of_heads(first_head, heads),
+            *k_fields,
+            *v_fields,
+            *tensor3(sums[0]),
+            *tensor3(sums[1]),
+            *self._grid_from(first_head),
+            *tables.addresses,
+            words,
+            words + WORD if self.deterministic else 0,
+            tables.num_portions,
+            heads_together(self._bytes_per_head * heads // kv_heads, kv_heads),
+            self.num_ctas,
+            sums[0].dtype == torch.float32,
+            self.scale,
+        )
+        launch(self.unit, "backward", args, self.stream)
+        if sums[0] is not dk:
+            dk.copy_(sums[0]), dv.copy_(sums[1])
+
+    def _of_heads(self, first: int, count: int) -> Iterator[int]:
+        """The fields of Q and dO, of heads [first, first + count)."""
+        for begin, tokens, _, token_stride, head_stride in self._rows_of:
+            yield from (begin + first * head_stride * self.q.element_size(), tokens, count)
+            yield from (token_stride, head_stride)
+
+    def _grid_from(self, head: int) -> tuple[int, ...]:
+        """The fields of the RowGrid, from a head on."""
+        blocks, lse, delta, dq, count = self.grid
+        rows = head * count * self.unit.tile_m * WORD
+        return blocks, lse + rows, delta + rows, dq + rows * self.q.shape[2], count
+
+    def dq(self) -> torch.Tensor:
+        """(t, h, d) in the dtype of q, after the last hop."""
+        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        if self.blocks.shape[0]:
+            args = _pack_convert(*tensor3(dq), *self.grid, self.scale)
+            launch(self.unit, "convert", args, self.stream)
+        return dq
+
+
+def _rows_in_order(x: torch.Tensor) -> torch.Tensor:
+    """(h, t), in which the rows of a head follow on each other."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _clear(dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """Fills (rows, hk, d) each with zeros, at once where a row of one follows on that of the other.
+
+    So they lie in a ring: (rows, 2, hk, d).
+    """
+    rows, heads, d = dk.shape
+    row = heads * d
+    in_turn = dk.stride() == dv.stride() == (2 * row, d, 1)
+    if in_turn and rows > 1 and dv.data_ptr() - dk.data_ptr() == row * dk.element_size():
+        dk.as_strided((rows, 2 * row), (2 * row, 1)).zero_()
+    else:
+        dk.zero_(), dv.zero_()
+
+
+class _Tables(NamedTuple):
+    kept: tuple[torch.Tensor, ...]  # whose memory the addresses are
+    addresses: tuple[int, ...]  # of portions, spans and earlier, as in BackwardArgs
+    num_portions: int
+    shared: bool  # whether tiles are cut
+    unseen: bool  # whether some tiles have no portion
+
+
+_tables: Uploads[_Tables] = Uploads()
+
+
+def _on_device(
+    tiling: Tiling,
+    stream: Stream,
+    tile_m: int,
+    group: int,
+    kv_heads: int,
+    num_ctas: int,
+    whole: bool,
+) -> _Tables:
+    """A tiling's portions and spans in device memory."""
+
+    def made() -> _Tables:
+        table = portions(tiling, tile_m, group, kv_heads, num_ctas, whole)
+        kept = tuple(upload(x, stream.device) for x in (table, tiling.spans, tiling.earlier))
+        return _Tables(
+            kept,
+            tuple(x.data_ptr() for x in kept),
+            len(table),
+            bool((table["flags"] & SHARED).any()),
+            len(np.unique(table["row0"])) < len(tiling.tiles),
+        )
+
+    return _tables.get(tiling, stream, (group, kv_heads, num_ctas, whole), made)
+
+
+_grids: Uploads[torch.Tensor] = Uploads()
+
+
+def _grid_blocks(plan: Plan, tile_m: int, stream: Stream) -> torch.Tensor:
+    """(num_blocks, 2) first token and number of tokens of the row grid's blocks."""
+
+    def made() -> torch.Tensor:
+        return upload(grid_blocks(plan, tile_m), stream.device).view(-1, 2)
+
+    return _grids.get(plan, stream, (tile_m,), made)
+
+
+def grid_blocks(plan: Plan, tile_m: int) -> npt.NDArray[np.int32]:
+    """(num_blocks, 2) as `_grid_blocks`, in the order of `Plan.row_grid`."""
+    length = plan.queries.length
+    count = -(-length // tile_m)
+    segment = np.repeat(np.arange(len(count)), count)
+    start = ramps(np.zeros(len(count), np.int64), count) * tile_m
+    rows = np.minimum(tile_m, length[segment] - start)
+    return np.stack([plan.queries.row[segment] + start, rows], axis=1).astype(np.int32)

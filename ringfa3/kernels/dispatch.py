@@ -1,0 +1,102 @@
+"""Which code runs a hop: the kernel that fits the tensors, or the executor, which says so."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ringfa3.kernels import backward, launch, reference
+
+if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
+    from ringfa3.build.compile import Unit
+
+
+class Forward(NamedTuple):
+    """Runs one hop of the forward: `attend` as `reference.attend`, on tiles of `tile_m` rows.
+
+    waits: it takes `arrivals`, words for which spans wait on the device.
+    """
+
+    tile_m: int
+    attend: Callable[..., None]
+    waits: bool
+
+
+class Backward(NamedTuple):
+    """Runs the backward on tiles of `tile_n` keys and blocks of `tile_m` rows.
+
+    begin: makes the pass of a call, as `reference.BackwardPass`.
+    """
+
+    tile_n: int
+    tile_m: int
+    begin: Callable[..., reference.BackwardPass | backward.BackwardPass]
+
+
+def forward_engine(q: torch.Tensor, sm_margin: int = 0) -> Forward:
+    """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use.
+
+    It leaves `sm_margin` SMs free. Raises ValueError: a margin that leaves none to the kernel.
+    """
+    unit = _unit("forward", q, sm_margin)
+    if unit is None:
+        return Forward(reference.TILE_M, reference.attend, False)
+    return Forward(unit.tile_m, partial(launch.attend, unit, sm_margin=sm_margin), True)
+
+
+def backward_engine(q: torch.Tensor, sm_margin: int = 0) -> Backward:
+    """As `forward_engine`, for the backward."""
+    unit = _unit("backward", q, sm_margin)
+    if unit is None:
+        return Backward(reference.TILE_N, reference.TILE_M, reference.BackwardPass)
+    begin = partial(backward.BackwardPass, unit, sm_margin=sm_margin)
+    return Backward(unit.tile_n, unit.tile_m, begin)
+
+
+def _unit(direction: str, q: torch.Tensor, sm_margin: int) -> Unit | None:
+    """The kernel to run; None for the executor, which a GPU's user is told."""
+    reason = executor_reason(direction, q)
+    if reason is None:
+        launch.ctas(q.device, sm_margin)
+        return launch.unit_for(direction, q)
+    if q.is_cuda:
+        say_executor(reason)
+    return None
+
+
+def executor_reason(direction: str, q: torch.Tensor) -> str | None:
+    """Why "forward" or "backward" for queries like `q` (t, h, d) runs on the executor.
+
+    None where a kernel runs it; that is compiled if it has not been.
+    """
+    unit = launch.unit_for(direction, q)
+    if unit is None:
+        where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
+        return f"there is no kernel for head_dim {q.shape[-1]} on {where}"
+    return _problem(unit)
+
+
+@lru_cache(None)
+def _problem(unit: Unit) -> str | None:
+    """Why a unit cannot be had; None if it can. Asked once: a build is not tried again."""
+    from ringfa3.build.compile import library
+    from ringfa3.errors import BuildError
+
+    try:
+        library(unit)
+    except (BuildError, OSError) as error:  # OSError: the cache or the sources, by their path
+        return f"its kernel cannot be built ({error})"
+    return None
+
+
+@lru_cache(None)
+def say_executor(reason: str) -> None:
+    """Once per host and reason, in one line: that attention runs on the executor."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        said = f"ringfa3: attention runs on its PyTorch executor, exact but slow: {reason}"
+        print(said, file=sys.stderr, flush=True)

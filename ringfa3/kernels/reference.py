@@ -1,0 +1,256 @@
+"""The executor: runs a plan with PyTorch ops, as the kernels will run it.
+
+Forward is FlashAttention's online softmax over a tile's blocks (FlashAttention-3, Algorithm 1)
+with an epilogue that stores, or merges with what previous hops left. Backward recomputes
+P = exp(S - LSE) per block (Appendix B.1). Nothing of the size of a whole score matrix exists.
+
+Statistics, O between hops and all gradients are float32, or float64 for float64 inputs. It runs
+on any device and is what tensors get that have no kernel.
+
+Shapes: t query rows, n key rows of a hop; h heads, hk KV heads, g = h // hk; d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ringfa3.planning.tiling import FIRST, LAST, Plan, Table, Tiling
+
+TILE_M = 128  # query rows of a forward tile, and the row grid
+TILE_N = 128  # keys of a backward tile
+BLOCK = 256  # keys (forward) or rows (backward) of one step inside a tile
+
+Span = tuple[int, int, int, int, int, int]  # q0, q1, k0, k1, lo, hi
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which softmax statistics and accumulators of `dtype` inputs are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiling: Tiling,
+    scale: float,
+    out: torch.Tensor,
+    running: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """One hop of the forward pass: fills or merges the rows of every tile.
+
+    Args:
+        q: (t, h, d); k, v: (n, hk, d).
+        out: (t, h, d) in the output dtype, written for rows whose LAST hop this is.
+        running: (t, h, d) statistics dtype, O between hops; untouched by rows that are FIRST and
+            LAST at once, and may be empty if all are.
+        lse: (h, t) statistics dtype, natural logarithm; -inf for a row that has seen nothing.
+    """
+    hk, d = k.shape[1:]
+    for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():
+        here = slice(row0, row0 + rows)
+        spans = _spans(tiling.spans, first_span, num_spans)
+        o, tile_lse = _attend_tile(q[here], k, v, spans, row0, scale)
+        o = o.view(hk, -1, rows, d).permute(2, 0, 1, 3).reshape(rows, -1, d)
+        tile_lse = tile_lse.view(-1, rows)  # (h, rows)
+        if not flags & FIRST:
+            o, tile_lse = merge(running[here], lse[:, here], o, tile_lse)
+        lse[:, here] = tile_lse
+        if flags & LAST:
+            out[here] = o
+        else:
+            running[here] = o
+
+
+def merge(
+    o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets, from the parts' (O, LSE).
+
+    o1, o2: (rows, h, d); lse1, lse2: (h, rows). A part that saw nothing (-inf) weighs nothing,
+    also when both have.
+    """
+    lse = torch.logaddexp(lse1, lse2)
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    w1, w2 = (torch.exp(part - finite).t().unsqueeze(-1) for part in (lse1, lse2))
+    return o1 * w1 + o2 * w2, lse
+
+
+def _attend_tile(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: Iterator[Span],
+    row0: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """O (hk, g * rows, d), normalised, and LSE (hk, g * rows) of one tile, q (rows, h, d)."""
+    rows, hk = q.shape[0], k.shape[1]
+    q_tile = _by_kv_head(q, hk) * scale  # (hk, g * rows, d)
+    high = q_tile.new_full(q_tile.shape[:2], -torch.inf)  # running maximum
+    total = torch.zeros_like(high)  # running sum of exp(S - high)
+    o = torch.zeros_like(q_tile)
+    for q0, _, k0, k1, lo, hi in spans:
+        i = row0 - q0
+        for j, end in _blocks(max(0, i + lo), min(k1 - k0, i + rows + hi)):
+            keys = slice(k0 + j, k0 + end)
+            s = q_tile @ _by_kv_head(k[keys], hk).mT  # (hk, g * rows, end - j)
+            _hide(s, rows, i, j, end, lo, hi)
+            new_high = torch.maximum(high, s.amax(-1))
+            shift = new_high.masked_fill(new_high == -torch.inf, 0)
+            p = s.sub_(shift.unsqueeze(-1)).exp_()
+            decay = torch.exp(high - shift)
+            total = total * decay + p.sum(-1)
+            o = o.mul_(decay.unsqueeze(-1)).baddbmm_(p, _by_kv_head(v[keys], hk))
+            high = new_high
+    lse = high + total.log()
+    o /= total.masked_fill(total == 0, 1).unsqueeze(-1)
+    return o, lse
+
+
+class BackwardPass:
+    """A backward pass over all hops of a plan: prepares at once, then takes the hops in any order.
+
+    Args:
+        dout, q, out: (t, h, d).
+        dlse, lse: (h, t) statistics dtype, natural logarithm; dlse may be None, zeros.
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        plan: Plan,
+        scale: float,
+        deterministic: bool,
+    ) -> None:
+        del plan, deterministic  # tokens are addressed as they are, and one after the other
+        self._dout, self._q, self._scale = dout, q, scale
+        self._lse, self._delta = preprocess(dout, out, lse, dlse)
+        self._dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+
+    def hop(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiling: Tiling,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        first_head: int = 0,
+        num_heads: int | None = None,
+    ) -> None:
+        """One hop, or what `num_heads` query heads from `first_head` on have in it.
+
+        Args:
+            k, v: (n, hk, d), the KV heads of these query heads.
+            tiling: of the plan's backward, with the engine's tiles.
+            dk, dv: (n, hk, d), or fewer rows if the tiles have no more: stored in the rows of the
+                tiles, others may be anything. Statistics dtype, or that of k if no other rank has
+                anything to add.
+        """
+        end = self._q.shape[1] if num_heads is None else first_head + num_heads
+        heads = slice(first_head, end)
+        dout, q, dq = (x[:, heads] for x in (self._dout, self._q, self._dq))
+        lse, delta = self._lse[heads], self._delta[heads]
+        attend_backward(dout, q, k, v, lse, delta, tiling, self._scale, dq, dk, dv)
+
+    def dq(self) -> torch.Tensor:
+        """(t, h, d) in the dtype of q, after the last hop."""
+        return self._dq.to(self._q.dtype)
+
+
+def attend_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    tiling: Tiling,
+    scale: float,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """One hop of the backward pass.
+
+    Args:
+        dout, q: (t, h, d); k, v: (n, hk, d).
+        lse, delta: (h, t) from `preprocess`, over all hops together.
+        dq: (t, h, d) statistics dtype, added to.
+        dk, dv: (n, hk, d), as in `BackwardPass.hop`.
+    """
+    hk = k.shape[1]
+    g = q.shape[1] // hk
+    for row0, rows, first_span, num_spans, _, _ in tiling.tiles.tolist():
+        here = slice(row0, row0 + rows)
+        k_tile, v_tile = _by_kv_head(k[here], hk), _by_kv_head(v[here], hk)  # (hk, rows, d)
+        dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
+        for q0, q1, k0, _, lo, hi in _spans(tiling.spans, first_span, num_spans):
+            j = row0 - k0
+            for i, end in _blocks(max(0, j - hi), min(q1 - q0, j + rows - lo)):
+                m = end - i
+                at = slice(q0 + i, q0 + end)
+                q_block = _by_kv_head(q[at], hk)  # (hk, g * m, d)
+                do_block = _by_kv_head(dout[at], hk)
+                s = (q_block * scale) @ k_tile.mT  # (hk, g * m, rows)
+                _hide(s, m, i, j, j + rows, lo, hi)
+                p = s.sub_(lse[:, at].reshape(hk, g * m, 1)).exp_()
+                ds = do_block @ v_tile.mT
+                ds.sub_(delta[:, at].reshape(hk, g * m, 1)).mul_(p)
+                dv_tile.baddbmm_(p.mT, do_block)
+                dk_tile.baddbmm_(ds.mT, q_block, alpha=scale)
+                dq_block = torch.baddbmm(q_block, ds, k_tile, beta=0, alpha=scale)
+                dq[at] += dq_block.view(hk, g, m, -1).permute(2, 0, 1, 3).reshape(m, hk * g, -1)
+        dk[here], dv[here] = dk_tile.transpose(0, 1), dv_tile.transpose(0, 1)
+
+
+def preprocess(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(LSE, D) for `attend_backward`, (h, t) each, once per backward; dlse is (h, t).
+
+    D = rowsum(dO * O) - dLSE. In a row that sees nothing LSE is +inf, so that P = 0, and D is 0,
+    whatever its gradients are.
+    """
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
+    if dlse is not None:
+        delta = delta - dlse
+    blind = lse == -torch.inf
+    return lse.masked_fill(blind, torch.inf), delta.masked_fill(blind, 0)
+
+
+def _by_kv_head(x: torch.Tensor, hk: int) -> torch.Tensor:
+    """(rows, h, d) to (hk, g * rows, d) in the statistics dtype: heads of a group side by side."""
+    rows, h, d = x.shape
+    x = x.to(statistics_dtype(x.dtype))
+    return x.view(rows, hk, h // hk, d).permute(1, 2, 0, 3).reshape(hk, h // hk * rows, d)
+
+
+def _spans(table: Table, first: int, count: int) -> Iterator[Span]:
+    for span in table[first : first + count].tolist():
+        yield span[:6]
+
+
+def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    for start in range(begin, end, BLOCK):
+        yield start, min(start + BLOCK, end)
+
+
+def _hide(s: torch.Tensor, rows: int, i: int, j: int, end: int, lo: int, hi: int) -> None:
+    """Sets -inf where row r of [i, i + rows) must not see column c of [j, end).
+
+    s: (hk, g * rows, end - j). A block that lies inside the band is left as it is.
+    """
+    if lo <= j - (i + rows - 1) and end - 1 - i <= hi:
+        return
+    r = torch.arange(i, i + rows, device=s.device).unsqueeze(1)
+    diagonal = torch.arange(j, end, device=s.device) - r
+    hidden = (diagonal < lo) | (diagonal > hi)
+    s.view(s.shape[0], -1, rows, end - j).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,365 @@
+"""The plan of a context group, as its users see it: who holds which tokens."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from typing import SupportsIndex, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ringfa3.planning.kv_exchange import plan_ring
+from ringfa3.planning.row_index import OwnRows
+from ringfa3.planning.sharding import LAYOUTS, Ints, Segments, partition, work_before
+from ringfa3.planning.tiling import Plan, ramps
+
+Group = dist.ProcessGroup | tuple[int, int] | None
+MAX_TOKENS = 1 << 31  # of all ranks together: rows are int32 in the tables of a plan
+PLANS_KEPT = 64  # most recent plans kept alive by `plan_context`
+
+_handles = itertools.count(1)
+_alive: weakref.WeakValueDictionary[int, ContextPlan] = weakref.WeakValueDictionary()
+
+
+class ContextPlan:
+    """Documents spread over a context group. Make one with `plan_context`.
+
+    Attributes:
+        rank, world: place in the context group.
+        group: the ProcessGroup, or None if made from (rank, world).
+        layout, causal, window_size: as given to `plan_context`.
+        total_tokens: tokens of all documents.
+        local_tokens: of them on this rank.
+        tokens_per_rank: list of int.
+        handle: int that names this plan to the compiler; the plan must be kept alive for it.
+    """
+
+    def __init__(
+        self,
+        lengths: Ints,
+        shards: list[Segments],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        layout: str,
+        causal: bool,
+        window_size: tuple[int, int],
+        implicit: bool = False,
+    ) -> None:
+        self.implicit = implicit  # for one process because torch.distributed was not initialised
+        self.lengths, self.shards = lengths, shards
+        self.rank, self.world, self.group = rank, len(shards), group
+        self.layout, self.causal, self.window_size = layout, causal, window_size
+        self.tokens_per_rank = [s.tokens for s in shards]
+        self.total_tokens = sum(self.tokens_per_rank)
+        self.local_tokens = self.tokens_per_rank[rank]
+        self._register()
+        self.hops, self.movement = plan_ring(shards, rank, *self.band)
+
+    def _register(self) -> None:
+        """What belongs to this process alone."""
+        self._bound: dict[int, ContextPlan] = {}
+        self._own: dict[torch.device, OwnRows] = {}
+        self.handle = next(_handles)
+        _alive[self.handle] = self
+
+    def __getstate__(self) -> dict[str, object]:
+        if self.group is not None:
+            raise TypeError(
+                "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
+                "make it with group=(rank, world)"
+            )
+        own = ("_bound", "_own", "handle")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._register()
+
+    @staticmethod
+    def from_handle(handle: int) -> ContextPlan:
+        plan = _alive.get(handle)
+        if plan is None:
+            raise RuntimeError(
+                f"plan {handle} no longer exists: keep a reference to a plan until the backward "
+                "of every call that used it has run"
+            )
+        return plan
+
+    def bound_to(self, group: dist.ProcessGroup) -> ContextPlan:
+        """This plan with a process group, for one that was made from (rank, world)."""
+        key = id(group)
+        if key not in self._bound:
+            self._bound[key] = copy.copy(self)  # the tables are shared
+            self._bound[key].group = group
+        return self._bound[key]
+
+    def own_rows(self, device: torch.device) -> OwnRows:
+        """`movement.own`, for tensors on a device."""
+        if device not in self._own:
+            self._own[device] = OwnRows.of(self.movement.own, device)
+        return self._own[device]
+
+    @cached_property
+    def gathered(self) -> Plan:
+        """All hops as one, over K/V that lie as `movement.gathered` says."""
+        return self.hops.gathered(self.movement.gathered(self.rank)[0])
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """The window with causal folded in: (left, right), -1 for unlimited."""
+        return effective_window(self.causal, self.window_size)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything that must be equal on all ranks."""
+        h = hashlib.sha256(repr((self.world, self.layout, *self.band)).encode())
+        h.update(self.lengths.tobytes())
+        for s in self.shards:  # dense sequences and packed documents may lie differently
+            h.update(np.stack((s.sequence, s.position, s.length)).tobytes())
+        return h.hexdigest()[:16]
+
+    @property
+    def work_per_rank(self) -> list[int]:
+        """Allowed (query, key) pairs of each rank's queries, over all hops."""
+        work = []
+        for s in self.shards:
+            length = self.lengths[s.sequence]
+            pairs = work_before(s.position + s.length, length, *self.band)
+            work.append(int((pairs - work_before(s.position, length, *self.band)).sum()))
+        return work
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """(local_tokens,) int64: position of each local token inside its document."""
+        mine = self.shards[self.rank]
+        return torch.from_numpy(ramps(mine.position, mine.length))
+
+    @cached_property
+    def token_index(self) -> torch.Tensor:
+        """(local_tokens,) int64: global index of each local token."""
+        return self._index_of(self.rank)
+
+    def _index_of(self, rank: int) -> torch.Tensor:
+        s = self.shards[rank]
+        start = np.cumsum(self.lengths) - self.lengths
+        return torch.from_numpy(ramps(start[s.sequence] + s.position, s.length))
+
+    def shard(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """This rank's tokens of a tensor that holds all of them along `dim`.
+
+        Raises:
+            ValueError: x.shape[dim] is not `total_tokens`.
+        """
+        if x.shape[dim] != self.total_tokens:
+            raise ValueError(
+                f"x has {x.shape[dim]} tokens along dim {dim}; the plan has {self.total_tokens}"
+            )
+        return x.index_select(dim, self.token_index.to(x.device))
+
+    def unshard(self, x_local: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """All tokens from every rank's local ones: the inverse of `shard`, on every rank.
+
+        Differentiable: every rank is taken to compute the same from the result, so the gradient
+        of `x_local` is `shard` of the result's gradient.
+
+        Raises:
+            ValueError: x_local.shape[dim] is not `local_tokens`, or the plan was made from
+                (rank, world) and has no group to gather over.
+        """
+        if x_local.shape[dim] != self.local_tokens:
+            raise ValueError(
+                f"x_local has {x_local.shape[dim]} tokens along dim {dim}; this rank's shard has "
+                f"{self.local_tokens}"
+            )
+        if self.world > 1 and self.group is None:
+            raise ValueError(
+                "this plan was made from (rank, world) and cannot gather: make it with "
+                "group=<ProcessGroup> to unshard"
+            )
+        result: torch.Tensor = _Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_local, plan, dim):  # type: ignore[no-untyped-def]
+        ctx.plan, ctx.dim = plan, dim
+        rows = x_local.movedim(dim, 0)
+        if plan.world == 1:
+            gathered = rows.contiguous()
+        else:
+            padded = rows.new_zeros((max(plan.tokens_per_rank), *rows.shape[1:]))
+            padded[: len(rows)] = rows
+            parts = [torch.empty_like(padded) for _ in range(plan.world)]
+            dist.all_gather(parts, padded, group=plan.group)
+            gathered = torch.cat([p[:n] for p, n in zip(parts, plan.tokens_per_rank, strict=True)])
+        index = torch.cat([plan._index_of(r) for r in range(plan.world)]).to(rows.device)
+        out = torch.empty_like(gathered)
+        out[index] = gathered
+        return out.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return ctx.plan.shard(grad, ctx.dim), None, None
+
+
+def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) with causal folded in: no key to the right of the diagonal."""
+    left, right = window_size
+    return left, 0 if causal else right
+
+
+def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """The values as ints, or a TypeError that says which argument holds something else."""
+    try:
+        numbers = tuple(values)
+        if set(map(type, numbers)) <= {int}:
+            return cast(tuple[int, ...], numbers)
+        return tuple(operator.index(x) for x in numbers)
+    except TypeError:
+        raise TypeError(f"{name}={values!r}: give a sequence of whole numbers") from None
+
+
+def check_window(window_size: Sequence[int]) -> tuple[int, int]:
+    """A pair of ints >= -1, or an error that says so."""
+    window = whole_numbers("window_size", window_size)
+    if len(window) != 2 or min(window) < -1:
+        raise ValueError(
+            f"window_size={window!r}: give (left, right), numbers of keys, -1 for unlimited"
+        )
+    return window[0], window[1]
+
+
+def check_lengths(name: str, cu_seqlens: Sequence[int]) -> tuple[int, ...]:
+    """Sequence lengths from cumulative ones, or a ValueError that names what is wrong."""
+    cu = tuple(cu_seqlens)
+    if not cu or cu[0] != 0:
+        raise ValueError(f"{name} must start with 0 and hold at least one number, got {cu[:3]}")
+    lengths = tuple(b - a for a, b in itertools.pairwise(cu))
+    if lengths and min(lengths) < 0:
+        i = next(i for i, n in enumerate(lengths) if n < 0)
+        raise ValueError(f"{name} must never fall, but {name}[{i}:{i + 2}] = {cu[i : i + 2]}")
+    return lengths
+
+
+def plan_context(
+    cu_seqlens: Sequence[int] | torch.Tensor | int,
+    group: Group = None,
+    layout: str = "zigzag",
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> ContextPlan:
+    """The plan of packed, self-attending documents over a context group.
+
+    Plans are cached: the same arguments give the same object.
+
+    Args:
+        cu_seqlens: cumulative document lengths from 0 to the total, as a list or an integer
+            tensor on the CPU; or one int, the length of a single document. A tensor on the GPU
+            costs one synchronisation.
+        group: a ProcessGroup; None for the default group, or for one process where
+            torch.distributed is not initialised; or (rank, world), in a data loader.
+        layout: "zigzag" balances work, "contiguous" keeps tokens in order.
+        causal: hide later keys of a document.
+        window_size: (left, right) keys around a query that it sees, -1 for unlimited.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed.
+    """
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            raise ValueError(
+                f"cu_seqlens must be one-dimensional and integer, got {cu_seqlens.dtype} of shape "
+                f"{tuple(cu_seqlens.shape)}"
+            )
+        cu = tuple(cu_seqlens.tolist())
+    elif isinstance(cu_seqlens, (int, np.integer)):
+        cu = (0, int(cu_seqlens))
+    else:
+        cu = whole_numbers("cu_seqlens", cu_seqlens)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: allowed are {', '.join(map(repr, LAYOUTS))}")
+    window = check_window(window_size)
+    placed = place(group)
+    implicit = group is None and placed[2] is None
+    return _cached_plan(cu, *placed, layout, bool(causal), window, 0, implicit)
+
+
+def dense_plan(
+    batch: int,
+    local_tokens: int,
+    group: Group,
+    layout: str,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> ContextPlan:
+    """`batch` sequences, each laid out over the group like one document of its own.
+
+    A rank's local tokens are its `local_tokens` of the first sequence, then of the second, ...
+    """
+    rank, world, process_group = place(group)
+    cu = tuple(range(0, (batch + 1) * local_tokens * world, max(local_tokens * world, 1)))
+    if not local_tokens:
+        cu = (0,)
+    return _cached_plan(cu, rank, world, process_group, layout, causal, window_size, batch, False)
+
+
+def place(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
+    """(rank, world, process group) of any form of `group`."""
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return 0, 1, None
+        group = dist.group.WORLD
+        assert group is not None
+    if isinstance(group, dist.ProcessGroup):
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError("group: this process is not a member of it")
+        return rank, dist.get_world_size(group), group
+    if not (isinstance(group, tuple) and len(group) == 2):
+        raise TypeError(f"group={group!r}: give a ProcessGroup, (rank, world) or None")
+    rank, world = whole_numbers("group", group)
+    if not 0 <= rank < world:
+        raise ValueError(f"group={group!r}: rank must lie in [0, world)")
+    return rank, world, None
+
+
+@lru_cache(PLANS_KEPT)
+def _cached_plan(
+    cu_seqlens: tuple[int, ...],
+    rank: int,
+    world: int,
+    group: dist.ProcessGroup | None,
+    layout: str,
+    causal: bool,
+    window_size: tuple[int, int],
+    batch: int,
+    implicit: bool,
+) -> ContextPlan:
+    lengths = np.array(check_lengths("cu_seqlens", cu_seqlens), np.int64)
+    if lengths.sum() >= MAX_TOKENS:
+        raise ValueError(f"cu_seqlens ends at {lengths.sum()}: allowed are fewer than 2^31 tokens")
+    window = effective_window(causal, window_size)
+    if batch:
+        shards = [_repeat(s, len(lengths)) for s in partition(lengths[:1], world, layout, *window)]
+    else:
+        shards = partition(lengths, world, layout, *window)
+    return ContextPlan(lengths, shards, rank, group, layout, causal, window_size, implicit)
+
+
+def _repeat(s: Segments, times: int) -> Segments:
+    """The segments of one sequence for `times` sequences of the same length."""
+    index = np.repeat(np.arange(times), len(s))
+    return Segments(
+        np.tile(s.row, times) + index * s.tokens,
+        np.tile(s.length, times),
+        index,
+        np.tile(s.position, times),
+    )

@@ -1,0 +1,341 @@
+"""What every output tile has to visit: spans, and the tiles that kernels and executor fetch.
+
+A *span* is a rectangle of the score matrix with a diagonal band on it: row r of [q0, q1) sees
+column c of [k0, k1) iff lo <= (c - k0) - (r - q0) <= hi. Every mask is a list of spans.
+
+A plan has two levels. Spans know nothing of a kernel; *tilings* are derived from them for one
+direction and tile shape. A forward tile is a run of query rows and visits spans' columns; a
+backward tile is a run of keys and visits spans' rows. Device code has no schedule of its own: it
+takes the tiles in the order given here.
+
+A plan covers all *hops* of one rank. At hop t the rank works on the K/V rows that came from rank
+(rank - t) % world; hop 0 is its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ringfa3.planning.sharding import Ints, Segments, whole_sequences
+
+SPAN = np.dtype(
+    [
+        ("q0", np.int32),  # rows [q0, q1) of the local queries
+        ("q1", np.int32),
+        ("k0", np.int32),  # columns [k0, k1) of this hop's keys
+        ("k1", np.int32),
+        ("lo", np.int32),  # band, always finite: -(q1-q0-1) <= lo <= hi <= k1-k0-1
+        ("hi", np.int32),
+        ("arrival", np.int32),  # number of the word that these keys wait for, 0: already here
+        ("grid_q0", np.int32),  # q0 in padded rows, see `Plan.row_grid`
+    ]
+)
+TILE = np.dtype(
+    [
+        ("row0", np.int32),  # rows [row0, row0+rows): queries forward, keys backward
+        ("rows", np.int32),
+        ("first_span", np.int32),  # visits spans [first_span, first_span+num_spans)
+        ("num_spans", np.int32),
+        ("flags", np.int32),
+        ("grid_row0", np.int32),  # forward: row0 in padded rows; backward: row0
+    ]
+)
+# Forward, of the tile's rows over all hops. FIRST: nothing to merge with, store. LAST: also write
+# the output dtype. Backward tiles have no flags: a hop stores dK/dV of its keys, zeros if not seen.
+FIRST, LAST = 1, 2
+
+Table = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """Tiles of one hop in the order in which they are fetched, and the spans that they index.
+
+    size     rows of a full tile
+    tiles    (num_tiles,) TILE
+    spans    (num_spans,) SPAN
+    earlier  (num_spans,) int32: the span of the same query rows whose key tiles are all fetched
+             just before this span's in descending order, -1 for none; empty unless the tiling is
+             of a deterministic backward
+    """
+
+    size: int
+    tiles: Table
+    spans: Table
+    earlier: npt.NDArray[np.int32]
+
+    def visited(self, span: int, block: int, tile_m: int) -> tuple[int, int]:
+        """Key tiles [first, end) of a span that visit its `block`-th run of tile_m rows."""
+        s = self.spans[span]
+        rows, keys = int(s["q1"] - s["q0"]), int(s["k1"] - s["k0"])
+        i = block * tile_m
+        begin = max(0, i + int(s["lo"]))
+        end = min(keys, min(i + tile_m, rows) + int(s["hi"]))
+        return (begin // self.size, -(-end // self.size)) if begin < end else (0, 0)
+
+    def turn(self, span: int, key_tile: int, block: int, tile_m: int) -> int:
+        """How many tiles add to a dQ block before a span's `key_tile`-th, in descending order."""
+        turn = self.visited(span, block, tile_m)[1] - 1 - key_tile
+        other = int(self.earlier[span])
+        while other >= 0:
+            begin, end = self.visited(other, block, tile_m)
+            turn += end - begin
+            other = int(self.earlier[other])
+        return turn
+
+
+@dataclass(frozen=True)
+class Band:
+    """Pairs of a query and a key segment that see each other, and how; arrays of one length."""
+
+    query: Ints  # index of the query segment
+    key: Ints  # index of the key segment
+    lo: Ints
+    hi: Ints
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+    def take(self, order: Ints) -> Band:
+        return Band(self.query[order], self.key[order], self.lo[order], self.hi[order])
+
+
+def pair_sequences(q: Segments, k: Segments) -> tuple[Ints, Ints]:
+    """All (query segment, key segment) of one sequence; `k.sequence` must be sorted."""
+    begin = np.searchsorted(k.sequence, q.sequence, side="left")
+    count = np.searchsorted(k.sequence, q.sequence, side="right") - begin
+    query = np.repeat(np.arange(len(q)), count)
+    return query, ramps(begin, count)
+
+
+def band(
+    q: Segments, k: Segments, query: Ints, key: Ints, shift: Ints | int, left: int, right: int
+) -> Band:
+    """The bands of segment pairs, pairs that see nothing of each other dropped.
+
+    `shift` (per sequence, or one number) is key length minus query length: sequences of unequal
+    length align at the bottom right. left, right: window, -1 for unlimited.
+    """
+    nq, nk = q.length[query], k.length[key]
+    delta = q.position[query] - k.position[key]
+    delta = delta + (shift if isinstance(shift, int) else shift[q.sequence[query]])
+    lo = 1 - nq if left < 0 else np.maximum(delta - left, 1 - nq)
+    hi = nk - 1 if right < 0 else np.minimum(delta + right, nk - 1)
+    seen = (hi > -nq) & (lo < nk) & (lo <= hi)
+    return Band(query[seen], key[seen], lo[seen], hi[seen])
+
+
+def ramps(begin: Ints, count: Ints) -> Ints:
+    """begin[i], begin[i]+1, ... count[i] numbers each, one run behind the other."""
+    offset = np.repeat(begin - (np.cumsum(count) - count), count)
+    return offset + np.arange(len(offset))
+
+
+def _hop_slices(hop: Ints, num_hops: int) -> list[slice]:
+    bounds = np.searchsorted(hop, np.arange(num_hops + 1)).tolist()
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+class Plan:
+    """Spans of one rank over all its hops, and tilings of them, made on demand and kept.
+
+    queries    local query segments
+    keys       key segments of all hops, hop by hop; rows count within their hop's buffer
+    key_hop    (len(keys),) hop of each key segment
+    bands      which of them see each other
+    num_hops   of which some may have no keys
+    arrival    (len(keys),) number of the word that each key segment waits for; default none
+    """
+
+    def __init__(
+        self,
+        queries: Segments,
+        keys: Segments,
+        key_hop: Ints,
+        bands: Band,
+        num_hops: int,
+        arrival: Ints | None = None,
+    ) -> None:
+        self.arrival = np.zeros(len(keys), np.int64) if arrival is None else arrival
+        key = bands.key
+        order = np.lexsort((keys.position[key], self.arrival[key], bands.query, key_hop[key]))
+        self.queries, self.keys, self.key_hop = queries, keys, key_hop
+        self.bands = bands.take(order)
+        self.num_hops = num_hops
+        self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
+        self._single: dict[int, bool] = {}
+
+    def gathered(self, first_row: Ints) -> Plan:
+        """All hops as one, for the forward: K/V of hop t lie from row first_row[t] of one buffer.
+
+        Spans of hop t wait for word t; a tile visits them in the order of the hops.
+        """
+        k, hop = self.keys, self.key_hop
+        keys = Segments(k.row + first_row[hop], k.length, k.sequence, k.position)
+        none = np.zeros(len(k), np.int64)
+        return Plan(self.queries, keys, none, self.bands, 1, hop)
+
+    def row_grid(self, tile_m: int) -> Ints:
+        """(segments + 1,) padded row at which each query segment starts; the last is the total.
+
+        One grid for all hops: LSE, D and the fp32 dQ of the kernels live in it.
+        """
+        padded = -(-self.queries.length // tile_m) * tile_m
+        return np.concatenate(([0], np.cumsum(padded)))
+
+    def _spans(self, tile_m: int) -> Table:
+        b, q, k = self.bands, self.queries, self.keys
+        spans = np.zeros(len(b), SPAN)
+        spans["q0"], spans["q1"] = q.row[b.query], q.row[b.query] + q.length[b.query]
+        spans["k0"], spans["k1"] = k.row[b.key], k.row[b.key] + k.length[b.key]
+        spans["lo"], spans["hi"] = b.lo, b.hi
+        spans["arrival"] = self.arrival[b.key]
+        spans["grid_q0"] = self.row_grid(tile_m)[b.query]
+        return spans
+
+    def forward(self, tile_m: int) -> list[Tiling]:
+        """Tiles of `tile_m` query rows, one tiling a hop, longest first."""
+        return self._cached((tile_m,), lambda: self._forward(tile_m))
+
+    def single_hop(self, tile_m: int) -> bool:
+        """Whether each forward tile has all its keys in one hop, and merges with nothing."""
+        if tile_m not in self._single:
+            flags = (tiling.tiles["flags"] for tiling in self.forward(tile_m))
+            self._single[tile_m] = all(bool((f == FIRST | LAST).all()) for f in flags)
+        return self._single[tile_m]
+
+    def backward(self, tile_n: int, tile_m: int, deterministic: bool = False) -> list[Tiling]:
+        """Tiles of `tile_n` keys, one tiling a hop; `tile_m` is the row grid.
+
+        Longest first, or with `deterministic` in descending order of their keys, in which
+        `Tiling.turn` counts the additions to a dQ block.
+        """
+        key = (tile_n, tile_m, int(deterministic))
+        return self._cached(key, lambda: self._backward(tile_n, tile_m, deterministic))
+
+    def _cached(self, key: tuple[int, ...], make: Callable[[], list[Tiling]]) -> list[Tiling]:
+        if key not in self._tilings:
+            self._tilings[key] = make()
+        return self._tilings[key]
+
+    def _forward(self, tile_m: int) -> list[Tiling]:
+        b, q, hops = self.bands, self.queries, self.num_hops
+        per_segment = -(-q.length // tile_m)
+        base = np.cumsum(per_segment) - per_segment
+        num_rows = int(per_segment.sum())  # tiles of one hop
+        hop = self.key_hop[b.key]
+        first, count, cost = _visits(
+            hop * num_rows + base[b.query],
+            tile_m, b.lo, b.hi, q.length[b.query], self.keys.length[b.key], hops * num_rows,
+        )  # fmt: skip
+        seen = (count > 0).reshape(hops, num_rows)
+        first_hop = seen.argmax(axis=0)  # 0 where no hop sees the tile: it is stored there
+        last_hop = np.where(seen.any(axis=0), hops - 1 - seen[::-1].argmax(axis=0), 0)
+        tile = np.arange(num_rows)
+        flags = np.zeros((hops, num_rows), np.int32)
+        flags[first_hop, tile] |= FIRST
+        flags[last_hop, tile] |= LAST
+
+        (fetched,) = np.nonzero((count > 0) | (flags.ravel() > 0))
+        fetched = fetched[np.lexsort((-cost[fetched], fetched // max(num_rows, 1)))]
+        segment = np.repeat(np.arange(len(q)), per_segment)
+        start = (tile - base[segment]) * tile_m
+        row0 = q.row[segment] + start
+        rows = np.minimum(tile_m, q.length[segment] - start)
+        at = fetched % max(num_rows, 1)
+        tiles = np.zeros(len(fetched), TILE)
+        tiles["row0"], tiles["rows"], tiles["grid_row0"] = row0[at], rows[at], at * tile_m
+        tiles["num_spans"], tiles["flags"] = count[fetched], flags.ravel()[fetched]
+        spans = self._spans(tile_m)
+        span_slices = _hop_slices(hop, hops)
+        offset = np.array([s.start for s in span_slices])[fetched // max(num_rows, 1)]
+        tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset, 0)
+        return [
+            Tiling(tile_m, tiles[t], spans[s], np.zeros(0, np.int32))
+            for t, s in zip(
+                _hop_slices(fetched // max(num_rows, 1), hops), span_slices, strict=True
+            )
+        ]
+
+    def _backward(self, tile_n: int, tile_m: int, deterministic: bool) -> list[Tiling]:
+        k, hops = self.keys, self.num_hops
+        order = np.argsort(self.bands.key, kind="stable")  # spans of a key tile side by side
+        b = self.bands.take(order)
+        per_segment = -(-k.length // tile_n)
+        base = np.cumsum(per_segment) - per_segment
+        num_tiles = int(per_segment.sum())  # of all hops
+        first, count, cost = _visits(
+            base[b.key],
+            tile_n, -b.hi, -b.lo, k.length[b.key], self.queries.length[b.query], num_tiles,
+        )  # fmt: skip
+        segment = np.repeat(np.arange(len(k)), per_segment)
+        start = (np.arange(num_tiles) - base[segment]) * tile_n
+        rows = np.minimum(tile_n, k.length[segment] - start)
+        hop = self.key_hop[segment]
+        fetched = np.lexsort((-np.arange(num_tiles) if deterministic else -cost, hop))
+
+        tiles = np.zeros(len(fetched), TILE)
+        tiles["row0"] = tiles["grid_row0"] = (k.row[segment] + start)[fetched]
+        tiles["rows"], tiles["num_spans"] = rows[fetched], count[fetched]
+        spans = self._spans(tile_m)[order]
+        span_slices = _hop_slices(self.key_hop[b.key], hops)
+        offset = np.array([s.start for s in span_slices])
+        tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset[hop[fetched]], 0)
+        earlier = np.zeros(0, np.int32)
+        if deterministic:
+            earlier = _earlier(self.key_hop[b.key], b.query, offset)
+        return [
+            Tiling(tile_n, tiles[t], spans[s], earlier[s])
+            for t, s in zip(_hop_slices(hop[fetched], hops), span_slices, strict=True)
+        ]
+
+
+def _earlier(hop: Ints, query: Ints, offset: Ints) -> npt.NDArray[np.int32]:
+    """For each span the next one of the same hop and query segment, within the hop, or -1."""
+    order = np.lexsort((np.arange(len(hop)), query, hop))
+    following = np.full(len(hop), -1, np.int64)
+    same = (hop[order][1:] == hop[order][:-1]) & (query[order][1:] == query[order][:-1])
+    following[order[:-1][same]] = order[1:][same] - offset[hop[order[:-1][same]]]
+    return following.astype(np.int32)
+
+
+def _visits(
+    base: Ints, size: int, lo: Ints, hi: Ints, rows: Ints, columns: Ints, num_tiles: int
+) -> tuple[Ints, Ints, Ints]:
+    """Which spans each tile of `size` rows visits, and at what cost.
+
+    Per span: the number of its segment's first tile, band, rows and columns. A tile of m rows
+    from row i of the span visits columns [max(0, i+lo), min(columns, i+m+hi)). Returns per tile
+    the first span, the number of spans from there on, and the columns visited.
+    """
+    begin = np.maximum(0, -hi // size)
+    end = np.minimum(-(-rows // size), -((lo - columns) // size))
+    span = np.repeat(np.arange(len(base)), end - begin)
+    index = ramps(begin, end - begin)
+    i = index * size
+    m = np.minimum(size, rows[span] - i)
+    visited = np.minimum(columns[span], i + m + hi[span]) - np.maximum(0, i + lo[span])
+    tile = base[span] + index
+    first = np.zeros(num_tiles, np.int64)
+    last = np.full(num_tiles, -1, np.int64)
+    first[tile[::-1]] = span[::-1]  # the last assignment stays: the lowest span
+    last[tile] = span
+    cost = np.bincount(tile, visited, num_tiles).astype(np.int64)
+    return first, last - first + 1, cost
+
+
+def plan_local(q_lengths: Ints, k_lengths: Ints, left: int, right: int) -> Plan:
+    """The plan of sequences on one device: one hop, whole sequences.
+
+    Args:
+        q_lengths, k_lengths: (sequences,) int64 tokens of each sequence, zeros allowed.
+        left, right: window, -1 for unlimited; causal is right = 0.
+    """
+    q, k = whole_sequences(q_lengths), whole_sequences(k_lengths)
+    bands = band(q, k, *pair_sequences(q, k), k_lengths - q_lengths, left, right)
+    return Plan(q, k, np.zeros(len(k), np.int64), bands, 1)

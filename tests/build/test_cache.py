@@ -1,0 +1,239 @@
+"""Entries are made once, whole, and without a working lock too. A script stands in for nvcc."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from ringfa3.build import cache, compile
+from ringfa3.errors import BuildError
+from tests.support import fake_tools
+from tests.support.fake_tools import BUILD_ONE, WAIT_FOR_GO, runs, start, until
+
+NAME = compile.UNITS[0].name
+
+
+def works(tools: Path) -> list[Path]:
+    """Folders in which something is being made."""
+    return list((tools / "cache").glob(".*@*"))
+
+
+def unfinished(tools: Path, host: str, pid: int, task: str = NAME, age: float = 0.0) -> Path:
+    """The folder of a maker, as another process leaves it."""
+    folder = cache.cache() / f".{task}@{host}@{pid}@abcdefgh"
+    (folder / "entry").mkdir(parents=True)
+    then = time.time() - age
+    os.utime(folder, (then, then))
+    return folder
+
+
+def a_dead_pid() -> int:
+    process = start("pass")
+    process.communicate()
+    return process.pid
+
+
+def test_eight_processes_build_once(tools: Path) -> None:
+    fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    processes = [start(BUILD_ONE) for _ in range(8)]
+    until(lambda: runs(tools))
+    (tools / "go").touch()
+    said = [p.communicate() for p in processes]
+    assert [p.returncode for p in processes] == [0] * 8
+    assert runs(tools) == 1
+    assert len({out for out, _ in said}) == 1
+    lines = [line for _, errors in said for line in errors.splitlines()]
+    assert [line.partition(" ")[2].split(",")[0].split(" in ")[0] for line in lines] == [
+        f"compiling {NAME}",
+        f"compiled {NAME}",
+    ]
+
+
+def test_one_that_waits_says_for_whom(tools: Path) -> None:
+    """At each NOTICE; then it takes what was built."""
+    fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    maker = start(BUILD_ONE)
+    until(lambda: runs(tools))
+    waiter = start(f"from ringfa3 import cache; cache.NOTICE = 0.05; {BUILD_ONE}")
+    assert waiter.stderr is not None
+    lines = [waiter.stderr.readline() for _ in range(2)]
+    (tools / "go").touch()
+    who = f"process {maker.pid} on {socket.gethostname()} has been at it for"
+    for line in lines:
+        assert re.fullmatch(rf"ringfa3: waiting for {NAME}: {re.escape(who)} \d+ s\n", line)
+    assert len({p.communicate()[0] for p in (maker, waiter)}) == 1
+    assert runs(tools) == 1
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 2), ("2", 0), ("7", 0)])
+def test_two_ranks_of_a_host_speak(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, rank: str | None, lines: int
+) -> None:
+    """One of the two waits; the others wait in silence."""
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(cache, "NOTICE", 0.05)
+    said: list[str] = []
+    monkeypatch.setattr(cache, "say", said.append)
+    unfinished(tools, "elsewhere", 1)
+    answers = iter([None, None, tools, tools])
+    with FileLock(cache.cache() / f"{NAME}.lock"):
+        assert cache.once(NAME, "entry", lambda: next(answers), lambda _: None) == tools
+    assert len(said) == lines
+
+
+def test_a_killed_build_is_begun_anew_and_swept(tools: Path) -> None:
+    fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    killed = start(BUILD_ONE)
+    until(lambda: runs(tools))
+    os.kill(killed.pid, signal.SIGKILL)  # its nvcc goes on
+    killed.wait()
+    assert len(works(tools)) == 1
+    assert compile.built(compile.UNITS[0]) is None
+    fake_tools.nvcc(tools)
+    assert compile.library(compile.UNITS[0]).read_text() == "library\n"
+    assert works(tools) == []
+    os.killpg(killed.pid, signal.SIGKILL)
+
+
+def test_a_build_that_fails_leaves_nothing(tools: Path) -> None:
+    fake_tools.nvcc(tools, body="echo no such instruction >&2; exit 1")
+    with pytest.raises(BuildError, match="no such instruction"):
+        compile.library(compile.UNITS[0])
+    assert works(tools) == []
+    assert compile.built(compile.UNITS[0]) is None
+
+
+def test_those_that_waited_fail_with_the_one_that_built(tools: Path) -> None:
+    """And do not try in turn. Who comes later does try."""
+    fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools) + "; echo no room >&2; exit 1")
+    hasty = f"from ringfa3 import cache; cache.NOTICE = 0.05; {BUILD_ONE}"
+    maker = start(BUILD_ONE)
+    until(lambda: runs(tools))
+    waiters = [start(hasty) for _ in range(3)]
+    for waiter in waiters:
+        assert waiter.stderr is not None
+        assert "waiting for" in waiter.stderr.readline()
+    (tools / "go").touch()
+    for process in (maker, *waiters):
+        assert process.communicate()[1].endswith("nvcc ended with 1:\nno room\n")
+        assert process.returncode == 1
+    assert runs(tools) == 1
+    with pytest.raises(BuildError, match="no room"):
+        compile.library(compile.UNITS[0])
+    assert runs(tools) == 2
+    fake_tools.nvcc(tools)
+    compile.library(compile.UNITS[0])
+    assert not list((tools / "cache").glob("*.failed"))
+
+
+def test_another_entrys_failure_is_none_of_ours(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same unit, from other sources."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # as if it came while we waited
+    failure = cache.cache() / f"{NAME}.failed"
+    failure.write_text("another\nno room")
+    assert compile.library(compile.UNITS[0]).is_file()
+    assert not failure.exists()
+
+
+@pytest.mark.parametrize("lock", ["refused", "lost"])
+def test_without_locks_two_builds_do_no_harm(tools: Path, lock: str) -> None:
+    """As on network folders: flock fails, or two hosts get it at once."""
+    fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    does = {"refused": "raise OSError(37, 'No locks available')", "lost": "pass"}[lock]
+    broken = f"import filelock\ndef acquire(*_, **__): {does}\nfilelock.FileLock.acquire = acquire"
+    processes = [start(f"{broken}\n{BUILD_ONE}") for _ in range(2)]
+    until(lambda: runs(tools) == 2)
+    assert len(works(tools)) == 2
+    (tools / "go").touch()
+    said = [p.communicate() for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], said
+    assert len({out for out, _ in said}) == 1
+    assert len(list((tools / "cache").glob(f"{NAME}-*/kernel.so"))) == 1
+    assert works(tools) == []
+
+
+def test_a_lock_that_nobody_builds_under_is_not_waited_for(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead host's lock, or a file system that grants none."""
+    monkeypatch.setattr(cache, "NOTICE", 0.05)
+    with FileLock(cache.cache() / f"{NAME}.lock"):
+        assert compile.library(compile.UNITS[0]).is_file()
+
+
+def test_a_maker_that_is_stuck_is_not_waited_for(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "NOTICE", 0.05)
+    stuck = unfinished(tools, "elsewhere", 1, age=cache.PATIENCE + 10)
+    with FileLock(cache.cache() / f"{NAME}.lock"):
+        assert compile.library(compile.UNITS[0]).is_file()
+    assert works(tools) == [stuck]
+
+
+def test_what_another_host_made_meanwhile_is_taken(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the lock is held: over a shared folder entries appear without it."""
+    monkeypatch.setattr(cache, "NOTICE", 0.05)
+    unfinished(tools, "elsewhere", 1)
+    entry = cache.cache() / f"{compile.stem(compile.UNITS[0])}-12345678"
+
+    def appear(line: str) -> None:
+        assert line.startswith(f"waiting for {NAME}: process 1 on elsewhere has been at it")
+        entry.mkdir(exist_ok=True)
+        (entry / "kernel.so").touch()
+
+    monkeypatch.setattr(cache, "say", appear)
+    with FileLock(cache.cache() / f"{NAME}.lock"):
+        assert compile.library(compile.UNITS[0]) == entry / "kernel.so"
+    assert runs(tools) == 0
+
+
+def test_only_folders_of_dead_makers_are_swept(tools: Path) -> None:
+    here, dead = socket.gethostname(), a_dead_pid()
+    gone = [
+        unfinished(tools, here, dead),
+        unfinished(tools, "elsewhere", 1, age=cache.STALE + 10),
+        unfinished(tools, here, os.getpid(), task="another", age=cache.STALE + 10),
+    ]
+    kept = [
+        unfinished(tools, here, os.getpid()),
+        unfinished(tools, "elsewhere", dead),
+        unfinished(tools, here, dead, task="another"),  # whose lock we do not hold
+    ]
+    compile.library(compile.UNITS[0])
+    assert not any(folder.exists() for folder in gone)
+    assert sorted(works(tools)) == sorted(kept)
+
+
+def test_a_damaged_entry_does_not_stop_a_build(tools: Path) -> None:
+    first = compile.library(compile.UNITS[0])
+    first.rename(first.with_name("lost"))
+    second = compile.library(compile.UNITS[0])
+    assert second.parent != first.parent
+    assert compile.library(compile.UNITS[0]) == second
+    assert runs(tools) == 2
+
+
+def test_the_folder_is_the_users_own(tools: Path) -> None:
+    assert cache.cache().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_can_write_is_refused(tools: Path, mode: int) -> None:
+    built = compile.library(compile.UNITS[0])
+    os.chmod(tools / "cache", mode)
+    with pytest.raises(BuildError, match="can be written by others: chmod 700"):
+        compile.library(compile.UNITS[0])
+    assert built.is_file()

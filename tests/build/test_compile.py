@@ -1,0 +1,238 @@
+"""The build without a compiler's help: scripts stand in for nvcc and cuobjdump."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ringfa3.build import compile, toolchain
+from ringfa3.errors import BuildError
+from tests.support import fake_tools
+from tests.support.compiler_listings import LISTING, REMARKS, SPILLED
+from tests.support.fake_tools import WAIT_FOR_GO, runs, start, until
+
+
+def test_a_unit_is_built_once_and_found_without_a_compiler(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compile.library(compile.UNITS[0])
+    assert first.read_text() == "library\n"
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    toolchain.program.cache_clear()
+    assert compile.library(compile.UNITS[0]) == first
+    assert runs(tools) == 1
+
+
+def test_units_do_not_share_a_library(tools: Path) -> None:
+    assert len({compile.library(unit) for unit in compile.UNITS}) == len(compile.UNITS)
+
+
+def test_another_source_is_another_library(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compile.library(compile.UNITS[0])
+    sources = tools / "csrc"
+    sources.mkdir()
+    (sources / "forward.cu").write_text("changed")
+    monkeypatch.setattr(compile, "sources", lambda: sources)
+    assert compile.library(compile.UNITS[0]) != first
+
+
+def test_the_first_use_says_what_it_does(tools: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A line at the beginning, with the time it takes, and one at the end; then it is silent."""
+    name = compile.UNITS[0].name
+    compile.library(compile.UNITS[0])
+    began, ended = capfd.readouterr().err.splitlines()
+    assert began == f"ringfa3: compiling {name}, about {compile.SECONDS} s"
+    assert re.fullmatch(rf"ringfa3: compiled {name} in \d+ s", ended)
+    compile.library(compile.UNITS[0])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_nvcc_writes_elsewhere_goes_with_a_killed_build(tools: Path) -> None:
+    """Its temporary files: they would stay in /tmp."""
+    fake_tools.nvcc(tools, body=f'echo "$TMPDIR" > {tools}/where')
+    made = compile.library(compile.UNITS[0])
+    assert Path((tools / "where").read_text().strip()).parent == made.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("selectors", "names"),
+    [
+        (["all"], [u.name for u in compile.UNITS if u.direction == "forward"]),
+        (["d128-bf16"], ["forward-d128-bf16"]),
+        (["d64-fp16", "forward-d128-bf16"], ["forward-d128-bf16", "forward-d64-fp16"]),
+        (["fp16"], ["forward-d64-fp16", "forward-d128-fp16", "forward-d256-fp16"]),
+    ],
+)
+def test_units_are_chosen_by_parts_of_their_names(selectors: list[str], names: list[str]) -> None:
+    assert [u.name for u in compile.chosen(selectors) if u.direction == "forward"] == names
+
+
+def test_main_builds_what_is_missing(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compile.library(compile.chosen(["forward-d64-bf16"])[0])
+    with pytest.raises(SystemExit) as ended:
+        compile.main(["--units", "forward-d64-bf16", "forward-d128-bf16"])
+    assert ended.value.code == 0
+    assert runs(tools) == 2
+    out = capsys.readouterr().out
+    assert re.fullmatch(rf"2 units in {tools}/cache: 1 compiled in \d+ s, 1 were there\n", out)
+
+
+def test_units_compile_at_once_as_many_as_told(tools: Path) -> None:
+    """Two, of which each waits for the other to begin."""
+    both = (
+        f'n=0; while [ "$(wc -l < {tools}/log)" -lt 2 ]; do n=$((n + 1)); '
+        "[ $n -lt 400 ] || exit 1; sleep 0.05; done"
+    )
+    fake_tools.link(tools / "host", "wc")
+    fake_tools.nvcc(tools, body=both)
+    with pytest.raises(SystemExit) as ended:
+        compile.main(["--units", "forward-d64-bf16", "forward-d128-bf16", "-j", "2"])
+    assert ended.value.code == 0
+
+
+def test_units_compile_no_more_at_once_than_told(tools: Path) -> None:
+    alone = f"mkdir {tools}/busy || exit 1; sleep 0.2; rmdir {tools}/busy"
+    fake_tools.nvcc(tools, body=alone)
+    with pytest.raises(SystemExit) as ended:
+        compile.main(["--units", "all", "-j", "1"])
+    assert ended.value.code == 0
+
+
+def test_a_failed_compile_ends_the_build_with_its_last_lines(
+    tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1; units that had not begun do not; those that were built are kept."""
+    fails = 'case "$arguments" in *HEAD_DIM=128*) seq 1 40 >&2; echo no room >&2; exit 2;; esac'
+    fake_tools.link(tools / "host", "seq")
+    fake_tools.nvcc(tools, body=fails)
+    with pytest.raises(SystemExit) as ended:
+        compile.main(
+            ["--units", "forward-d64-bf16", "forward-d128-bf16", "forward-d256", "-j", "1"]
+        )
+    said = str(ended.value.code)  # of a string: Python prints it and exits with 1
+    first, *last = said.splitlines()
+    assert first == "ringfa3: forward-d128-bf16 does not compile, nvcc ended with 2:"
+    assert last == [*map(str, range(22, 41)), "no room"]
+    assert runs(tools) == 2
+    assert compile.built(compile.chosen(["forward-d64-bf16"])[0])
+
+
+def test_exit_codes_and_messages_of_the_program(tools: Path) -> None:
+    fake_tools.nvcc(tools, body="echo no such instruction >&2; exit 1")
+    for arguments, code, said in (
+        (["--units", "d128-bf16"], 1, "nvcc ended with 1:\nno such instruction"),
+        (["--units", "d96"], 1, "no unit is called d96: allowed are all, forward-d64-bf16"),
+        (["-j", "0"], 2, "-j 0: it must be at least 1"),
+    ):
+        command = [sys.executable, "-m", "ringfa3.build", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("compiles_too", [True, False])
+def test_an_interrupted_build_begins_nothing_more(tools: Path, compiles_too: bool) -> None:
+    """Control-C reaches the compiles too, `kill -INT` does not. Nothing unfinished is left."""
+    fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    running = start("from ringfa3 import build; build.main(['-j', '2'])")
+    until(lambda: runs(tools) == 2)
+    (os.killpg if compiles_too else os.kill)(running.pid, signal.SIGINT)
+    assert running.stderr is not None
+    assert any("interrupted" in line for line in running.stderr)
+    (tools / "go").touch()
+    _, said = running.communicate()
+    assert running.returncode == 130
+    assert "Traceback" not in said
+    assert runs(tools) == 2
+    assert not list((tools / "cache").glob(".*@*"))
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "cores", "told", "expected"),
+    [(64, 8, None, 8), (20, 8, None, 3), (2, 8, None, 1), (64, 2, "5", 5), (64, 2, "", 2)],
+)
+def test_jobs_by_memory_and_cores(
+    monkeypatch: pytest.MonkeyPatch, gibibytes: int, cores: int, told: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(compile, "free_memory", lambda: gibibytes << 30)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("MAX_JOBS", told)
+    assert compile.jobs() == expected
+
+
+@pytest.mark.parametrize("told", ["0", "-1", "many", "2.5"])
+def test_a_wrong_max_jobs_is_refused(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    monkeypatch.setenv("MAX_JOBS", told)
+    with pytest.raises(BuildError, match=f"MAX_JOBS={told}: it must be a positive integer"):
+        compile.jobs()
+
+
+def test_free_memory_is_the_machines_or_the_groups(tmp_path: Path) -> None:
+    machine, group = tmp_path / "meminfo", tmp_path / "group"
+    machine.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 4000 kB\n")
+    assert compile.free_memory(machine, group) == 4000 << 10
+    group.mkdir()
+    for limit, expected in (("max", 4000 << 10), ("3000000", 1_500_000), ("1000000", 0)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text("2000000\n")
+        (group / "memory.stat").write_text("active_file 7\ninactive_file 500000\n")
+        assert compile.free_memory(machine, group) == expected
+
+
+@pytest.mark.parametrize(
+    ("remarks", "listing", "fault"),
+    [
+        (REMARKS, LISTING, None),
+        (REMARKS, SPILLED, "1 local loads and stores in the loop of wgmmas"),
+        (REMARKS.replace(" 0 bytes spill stores", " 4000 bytes spill stores"), LISTING, "4000"),
+        ("", LISTING, "tell of no kernel"),
+    ],
+)
+def test_check_judges_remarks_and_machine_code(
+    tools: Path,
+    capsys: pytest.CaptureFixture[str],
+    remarks: str,
+    listing: str,
+    fault: str | None,
+) -> None:
+    """Also of units that were there before, whose remarks were kept."""
+    (tools / "remarks").write_text(remarks)
+    (tools / "listing").write_text(listing)
+    fake_tools.link(tools / "host", "cat")
+    fake_tools.nvcc(tools, body=f"cat {tools}/remarks >&2")
+    version = '[ "$1" = --version ] && echo "release, V13.4.92"'
+    fake_tools.script(tools / "bin/cuobjdump", f"{version} || cat {tools}/listing")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            compile.main(["--units", "forward-d64-bf16", "--check"])
+        assert ended.value.code == (0 if fault is None else 1)
+        said = capsys.readouterr().out.splitlines()[-1]
+        assert said.startswith("forward-d64-bf16: ")
+        assert (fault or "machine code as meant") in said
+    assert runs(tools) == 1
+
+
+def test_check_without_cuobjdump_fails(tools: Path) -> None:
+    with pytest.raises(SystemExit, match=r"cuobjdump 13\.1 or later is needed"):
+        compile.main(["--units", "forward-d64-bf16", "--check"])
+
+
+def test_variants_are_units_of_their_own() -> None:
+    """With a name, flags and a library that no product shares, and built only when asked for."""
+    product = compile.UNITS[0]
+    for name, define in compile.VARIANTS.items():
+        variant = replace(product, variant=name)
+        assert variant.name == f"{product.name}-{name}"
+        assert variant.defines == (*product.defines, define)
+        assert compile.stem(variant) != compile.stem(product)
+        assert variant not in compile.UNITS

@@ -1,0 +1,79 @@
+"""Which compiler is taken, and what is said where none will do. Scripts stand in for nvcc."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringfa3.build import toolchain
+from ringfa3.errors import BuildError
+from tests.support import fake_tools
+
+
+def test_cuda_home_then_path_then_the_wheel(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is gone or too old hides none of the later ones."""
+    home = tools / "bin/nvcc"
+    path = fake_tools.nvcc(tools / "path")
+    wheel = fake_tools.nvcc(tools / "wheels", "13.5.37")
+    monkeypatch.setenv("PATH", f"{path.parent}:{tools / 'host'}")
+    found = []
+    for spoil in (lambda: None, home.unlink, lambda: fake_tools.nvcc(tools / "path", "13.0.88")):
+        spoil()
+        toolchain.program.cache_clear()
+        found.append(toolchain.compiler())
+    assert found == [(home, "V13.2.5"), (path, "V13.2.5"), (wheel, "V13.5.37")]
+
+
+@pytest.mark.parametrize("version", ["13.0.88", "12.8.93"])
+def test_an_old_compiler_is_named_with_its_place_and_the_remedy(tools: Path, version: str) -> None:
+    fake_tools.nvcc(tools, version)
+    with pytest.raises(BuildError) as error:
+        toolchain.compiler()
+    assert str(error.value) == (
+        f"nvcc 13.1 or later is needed, found {tools}/bin/nvcc (V{version}): pip install "
+        "'ringfa3[build]', or set CUDA_HOME to a toolkit that has it"
+    )
+
+
+def test_an_nvcc_beside_other_headers_is_passed_over(tools: Path) -> None:
+    """As pip leaves them where PyTorch pins an older runtime: the headers refuse that nvcc."""
+    wheel = fake_tools.nvcc(tools / "wheels", "13.5.37")
+    api = tools / "include/cuda_runtime_api.h"
+    api.write_text("/** */\n#define CUDART_VERSION  13020\n")
+    assert toolchain.compiler() == (tools / "bin/nvcc", "V13.2.5")
+    api.write_text("/** */\n#define CUDART_VERSION  13000\n")
+    toolchain.program.cache_clear()
+    assert toolchain.compiler() == (wheel, "V13.5.37")
+    wheel.unlink()
+    toolchain.program.cache_clear()
+    with pytest.raises(BuildError, match=r"\(V13\.2\.5 beside the headers of CUDA 13\.0\): pip"):
+        toolchain.compiler()
+
+
+def test_no_compiler_says_where_it_was_sought(tools: Path) -> None:
+    (tools / "bin/nvcc").unlink()
+    with pytest.raises(BuildError, match="none was found in CUDA_HOME, PATH or the wheels: pip"):
+        toolchain.compiler()
+
+
+def test_the_wheels_are_found_where_they_unpack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [m for m in sys.modules if m.partition(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "nvidia" / "cu13").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert toolchain.wheels()[0] == tmp_path / "nvidia" / "cu13"
+
+
+def test_nvcc_needs_a_cplusplus_compiler(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tools / "host/g++").unlink()
+    with pytest.raises(
+        BuildError, match=r"g\+\+, the C\+\+ compiler that nvcc calls, .*NVCC_CCBIN"
+    ):
+        toolchain.compiler()
+    fake_tools.script(tools / "other", "")
+    monkeypatch.setenv("NVCC_CCBIN", str(tools / "other"))
+    assert toolchain.compiler()[0] == tools / "bin/nvcc"

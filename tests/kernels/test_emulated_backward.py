@@ -1,0 +1,152 @@
+"""The backward kernels, emulated on the CPU, against float64: `make kernels` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ringfa3 import flash_attn_varlen_func
+from ringfa3.build import compile
+from ringfa3.kernels import launch
+from ringfa3.kernels.backward import BackwardPass
+from ringfa3.planning.work_split import SHARED, portions
+from tests.support import backward_checks as checks
+from tests.support.emulation import PROCESSORS, Machine, machine
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
+
+# CI has one unit; `-m soak` runs the others.
+UNITS = [
+    pytest.param(u, marks=[] if u.name == "backward-d128-bf16" else pytest.mark.soak, id=u.name)
+    for u in compile.UNITS
+    if u.direction == "backward"
+]
+EAGERNESS = (0.0, 0.02, 0.3, 1.0)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Machine]:
+    with machine() as m:
+        yield m
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_random_sequences_hold_the_gate(emulated: Machine, unit: compile.Unit) -> None:
+    """dq, dk, dv with and without a gradient into LSE; what nothing sees has gradient 0."""
+    for case in range(20):
+        p = checks.random_problem(case, unit, "cpu")
+        if p is None:
+            continue
+        emulated.settings(case, EAGERNESS[case % 4])
+        got = checks.differentiate(unit, p, deterministic=case % 5 == 0, margin=case % 2)
+        what = f"case {case}: {p.lengths}, window {p.window}, heads {p.q.shape[1]}:{p.k.shape[1]}"
+        checks.hold_gate(got, p, what)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("group", [2, 1])
+def test_a_cut_tile_holds_the_gate(emulated: Machine, unit: compile.Unit, group: int) -> None:
+    """One tile for three CTAs: cut between two query heads, or between the blocks of one."""
+    emulated.settings(0, 0.3)
+    p = checks.problem(2, unit, "cpu", [(700, unit.tile_n)], (group, 1), (-1, -1))
+    tiling = p.plan.backward(unit.tile_n, unit.tile_m)[0]
+    table = portions(tiling, unit.tile_m, group, 1, PROCESSORS)
+    assert len(table) > 1
+    assert (table["flags"] & SHARED).all()
+    assert (table["skip"] > 0).any() == (group == 1)
+    checks.hold_gate(checks.differentiate(unit, p), p, "cut")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_nan_and_inf_stay_in_their_document(emulated: Machine, unit: compile.Unit) -> None:
+    emulated.settings(0)
+    checks.nan_and_inf_stay_in_their_document(unit, "cpu")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hops_hold_the_gate(emulated: Machine, unit: compile.Unit, deterministic: bool) -> None:
+    emulated.settings(3, 0.3)
+    checks.hops_hold_the_gate(unit, "cpu", deterministic)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_deterministic_gradients_have_the_same_bits(emulated: Machine, unit: compile.Unit) -> None:
+    """Whatever the order in which threads and asynchronous work run."""
+    checks.same_bits(unit, "cpu", 4, lambda n: emulated.settings(n, EAGERNESS[n]))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("resident", [1, 2])
+def test_turns_end_while_few_ctas_find_room(
+    emulated: Machine, unit: compile.Unit, resident: int
+) -> None:
+    """Of three; other kernels have the rest of the GPU, and may wait for this one."""
+    emulated.settings(0, 0.3, resident=resident)
+    p = checks.problem(7, unit, "cpu", [(65, 700)], (1, 1), (-1, 0))
+    checks.hold_gate(checks.differentiate(unit, p, deterministic=True), p, f"{resident} resident")
+
+
+def test_turns_need_tiles_in_their_order(emulated: Machine) -> None:
+    """In another order the kernel might wait for ever."""
+    emulated.settings(0)
+    (unit,) = compile.chosen(["backward-d128-bf16"])
+    p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
+    run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic=True)
+    with pytest.raises(ValueError, match="tiling has no turns: take one"):
+        run.hop(p.k, p.v, p.plan.backward(unit.tile_n, unit.tile_m)[0], p.k, p.v)
+
+
+def test_a_pass_refuses_a_call_too_many(emulated: Machine) -> None:
+    """It has counters for each hop of the plan and one more, the own keys in two parts."""
+    emulated.settings(0)
+    (unit,) = compile.chosen(["backward-d128-bf16"])
+    p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
+    run = BackwardPass(
+        unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic=False
+    )
+    (tiling,) = p.plan.backward(unit.tile_n, unit.tile_m)
+    dk, dv = torch.empty_like(p.k), torch.empty_like(p.v)
+    for _ in range(2):
+        run.hop(p.k, p.v, tiling, dk, dv)
+    for _ in range(2):  # nor does it take the next
+        with pytest.raises(ValueError, match="3 calls of `hop`: the plan has 1 hops"):
+            run.hop(p.k, p.v, tiling, dk, dv)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_kernels_that_start_early_wait(
+    emulated: Machine, unit: compile.Unit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparation, backward and conversion queued together, as programmatic launches overlap."""
+    for seed in range(4):
+        emulated.settings(seed, EAGERNESS[seed])
+        p = checks.problem(seed, unit, "cpu", [(200, 200)], (2, 1), (-1, 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(emulated, "finish", lambda: None)
+            got = checks.differentiate(unit, p, deterministic=True)  # nothing to add up afterwards
+        emulated.finish()
+        checks.hold_gate(got, p, f"seed {seed}")
+
+
+def test_the_public_function_runs_on_the_kernels(
+    emulated: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward in emulation, against the executor's."""
+    p = checks.problem(
+        1, compile.chosen(["backward-d128-bf16"])[0], "cpu", [(90, 90)], (2, 1), (-1, 0)
+    )
+    gradients = []
+    for kernels_run in (True, False):
+        emulated.settings(0)
+        if not kernels_run:
+            monkeypatch.setattr(launch, "unit_for", lambda direction, q: None)
+        leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
+        out, lse = flash_attn_varlen_func(*leaves, [0, 90], [0, 90], causal=True, return_lse=True)
+        gradients.append(torch.autograd.grad((out, lse), leaves, (p.dout, p.dlse)))
+    for x, y in zip(*gradients, strict=True):
+        assert not torch.equal(x, y), "both ran on the executor"
+        assert (x - y).abs().max() < 5e-2
+    checks.hold_gate(list(gradients[0]), p, "public function")

@@ -1,0 +1,114 @@
+"""The forward kernels, emulated on the CPU, against float64: `make kernels` runs it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import accumulate
+
+import pytest
+import torch
+
+from ringfa3 import flash_attn_varlen_func
+from tests.gpu.test_gpu_forward import (
+    WINDOWS,
+    hold_apart,
+    hold_gate,
+    hold_many_keys_before,
+    hold_merge,
+    hold_rising,
+    inputs,
+)
+from tests.support.emulation import Machine, machine, unit
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
+
+# CI has one unit; `-m soak` runs the others.
+SHAPES = [(torch.bfloat16, 128)] + [
+    pytest.param(dtype, d, marks=pytest.mark.soak)
+    for dtype in (torch.bfloat16, torch.float16)
+    for d in (64, 128, 256)
+    if (dtype, d) != (torch.bfloat16, 128)
+]
+LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300)
+EAGERNESS = (0.0, 0.02, 0.3, 1.0)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Machine]:
+    with machine() as m:
+        yield m
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_random_sequences_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5, LSE to 1e-3; 24 cases, orders drawn at random."""
+    for case in range(24):
+        rng = random.Random(1000 * d + case)
+        torch.manual_seed(case)
+        lengths = [
+            (n, n if case % 2 else rng.choice(LENGTHS))
+            for n in (rng.choice(LENGTHS) for _ in range(rng.randint(1, 4)))
+        ]
+        if not all(map(sum, zip(*lengths, strict=True))):
+            continue
+        window = rng.choice(WINDOWS)
+        emulated.settings(case, EAGERNESS[case % 4])
+        q, k, v = inputs(rng, dtype, d, lengths, "cpu")
+        cu_q, cu_k = (list(accumulate(n, initial=0)) for n in zip(*lengths, strict=True))
+        out, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, window_size=window, return_lse=True)
+        what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"
+        hold_gate((out, lse), (q, k, v), lengths, window, what)
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_rising_and_falling_scores(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    """Each block raises the shift of the one before, or none does; the same gate."""
+    torch.manual_seed(0)
+    emulated.settings(0)
+    hold_rising(dtype, d, "cpu")
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_bits_do_not_depend_on_a_neighbour(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    torch.manual_seed(0)
+    emulated.settings(0)
+    hold_apart(dtype, d, "cpu")
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_nan_and_inf_stay_in_their_document(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    """Documents shorter than a block have foreign rows of K and V in it."""
+    lengths = [40, 7, 128, 30, 1, 90]
+    cu = list(accumulate(lengths, initial=0))
+    torch.manual_seed(0)
+    outs = []
+    for spoilt in (False, True):
+        emulated.settings(0)
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(cu[-1], 2, d).to(dtype) for _ in range(3))
+        for bad in (1, 3) if spoilt else ():
+            here = slice(cu[bad], cu[bad + 1])
+            k[here], v[here] = torch.nan, torch.inf
+        outs.append(flash_attn_varlen_func(q, k, v, cu, cu, causal=True))
+    for i in (0, 2, 4, 5):
+        here = slice(cu[i], cu[i + 1])
+        assert torch.equal(outs[0][here], outs[1][here]), f"document {i}"
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_hops_merge_wherever_their_scores_lie(
+    emulated: Machine, dtype: torch.dtype, d: int
+) -> None:
+    torch.manual_seed(0)
+    emulated.settings(0)
+    hold_merge(unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu")
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_few_keys_count_beside_many_of_earlier_hops(
+    emulated: Machine, dtype: torch.dtype, d: int
+) -> None:
+    torch.manual_seed(0)
+    emulated.settings(0)
+    hold_many_keys_before(unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu")

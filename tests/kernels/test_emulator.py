@@ -1,0 +1,295 @@
+"""The emulator: what instructions compute, and that it sees what a kernel must not do."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.emulation import EmulationError, Machine, machine
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(300)]
+
+KERNEL = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 raw[];
+.visible .entry kernel({parameters})
+{{
+  .reg .pred %p<9>;
+  .reg .b16 %h<9>;
+  .reg .b32 %r<99>;
+  .reg .f32 %f<99>;
+  .reg .b64 %d<19>;
+{body}
+  ret;
+}}
+"""
+
+
+def kernel(body: str, parameters: int = 1) -> str:
+    """PTX of a kernel whose parameters are 64-bit pointers; %d0, %d1, ... hold them."""
+    declared = ", ".join(f".param .u64 kernel_param_{n}" for n in range(parameters))
+    loads = [f"ld.param.u64 %d{n}, [kernel_param_{n}];" for n in range(parameters)]
+    return KERNEL.format(parameters=declared, body="\n".join((*loads, body)))
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Machine]:
+    with machine() as m:
+        yield m
+
+
+def as_int(x: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+F32 = as_int
+COMPUTED = [  # what is in %r1, %r2, %r3; the instructions that set %r0; what is in it then
+    ((7, -3, 0), "add.s32 %r0, %r1, %r2;", 4),
+    ((7, -3, 0), "div.s32 %r0, %r1, %r2;", -2),
+    ((-7, 3, 0), "rem.s32 %r0, %r1, %r2;", -1),
+    ((1 << 30, 16, 0), "mul.hi.s32 %r0, %r1, %r2;", 4),
+    ((1 << 30, 16, 5), "mad.lo.s32 %r0, %r1, %r2, %r3;", 5),
+    ((-8, 1, 0), "shr.s32 %r0, %r1, %r2;", -4),
+    ((-8, 1, 0), "shr.u32 %r0, %r1, %r2;", 0x7FFFFFFC),
+    ((5, 40, 0), "shl.b32 %r0, %r1, %r2;", 0),
+    ((0b1100, 0b1010, 0), "lop3.b32 %r0, %r1, %r2, %r3, 0x3c;", 0b0110),  # a ^ b
+    ((0xFF, 0, 0), "bfi.b32 %r0, %r1, %r2, 4, 8;", 0xFF0),
+    ((0x80, 0, 0), "bfe.s32 %r0, %r1, 4, 4;", -8),
+    ((-1, 0, 0), "bfe.u32 %r0, %r1, 28, 8;", 0xF),
+    ((-1 << 31, 0, 0), "bfe.s32 %r0, %r1, 28, 8;", -8),
+    ((-1, 0, 0), "bfe.s32 %r0, %r1, 4, 0;", 0),
+    ((0x44332211, 0x88776655 - (1 << 32), 0), "prmt.b32 %r0, %r1, %r2, 0x6420;", 0x77553311),
+    ((0x44332211, 1, 8), "shf.r.wrap.b32 %r0, %r1, %r2, %r3;", 0x01443322),
+    ((3, 9, 0), "setp.lt.s32 %p1, %r1, %r2; selp.b32 %r0, %r1, %r2, %p1;", 3),
+    ((-1, 9, 0), "setp.lt.u32 %p1, %r1, %r2; selp.b32 %r0, %r1, %r2, %p1;", 9),
+    ((1, 2, 0), "@!%p8 mov.u32 %r0, %r1; @%p8 mov.u32 %r0, %r2;", 1),
+    ((F32(1.5), F32(2.0), F32(1.0)), "fma.rn.ftz.f32 %r0, %r1, %r2, %r3;", F32(4.0)),
+    ((F32(3.0), 0, 0), "ex2.approx.ftz.f32 %r0, %r1;", F32(8.0)),
+    ((F32(8.0), 0, 0), "lg2.approx.ftz.f32 %r0, %r1;", F32(3.0)),
+    ((F32(float("nan")), F32(2.0), 0), "max.ftz.f32 %r0, %r1, %r2;", F32(2.0)),
+    ((F32(-2.7), 0, 0), "cvt.rzi.s32.f32 %r0, %r1;", -2),
+    ((F32(1.0), F32(-2.0), 0), "cvt.rn.bf16x2.f32 %r0, %r1, %r2;", 0x3F80C000),
+    ((F32(1.0), F32(-2.0), 0), "cvt.rn.f16x2.f32 %r0, %r1, %r2;", 0x3C00C000),
+    ((F32(1.00390625), 0, 0), "cvt.rn.bf16.f32 %h0, %r1; mov.b32 %r0, {%h0, %h0};", 0x3F803F80),
+    ((5, 0, 0), "popc.b32 %r0, %r1;", 2),
+    ((1, 2, 0), "mov.b64 %d5, {%r1, %r2}; mov.b64 {%r3, %r0}, %d5;", 2),
+]
+
+
+@pytest.mark.parametrize(("given", "code", "expected"), COMPUTED)
+def test_instructions(
+    emulated: Machine, given: tuple[int, int, int], code: str, expected: int
+) -> None:
+    emulated.settings(0)
+    out = torch.zeros(1, dtype=torch.int32)
+    sets = [f"mov.b32 %r{n + 1}, {value & 0xFFFFFFFF};" for n, value in enumerate(given)]
+    zero = "mov.u32 %r9, 0; setp.ne.s32 %p8, %r9, 0;"
+    emulated.launch(kernel("\n".join((*sets, zero, code, "st.global.u32 [%d0], %r0;"))), out)
+    emulated.finish()
+    assert out.item() == (expected + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def test_lanes_part_and_meet_again(emulated: Machine) -> None:
+    """Odd lanes take one branch, even ones the other; then all of them sum over the warp."""
+    code = """
+      mov.u32 %r1, %laneid;
+      and.b32 %r2, %r1, 1;
+      setp.eq.s32 %p1, %r2, 0;
+      @%p1 bra EVEN;
+      mov.u32 %r3, 100;
+      bra MEET;
+    EVEN:
+      mov.u32 %r3, 1;
+    MEET:
+      shfl.sync.bfly.b32 %r4|%p2, %r3, 1, 31, -1;
+      add.s32 %r3, %r3, %r4;
+      cvt.u64.u32 %d2, %r1;
+      shl.b64 %d2, %d2, 2;
+      add.s64 %d3, %d0, %d2;
+      st.global.u32 [%d3], %r3;
+    """
+    for seed in range(5):
+        emulated.settings(seed)
+        out = torch.zeros(32, dtype=torch.int32)
+        emulated.launch(kernel(code), out)
+        emulated.finish()
+        assert out.tolist() == [101] * 32
+
+
+STORE = """
+  mov.u32 %r1, raw;
+  mov.u32 %r2, %laneid;
+  setp.ne.s32 %p1, %r2, 0;
+  @%p1 bra END;
+  mov.u32 %r3, 7;
+  st.shared.v4.u32 [%r1], {{%r3, %r3, %r3, %r3}};
+  {fence}
+  cp.async.bulk.global.shared::cta.bulk_group [%d0], [%r1], 16;
+  cp.async.bulk.commit_group;
+  {wait}
+END:
+"""
+FENCE, WAIT = "fence.proxy.async.shared::cta;", "cp.async.bulk.wait_group.read 0;"
+LOAD = """
+  mov.u32 %r1, raw;
+  mov.u32 %r2, %laneid;
+  setp.ne.s32 %p1, %r2, 0;
+  @%p1 bra END;
+  add.s32 %r3, %r1, 1024;
+  mbarrier.init.shared::cta.b64 [%r3], 1;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], {bytes};
+  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d0], 16, [%r3];
+AGAIN:
+  {wait}
+  ld.shared.u32 %r4, [%r1];
+  st.global.u32 [%d1], %r4;
+LAST:
+  mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r3], 0;
+  @!%p2 bra LAST;
+END:
+"""
+ARRIVED = "mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r3], 0; @!%p2 bra AGAIN;"
+
+
+def test_bulk_copies(emulated: Machine) -> None:
+    for eagerness in (0.0, 1.0):
+        emulated.settings(0, eagerness)
+        out = torch.zeros(4, dtype=torch.int32)
+        emulated.launch(kernel(STORE.format(fence=FENCE, wait=WAIT)), out, shared=2048)
+        emulated.finish()
+        assert out.tolist() == [7] * 4
+        given, got = torch.tensor([3, 4, 5, 6]), torch.zeros(2, dtype=torch.int32)
+        code = LOAD.format(wait=ARRIVED, bytes=16)
+        emulated.launch(kernel(code, 2), given.int(), got, shared=2048)
+        emulated.finish()
+        assert got[0] == 3
+
+
+# Warp 0 stores, warp 1 copies on.
+RELAY = """
+  mov.u32 %r1, raw;
+  mov.u32 %r2, %tid.x;
+  setp.ge.u32 %p1, %r2, 32;
+  @%p1 bra OTHER;
+  mov.u32 %r3, 7;
+  st.shared.v4.u32 [%r1], {{%r3, %r3, %r3, %r3}};
+  bar.arrive 1, 64;
+  bra END;
+OTHER:
+  {first}
+  {second}
+  setp.ne.u32 %p1, %r2, 32;
+  @%p1 bra END;
+  cp.async.bulk.global.shared::cta.bulk_group [%d0], [%r1], 16;
+  cp.async.bulk.commit_group;
+  cp.async.bulk.wait_group 0;
+END:
+"""
+MEET = "bar.sync 1, 64;"
+
+
+def test_a_fence_holds_for_what_came_before_it_on_any_warp(emulated: Machine) -> None:
+    """The reader may fence what the writer has released to it, and nothing before that."""
+    for seed in range(5):
+        emulated.settings(seed)
+        out = torch.zeros(4, dtype=torch.int32)
+        code = kernel(RELAY.format(first=MEET, second=FENCE))
+        emulated.launch(code, out, threads=64, shared=2048)
+        emulated.finish()
+        assert out.tolist() == [7] * 4
+        code = kernel(RELAY.format(first=FENCE, second=MEET))
+        with pytest.raises(EmulationError, match=r"without fence\.proxy\.async"):  # noqa: PT012
+            emulated.launch(code, out, threads=64, shared=2048)
+            emulated.finish()
+
+
+WRONG = [  # a kernel, the words of the error
+    (STORE.format(fence="", wait=WAIT), "without fence.proxy.async"),
+    (STORE.format(fence=FENCE, wait=""), "ended before a bulk store"),
+    (LOAD.format(wait=ARRIVED, bytes=32).replace("%d1", "%d0"), "deadlock"),
+    ("ld.global.u32 %r1, [%d0+64];", "no tensor's"),
+    ("ld.global.u32 %r1, [%d0+2];", "not a multiple of 4"),
+    ("mov.u32 %r1, 1000000; st.shared.u32 [%r1], %r1;", "shared memory has no"),
+    ("mov.u32 %r1, raw; mbarrier.init.shared::cta.b64 [%r1], 1; "
+     "mbarrier.arrive.shared::cta.b64 _, [%r1], 2;", "more arrivals"),
+    ("bar.sync 1, 64;", "deadlock"),
+    ("shfl.sync.bfly.b32 %r1, %r2, 1, 31, 3;", "not a member of its own mask"),
+    ("cvt.rzi.f32.f32 %f1, %f2;", "cvt.rzi"),
+    ("cvt.sat.u8.s32 %h1, %r2;", "cvt.sat"),
+    ("frobnicate.b32 %r1, %r2;", "unknown instruction"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "words"), WRONG)
+def test_what_a_kernel_must_not_do_is_an_error(emulated: Machine, code: str, words: str) -> None:
+    emulated.settings(0, eagerness=0.0, patience=0.2)
+    with pytest.raises(EmulationError, match=words):  # noqa: PT012  # some show at the launch
+        emulated.launch(kernel(code), torch.zeros(8, dtype=torch.int32), shared=2048)
+        emulated.finish()
+
+
+def test_a_missing_wait_shows_for_some_seed(emulated: Machine) -> None:
+    """Data is read before the mbarrier of its copy has flipped."""
+    seen = set()
+    for seed in range(20):
+        emulated.settings(seed, eagerness=0.3)
+        given, got = torch.full((4,), 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        emulated.launch(kernel(LOAD.format(wait="", bytes=16), 2), given, got, shared=2048)
+        emulated.finish()
+        seen.add(got[0].item() == 3)
+    assert False in seen
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_dependent_launch_must_wait_for_the_one_before(emulated: Machine, waits: bool) -> None:
+    """The second launch copies what the first has written, if it waits."""
+    first = """
+      griddepcontrol.launch_dependents;
+      mov.u32 %r1, 0;
+    SLOWLY:
+      add.s32 %r1, %r1, 1;
+      setp.lt.s32 %p1, %r1, 5000;
+      @%p1 bra SLOWLY;
+      st.global.u32 [%d0], 7;
+    """
+    second = "griddepcontrol.wait;" if waits else ""
+    second += "ld.global.u32 %r1, [%d0]; st.global.u32 [%d0+4], %r1;"
+    emulated.settings(0)
+    out = torch.zeros(2, dtype=torch.int32)
+    emulated.launch(kernel(first), out)
+    emulated.launch(kernel(second), out, programmatic=True)
+    emulated.finish()
+    assert out.tolist() == [7, 7 if waits else 0]
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+def test_a_cta_that_finds_no_room_comes_when_another_ends(emulated: Machine, resident: int) -> None:
+    """CTA 0 waits for what CTA 1 writes, and CTA 2 comes last."""
+    code = """
+      mov.u32 %r1, %ctaid.x;
+      setp.ne.u32 %p1, %r1, 0;
+      @%p1 bra WRITE;
+    AGAIN:
+      ld.acquire.gpu.global.u32 %r2, [%d0+4];
+      setp.eq.u32 %p2, %r2, 0;
+      @%p2 bra AGAIN;
+    WRITE:
+      mul.wide.u32 %d1, %r1, 4;
+      add.s64 %d1, %d0, %d1;
+      st.global.u32 [%d1], 7;
+    """
+    emulated.settings(0, patience=0.2, resident=resident)
+    out = torch.zeros(3, dtype=torch.int32)
+    emulated.launch(kernel(code), out, ctas=3)
+    if resident == 1:
+        with pytest.raises(EmulationError, match="deadlock"):
+            emulated.finish()
+        assert out.tolist() == [0, 0, 0]
+    else:
+        emulated.finish()
+        assert out.tolist() == [7, 7, 7]

@@ -1,0 +1,311 @@
+"""What the forward kernel waits for and touches, emulated on the CPU at head dim 128."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ringfa3 import plan_context
+from ringfa3.build.compile import VARIANTS, Unit
+from ringfa3.kernels import launch, reference
+from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
+from tests.support.emulation import PROCESSORS, Machine, machine, unit
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
+
+D = 128
+UNIT = unit("forward", torch.empty(0, 1, D, dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Machine]:
+    with machine() as emulated:
+        launch._entry(UNIT, "forward")  # compiled before a test counts seconds
+        yield emulated
+
+
+@dataclass
+class Problem:
+    """Packed sequences of (queries, keys) tokens, and what attention gives for them in float64."""
+
+    lengths: list[tuple[int, int]]
+    window: tuple[int, int] = (-1, -1)
+    heads: int = 2
+    kv_heads: int = 1
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        nq, nk = (np.array(n) for n in zip(*self.lengths, strict=True))
+        self.rows, keys = int(nq.sum()), int(nk.sum())
+        self.tiling = plan_local(nq, nk, *self.window).forward(UNIT.tile_m)[0]
+        self.q = torch.randn(self.rows, self.heads, D).bfloat16()
+        self.k, self.v = (torch.randn(keys, self.kv_heads, D).bfloat16() for _ in range(2))
+
+    def run(
+        self, tiling: Tiling | None = None, unit: Unit | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of the kernel, poisoned before."""
+        out = torch.full_like(self.q, torch.nan)
+        lse = torch.full((self.heads, self.rows), torch.nan)
+        inputs = (self.q, self.k, self.v, tiling or self.tiling, D**-0.5)
+        launch.attend(unit or UNIT, *inputs, out, torch.empty(0), lse, **options)
+        return out, lse
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor, rows: slice = slice(None)) -> None:
+        """In these rows; bfloat16 rounds P and O to 2^-9."""
+        q, k, v = (x.double() for x in (self.q, self.k, self.v))
+        ref, ref_lse = torch.empty_like(q), torch.empty(lse.shape, dtype=torch.float64)
+        reference.attend(q, k, v, self.tiling, D**-0.5, ref, ref[:0], ref_lse)
+        torch.testing.assert_close(out[rows].double(), ref[rows], atol=6e-3, rtol=8e-3)
+        torch.testing.assert_close(lse[:, rows].double(), ref_lse[:, rows], atol=1e-4, rtol=0)
+
+
+THREE = [(200, 300), (70, 150), (130, 170)]  # sequences, of a span each
+
+
+def waiting(tiling: Tiling, numbers: list[int]) -> Tiling:
+    """The tiling with spans that wait for the words of these numbers."""
+    spans = tiling.spans.copy()
+    spans["arrival"] = numbers
+    return Tiling(tiling.size, tiling.tiles, spans, tiling.earlier)
+
+
+def test_keys_are_read_when_their_word_is_set(cpu: Machine) -> None:
+    """A second thread writes K and V and then the word, while the kernel waits."""
+    problem = Problem(THREE)
+    cpu.settings(seed=1, patience=30)
+    words = torch.zeros(3, dtype=torch.int32)
+    late = [(x, x.clone()) for x in (problem.k, problem.v)]
+    for x, _ in late:
+        x[300:] = torch.nan
+
+    def copies() -> None:
+        for number, rows in ((2, slice(450, None)), (1, slice(300, 450))):
+            time.sleep(0.3)
+            for x, kept in late:
+                x[rows] = kept[rows]
+            words[number] = 1
+
+    thread = threading.Thread(target=copies)
+    thread.start()
+    found = problem.run(waiting(problem.tiling, [0, 1, 2]), arrivals=words)
+    assert words.tolist() == [0, 1, 1], "the kernel did not wait"
+    thread.join()
+    problem.check(*found)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_gathered_plan_reads_each_block_behind_its_word(cpu: Machine, rank: int) -> None:
+    """Blocks come one after the other beside the kernel, whose tiles see several of them."""
+    lengths, world = np.array([300, 1, 450]), 3
+    plans = [plan_context([0, *np.cumsum(lengths).tolist()], (r, world)) for r in range(world)]
+    plan = plans[rank]
+    cpu.settings(seed=rank, patience=30)
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(751, h, D).bfloat16() for h in (2, 1, 1))
+    first, rows = plan.movement.gathered(rank)
+    buffer = torch.full((rows, 2, 1, D), torch.nan, dtype=torch.bfloat16)  # K and V of a row
+    buffer[: plan.local_tokens] = plan.shard(torch.stack((k, v), 1))
+    words = torch.zeros(world, dtype=torch.int32)
+
+    def copies() -> None:
+        for hop in range(1, world):
+            time.sleep(0.3)
+            owner = plans[(rank - hop) % world]
+            begin, end = plan.movement.seen[owner.rank, hop]
+            leaving = owner.shard(torch.stack((k, v), 1))[owner.movement.own]
+            buffer[first[hop] + begin : first[hop] + end] = leaving[begin:end]
+            words[hop] = 1
+
+    (tiling,) = plan.gathered.forward(UNIT.tile_m)
+    out, lse = torch.full((plan.local_tokens, 2, D), torch.nan), torch.empty(2, plan.local_tokens)
+    out = out.bfloat16()
+    thread = threading.Thread(target=copies)
+    thread.start()
+    inputs = (plan.shard(q), *buffer.unbind(1), tiling, D**-0.5, out, torch.empty(0), lse)
+    launch.attend(UNIT, *inputs, arrivals=words)
+    thread.join()
+    assert int(tiling.tiles["num_spans"].max()) > 1
+    whole = plan_local(lengths, lengths, -1, 0).forward(UNIT.tile_m)[0]
+    ref, ref_lse = torch.empty(q.shape, dtype=torch.float64), torch.empty(2, 751).double()
+    exact = (x.double() for x in (q, k, v))
+    reference.attend(*exact, whole, D**-0.5, ref, ref[:0], ref_lse)
+    torch.testing.assert_close(out.double(), plan.shard(ref), atol=6e-3, rtol=8e-3)
+    torch.testing.assert_close(lse.double(), plan.shard(ref_lse, 1), atol=1e-4, rtol=0)
+
+
+def test_a_span_that_was_called_off_is_not_read(
+    cpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are NaN, the others right; the emulator does not let the kernel touch its keys."""
+    problem = Problem(THREE)
+    cpu.settings(seed=2)
+    words = torch.tensor([0, 1, -1], dtype=torch.int32)
+
+    def own(x: torch.Tensor) -> None:
+        if x is problem.k or x is problem.v:
+            cpu.runtime.emulator_own(ctypes.c_void_p(x.data_ptr()), 450 * D * x.itemsize)
+        else:
+            Machine.own(cpu, x)
+
+    monkeypatch.setattr(cpu, "own", own)
+    out, lse = problem.run(waiting(problem.tiling, [1, 0, 2]), arrivals=words)
+    assert out[270:].isnan().all()
+    assert lse[:, 270:].isnan().all()
+    problem.check(out, lse, slice(0, 270))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (None, "arrivals is missing"),
+        (torch.zeros(2, dtype=torch.int32), r"torch.int32 \(2,\) on cpu: 3 to 32 words"),
+        (torch.zeros(33, dtype=torch.int32), "3 to 32 words are allowed"),
+        (torch.zeros(3), "must be contiguous int32"),
+        (torch.zeros(6, dtype=torch.int32)[::2], "must be contiguous int32"),
+    ],
+)
+def test_arrival_words_that_do_not_fit_are_refused(
+    cpu: Machine, words: torch.Tensor | None, said: str
+) -> None:
+    problem = Problem(THREE)
+    with pytest.raises(ValueError, match=said):
+        problem.run(waiting(problem.tiling, [0, 1, 2]), arrivals=words)
+
+
+@pytest.mark.parametrize("margin", [0, 1, PROCESSORS - 1])
+def test_any_number_of_ctas_gives_the_same(
+    cpu: Machine, monkeypatch: pytest.MonkeyPatch, margin: int
+) -> None:
+    """Down to one, which takes every tile."""
+    problem = Problem(THREE, window=(-1, 0))
+    entry, ctas = launch._entry(UNIT, "forward"), []
+
+    def noted(args: bytes, stream: int) -> int:
+        ctas.append(launch.ForwardArgs.from_buffer_copy(args).num_ctas)
+        return entry(args, stream)
+
+    monkeypatch.setattr(launch, "_entry", lambda *_: noted)
+    cpu.settings(seed=margin)
+    problem.check(*problem.run(sm_margin=margin))
+    assert ctas == [PROCESSORS - margin]
+
+
+@pytest.mark.parametrize("margin", [-1, PROCESSORS])
+def test_a_margin_that_leaves_no_sm_is_refused(cpu: Machine, margin: int) -> None:
+    with pytest.raises(ValueError, match=f"sm_margin={margin}: 0 to {PROCESSORS - 1} are allowed"):
+        Problem(THREE).run(sm_margin=margin)
+
+
+def test_a_launch_leaves_its_counter_as_it_was(cpu: Machine) -> None:
+    """Zero, for the next launch on the stream; more tiles than CTAs, some of them blind."""
+    problem = Problem([(200, 300), (150, 0), (1, 150)])
+    cpu.settings(seed=4)
+    for _ in range(3):
+        problem.check(*problem.run())
+        assert [counter.item() for counter in launch._counters.values()] == [0]
+
+
+@pytest.mark.parametrize(
+    "window", [(0, 0), (1, -1), (30, 30), (-1, 0), (33, 64), (127, 1)], ids=str
+)
+def test_masks_hide_exactly_what_they_must(cpu: Machine, window: tuple[int, int]) -> None:
+    """Bands that begin and end in every bit of a word; sequences that end within a block."""
+    problem = Problem([(190, 190), (64, 157), (150, 131)], window)
+    cpu.settings(seed=5)
+    problem.check(*problem.run())
+
+
+@pytest.mark.parametrize("keys", [(100, 80), (80, 100)], ids=str)
+def test_hops_merge_where_rows_see_nothing(cpu: Machine, keys: tuple[int, int]) -> None:
+    """At one hop or at both; what is NaN at one stays NaN."""
+    problem = Problem([(200, 100)], heads=1)
+    problem.q[110] = torch.nan  # which sees nothing of 80 keys
+    cpu.settings(seed=6)
+    found, expected = [
+        (torch.full_like(q, torch.nan), q.new_full(q.shape, torch.nan, dtype=dtype))
+        for q, dtype in ((problem.q, torch.float32), (problem.q.double(), torch.float64))
+    ]
+    lse = torch.full((1, 200), torch.nan)
+    expected_lse = lse.double()
+    for hop, n in enumerate(keys):
+        hidden = plan_local(np.array([200]), np.array([n]), -1, 0).forward(UNIT.tile_m)[0]
+        tiles = hidden.tiles.copy()
+        tiles["flags"] = (FIRST, LAST)[hop]
+        tiling = Tiling(UNIT.tile_m, tiles, hidden.spans, hidden.earlier)
+        inputs = problem.q, problem.k[:n], problem.v[:n]
+        launch.attend(UNIT, *inputs, tiling, D**-0.5, *found, lse)
+        reference.attend(*(x.double() for x in inputs), tiling, D**-0.5, *expected, expected_lse)
+    assert expected_lse[0, 110].isnan()
+    assert (expected_lse[0, :100] == -torch.inf).all()
+    close = partial(torch.testing.assert_close, equal_nan=True)
+    close(found[0].double(), expected[0], atol=6e-3, rtol=8e-3)
+    close(lse.double(), expected_lse, atol=1e-4, rtol=0)
+
+
+def test_tiles_store_their_own_rows_alone(cpu: Machine) -> None:
+    """Of documents of any length: rows beside them keep their poison."""
+    lengths = [(200, 130), (17, 129), (16, 128), (1, 128), (130, 128)]
+    problem = Problem(lengths)
+    bounds = list(accumulate((n for n, _ in lengths), initial=0))
+    for begin, end in pairwise(bounds):
+        tiles = problem.tiling.tiles
+        mine = tiles[(tiles["row0"] >= begin) & (tiles["row0"] < end)]
+        tiling = Tiling(UNIT.tile_m, mine, problem.tiling.spans, problem.tiling.earlier)
+        cpu.settings(seed=begin)
+        out, lse = problem.run(tiling)
+        problem.check(out, lse, slice(begin, end))
+        for beside in (slice(0, begin), slice(end, None)):
+            assert out[beside].isnan().all()
+            assert lse[:, beside].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "dims", [128, *(pytest.param(d, marks=pytest.mark.soak) for d in (64, 256))]
+)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        name if name == "without-specialisation" else pytest.param(name, marks=pytest.mark.soak)
+        for name in VARIANTS
+    ],
+)
+def test_variants_of_the_ablation_are_right(
+    cpu: Machine, monkeypatch: pytest.MonkeyPatch, variant: str, dims: int
+) -> None:
+    """Full, causal and windows; blind tiles, many spans; orders drawn at random; one CTA or all."""
+    monkeypatch.setitem(globals(), "D", dims)
+    whole = unit("forward", torch.empty(0, 1, dims, dtype=torch.bfloat16))
+    monkeypatch.setitem(globals(), "UNIT", whole)
+    without = replace(whole, variant=variant)
+    shapes = [(300, 300)], [(190, 30), (1, 1), (64, 157), (3, 0), (150, 131)], [(1, 700)] * 5
+    for number, (lengths, window) in enumerate(product(shapes, [(-1, -1), (-1, 0), (33, 64)])):
+        problem = Problem(lengths, window, heads=3 - number % 2)
+        cpu.settings(seed=number, eagerness=(0.0, 0.02, 0.3, 1.0)[number % 4])
+        for margin in (0, PROCESSORS - 1):
+            problem.check(*problem.run(unit=without, sm_margin=margin))
+
+
+def test_a_variant_waits_for_words(cpu: Machine) -> None:
+    """Those that are set let it on; one that calls a span off makes its rows NaN."""
+    problem = Problem(THREE)
+    without = replace(UNIT, variant="without-specialisation")
+    tiling = waiting(problem.tiling, [1, 0, 2])
+    cpu.settings(seed=9)
+    words = torch.tensor([0, 1, 1], dtype=torch.int32)
+    problem.check(*problem.run(tiling, without, arrivals=words))
+    words[2] = -1
+    out, lse = problem.run(tiling, without, arrivals=words)
+    problem.check(out, lse, slice(0, 270))
+    assert out[270:].isnan().all()
+    assert lse[:, 270:].isnan().all()

@@ -1,0 +1,93 @@
+"""What crosses from Python into C++: ctypes and numpy records against csrc/params.h."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ringfa3.build import compile
+from ringfa3.kernels import backward, launch
+from ringfa3.planning import tiling, work_split
+
+MIRRORS = (
+    launch.Tensor3,
+    launch.ForwardArgs,
+    backward.RowGrid,
+    backward.PrepareArgs,
+    backward.BackwardArgs,
+    backward.ConvertArgs,
+)
+RECORDS = {"Span": tiling.SPAN, "Tile": tiling.TILE, "Portion": work_split.PORTION}
+
+
+def offsets() -> dict[str, dict[str, int]]:
+    """Of every field of every structure as Python has them; "" is the size of the whole."""
+    known = {m.__name__: {name: getattr(m, name).offset for name, _ in m._fields_} for m in MIRRORS}
+    known |= {
+        name: {field: r.fields[field][1] for field in r.names or ()}  # type: ignore[index]
+        for name, r in RECORDS.items()
+    }
+    for m in MIRRORS:
+        known[m.__name__][""] = ctypes.sizeof(m)
+    for name, r in RECORDS.items():
+        known[name][""] = r.itemsize
+    return known
+
+
+def test_fields_are_those_of_the_header_in_order() -> None:
+    header = (compile.sources() / "params.h").read_text()
+    for name, fields in offsets().items():
+        body = re.search(rf"struct {name} {{(.*?)}};", header, re.S)
+        assert body is not None
+        code = re.sub(r"//.*", "", body[1])
+        declared = [
+            re.search(r"(\w+)$", part.strip())[1]  # type: ignore[index]
+            for line in code.split(";")
+            if line.strip()
+            for part in line.split(",")
+        ]
+        assert declared == [field for field in fields if field], name
+
+
+@pytest.mark.parametrize("structure", MIRRORS, ids=lambda m: m.__name__)
+def test_packed_bytes_are_those_of_the_structure(structure: type[ctypes.Structure]) -> None:
+    """Its fields, read from them, are the numbers in their order; padding is zero."""
+    size = ctypes.sizeof(structure)
+    scalars = list(launch._scalars(structure))
+    numbers = [
+        2**63 + i if kind is ctypes.c_void_p else (-1) ** i * i
+        for i, (_, kind) in enumerate(scalars)
+    ]
+    packed = launch.packer(structure)(*numbers)
+    assert len(packed) == size
+    found = [kind.from_buffer_copy(packed, offset).value for offset, kind in scalars]
+    assert found == numbers
+    used = {i for offset, kind in scalars for i in range(offset, offset + ctypes.sizeof(kind))}
+    assert not any(packed[i] for i in set(range(size)) - used)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_compiler_puts_them_where_python_does(tmp_path: Path) -> None:
+    """Offsets and sizes in bytes, exactly."""
+    known = offsets()
+    prints = [
+        f'printf("%zu\\n", {f"offsetof({name}, {field})" if field else f"sizeof({name})"});'
+        for name, fields in known.items()
+        for field in fields
+    ]
+    source = tmp_path / "offsets.cpp"
+    source.write_text(
+        '#include <cstddef>\n#include <cstdio>\n#include "params.h"\nusing namespace ringfa3;\n'
+        f"int main() {{ {' '.join(prints)} }}\n"
+    )
+    program = tmp_path / "offsets"
+    subprocess.run(
+        ["g++", "-std=c++20", f"-I{compile.sources()}", source, "-o", program], check=True
+    )
+    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    assert [int(n) for n in said] == [n for fields in known.values() for n in fields.values()]

@@ -1,0 +1,253 @@
+"""Plans against a brute-force mask: every allowed pair once, and what tiles promise to kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringfa3.planning.context_plan import ContextPlan, plan_context
+from ringfa3.planning.tiling import FIRST, LAST, Plan, Tiling, plan_local
+from tests.support.dense import mask
+from tests.support.strategies import Case, cases, key_tokens, tiles, windows
+
+MODES = ("forward", "backward", "deterministic")
+
+
+def tilings(plan: Plan, mode: str, m: int, n: int) -> list[Tiling]:
+    return plan.forward(m) if mode == "forward" else plan.backward(n, m, mode == "deterministic")
+
+
+def rectangles(tiling: Tiling, tile: np.void, mode: str):  # type: ignore[no-untyped-def]
+    """(span, rows, columns, allowed) of each span that a tile visits."""
+    mine = np.arange(tile["row0"], tile["row0"] + tile["rows"])
+    for number in range(tile["first_span"], tile["first_span"] + tile["num_spans"]):
+        s = tiling.spans[number]
+        rows, columns = np.arange(s["q0"], s["q1"]), np.arange(s["k0"], s["k1"])
+        if mode == "forward":
+            assert set(mine) <= set(rows), "a tile leaves its query segment"
+            rows = mine
+        else:
+            assert set(mine) <= set(columns), "a tile leaves its key segment"
+            columns = mine
+        distance = (columns - s["k0"])[None] - (rows - s["q0"])[:, None]
+        yield number, rows, columns, (s["lo"] <= distance) & (distance <= s["hi"])
+
+
+def coverage(plans: list[ContextPlan], mode: str, m: int, n: int) -> np.ndarray:
+    """How often each (query token, key token) is covered, over all ranks, hops and tiles."""
+    total = plans[0].total_tokens
+    count = np.zeros((total, total), int)
+    for plan in plans:
+        queries = plan.token_index.numpy()
+        for hop, tiling in enumerate(tilings(plan.hops, mode, m, n)):
+            keys = key_tokens(plans, plan.rank, hop)
+            for tile in tiling.tiles:
+                for _, rows, columns, allowed in rectangles(tiling, tile, mode):
+                    assert allowed.any(), "a tile visits a span for nothing"
+                    count[np.ix_(queries[rows], keys[columns])] += allowed
+    return count
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(case=cases, m=tiles, n=tiles)
+def test_every_allowed_pair_is_covered_once_and_no_other(
+    mode: str, case: Case, m: int, n: int
+) -> None:
+    """Reference: the mask of all documents, exactly."""
+    count = coverage(case.plans(), mode, m, n)
+    np.testing.assert_array_equal(count, mask(case.lengths, case.lengths, *case.band))
+
+
+@given(case=cases, m=tiles)
+def test_a_gathered_plan_covers_the_same_pairs_in_one_launch(case: Case, m: int) -> None:
+    """Reference: the mask, exactly. A tile visits hops in their order, each with its own word."""
+    plans = case.plans()
+    total = plans[0].total_tokens
+    count = np.zeros((total, total), int)
+    for plan in plans:
+        arrived = [key_tokens(plans, plan.rank, hop) for hop in range(plan.world)]
+        sizes = [len(keys) for keys in arrived]
+        first_row = np.cumsum(sizes) - sizes + 3 * np.arange(plan.world)  # with gaps
+        (tiling,) = plan.hops.gathered(first_row).forward(m)
+        rows_of = np.full(first_row[-1] + sizes[-1], -1)
+        for first, keys in zip(first_row, arrived, strict=True):
+            rows_of[first : first + len(keys)] = keys
+        queries = plan.token_index.numpy()
+        for tile in tiling.tiles:
+            assert tile["flags"] == FIRST | LAST
+            words = []
+            for number, rows, columns, allowed in rectangles(tiling, tile, "forward"):
+                hop = int(tiling.spans[number]["arrival"])
+                words.append(hop)
+                assert first_row[hop] <= columns[0]
+                assert columns[-1] < first_row[hop] + sizes[hop]
+                count[np.ix_(queries[rows], rows_of[columns])] += allowed
+            assert words == sorted(words)
+    np.testing.assert_array_equal(count, mask(case.lengths, case.lengths, *case.band))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=5),
+    window=windows,
+    m=tiles,
+    n=tiles,
+)
+def test_local_plan_aligns_unequal_lengths_at_the_bottom_right(
+    mode: str, lengths: list[tuple[int, int]], window: tuple[int, int], m: int, n: int
+) -> None:
+    """Reference: the mask with its diagonal ending in the last row and column, exactly."""
+    q, k = np.array(lengths, np.int64).reshape(-1, 2).T
+    plan = plan_local(q, k, *window)
+    (tiling,) = tilings(plan, mode, m, n)
+    count = np.zeros((q.sum(), k.sum()), int)
+    for tile in tiling.tiles:
+        for _, rows, columns, allowed in rectangles(tiling, tile, mode):
+            count[np.ix_(rows, columns)] += allowed
+    np.testing.assert_array_equal(count, mask(q.tolist(), k.tolist(), *window))
+
+
+@given(case=cases, m=tiles)
+def test_span_bounds_are_finite_and_inside_the_rectangle(case: Case, m: int) -> None:
+    """-(nq-1) <= lo <= hi <= nk-1, so that no sum of a bound and an index can overflow."""
+    for plan in case.plans():
+        for mode in MODES:
+            for tiling in tilings(plan.hops, mode, m, m):
+                s = tiling.spans
+                nq, nk = s["q1"] - s["q0"], s["k1"] - s["k0"]
+                assert (nq > 0).all()
+                assert (nk > 0).all()
+                assert (1 - nq <= s["lo"]).all()
+                assert (s["lo"] <= s["hi"]).all()
+                assert (s["hi"] <= nk - 1).all()
+
+
+@given(case=cases, m=tiles)
+def test_every_row_is_first_once_before_and_last_once_after_its_other_hops(
+    case: Case, m: int
+) -> None:
+    """FIRST in a row's first fetch and LAST in its last, also in a row that sees nothing."""
+    for plan in case.plans():
+        fetched = [[] for _ in range(plan.local_tokens)]
+        for tiling in plan.hops.forward(m):
+            for tile in tiling.tiles:
+                for row in range(tile["row0"], tile["row0"] + tile["rows"]):
+                    fetched[row].append(int(tile["flags"]))
+        for flags in fetched:
+            assert flags
+            for i, flag in enumerate(flags):
+                assert bool(flag & FIRST) == (i == 0)
+                assert bool(flag & LAST) == (i == len(flags) - 1)
+
+
+@given(case=cases, m=tiles, n=tiles, deterministic=st.booleans())
+def test_every_backward_hop_stores_all_that_it_sees(
+    case: Case, m: int, n: int, deterministic: bool
+) -> None:
+    """Each row of dK/dV once, visited or not: of hop 0 all, then those of `Movement.seen`."""
+    for plan in case.plans():
+        for hop, tiling in enumerate(plan.hops.backward(n, m, deterministic)):
+            rows = [np.arange(t["row0"], t["row0"] + t["rows"]) for t in tiling.tiles]
+            stored = np.sort(np.concatenate([np.zeros(0, int), *rows]))
+            seen = plan.movement.seen[(plan.rank - hop) % case.world, hop]
+            bounds = (0, plan.local_tokens) if hop == 0 else seen.tolist()
+            np.testing.assert_array_equal(stored, np.arange(*bounds))
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_no_tile_of_a_long_document_sees_nothing(world: int) -> None:
+    """Causal and zigzag, so that no backward hop has anything to fill with zeros."""
+    for rank in range(world):
+        for tiling in plan_context(world << 10, (rank, world)).hops.backward(128, 128):
+            assert len(tiling.tiles)
+            assert (tiling.tiles["num_spans"] > 0).all()
+
+
+@given(case=cases, m=tiles)
+def test_row_grid_is_the_same_in_every_hop(case: Case, m: int) -> None:
+    """Padded rows: each query segment starts at the sum of earlier lengths rounded up to m."""
+    for plan in case.plans():
+        q = plan.hops.queries
+        start = np.cumsum([0, *(-(-q.length // m) * m)])
+        np.testing.assert_array_equal(plan.hops.row_grid(m), start)
+        row_to_grid = {int(r): int(g) for r, g in zip(q.row, start, strict=False)}
+        for tiling in plan.hops.forward(m):
+            for tile in tiling.tiles:
+                segment = np.searchsorted(q.row, tile["row0"], side="right") - 1
+                assert tile["grid_row0"] - start[segment] == tile["row0"] - q.row[segment]
+                assert (tile["row0"] - q.row[segment]) % m == 0
+                assert tile["rows"] == min(m, q.row[segment] + q.length[segment] - tile["row0"])
+        for mode in MODES:
+            for tiling in tilings(plan.hops, mode, m, m):
+                assert [row_to_grid[s] for s in tiling.spans["q0"].tolist()] == tiling.spans[
+                    "grid_q0"
+                ].tolist()
+
+
+def columns_visited(tiling: Tiling, tile: np.void, mode: str) -> int:
+    """Length of all runs that a tile walks over, from first to last allowed column (or row)."""
+    total = 0
+    for _, _, _, allowed in rectangles(tiling, tile, mode):
+        (at,) = np.nonzero(allowed.any(0 if mode == "forward" else 1))
+        total += int(at[-1] - at[0]) + 1
+    return total
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@given(case=cases, m=tiles, n=tiles)
+def test_longest_tiles_come_first(mode: str, case: Case, m: int, n: int) -> None:
+    for plan in case.plans():
+        for tiling in tilings(plan.hops, mode, m, n):
+            cost = [columns_visited(tiling, tile, mode) for tile in tiling.tiles]
+            assert cost == sorted(cost, reverse=True)
+
+
+@given(case=cases, m=tiles, n=tiles)
+def test_deterministic_turns_follow_the_order_of_fetching(case: Case, m: int, n: int) -> None:
+    """Key tiles descend, rows ascend; each dQ block counts 0, 1, 2 ... as tiles are fetched.
+
+    So the earliest unfinished tile never waits for one that is fetched after it.
+    """
+    for plan in case.plans():
+        for tiling in plan.hops.backward(n, m, True):
+            turns: dict[tuple[int, int], int] = {}
+            previous: dict[int, int] = {}
+            for tile in tiling.tiles:
+                starts = []
+                for number, rows, _, allowed in rectangles(tiling, tile, "deterministic"):
+                    s = tiling.spans[number]
+                    starts.append(int(s["q0"]))
+                    key_tile = (int(tile["row0"]) - int(s["k0"])) // n
+                    assert key_tile < previous.get(number, 1 << 30)
+                    previous[number] = key_tile
+                    for block in range(-(-len(rows) // m)):
+                        if not allowed[block * m : (block + 1) * m].any():
+                            continue
+                        at = (int(s["q0"]), block)
+                        assert tiling.turn(number, key_tile, block, m) == turns.get(at, 0)
+                        turns[at] = turns.get(at, 0) + 1
+                assert starts == sorted(starts), "rows of a tile must ascend"
+
+
+def test_tilings_are_made_once() -> None:
+    plan = plan_context([0, 300, 1000], (1, 3)).hops
+    assert plan.forward(64) is plan.forward(64)
+    assert plan.backward(64, 32) is plan.backward(64, 32)
+    kinds = [plan.forward(64), plan.forward(32), plan.backward(64, 32), plan.backward(64, 64)]
+    kinds += [plan.backward(32, 64), plan.backward(64, 32, True)]
+    assert len({id(k) for k in kinds}) == len(kinds)
+
+
+def test_four_million_tokens_fit_the_records() -> None:
+    """One document, full mask, pairs pass 2^31: all rows fetched at all hops, bounds whole."""
+    plan = plan_context(1 << 22, (3, 4), causal=False)
+    forward, backward = plan.hops.forward(128), plan.hops.backward(128, 128)
+    for hop, both in enumerate(zip(forward, backward, strict=True)):
+        for tiling in both:
+            assert tiling.tiles["rows"].sum() == plan.local_tokens == 1 << 20, hop
+            nq = tiling.spans["q1"] - tiling.spans["q0"]
+            nk = tiling.spans["k1"] - tiling.spans["k0"]
+            assert (tiling.spans["lo"] == 1 - nq).all()
+            assert (tiling.spans["hi"] == nk - 1).all()

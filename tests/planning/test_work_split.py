@@ -1,0 +1,98 @@
+"""How backward work is cut: every block of every tile and head once, and only where it helps."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringfa3.planning.tiling import Tiling, plan_local
+from ringfa3.planning.work_split import SHARED, portions, visited_blocks
+from tests.planning.test_tiling import rectangles
+from tests.support.strategies import Case, cases, tiles
+
+
+def blocks_by_mask(tiling: Tiling, tile: np.void, m: int) -> int:
+    """Blocks of m rows in which a tile's keys see anything, counted pair by pair."""
+    count = 0
+    for _, rows, _, allowed in rectangles(tiling, tile, "backward"):
+        count += sum(bool(allowed[i : i + m].any()) for i in range(0, len(rows), m))
+    return count
+
+
+@given(case=cases, m=tiles, n=tiles)
+def test_visited_blocks_are_those_with_a_pair(case: Case, m: int, n: int) -> None:
+    for plan in case.plans():
+        for tiling in plan.hops.backward(n, m):
+            expected = [blocks_by_mask(tiling, tile, m) for tile in tiling.tiles]
+            assert visited_blocks(tiling, m).tolist() == expected
+
+
+@given(
+    case=cases,
+    m=tiles,
+    n=tiles,
+    group=st.sampled_from([1, 2, 4, 6, 12]),
+    kv_heads=st.integers(1, 3),
+    num_ctas=st.integers(1, 40),
+    whole=st.booleans(),
+)
+def test_portions_cover_every_block_of_every_head_once(
+    case: Case, m: int, n: int, group: int, kv_heads: int, num_ctas: int, whole: bool
+) -> None:
+    """A tile of which there are several portions is SHARED, others are not; order is the tiles'."""
+    for plan in case.plans():
+        for tiling in plan.hops.backward(n, m, whole):
+            table = portions(tiling, m, group, kv_heads, num_ctas, whole)
+            blocks = visited_blocks(tiling, m)
+            assert (table["blocks"] > 0).all()
+            row0 = tiling.tiles["row0"].tolist()
+            order = [row0.index(row) for row in table["row0"].tolist()]
+            assert order == sorted(order)
+            for index, tile in enumerate(tiling.tiles):
+                done = np.zeros((group, blocks[index]), int)
+                mine = table[table["row0"] == tile["row0"]]
+                for portion in mine:
+                    heads = slice(
+                        portion["first_head"], portion["first_head"] + portion["num_heads"]
+                    )
+                    done[heads, portion["skip"] : portion["skip"] + portion["blocks"]] += 1
+                    assert portion["rows"] == tile["rows"]
+                    assert portion["first_span"] == tile["first_span"]
+                    assert portion["flags"] == tile["flags"] | SHARED * (len(mine) > 1)
+                assert (done == 1).all()
+                assert not whole or len(mine) <= 1
+
+
+def test_few_tiles_are_cut_until_the_gpu_is_full_and_many_are_not() -> None:
+    """8k tokens, 128 keys a tile: one KV head leaves half of 132 CTAs idle, eight do not."""
+    tiling = plan_local(np.array([8192]), np.array([8192]), -1, -1).backward(128, 64)[0]
+    few = portions(tiling, 64, 8, 1, 132)
+    assert (few["flags"] & SHARED).all()
+    assert len(few) == 2 * 64
+    assert len(portions(tiling, 64, 4, 8, 132)) == 64
+    assert len(portions(tiling, 64, 8, 1, 132, whole=True)) == 64
+
+
+def test_tiles_of_very_many_heads_are_cut_to_four() -> None:
+    """Or three: in long sequences, from nine heads of a KV head on."""
+    lengths = np.array([8192, 8192])
+    tiling = plan_local(lengths, lengths, -1, 0).backward(128, 64)[0]
+    for group, kv_heads, expected in (
+        (32, 1, 4),
+        (16, 2, 4),
+        (12, 2, 4),
+        (9, 8, 3),
+        (11, 8, 11),
+        (8, 4, 8),
+        (4, 8, 4),
+    ):
+        table = portions(tiling, 64, group, kv_heads, 132)
+        assert set(table["num_heads"].tolist()) == {expected}, group
+        assert len(table) == 128 * group // expected
+    short = np.full(64, 256)
+    tiling = plan_local(short, short, -1, 0).backward(128, 64)[0]
+    assert set(portions(tiling, 64, 32, 8, 132)["num_heads"].tolist()) == {32}
+    beside = np.array([2048] + [128] * 512)  # most work is in short documents
+    tiling = plan_local(beside, beside, -1, 0).backward(128, 64)[0]
+    assert set(portions(tiling, 64, 16, 8, 132)["num_heads"].tolist()) == {16}

@@ -1,0 +1,148 @@
+"""A rank that dies, stops or fails in mid-hop: the others raise within the timeout and say why."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringfa3 import RingError, plan_context, ring_attn_func
+from ringfa3.kernels import reference
+from tests.support.ranks import sacrifice
+
+Group = dist.ProcessGroup
+TIMEOUT_S = 3.0
+SLACK_S = 2.0
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+
+def _fail(how: str) -> None:
+    if how in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[how])
+        time.sleep(60)  # a stopped process goes on a little
+    raise {"RuntimeError": RuntimeError, "ValueError": ValueError}[how]("disk on fire")
+
+
+def _ring(group: Group, victim: int, how: str, direction: str, hop: int):  # type: ignore[no-untyped-def]
+    """(kind, message, seconds) of the call in which the victim fails, and of the next one."""
+    name = "attend" if direction == "forward" else "attend_backward"
+    inner, calls = getattr(reference, name), 0
+
+    def failing(*args: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == hop + 1:
+            _fail(how)
+        inner(*args)
+
+    plan = plan_context(240, group)
+    x = torch.randn(plan.local_tokens, 2, 8, requires_grad=True)
+    ring_attn_func(x, x, x, plan).sum().backward()  # connections and agreements exist
+    dist.barrier(group)
+    said = []
+    with mock.patch.object(reference, name, failing if dist.get_rank() == victim else inner):
+        for _ in range(2):
+            start = time.monotonic()
+            kind, message = "", ""
+            try:
+                ring_attn_func(x, x, x, plan).sum().backward()
+            except (RingError, RuntimeError, ValueError) as error:
+                kind, message = type(error).__name__, str(error)
+            said.append((kind, message, time.monotonic() - start))
+    return said
+
+
+def check(results: list[object], world: int, victim: int, direction: str, within: float) -> None:
+    """All but the victim raised RingError in time; messages name hop, direction and peer."""
+    survivors = [r for r in range(world) if r != victim]
+    for rank in survivors:
+        assert results[rank] is not None, f"rank {rank} gave no answer"
+        (kind, message, seconds), (later, again, at_once) = results[rank]  # type: ignore[misc]
+        assert kind == "RingError", (rank, kind, message)
+        assert seconds < within, (rank, message)
+        seen = "(forward|backward)" if direction == "forward" else direction  # late: in the next
+        assert re.search(rf"{seen} hop \d: (K/V|dK/dV)", message), message
+        assert re.search(r"(sending to|receiving from) rank \d", message), message
+        assert message.startswith(f"rank {rank}: ")
+        assert later == "RingError", (later, again)
+        assert at_once < 0.5
+    # at least one of them points at the victim
+    assert any(re.search(rf"(to|from) rank {victim}\b", results[r][0][1]) for r in survivors)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("world", "victim", "how", "direction", "hop"),
+    [
+        (3, 1, "killed", "forward", 1),
+        (3, 2, "stopped", "backward", 1),
+        (4, 2, "killed", "backward", 2),
+        (4, 1, "stopped", "forward", 1),
+        (4, 3, "stopped", "backward", 0),
+        (2, 0, "killed", "forward", 0),
+    ],
+)
+def test_others_raise_within_the_timeout(
+    world: int, victim: int, how: str, direction: str, hop: int
+) -> None:
+    """kill -9 and SIGSTOP in mid-hop: RingError within the timeout + 2 s, later calls at once."""
+    results = sacrifice(world, TIMEOUT_S, _ring, victim, how, direction, hop, lost=victim)
+    check(results, world, victim, direction, TIMEOUT_S + SLACK_S)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize(("world", "direction"), [(3, "forward"), (4, "backward")])
+def test_the_rank_that_hosts_the_store_may_fail_too(how: str, world: int, direction: str) -> None:
+    """Rank 0 without torchrun: the side channel goes with it, the timeout still holds."""
+    results = sacrifice(world, TIMEOUT_S, _ring, 0, how, direction, 1, lost=0, hosts=True)
+    check(results, world, 0, direction, TIMEOUT_S + SLACK_S)
+
+
+@pytest.mark.parametrize("how", ["RuntimeError", "ValueError"])
+@pytest.mark.parametrize(("world", "direction"), [(3, "forward"), (4, "backward")])
+def test_an_error_on_one_rank_reaches_the_others_with_its_cause(
+    how: str, world: int, direction: str
+) -> None:
+    """Within 2 s, not at the timeout; the rank itself raises what happened."""
+    results = sacrifice(world, 10.0, _ring, 1, how, direction, 1)
+    kind, message, _ = results[1][0]
+    assert (kind, message) == (how, "disk on fire")
+    check(results, world, 1, direction, 2.0)
+    for rank in set(range(world)) - {1}:
+        assert f"rank 1: {how}: disk on fire" in results[rank][0][1]
+
+
+def _stop_before_agreement(group: Group, victim: int) -> tuple[str, str, float]:
+    """The victim stops between two calls; the next needs an agreement."""
+    x = torch.randn(240 // dist.get_world_size(), 2, 8)
+    ring_attn_func(x, x, x, plan_context(240, group))
+    dist.barrier(group)
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+    time.sleep(0.2)
+    start = time.monotonic()
+    try:
+        ring_attn_func(x, x, x, plan_context(240, group, "contiguous"))
+    except RingError as error:
+        return "RingError", str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+@pytest.mark.parametrize(("victim", "hosts"), [(1, False), (0, True)])
+def test_a_rank_that_stops_before_an_agreement(victim: int, hosts: bool) -> None:
+    """RingError within the timeout + 2 s that names it, also where it hosts the store."""
+    results = sacrifice(
+        3, TIMEOUT_S, _stop_before_agreement, victim, lost=victim, hosts=hosts, limit=12.0
+    )
+    for rank in {0, 1, 2} - {victim}:
+        assert results[rank] is not None, f"rank {rank} gave no answer"
+        kind, message, seconds = results[rank]
+        assert kind == "RingError"
+        assert seconds < TIMEOUT_S + SLACK_S
+        assert f"no word from rank {victim}" in message or hosts

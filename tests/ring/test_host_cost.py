@@ -1,0 +1,179 @@
+"""What a ring call costs the host once its like has run: counted, for times vary by machine."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringfa3 import plan_context, ring_attn_func
+from ringfa3.planning.tiling import Plan
+from ringfa3.ring import prepare_call
+from ringfa3.ring.group import RingGroup
+from ringfa3.symmetric import backend, schedule
+from ringfa3.symmetric.backend import CudaMachine, open_machine
+from ringfa3.symmetric.ipc_memory import Arena
+from ringfa3.symmetric.ring_pass import Cargo, Course
+from tests.support.fake_cuda import Call, FakeCuda, FakeGroup, Ranks
+from tests.support.placements import laid_out
+from tests.support.ranks import Ranks as Processes
+from tests.support.ranks import group_of
+
+STEPS = 3
+DIRECTIONS = ("forward", "gathered", "backward", "backward", "gathered", "backward")
+
+
+def refused(*_: object) -> None:
+    raise AssertionError("a call whose like has run prepares something")
+
+
+class Tensors(TorchDispatchMode):
+    """Names of the tensor operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(FakeCuda):
+    """Counts the driver's calls of each thread."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.count: dict[int, int] = {}
+
+    def issue(self, calls: list[Call]) -> None:
+        me = threading.get_ident()
+        self.count[me] = self.count.get(me, 0) + len(calls)
+        super().issue(calls)
+
+
+def _steady(group: FakeGroup, meet: threading.Barrier) -> dict[str, tuple[list[str], int]]:
+    """Tensor operations, and calls of the driver, of a forward and a backward."""
+    machine = open_machine(group, torch.device("cpu"))  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    plan = laid_out([64], group.world).plans[group.rank]
+    x = torch.ones(plan.local_tokens, 1, 2)
+    cuda: Any = group.meeting.cuda
+    found = {}
+    for step, direction in itertools.product(range(STEPS), DIRECTIONS):
+        if (step, direction) == (STEPS - 1, "forward"):
+            meet.wait()  # every rank has prepared all of its calls
+        before = cuda.count[threading.get_ident()]
+        with Tensors() as tensors:
+            Course(machine, plan, direction, x, x, waits=direction == "gathered").run(
+                lambda *_: None
+            )
+        found[direction] = tensors.names, cuda.count[threading.get_ident()] - before
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "calls"), [(2, (10, 12, 15)), (3, (14, 14, 25)), (4, (20, 16, 42))]
+)
+def test_a_call_over_symmetric_issues_what_it_has_prepared(
+    world: int, calls: tuple[int, int, int]
+) -> None:
+    """No schedule, no memory, no tensor but the gradients' sum; so many calls of the driver, on the
+    rank with most of them."""
+    ranks = Ranks(world)
+    ranks.cuda = Counting(0)
+    patches = [
+        mock.patch.object(schedule, "forward", refused),
+        mock.patch.object(schedule, "gathered", refused),
+        mock.patch.object(schedule, "backward", refused),
+        mock.patch.object(CudaMachine, "prepared", refused),
+        mock.patch.object(Arena, "_allocate", refused),
+        mock.patch.object(Cargo, "__init__", refused),
+    ]
+
+    def refuse() -> None:
+        for patch in patches:
+            patch.start()
+
+    meet = threading.Barrier(world, refuse, timeout=20.0)
+    try:
+        with mock.patch.multiple(backend, TRIAL_TOKENS=8, TRIAL_S=5.0):
+            results = ranks.run(lambda group: _steady(group, meet))
+    finally:
+        mock.patch.stopall()
+    publish = ["aten.slice.Tensor", "aten.copy_.default"] * 2
+    gradients = ["aten.new_empty.default", "aten.unbind.int"]
+    for found in results:
+        forward, gathered, backward = found["forward"], found["gathered"], found["backward"]
+        assert forward == (publish, calls[0])
+        assert gathered == ([*publish, *["aten.copy_.default"] * 2], calls[1])
+        summed = ["aten.slice.Tensor", "aten.add_.Tensor"] * min(world - 1, 2)
+        apart = ["aten.add_.Tensor"] * max(world - 3, 0)
+        assert backward[0] == [*publish, *gradients, *apart, *summed]
+    assert max(found["backward"][1] for found in results) == calls[2]
+
+
+def _left_over(group: FakeGroup) -> int:
+    """How many tensors of finished calls still exist."""
+    machine = open_machine(group, torch.device("cpu"))  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    plan = laid_out([64], group.world).plans[group.rank]
+    x = torch.ones(plan.local_tokens, 1, 2)
+    made = []
+    for _ in range(STEPS):
+        workspace = torch.zeros(8)  # of a pass, in the closure of its hops
+        course = Course(machine, plan, "backward", x, x)
+        course.run(lambda *_, held=workspace: None)
+        made += [weakref.ref(workspace), weakref.ref(course.home)]
+        del workspace, course
+    return sum(tensor() is not None for tensor in made)
+
+
+def test_a_finished_call_holds_no_memory() -> None:
+    """At once, without the garbage collector: a layer's workspace may be gigabytes."""
+    gc.disable()
+    try:
+        with mock.patch.multiple(backend, TRIAL_TOKENS=8, TRIAL_S=5.0):
+            assert Ranks(2).run(_left_over) == [0, 0]
+    finally:
+        gc.enable()
+
+
+def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
+    group = group_of(world)
+    if dist.get_rank() >= world:
+        return []
+    plan = plan_context([0, 40, 41, 150], group)
+    x = torch.ones(plan.local_tokens, 2, 8, requires_grad=True)
+
+    def step() -> None:
+        ring_attn_func(x, x, x, plan).sum().backward()
+
+    step()
+    dist.barrier(group)
+    own = RingGroup.of(group)
+    own.store = None  # type: ignore[assignment]  # whoever touches it fails
+    with (
+        mock.patch.object(RingGroup, "_meet", refused),
+        mock.patch.object(prepare_call, "_check", refused),
+        mock.patch.object(prepare_call, "_settings", refused),
+        mock.patch.object(Plan, "_forward", refused),
+        mock.patch.object(Plan, "_backward", refused),
+    ):
+        for _ in range(STEPS):
+            step()
+    return [own.call]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_call_that_was_agreed_on_meets_nobody(ranks: Processes, world: int) -> None:
+    """Neither the store nor a check nor a tiling, forward and backward."""
+    assert ranks.run(4, _steps, world)[:world] == [[2 + 2 * STEPS]] * world

@@ -1,0 +1,200 @@
+"""What the backward kernels must do, on a GPU or in emulation: against float64 and bit by bit.
+
+Every check takes a unit and a device, makes fresh inputs and asserts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ringfa3.build.compile import Unit
+from ringfa3.kernels.backward import BackwardPass
+from ringfa3.planning.context_plan import plan_context
+from ringfa3.planning.tiling import Plan, plan_local
+from tests.support import dense
+from tests.support.strategies import key_tokens
+
+WINDOWS = ((-1, -1), (-1, 0), (100, 0), (64, 64), (0, 0), (300, -1))
+LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300)
+
+Gradients = list[torch.Tensor]  # dq, dk, dv
+
+
+@dataclass
+class Problem:
+    """Packed sequences with the results of their forward and gradients into these."""
+
+    lengths: list[tuple[int, int]]  # of queries and keys
+    window: tuple[int, int]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None  # None: zeros, and the kernel does not read them
+    out: torch.Tensor  # in the dtype of q, from float64
+    lse: torch.Tensor
+    reference: Gradients  # float64
+    plain: Gradients  # PyTorch in the dtype of q
+    seen: torch.Tensor  # (t, n) bool
+
+    @property
+    def plan(self) -> Plan:
+        return plan_local(
+            *(np.array(n, np.int64) for n in zip(*self.lengths, strict=True)), *self.window
+        )
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[-1] ** -0.5)
+
+
+def problem(
+    seed: int,
+    unit: Unit,
+    device: str,
+    lengths: Sequence[tuple[int, int]],
+    heads: tuple[int, int],
+    window: tuple[int, int],
+    with_dlse: bool = True,
+) -> Problem:
+    """With `heads` query and KV heads; Q, K and V are views of one tensor for odd seeds."""
+    torch.manual_seed(seed)
+    dtype, d = getattr(torch, unit.dtype), unit.head_dim
+    t, n = (sum(x) for x in zip(*lengths, strict=True))
+    h, hk = heads
+    if t == n and seed % 2:
+        q, k, v = torch.randn(t, h + 2 * hk, d, device=device).to(dtype).split((h, hk, hk), dim=1)
+    else:
+        q, k, v = (
+            torch.randn(rows, count, d, device=device).to(dtype)
+            for rows, count in ((t, h), (n, hk), (n, hk))
+        )
+    dout = torch.randn(t, h, d, device=device).to(dtype)
+    dlse = torch.randn(h, t, device=device) * with_dlse
+    seen = torch.from_numpy(dense.mask(*zip(*lengths, strict=True), *window)).to(device)
+    results = []
+    for kind in (torch.float64, dtype):
+        leaves = [x.detach().to(kind, copy=True).requires_grad_() for x in (q, k, v)]
+        outputs = dense.attention(*leaves, seen)
+        gradients = dense.gradients(leaves, outputs, dout.to(kind), dlse.to(kind))
+        results.append((outputs, gradients))
+    (out, lse), reference = results[0]
+    return Problem(
+        list(lengths), window, q, k, v, dout, dlse if with_dlse else None,
+        out.detach().to(dtype), lse.detach().float(), reference, results[1][1], seen,
+    )  # fmt: skip
+
+
+def differentiate(
+    unit: Unit, p: Problem, deterministic: bool = False, margin: int = 0
+) -> Gradients:
+    """[dq, dk, dv] of the kernels; dk and dv are poisoned beforehand."""
+    tiling = p.plan.backward(unit.tile_n, unit.tile_m, deterministic)[0]
+    dk, dv = (
+        torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (p.k, p.v)
+    )
+    run = BackwardPass(
+        unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic, margin
+    )
+    run.hop(p.k, p.v, tiling, dk, dv)
+    return [run.dq(), dk, dv]
+
+
+def hold_gate(got: Gradients, p: Problem, what: str) -> None:
+    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5; what nothing sees has gradient 0."""
+    for name, x, ref, pt in zip(("dq", "dk", "dv"), got, p.reference, p.plain, strict=True):
+        if not x.numel():
+            continue
+        error = (x.double() - ref).abs().max().item()
+        bound = 2 * (pt.double() - ref).abs().max().item() + 1e-5
+        assert error <= bound, f"{what}: {name} is off by {error:.2e}, allowed {bound:.2e}"
+    blind, unseen = ~p.seen.any(1), ~p.seen.any(0)
+    for name, x, rows in zip(("dq", "dk", "dv"), got, (blind, unseen, unseen), strict=True):
+        assert (x[rows] == 0).all(), f"{what}: {name} of what is not seen is not 0"
+
+
+def random_problem(case: int, unit: Unit, device: str, longest: int = 0) -> Problem | None:
+    """One of a sweep; lengths from LENGTHS and, up to `longest`, between."""
+    rng = random.Random(1000 * unit.head_dim + case)
+
+    def length() -> int:
+        return rng.choice((*LENGTHS, rng.randint(1, longest)) if longest else LENGTHS)
+
+    lengths = [
+        (n, n if case % 2 else length()) for n in (length() for _ in range(rng.randint(1, 4)))
+    ]
+    if not all(map(sum, zip(*lengths, strict=True))):
+        return None
+    hk = rng.choice((1, 2))
+    heads = (hk * rng.choice((1, 2, 4)), hk)
+    return problem(case, unit, device, lengths, heads, rng.choice(WINDOWS), case % 3 > 0)
+
+
+def nan_and_inf_stay_in_their_document(unit: Unit, device: str) -> None:
+    """Blocks and tiles hold foreign rows where documents end; the others' gradients stay."""
+    lengths = [40, 7, 128, 30, 1, 90]
+    clean = problem(0, unit, device, [(n, n) for n in lengths], (2, 1), (-1, 0))
+    expected = differentiate(unit, clean)
+    cu = dense.cumulative(lengths)
+    for bad in (1, 3):
+        here = slice(cu[bad], cu[bad + 1])
+        clean.q[here], clean.k[here] = torch.nan, torch.inf
+        clean.v[here], clean.dout[here] = torch.nan, torch.inf
+        clean.out[here], clean.dlse[:, here], clean.lse[:, here] = torch.nan, torch.inf, torch.nan
+    got = differentiate(unit, clean)
+    for i in (0, 2, 4, 5):
+        here = slice(cu[i], cu[i + 1])
+        for name, x, y in zip(("dq", "dk", "dv"), got, expected, strict=True):
+            assert torch.isfinite(y[here]).all()
+            assert (x[here] - y[here]).abs().max() < 2e-2, f"{name} of document {i}"
+
+
+def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
+    """Three ranks, one after the other on one device: dQ over all hops; each stores its dK and dV,
+    in buffers of NaN, for all keys from the first that it sees to the last. Of the own keys one KV
+    head comes first, and the other last."""
+    lengths, world, heads = [300, 1, 140, 64], 3, (4, 2)
+    p = problem(5, unit, device, [(n, n) for n in lengths], heads, (-1, 0))
+    plans = [plan_context(dense.cumulative(lengths), (r, world)) for r in range(world)]
+    here = [plan.token_index.to(device) for plan in plans]
+    runs = [
+        BackwardPass(
+            unit, p.dout[at], p.dlse[:, at], p.q[at], p.out[at], p.lse[:, at], plan.hops, p.scale,
+            deterministic,
+        )
+        for plan, at in zip(plans, here, strict=True)
+    ]  # fmt: skip
+    gradients = torch.zeros(2, *p.k.shape, device=device)
+    one, other, both = slice(0, 1), slice(1, 2), slice(0, 2)
+    for hop, kv in ((0, one), *((t, both) for t in range(1, world)), (0, other)):
+        for rank, plan in enumerate(plans):
+            keys = torch.from_numpy(key_tokens(plans, rank, hop)).to(device)
+            owner = (rank - hop) % world
+            tiling = plan.hops.backward(unit.tile_n, unit.tile_m, deterministic)[hop]
+            begin, end = plan.movement.seen[owner, hop] if hop else (0, len(keys))
+            stored = torch.full((2, end, *p.k.shape[1:]), torch.nan, device=device)
+            k, v, dk, dv = (x[:, kv] for x in (p.k[keys], p.v[keys], *stored))
+            runs[rank].hop(k, v, tiling, dk, dv, 2 * kv.start, 2 * k.shape[1])
+            gradients[:, keys[begin:end], kv] += stored[:, begin:, kv]
+    dq = torch.empty_like(p.dout)
+    for run, at in zip(runs, here, strict=True):
+        dq[at] = run.dq()
+    hold_gate([dq, *gradients.to(dq.dtype)], p, f"{world} ranks")
+
+
+def same_bits(unit: Unit, device: str, repeats: int, reseed: Callable[[int], object]) -> None:
+    """Deterministic gradients, `reseed(n)` before the n-th run; up to eight tiles add to a row."""
+    p = problem(7, unit, device, [(200, 900), (65, 200)], (2, 1), (-1, 0))
+    first = None
+    for n in range(repeats):
+        reseed(n)
+        got = differentiate(unit, p, deterministic=True)
+        first = first or got
+        for name, x, y in zip(("dq", "dk", "dv"), got, first, strict=True):
+            assert torch.equal(x, y), f"{name} of run {n} differs"
+    hold_gate(got, p, "deterministic")

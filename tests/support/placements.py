@@ -1,0 +1,105 @@
+"""Documents over ranks in any way, also ways that no layout gives, and the ring calls on them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.sharding import Segments, partition
+from ringfa3.planning.tiling import Tiling
+from ringfa3.symmetric import schedule
+from ringfa3.symmetric.stream_ops import Operation
+
+TILE = 4  # rows and keys
+Calls = list[tuple[str, list[list[Operation]]]]  # direction, operations by rank
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Self-attending documents: shards[r] lies on rank r. band: (left, right), -1 for unlimited."""
+
+    lengths: tuple[int, ...]
+    shards: list[Segments]
+    band: tuple[int, int]
+
+    @property
+    def world(self) -> int:
+        return len(self.shards)
+
+    @cached_property
+    def plans(self) -> list[ContextPlan]:
+        lengths = np.array(self.lengths, np.int64)
+        return [
+            ContextPlan(lengths, self.shards, rank, None, "by hand", False, self.band)
+            for rank in range(self.world)
+        ]
+
+    def tilings(self, direction: str, rank: int) -> list[Tiling]:
+        plan = self.plans[rank]
+        if direction == "gathered":
+            return plan.gathered.forward(TILE)
+        return plan.hops.forward(TILE) if direction == "forward" else plan.hops.backward(TILE, TILE)
+
+    def operations(self, direction: str, rank: int, parity: int) -> list[Operation]:
+        made: list[Operation] = getattr(schedule, direction)(
+            self.plans[rank].movement, rank, parity
+        )
+        return made
+
+
+def laid_out(lengths: Sequence[int], world: int, layout: str = "zigzag",
+             band: tuple[int, int] = (-1, 0)) -> Placement:  # fmt: skip
+    shards = partition(np.array(lengths, np.int64), world, layout, *band)
+    return Placement(tuple(lengths), shards, band)
+
+
+def placed(pieces: Sequence[tuple[int, int, int]], world: int, band: tuple[int, int]) -> Placement:
+    """Pieces (document, tokens, rank): a document's are in the order of its tokens."""
+    position: dict[int, int] = {}
+    by_rank: list[list[tuple[int, int, int]]] = [[] for _ in range(world)]
+    for document, tokens, rank in pieces:
+        begin = position.get(document, 0)
+        by_rank[rank].append((document, begin, tokens))
+        position[document] = begin + tokens
+    shards = []
+    for held in by_rank:
+        sequence, begin, length = np.array(sorted(held), np.int64).reshape(-1, 3).T
+        shards.append(Segments(np.cumsum(length) - length, length, sequence, begin))
+    return Placement(tuple(position[d] for d in sorted(position)), shards, band)
+
+
+def scattered(rng: random.Random, world: int) -> Placement:
+    """A few documents, each in a few pieces on ranks of any order."""
+    pieces = [
+        (document, rng.randint(1, 9), rank)
+        for document in range(rng.randint(1, 4))
+        for rank in rng.sample(range(world), rng.randint(1, world))
+    ]
+    return placed(pieces, world, rng.choice([(-1, 0), (-1, -1), (5, 0), (0, 6)]))
+
+
+def directions(
+    placements: Sequence[Placement], forwards: Sequence[str] = ("forward",)
+) -> list[tuple[str, Placement]]:
+    """One step of training: a forward and a backward for each layer, with its own placement.
+
+    forwards: "forward" or "gathered", for the layers in turn.
+    """
+    order = list(zip(itertools.cycle(forwards), placements, strict=False))
+    return order + [("backward", p) for p in reversed(placements)]
+
+
+def layers(placements: Sequence[Placement], forwards: Sequence[str] = ("forward",)) -> Calls:
+    """The operations of a step."""
+    calls: Calls = []
+    for direction, placement in directions(placements, forwards):
+        ranks = range(placement.world)
+        parity = len(calls) % 2
+        calls.append((direction, [placement.operations(direction, r, parity) for r in ranks]))
+    return calls

@@ -1,0 +1,52 @@
+"""Hypothesis strategies: documents, masks, layouts and tiles that are small and awkward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ringfa3.planning.context_plan import ContextPlan, plan_context
+from tests.support.dense import band, cumulative
+
+lengths = st.lists(
+    st.one_of(st.sampled_from([0, 1, 2, 16, 17]), st.integers(0, 120)), min_size=0, max_size=6
+)
+windows = st.tuples(st.sampled_from([-1, 0, 1, 3, 20]), st.sampled_from([-1, 0, 2, 30]))
+layouts = st.sampled_from(["zigzag", "contiguous"])
+tiles = st.sampled_from([4, 8, 12, 16])
+
+
+@dataclass(frozen=True)
+class Case:
+    """Documents over a context group."""
+
+    lengths: list[int]
+    world: int
+    layout: str
+    causal: bool
+    window: tuple[int, int]
+
+    @property
+    def band(self) -> tuple[int, int]:
+        return band(self.causal, self.window)
+
+    def plan(self, rank: int) -> ContextPlan:
+        place = (rank, self.world)
+        return plan_context(cumulative(self.lengths), place, self.layout, self.causal, self.window)
+
+    def plans(self) -> list[ContextPlan]:
+        return [self.plan(r) for r in range(self.world)]
+
+
+cases = st.builds(Case, lengths, st.integers(1, 5), layouts, st.booleans(), windows)
+
+
+def key_tokens(plans: list[ContextPlan], rank: int, hop: int) -> np.ndarray:
+    """Global token of each K/V row that `rank` has at `hop`."""
+    owner = plans[(rank - hop) % len(plans)]
+    tokens = owner.token_index.numpy()
+    if hop == 0:
+        return tokens
+    return tokens[owner.movement.own][: owner.movement.rows[owner.rank, hop]]

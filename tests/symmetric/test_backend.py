@@ -1,0 +1,378 @@
+"""The `symmetric` transport's machine, on stand-ins for CUDA's streams: addresses, words, growth,
+refusals, and what happens to a rank whose peers do not answer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import re
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringfa3.kernels import reference
+from ringfa3.kernels.dispatch import Forward
+from ringfa3.planning.tiling import Tiling
+from ringfa3.ring import op, prepare_call
+from ringfa3.ring.group import RingGroup, Settings
+from ringfa3.ring.op import ring_attention
+from ringfa3.symmetric import backend, cuda_driver
+from ringfa3.symmetric.backend import CudaMachine, open_machine
+from ringfa3.symmetric.forward_mode import FORWARD, KINDS
+from ringfa3.symmetric.ring_pass import Course
+from ringfa3.symmetric.stream_ops import Buffer
+from tests.support import ranks as processes
+from tests.support.dense import attention, gradients, mask, tensors, worst
+from tests.support.fake_cuda import FakeCuda, FakeGroup, Ranks
+from tests.support.placements import Placement, laid_out, scattered
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_trial() -> object:
+    with mock.patch.multiple(backend, TRIAL_TOKENS=8, TRIAL_S=2.0):
+        yield
+
+
+def opened(ranks: Ranks) -> list[object]:
+    return ranks.run(lambda group: open_machine(group, CPU))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_trial_passes_on_a_sound_machine(world: int) -> None:
+    """K/V of every hop and dK/dV at home, both parities, whole numbers, exactly."""
+    assert all(isinstance(m, CudaMachine) for m in opened(Ranks(world)))
+
+
+def _layers(group: FakeGroup, placements: list[Placement], here: dict[int, CudaMachine]) -> float:
+    """The largest error of out, lse, dq, dk and dv of layers, against the dense reference."""
+    machine = open_machine(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    here[threading.get_ident()] = machine
+    made = []
+    for layer, placement in enumerate(placements):
+        inputs, dout, dlse = tensors(layer, sum(placement.lengths), (2, 1), 2)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        whole = attention(*leaves, mask(placement.lengths, placement.lengths, *placement.band))
+        expected = gradients(leaves, whole, dout, dlse)
+        plan = placement.plans[group.rank]
+        token = plan.token_index
+        mine = [x[token].requires_grad_() for x in inputs]
+        settings = (plan.handle, 2**-0.5, False, "native", "symmetric")
+        there = ring_attention(*mine, *settings)
+        grads = gradients(mine, there, dout[token], dlse[:, token])
+        made += [(there[0], whole[0][token]), (there[1], whole[1][:, token])]
+        made += zip(grads, (g[token] for g in expected), strict=True)
+    return worst(made)
+
+
+class Waiting:
+    """A forward engine that waits for the words of its spans, as kernels do."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.awaited = cuda, 0
+
+    def __call__(self, q: Tensor) -> Forward:
+        return Forward(reference.TILE_M, self.attend, True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *rest: Any) -> None:
+        for number in sorted(set(tiling.spans["arrival"].tolist()) - {0}):
+            self.awaited += 1
+            self.cuda.until(lambda n=number: int(rest[4][n]) == 1)  # type: ignore[misc]
+        reference.attend(q, k, v, tiling, *rest[:4])
+
+
+@pytest.mark.parametrize("forward", [*KINDS, "gathered, inside"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: str) -> None:
+    """`ring_attention` in float64, 1e-12; three layers, each larger, in other layouts. Hop by hop,
+    gathered for an engine that cannot wait, and for one that waits inside."""
+    placements = [
+        laid_out([8 * world], world),
+        laid_out([30 * world], world, "contiguous"),
+        laid_out([20 * world, 3, 40 * world], world, "zigzag", (9, -1)),
+    ]
+    here: dict[int, CudaMachine] = {}
+    ranks = Ranks(world, seed=world)
+    kind, *inside = forward.split(", ")
+    engine = Waiting(ranks.cuda) if inside else op.forward_engine
+
+    def entered(*_: object) -> CudaMachine:
+        return here[threading.get_ident()]
+
+    with (
+        mock.patch.dict(os.environ, {FORWARD: kind}),
+        mock.patch.object(op, "forward_engine", engine),
+        mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64),
+        mock.patch("ringfa3.ring.op.enter", entered),
+        mock.patch.multiple(reference, TILE_M=4, TILE_N=4),
+    ):
+        errors = ranks.run(lambda group: _layers(group, placements, here))
+    assert max(errors) < 1e-12  # type: ignore[type-var]
+    assert bool(inside) == (isinstance(engine, Waiting) and engine.awaited > 0)
+    for machine in here.values():
+        assert not machine.landed.any()
+
+
+def _found(group: FakeGroup, placements: list[Placement]) -> list[str]:
+    """What is wrong after backward calls whose kernels find (1 + rank) times what they see."""
+    machine = open_machine(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    rank, world, wrong = group.rank, group.world, []
+    for layer, placement in enumerate(placements):
+        plan = placement.plans[rank]
+        seen = plan.movement.seen.tolist()
+        keys = 100.0 * layer + 10 * rank + torch.arange(plan.local_tokens).view(-1, 1, 1)
+
+        def attend(hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+            rows = slice(*seen[(rank - hop) % world][hop]) if hop else slice(None)  # noqa: B023
+            for x, y in ((dk, k), (dv, v)):
+                x[rows] = y[rows] * (1 + rank)
+
+        course = Course(machine, plan, "backward", keys, -keys)
+        course.run(attend)
+        weight = torch.full((plan.local_tokens, 1, 1), 1.0 + rank)
+        for hop in range(1, world):
+            weight[plan.movement.own[slice(*seen[rank][hop])]] += 1 + (rank + hop) % world
+        if not torch.equal(course.home, torch.stack((keys, -keys), 1) * weight.unsqueeze(1)):
+            wrong.append(f"layer {layer}, rank {rank}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_found_comes_home(world: int, seed: int) -> None:
+    """Exactly, in placements where other hops are visited from layer to layer."""
+    rng = random.Random(seed)
+    placements = [scattered(rng, world) for _ in range(6)] + [laid_out([8 * world], world)]
+    wrong = Ranks(world, seed=seed).run(lambda group: _found(group, placements))
+    assert wrong == [[]] * world
+
+
+def _parities(group: FakeGroup) -> list[int]:
+    machine = CudaMachine(group, CPU, 1.0, group.failures.append)  # type: ignore[arg-type]
+    return [machine.begin({Buffer.SRC: 4}, {Buffer.SRC: 1}) for _ in range(4)]
+
+
+def test_calls_take_turns_with_the_two_slots() -> None:
+    """What the schedule's proof takes for granted."""
+    assert Ranks(2).run(_parities) == [[0, 1, 0, 1]] * 2
+
+
+def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str]]:
+    """Lines of all ranks in a call, and what `machine` says, twice."""
+    own, calls = RingGroup.of(group), []
+
+    def opened(*_: object) -> str:
+        calls.append(verdict)
+        return verdict
+
+    said = []
+    own.begin(Settings())
+    lines = own.gather(f"I am {own.rank}")
+    with mock.patch("ringfa3.ring.group.open_machine", opened):
+        for _ in range(2):
+            said.append(str(own.machine(CPU)))
+    assert calls == [verdict]
+    return lines, said
+
+
+def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> None:
+    """The trial runs once; its reason stays."""
+    for lines, said in ranks.run(3, _agreed, "rank 1: no CUDA driver"):
+        assert lines == ["I am 0", "I am 1", "I am 2"]
+        assert said == 2 * ["rank 1: no CUDA driver"]
+
+
+def _moved_by(transport: str, possible: bool) -> object:
+    """What `admission.enter` gives for CUDA tensors, a group's machine as "symmetric"."""
+    group = mock.Mock(rank=0)
+    group.transport.side_effect = lambda name, _: name
+    machine = object.__new__(CudaMachine)
+    group.machine.return_value = machine if possible else "rank 1: no CUDA driver"
+    group.may_pull.side_effect = lambda name: name in ("auto", "symmetric")
+
+    def agree(_: object, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    group.agree.side_effect = agree
+    x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
+    plan = mock.Mock(world=2)
+    with (
+        mock.patch.multiple(prepare_call, _check=mock.Mock(), _settings=mock.Mock(return_value={})),
+        mock.patch.object(prepare_call, "forward_engine"),
+        mock.patch.object(RingGroup, "of", return_value=group),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        found = prepare_call.enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
+    return "symmetric" if found is machine else found
+
+
+def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is not, the first rank says why, once."""
+    prepare_call.say_transport.cache_clear()
+    assert _moved_by("auto", possible=True) == "symmetric"
+    assert _moved_by("auto", possible=False) == "nccl"
+    assert _moved_by("auto", possible=False) == "nccl"
+    said = "ringfa3: the ring runs over nccl: rank 1: no CUDA driver\n"
+    assert capsys.readouterr().err == said
+    assert _moved_by("nccl", possible=True) == "nccl"
+    assert _moved_by("symmetric", possible=True) == "symmetric"
+    with pytest.raises(
+        ValueError, match=r"not possible here \(rank 1: no CUDA driver\): use 'nccl'"
+    ):
+        _moved_by("symmetric", possible=False)
+
+
+class Lost(FakeCuda):
+    """No word of another rank is set."""
+
+    def register(self, address: int, size: int) -> int:
+        self.mapped = [*getattr(self, "mapped", []), range(address, address + size)]
+        return address
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        if value != 1 or not any(address in words for words in self.mapped):
+            super().write_word(stream, address, value)
+
+
+class Shifted(FakeCuda):
+    """Data come from beside their place."""
+
+    def move(self, stream: int, target: int, source: int, size: int) -> None:
+        super().move(stream, target, source + 2, size)
+
+
+class Refused(FakeCuda):
+    def move(self, stream: int, target: int, source: int, size: int) -> None:
+        raise cuda_driver.DriverError("cuMemcpyDtoDAsync_v2: CUDA error 1, invalid argument")
+
+
+class RefusedOnOne(Refused):
+    def move(self, *arguments: int) -> None:
+        move = Refused.move if threading.current_thread().name == "1" else FakeCuda.move
+        move(self, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Lost, r"rank 10: a trial did not end: backward hop 1: K/V of rank 11: nothing within 2 s"),
+        (Shifted, r"rank 10: a trial read \d+ wrong numbers"),
+        (Refused, r"rank 10: cuMemcpyDtoDAsync_v2: CUDA error 1"),
+        (
+            RefusedOnOne,
+            r"rank 10: a trial did not end.*; rank 11: cuMemcpyDtoDAsync_v2: CUDA error 1",
+        ),
+    ],
+)
+def test_a_machine_that_does_not_work_is_refused_on_all_ranks(
+    kind: type[FakeCuda], said: str
+) -> None:
+    ranks = Ranks(2)
+    ranks.cuda = kind(0)
+    answers = opened(ranks)
+    assert answers[0] == answers[1]
+    assert re.match(said, str(answers[0]))
+
+
+@pytest.mark.parametrize(
+    ("introductions", "said"),
+    [
+        ([("a", "GPU 0", ""), ("b", "GPU 0", "")], "the group's ranks are on 2 hosts"),
+        ([("a", "GPU 0", ""), ("a", "GPU 0", "")], "2 ranks share 1 GPUs"),
+        ([("a", "GPU 0", ""), ("a", "GPU 1", "no CUDA driver")], "rank 11: no CUDA driver"),
+    ],
+)
+def test_one_rank_that_cannot_speaks_for_all(
+    introductions: list[tuple[str, str, str]], said: str
+) -> None:
+    ranks = Ranks(2)
+    with mock.patch.object(Ranks, "introduction", lambda _, rank: introductions[rank]):
+        assert opened(ranks) == [said, said]
+
+
+def test_a_rank_without_room_refuses_for_all() -> None:
+    def no_room(*_: object) -> None:
+        if threading.current_thread().name == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    ranks = Ranks(2)
+    with mock.patch("ringfa3.symmetric.ipc_memory.Arena._allocate", no_room):
+        for said in opened(ranks):
+            assert "room for the arena on rank 1 of the group: CUDA out of memory" in str(said)
+
+
+def test_hindrances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One queue, and a machine without a driver."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert "unset it" in str(backend.hindrance())
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=OSError("libcuda.so.1: not found")))
+    cuda_driver._entries.cache_clear()
+    assert backend.hindrance() == "no CUDA driver (libcuda.so.1: not found): install it"
+    cuda_driver._entries.cache_clear()
+
+
+# Peers that do not answer
+
+
+def _stalls(group: FakeGroup, direction: str) -> tuple[list[str], bool]:
+    """Rank 1 does not come, or brings K/V and no more; rank 0's streams go on all the same."""
+    machine = open_machine(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(machine, CudaMachine)
+    plan = laid_out([16], 2).plans[group.rank]
+    x = torch.ones(plan.local_tokens, 1, 2)
+    if direction == "backward" or group.rank == 0:
+        course = Course(machine, plan, direction, x, x, waits=True)
+    if group.rank == 0:
+        course.run(lambda *_: None)
+        machine.group.meeting.cuda.drain(threading.get_ident())  # type: ignore[attr-defined]
+    return group.failures, True
+
+
+@pytest.mark.parametrize(
+    ("direction", "missed"),
+    [
+        ("forward", "forward hop 1: K/V of"),
+        ("gathered", "forward hop 1: K/V of"),
+        ("backward", "backward hop 1: dK/dV of"),
+    ],
+)
+def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(
+    direction: str, missed: str
+) -> None:
+    raised: list[Exception] = []
+    with mock.patch.object(backend, "raise_in_main_thread", raised.append):
+        said = Ranks(2, timeout_s=4.0).run(lambda group: _stalls(group, direction))
+    (waited, gone_on), (other, _) = said  # type: ignore[misc]
+    assert gone_on
+    assert other == []
+    assert [str(r) for r in raised] == waited
+    assert len(waited) == 1
+    assert waited[0] == f"{missed} rank 11: nothing within 4 s; is that rank stopped?"
+
+
+def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
+    """Whether this rank's watch still waits to raise, when the rank has raised an error itself."""
+    own = RingGroup.of(group)
+    machine = own._machine = object.__new__(CudaMachine)
+    machine._watch, machine.arena = mock.Mock(), mock.Mock()
+    try:
+        with own:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError:
+        return not machine._watch.give_up.called
+
+
+def test_a_rank_that_raises_in_a_call_raises_once(ranks: processes.Ranks) -> None:
+    """Its streams go on, and no second error comes into its main thread later."""
+    assert processes.sacrifice(1, 4.0, _lost_in_a_call) == [False]

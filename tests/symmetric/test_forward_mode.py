@@ -1,0 +1,75 @@
+"""Which forward runs over peers' memory: by memory, at the numbers that the rule promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+from ringfa3 import plan_context
+from ringfa3.symmetric.forward_mode import FORWARD, gathered_bytes, kind_of_forward
+from tests.support.strategies import Case, cases
+
+
+def qk(h: int, hk: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.empty(1, n, 128, dtype=dtype, device="meta") for n in (h, hk)]
+
+
+def kinds(heads: tuple[int, int], worlds: range, **options: object) -> list[str]:
+    return [
+        kind_of_forward(plan_context(4096 * n, (0, n), **options), *qk(*heads))  # type: ignore[arg-type]
+        for n in worlds
+    ]
+
+
+@pytest.mark.parametrize(("heads", "last"), [((32, 8), 6), ((32, 4), 10), ((8, 8), 3)])
+def test_it_gathers_where_that_takes_no_more_than_float32_o_and_two_blocks(
+    heads: tuple[int, int], last: int
+) -> None:
+    """One whole sequence: n K/V of a shard against 2 and, at 2 bytes a number, heads / kv_heads."""
+    gathered, hops = kinds(heads, range(2, last + 1)), kinds(heads, range(last + 1, last + 4))
+    assert set(gathered) == {"gathered"}
+    assert set(hops) == {"hops"}
+
+
+def test_only_what_is_seen_counts() -> None:
+    """A short window: hardly more than the own K/V, on any number of ranks."""
+    assert set(kinds((32, 8), range(2, 17), window_size=(128, 0))) == {"gathered"}
+    plan = plan_context(4 * 4096, (0, 4), "contiguous", window_size=(128, 0))
+    assert gathered_bytes(plan, qk(32, 8)[1]) == (4096 + 128) * 2 * 8 * 128 * 2
+
+
+def test_nothing_is_gathered_where_nothing_travels_or_words_run_out() -> None:
+    whole = plan_context([0, 4096, 8192], (0, 2), "contiguous")
+    assert kind_of_forward(whole, *qk(32, 8)) == "hops"
+    assert kinds((32, 1), range(32, 34)) == ["gathered", "hops"]
+
+
+def test_the_environment_overrides_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in ("gathered", "hops"):
+        monkeypatch.setenv(FORWARD, asked)
+        assert set(kinds((32, 8), range(2, 9))) == {asked}
+    monkeypatch.setenv(FORWARD, "both")
+    with pytest.raises(ValueError, match="RINGFA3_FORWARD='both': allowed are 'gathered', 'hops'"):
+        kinds((32, 8), range(2, 3))
+
+
+@given(case=cases)
+def test_ranks_agree(case: Case) -> None:
+    plans = case.plans()
+    assert len({kind_of_forward(plan, *qk(4, 2)) for plan in plans}) == 1
+    assert len({plan.movement.most for plan in plans}) == 1
+
+
+@given(case=cases)
+def test_gathered_rows_lie_one_block_behind_the_other(case: Case) -> None:
+    """Own rows, then exactly those that are seen of each hop, in the order of the hops."""
+    for plan in case.plans():
+        move, end = plan.movement, plan.local_tokens
+        first, rows = move.gathered(plan.rank)
+        assert first[0] == 0
+        for hop in range(1, plan.world):
+            seen = move.seen[(plan.rank - hop) % plan.world, hop]
+            assert first[hop] + seen[0] == end
+            end += seen[1] - seen[0]
+        assert rows == end <= move.most.gathered

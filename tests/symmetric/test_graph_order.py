@@ -1,0 +1,112 @@
+"""Enclosed ring calls: what their events order, proven for any sequence of calls and replays, and
+for any order in which a device may run a graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ringfa3.symmetric.cuda_graphs import FORKED, JOINED, enclosed
+from ringfa3.symmetric.stream_ops import Await, Operation, Record, Stream
+from tests.support.happens_before import SETTLED, Calls, problems, stuck
+from tests.support.placements import Placement, directions, layers, scattered
+from tests.symmetric.test_schedule import FORWARDS, KINDS, step
+
+DIRECTIONS = ("forward", "gathered", "backward")
+
+
+def placements_of(world: int, count: int) -> list[list[Placement]]:
+    rngs = [random.Random(seed) for seed in range(count)]
+    return [step(k, world) for k in KINDS] + [[scattered(r, world) for _ in range(3)] for r in rngs]
+
+
+def call(
+    placement: Placement,
+    direction: str,
+    parity: int = 0,
+    captured: bool = True,
+    enclose: Callable[[Sequence[Operation], bool], list[Operation]] = enclosed,
+) -> tuple[str, list[list[Operation]]]:
+    ranks = range(placement.world)
+    return direction, [enclose(placement.operations(direction, r, parity), captured) for r in ranks]
+
+
+def history(
+    rng: random.Random, placements: list[Placement], forwards: tuple[str, ...], settled: bool = True
+) -> Calls:
+    """A few calls before the first capture; then any calls, in graphs or not, of any parities."""
+    before = layers(placements, forwards)[: rng.randint(0, 6)]
+    world = placements[0].world
+    kinds = directions(placements, forwards)
+    later = [rng.choice(kinds) for _ in range(6)]
+    return [
+        *before,
+        *([(SETTLED, [[]] * world)] if settled else []),
+        *(call(p, d, rng.randrange(2), rng.random() < 0.5) for d, p in later),
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_enclosed_calls_follow_on_each_other_in_any_parity(world: int) -> None:
+    """Graphs that are replayed in any order, also again and again, beside other calls: no hazard,
+    no deadlock, no word set before it was taken; also if all streams share a queue."""
+    for seed, placements in enumerate(placements_of(world, 30)):
+        calls = history(random.Random(seed), placements, FORWARDS[seed % 3])
+        assert problems(calls) == [], seed
+        assert problems(calls, one_queue=True) == [], seed
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+def test_no_device_order_of_a_graph_hangs(world: int, direction: str) -> None:
+    for placements in placements_of(world, 60):
+        for placement in placements:
+            assert stuck(*call(placement, direction)) == []
+
+
+def fork_at_once(operations: Sequence[Operation], captured: bool) -> list[Operation]:
+    """The stream of gradients does not fork behind READY words."""
+    fork = Record(Stream.KV, FORKED), Await(Stream.GRADIENTS, FORKED)
+    first: list[Operation] = [Record(Stream.COMPUTE, FORKED), fork[1]]
+    return first + [x for x in enclosed(operations, captured) if x not in fork]
+
+
+def wait_inside(operations: Sequence[Operation], _: bool) -> list[Operation]:
+    """Kernels begin before all is there."""
+    return enclosed(operations, captured=False)
+
+
+@pytest.mark.parametrize(
+    ("direction", "enclose"),
+    [("backward", fork_at_once), ("gathered", wait_inside)],
+)
+def test_without_a_precaution_some_device_order_hangs(
+    direction: str, enclose: Callable[[Sequence[Operation], bool], list[Operation]]
+) -> None:
+    found = [stuck(*call(s[0], direction, enclose=enclose)) for s in placements_of(3, 60)]
+    assert any(found)
+
+
+def test_without_a_join_some_history_is_a_hazard() -> None:
+    """Of the K/V stream. The compute stream awaits the other one in each backward."""
+
+    def parted(operations: Sequence[Operation], captured: bool) -> list[Operation]:
+        joined = Await(Stream.COMPUTE, JOINED)
+        return [x for x in enclosed(operations, captured) if x != joined]
+
+    def found(seed: int, placements: list[Placement]) -> list[str]:
+        rng = random.Random(seed)
+        kinds = rng.choices(directions(placements, FORWARDS[seed % 3]), k=6)
+        return problems([call(p, d, rng.randrange(2), enclose=parted) for d, p in kinds])
+
+    assert any(found(*x) for x in enumerate(placements_of(4, 30)))
+
+
+def test_before_the_first_capture_calls_must_be_over() -> None:
+    """By the host, which waits for the words that they take."""
+    assert any(
+        problems(history(random.Random(seed), placements, FORWARDS[seed % 3], settled=False))
+        for seed, placements in enumerate(placements_of(4, 30))
+    )

@@ -1,0 +1,50 @@
+"""What streams in graphs say of their waits, and what is made of it."""
+
+from __future__ import annotations
+
+import ctypes
+from unittest import mock
+
+import torch
+
+from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.graph_replays import Replays
+from ringfa3.symmetric.signals import Words
+from ringfa3.symmetric.stream_ops import Stream
+
+
+def perform(operations: list[cuda_driver.WordOperation]) -> None:
+    for x in operations:
+        ctypes.c_uint32.from_address(x.address).value = x.value
+
+
+def test_progress_is_another_wait_or_the_same_again() -> None:
+    """A look that finds the same wait knows whether it is that of another replay."""
+    with mock.patch.object(cuda_driver, "register", lambda address, _: address):
+        words = Words(0, 1, lambda line: [line])
+    replays = Replays(words)
+    kv = [replays.awaiting(Stream.KV, what) for what in ("hop 1", "hop 2", "hop 1")]
+    assert replays.look() == (False, [])
+    perform([kv[0], replays.awaiting(Stream.GRADIENTS, "dK/dV")])
+    assert replays.look() == (True, ["hop 1", "dK/dV"])
+    assert replays.look() == (False, ["hop 1", "dK/dV"])
+    perform([kv[1]])
+    assert replays.look() == (True, ["hop 2", "dK/dV"])
+    perform([*replays.over(Stream.KV), kv[0], kv[1]])
+    assert replays.look() == (True, ["hop 2", "dK/dV"])
+    assert replays.look() == (False, ["hop 2", "dK/dV"])
+    perform([*replays.over(Stream.KV), *replays.over(Stream.GRADIENTS)])
+    assert replays.look() == (True, [])
+    assert replays.look() == (False, [])
+
+
+def test_streams_say_nothing_among_the_words_of_ranks() -> None:
+    """Counters of all streams and kinds have words of their own."""
+    with mock.patch.object(cuda_driver, "register", lambda address, _: address):
+        ranks = [Words(0, 1, lambda line: [line])]
+    words = ranks[0]
+    addresses = [words.counter(stream, kind) for stream in Stream for kind in range(3)]
+    assert len({*addresses}) == 9
+    words.set_all()
+    assert all(ctypes.c_uint32.from_address(address).value == 0 for address in addresses)
+    assert torch.equal(words._mine, torch.ones_like(words._mine))

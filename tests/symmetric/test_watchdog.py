@@ -1,0 +1,130 @@
+"""The watch over streams: what it says, when, and to whom."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ringfa3.symmetric.watchdog import Watch, raise_in_main_thread
+
+
+class Counts(dict[str, int]):
+    """Waits that are over, by stream."""
+
+    def reached(self, stream: str, count: int) -> bool:
+        return self.get(stream, 0) >= count
+
+
+def until(happens: object) -> None:
+    while not happens():  # type: ignore[operator]
+        time.sleep(0.01)
+
+
+def test_a_watch_minds_progress_on_any_stream() -> None:
+    """What comes puts its verdict off; then it speaks once and releases until all has come."""
+    said: list[str] = []
+    released: list[float] = []
+    over = Counts()
+    watch = Watch(
+        0.6, over.reached, lambda: None, said.append, lambda: released.append(time.monotonic())
+    )
+    watch.post("kv", ["hop 0", "hop 1", "hop 2"])
+    watch.post("kv", ["hop 3"])
+    watch.post("partial", ["dK/dV"])
+    for count in (1, 2, 3):
+        time.sleep(0.4)
+        over["kv"] = count
+        assert said == []
+    until(lambda: len(released) >= 3)
+    assert said == ["hop 3; dK/dV: nothing within 0.6 s; is that rank stopped?"]
+    over.update(kv=4, partial=1)
+    until(lambda: not any(waits.ahead for waits in watch._streams.values()))
+    count = len(released)
+    time.sleep(0.3)
+    assert len(released) == count
+
+
+def test_a_watch_hears_of_another_ranks_failure_at_once() -> None:
+    said: list[str] = []
+    watch = Watch(60.0, Counts().reached, lambda: "rank 2: disk on fire", said.append, lambda: None)
+    watch.post("kv", ["backward hop 2: K/V of rank 3"])
+    until(lambda: said)
+    assert said == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
+
+
+def test_a_watch_that_gave_up_releases_and_says_nothing() -> None:
+    said: list[str] = []
+    released: list[bool] = []
+    over = Counts()
+    watch = Watch(
+        0.1,
+        over.reached,
+        lambda: "rank 2: disk on fire",
+        said.append,
+        lambda: released.append(True),
+    )
+    watch.give_up()
+    watch.post("kv", ["hop 1"])
+    until(lambda: len(released) >= 2)
+    assert said == []
+    over["kv"] = 1
+
+
+class Looks:
+    """What a stream in graphs says, for a test to change."""
+
+    def __init__(self) -> None:
+        self.over, self.awaited = False, [""]
+
+    def look(self) -> tuple[bool, list[str]]:
+        over, self.over = self.over, False
+        return over, [x for x in self.awaited if x]
+
+
+def test_a_watch_looks_at_what_graphs_wait_for() -> None:
+    """While nothing is awaited no time runs; one that waits for the same again and again, and is
+    answered, is not stuck; nor is what was posted, while graphs go on."""
+    said: list[str] = []
+    released: list[bool] = []
+    over, looks = Counts(), Looks()
+    watch = Watch(0.6, over.reached, lambda: None, said.append, lambda: released.append(True))
+    watch.look_at(looks.look)
+    time.sleep(0.9)
+    looks.awaited = ["hop 1"]
+    watch.post("kv", ["hop 2"])
+    for _ in range(5):
+        time.sleep(0.3)
+        looks.over = True
+    assert said == []
+    until(lambda: released)
+    assert said == ["hop 2; hop 1: nothing within 0.6 s; is that rank stopped?"]
+    looks.awaited, over["kv"] = [""], 1
+    time.sleep(0.3)
+    count = len(released)
+    time.sleep(0.3)
+    assert len(released) == count
+    looks.awaited = ["hop 3"]  # of a replay after the loss: it is let go
+    until(lambda: len(released) > count)
+    assert len(said) == 1
+    watch.end()
+    assert not watch.is_alive()
+
+
+class LostError(RuntimeError):
+    pass
+
+
+def test_the_error_is_raised_in_the_main_thread() -> None:
+    """In its Python, with its kind and text, although another thread has found it."""
+    watch = Watch(
+        0.2,
+        Counts().reached,
+        lambda: None,
+        lambda m: raise_in_main_thread(LostError(m)),
+        lambda: None,
+    )
+    with pytest.raises(LostError, match="hop 1: nothing within"):  # noqa: PT012
+        watch.post("kv", ["hop 1"])
+        while True:
+            time.sleep(0.01)
