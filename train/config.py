@@ -293,3 +293,14 @@ def default(key: str) -> Any:
     if source_name(key):
         config.data.sources[NAME] = SourceConfig()
     return get(config, key)
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            found |= flatten(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringfa3 import plan_context
+from train.data.position_buckets import position_buckets
 from train.data.samples import IGNORED, Sample
-from train.engine.parallel import Mesh
-from train.model.loss import position_buckets
 
 T = TypeVar("T")
 
@@ -43,15 +43,19 @@ class Batch:
 
 
 def make_batch(
-    sample: Sample, mesh: Mesh, layout: str, window_size: tuple[int, int] = (-1, -1)
+    sample: Sample,
+    cp_group: dist.ProcessGroup | None,
+    layout: str,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Batch:
     """This rank's shard of ``sample``, with the plan of its causal attention.
 
-    The labels were shifted in the whole sample: no rank needs a neighbour's first token.
+    ``cp_group`` shares the sample; None is this process alone. The labels were shifted in the whole
+    sample: no rank needs a neighbour's first token.
     """
     plan = plan_context(
         sample.cu_seqlens,
-        group=mesh.cp_group,
+        group=cp_group,
         layout=layout,
         causal=True,
         window_size=window_size,

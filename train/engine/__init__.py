@@ -1,5 +1,5 @@
 """Training over many ranks: groups, data parallelism, checkpoints, skipped steps.
 
 In: a model and its optimiser. Out: synchronised gradients; the training state, saved and restored.
-Imports: train.{config, data, model}.
+Imports: config, data, model.
 """

@@ -38,7 +38,7 @@ from train.data.manifest import (
     verify,
     write_manifest,
 )
-from train.engine.parallel import Mesh
+from train.engine.parallel import ParallelLayout, from_rank_0
 
 # One process alone saves and loads without a process group, on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -142,7 +142,7 @@ class Checkpoints:
     """The checkpoints of a run, seen from one rank; every rank makes the same calls.
 
     A write goes on in a thread, from a copy of the tensors (pinned, where they are on a GPU) and
-    over the mesh's ``save_group``. A tensor that all ranks hold is copied and written by one of
+    over the layout's ``save_group``. A tensor that all ranks hold is copied and written by one of
     them. A failed write is counted and said, and leaves nothing behind; training goes on. Whoever
     begins a write holds ``lock``.
     """
@@ -150,17 +150,19 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        mesh: Mesh,
+        parallel: ParallelLayout,
         keep: int,
         keep_every: int | None,
         say: Callable[[str], None],
     ) -> None:
-        self.folder, self.mesh, self.say = folder, mesh, say
+        self.folder, self.parallel, self.say = folder, parallel, say
         self.keep, self.keep_every = keep, keep_every
         self.saved: int | None = None  # step of the newest complete one that this process knows
         self.failures = 0
         self._buffers: dict[str, Tensor] = {}
-        self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        self._stream = (
+            torch.cuda.Stream(parallel.device) if parallel.device.type == "cuda" else None
+        )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._written: int | None = None  # step of the write that goes on
@@ -168,7 +170,7 @@ class Checkpoints:
 
     def choose(self) -> Path | None:
         """The newest good checkpoint, or None; rank 0 verifies, all get its answer."""
-        return from_rank_0(self.mesh, lambda: newest_good(self.folder, self.say, own=True))
+        return from_rank_0(self.parallel, lambda: newest_good(self.folder, self.say, own=True))
 
     def remove_litter(self) -> None:
         """Remove what killed processes have left half written; nothing may be written now."""
@@ -192,7 +194,7 @@ class Checkpoints:
         tensors on the GPU are what is to be saved.
         """
         self.wait()
-        share = self._copy(own_share(tensors, self.mesh.rank, self.mesh.world), ready)
+        share = self._copy(own_share(tensors, self.parallel.rank, self.parallel.world), ready)
         self._written = step
         self._writing = self._thread.submit(self._write, step, share, facts)
 
@@ -225,7 +227,7 @@ class Checkpoints:
         temporary = self.folder / f".{final.name}"
         try:
             writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
-            group, alone = self.mesh.save_group, self.mesh.world == 1
+            group, alone = self.parallel.save_group, self.parallel.world == 1
             dcp.save(share, storage_writer=writer, process_group=group, no_dist=alone)
             problem = self._complete(temporary, final, {"step": step, **facts})
         except (OSError, CheckpointException) as error:  # not a lost peer: that ends the run
@@ -234,7 +236,7 @@ class Checkpoints:
             self.saved = step
             return
         self.failures += 1
-        if self.mesh.rank == 0:
+        if self.parallel.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             self.say(
                 f"checkpoint of step {step} failed ({self.failures} so far), training goes on: "
@@ -244,7 +246,7 @@ class Checkpoints:
     def _complete(self, temporary: Path, final: Path, facts: dict[str, Any]) -> str | None:
         """Rank 0 completes the folder; all learn whether it is complete, or why not."""
         problem = None
-        if self.mesh.rank == 0:
+        if self.parallel.rank == 0:
             try:
                 for path in (temporary, *temporary.iterdir()):
                     path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
@@ -258,9 +260,9 @@ class Checkpoints:
                 self._prune()
             except OSError as error:
                 problem = _cause(error)
-        if self.mesh.world > 1:
+        if self.parallel.world > 1:
             told = [problem]
-            dist.broadcast_object_list(told, src=0, group=self.mesh.save_group)
+            dist.broadcast_object_list(told, src=0, group=self.parallel.save_group)
             problem = told[0]
         return problem
 
@@ -289,24 +291,9 @@ def own_share(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str,
     return share
 
 
-def from_rank_0(mesh: Mesh, make: Callable[[], Any]) -> Any:
-    """What ``make`` returns or raises on rank 0, on all ranks."""
-    answer: list[Any] = [None, None]
-    if mesh.rank == 0:
-        try:
-            answer[0] = make()
-        except Exception as error:  # raised below, here and elsewhere
-            answer[1] = error
-    if mesh.world > 1:
-        dist.broadcast_object_list(answer, src=0, group=mesh.host_group)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
-
-
-def require_shared(mesh: Mesh, folder: Path) -> None:
+def require_shared(parallel: ParallelLayout, folder: Path) -> None:
     """Raise ``ConfigError`` on every rank unless all see what rank 0 writes in ``folder``."""
-    if mesh.world == 1:
+    if parallel.world == 1:
         return
 
     def mark() -> Path:
@@ -314,14 +301,14 @@ def require_shared(mesh: Mesh, folder: Path) -> None:
         path.touch()
         return path
 
-    path: Path = from_rank_0(mesh, mark)
+    path: Path = from_rank_0(parallel, mark)
     deadline = time.monotonic() + SEEN_S
     while not (seen := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    everyone: list[Any] = [None] * mesh.world
-    own = None if seen else f"rank {mesh.rank} on {socket.gethostname()}"
-    dist.all_gather_object(everyone, own, group=mesh.host_group)
-    if mesh.rank == 0:
+    everyone: list[Any] = [None] * parallel.world
+    own = None if seen else f"rank {parallel.rank} on {socket.gethostname()}"
+    dist.all_gather_object(everyone, own, group=parallel.host_group)
+    if parallel.rank == 0:
         path.unlink()
     blind = [name for name in everyone if name is not None]
     if blind:

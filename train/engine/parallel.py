@@ -1,4 +1,4 @@
-"""Processes and groups: the mesh dp x cp, data parallel wiring, and the way out.
+"""Processes and groups: the layout dp x cp, data parallel wiring, and the way out.
 
 Consecutive ranks form a context group: they share one sample. There are ``dp`` such groups.
 One process alone needs no process group and makes none.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from train.config import Config, ConfigError, ParallelConfig
 
 
 @dataclass(frozen=True)
-class Mesh:
+class ParallelLayout:
     """Where this process stands. Groups and store are None exactly when ``world`` is 1.
 
     ``host_group`` is all ranks over gloo, for what is not on the training step's path;
@@ -89,7 +89,7 @@ def choose_device(config: Config) -> torch.device:
     return device
 
 
-def join(parallel: ParallelConfig, device: torch.device) -> Mesh:
+def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
     """Take this process's place, as torchrun's environment names it.
 
     The backend is NCCL with one CUDA device per process, gloo on the CPU. A peer that fails to
@@ -101,23 +101,23 @@ def join(parallel: ParallelConfig, device: torch.device) -> Mesh:
         torch.cuda.set_device(device)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if world == 1:
-        return Mesh(rank, world, parallel.cp, device, restarted=restarted)
-    timeout = timedelta(seconds=parallel.timeout_s)
+        return ParallelLayout(rank, world, config.cp, device, restarted=restarted)
+    timeout = timedelta(seconds=config.timeout_s)
     shared = _connect(rank, timeout)
     if rank == 0:  # the host of rank 0 may be at its first attempt while another's has failed
         restarted = shared.add("attempts", 1) > 1 or restarted
-    store = meet(shared, rank, world, parallel.timeout_s)
+    store = meet(shared, rank, world, config.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     own_group = None
-    for first in range(0, world, parallel.cp):
-        ranks = list(range(first, first + parallel.cp))
+    for first in range(0, world, config.cp):
+        ranks = list(range(first, first + config.cp))
         group = dist.new_group(ranks, timeout=timeout)  # every rank takes part in making each
         if rank in ranks:
             own_group = group
     host_group, save_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-    return Mesh(
-        *(rank, world, parallel.cp, device, own_group, host_group, save_group, store, restarted)
+    return ParallelLayout(
+        *(rank, world, config.cp, device, own_group, host_group, save_group, store, restarted)
     )
 
 
@@ -133,14 +133,16 @@ def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
     )
 
 
-def require_agreement(mesh: Mesh, facts: dict[str, str]) -> None:
+def require_agreement(parallel: ParallelLayout, facts: dict[str, str]) -> None:
     """Raise ``RuntimeError`` on every rank when a fact differs between ranks, naming it."""
-    if mesh.world == 1:
+    if parallel.world == 1:
         return
-    everyone: list[dict[str, str]] = [{} for _ in range(mesh.world)]
+    everyone: list[dict[str, str]] = [{} for _ in range(parallel.world)]
     dist.all_gather_object(everyone, facts)
     for name, value in everyone[0].items():
-        other = next((rank for rank in range(mesh.world) if everyone[rank][name] != value), None)
+        other = next(
+            (rank for rank in range(parallel.world) if everyone[rank][name] != value), None
+        )
         if other is not None:
             raise RuntimeError(
                 f"rank {other} has another {name} than rank 0: {everyone[other][name]} against "
@@ -148,25 +150,42 @@ def require_agreement(mesh: Mesh, facts: dict[str, str]) -> None:
             )
 
 
-def sum_over_ranks(mesh: Mesh, values: Tensor) -> Tensor:
-    """``values`` on the device of the mesh, summed over all ranks."""
-    values = values.to(mesh.device)
-    if mesh.world > 1:
+def from_rank_0(parallel: ParallelLayout, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns or raises on rank 0, on all ranks."""
+    answer: list[Any] = [None, None]
+    if parallel.rank == 0:
+        try:
+            answer[0] = make()
+        except Exception as error:  # raised below, here and elsewhere
+            answer[1] = error
+    if parallel.world > 1:
+        dist.broadcast_object_list(answer, src=0, group=parallel.host_group)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def sum_over_ranks(parallel: ParallelLayout, values: Tensor) -> Tensor:
+    """``values`` on this rank's device, summed over all ranks."""
+    values = values.to(parallel.device)
+    if parallel.world > 1:
         dist.all_reduce(values)
     return values
 
 
-def data_parallel(module: nn.Module, mesh: Mesh) -> nn.Module:
+def data_parallel(module: nn.Module, parallel: ParallelLayout) -> nn.Module:
     """``module`` with gradients averaged over *all* ranks at the end of the backward pass.
 
     Context parallel ranks hold different tokens and the same weights, as data parallel ones do.
     """
-    if mesh.world == 1:
+    if parallel.world == 1:
         return module
     return DistributedDataParallel(module, gradient_as_bucket_view=True)
 
 
-def shutdown(mesh: Mesh | None, code: int, closers: Iterable[Callable[[], None]] = ()) -> NoReturn:
+def shutdown(
+    parallel: ParallelLayout | None, code: int, closers: Iterable[Callable[[], None]] = ()
+) -> NoReturn:
     """Close writers, leave the process groups and end the process with ``code``.
 
     A rank that simply returned could take its sockets down while a peer still uses them. With
@@ -177,8 +196,8 @@ def shutdown(mesh: Mesh | None, code: int, closers: Iterable[Callable[[], None]]
     for close in closers:
         with contextlib.suppress(Exception if code else ()):  # a failure has been said already
             close()
-    if code == 0 and mesh is not None and mesh.world > 1:
-        for group in (mesh.cp_group, mesh.save_group, mesh.host_group, None):
+    if code == 0 and parallel is not None and parallel.world > 1:
+        for group in (parallel.cp_group, parallel.save_group, parallel.host_group, None):
             dist.barrier(group)
         dist.destroy_process_group()
     sys.stdout.flush()

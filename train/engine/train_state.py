@@ -15,14 +15,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from train.config import Config, ConfigError
+from train.config import Config, ConfigError, flatten
 from train.engine.checkpoint import facts_of, load_tensors
 from train.engine.guard import Guard
 from train.model.transformer import Transformer
-from train.run.run_folder import flat
 
 
-class State:
+class TrainState:
     """Weights, optimiser, guard and position.
 
     ``step`` optimiser steps are done. ``samples`` samples of the stream were used, by all ranks
@@ -103,7 +102,7 @@ def _stream(facts: dict[str, Any]) -> dict[str, Any]:
     """All that decides which sample comes when; the corpus stands for all that makes its tokens."""
     deciding = {
         key: value
-        for key, value in flat(facts["settings"]).items()
+        for key, value in flatten(facts["settings"]).items()
         if key in ("data.seq_len", "data.piece_len", "train.seed") or key.endswith(".weight")
     }
     return {"corpus": facts["corpus"], **deciding}

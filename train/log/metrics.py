@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from train.data.position_buckets import bucket_label
 from train.log.json_lines import JsonLines
 from train.log.wandb_run import WandbRun
-from train.model.loss import bucket_label
 from train.run.run_folder import RunFolder
 
 SECONDS_BETWEEN_LINES = 10.0  # where stdout is not a terminal

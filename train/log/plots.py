@@ -9,18 +9,16 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from train.data.position_buckets import bucket_label
 from train.log.json_lines import read_lines
-from train.model.loss import bucket_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from train.tasks.evaluate import Evaluation
 
-
-def plot_run(folder: Path, full: Evaluation, self_only: Evaluation) -> None:
-    """``loss.png`` and ``loss_by_position.png``, of a run's steps and its final evaluations."""
+def plot_run(folder: Path, full: list[float], self_only: list[float]) -> None:
+    """Draw ``loss.png``, and ``loss_by_position.png`` from two evaluations' losses by bucket."""
     figure, axes = _axes()
     records = read_lines(folder / "metrics.jsonl")
     losses = [math.nan if r["loss"] is None else r["loss"] for r in records]
@@ -34,10 +32,10 @@ def plot_run(folder: Path, full: Evaluation, self_only: Evaluation) -> None:
     figure.savefig(folder / "loss_by_position.png", dpi=150)
 
 
-def plot_text_loss(path: Path, evaluation: Evaluation, text: str) -> None:
+def plot_text_loss(path: Path, loss_by_bucket: list[float], text: str) -> None:
     """The loss of one ``text`` by position."""
     figure, axes = _axes()
-    _draw_by_position(axes, {text: evaluation})
+    _draw_by_position(axes, {text: loss_by_bucket})
     axes.set(ylabel="loss (nats per token)")
     figure.savefig(path, dpi=150)
 
@@ -101,10 +99,10 @@ def _axes() -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _draw_by_position(axes: Axes, evaluations: dict[str, Evaluation]) -> None:
-    for label, evaluation in evaluations.items():
-        axes.plot(evaluation.loss_by_bucket, marker="o", label=label)
-    ticks = range(max(len(evaluation.loss_by_bucket) for evaluation in evaluations.values()))
+def _draw_by_position(axes: Axes, curves: dict[str, list[float]]) -> None:
+    for label, loss_by_bucket in curves.items():
+        axes.plot(loss_by_bucket, marker="o", label=label)
+    ticks = range(max(len(loss_by_bucket) for loss_by_bucket in curves.values()))
     axes.set_xticks(ticks, [bucket_label(bucket) for bucket in ticks], rotation=45, ha="right")
     axes.set(xlabel="position in the document (tokens)")
     axes.legend()

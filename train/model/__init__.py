@@ -1,5 +1,5 @@
 """The transformer, its loss and its optimiser.
 
 In: a ``Batch``. Out: the loss of every local token.
-Imports: train.{config, data}.
+Imports: config, data.
 """

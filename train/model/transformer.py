@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
 from train.config import Config, ModelConfig, RopeConfig
 from train.data.batches import Batch
-from train.engine.parallel import Mesh
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
 from train.model.sdpa import SdpaAttention
@@ -259,20 +259,25 @@ class LanguageModel(nn.Module):
         return torch.autocast(device.type, self.dtype if lower else None, enabled=lower)
 
 
-def build_model(config: Config, vocab_size: int, mesh: Mesh) -> LanguageModel:
-    """The model on this rank's device, the same weights on every rank."""
+def build_model(
+    config: Config,
+    vocab_size: int,
+    device: torch.device,
+    cp_group: dist.ProcessGroup | None = None,
+) -> LanguageModel:
+    """The model on ``device``, with the same weights on every rank; attention over ``cp_group``."""
     transformer = Transformer(
         config.model,
         vocab_size,
         config.train.seed,
         recompute=config.train.recompute,
         attention=config.train.attention,
-        group=mesh.cp_group,
+        group=cp_group,
         layout=config.parallel.layout,
         transport=config.parallel.transport,
     )
-    dtype = compute_dtype(config.train.precision, mesh.device)
-    return LanguageModel(transformer.to(mesh.device), dtype, config.train.loss_chunk)
+    dtype = compute_dtype(config.train.precision, device)
+    return LanguageModel(transformer.to(device), dtype, config.train.loss_chunk)
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -23,7 +23,7 @@ from ringfa3.errors import RingError
 from train.config import Config
 
 
-class LastWords:
+class FailureReport:
     """This rank's part of torchrun's report. Without torchrun nothing is written ahead.
 
     ``console`` is where people look, also once the rank's own output goes to a log file.

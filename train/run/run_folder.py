@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from train.config import Config, ConfigError
+from train.config import Config, ConfigError, flatten
 
 LOCK_S = 5.0  # for the processes of an attempt that torchrun has just ended
 
@@ -130,12 +130,12 @@ class RunFolder:
     def difference(self, config: Config) -> tuple[str, Any, Any] | None:
         """The first setting, of those that must stay, in which the run here differs."""
         try:
-            there = flat(json.loads(self.config.read_text()))
+            there = flatten(json.loads(self.config.read_text()))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.config}, the settings of a run, cannot be read: {error}"
             ) from None
-        here = flat(json.loads(json.dumps(dataclasses.asdict(config))))
+        here = flatten(json.loads(json.dumps(dataclasses.asdict(config))))
         for key in sorted(here.keys() | there.keys()):
             if not may_change(key) and here.get(key) != there.get(key):
                 return key, there.get(key), here.get(key)
@@ -161,14 +161,3 @@ def write_whole(path: Path, text: str) -> None:
 def may_change(key: str) -> bool:
     """Whether a run may go on with another value of a dotted key."""
     return any(key.startswith(free) if free.endswith(".") else key == free for free in FREE)
-
-
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from train.run.update_lock import Gate
+from train.run.update_lock import UpdateLock
 
 GLANCE_S = 0.25  # between two looks at what the other ranks say
 ARMING_S = 20.0  # that a signal during start-up waits for the run to begin
@@ -44,7 +44,7 @@ class Run:
     rank: int
     world: int
     store: Any
-    gate: Gate
+    gate: UpdateLock
     save: Callable[[], str]
     say: Callable[[str], None]
     fail: Callable[[str], None]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Gate:
+class UpdateLock:
     """Parameters change only inside ``with gate.change()``. Changes are counted: 1, 2, ...
 
     The trainer makes one change per step, with no communication inside. So the ranks of a run make

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,9 +10,9 @@ import torch
 from train.config import Config
 from train.data.batches import Batch, ahead, make_batch
 from train.data.documents import Documents
+from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED, evaluation_documents, evaluation_samples, pack
-from train.engine.parallel import Mesh, sum_over_ranks
-from train.model.loss import n_buckets, sum_by_bucket
+from train.engine.parallel import ParallelLayout, sum_over_ranks
 from train.model.transformer import LanguageModel
 
 
@@ -51,17 +50,12 @@ class Evaluation:
         return mean_by_bucket(self.bucket_losses, self.bucket_tokens)
 
 
-def mean_by_bucket(losses: list[float], tokens: list[int]) -> list[float]:
-    """``losses / tokens`` of each bucket, NaN where it holds no token."""
-    return [loss / n if n else math.nan for loss, n in zip(losses, tokens, strict=True)]
-
-
 @torch.no_grad()
 def evaluate(
     model: LanguageModel,
     documents: Documents,
     config: Config,
-    mesh: Mesh,
+    parallel: ParallelLayout,
     max_bytes: int | None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Evaluation:
@@ -83,21 +77,21 @@ def evaluate(
         for source, numbers in enumerate(by_source)
         for pieces in evaluation_samples(documents, numbers, seq_len, window)
     ]
-    own = samples[mesh.dp_rank :: mesh.dp]
+    own = samples[parallel.dp_rank :: parallel.dp]
     buckets = n_buckets(seq_len)
-    totals = torch.zeros(len(by_source), 2, buckets, dtype=torch.float64, device=mesh.device)
+    totals = torch.zeros(len(by_source), 2, buckets, dtype=torch.float64, device=parallel.device)
 
     def make(index: int) -> Batch:
         sample = pack(documents, own[index][1])
-        return make_batch(sample, mesh, config.parallel.layout, window_size)
+        return make_batch(sample, parallel.cp_group, config.parallel.layout, window_size)
 
     for (source, _), batch in zip(own, ahead(make, 0, len(own)), strict=True):
-        here = batch.to(mesh.device)
+        here = batch.to(parallel.device)
         losses = model(here)
         valid = (here.labels != IGNORED).float()
         totals[source, 0] += sum_by_bucket(losses, here.buckets, buckets)
         totals[source, 1] += sum_by_bucket(valid, here.buckets, buckets)
-    totals = sum_over_ranks(mesh, totals).cpu()
+    totals = sum_over_ranks(parallel, totals).cpu()
     losses, tokens = totals.sum(0).tolist()
     return Evaluation(
         n_bytes=int(documents.n_bytes[chosen].sum()),

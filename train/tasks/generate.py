@@ -23,7 +23,7 @@ from train.engine.parallel import choose_device, join
 from train.model.kv_cache import KVCache
 from train.model.transformer import LanguageModel
 from train.run.run_folder import RunFolder
-from train.tasks.load_model import load_trained
+from train.tasks.load_model import load_model
 
 
 def run(config: Config) -> NoReturn:
@@ -35,8 +35,8 @@ def run(config: Config) -> NoReturn:
         )
     say = Console(stderr=True, markup=False, highlight=False).print
     settings = config.generate
-    mesh = join(config.parallel, choose_device(config))
-    trained = load_trained(config, RunFolder(config), mesh, settings.checkpoint, say)
+    parallel = join(config.parallel, choose_device(config))
+    trained = load_model(config, RunFolder(config), parallel, settings.checkpoint, say)
     bos = bos_id(trained.tokenizer, config.data.bos_token)
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     tokens = [bos, *encode(trained.tokenizer, [prompt])[0]]

@@ -10,15 +10,15 @@ from tokenizers import Tokenizer
 
 from train.config import Config, ConfigError
 from train.data.tokenizer import load_tokenizer
-from train.engine.checkpoint import find_checkpoint, from_rank_0
-from train.engine.parallel import Mesh
+from train.engine.checkpoint import find_checkpoint
+from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.train_state import load_weights
 from train.model.transformer import LanguageModel, build_model
 from train.run.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Trained:
+class LoadedModel:
     """The model with the weights of ``checkpoint``, and the tokenizer it was trained with."""
 
     model: LanguageModel
@@ -33,21 +33,21 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer:
     return load_tokenizer(folder.tokenizer)
 
 
-def load_trained(
+def load_model(
     config: Config,
     folder: RunFolder,
-    mesh: Mesh,
+    parallel: ParallelLayout,
     checkpoint: str | None,
     say: Callable[[str], None],
-) -> Trained:
+) -> LoadedModel:
     """The model of ``config`` with verified weights, on every rank.
 
     ``checkpoint`` is the folder of one, or of a run; None is the run in ``folder``.
     """
     tokenizer = read_tokenizer(folder)
-    model = build_model(config, tokenizer.get_vocab_size(), mesh)
+    model = build_model(config, tokenizer.get_vocab_size(), parallel.device, parallel.cp_group)
     place = folder.path if checkpoint is None else Path(checkpoint).expanduser()
-    path = from_rank_0(mesh, lambda: find_checkpoint(place, say))
+    path = from_rank_0(parallel, lambda: find_checkpoint(place, say))
     load_weights(path, model.transformer)
     model.eval()
-    return Trained(model, tokenizer, path)
+    return LoadedModel(model, tokenizer, path)

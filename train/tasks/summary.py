@@ -10,8 +10,8 @@ from rich.table import Table
 
 from train.config import Config
 from train.data.shards import Corpus
-from train.engine.parallel import Mesh
-from train.engine.train_state import State
+from train.engine.parallel import ParallelLayout
+from train.engine.train_state import TrainState
 from train.log.plots import plot_run
 from train.run.run_folder import RunFolder, write_whole
 from train.tasks.baselines import take_baselines
@@ -27,7 +27,12 @@ ROWS = {
 
 
 def summarise(
-    config: Config, corpus: Corpus, mesh: Mesh, state: State, full: Evaluation, alone: Evaluation
+    config: Config,
+    corpus: Corpus,
+    parallel: ParallelLayout,
+    state: TrainState,
+    full: Evaluation,
+    alone: Evaluation,
 ) -> dict[str, Any]:
     """What ``summary.json`` holds. ``alone``: the evaluation with each token seeing only itself."""
     return {
@@ -37,8 +42,8 @@ def summarise(
         "train_seconds": state.seconds,
         "steps": state.step,
         "skipped": state.guard.skipped,
-        "world_size": mesh.world,
-        "cp": mesh.cp,
+        "world_size": parallel.world,
+        "cp": parallel.cp,
         "seq_len": config.data.seq_len,
         "held_out_bytes": full.n_bytes,
         "held_out_tokens": full.tokens,
@@ -56,7 +61,7 @@ def present(
     """Write ``summary.json`` and the plots, print the table."""
     write_whole(folder.summary, json.dumps(summary, indent=1) + "\n")
     try:
-        plot_run(folder.path, full, alone)
+        plot_run(folder.path, full.loss_by_bucket, alone.loss_by_bucket)
     except ModuleNotFoundError as error:
         console.print(f"no plots: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
     title = f"Held out: {summary['held_out_bytes']:,} bytes"

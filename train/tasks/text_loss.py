@@ -19,17 +19,17 @@ from tokenizers import Tokenizer
 from train.config import Config, ConfigError, DataConfig
 from train.data.corpus import find_files, read_documents
 from train.data.documents import Documents
+from train.data.position_buckets import bucket_label
 from train.data.shards import open_corpus
 from train.data.tokenizer import bos_id, encode
 from train.engine.checkpoint import facts_of
 from train.engine.parallel import choose_device, join, require_agreement, shutdown
 from train.log.plots import plot_text_loss
-from train.model.loss import bucket_label
 from train.run.affinity import settle
-from train.run.failure import LastWords
+from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
 from train.tasks.evaluate import Evaluation, evaluate
-from train.tasks.load_model import load_trained, read_tokenizer
+from train.tasks.load_model import load_model, read_tokenizer
 
 BATCH_DOCUMENTS = 64
 PATH_KEY = "eval.path"
@@ -42,28 +42,28 @@ def run(config: Config) -> NoReturn:
     that trains.
     """
     rank = int(os.environ.get("RANK", "0"))
-    folder, words, mesh = RunFolder(config), LastWords(rank, sys.stderr), None
+    folder, words, parallel = RunFolder(config), FailureReport(rank, sys.stderr), None
     try:
         device = choose_device(config)
         settle(config.parallel, device)
         documents, text = read_text(config, read_tokenizer(folder))
-        mesh = join(config.parallel, device)
+        parallel = join(config.parallel, device)
         settings = json.dumps(dataclasses.asdict(config))
         digest = hashlib.sha256(f"{settings} {text}".encode()).hexdigest()[:12]
-        require_agreement(mesh, {"configuration or text": digest})
+        require_agreement(parallel, {"configuration or text": digest})
         console = Console(quiet=rank != 0, markup=False, highlight=False)
-        trained = load_trained(config, folder, mesh, config.eval.checkpoint, console.print)
+        trained = load_model(config, folder, parallel, config.eval.checkpoint, console.print)
         if config.eval.path is None:
             require_own_text(config, text, trained.checkpoint)
-        result = evaluate(trained.model, documents, config, mesh, config.eval.bytes)
+        result = evaluate(trained.model, documents, config, parallel, config.eval.bytes)
         if rank == 0:
             _report(config, folder, trained.checkpoint, result, console)
-        shutdown(mesh, 0)
+        shutdown(parallel, 0)
     except ConfigError:
         raise
     except Exception as error:  # the outermost frame: nothing may leave without naming its rank
         words.report(error, folder.log(rank), config)
-    shutdown(mesh, 1)
+    shutdown(parallel, 1)
 
 
 def read_text(config: Config, tokenizer: Tokenizer) -> tuple[Documents, str]:
@@ -173,7 +173,7 @@ def _report(
         f"{summary['nats_per_byte']:.4f} nats per byte, {summary['nats_per_token']:.4f} per token"
     )
     try:
-        plot_text_loss(plot, result, path or "held out")
+        plot_text_loss(plot, result.loss_by_bucket, path or "held out")
     except ModuleNotFoundError as error:
         console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
     console.print(f"written to {written}", soft_wrap=True)

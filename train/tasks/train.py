@@ -14,11 +14,10 @@ import torch.distributed as dist
 from train.config import Config, ConfigError
 from train.data.corpus import find_files
 from train.data.shards import open_corpus
-from train.engine.checkpoint import from_rank_0
-from train.engine.parallel import Mesh, choose_device, join, shutdown
+from train.engine.parallel import ParallelLayout, choose_device, from_rank_0, join, shutdown
 from train.log.profiler import require_profilable
 from train.run.affinity import settle
-from train.run.failure import LastWords, to_log
+from train.run.failure import FailureReport, to_log
 from train.run.run_folder import RunFolder, write_whole
 from train.run.stopper import Stopper
 from train.tasks.trainer import Trainer
@@ -36,22 +35,22 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     settle(config.parallel, device)
     rank = int(os.environ.get("RANK", "0"))
     folder = RunFolder(config)
-    words = LastWords(rank, sys.stderr)
-    mesh, closers, locks = None, [], []
+    words = FailureReport(rank, sys.stderr)
+    parallel, closers, locks = None, [], []
     try:
         corpus = open_corpus(config.data)
         if rank != 0:
             words.console = to_log(folder.log(rank))
-        mesh = join(config.parallel, device)
-        from_rank_0(mesh, lambda: locks.append(folder.lock()))
-        trainer = Trainer(config, corpus, mesh, folder, words)
+        parallel = join(config.parallel, device)
+        from_rank_0(parallel, lambda: locks.append(folder.lock()))
+        trainer = Trainer(config, corpus, parallel, folder, words)
         closers = [trainer.close]
-        write_ranks(folder, mesh)
+        write_ranks(folder, parallel)
         limit = config.train.max_wall_time
         stopper.arm(trainer.what_to_stop(None if limit is None else begin + limit))
         trainer.train()
         trainer.finish()
-        shutdown(mesh, 0, closers)
+        shutdown(parallel, 0, closers)
     except ConfigError:
         raise
     except Exception as error:  # the outermost frame: nothing may leave without naming its rank
@@ -59,7 +58,7 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
         try:
             words.report(error, folder.log(rank), config)
         finally:
-            shutdown(mesh, 1, closers)
+            shutdown(parallel, 1, closers)
 
 
 def check_only(config: Config) -> None:
@@ -70,17 +69,17 @@ def check_only(config: Config) -> None:
         print(f"The settings are valid; the corpus has {len(files)} files. Nothing was started.")
 
 
-def write_ranks(folder: RunFolder, mesh: Mesh) -> None:
+def write_ranks(folder: RunFolder, parallel: ParallelLayout) -> None:
     """Write ``ranks.json``: host, process and device of each rank."""
     own = {
-        "rank": mesh.rank,
+        "rank": parallel.rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "device": str(mesh.device),
+        "device": str(parallel.device),
     }
     everyone: list[Any] = [own]
-    if mesh.world > 1:
-        everyone = [None] * mesh.world
-        dist.all_gather_object(everyone, own, group=mesh.host_group)
-    if mesh.rank == 0:
+    if parallel.world > 1:
+        everyone = [None] * parallel.world
+        dist.all_gather_object(everyone, own, group=parallel.host_group)
+    if parallel.rank == 0:
         write_whole(folder.ranks, json.dumps(everyone, indent=1) + "\n")

@@ -17,34 +17,28 @@ from rich.console import Console
 from train.config import Config, ConfigError
 from train.data.batches import Batch, ahead, make_batch
 from train.data.mixture import training_samples
+from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED, Piece, pack
 from train.data.shards import Corpus
-from train.engine.checkpoint import (
-    DAMAGED,
-    Checkpoints,
-    facts_of,
-    find_checkpoint,
-    from_rank_0,
-    require_shared,
-)
+from train.engine.checkpoint import DAMAGED, Checkpoints, facts_of, find_checkpoint, require_shared
 from train.engine.parallel import (
-    Mesh,
+    ParallelLayout,
     data_parallel,
+    from_rank_0,
     require_agreement,
     sum_over_ranks,
 )
-from train.engine.train_state import State
+from train.engine.train_state import TrainState
 from train.log.metrics import Recorder, StepProgress, peak_memory
 from train.log.profiler import profiled
 from train.log.wandb_run import WandbRun
-from train.model.loss import n_buckets, sum_by_bucket
 from train.model.optim import learning_rate, make_optimizer, set_learning_rate
 from train.model.transformer import build_model
-from train.run.failure import LastWords
+from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder, write_whole
 from train.run.stopper import Run
-from train.run.update_lock import Gate
-from train.tasks.evaluate import Evaluation, evaluate, mean_by_bucket
+from train.run.update_lock import UpdateLock
+from train.tasks.evaluate import Evaluation, evaluate
 from train.tasks.summary import present, summarise
 
 SELF_ONLY = (0, 0)  # the attention window in which each token sees itself alone
@@ -55,25 +49,32 @@ class Trainer:
     """A run on one rank."""
 
     def __init__(
-        self, config: Config, corpus: Corpus, mesh: Mesh, folder: RunFolder, words: LastWords
+        self,
+        config: Config,
+        corpus: Corpus,
+        parallel: ParallelLayout,
+        folder: RunFolder,
+        words: FailureReport,
     ) -> None:
-        self.config, self.corpus, self.mesh = config, corpus, mesh
+        self.config, self.corpus, self.parallel = config, corpus, parallel
         self.folder, self.words = folder, words
-        self.console = Console(quiet=mesh.rank != 0, markup=False, highlight=False)
+        self.console = Console(quiet=parallel.rank != 0, markup=False, highlight=False)
         settings = json.dumps(dataclasses.asdict(config), indent=1)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
-        require_agreement(mesh, {"configuration": digest, "corpus": corpus.digest})
+        require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
         self.samples = training_samples(corpus.train, data.seq_len, data.piece_len, train.seed)
-        self.model = build_model(config, corpus.tokenizer.get_vocab_size(), mesh)
+        self.model = build_model(
+            config, corpus.tokenizer.get_vocab_size(), parallel.device, parallel.cp_group
+        )
         self.optimizer = make_optimizer(self.model.transformer, config.optim)
-        self.state = State(config, corpus.digest, self.model.transformer, self.optimizer)
-        self.wrapped = data_parallel(self.model, mesh)
-        self.gate = Gate()
+        self.state = TrainState(config, corpus.digest, self.model.transformer, self.optimizer)
+        self.wrapped = data_parallel(self.model, parallel)
+        self.gate = UpdateLock()
         self.updated: torch.cuda.Event | None = None  # after the newest change on the device
         keep = config.checkpoint
         self.checkpoints = Checkpoints(
-            folder.checkpoints, mesh, keep.keep, keep.keep_every, self._say_event
+            folder.checkpoints, parallel, keep.keep, keep.keep_every, self._say_event
         )
         self.recorder: Recorder | None = None
         self._went_back_to = -1
@@ -81,12 +82,12 @@ class Trainer:
 
     def _begin(self, settings: str) -> None:
         """Take up the run in the folder, or begin a new one there."""
-        from_rank_0(self.mesh, self._prepare_folder)
-        require_shared(self.mesh, self.folder.checkpoints)
-        if self.mesh.rank == 0:
+        from_rank_0(self.parallel, self._prepare_folder)
+        require_shared(self.parallel, self.folder.checkpoints)
+        if self.parallel.rank == 0:
             self.checkpoints.remove_litter()
         source = self._restore()
-        if self.mesh.rank == 0:
+        if self.parallel.rank == 0:
             write_whole(self.folder.config, settings + "\n")
             self.corpus.tokenizer.save(str(self.folder.tokenizer))
             wandb = WandbRun(self.config, self.folder, self.say) if self.config.log.wandb else None
@@ -95,7 +96,7 @@ class Trainer:
 
     def _prepare_folder(self) -> None:
         """On rank 0: the folder is there, and what is in it is this run's."""
-        if not self.mesh.restarted:
+        if not self.parallel.restarted:
             self.folder.require_fit(self.config)
             if self.folder.is_replaced_by(self.config):
                 self.folder.clear()
@@ -120,7 +121,9 @@ class Trainer:
             origin = wanted.resume
         if origin is None:
             return "starts at step 0"
-        path = from_rank_0(self.mesh, lambda: find_checkpoint(Path(origin).expanduser(), self.say))
+        path = from_rank_0(
+            self.parallel, lambda: find_checkpoint(Path(origin).expanduser(), self.say)
+        )
         if wanted.init_from is not None:
             self.state.load_weights(path)
             return f"starts at step 0 with the weights of {path}"
@@ -147,17 +150,17 @@ class Trainer:
 
     def what_to_stop(self, deadline: float | None) -> Run:
         """What the stopper needs to end this run at any moment."""
-        mesh = self.mesh
+        parallel = self.parallel
         return Run(
-            rank=mesh.rank,
-            world=mesh.world,
-            store=None if mesh.store is None else mesh.store.clone(),
+            rank=parallel.rank,
+            world=parallel.world,
+            store=None if parallel.store is None else parallel.store.clone(),
             gate=self.gate,
             save=self._save_at_once,
             say=self._say_event,
             fail=self.words.not_saved,
             close=self._close_at_once,
-            deadline=deadline if mesh.rank == 0 else None,
+            deadline=deadline if parallel.rank == 0 else None,
         )
 
     def train(self) -> None:
@@ -168,8 +171,8 @@ class Trainer:
         profile = profiled(
             self.config.profile,
             self.folder.profile,
-            self.mesh.rank,
-            self.mesh.device,
+            self.parallel.rank,
+            self.parallel.device,
             self.state.step,
         )
         with StepProgress(self.console, steps) as progress, profile as step_done:
@@ -180,7 +183,7 @@ class Trainer:
     def _train_on(self, progress: StepProgress, step_done: Callable[[], None]) -> None:
         """Steps until the last, or until the state went back to an earlier one."""
         train, state = self.config.train, self.state
-        first, offset, stride = state.step, state.samples, train.accumulation * self.mesh.dp
+        first, offset, stride = state.step, state.samples, train.accumulation * self.parallel.dp
         make = lambda step: self._batches(offset + (step - first) * stride)  # noqa: E731
         previous = time.perf_counter()
         for batches in ahead(make, first, train.steps):
@@ -206,11 +209,11 @@ class Trainer:
         The gradient is that of the sum of all token losses over the number N of valid tokens of
         all ranks and micro-batches. ``data_parallel`` averages over W ranks, hence W / N.
         """
-        mesh, optim, state = self.mesh, self.config.optim, self.state
-        n_valid = sum_over_ranks(mesh, torch.tensor(sum(batch.n_valid for batch in batches)))
-        scale = mesh.world / n_valid.clamp(min=1)
+        parallel, optim, state = self.parallel, self.config.optim, self.state
+        n_valid = sum_over_ranks(parallel, torch.tensor(sum(batch.n_valid for batch in batches)))
+        scale = parallel.world / n_valid.clamp(min=1)
         buckets = n_buckets(self.config.data.seq_len)
-        sums = torch.zeros(2, buckets, dtype=torch.float64, device=mesh.device)
+        sums = torch.zeros(2, buckets, dtype=torch.float64, device=parallel.device)
         for batch, context in self._micro_batches(batches):
             with context:
                 losses = self.wrapped(batch)
@@ -219,7 +222,7 @@ class Trainer:
             sums[1] += sum_by_bucket((batch.labels != IGNORED).float(), batch.buckets, buckets)
         limit = optim.clip if optim.clip is not None else float("inf")
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        losses_by_bucket, tokens_by_bucket = sum_over_ranks(mesh, sums).tolist()
+        losses_by_bucket, tokens_by_bucket = sum_over_ranks(parallel, sums).tolist()
         loss = sum(losses_by_bucket) / max(1, int(n_valid))
         objection = self._agreed(state.guard.objection(loss, grad_norm))
         lr = learning_rate(optim, state.step, self.config.train.steps)
@@ -231,19 +234,19 @@ class Trainer:
             else:
                 state.guard.skip()
             self.optimizer.zero_grad(set_to_none=True)
-            if mesh.device.type == "cuda":
+            if parallel.device.type == "cuda":
                 self.updated = torch.cuda.current_stream().record_event()
             seconds = time.perf_counter() - begin
             state.step += 1
-            state.samples += len(batches) * mesh.dp
+            state.samples += len(batches) * parallel.dp
             state.seconds += seconds
             record = {
                 "step": state.step,
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "lr": lr,
-                "tokens_per_s": self.config.data.seq_len * len(batches) * mesh.dp / seconds,
-                "memory": peak_memory(mesh.device),
+                "tokens_per_s": self.config.data.seq_len * len(batches) * parallel.dp / seconds,
+                "memory": peak_memory(parallel.device),
                 "skipped": state.guard.skipped,
             }
             if self.recorder is not None:
@@ -257,9 +260,9 @@ class Trainer:
 
     def _agreed(self, objection: str | None) -> str | None:
         """The objection of any rank, on all: a step is taken by all or by none."""
-        if self.mesh.world == 1:
+        if self.parallel.world == 1:
             return objection
-        objections = sum_over_ranks(self.mesh, torch.tensor(int(objection is not None)))
+        objections = sum_over_ranks(self.parallel, torch.tensor(int(objection is not None)))
         return objection or (f"{int(objections)} ranks object" if int(objections) else None)
 
     def _prime(self) -> None:
@@ -271,8 +274,8 @@ class Trainer:
         """
         length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
         sample = pack(self.corpus.train, [Piece(0, 0, length)])
-        batch = make_batch(sample, self.mesh, self.config.parallel.layout).to(self.mesh.device)
-        self.wrapped(batch).sum().backward()
+        batch = make_batch(sample, self.parallel.cp_group, self.config.parallel.layout)
+        self.wrapped(batch.to(self.parallel.device)).sum().backward()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _save(self) -> None:
@@ -285,8 +288,8 @@ class Trainer:
 
     def _save_at_once(self) -> str:
         """For the stopper: the state is saved when this returns, or an error says why not."""
-        if self.mesh.device.type == "cuda":
-            torch.cuda.set_device(self.mesh.device)
+        if self.parallel.device.type == "cuda":
+            torch.cuda.set_device(self.parallel.device)
         self._require_saved()
         step = self.state.step
         return f"stopped after step {step}, which is saved; the same command goes on from there"
@@ -338,28 +341,28 @@ class Trainer:
             return
         self._record_evaluation(self.state.step, full)
         self.say("Counting the baselines ...")
-        summary = summarise(self.config, self.corpus, self.mesh, self.state, full, alone)
+        summary = summarise(self.config, self.corpus, self.parallel, self.state, full, alone)
         present(self.folder, summary, full, alone, self.console)
 
     def _batches(self, sample: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins with ``sample`` of the stream."""
-        accumulation, mesh = self.config.train.accumulation, self.mesh
-        indices = [sample + m * mesh.dp + mesh.dp_rank for m in range(accumulation)]
+        accumulation, parallel = self.config.train.accumulation, self.parallel
+        indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(accumulation)]
         layout = self.config.parallel.layout
-        return [make_batch(self.samples[index], mesh, layout) for index in indices]
+        return [make_batch(self.samples[index], parallel.cp_group, layout) for index in indices]
 
     def _micro_batches(
         self, batches: list[Batch]
     ) -> Iterator[tuple[Batch, contextlib.AbstractContextManager[None]]]:
         """Each batch on the device, with the context that reduces gradients after the last only."""
         for number, batch in enumerate(batches, start=1):
-            last = number == len(batches) or self.mesh.world == 1
+            last = number == len(batches) or self.parallel.world == 1
             context = contextlib.nullcontext() if last else self.wrapped.no_sync()
-            yield batch.to(self.mesh.device), context
+            yield batch.to(self.parallel.device), context
 
     def _evaluate(self, max_bytes: int | None, window: tuple[int, int] = (-1, -1)) -> Evaluation:
         held_out = self.corpus.held_out
-        return evaluate(self.model, held_out, self.config, self.mesh, max_bytes, window)
+        return evaluate(self.model, held_out, self.config, self.parallel, max_bytes, window)
 
     def _validate(self, step: int) -> str:
         evaluation = self._evaluate(self.config.train.eval_bytes)
@@ -381,12 +384,12 @@ class Trainer:
             self.recorder.evaluation(record, evaluation.loss_by_bucket)
 
     def _introduce(self) -> None:
-        mesh, corpus = self.mesh, self.corpus
+        parallel, corpus = self.parallel, self.corpus
         parameters = sum(p.numel() for p in self.model.parameters())
         precision = str(self.model.dtype).removeprefix("torch.")
         self.console.print(
-            f"{parameters:,} parameters in {precision} on {mesh.world} x "
-            f"{mesh.device.type} (dp {mesh.dp}, cp {mesh.cp}); "
+            f"{parameters:,} parameters in {precision} on {parallel.world} x "
+            f"{parallel.device.type} (dp {parallel.dp}, cp {parallel.cp}); "
             f"{len(corpus.train):,} documents of {corpus.train.lengths.sum():,} tokens, "
             f"{len(corpus.held_out):,} held out; run folder {self.folder.path}",
             soft_wrap=True,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
 from train.data.batches import ahead, make_batch
 from train.data.samples import TrainingSamples
-from train.engine.parallel import Mesh
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -24,8 +22,7 @@ def test_the_shards_of_all_ranks_are_the_sample(make_documents, world, layout):
         expected += zip(tokens.tolist(), labels.tolist(), range(stop - start), strict=True)
     found = []
     for rank in range(world):
-        mesh = Mesh(rank, world, world, torch.device("cpu"), cp_group=(rank, world))
-        batch = make_batch(sample, mesh, layout)
+        batch = make_batch(sample, (rank, world), layout)
         tokens, labels, positions = batch.tokens, batch.labels, batch.positions
         found += zip(tokens.tolist(), labels.tolist(), positions.tolist(), strict=True)
         assert batch.n_valid == int((batch.labels >= 0).sum())

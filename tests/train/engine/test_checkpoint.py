@@ -19,17 +19,16 @@ from train.engine.checkpoint import (
     checkpoints_in,
     facts_of,
     find_checkpoint,
-    from_rank_0,
     load_tensors,
     newest_good,
     own_share,
     require_shared,
 )
-from train.engine.parallel import Mesh
+from train.engine.parallel import ParallelLayout, from_rank_0
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-ALONE = Mesh(rank=0, world=1, cp=1, device=torch.device("cpu"))
+ALONE = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -237,8 +236,10 @@ def test_ranks_write_about_as_many_bytes_each():
 def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str]:
     said: list[str] = []
     rank, world = group.rank(), group.size()
-    mesh = Mesh(rank, world, 1, torch.device("cpu"), host_group=group, save_group=group)
-    checkpoints = Checkpoints(folder, mesh, keep=2, keep_every=None, say=said.append)
+    parallel = ParallelLayout(
+        rank, world, 1, torch.device("cpu"), host_group=group, save_group=group
+    )
+    checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, say=said.append)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if rank == fails:
@@ -273,14 +274,14 @@ def test_a_disk_that_is_full_for_one_rank_fails_the_checkpoint_on_all(ranks, tmp
 
 
 def _refused(group: dist.ProcessGroup) -> str:
-    mesh = Mesh(group.rank(), group.size(), 1, torch.device("cpu"), host_group=group)
+    parallel = ParallelLayout(group.rank(), group.size(), 1, torch.device("cpu"), host_group=group)
 
     def refuse() -> None:
         raise ConfigError("rank 0 says no")
 
     with pytest.raises(ConfigError) as caught:
-        from_rank_0(mesh, refuse)
-    assert from_rank_0(mesh, dist.get_rank) == 0
+        from_rank_0(parallel, refuse)
+    assert from_rank_0(parallel, dist.get_rank) == 0
     return str(caught.value)
 
 
@@ -289,16 +290,16 @@ def test_what_rank_0_decides_holds_for_all(ranks: Ranks):
 
 
 def _shared(group: dist.ProcessGroup, folder: Path) -> str | None:
-    mesh = Mesh(group.rank(), group.size(), 1, torch.device("cpu"), host_group=group)
-    require_shared(mesh, folder)
-    if mesh.rank == 0:
+    parallel = ParallelLayout(group.rank(), group.size(), 1, torch.device("cpu"), host_group=group)
+    require_shared(parallel, folder)
+    if parallel.rank == 0:
         assert not list(folder.iterdir())
     here = Path.exists
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.engine.checkpoint.SEEN_S", 0.2)
-        patch.setattr(Path, "exists", lambda path: mesh.rank != 2 and here(path))
+        patch.setattr(Path, "exists", lambda path: parallel.rank != 2 and here(path))
         try:
-            require_shared(mesh, folder)
+            require_shared(parallel, folder)
         except ConfigError as error:
             return str(error)
     return None

@@ -12,9 +12,9 @@ import torch
 
 from train.config import ConfigError, ProfileConfig
 from train.data.shards import open_corpus
-from train.engine.parallel import Mesh
+from train.engine.parallel import ParallelLayout
 from train.log.profiler import MemoryHistory, profiled, require_profilable
-from train.run.failure import LastWords
+from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
 from train.tasks.trainer import Trainer
 
@@ -115,8 +115,10 @@ def test_a_training_is_traced_by_its_own_steps(config):
     config.train.steps, config.optim.warmup_steps, config.train.eval_every = 4, 1, 0
     config.profile.steps = [2, 3]
     folder = RunFolder(config)
-    mesh = Mesh(rank=0, world=1, cp=1, device=CPU)
-    trainer = Trainer(config, open_corpus(config.data), mesh, folder, LastWords(0, sys.stderr))
+    parallel = ParallelLayout(rank=0, world=1, cp=1, device=CPU)
+    trainer = Trainer(
+        config, open_corpus(config.data), parallel, folder, FailureReport(0, sys.stderr)
+    )
     trainer.train()
     trainer.close()
     (path,) = folder.profile.iterdir()

@@ -14,9 +14,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from train.data.shards import open_corpus
-from train.engine.parallel import Mesh
+from train.engine.parallel import ParallelLayout
 from train.log.wandb_run import WandbRun
-from train.run.failure import LastWords
+from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
 from train.tasks.trainer import Trainer
 
@@ -112,9 +112,9 @@ def test_a_training_sends_what_tensorboard_gets_and_goes_on_as_the_same_run(wand
     config.model.dim, config.model.ffn_dim, config.model.n_layers = 32, 64, 1
     config.optim.warmup_steps, config.train.eval_every, config.log.wandb = 1, 2, True
     for config.train.steps in (3, 5):
-        mesh = Mesh(rank=0, world=1, cp=1, device=torch.device("cpu"))
-        words, corpus = LastWords(0, sys.stderr), open_corpus(config.data)
-        trainer = Trainer(config, corpus, mesh, RunFolder(config), words)
+        parallel = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
+        words, corpus = FailureReport(0, sys.stderr), open_corpus(config.data)
+        trainer = Trainer(config, corpus, parallel, RunFolder(config), words)
         trainer.train()
         trainer.close()
     board = EventAccumulator(str(RunFolder(config).tensorboard)).Reload()

@@ -14,12 +14,10 @@ from ringfa3 import plan_context, ring_attn_func
 from train.config import ModelConfig, RopeConfig
 from train.data.batches import make_batch
 from train.data.samples import Sample
-from train.engine.parallel import Mesh
 from train.model.sdpa import SdpaAttention
 from train.model.transformer import LanguageModel, Transformer, rope_frequencies, rotate, rotation
 
 VOCABULARY = 97
-ALONE = Mesh(rank=0, world=1, cp=1, device=torch.device("cpu"), cp_group=None)
 SMALL = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "dim": 32, "ffn_dim": 48}
 
 
@@ -105,7 +103,7 @@ def test_packed_losses_and_gradients_equal_the_reference(changes):
     model = build(**changes)
     lengths = [37, 1, 64, 2, 51]
     sample = packed_sample(lengths)
-    losses = model(make_batch(sample, ALONE, "zigzag"))
+    losses = model(make_batch(sample, None, "zigzag"))
     hidden = [
         reference_hidden(model.transformer, document)
         for document in torch.from_numpy(sample.tokens).split(lengths)
@@ -150,7 +148,7 @@ def test_sdpa_never_takes_a_part_of_a_sample():
 def test_recompute_changes_work_but_not_gradients(recompute, rings):
     """Two layers: the ring runs twice in each when all is computed again, once when it is kept."""
     sample = packed_sample([40, 25])
-    batch = make_batch(sample, ALONE, "zigzag")
+    batch = make_batch(sample, None, "zigzag")
     plain, saving = build(), build(recompute)
     expected = torch.autograd.grad(plain(batch).sum(), list(plain.parameters()))
     calls = 0
@@ -170,7 +168,7 @@ def test_recompute_changes_work_but_not_gradients(recompute, rings):
 def test_bfloat16_autocast_keeps_weights_and_losses_in_float32():
     """bfloat16 has 8 bits: within 2% of the largest loss in float32."""
     model = build()
-    batch = make_batch(packed_sample([40, 25]), ALONE, "zigzag")
+    batch = make_batch(packed_sample([40, 25]), None, "zigzag")
     expected = model(batch)
     model.dtype = torch.bfloat16
     losses = model(batch)
@@ -195,7 +193,7 @@ def test_zero_init_starts_at_the_uniform_distribution():
     transformer = Transformer(ModelConfig(**SMALL), VOCABULARY, seed=0)
     assert float(transformer.embedding.weight.detach().std()) == pytest.approx(1.0, rel=0.05)
     model = LanguageModel(transformer, torch.float32, 50)
-    batch = make_batch(packed_sample([30, 20]), ALONE, "zigzag")
+    batch = make_batch(packed_sample([30, 20]), None, "zigzag")
     losses = model(batch)[batch.labels >= 0]
     torch.testing.assert_close(losses, torch.full_like(losses, math.log(VOCABULARY)))
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.errors import RingError
-from train.run.failure import LastWords, explain, is_of_a_peer, is_out_of_memory
+from train.run.failure import FailureReport, explain, is_of_a_peer, is_out_of_memory
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def report(tmp_path, monkeypatch):
 
 
 def test_the_words_of_a_killed_rank_are_there_before(report):
-    words = LastWords(3, io.StringIO())
+    words = FailureReport(3, io.StringIO())
     assert not report.exists()
     words.begin_step(8)
     said = json.loads(report.read_text())
@@ -35,7 +35,7 @@ def test_torchrun_reports_an_error_and_nobody_else_unless_it_restarts(
     report, tmp_path, monkeypatch, config
 ):
     console = io.StringIO()
-    words = LastWords(1, console)
+    words = FailureReport(1, console)
     words.begin_step(2)
     log = tmp_path / "rank1.log"
     words.report(ValueError("no\n such"), log, config)
@@ -52,14 +52,14 @@ def test_without_torchrun_the_rank_says_it_itself(tmp_path, monkeypatch, config)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     console = io.StringIO()
     log = tmp_path / "logs" / "rank0.log"  # a run that fails at once has no folder yet
-    LastWords(0, console).report(KeyError("x"), log, config)
+    FailureReport(0, console).report(KeyError("x"), log, config)
     assert "KeyError: 'x'" in log.read_text()
     assert console.getvalue().startswith("rank 0, before the first step: KeyError: 'x'")
 
 
 def test_a_consequence_is_never_the_first_failure(report, tmp_path, config):
     """torchrun takes the earliest whole second for the cause."""
-    words = LastWords(0, io.StringIO())
+    words = FailureReport(0, io.StringIO())
     begin = int(time.time())
     words.report(RingError("rank 1 is gone"), tmp_path / "log", config)
     assert json.loads(report.read_text())["timestamp"] > begin
@@ -67,7 +67,7 @@ def test_a_consequence_is_never_the_first_failure(report, tmp_path, config):
 
 def test_a_rank_that_is_stopped_without_saving_is_no_cause(report, capsys):
     """Its step has begun long before; the failure that has led to the stop must come first."""
-    words = LastWords(0, io.StringIO())
+    words = FailureReport(0, io.StringIO())
     words.begin_step(9)
     begin = int(time.time())
     words.not_saved("SIGTERM, but nothing was saved: no answer from rank 1")
@@ -78,13 +78,13 @@ def test_a_rank_that_is_stopped_without_saving_is_no_cause(report, capsys):
 
 
 def test_what_a_console_cannot_print_is_still_said(report, tmp_path, config):
-    LastWords(1, io.StringIO()).report(OSError("no \udcff"), tmp_path / "log", config)
+    FailureReport(1, io.StringIO()).report(OSError("no \udcff"), tmp_path / "log", config)
     assert "no \\udcff" in json.loads(report.read_text())["message"]
 
 
 def test_a_full_disk_does_not_hide_the_error(report, tmp_path, config):
     (tmp_path / "logs").write_text("a file where the folder should be")
-    LastWords(1, io.StringIO()).report(KeyError("x"), tmp_path / "logs" / "rank1.log", config)
+    FailureReport(1, io.StringIO()).report(KeyError("x"), tmp_path / "logs" / "rank1.log", config)
     assert "KeyError: 'x'" in json.loads(report.read_text())["message"]
 
 

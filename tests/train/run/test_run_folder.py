@@ -8,8 +8,8 @@ import resource
 
 import pytest
 
-from train.config import ConfigError, get
-from train.run.run_folder import RunFolder, flat, write_whole
+from train.config import ConfigError, flatten, get
+from train.run.run_folder import RunFolder, write_whole
 
 
 @pytest.fixture
@@ -142,5 +142,10 @@ def test_clear_leaves_what_is_not_of_a_run(folder):
     assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
 
 
-def test_flat():
-    assert flat({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {"a.b": 1, "a.c.d": [2], "e": None}
+def test_flatten():
+    nested = {"a": {"b": 1, "c": {"d": [2]}}, "e": None}
+    assert flatten(nested) == {
+        "a.b": 1,
+        "a.c.d": [2],
+        "e": None,
+    }

@@ -13,7 +13,7 @@ from tests.train.jobs import ROOT
 
 SCRIPT = """
 import sys, threading, time
-from train.run.update_lock import Gate
+from train.run.update_lock import UpdateLock
 from train.run.stopper import Run, Stopper
 
 def save():
@@ -27,7 +27,7 @@ def say(text):
         raise SystemExit(1)  # what a library does when its reader is gone
     print(text, flush=True)
 
-stopper, gate = Stopper(), Gate()
+stopper, gate = Stopper(), UpdateLock()
 print("taken", flush=True)
 if "slow start" in sys.argv:
     time.sleep(1.5)

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from train.run.update_lock import Gate
+from train.run.update_lock import UpdateLock
 
 
-def changing(gate: Gate, held: threading.Event) -> threading.Thread:
+def changing(gate: UpdateLock, held: threading.Event) -> threading.Thread:
     """A thread that is inside its first change until ``held`` is set, then makes a second."""
     inside = threading.Event()
 
@@ -28,7 +28,7 @@ def changing(gate: Gate, held: threading.Event) -> threading.Thread:
 
 
 def test_shutting_waits_for_the_change_that_is_being_made():
-    gate, held, shut = Gate(), threading.Event(), []
+    gate, held, shut = UpdateLock(), threading.Event(), []
     thread = changing(gate, held)
     closer = threading.Thread(target=lambda: shut.append(gate.shut()), daemon=True)
     closer.start()
@@ -43,7 +43,7 @@ def test_shutting_waits_for_the_change_that_is_being_made():
 
 
 def test_a_shut_gate_lets_so_many_changes_pass():
-    gate = Gate()
+    gate = UpdateLock()
     assert gate.shut() == 0
 
     def make_three() -> None:
@@ -64,7 +64,7 @@ def test_a_shut_gate_lets_so_many_changes_pass():
 
 
 def test_a_change_that_fails_does_not_count_and_opens_the_gate_again():
-    gate = Gate()
+    gate = UpdateLock()
     with pytest.raises(RuntimeError), gate.change():
         raise RuntimeError
     assert gate.made == 0

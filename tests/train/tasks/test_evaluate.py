@@ -21,17 +21,17 @@ def corpus(config):
 
 
 def model_of(config, corpus):
-    mesh = join(config.parallel, torch.device("cpu"))
-    return build_model(config, corpus.tokenizer.get_vocab_size(), mesh), mesh
+    parallel = join(config.parallel, torch.device("cpu"))
+    return build_model(config, corpus.tokenizer.get_vocab_size(), parallel.device), parallel
 
 
 @pytest.mark.parametrize("piece_len", [None, 50])
 def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, piece_len):
     """Zero initialisation predicts uniformly, so the total counts the predicted tokens: 1e-6."""
     config.data.piece_len = piece_len
-    model, mesh = model_of(config, corpus)
+    model, parallel = model_of(config, corpus)
     held_out = corpus.held_out
-    result = evaluate(model, held_out, config, mesh, max_bytes=None)
+    result = evaluate(model, held_out, config, parallel, max_bytes=None)
     tokens = int(held_out.lengths.sum()) - len(held_out)
     assert result.tokens == tokens
     assert result.n_bytes == int(held_out.n_bytes.sum())
@@ -46,13 +46,13 @@ def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, piece_le
 def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
     """Those of evaluating it alone, to 1e-6, and together their mean by bytes; any dp."""
     config.model.zero_init = False
-    model, mesh = model_of(config, corpus)
+    model, parallel = model_of(config, corpus)
     documents = corpus.held_out
     half = len(documents) // 2
     mixed = replace(documents, sources={"a": 1.0, "b": 5.0}, bounds=(0, half, len(documents)))
-    parts = [evaluate(model, mixed.of_source(k), config, mesh, None) for k in range(2)]
-    monkeypatch.setattr(evaluation, "sum_over_ranks", lambda mesh, values: values)
-    ranks = [replace(mesh, rank=rank, world=dp) for rank in range(dp)]
+    parts = [evaluate(model, mixed.of_source(k), config, parallel, None) for k in range(2)]
+    monkeypatch.setattr(evaluation, "sum_over_ranks", lambda parallel, values: values)
+    ranks = [replace(parallel, rank=rank, world=dp) for rank in range(dp)]
     whole = [evaluate(model, mixed, config, rank, None) for rank in ranks]  # not yet added up
     by_source = {
         name: sum(result.nats_per_byte_by_source[name] for result in whole) for name in ("a", "b")
@@ -67,9 +67,9 @@ def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
 
 
 def test_a_budget_takes_whole_documents(config, corpus):
-    model, mesh = model_of(config, corpus)
+    model, parallel = model_of(config, corpus)
     first = int(corpus.held_out.n_bytes[0])
-    result = evaluate(model, corpus.held_out, config, mesh, max_bytes=1)
+    result = evaluate(model, corpus.held_out, config, parallel, max_bytes=1)
     assert result.n_bytes == first
     assert result.tokens == int(corpus.held_out.lengths[0]) - 1
 
@@ -77,9 +77,9 @@ def test_a_budget_takes_whole_documents(config, corpus):
 def test_alone_a_token_sees_nothing_of_the_others(config, corpus):
     """Exchanging a document's first words leaves its other losses bitwise the same, if alone."""
     config.model.zero_init = False
-    model, mesh = model_of(config, corpus)
+    model, parallel = model_of(config, corpus)
     results = [
-        evaluate(model, corpus.held_out, config, mesh, None, w) for w in [(-1, -1), SELF_ONLY]
+        evaluate(model, corpus.held_out, config, parallel, None, w) for w in [(-1, -1), SELF_ONLY]
     ]
     assert results[0].tokens == results[1].tokens
     assert results[0].nats_per_byte != results[1].nats_per_byte

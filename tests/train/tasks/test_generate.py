@@ -20,7 +20,7 @@ from train.model.transformer import LanguageModel, Transformer
 from train.run.run_config import read_settings
 from train.run.run_folder import RunFolder
 from train.tasks.generate import as_text, choose, continuation, probabilities
-from train.tasks.load_model import load_trained
+from train.tasks.load_model import load_model
 
 VOCABULARY = 60
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -129,8 +129,8 @@ def test_a_run_writes_what_its_weights_say(pretrain, trained_run):
     assert done.returncode == 0, done.stderr
     config = read_settings(trained_run / "config.json")
     config.run.dir = str(trained_run)
-    mesh = join(ParallelConfig(), torch.device("cpu"))
-    trained = load_trained(config, RunFolder(config), mesh, None, print)
+    parallel = join(ParallelConfig(), torch.device("cpu"))
+    trained = load_model(config, RunFolder(config), parallel, None, print)
     prompt = [0, *trained.tokenizer.encode("ring, attention").ids]
     expected = greedy(trained.model, prompt, 30)
     assert len(set(expected)) > 1  # an untrained head is zero and always says the same

@@ -17,8 +17,8 @@ from tests.train.jobs import events, steps
 from train.config import Config, ConfigError
 from train.data.shards import open_corpus
 from train.engine.checkpoint import checkpoints_in
-from train.engine.parallel import Mesh
-from train.run.failure import LastWords
+from train.engine.parallel import ParallelLayout
+from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
 from train.tasks.trainer import Trainer
 
@@ -33,10 +33,10 @@ def config(config: Config) -> Config:
     return config
 
 
-def make(config: Config, mesh: Mesh | None = None) -> Trainer:
-    mesh = mesh or Mesh(rank=0, world=1, cp=1, device=torch.device("cpu"))
-    words = LastWords(mesh.rank, sys.stderr)
-    return Trainer(config, open_corpus(config.data), mesh, RunFolder(config), words)
+def make(config: Config, parallel: ParallelLayout | None = None) -> Trainer:
+    parallel = parallel or ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
+    words = FailureReport(parallel.rank, sys.stderr)
+    return Trainer(config, open_corpus(config.data), parallel, RunFolder(config), words)
 
 
 def spoil(trainer: Trainer, wrong: dict[int, float]) -> None:
@@ -46,7 +46,7 @@ def spoil(trainer: Trainer, wrong: dict[int, float]) -> None:
     def make_batches(sample: int) -> list:
         made = batches(sample)
         for batch in made:
-            batches_of[id(batch)] = (batch, wrong.get(sample // trainer.mesh.dp, 1.0))
+            batches_of[id(batch)] = (batch, wrong.get(sample // trainer.parallel.dp, 1.0))
         return made
 
     batches_of: dict[int, tuple] = {}
@@ -74,8 +74,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(config):
 def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[float], int, list]:
     rank, world = group.rank(), group.size()
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
-    mesh = Mesh(rank, world, 2, torch.device("cpu"), group, *groups)
-    trainer = make(config, mesh)
+    parallel = ParallelLayout(rank, world, 2, torch.device("cpu"), group, *groups)
+    trainer = make(config, parallel)
     before: list[torch.Tensor] = []
     if rank == 1:
         spoil(trainer, {3: math.inf})

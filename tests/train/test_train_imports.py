@@ -1,0 +1,59 @@
+"""Imports of the trainer point one way, by package; Hydra and DeepSpeed stay in their modules."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TRAIN = Path(__file__).parents[2] / "train"
+
+# A package imports from those before it. Each package's docstring names them.
+ORDER = ["config", "data", "model", "engine", "run", "log", "tasks", "pretrain"]
+HYDRA_MODULES = {"pretrain", "config", "sweep"}
+MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of everything that a file imports, at any depth of its code."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_packages_import_one_way(path: Path) -> None:
+    package = path.parts[0].removesuffix(".py")
+    names = imported(TRAIN / path)
+    if package == "__init__":
+        assert not names
+        return
+    before = ORDER[: ORDER.index(package)]
+    inside = [package] if len(path.parts) > 1 else []
+    own = {name.split(".")[1] for name in names if name.startswith("train.")}
+    assert own <= {*before, *inside}
+    roots = {name.split(".")[0] for name in names}
+    assert "deepspeed" not in roots
+    assert path.stem in HYDRA_MODULES or not roots & {"hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize("package", ORDER[1:-1])
+def test_packages_are_small_and_say_what_they_import(package: str) -> None:
+    """At most 14 modules, and a docstring of three lines whose last names the packages before."""
+    modules = list((TRAIN / package).glob("*.py"))
+    assert len(modules) - 1 <= 14
+    tree = ast.parse((TRAIN / package / "__init__.py").read_text())
+    (docstring,) = tree.body
+    lines = [line for line in ast.get_docstring(tree).splitlines() if line]
+    before = ", ".join(ORDER[1 : ORDER.index(package)])
+    assert isinstance(docstring, ast.Expr)
+    assert len(lines) == 3
+    assert lines[1].startswith("In: ")
+    assert lines[2] == (f"Imports: config, {before}." if before else "Imports: config.")

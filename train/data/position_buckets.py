@@ -1,0 +1,39 @@
+"""Buckets of token positions, by powers of two, and sums over them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def n_buckets(seq_len: int) -> int:
+    """Buckets that cover the positions of a document of ``seq_len`` tokens."""
+    return (seq_len - 1).bit_length() + 1
+
+
+def position_buckets(positions_T: Tensor) -> Tensor:
+    """Bucket of each position, int64: 0 for position 0, b for positions [2^(b-1), 2^b)."""
+    return torch.bucketize(positions_T, 2 ** torch.arange(63), right=True)
+
+
+def bucket_label(bucket: int) -> str:
+    """The positions of a bucket, for people."""
+    if bucket < 2:
+        return str(bucket)
+    return f"{2 ** (bucket - 1)}-{2**bucket - 1}"
+
+
+def sum_by_bucket(values_T: Tensor, buckets_T: Tensor, buckets: int) -> Tensor:
+    """Sum of ``values_T`` in each bucket, (buckets,) float64; the same bits every time.
+
+    A reduction for each of the few buckets: adding by index has no fixed order on a GPU.
+    """
+    values_T = values_T.double()
+    return torch.stack([torch.where(buckets_T == b, values_T, 0).sum() for b in range(buckets)])
+
+
+def mean_by_bucket(losses: list[float], tokens: list[int]) -> list[float]:
+    """``losses / tokens`` of each bucket, NaN where it holds no token."""
+    return [loss / n if n else math.nan for loss, n in zip(losses, tokens, strict=True)]
