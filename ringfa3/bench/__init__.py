@@ -1,4 +1,5 @@
-"""Benchmarks against other attention implementations; see `python -m ringfa3.bench --help`.
+"""Benchmarks: RingFA3 and other implementations of attention, timed in pairs.
 
-`import ringfa3` imports nothing of it.
+In: a command line (`python -m ringfa3.bench --help`). Out: results.json, tables, plots.
+Imports anything of ringfa3; `import ringfa3` imports nothing from here.
 """

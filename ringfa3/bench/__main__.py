@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ringfa3.bench.cases import HEAD_DIMS, ITSELF, RING_SETS, SETS
+from ringfa3.bench.common.cases import HEAD_DIMS, ITSELF, RING_SETS, SETS
 from ringfa3.ring.prepare_call import TRANSPORTS
 
 ATTENTION = "Attention on one GPU against FlashAttention-3 and cuDNN."
@@ -30,7 +30,7 @@ EXTRA = "pip install 'ringfa3[bench]'"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 measured, 1 something was wrong or failed, 2 nothing could be measured."""
     given = parser().parse_args(arguments)
-    from ringfa3.bench.machine import BenchError
+    from ringfa3.bench.common.machine import BenchError
 
     try:
         return plot_only(given.plot_only) if given.plot_only else int(given.run(given))
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def attention(given: argparse.Namespace) -> int:
-    from ringfa3.bench.attention import Options, run
+    from ringfa3.bench.attention.run import Options, run
 
     return run(
         Options(
@@ -65,8 +65,8 @@ def attention(given: argparse.Namespace) -> int:
 
 
 def ring(given: argparse.Namespace) -> int:
-    from ringfa3.bench.agenda import Options
-    from ringfa3.bench.ring import run
+    from ringfa3.bench.ring.run import run
+    from ringfa3.bench.ring.run_plan import Options
 
     return run(
         Options(
@@ -88,8 +88,8 @@ def ring(given: argparse.Namespace) -> int:
 
 
 def rehearsal(given: argparse.Namespace) -> int:
-    from ringfa3.bench.rehearsal import Options, rehearse
-    from ringfa3.bench.team import LostError, ToldError
+    from ringfa3.bench.common.ranks import LostError, ToldError
+    from ringfa3.bench.ring.rehearsal import Options, rehearse
     from ringfa3.errors import first_line
 
     options = Options(
@@ -117,8 +117,8 @@ def chosen(names: list[str], sets: Mapping[str, object]) -> list[str]:
 
 
 def plot_only(path: Path) -> int:
-    from ringfa3.bench.plot import redraw
-    from ringfa3.bench.results import ResultsError
+    from ringfa3.bench.common.plot import redraw
+    from ringfa3.bench.common.results import ResultsError
 
     try:
         print("wrote " + ", ".join(map(str, redraw(path))))

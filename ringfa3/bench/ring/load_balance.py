@@ -1,0 +1,57 @@
+"""How a plan spreads a case over ranks: who has how much work, how full tiles are, what travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringfa3.bench.common.cases import RingCase
+from ringfa3.planning.context_plan import plan_context
+from ringfa3.planning.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A case on its ranks.
+
+    imbalance  most visible pairs of a rank over the mean
+    fullness   real rows of forward tiles of `tile_m` rows, each weighted by the keys it visits
+    kv_rows    rows of K/V, with all heads, that go from a rank to another in a forward
+    kv_share   of what it would take to bring every row to every rank
+    """
+
+    imbalance: float
+    fullness: float
+    kv_rows: int
+    kv_share: float
+
+    @classmethod
+    def of(cls, case: RingCase, tile_m: int) -> Spread:
+        plans = [
+            plan_context(case.cumulative, (r, case.world), "zigzag", True, (case.window[0], -1))
+            for r in range(case.world)
+        ]
+        work = plans[0].work_per_rank
+        visited = np.sum([_visited(t) for plan in plans for t in plan.hops.forward(tile_m)], 0)
+        rows = int(plans[0].movement.rows[:, 1:].sum())
+        everything = case.tokens * (case.world - 1)
+        return cls(
+            imbalance=max(work) * case.world / sum(work),
+            fullness=float(visited[0] / (visited[1] * tile_m)),
+            kv_rows=rows,
+            kv_share=rows / everything if everything else 0.0,
+        )
+
+
+def _visited(tiling: Tiling) -> tuple[int, int]:
+    """Over the tiles of a forward tiling: keys visited times its rows, and keys visited."""
+    real = keys = 0
+    for tile in tiling.tiles:
+        first, rows = int(tile["first_span"]), int(tile["rows"])
+        spans = tiling.spans[first : first + int(tile["num_spans"])]
+        i = int(tile["row0"]) - spans["q0"].astype(np.int64)
+        end = np.minimum(spans["k1"] - spans["k0"], i + rows + spans["hi"])
+        seen = int(np.maximum(0, end - np.maximum(0, i + spans["lo"])).sum())
+        real, keys = real + rows * seen, keys + seen
+    return real, keys

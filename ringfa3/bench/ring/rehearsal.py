@@ -1,0 +1,205 @@
+"""A ring of many GPUs on two: both play the same rank of it, and each is all peers of the other.
+
+What a rank finds at distance d, the other GPU has for it at distance -d. So the copies, words and
+kernels of a call go as on so many GPUs in step, over the links that there are; what is computed
+means nothing, for all blocks of peers are one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ringfa3 import flash_attn_func, plan_context
+from ringfa3.bench.common import machine
+from ringfa3.bench.common.cases import BACKWARD, DIRECTIONS, FORWARD, MATMULS
+from ringfa3.bench.common.machine import DTYPES, BenchError
+from ringfa3.bench.common.ranks import Team, join, place
+from ringfa3.bench.common.timing import CudaStopwatch, compare, median, paired, protocol
+from ringfa3.bench.ring.run_plan import query
+from ringfa3.kernels.dispatch import executor_reason
+from ringfa3.numa import move_near
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.ring.op import run_backward, run_forward
+from ringfa3.symmetric.backend import CudaMachine, hindrance
+from ringfa3.symmetric.signals import Gather, Words
+from ringfa3.symmetric.stream_ops import Word
+from ringfa3.symmetric.watchdog import raise_in_main_thread
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SCALE = HEAD_DIM**-0.5
+FEWEST_TOKENS = 64  # of a rank
+
+
+@dataclass(frozen=True)
+class Options:
+    """ranks: of the ring; plays: which of them both GPUs are; tokens: of a rank."""
+
+    ranks: int
+    plays: int
+    tokens: Sequence[int]
+    direction: str
+    dtype: str
+    pairs: int
+    timeout: float
+    out: Path
+
+
+class Stage:
+    """`ringfa3.symmetric.backend.Group` of one that plays rank `rank` of `world`.
+
+    side   which of the two GPUs this is, 0 or 1
+    lines  what both GPUs say, on both
+    """
+
+    def __init__(
+        self, side: int, rank: int, world: int, timeout_s: float, lines: Callable[[str], list[str]]
+    ) -> None:
+        self.side, self.rank, self.world, self.timeout_s = side, rank, world, timeout_s
+        self.ranks, self.lines = list(range(world)), lines
+        self.failure: str | None = None
+
+    def gather(self, line: str) -> list[str]:
+        lines = self.lines(line)
+        return [lines[self.side if r == self.rank else 1 - self.side] for r in self.ranks]
+
+    def alarm(self) -> str | None:
+        return None
+
+    def fail(self, message: str) -> Exception:
+        self.failure = message
+        return RuntimeError(message)
+
+    def machine(self, device: torch.device) -> CudaMachine:
+        def lost(message: str) -> None:
+            raise_in_main_thread(self.fail(message))
+
+        return CudaMachine(self, device, self.timeout_s, lost, partial(Mirrored, self))
+
+
+class Mirrored(Words):
+    """Words of two sides: who is at distance d for one is the other, at distance -d.
+
+    All that one side sets the other takes if the rank visits keys at the hops at which its own are
+    visited: so it is in a causal zigzag document of some tokens a rank.
+    """
+
+    def __init__(self, stage: Stage, rank: int, world: int, _: Gather) -> None:
+        self._plays, self._world = rank, world
+        super().__init__(stage.side, world, stage.lines)
+
+    def address(self, word: Word) -> int:
+        sets = word.sender == self._plays
+        side = 1 - self.rank if sets else self.rank
+        distance = self._plays - word.receiver if sets else word.sender - self._plays
+        return super().address(word._replace(receiver=side, sender=distance % self._world))
+
+
+def rehearse(options: Options) -> int:
+    """Times each case beside one GPU without communication, prints and writes. The exit code.
+
+    Raises BenchError, on both ranks, where nothing can be measured.
+    """
+    rank, world, local = place()
+    if world != 2 or not 0 <= options.plays < options.ranks or options.ranks < 2:
+        raise BenchError(
+            f"rank {options.plays} of {options.ranks} on {world} processes: give 2 processes "
+            "(torchrun --nproc-per-node 2), --ranks 2 or more, and --plays below that"
+        )
+    if min(options.tokens) < FEWEST_TOKENS:
+        raise BenchError(f"--tokens {min(options.tokens)}: {FEWEST_TOKENS} or more are possible")
+    settings = protocol(options.pairs)
+    device = machine.find_device("cuda", local)
+    for direction in DIRECTIONS[options.direction]:
+        if reason := executor_reason(direction, query(DTYPES[options.dtype], device)):
+            raise BenchError(f"{direction}: {reason}, and the executor is not timed in its place")
+    if reason := hindrance():
+        raise BenchError(reason)
+    move_near(device)
+    team = Team(rank, world, join(device, options.timeout), device, options.timeout)
+    stage = Stage(rank, options.plays, options.ranks, options.timeout, team.meet)
+    cuda = stage.machine(device)
+    rows = []
+    for tokens in options.tokens:
+        for direction in DIRECTIONS[options.direction]:
+            row = _row(cuda, tokens, direction, options, team)
+            rows.append(row)
+            if rank == 0:
+                said = "{tokens} a GPU, {direction}: {tflops:.0f} TFLOP/s, {share:.3f} of one alone"
+                print(said.format(**row), flush=True)
+    if rank == 0:
+        options.out.mkdir(parents=True, exist_ok=True)
+        about = {
+            "ranks": options.ranks,
+            "plays": options.plays,
+            "dtype": options.dtype,
+            "heads": (HEADS, KV_HEADS, HEAD_DIM),
+            "transport": "symmetric",
+            "yardstick": "RingFA3 on one GPU, full, as many keys as a query sees on average",
+        }
+        found = {
+            "settings": settings | about,
+            "machine": machine.describe(device, []),
+            "rows": rows,
+        }
+        (options.out / "rehearsal.json").write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _row(
+    cuda: CudaMachine, tokens: int, direction: str, options: Options, team: Team
+) -> dict[str, object]:
+    """Of a causal sequence; the yardstick is as in `yardsticks.Yardstick`."""
+    ranks, whole = options.ranks, options.ranks * tokens
+    plan = plan_context(whole, (options.plays, ranks))
+    keys = round((whole + 1) / 2)
+    dtype = DTYPES[options.dtype]
+    ring = _ring(cuda, plan, direction, dtype)
+    alone = _alone(tokens, keys, direction, dtype, cuda.device)
+    times = paired(ring, alone, options.pairs, CudaStopwatch(team))
+    ratio = compare(times.a, times.b)
+    flops = MATMULS[direction] * whole * (whole + 1) // 2 // ranks * HEADS * HEAD_DIM
+    return {
+        "tokens": tokens,
+        "direction": direction,
+        "share": ratio.median,
+        "interval": (ratio.low, ratio.high),
+        "tflops": flops / median(times.a) / 1e12,
+        "seconds": (times.a, times.b),
+        "host_seconds": times.host,
+        "calls": times.calls,
+    }
+
+
+def _ring(
+    cuda: CudaMachine, plan: ContextPlan, direction: str, dtype: torch.dtype
+) -> Callable[[], object]:
+    q, k, v, dout = (
+        torch.randn(plan.local_tokens, h, HEAD_DIM, device=cuda.device).to(dtype)
+        for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    if direction == FORWARD:
+        return lambda: run_forward(q, k, v, plan, SCALE, cuda)
+    out, lse = run_forward(q, k, v, plan, SCALE, cuda)
+    return lambda: run_backward(dout, None, q, k, v, out, lse, plan, SCALE, False, cuda)
+
+
+def _alone(
+    tokens: int, keys: int, direction: str, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
+    q, k, v = (
+        torch.randn(1, n, h, HEAD_DIM, device=device)
+        .to(dtype)
+        .requires_grad_(direction == BACKWARD)
+        for n, h in ((tokens, HEADS), (keys, KV_HEADS), (keys, KV_HEADS))
+    )
+    if direction == FORWARD:
+        return lambda: flash_attn_func(q, k, v)
+    out = flash_attn_func(q, k, v)
+    dout = torch.randn_like(q)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)

@@ -1,0 +1,124 @@
+"""Cases of the benchmark: their masks, counted against brute force, and their sets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ringfa3.bench.common.cases import (
+    BACKWARD,
+    CAUSAL,
+    FORWARD,
+    FULL,
+    SETS,
+    Case,
+    causal_of_equal_flops,
+    select,
+)
+from tests.support.dense import mask
+
+
+@pytest.mark.parametrize("window", [FULL, CAUSAL, (5, 0), (200, 0), (3, 7), (0, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [(130,), (1, 0, 17, 129), (64, 64)], ids=str)
+def test_pairs_and_flops_equal_a_count_of_the_whole_mask(
+    lengths: tuple[int, ...], window: tuple[int, int]
+) -> None:
+    case = Case("any", "any", lengths, 6, 3, 64, window, packed=True)
+    pairs = int(mask(lengths, lengths, *window).sum())
+    assert case.pairs == pairs
+    assert case.flops(FORWARD) == 4 * pairs * 64 * 6
+    assert case.flops(BACKWARD) == 2.5 * case.flops(FORWARD)
+
+
+@pytest.mark.parametrize("window", [FULL, CAUSAL, (20, 3)], ids=str)
+@pytest.mark.parametrize("keys", [50, 200])
+def test_pairs_of_rectangles_equal_a_count_too(keys: int, window: tuple[int, int]) -> None:
+    case = Case("any", "any", (130, 130), 6, 3, 64, window, keys=(keys, keys))
+    assert case.pairs == int(mask(case.lengths, case.key_lengths, *window).sum())
+
+
+def test_the_paper_s_set_has_its_shapes() -> None:
+    found = select(["paper"])
+    assert len(found) == 36
+    for case in found:
+        assert case.tokens == 16384
+        assert case.heads * case.head_dim == 2048
+        assert case.heads == case.kv_heads
+    for d in (64, 128, 256):
+        for window in (FULL, CAUSAL):
+            lengths = [c.lengths[0] for c in found if (c.head_dim, c.window) == (d, window)]
+            assert lengths == [512, 1024, 2048, 4096, 8192, 16384]
+
+
+def test_long_sequences_share_kv_heads() -> None:
+    found = select(["gqa"])
+    assert {(c.heads, c.kv_heads, c.head_dim) for c in found} == {(32, 8, 128)}
+    causal = [c.lengths[0] for c in found if c.causal]
+    assert causal == [8192, 16384, 32768, 65536, 131072]
+    assert [c.lengths[0] for c in found if not c.causal] == [8192, 16384, 32768]
+
+
+def test_few_kv_heads_and_hops_have_the_shapes_of_their_bars() -> None:
+    few = select(["mqa"])
+    assert {(c.heads, c.head_dim, c.lengths) for c in few} == {(32, 128, (8192, 8192))}
+    assert sorted((c.kv_heads, c.causal) for c in few) == [
+        (1, False), (1, True), (2, False), (2, True),
+    ]  # fmt: skip
+    for name in ("hops", "merge"):
+        (case,) = select([name])
+        assert (case.lengths, case.keys, case.window) == ((8192,), (4096,), FULL)
+        assert (case.heads, case.kv_heads, case.head_dim) == (32, 8, 128)
+        assert case.flops(FORWARD) == 4 * 8192 * 4096 * 32 * 128
+
+
+def test_the_deterministic_set_is_causal_at_8k() -> None:
+    found = select(["deterministic"])
+    assert all(c.causal and c.lengths == (8192, 8192) for c in found)
+    shapes = [(c.head_dim, c.heads, c.kv_heads) for c in found]
+    assert shapes == [(64, 32, 32), (128, 16, 16), (128, 32, 8), (256, 8, 8)]
+
+
+def test_rows_of_a_set_have_names_of_their_own() -> None:
+    """A summary names its worst row by mask and label."""
+    for name in SETS:
+        found = select([name])
+        assert len({(c.head_dim, c.mask, c.label) for c in found}) == len(found)
+
+
+def test_every_mask_stands_beside_a_causal_sequence_of_its_flops() -> None:
+    found = select(["masks"])
+    assert [len(c.lengths) for c in found if c.beside is None] == [45, 7, 1, 1]
+    assert [c.window[0] for c in found[4:] if c.beside is None] == [4096, 1024]
+    for case, causal in zip(found[::2], found[1::2], strict=True):
+        assert case.tokens == 131072
+        assert causal.beside == case.label
+        assert causal.causal
+        assert len(causal.lengths) == 1
+        assert causal.flops(FORWARD) == pytest.approx(case.flops(FORWARD), rel=0.02)
+
+
+def test_documents_are_log_uniform_within_their_range() -> None:
+    case = select(["masks"])[0]
+    assert all(128 <= n < 16384 for n in case.lengths[:-1])
+    below = np.mean(np.array(case.lengths) < 1448)  # the middle of the range in logarithms
+    assert 0.3 < below < 0.7
+
+
+def test_sets_shrink_and_are_selected_by_head_dim() -> None:
+    assert {c.head_dim for c in select(["paper"], [256])} == {256}
+    assert select(["gqa"], [64]) == []
+    for name in SETS:
+        whole, small = select([name]), select([name], shrink=256)
+        assert max(c.tokens for c in small) * 256 == max(c.tokens for c in whole)
+    assert all(min(c.lengths) > 0 for c in select(list(SETS), shrink=256))
+
+
+def test_a_short_yardstick_is_no_multiple_of_128() -> None:
+    case = Case("any", "any", (50, 50), 1, 1, 64, CAUSAL, packed=True)
+    assert causal_of_equal_flops(case).lengths == (71,)
+
+
+def test_the_ablation_has_the_shape_of_the_paper_s_table_2() -> None:
+    (case,) = select(["ablation"])
+    assert case.lengths == (8448,) * 4
+    assert (case.heads, case.kv_heads, case.head_dim, case.window) == (16, 16, 128, FULL)

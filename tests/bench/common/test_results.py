@@ -1,0 +1,188 @@
+"""Results: JSON and back, tables, plots, and the line at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ringfa3.bench.common.cases import FORWARD, Case, select
+from ringfa3.bench.common.plot import draw, redraw
+from ringfa3.bench.common.results import Match, Results, ResultsError, Row, one_line, summaries
+from ringfa3.bench.common.table import SMOKE, attention_tables
+
+LINEUP = ["RingFA3", "FA3", "cuDNN"]
+
+
+def match(tflops: float, ratio: float) -> Match:
+    """A at `tflops`, `ratio` times B's."""
+    seconds = 1 / tflops
+    return Match(
+        seconds=([seconds] * 10, [seconds * ratio] * 10),
+        tflops=(tflops, tflops / ratio),
+        ratio=ratio,
+        interval=(ratio - 0.01, ratio + 0.01),
+        calls=4,
+        host_seconds=(1e-5, 1e-5),
+        host_bound=(tflops == 512, False),
+        errors={"out": 1e-3},
+        differences={"out": 2e-3},
+    )
+
+
+def measured(cases: list[Case], ratio: float = 0.9) -> list[Row]:
+    rows = []
+    for i, case in enumerate(cases):
+        row = Row.of(case, FORWARD, "bfloat16", LINEUP)
+        row.errors, row.allowed = {"out": 1e-3}, {"out": 4e-3}
+        row.matches = {
+            "FA3": match(512 + 7 * i, ratio + 0.01 * i),
+            "cuDNN": Match(stopped="refused: no [window]")
+            if case.packed
+            else match(500 + 7 * i, 1.2),
+        }
+        row.clocks = {"clocks.sm": "1755 MHz"}
+        rows.append(row)
+    return rows
+
+
+@pytest.fixture
+def results() -> Results:
+    """All sets at a 256th of their size; the second row out of memory."""
+    found = Results(
+        settings={"pairs": 10},
+        machine={"device": "NVIDIA H200", "date": "2026-11-20T10:00:00+00:00", "torch": "2.11.0"},
+        smoke=False,
+        left_out=["backward"],
+        rows=measured(select(["paper", "gqa", "masks"], shrink=256)),
+        complete=True,
+    )
+    found.rows[1].matches, found.rows[1].stopped = {}, "out of memory"
+    return found
+
+
+def printed(results: Results) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        for table in attention_tables(results):
+            console.print(table)
+    return captured.get()
+
+
+def test_json_and_back_is_the_same(results: Results, tmp_path: Path) -> None:
+    path = results.save(tmp_path)
+    assert Results.load(path) == results
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+    content = json.loads(path.read_text())
+    assert content["rows"][1]["stopped"] == "out of memory"
+    assert content["summary"][0]["geometric_mean"] == summaries(results)[0].geometric_mean
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no result"),
+        ('{"benchmark": "attention", "format": 99}', "has format 99"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ResultsError, match=said):
+        Results.load(tmp_path / "x.json")
+
+
+def test_the_table_has_every_row_with_figures_or_why_not(results: Results) -> None:
+    lines = printed(results).splitlines()
+    first, second = (next(line for line in lines if f" {n} x " in line) for n in (2, 4))
+    assert "512*" in first  # host-bound
+    assert "0.900 [0.890, 0.910]" in first
+    assert "1.200 [1.190, 1.210]" in first
+    assert "out of memory" in second
+    assert "no [window]" in printed(results)
+    assert "device times" in printed(results)
+    for row in results.rows:
+        assert any(row.label in line for line in lines)
+
+
+def test_geometric_means_by_set_and_head_dim(results: Results) -> None:
+    found = {(s.set, s.head_dim, s.peer): s for s in summaries(results)}
+    assert set(found) == {
+        (group, d, peer)
+        for peer in LINEUP[1:]
+        for group, d in (
+            ("paper", 64),
+            ("paper", 128),
+            ("paper", 256),
+            ("gqa", 128),
+            ("masks", 128),
+        )
+    }
+    ratios = [0.9 + 0.01 * i for i in range(12) if i != 1]
+    d64 = found["paper", 64, "FA3"]
+    assert d64.geometric_mean == pytest.approx(math.prod(ratios) ** (1 / 11))
+    assert (d64.rows, d64.worst, d64.worst_row) == (11, 0.9, "full 2 x 32")
+    masks = [r for r in results.rows if r.set == "masks"]
+    assert found["masks", 128, "FA3"].rows == len(masks) / 2  # without the yardsticks
+
+
+def test_another_lineup_has_a_table_of_its_own(results: Results) -> None:
+    results.rows[-1].lineup = ["RingFA3", "without overlap"]
+    assert [len(table.columns) for table in attention_tables(results)] == [10, 8]
+
+
+def test_the_line_at_the_end_names_the_worst_row(results: Results) -> None:
+    line = one_line(results, "FA3")
+    assert "\n" not in line
+    assert line.startswith("RingFA3 / FA3, geometric means: forward paper d64 0.9")
+    assert "worst 0.900 (forward d64 full 2 x 32)" in line
+    assert line.endswith("; 1 rows without figures")
+    assert one_line(results, "nobody") == "no row against nobody was measured"
+
+
+def test_a_smoke_run_says_so_everywhere(results: Results, tmp_path: Path) -> None:
+    results.smoke = True
+    assert SMOKE in printed(results)
+    assert one_line(results, "FA3").startswith("SMOKE RUN, no kernel figures: ")
+    assert json.loads(results.save(tmp_path).read_text())["smoke"] is True
+
+
+def test_plots_are_drawn_and_redrawn_from_json(results: Results, tmp_path: Path) -> None:
+    drawn = draw(results, tmp_path)
+    names = ["forward-paper.png", "forward-gqa.png", "forward-masks.png"]
+    assert [path.name for path in drawn] == names
+    first = [path.read_bytes() for path in drawn]
+    assert all(image.startswith(b"\x89PNG") for image in first)
+    results.save(tmp_path)
+    for path in drawn:
+        path.unlink()
+    assert [path.read_bytes() for path in redraw(tmp_path / "results.json")] == first
+
+
+def test_bars_carry_their_figures_and_what_stopped_them(results: Results) -> None:
+    from matplotlib.figure import Figure
+
+    from ringfa3.bench.common.plot import _bars, _grid, _masks
+
+    paper = [row for row in results.rows if row.set == "paper"]
+    grid = _grid(paper)
+    assert [len(line) for line in grid] == [3, 3]
+    axes = Figure().subplots()
+    _bars(axes, grid[0][0])
+    written = [text.get_text() for text in axes.texts]
+    assert written[:2] == ["512", "OOM"]
+    assert len(written) == 18
+    heights = [bar.get_height() for bar in axes.patches]
+    assert heights[0] == 512
+    assert heights[1] == 0
+
+    masks = [row for row in results.rows if row.set == "masks"]
+    ((panel,),) = _masks(masks)
+    assert [s.name for s in panel.series] == LINEUP + LINEUP
+    for series in panel.series[3:]:
+        assert [row.beside for row in series.rows if row] == [
+            row.label for row in masks if row.beside is None
+        ]

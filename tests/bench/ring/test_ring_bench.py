@@ -1,0 +1,398 @@
+"""The command, `python -m ringfa3.bench ring`: a job under torchrun, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ringfa3.bench.__main__ import main
+from ringfa3.bench.common.cases import (
+    BACKWARD,
+    ERROR,
+    FORWARD,
+    HOST,
+    LENGTHS,
+    MEMORY,
+    RING_SETS,
+    RingCase,
+    ring_case,
+)
+from ringfa3.bench.common.comparison import DeviceLostError
+from ringfa3.bench.common.implementations import Ours
+from ringfa3.bench.common.ranks import Team
+from ringfa3.bench.common.results import Results, RingRow, Row
+from ringfa3.bench.common.timing import WallClock
+from ringfa3.bench.ring import checkpoint, memory
+from ringfa3.bench.ring import run as ring
+from ringfa3.bench.ring import run_plan as agenda
+from ringfa3.bench.ring.implementations import Ring
+from ringfa3.bench.ring.load_balance import Spread
+from ringfa3.bench.ring.memory import Held, Scales
+from ringfa3.planning.context_plan import plan_context
+from tests.support.dense import mask
+
+LINEUP = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
+
+
+def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "-m", "ringfa3.bench", "ring", *map(str, arguments)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=env
+    )
+
+
+def test_a_job_of_two_ranks_from_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = torchrun(2, "--device", "cpu", "--longest", "32768", "--shortest", "32768", "--out", out)
+    assert done.returncode == 0, done.stderr
+    rows = [x for x in done.stderr.splitlines() if x.startswith(("forward", "backward"))]
+    assert len(rows) == 4  # of two directions on two and on one rank; once each
+    assert done.stdout.count("wrote ") == 1
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("SMOKE RUN, no kernel figures: lengths: forward on 2: ")
+    assert (out / "table.txt").read_text().splitlines()[-1] == last
+    names = [f"{d}-{s}.png" for d in (FORWARD, BACKWARD) for s in ("lengths", "scaling")]
+    assert {path.name for path in out.iterdir()} == {*names, "results.json", "table.txt"}
+    found = Results.load(out / "results.json")
+    assert found.complete
+    assert found.smoke
+    assert found.machine["ranks"] == 2
+    assert found.left_out == []
+    for row in found.rows:
+        assert isinstance(row, RingRow)
+        assert row.stopped is None
+        assert [match.stopped for match in row.matches.values()] == [None] * (row.world)
+        assert row.engine == "executor"
+        assert row.transport == ("gloo" if row.world == 2 else None)
+        assert row.of_yardstick is not None
+        assert row.flops * row.world == found.rows[-1].flops * (
+            1.0 if row.direction == BACKWARD else 0.4
+        )
+    (out / names[0]).unlink()
+    assert main(["ring", "--plot-only", str(out / "results.json")]) == 0
+    assert (out / names[0]).exists()
+
+
+def test_errors_host_times_and_memory_have_sets_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = torchrun(2, "--device", "cpu", "--set", "error", "host", "memory", "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = Results.load(out / "results.json")
+    assert found.left_out == ["memory: only a GPU counts it"]
+    assert found.settings["numa_nodes"] == [None, None]
+    rows = [row for row in found.rows if isinstance(row, RingRow)]
+    assert [(row.set, row.direction) for row in rows] == [
+        (ERROR, FORWARD), (ERROR, FORWARD), (HOST, FORWARD),
+        (ERROR, BACKWARD), (ERROR, BACKWARD), (HOST, BACKWARD),
+    ]  # fmt: skip
+    for row in rows:
+        assert row.stopped is None
+        assert row.head is None
+        if row.set == ERROR:
+            assert row.alone.keys() == row.errors.keys() == row.error_growth.keys()
+        else:
+            assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row.host.values())
+    assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
+    error, host = done.stdout.splitlines()[-2:]
+    assert "error: on 2 ranks over one, against float64: RingFA3 out " in error
+    assert " dv " in error
+    assert "host: µs to start a call, by rank: forward RingFA3 without gradients " in host
+    assert "; backward RingFA3 " in host
+
+
+def test_a_checkpointed_block_has_a_set_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    longest = ("--longest", "8192")  # the shortest case of two ranks
+    done = torchrun(2, "--device", "cpu", "--set", "checkpoint", *longest, "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = Results.load(out / "results.json")
+    rows = [row for row in found.rows if isinstance(row, RingRow)]
+    assert [(row.direction, row.world, row.label, row.transport) for row in rows] == [
+        (BACKWARD, 2, "4 a GPU", "gloo"), (BACKWARD, 1, "4 a GPU", None),
+    ]  # fmt: skip
+    for row in rows:
+        assert row.stopped is None
+        assert row.lineup == ["kept", "recomputed", "stored"]
+        assert row.rings == {"kept": [1, 1], "recomputed": [2, 1], "stored": [1, 1]}
+        assert row.matches.keys() == {"recomputed", "stored"}
+        assert all(len(m.seconds[0]) == len(m.seconds[1]) == 10 for m in row.matches.values())
+        assert row.memory == {}  # which only a GPU has
+    assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
+    assert "checkpoint: kept / recomputed / stored: 4 a GPU on 2: kept " in done.stdout
+    assert done.stdout.splitlines()[-1].endswith(" of stored, 1 / 2 / 1 rings forward")
+
+
+def _other_weights(block: Callable[..., torch.Tensor], *inputs: torch.Tensor, **_: object) -> Any:
+    *rest, wo = inputs
+    return block(*rest, wo * 1.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "stand_in", "said"),
+    [
+        ("keep_attention", lambda: create_selective_checkpoint_contexts([]), "kept ran the ring 2"),
+        ("checkpoint", _other_weights, "kept and stored differ in the gradient of x, norm, wq, "),
+    ],
+)
+def test_a_block_that_does_not_keep_what_it_promises_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[..., object], said: str
+) -> None:
+    monkeypatch.setattr(checkpoint, name, stand_in)
+    monkeypatch.setattr(checkpoint, "paired", None)
+    (case, *_), device = RING_SETS["checkpoint"](1, 1024), torch.device("cpu")
+    row = checkpoint.checkpointed(case, Ring(Team()), torch.bfloat16, device, 10, WallClock())
+    assert row.stopped is not None
+    assert row.stopped.startswith(f"wrong: {said}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no CUDA GPU is visible; --device cpu tries the machinery"),
+        (("--device", "cpu", "--worlds", "2"), "--worlds 2: there are 1 ranks; start it under tor"),
+        (("--device", "cpu", "--worlds", "0"), "--worlds 0: from 1 to 1 are possible"),
+        (("--device", "cpu", "--pairs", "9"), "--pairs 9: an interval needs 10 or more"),
+        (("--device", "cpu", "--fa3", "x.so"), "--fa3 needs a GPU"),
+        (("--device", "cpu", "--shortest", "999999"), "nothing to measure: "),
+        (("--device", "cpu", "--out", __file__), "--out"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_code_2(
+    arguments: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["ring", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ringfa3.bench: ")
+    assert said in line
+
+
+def test_without_torchrun_it_is_one_rank_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = ("--longest", "16384")
+    assert main(["ring", "--device", "cpu", *longest, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "left out: several ranks: this is one process without torchrun" in said.err
+    found = Results.load(tmp_path / "results.json")
+    assert [(row.direction, row.label) for row in found.rows] == [
+        (FORWARD, "16"), (BACKWARD, "16"),
+    ]  # fmt: skip
+
+
+def test_a_lost_rank_ends_the_run_with_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hold(case: RingCase, direction: str, *_: object) -> Row:
+        row = RingRow.of(case, direction, "bfloat16", LINEUP)
+        if case.tokens > 16:
+            lost = DeviceLostError("no word from rank 1 within 420 s")
+            row.stopped, lost.row = "failed: no word", row
+            raise lost
+        return row
+
+    monkeypatch.setattr(ring, "hold", hold)
+    arguments = ["ring", "--device", "cpu", "--direction", "fwd", "-q", "--out", str(tmp_path)]
+    assert main(arguments) == 1
+    assert "stopped: no word from rank 1 within 420 s" in capsys.readouterr().err
+    found = Results.load(tmp_path / "results.json")
+    assert not found.complete
+    assert [row.stopped for row in found.rows] == [None, "failed: no word"]
+
+
+def test_the_sets_have_the_sizes_of_their_names() -> None:
+    whole = list(RING_SETS["lengths"](4, 1))
+    assert [c.tokens // 1024 for c in whole] == [16, 32, 64, 128, 256]
+    (documents,) = RING_SETS["documents"](4, 1)
+    assert documents.tokens == 256 * 1024
+    assert all(1024 <= n < 65536 for n in documents.lengths[:-1])
+    (window,) = RING_SETS["window"](4, 1)
+    assert (window.tokens, window.window) == (256 * 1024, (4096, 0))
+    shards = [list(RING_SETS["memory"](world, 1)) for world in (2, 4)]
+    for found, world in zip(shards, (2, 4), strict=True):
+        assert [c.tokens // world // 1024 for c in found] == [4, 16, 64]
+    assert [c.label for c in shards[0]] == [c.label for c in shards[1]]
+    exact = list(RING_SETS["error"](4, 1))
+    assert [c.tokens for c in exact] == [8192, 8192]
+    (quick,) = RING_SETS["host"](4, 1)
+    assert quick.tokens == 4096
+    for world in (1, 4):
+        blocks = [c.tokens // world // 1024 for c in RING_SETS["checkpoint"](world, 1)]
+        assert blocks == [4, 16, 64]
+    for case in (*whole, documents, window, *shards[0], *exact, quick):
+        assert (case.heads, case.kv_heads, case.head_dim) == (32, 8, 128)
+    assert whole[0].flops(FORWARD) == 4 * 32 * 128 * (16384 * 16385 // 2) // 4
+
+
+@pytest.mark.parametrize(("lengths", "left"), [((48,), -1), ((40, 1, 17, 30), -1), ((64,), 5)])
+def test_a_spread_is_that_of_a_count(lengths: tuple[int, ...], left: int) -> None:
+    """Against the whole mask and the ranks' tokens, for tiles of 4 rows."""
+    world, tile_m = 3, 4
+    case = ring_case("any", "any", lengths, world, left)
+    allowed = mask(lengths, lengths, left, 0)
+    plans = [
+        plan_context(case.cumulative, (r, world), window_size=(left, -1)) for r in range(world)
+    ]
+    tokens = [plan.token_index.numpy() for plan in plans]
+    found = Spread.of(case, tile_m)
+    work = np.array([allowed[mine].sum() for mine in tokens])
+    assert found.imbalance == pytest.approx(work.max() / work.mean())
+
+    real = visited = 0
+    for plan, mine in zip(plans, tokens, strict=True):
+        segments = plan.shards[plan.rank]
+        for begin, length in zip(segments.row, segments.length, strict=True):
+            for first in range(begin, begin + length, tile_m):
+                rows = mine[first : min(first + tile_m, begin + length)]
+                keys = int(allowed[rows].any(0).sum())
+                real, visited = real + keys * len(rows), visited + keys
+    assert found.fullness == pytest.approx(real / visited / tile_m)
+
+    moved = sum(  # forwarded from rank to rank, as far as somebody still sees it
+        max((t for t in range(1, world) if allowed[tokens[(o + t) % world], key].any()), default=0)
+        for o in range(world)
+        for key in tokens[o]
+    )
+    assert moved <= found.kv_rows <= moved * 1.5
+    assert found.kv_share == found.kv_rows / (case.tokens * (world - 1))
+
+
+def test_a_window_moves_in_proportion_to_itself() -> None:
+    rows = [Spread.of(ring_case("w", "w", (16384,), 4, left), 128).kv_rows for left in (256, 512)]
+    assert rows[1] == pytest.approx(2 * rows[0], rel=0.01)
+
+
+class Gpu:
+    """A device's memory: what the allocator holds, and what an arena does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cached = self.arena = 0
+        monkeypatch.setattr(memory, "used", lambda device: 1000 + self.cached + self.arena)
+        monkeypatch.setattr(memory, "release", lambda device: self.call(0))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def call(self, cached: int, arena: int = 0) -> None:
+        self.cached, self.arena = cached, max(self.arena, arena)
+
+
+def test_memory_is_the_peak_with_what_was_kept_from_earlier_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, scales = Gpu(monkeypatch), Scales(torch.device("cpu"))
+
+    def weigh(name: str, cached: int, arena: int = 0) -> Held:
+        return scales.weigh(name, lambda: gpu.call(cached, arena))
+
+    assert weigh("ours", 5, 3) == Held(8, 3)
+    scales.tare("ours")
+    assert weigh("ours", 50, 30) == Held(77, 27)
+    assert weigh("peer", 60) == Held(60, 0)
+    assert weigh("ours", 50, 30) == Held(77, 27)  # the arena is there already, and still ours
+    assert weigh("ours", 100, 60) == Held(157, 57)
+
+
+def test_what_only_a_first_call_takes_is_not_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, scales = Gpu(monkeypatch), Scales(torch.device("cpu"))
+    peaks = iter((90, 50))
+    assert scales.weigh("ours", lambda: gpu.call(next(peaks), 30)) == Held(80, 30)
+
+
+def test_a_block_is_weighed_at_its_peak_and_between_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, most = 100, 900  # bytes; the latter of something earlier
+
+    def hold(bytes_: int) -> None:
+        nonlocal now, most
+        now, most = bytes_, max(most, bytes_)
+
+    class Block:
+        dy = torch.empty(0)
+
+        def forward(self, way: str) -> None:
+            hold(150)
+            hold(130)
+
+        def backward(self, y: object) -> None:
+            hold(170)
+            hold(100)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: most)
+
+    def reset(device: torch.device) -> None:
+        nonlocal most
+        most = now
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    assert checkpoint._weigh(Block(), "kept") == [70, 30]  # type: ignore[arg-type]
+
+
+def test_both_forwards_over_peers_memory_take_part_where_they_differ() -> None:
+    options = agenda.Options(
+        [], "bf16", None, 0, 0, "both", ["symmetric", "nccl"], 10, 60.0, None, "cuda", None, False
+    )
+    job = ring.Job(options, ring.Peers(Ours(), None, None, []), torch.device("cuda"), {}, [4])
+
+    def names(group: str, direction: str, world: int = 4) -> list[str]:
+        case = ring_case(group, "", (1024,), world)
+        return [x.name.removeprefix("RingFA3 ") for x in job.rings(case, direction, Team(0, world))]
+
+    for group in (LENGTHS, ERROR, HOST):
+        assert names(group, FORWARD) == ["symmetric", "symmetric hops", "nccl"]
+        assert names(group, BACKWARD) == names(group, FORWARD, 1) == ["symmetric", "nccl"]
+    both = ["symmetric gathered", "symmetric hops"]
+    assert names(MEMORY, BACKWARD) == ["symmetric", *both, "nccl"]
+    assert names("documents", FORWARD) == ["symmetric", "nccl"]
+
+
+def test_without_a_kernel_nothing_of_a_direction_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reasons = {FORWARD: None, BACKWARD: "there are none"}
+    monkeypatch.setattr(agenda, "executor_reason", lambda direction, q: reasons[direction])
+    options = agenda.Options(
+        ["lengths", "memory", "checkpoint"],
+        "bf16",
+        None,
+        0,
+        1 << 20,
+        "both",
+        ["auto"],
+        10,
+        60.0,
+        None,
+        "cuda",
+        None,
+        False,
+    )
+    todo, left_out = agenda.todo_of(options, [2, 1], torch.device("meta"))
+    assert [case.world for case, _ in todo] == [2] * 5 + [1] * 4  # no more than 128k a rank
+    assert {direction for _, direction in todo} == {FORWARD}
+    assert left_out == [
+        "backward: there are none, and the executor is not timed in its place",
+        "memory of a forward and backward: there is no backward in this run",
+        "checkpoint of a forward and backward: there is no backward in this run",
+    ]
+
+
+def test_the_default_worlds_are_powers_of_two_and_all_ranks() -> None:
+    assert agenda.worlds_of(None, 8) == [8, 4, 2, 1]
+    assert agenda.worlds_of(None, 6) == [6, 4, 2, 1]
+    assert agenda.worlds_of([2, 1, 2], 4) == [2, 1]
+    assert replace(ring_case("lengths", "", (16,), 4), world=2).flops(FORWARD) == 4 * 136 * 128 * 16

@@ -1,0 +1,331 @@
+"""Rows of the ring benchmark on processes that talk over gloo, each checked against float64."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringfa3 import flash_attn_func
+from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD, RingCase
+from ringfa3.bench.common.comparison import hold
+from ringfa3.bench.common.implementations import Ours, PeerError
+from ringfa3.bench.common.problem import Attempt, Contestant, Problem, RefusalError, make_problem
+from ringfa3.bench.common.ranks import Team
+from ringfa3.bench.common.results import RingRow
+from ringfa3.bench.common.timing import WallClock
+from ringfa3.bench.ring import implementations as ring_peers
+from ringfa3.bench.ring.baselines import Dense, Share, Yardstick
+from ringfa3.bench.ring.implementations import (
+    Ring,
+    TorchRing,
+    Ulysses,
+    Zigzag,
+    zigzag_function,
+)
+from ringfa3.symmetric import forward_mode
+from tests.bench.common.test_bench_ranks import team_of
+from tests.bench.common.test_implementations import BWD, FWD, named
+from tests.support.ranks import sacrifice
+
+CPU = torch.device("cpu")
+LIMIT_S = 60.0  # for a busy machine
+
+
+def case_of(kind: str, world: int) -> RingCase:
+    lengths, left = {
+        "lengths": ((120,), -1),
+        "documents": ((50, 1, 60, 9), -1),
+        "window": ((120,), 7),
+    }[kind]
+    return RingCase(kind, kind, lengths, 12, 6, 32, (left, 0), packed=True, world=world)
+
+
+def row_of(case: RingCase, direction: str, team: Team, *contestants: Contestant) -> RingRow:
+    alone = Ours("alone")
+    stopwatch = WallClock(team)
+    row = hold(case, direction, torch.bfloat16, CPU, contestants, 2, stopwatch, alone)
+    assert isinstance(row, RingRow)
+    return row
+
+
+def every_way(group: dist.ProcessGroup) -> list[RingRow]:
+    team = team_of(group, 20.0)
+    rows = []
+    for kind in ("lengths", "documents", "window"):
+        for direction in (FORWARD, BACKWARD):
+            case, ring = case_of(kind, team.world), Ring(team)
+            rows.append(row_of(case, direction, team, ring, Ulysses(team, Ours())))
+            assert ring.moved_by == "gloo"
+    return rows
+
+
+def test_right_results_have_figures_and_errors_like_those_of_one_device() -> None:
+    world = 3
+    first, *others = sacrifice(world, 60, every_way, limit=LIMIT_S)
+    assert others == [first] * (world - 1)  # times and errors of all ranks together
+    assert len(first) == 6
+    for row in first:
+        assert row.stopped is None, row
+        assert row.flops == case_of(row.set, world).flops(row.direction)
+        assert {name: m.stopped for name, m in row.matches.items()} == dict.fromkeys(row.matches)
+        assert set(row.errors) == set(row.alone) == set(row.matches["Ulysses on RingFA3"].errors)
+        assert max(row.error_growth.values()) <= 1.1
+        assert all(e > 0 for e in row.errors.values())
+
+
+class Peer:
+    """RingFA3's ring on a group of its own, spoilt on rank 1."""
+
+    def __init__(self, team: Team, how: str) -> None:
+        self.team, self.name = team, how
+        self.ring = Ring(team)
+        self.ring.name = how
+
+    def prepare(self, problem: Problem) -> Attempt:
+        attempt = self.ring.prepare(problem)
+
+        def run() -> Any:
+            mine = self.team.rank == 1
+            if mine and self.name == "raises":
+                raise RuntimeError("a bug of a peer")
+            if self.name == "hangs" and not mine:
+                dist.all_reduce(torch.zeros(1), group=self.team.group("hangs"))
+            result = attempt.run()
+            if mine and self.name == "wrong":
+                result.view(-1)[3] += 1
+            if mine and self.name == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return result
+
+        return replace(attempt, run=run)
+
+
+class Late:
+    """Speaks to nobody, and fails on rank 1 while it is timed: the others are a step ahead then."""
+
+    name = "late"
+
+    def __init__(self, team: Team) -> None:
+        self.team, self.runs = team, 0
+
+    def prepare(self, problem: Problem) -> Attempt:
+        attempt = Yardstick(Ours()).prepare(problem)
+
+        def run() -> object:
+            self.runs += 1
+            if self.team.rank == 1 and self.runs > 6:  # three to warm up, three that say how long
+                raise RuntimeError("a late bug")
+            return attempt.run()
+
+        return replace(attempt, run=run)
+
+
+def spoilt(group: dist.ProcessGroup) -> tuple[float, RingRow, RingRow, RingRow]:
+    team = team_of(group, 2.0)
+    case, ring = case_of("lengths", team.world), Ring(team)
+    peers = [Peer(team, how) for how in ("hangs", "wrong", "raises", "memory")]
+    begin = time.monotonic()
+    row = row_of(case, FORWARD, team, ring, *peers, Late(team), Ulysses(team, Ours()))
+    seconds = time.monotonic() - begin
+    ours = row_of(case, FORWARD, team, Peer(team, "raises"), Ulysses(team, Ours()))
+    return seconds, row, ours, row_of(case, BACKWARD, team, ring, Ulysses(team, Ours()))
+
+
+def test_a_peer_that_fails_or_hangs_on_one_rank_holds_up_nobody() -> None:
+    (seconds, row, ours, after), (_, *others) = sacrifice(2, 60, spoilt, limit=LIMIT_S)
+    assert [row, ours, after] == others
+    stopped = {name: str(match.stopped) for name, match in row.matches.items()}
+    assert stopped["hangs"].startswith("failed: ")
+    assert stopped["wrong"].startswith("wrong: out ")
+    assert stopped["wrong"].endswith(" (rank 1)")
+    assert stopped["raises"] == "failed: a bug of a peer (rank 1)"
+    assert stopped["memory"] == "out of memory (rank 1)"
+    assert stopped["late"] == "failed: a late bug (rank 1)"
+    assert row.matches["Ulysses on RingFA3"].ratio is not None
+    assert seconds < 40  # alone 6: three timeouts
+    assert ours.stopped == "failed: a bug of a peer (rank 1)"
+    assert not ours.matches
+    assert after.stopped is None
+    assert after.matches["Ulysses on RingFA3"].ratio is not None
+
+
+def test_yardstick_and_dense_do_as_many_flops() -> None:
+    for kind in ("lengths", "documents", "window"):
+        case = case_of(kind, 1)
+        problem = make_problem(case, FORWARD, torch.float32, CPU)
+        yardstick = Yardstick(Ours()).prepare(problem)
+        assert yardstick.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
+        assert yardstick.run().shape == (1, 120, 12, 32)
+        assert yardstick.outputs is None
+        dense = Dense(Ring(Team())).prepare(problem)
+        assert dense.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
+        assert dense.outputs is None
+    four = case_of("lengths", 4)
+    problem = make_problem(four, FORWARD, torch.float32, CPU)
+    assert Yardstick(Ours()).prepare(problem).run().shape == (1, 30, 12, 32)
+    window = case_of("window", 4)
+    share = Share(Ours()).prepare(make_problem(window, FORWARD, torch.float32, CPU))
+    assert share.run().shape == (30, 12, 32)
+    assert share.flops == 4 * 12 * 32 * visible(30, window.window[0])
+
+
+def test_a_ring_may_ask_for_a_kind_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own calls alone."""
+    asked: list[str | None] = []
+
+    def call(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        asked.append(os.environ.get(forward_mode.FORWARD))
+        return q
+
+    monkeypatch.setattr(ring_peers, "ring_attn_func", call)
+    monkeypatch.delenv(forward_mode.FORWARD, raising=False)
+    problem = make_problem(case_of("lengths", 1), FORWARD, torch.float32, CPU)
+    rings = [Ring(Team(), "symmetric", kind) for kind in (None, *forward_mode.KINDS)]
+    assert [ring.name for ring in rings] == [
+        "RingFA3 symmetric", "RingFA3 symmetric gathered", "RingFA3 symmetric hops",
+    ]  # fmt: skip
+    for before in (None, "hops"):
+        if before is not None:
+            monkeypatch.setenv(forward_mode.FORWARD, before)
+        for ring in rings:
+            ring.prepare(problem).run()
+            assert os.environ.get(forward_mode.FORWARD) == before
+    assert asked == [None, "gathered", "hops", "hops", "gathered", "hops"]
+
+
+def visible(tokens: int, left: int) -> int:
+    """Pairs of a causal window over one sequence."""
+    return sum(min(row, left) + 1 for row in range(tokens))
+
+
+def unused(*_: object) -> object:
+    raise AssertionError("only the layout is asked for")
+
+
+def test_what_a_peer_does_not_do_is_refused() -> None:
+    third, fifth = Team(0, 3), Team(0, 5)
+    with pytest.raises(RefusalError, match="no packed documents"):
+        Zigzag(third, unused).rows(case_of("documents", 3))
+    with pytest.raises(RefusalError, match="no window"):
+        Zigzag(third, unused).rows(case_of("window", 3))
+    with pytest.raises(RefusalError, match="120 tokens are no multiple of 14"):
+        Zigzag(Team(0, 7), unused).rows(case_of("lengths", 7))
+    with pytest.raises(RefusalError, match="6 KV heads on 5 ranks"):
+        Ulysses(fifth, Ours()).rows(case_of("lengths", 5))
+    with pytest.raises(RefusalError, match="needs a GPU"):
+        TorchRing(third).rows(case_of("lengths", 3))
+
+
+def test_a_zigzag_is_the_layout_of_the_plan() -> None:
+    for rank in range(4):
+        case = RingCase("lengths", "", (64,), 4, 4, 16, CAUSAL, packed=True, world=4)
+        rows = Zigzag(Team(rank, 4), unused).rows(case)
+        begin, end = rank * 8, (7 - rank) * 8
+        assert rows.tolist() == [*range(begin, begin + 8), *range(end, end + 8)]
+
+
+PACKAGE = '''
+import torch
+import torch.distributed as dist
+from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+
+
+class Attention(torch.autograd.Function):
+    """Of a whole sequence on one rank."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        scale = q.shape[-1] ** -0.5
+        out, lse, _, _ = _flash_attn_forward(q, k, v, 0.0, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        saved = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in saved[:3]]
+        scale = saved[0].shape[-1] ** -0.5
+        _flash_attn_backward(dout, *saved, *grads, 0.0, scale, True)
+        return *grads, None
+
+
+def zigzag_ring_flash_attn_func(q, k, v, causal, group):
+    assert group is None
+    return Attention.apply(q, k, v, causal)
+'''
+
+
+@pytest.fixture
+def operators() -> Any:
+    """FlashAttention-3's, run by RingFA3 on the CPU."""
+
+    def fwd(q: Any, k: Any, v: Any, **given: Any) -> tuple[torch.Tensor, ...]:
+        assert given["num_splits"] == 1
+        out, lse = flash_attn_func(q, k, v, causal=given["is_causal"], return_lse=True)
+        return out, lse.clone(), q.new_empty(0), q.new_empty(0)
+
+    def bwd(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any,
+        **given: Any,
+    ) -> Any:  # fmt: skip
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            again = flash_attn_func(*inputs, causal=given["is_causal"])
+            assert isinstance(again, torch.Tensor)
+            grads = torch.autograd.grad(again, inputs, dout)
+        for target, gradient in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(gradient)
+        return (dq, dk, dv, *(q.new_empty(0) for _ in range(5)))
+
+    library = torch.library.Library("flash_attn_3", "DEF")
+    for schema, run in ((FWD, fwd), (BWD, bwd)):
+        library.define(schema)
+        library.impl(schema.split("(")[0], named(schema, run), "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
+def test_ring_flash_attn_runs_on_the_operators_of_fa3(
+    operators: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package of its structure, whose __init__ cannot be imported, stands in for it."""
+    monkeypatch.setattr(ring_peers, "PACKAGE", "zigzag_of_this_test")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert zigzag_function() is None
+    folder = tmp_path / "zigzag_of_this_test"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("import transformers_that_are_not_there")
+    (folder / "zigzag_ring_flash_attn.py").write_text("import flash_attn.something_else")
+    with pytest.raises(PeerError, match="ring-flash-attn cannot be imported: No module named"):
+        zigzag_function()
+    path = folder / "zigzag_ring_flash_attn.py"
+    path.write_text(PACKAGE)
+    os.utime(path, (1, 1))  # not of the same second as the bytecode of the one before
+    before = dict(sys.modules)
+    function = zigzag_function()
+    assert function is not None
+    assert {n for n in sys.modules if n not in before} == set()
+    zigzag = Zigzag(Team(), function)
+    for direction in (FORWARD, BACKWARD):
+        row = row_of(case_of("lengths", 1), direction, Team(), Ring(Team()), zigzag)
+        assert row.matches[zigzag.name].stopped is None
+        assert row.matches[zigzag.name].errors == row.errors
+
+
+def test_without_the_operators_ring_flash_attn_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_peers, "PACKAGE", "zigzag_of_that_test")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "zigzag_of_that_test").mkdir()
+    (tmp_path / "zigzag_of_that_test" / "__init__.py").write_text("")
+    with pytest.raises(PeerError, match=r"not there as torch\.ops\.flash_attn_3"):
+        zigzag_function()

@@ -1,0 +1,165 @@
+"""Results of rings: JSON, tables, a line for each set, plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ringfa3.bench.common.cases import (
+    BACKWARD,
+    CHECKPOINT,
+    ERROR,
+    FORWARD,
+    HOST,
+    LENGTHS,
+    MEMORY,
+    RING_SETS,
+    ring_case,
+)
+from ringfa3.bench.common.plot import draw
+from ringfa3.bench.common.results import Match, Results, RingRow, Row
+from ringfa3.bench.ring.summary import ring_lines
+from ringfa3.bench.ring.table import ring_tables
+
+LINEUP = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
+
+
+def match(ratio: float | None, stopped: str | None = None) -> Match:
+    if ratio is None:
+        return Match(stopped=stopped)
+    return Match(
+        seconds=([1.0], [ratio]),
+        tflops=(600.0, 600.0 / ratio),
+        ratio=ratio,
+        interval=(ratio - 0.01, ratio + 0.01),
+        calls=1,
+        host_seconds=(2.5e-4, 1e-4),
+    )
+
+
+@pytest.fixture
+def results() -> Results:
+    rows: list[Row] = []
+    for direction in (FORWARD, BACKWARD):
+        for world in (4, 1):
+            for make in RING_SETS.values():
+                for case in make(world, 256):
+                    if case.set in (MEMORY, CHECKPOINT) and direction == FORWARD:
+                        continue
+                    row = RingRow.of(case, direction, "bfloat16", LINEUP)
+                    row.yardsticks = LINEUP[1:3]
+                    row.engine, row.transport = "kernels", "symmetric" if world > 1 else None
+                    row.gathered = 5 << 20 if case.set in (LENGTHS, MEMORY) and world > 1 else None
+                    row.errors, row.alone = {"out": 2.1e-3}, {"out": 2e-3}
+                    if case.set == HOST:
+                        row.host = {"RingFA3": [2.5e-4, 3e-4, 2e-4, 2e-4]}
+                    if case.set == MEMORY:
+                        row.memory = {"RingFA3": 3 << 30, "Ulysses on FA3": "out of memory"}
+                        row.memory |= {"ring-flash-attn on FA3": 4 << 30}
+                        row.kept = {"RingFA3": 1 << 30}
+                    if case.set == CHECKPOINT:
+                        row.lineup = ["kept", "recomputed", "stored"]
+                        row.rings = {"kept": [1, 1], "recomputed": [2, 1], "stored": [1, 1]}
+                        row.memory = dict.fromkeys(row.lineup, 7 << 20)
+                        row.kept = dict(zip(row.lineup, (4 << 20, 2 << 20, 6 << 20), strict=True))
+                        row.matches = {"recomputed": match(1.25), "stored": match(0.75)}
+                        for found in row.matches.values():
+                            found.tflops = None
+                    if case.set in (HOST, MEMORY, ERROR, CHECKPOINT):
+                        rows.append(row)
+                        continue
+                    row.matches = {
+                        "RingFA3 alone": match(0.97),
+                        "FA3 alone": match(0.95),
+                        "Ulysses on FA3": match(1.02)
+                        if world > 1 and case.set == LENGTHS
+                        else match(None, "failed: no [answer] (rank 1)"),
+                    }
+                    rows.append(row)
+    rows[1].matches, rows[1].stopped = {}, "wrong: out is off by 1"
+    machine = {"device": "NVIDIA H200", "date": "2026-11-20"}
+    return Results({}, machine, False, [], rows, True, "ring")
+
+
+def test_json_and_back_is_the_same(results: Results, tmp_path: Path) -> None:
+    found = Results.load(results.save(tmp_path))
+    assert found == results
+    assert all(isinstance(row, RingRow) for row in found.rows)
+
+
+def test_the_yardstick_is_the_faster_one() -> None:
+    row = RingRow.of(ring_case("lengths", "16", (16,), 2), FORWARD, "bfloat16", LINEUP)
+    row.yardsticks = LINEUP[1:3]
+    assert row.of_yardstick is None
+    row.matches = {"FA3 alone": match(None, "failed"), "RingFA3 alone": match(0.97)}
+    assert row.of_yardstick is not None
+    assert row.of_yardstick[0] == "RingFA3 alone"
+    row.matches |= {"FA3 alone": match(0.95), "Ulysses on FA3": match(0.5)}
+    assert row.of_yardstick[0] == "FA3 alone"
+
+
+def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Results) -> None:
+    console = Console(width=200)
+    with console.capture() as captured:
+        for table in ring_tables(results):
+            console.print(table)
+    said = captured.get()
+    assert "forward, bfloat16, TFLOP/s of one GPU" in said
+    ran = "RingFA3 ran on kernels and symmetric (hop by hop), kernels and symmetric (one launch)"
+    assert ran in " ".join(said.split())
+    assert any(x.split("│")[-2].strip() == "5" for x in said.splitlines() if "3072 (1024)" in x)
+    line = next(x for x in said.splitlines() if " 4 │ 64 " in x)
+    for cell in ("600", "0.950 [0.940, 0.960]", "588 (1.020)", "1.05", "250"):
+        assert cell in line
+    assert "wrong: out is off by 1" in said
+    assert "no [answer]" in said
+    assert "3072 (1024)" in said
+    assert "out of memory" in said
+    assert "How the plan spreads a case" in said
+    way = next(x for x in said.splitlines() if "recomputed" in x)
+    cells = [cell.strip() for cell in way.split("│")[1:-1]]
+    assert cells[2:] == ["recomputed", "1250", "1.250 [1.240, 1.260]", "2", "1", "7 (2)"]
+
+
+def test_each_set_has_a_line_at_the_end(results: Results) -> None:
+    lengths, documents, _, error, host, memory, block, rest = ring_lines(results)
+    assert lengths.startswith("lengths: forward on 4: 0.950 0.950 0.950 0.950 of the yardstick, ")
+    assert "1.020 1.020 1.020 1.020 of Ulysses on FA3" in lengths  # not of the row that stopped
+    assert "; backward on 1: 0.950" in lengths
+    assert documents.startswith("documents: forward on 4: 0.970 of RingFA3 alone, 0.950 of FA3 al")
+    assert "tiles 1.000 full" in documents
+    assert memory.startswith("memory: 16 a GPU, MiB on 4 ranks, RingFA3 3072 (0.750 of ring-flash-")
+    assert "), Ulysses on FA3 -, ring-flash-attn on FA3 4096; 64 a GPU, MiB on 4 ranks, " in memory
+    assert error == "error: on 4 ranks over one, against float64: RingFA3 out 1.050"
+    by_rank = "RingFA3 250 300 200 200"
+    assert host == f"host: µs to start a call, by rank: forward {by_rank}; backward {by_rank}"
+    assert block.startswith(
+        "checkpoint: kept / recomputed / stored: 16 a GPU on 4: kept 1000 ms, 1.250 of "
+        "recomputed, 0.750 of stored, 1 / 2 / 1 rings forward, 7 / 7 / 7 MiB at the peak, "
+        "4 / 2 / 6 from forward to backward; 64 a GPU on 4: "
+    )
+    assert rest == "1 rows without figures, the first: wrong: out is off by 1"
+    results.smoke = True
+    assert ring_lines(results)[0].startswith("SMOKE RUN, no kernel figures: lengths: ")
+
+
+def test_plots_show_peers_and_both_scalings(results: Results, tmp_path: Path) -> None:
+    from ringfa3.bench.common.plot import _scaling, _worlds
+
+    drawn = {path.name for path in draw(results, tmp_path)}
+    sets = ("lengths", "scaling", "masks")
+    assert drawn == {f"{d}-{s}.png" for d in (FORWARD, BACKWARD) for s in sets}
+    rows = [r for r in results.rows if isinstance(r, RingRow) and r.direction == BACKWARD]
+    whole = [r for r in rows if r.set == LENGTHS]
+    ((four,), (one,)) = _worlds(whole)
+    assert four.groups == one.groups == ["64", "128", "256", "512", "1k"]
+    assert [s.name for s in four.series] == LINEUP
+    strong, weak = _scaling(whole)
+    assert strong.groups == weak.groups == ["1", "4"]
+    assert [s.label for s in weak.series] == ["64 a GPU", "128 a GPU", "256 a GPU"]
+    for series in weak.series:
+        assert len({sum(r.lengths) // r.world for r in series.rows if isinstance(r, RingRow)}) == 1
+    for series in strong.series:
+        assert len({sum(r.lengths) for r in series.rows if r}) == 1
