@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _library: Any = Library("ringfa3", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def opaque(kernel: F) -> F:
+def custom_op(kernel: F) -> F:
     """The op ringfa3::NAME of a function that changes no argument and returns none of them."""
     name = kernel.__name__
     schema = torch.library.infer_schema(kernel, mutates_args=())
@@ -28,14 +28,14 @@ def opaque(kernel: F) -> F:
     return op
 
 
-def shapes(op: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_fake(op: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates what gives an op's results for tensors without data."""
     overload: Any = op
     register: Callable[..., Any] = torch.library.register_fake(overload, lib=_library)
     return register
 
 
-def differentiate(
+def register_autograd(
     op: Callable[..., Any],
     save: Callable[[Any, tuple[Any, ...], tuple[torch.Tensor, ...]], None],
     gradients: Callable[..., tuple[torch.Tensor, ...]],

@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ringfa3.custom_op import differentiate, opaque, shapes
-from ringfa3.kernels.dispatch import backward_engine, forward_engine
+from ringfa3.custom_op import custom_op, register_autograd, register_fake
+from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import (
     check_lengths,
@@ -179,7 +179,7 @@ def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
     return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
-@opaque
+@custom_op
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -197,21 +197,21 @@ def attention(
     packed = _packed(out)
     lse = packed.new_empty((packed.shape[1], packed.shape[0]), dtype=statistics_dtype(q.dtype))
     with torch.autocast(q.device.type, enabled=False):
-        engine = forward_engine(_packed(q))
-        tiling = plan.forward(engine.tile_m)[0]
-        engine.attend(_packed(q), _packed(k), _packed(v), tiling, scale, packed, packed[:0], lse)
+        kernel = select_forward(_packed(q))
+        tiling = plan.forward(kernel.tile_m)[0]
+        kernel.attend(_packed(q), _packed(k), _packed(v), tiling, scale, packed, packed[:0], lse)
     if q.dim() == 4:
         lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
     return out, lse
 
 
-@shapes(attention)
+@register_fake(attention)
 def _(q, k, v, cu_q, cu_k, scale, left, right, deterministic):  # type: ignore[no-untyped-def]
     lse = q.new_empty(_lse_shape(q), dtype=statistics_dtype(q.dtype))
     return q.new_empty(q.shape), lse
 
 
-@opaque
+@custom_op
 def attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -235,14 +235,14 @@ def attention_backward(
     qp, kp, vp, dp, op = (_packed(x) for x in (q, k, v, dout, out))
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     with torch.autocast(q.device.type, enabled=False):
-        engine = backward_engine(qp)
-        tiling = plan.backward(engine.tile_n, engine.tile_m, deterministic)[0]
-        run = engine.begin(dp, dlse, qp, op, lse, plan, scale, deterministic)
+        kernel = select_backward(qp)
+        tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
+        run = kernel.make_pass(dp, dlse, qp, op, lse, plan, scale, deterministic)
         run.hop(kp, vp, tiling, _packed(dk), _packed(dv))
     return run.dq().view(q.shape), dk, dv
 
 
-@shapes(attention_backward)
+@register_fake(attention_backward)
 def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -258,4 +258,4 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     return attention_backward(dout, dlse, *saved, *ctx.settings)
 
 
-differentiate(attention, _save, _gradients)
+register_autograd(attention, _save, _gradients)

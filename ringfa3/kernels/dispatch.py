@@ -16,46 +16,50 @@ if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build
     from ringfa3.build.compile import Unit
 
 
-class Forward(NamedTuple):
-    """Runs one hop of the forward: `attend` as `reference.attend`, on tiles of `tile_m` rows.
+class ForwardKernel(NamedTuple):
+    """What runs one hop of the forward.
 
-    waits: it takes `arrivals`, words for which spans wait on the device.
+    tile_m          query rows of a tile
+    attend          as `reference.attend`
+    takes_arrivals  whether `attend` takes `arrivals`, the words that spans wait for on the device
     """
 
     tile_m: int
     attend: Callable[..., None]
-    waits: bool
+    takes_arrivals: bool
 
 
-class Backward(NamedTuple):
-    """Runs the backward on tiles of `tile_n` keys and blocks of `tile_m` rows.
+class BackwardKernel(NamedTuple):
+    """What runs the hops of a backward.
 
-    begin: makes the pass of a call, as `reference.BackwardPass`.
+    tile_n     keys of a tile
+    tile_m     query rows of a block of the row grid
+    make_pass  makes the pass of one call, as `reference.BackwardPass`
     """
 
     tile_n: int
     tile_m: int
-    begin: Callable[..., reference.BackwardPass | backward.BackwardPass]
+    make_pass: Callable[..., reference.BackwardPass | backward.BackwardPass]
 
 
-def forward_engine(q: torch.Tensor, sm_margin: int = 0) -> Forward:
-    """The engine for queries like `q` (t, h, d). A kernel is compiled at its first use.
+def select_forward(q: torch.Tensor, sm_margin: int = 0) -> ForwardKernel:
+    """The forward for queries like `q` (t, h, d). A kernel is compiled at its first use.
 
     It leaves `sm_margin` SMs free. Raises ValueError: a margin that leaves none to the kernel.
     """
     unit = _unit("forward", q, sm_margin)
     if unit is None:
-        return Forward(reference.TILE_M, reference.attend, False)
-    return Forward(unit.tile_m, partial(launch.attend, unit, sm_margin=sm_margin), True)
+        return ForwardKernel(reference.TILE_M, reference.attend, False)
+    return ForwardKernel(unit.tile_m, partial(launch.attend, unit, sm_margin=sm_margin), True)
 
 
-def backward_engine(q: torch.Tensor, sm_margin: int = 0) -> Backward:
-    """As `forward_engine`, for the backward."""
+def select_backward(q: torch.Tensor, sm_margin: int = 0) -> BackwardKernel:
+    """As `select_forward`, for the backward."""
     unit = _unit("backward", q, sm_margin)
     if unit is None:
-        return Backward(reference.TILE_N, reference.TILE_M, reference.BackwardPass)
-    begin = partial(backward.BackwardPass, unit, sm_margin=sm_margin)
-    return Backward(unit.tile_n, unit.tile_m, begin)
+        return BackwardKernel(reference.TILE_N, reference.TILE_M, reference.BackwardPass)
+    make_pass = partial(backward.BackwardPass, unit, sm_margin=sm_margin)
+    return BackwardKernel(unit.tile_n, unit.tile_m, make_pass)
 
 
 def _unit(direction: str, q: torch.Tensor, sm_margin: int) -> Unit | None:

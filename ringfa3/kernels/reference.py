@@ -149,7 +149,7 @@ class BackwardPass:
 
         Args:
             k, v: (n, hk, d), the KV heads of these query heads.
-            tiling: of the plan's backward, with the engine's tiles.
+            tiling: of the plan's backward, with the tiles of `select_backward`.
             dk, dv: (n, hk, d), or fewer rows if the tiles have no more: stored in the rows of the
                 tiles, others may be anything. Statistics dtype, or that of k if no other rank has
                 anything to add.

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ringfa3.custom_op import differentiate, opaque, shapes
-from ringfa3.kernels.dispatch import backward_engine, forward_engine
+from ringfa3.custom_op import custom_op, register_autograd, register_fake
+from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring.group import RingGroup
@@ -120,7 +120,7 @@ def _begin(
     return Relay(plan, moved_by, direction, k, v)
 
 
-@opaque
+@custom_op
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -147,31 +147,31 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ring_attention` that has been agreed on."""
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
-        engine = forward_engine(q)
+        kernel = select_forward(q)
         direction, hops = "forward", context.hops
         if isinstance(moved_by, CudaMachine) and kind_of_forward(context, q, k) == "gathered":
             direction, hops = "gathered", context.gathered
-        tilings = hops.forward(engine.tile_m)
-        once = hops.single_hop(engine.tile_m)
+        tilings = hops.forward(kernel.tile_m)
+        once = hops.single_hop(kernel.tile_m)
         statistics = statistics_dtype(q.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         running = q.new_empty((0 if once else len(q), *q.shape[1:]), dtype=statistics)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
 
         def attend(hop: int, k: torch.Tensor, v: torch.Tensor, *words: torch.Tensor) -> None:
-            engine.attend(q, k, v, tilings[hop], scale, out, running, lse, *words)
+            kernel.attend(q, k, v, tilings[hop], scale, out, running, lse, *words)
 
-        _begin(context, moved_by, direction, k, v, engine.waits).run(attend)
+        _begin(context, moved_by, direction, k, v, kernel.takes_arrivals).run(attend)
     return out, lse
 
 
-@shapes(ring_attention)
+@register_fake(ring_attention)
 def _(q, k, v, plan, scale, deterministic, precision, transport):  # type: ignore[no-untyped-def]
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
     return q.new_empty(q.shape), lse
 
 
-@opaque
+@custom_op
 def ring_attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -207,10 +207,10 @@ def run_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`ring_attention_backward` that has been agreed on."""
     with _telling_peers(context), _on(q.device), _without_autocast(q.device):
-        engine = backward_engine(q)
+        kernel = select_backward(q)
         call = _begin(context, moved_by, "backward", k, v)
-        tilings = context.hops.backward(engine.tile_n, engine.tile_m, deterministic)
-        run = engine.begin(dout, dlse, q, out, lse, context.hops, scale, deterministic)
+        tilings = context.hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
+        run = kernel.make_pass(dout, dlse, q, out, lse, context.hops, scale, deterministic)
 
         group = q.shape[1] // k.shape[1]
 
@@ -234,7 +234,7 @@ def run_backward(
     return run.dq(), dk, dv
 
 
-@shapes(ring_attention_backward)
+@register_fake(ring_attention_backward)
 def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -252,4 +252,4 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     return ring_attention_backward(dout, dlse, *saved, *ctx.settings)
 
 
-differentiate(ring_attention, _save, _gradients)
+register_autograd(ring_attention, _save, _gradients)

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ringfa3.kernels.dispatch import backward_engine, forward_engine
+from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring.group import RingGroup, Settings
 from ringfa3.ring.p2p import Transport
@@ -95,8 +95,8 @@ def enter(
             check_precision(precision)
             _check(q, k, v, plan, transport)
             settings = _settings(q, k, plan, scale, deterministic, transport)
-            engine = forward_engine if direction == "forward" else backward_engine
-            engine(q)  # a kernel is built, if it must be, while no rank waits in a hop
+            select = select_forward if direction == "forward" else select_backward
+            select(q)  # a kernel is built, if it must be, while no rank waits in a hop
             if len(known) == ACCEPTED_KEPT:
                 known.clear()
             known[asked] = settings, Settings({**settings, "pass": direction})

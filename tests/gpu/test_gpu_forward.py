@@ -16,7 +16,7 @@ import torch
 from ringfa3 import flash_attn_varlen_func, functional
 from ringfa3.build.compile import Unit
 from ringfa3.kernels import launch
-from ringfa3.kernels.dispatch import forward_engine
+from ringfa3.kernels.dispatch import select_forward
 from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -334,7 +334,7 @@ def test_sm_margin_changes_no_bit_and_leaves_sms() -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
     for margin in (-1, sms):
         with pytest.raises(ValueError, match=f"sm_margin={margin}: 0 to {sms - 1} are allowed"):
-            forward_engine(q, sm_margin=margin)
+            select_forward(q, sm_margin=margin)
 
 
 def test_streams_and_graphs_at_once() -> None:

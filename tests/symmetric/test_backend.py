@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringfa3.kernels import reference
-from ringfa3.kernels.dispatch import Forward
+from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.planning.tiling import Tiling
 from ringfa3.ring import op, prepare_call
 from ringfa3.ring.group import RingGroup, Settings
@@ -74,13 +74,13 @@ def _layers(group: FakeGroup, placements: list[Placement], here: dict[int, CudaM
 
 
 class Waiting:
-    """A forward engine that waits for the words of its spans, as kernels do."""
+    """A forward kernel that waits for the words of its spans, as kernels do."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda, self.awaited = cuda, 0
 
-    def __call__(self, q: Tensor) -> Forward:
-        return Forward(reference.TILE_M, self.attend, True)
+    def __call__(self, q: Tensor) -> ForwardKernel:
+        return ForwardKernel(reference.TILE_M, self.attend, True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *rest: Any) -> None:
         for number in sorted(set(tiling.spans["arrival"].tolist()) - {0}):
@@ -93,7 +93,7 @@ class Waiting:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: str) -> None:
     """`ring_attention` in float64, 1e-12; three layers, each larger, in other layouts. Hop by hop,
-    gathered for an engine that cannot wait, and for one that waits inside."""
+    gathered for a kernel that cannot wait, and for one that waits inside."""
     placements = [
         laid_out([8 * world], world),
         laid_out([30 * world], world, "contiguous"),
@@ -102,21 +102,21 @@ def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: 
     here: dict[int, CudaMachine] = {}
     ranks = Ranks(world, seed=world)
     kind, *inside = forward.split(", ")
-    engine = Waiting(ranks.cuda) if inside else op.forward_engine
+    kernel = Waiting(ranks.cuda) if inside else op.select_forward
 
     def entered(*_: object) -> CudaMachine:
         return here[threading.get_ident()]
 
     with (
         mock.patch.dict(os.environ, {FORWARD: kind}),
-        mock.patch.object(op, "forward_engine", engine),
+        mock.patch.object(op, "select_forward", kernel),
         mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64),
         mock.patch("ringfa3.ring.op.enter", entered),
         mock.patch.multiple(reference, TILE_M=4, TILE_N=4),
     ):
         errors = ranks.run(lambda group: _layers(group, placements, here))
     assert max(errors) < 1e-12  # type: ignore[type-var]
-    assert bool(inside) == (isinstance(engine, Waiting) and engine.awaited > 0)
+    assert bool(inside) == (isinstance(kernel, Waiting) and kernel.awaited > 0)
     for machine in here.values():
         assert not machine.landed.any()
 
@@ -208,7 +208,7 @@ def _moved_by(transport: str, possible: bool) -> object:
     plan = mock.Mock(world=2)
     with (
         mock.patch.multiple(prepare_call, _check=mock.Mock(), _settings=mock.Mock(return_value={})),
-        mock.patch.object(prepare_call, "forward_engine"),
+        mock.patch.object(prepare_call, "select_forward"),
         mock.patch.object(RingGroup, "of", return_value=group),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):

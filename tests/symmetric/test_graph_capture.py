@@ -75,7 +75,7 @@ class Entered:
         plan, settings = self.plan, mock.Mock(return_value={"q": "so"})
         with (
             mock.patch.multiple(prepare_call, _check=mock.Mock(), _settings=settings),
-            mock.patch.object(prepare_call, "forward_engine"),
+            mock.patch.object(prepare_call, "select_forward"),
             mock.patch.multiple(graph_capture, Cargo=mock.MagicMock(), kind_of_forward=mock.Mock()),
             mock.patch.object(RingGroup, "of", return_value=self.group),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured),

@@ -8,7 +8,7 @@ import torch
 from ringfa3.bench.common.cases import FORWARD
 from ringfa3.bench.common.implementations import refuse_executor
 from ringfa3.bench.common.problem import Attempt, Problem, RefusalError
-from ringfa3.kernels.dispatch import forward_engine
+from ringfa3.kernels.dispatch import select_forward
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
 
@@ -36,15 +36,15 @@ class Epilogue:
         refuse_executor(problem)
         case = problem.case
         q, k, v = (x.flatten(0, -3) for x in problem.inputs)
-        engine = forward_engine(q)
+        kernel = select_forward(q)
         rows, keys = np.array(case.lengths), np.array(case.key_lengths)
-        whole = plan_local(rows, keys, *case.window).forward(engine.tile_m)[0]
+        whole = plan_local(rows, keys, *case.window).forward(kernel.tile_m)[0]
         exact = statistics_dtype(q.dtype)
         out, running = torch.empty_like(q), torch.empty_like(q, dtype=exact)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)
 
         def attend(tiling: Tiling) -> None:
-            engine.attend(q, k, v, tiling, case.head_dim**-0.5, out, running, lse)
+            kernel.attend(q, k, v, tiling, case.head_dim**-0.5, out, running, lse)
 
         def run() -> torch.Tensor:
             attend(hop)

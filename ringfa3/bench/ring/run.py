@@ -54,7 +54,7 @@ from ringfa3.bench.ring.implementations import (
 from ringfa3.bench.ring.load_balance import Spread
 from ringfa3.bench.ring.memory import Held, Scales
 from ringfa3.bench.ring.run_plan import Options, query, todo_of, worlds_of
-from ringfa3.kernels.dispatch import executor_reason, forward_engine
+from ringfa3.kernels.dispatch import executor_reason, select_forward
 from ringfa3.numa import move_near
 from ringfa3.symmetric.forward_mode import KINDS, gathered_bytes, kind_of_forward
 
@@ -231,7 +231,7 @@ class Job:
         row.engine = "executor" if executor_reason(row.direction, q) else "kernels"
         row.transport = ring.moved_by
         row.gathered = self._gathered(ring, case)
-        spread = Spread.of(case, forward_engine(q).tile_m)
+        spread = Spread.of(case, select_forward(q).tile_m)
         row.imbalance, row.fullness = spread.imbalance, spread.fullness
         row.kv_bytes = spread.kv_rows * 2 * case.kv_heads * case.head_dim * q.element_size()
         row.kv_share = spread.kv_share

@@ -29,7 +29,7 @@ from ringfa3.bench.common.implementations import (
 from ringfa3.bench.common.problem import Contestant, RefusalError, make_problem
 from ringfa3.bench.common.ranks import Team
 from ringfa3.bench.ring.implementations import Ring
-from ringfa3.kernels.dispatch import Forward
+from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.planning.tiling import FIRST
 from tests.support.dense import attention, gradients, mask, worst
 
@@ -249,10 +249,10 @@ def test_rectangles_that_align_elsewhere_are_refused() -> None:
 def test_epilogues_give_the_hop_however_often(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged with itself it is the same, within 1e-5 of dense attention, in float32."""
     flags: list[int] = []
-    engine = epilogues.forward_engine
+    select = epilogues.select_forward
 
-    def noted(q: torch.Tensor) -> Forward:
-        found = engine(q)
+    def noted(q: torch.Tensor) -> ForwardKernel:
+        found = select(q)
 
         def noting(*args: Any) -> None:
             (its,) = np.unique(args[3].tiles["flags"])
@@ -261,7 +261,7 @@ def test_epilogues_give_the_hop_however_often(name: str, monkeypatch: pytest.Mon
 
         return found._replace(attend=noting)
 
-    monkeypatch.setattr(epilogues, "forward_engine", noted)
+    monkeypatch.setattr(epilogues, "select_forward", noted)
     hop = CASES[-1]
     attempt = Epilogue(name).prepare(make_problem(hop, FORWARD, torch.float32, CPU))
     monkeypatch.setattr(Epilogue, "prepare", lambda *_: attempt)
