@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.planning.kv_exchange import plan_ring
-from ringfa3.planning.row_index import OwnRows
+from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import LAYOUTS, Ints, Segments, partition, work_before
 from ringfa3.planning.tiling import Plan, ramps
 
@@ -60,12 +60,12 @@ class ContextPlan:
         self.total_tokens = sum(self.tokens_per_rank)
         self.local_tokens = self.tokens_per_rank[rank]
         self._register()
-        self.hops, self.movement = plan_ring(shards, rank, *self.band)
+        self.hops, self.kv_exchange = plan_ring(shards, rank, *self.band)
 
     def _register(self) -> None:
         """What belongs to this process alone."""
         self._bound: dict[int, ContextPlan] = {}
-        self._own: dict[torch.device, OwnRows] = {}
+        self._published: dict[torch.device, RowIndex] = {}
         self.handle = next(_handles)
         _alive[self.handle] = self
 
@@ -75,8 +75,8 @@ class ContextPlan:
                 "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
                 "make it with group=(rank, world)"
             )
-        own = ("_bound", "_own", "handle")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        process_local = ("_bound", "_published", "handle")
+        return {name: value for name, value in self.__dict__.items() if name not in process_local}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -100,16 +100,16 @@ class ContextPlan:
             self._bound[key].group = group
         return self._bound[key]
 
-    def own_rows(self, device: torch.device) -> OwnRows:
-        """`movement.own`, for tensors on a device."""
-        if device not in self._own:
-            self._own[device] = OwnRows.of(self.movement.own, device)
-        return self._own[device]
+    def published_rows(self, device: torch.device) -> RowIndex:
+        """`kv_exchange.published`, for tensors on a device."""
+        if device not in self._published:
+            self._published[device] = RowIndex.of(self.kv_exchange.published, device)
+        return self._published[device]
 
     @cached_property
     def gathered(self) -> Plan:
-        """All hops as one, over K/V that lie as `movement.gathered` says."""
-        return self.hops.gathered(self.movement.gathered(self.rank)[0])
+        """All hops as one, over K/V that lie as in `KVExchange.gathered_layout`."""
+        return self.hops.gathered(self.kv_exchange.gathered_layout(self.rank)[0])
 
     @property
     def band(self) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""What a rank computes and moves at each hop of a ring.
+"""Which K/V rows a ring moves at each hop, and how their dK/dV return.
 
-K/V travel in *pieces*: the run of a segment's keys that queries of other ranks see. A block (the
-pieces of one rank) goes around the ring one rank a hop, pieces that travel farthest first, so
-that what goes on at any hop is a prefix of the buffer and is sent as one message.
+A rank publishes the keys that queries of other ranks see: of each of its segments one *run* of
+keys. Its *block*, all runs in one buffer, goes around the ring one rank a hop. Runs that travel
+farthest lie first, so the rows that any hop sends are a prefix of the buffer: one message.
 """
 
 from __future__ import annotations
@@ -16,94 +16,99 @@ import numpy as np
 from ringfa3.planning.sharding import Ints, Segments
 from ringfa3.planning.tiling import Plan, band, pair_sequences, ramps
 
-# Tokens of a rank up to which it does its own keys in two parts. On 2 H200 that gained 3% at 8k
-# tokens and lost 5% at 16k; on two that rehearse four, 4% at 4k and 0 to 3% at 8k.
-LONGEST_PARTED = 8192
+# Tokens of a rank up to which its backward splits the heads of its own keys. Measured: 2 H200 gain
+# 3% at 8k tokens and lose 5% at 16k; 2 H200 that rehearse 4 ranks gain 4% at 4k and 0 to 3% at 8k.
+MAX_SPLIT_TOKENS = 8192
 
 
-class Most(NamedTuple):
-    """Rows of K/V of the rank with most of them: its own, of those what leaves it, all it sees; and
-    of the dK/dV that come home those up to the last that comes more than once."""
+class MaxRows(NamedTuple):
+    """Maxima over ranks, in rows, for sizing buffers: local K/V; published K/V; gathered K/V;
+    returned dK/dV, up to the last row that returns more than once."""
 
-    tokens: int
-    travelling: int
+    local: int
+    published: int
     gathered: int
-    again: int
+    returned: int
 
 
-class Return(NamedTuple):
-    """What comes home of a rank's dK/dV from the peer that has found it at a hop.
+class GradReturn(NamedTuple):
+    """The dK/dV rows of a rank's block that the peer of one hop returns.
 
-    visit  how many blocks the peer visits before
-    first  rows [begin, end) that no earlier hop has brought, in the order of the buffers
-    more   those that one has
+    visit_index  number of blocks that the peer visits before this one
+    new          runs [begin, end) of rows that no earlier hop returns, in buffer order
+    repeated     runs of rows that an earlier hop returns too
     """
 
     hop: int
-    visit: int
-    first: tuple[tuple[int, int], ...]
-    more: tuple[tuple[int, int], ...]
+    visit_index: int
+    new: tuple[tuple[int, int], ...]
+    repeated: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Movement:
-    """Which K/V rows travel.
+class KVExchange:
+    """Which K/V rows ranks exchange.
 
-    rows         (world, world + 1): rows[o, t] of rank o's keys are with rank o+t at hop t >= 1;
-                 never more than rows[o, t-1], and 0 at t = world
-    first_visit  (world,) first hop >= 1 at which rank o's keys are seen, `world` for never
-    seen         (world, world, 2): the pieces of rank o that queries of rank o+t see, t >= 1, lie
-                 between rows seen[o, t] of its buffer, [begin, end); (0, 0) for none
-    own          (rows[rank, 1],) local rows that leave this rank, in the order of the buffers
+    rows         (world, world + 1): at hop t >= 1 rank o+t holds the first rows[o, t] rows of rank
+                 o's block; rows[o, t] <= rows[o, t-1], and 0 at t = world. rows[o, 0]: o's tokens
+    first_visit  (world,) first hop >= 1 at which a rank sees keys of rank o; `world` for never
+    visible      (world, world, 2): the queries of rank o+t, t >= 1, see runs of o's block within
+                 rows [begin, end) = visible[o, t]; (0, 0) for none
+    published    (rows[rank, 1],) local rows of this rank's block, in buffer order
     """
 
     rows: Ints
     first_visit: Ints
-    seen: Ints
-    own: Ints
+    visible: Ints
+    published: Ints
 
-    def gathered(self, rank: int) -> tuple[Ints, int]:
-        """Where all that a rank's queries see lies in one buffer, and how many rows that takes.
+    def gathered_layout(self, rank: int) -> tuple[Ints, int]:
+        """How all K/V that a rank sees lie in one buffer: (first, number of rows).
 
-        Its own rows come first, all of them, then those between `seen` of each hop. Row r of the
-        block of hop t has row first[t] + r; first is (world,).
+        The rank's own tokens come first, then the visible rows of each hop. Row r of the block of
+        hop t lies in row first[t] + r; first is (world,).
         """
         hops = np.arange(len(self.rows))
-        begin, end = self.seen[(rank - hops) % len(hops), hops].T
+        begin, end = self.visible[(rank - hops) % len(hops), hops].T
         end[0] = self.rows[rank, 0]
         last = np.cumsum(end - begin)
         return last - end, int(last[-1])
 
-    def returns(self, rank: int) -> list[Return]:
-        """How the dK/dV of a rank's keys come home, in the order of the hops."""
-        visited = self.seen[..., 1] > 0  # (owner, hop)
+    def grad_returns(self, rank: int) -> list[GradReturn]:
+        """How the dK/dV of a rank's block return, in the order of the hops."""
+        visited = self.visible[..., 1] > 0  # (owner, hop)
         world = len(self.rows)
-        found: list[Return] = []
-        home: list[tuple[int, int]] = []  # rows brought so far: apart from each other, in order
+        returns: list[GradReturn] = []
+        received: list[tuple[int, int]] = []  # runs of rows so far: disjoint, in order
         for hop in np.flatnonzero(visited[rank]).tolist():
             peer = rank + hop
-            visit = sum(bool(visited[(peer - t) % world, t]) for t in range(1, hop))
-            begin, end = self.seen[rank, hop].tolist()
-            more = tuple((max(a, begin), min(b, end)) for a, b in home if a < end and begin < b)
-            edges = [begin, *(edge for part in more for edge in part), end]
-            first = tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
-            found.append(Return(hop, visit, first, more))
-            home = _joined(sorted((*home, *first)))
-        return found
+            index = sum(bool(visited[(peer - t) % world, t]) for t in range(1, hop))
+            begin, end = self.visible[rank, hop].tolist()
+            repeated = tuple(
+                (max(a, begin), min(b, end)) for a, b in received if a < end and begin < b
+            )
+            edges = [begin, *(edge for run in repeated for edge in run), end]
+            new = tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+            returns.append(GradReturn(hop, index, new, repeated))
+            received = _join_runs(sorted((*received, *new)))
+        return returns
 
     @cached_property
-    def most(self) -> Most:
+    def max_rows(self) -> MaxRows:
         ranks = range(len(self.rows))
-        gathered = max(self.gathered(rank)[1] for rank in ranks)
-        again = [end for rank in ranks for back in self.returns(rank) for _, end in back.more]
-        travelling = int(self.rows[:, 1].max())
-        return Most(int(self.rows[:, 0].max()), travelling, gathered, max(again, default=0))
+        repeated = [run for rank in ranks for x in self.grad_returns(rank) for run in x.repeated]
+        return MaxRows(
+            local=int(self.rows[:, 0].max()),
+            published=int(self.rows[:, 1].max()),
+            gathered=max(self.gathered_layout(rank)[1] for rank in ranks),
+            returned=max((end for _, end in repeated), default=0),
+        )
 
 
-def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Parts in order, those that follow on each other as one."""
+def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted runs with adjacent ones joined."""
     joined: list[tuple[int, int]] = []
-    for begin, end in parts:
+    for begin, end in runs:
         if joined and joined[-1][1] == begin:
             begin = joined.pop()[0]
         joined.append((begin, end))
@@ -111,16 +116,17 @@ def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def first_heads(kv_heads: int, tokens: int) -> int:
-    """How many KV heads of a rank's own keys come first in a backward, beside the K/V of the first
-    hops. The others come last, beside float32 dK/dV, which are twice as many bytes.
+    """Number of KV heads of a rank's own keys that a backward computes first; the others last.
 
-    None of long shards: a second kernel, with its tail, takes longer there than what it hides.
+    The first heads run beside the first K/V transfers, the others beside the last float32 dK/dV,
+    which have twice as many bytes. 0 for long shards: there the tail of a second kernel takes
+    longer than what it hides.
     """
-    return -(-kv_heads // 3) if kv_heads > 1 and tokens <= LONGEST_PARTED else 0
+    return -(-kv_heads // 3) if kv_heads > 1 and tokens <= MAX_SPLIT_TOKENS else 0
 
 
-def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple[Plan, Movement]:
-    """Spans and movement of `rank` when rank o holds shards[o] of self-attending documents."""
+def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple[Plan, KVExchange]:
+    """Spans and exchange of `rank` where rank o holds shards[o] of self-attending documents."""
     world = len(shards)
     owner = np.repeat(np.arange(world), [len(s) for s in shards])
     columns = [
@@ -136,9 +142,9 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     far = hop > 0
     nq, nk = everything.length[bands.query], everything.length[bands.key]
     count = len(everything)
-    first = everything.length.copy()  # columns [first, end) of a segment that other ranks see
+    first = everything.length.copy()  # other ranks see columns [first, end) of a segment
     end = np.zeros(count, np.int64)
-    reach = np.zeros(count, np.int64)  # the last hop at which they are seen
+    reach = np.zeros(count, np.int64)  # the last hop at which a rank sees them
     np.minimum.at(first, bands.key[far], np.maximum(bands.lo, 0)[far])
     np.maximum.at(end, bands.key[far], np.minimum(nk, nq + bands.hi)[far])
     np.maximum.at(reach, bands.key[far], hop[far])
@@ -151,42 +157,41 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     rows = np.cumsum(rows[:, ::-1], axis=1)[:, ::-1]
     rows[:, 0] = [s.tokens for s in shards]
 
-    # pieces in buffer order, and their rows there
-    (piece,) = np.nonzero(reach)
-    piece = piece[np.lexsort((everything.row[piece], -reach[piece], owner[piece]))]
-    length = (end - first)[piece]
+    # runs in buffer order, and their first rows there
+    (run,) = np.nonzero(reach)
+    run = run[np.lexsort((everything.row[run], -reach[run], owner[run]))]
+    length = (end - first)[run]
     begin = np.cumsum(length) - length
-    begin -= begin[np.searchsorted(owner[piece], owner[piece])]
+    begin -= begin[np.searchsorted(owner[run], owner[run])]
     buffer_row = np.zeros(count, np.int64)
-    buffer_row[piece] = begin
-    seen = np.zeros((world, world, 2), np.int64)
-    seen[..., 0] = rows[:, 1:2]
+    buffer_row[run] = begin
+    visible = np.zeros((world, world, 2), np.int64)
+    visible[..., 0] = rows[:, 1:2]
     at = (owner[bands.key[far]], hop[far])
-    np.minimum.at(seen[..., 0], at, buffer_row[bands.key[far]])
-    np.maximum.at(seen[..., 1], at, (buffer_row + end - first)[bands.key[far]])
-    seen[seen[..., 1] == 0] = 0
-    mine = piece[owner[piece] == rank]
-    own = ramps(everything.row[mine] + first[mine], (end - first)[mine])
+    np.minimum.at(visible[..., 0], at, buffer_row[bands.key[far]])
+    np.maximum.at(visible[..., 1], at, (buffer_row + end - first)[bands.key[far]])
+    visible[visible[..., 1] == 0] = 0
+    mine = run[owner[run] == rank]
+    published = ramps(everything.row[mine] + first[mine], (end - first)[mine])
 
-    # this rank's key segments, hop by hop: its own, then of the pieces that come to it those from
-    # the first that it sees to the last
+    # this rank's key segments: its own, then hop by hop the runs within the visible rows
     home = owner == rank
     arrives = (rank - owner) % world
-    begins, ends = seen[owner, arrives].T
+    begins, ends = visible[owner, arrives].T
     inside = (begins <= buffer_row) & (buffer_row + end - first <= ends)
     (local,) = np.nonzero(home)
-    (travelling,) = np.nonzero((arrives > 0) & (reach >= arrives) & inside)
-    travelling = travelling[np.lexsort((buffer_row[travelling], arrives[travelling]))]
+    (remote,) = np.nonzero((arrives > 0) & (reach >= arrives) & inside)
+    remote = remote[np.lexsort((buffer_row[remote], arrives[remote]))]
     keys = Segments(
-        np.concatenate((everything.row[local], buffer_row[travelling])),
-        np.concatenate((everything.length[local], (end - first)[travelling])),
-        np.concatenate((everything.sequence[local], everything.sequence[travelling])),
-        np.concatenate((everything.position[local], (everything.position + first)[travelling])),
+        np.concatenate((everything.row[local], buffer_row[remote])),
+        np.concatenate((everything.length[local], (end - first)[remote])),
+        np.concatenate((everything.sequence[local], everything.sequence[remote])),
+        np.concatenate((everything.position[local], (everything.position + first)[remote])),
     )
-    key_hop = np.concatenate((np.zeros_like(local), arrives[travelling]))
+    key_hop = np.concatenate((np.zeros_like(local), arrives[remote]))
     key_index = np.zeros(count, np.int64)
     key_index[local] = np.arange(len(local))
-    key_index[travelling] = len(local) + np.arange(len(travelling))
+    key_index[remote] = len(local) + np.arange(len(remote))
 
     queries = shards[rank]
     query_index = np.zeros(count, np.int64)
@@ -200,6 +205,6 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
         0,
         left,
         right,
-    )  # again: a piece starts behind its segment
+    )  # not those of `bands`: a run may start behind the first key of its segment
     plan = Plan(queries, keys, key_hop, own_bands, world)
-    return plan, Movement(rows, first_visit, seen, own)
+    return plan, KVExchange(rows, first_visit, visible, published)

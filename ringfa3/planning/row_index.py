@@ -1,4 +1,4 @@
-"""Rows of a rank's tokens that leave it for other ranks, and come home as gradients."""
+"""Rows of a tensor by number: read into a buffer, and gradients added back to them."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import torch
 
 from ringfa3.planning.sharding import Ints
 
-WIDE = torch.complex128
+BYTES_16 = torch.complex128  # the dtype with elements of 16 bytes
 
 
-class OwnRows(NamedTuple):
-    """In the order in which they lie in buffers: a run of rows is a slice, others an index."""
+class RowIndex(NamedTuple):
+    """Rows in a given order: a slice where they are consecutive, else an int64 index."""
 
     rows: slice | torch.Tensor
 
     @classmethod
-    def of(cls, own: Ints, device: torch.device) -> OwnRows:
-        """own: (n,) numbers of rows."""
-        if len(own) and (np.diff(own) == 1).all():
-            return cls(slice(int(own[0]), int(own[-1]) + 1))
-        return cls(torch.from_numpy(own).to(device))
+    def of(cls, rows: Ints, device: torch.device) -> RowIndex:
+        """rows: (n,) row numbers; the index is for tensors on `device`."""
+        if len(rows) and (np.diff(rows) == 1).all():
+            return cls(slice(int(rows[0]), int(rows[-1]) + 1))
+        return cls(torch.from_numpy(rows).to(device))
 
-    def part(self, begin: int, end: int) -> OwnRows:
-        """Those that are rows [begin, end) of a buffer."""
+    def part(self, begin: int, end: int) -> RowIndex:
+        """Rows [begin, end) of the index."""
         if isinstance(self.rows, slice):
-            return OwnRows(slice(self.rows.start + begin, self.rows.start + end))
-        return OwnRows(self.rows[begin:end])
+            return RowIndex(slice(self.rows.start + begin, self.rows.start + end))
+        return RowIndex(self.rows[begin:end])
 
-    def target(self, out: torch.Tensor) -> torch.Tensor:
-        """`out` for many calls of `read`."""
-        return widest(out) if isinstance(self.rows, slice) else out
+    def as_out(self, out: torch.Tensor) -> torch.Tensor:
+        """The view of `out` that `gather` writes fastest, made once for many calls."""
+        return view_16_bytes(out) if isinstance(self.rows, slice) else out
 
-    def read(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies them from x (tokens, h, d) to out (n, h, d)."""
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Copies the rows from x (tokens, h, d) to out (n, h, d)."""
         if isinstance(self.rows, slice):
             copy_rows(x[self.rows], out)
         else:
             torch.index_select(x, 0, self.rows, out=out)
 
     def add(self, gradients: torch.Tensor, to: torch.Tensor) -> None:
-        """Adds (n, ...) to the rows of (tokens, ...)."""
+        """Adds (n, ...) to the rows of `to` (tokens, ...)."""
         if isinstance(self.rows, slice):
             to[self.rows].add_(gradients)
         else:
@@ -50,20 +50,23 @@ class OwnRows(NamedTuple):
 
 
 def copy_rows(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Copies (t, h, d), 16 bytes at a time where it can: a GPU moves 2 bytes at a time else, for
-    rows of `out`, which may be `widest` already, do not follow on each other."""
-    if out.dtype is not WIDE:
-        out = widest(out)
-    if out.dtype is WIDE:
-        x = widest(x)
-        if x.dtype is not WIDE:
+    """Copies (t, h, d), where possible in elements of 16 bytes; out may be such a view already.
+
+    Rows of a buffer with K and V side by side are not contiguous, and a GPU copies those one
+    element at a time: 2 bytes of bfloat16.
+    """
+    if out.dtype is not BYTES_16:
+        out = view_16_bytes(out)
+    if out.dtype is BYTES_16:
+        x = view_16_bytes(x)
+        if x.dtype is not BYTES_16:
             out = out.view(x.dtype)
     out.copy_(x)
 
 
-def widest(x: torch.Tensor) -> torch.Tensor:
-    """Its memory in elements of 16 bytes, where it is made of such; else `x` itself."""
+def view_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """`x` (t, h, d) viewed in elements of 16 bytes; `x` itself where its strides forbid it."""
     token_stride, head_stride, last = x.stride()
     whole = (token_stride | head_stride | x.shape[2]) * x.element_size() % 16 == 0
     begins = x.data_ptr() % 16 == 0 and x.storage_offset() * x.element_size() % 16 == 0
-    return x.view(WIDE) if last == 1 and whole and begins else x
+    return x.view(BYTES_16) if last == 1 and whole and begins else x

@@ -1,7 +1,7 @@
 """A ring call by messages: its buffers, and what moves from hop to hop, between neighbours or home.
 
 K/V and the float32 dK/dV partials lie in two buffers each, used by even and odd hops, whatever the
-number of ranks. Row counts come from the plan's `Movement`.
+number of ranks. Row counts come from the plan's `KVExchange`.
 
 A backward hop stores what it adds to a partial in a buffer of its own: its kernel waits for no
 partial, which so may travel beside it, over NCCL too, and is added to afterwards. All that moves
@@ -37,28 +37,28 @@ class Travel:
     ) -> None:
         self.plan, self.direction = plan, direction
         self._local = (k, v)
-        rows = plan.movement.rows
+        rows = plan.kv_exchange.rows
         world, rank = plan.world, plan.rank
         held = [int(rows[(rank - t) % world, max(t, 1)]) for t in range(world)]  # at hop t
         self.buffers = [
             k.new_empty((max(held[parity::2], default=0), 2, *k.shape[1:])) for parity in range(2)
         ]
         if world > 1 and held[0]:
-            own = plan.own_rows(k.device)
+            own = plan.published_rows(k.device)
             for i, x in enumerate((k, v)):
-                own.read(x, self.buffers[0][: held[0], i])
+                own.gather(x, self.buffers[0][: held[0], i])
 
     def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V (rows, hk, d) of a hop."""
         if hop == 0:
             return self._local
-        rows = int(self.plan.movement.rows[(self.plan.rank - hop) % self.plan.world, hop])
+        rows = int(self.plan.kv_exchange.rows[(self.plan.rank - hop) % self.plan.world, hop])
         buffer = self.buffers[hop % 2][:rows]
         return buffer[:, 0], buffer[:, 1]
 
     def messages(self, hop: int) -> Messages:
         """Those that move the blocks of hop `hop`, while it is computed, on to hop + 1."""
-        plan, rows = self.plan, self.plan.movement.rows
+        plan, rows = self.plan, self.plan.kv_exchange.rows
         rank, world = plan.rank, plan.world
         if hop + 1 >= world:
             return [], []
@@ -100,25 +100,25 @@ class Partials:
 
     def _held(self, hop: int) -> int:
         """Rows of the partial that this rank has at a hop, 1 <= hop <= world."""
-        return int(self.plan.movement.rows[self._owner(hop), hop])
+        return int(self.plan.kv_exchange.rows[self._owner(hop), hop])
 
     def _seen(self, hop: int) -> tuple[int, int]:
         """Between which rows of it a hop, 1 <= hop < world, stores."""
-        begin, end = self.plan.movement.seen[self._owner(hop), hop].tolist()
+        begin, end = self.plan.kv_exchange.visible[self._owner(hop), hop].tolist()
         return begin, end
 
     def _later(self, hop: int) -> bool:
         """Whether other ranks have added to the partial before."""
-        return hop > int(self.plan.movement.first_visit[self._owner(hop)])
+        return hop > int(self.plan.kv_exchange.first_visit[self._owner(hop)])
 
     def _carried(self, owner: int, hop: int) -> int:
         """Rows of an owner's partial that go on to the next rank after a hop."""
-        move = self.plan.movement
+        move = self.plan.kv_exchange
         return int(move.rows[owner, hop + 1]) if hop >= move.first_visit[owner] else 0
 
     def _returned(self, hop: int) -> int:
         """Rows of this rank's own partial that come home after a hop."""
-        rows = self.plan.movement.rows[self.plan.rank]
+        rows = self.plan.kv_exchange.rows[self.plan.rank]
         return int(rows[hop] - rows[hop + 1]) if hop >= 1 else 0
 
     @property
@@ -153,7 +153,7 @@ class Partials:
         here, there = self._buffers[last % 2], self._buffers[hop % 2]
         on, held = self._carried(owner, last), self._held(last)
         into = self._carried(self._owner(hop), last)
-        done = plan.movement.rows[owner, hop]
+        done = plan.kv_exchange.rows[owner, hop]
         returned = there[self._held(hop) :][: self._returned(last)]
         what = f"backward hop {last}: dK/dV"
         return (
@@ -175,8 +175,8 @@ class Partials:
             there[begin:end].add_(self._contribution[begin:end])
         back = self._returned(hop - 1)
         if back:
-            end = int(plan.movement.rows[plan.rank, hop - 1])
-            rows = plan.own_rows(self.home.device).part(end - back, end)
+            end = int(plan.kv_exchange.rows[plan.rank, hop - 1])
+            rows = plan.published_rows(self.home.device).part(end - back, end)
             rows.add(there[self._held(hop) :][:back], self.home)
 
 

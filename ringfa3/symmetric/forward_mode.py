@@ -26,17 +26,17 @@ def kind_of_forward(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor) -> str:
     asked = os.environ.get(FORWARD)
     if asked is not None and asked not in KINDS:
         raise ValueError(f"{FORWARD}={asked!r}: allowed are {', '.join(map(repr, KINDS))}")
-    most = plan.movement.most
-    if not most.travelling or plan.world > WORDS:  # nothing to gather, or no word for each owner
+    most = plan.kv_exchange.max_rows
+    if not most.published or plan.world > WORDS:  # nothing to gather, or no word for each owner
         return "hops"
-    running = most.tokens * q.shape[1] * q.shape[2] * statistics_dtype(q.dtype).itemsize
-    landing = min(2, plan.world - 1) * most.travelling * _row_bytes(k)
+    running = most.local * q.shape[1] * q.shape[2] * statistics_dtype(q.dtype).itemsize
+    landing = min(2, plan.world - 1) * most.published * _row_bytes(k)
     return asked or KINDS[0 if gathered_bytes(plan, k) <= running + landing else 1]
 
 
 def gathered_bytes(plan: ContextPlan, k: torch.Tensor) -> int:
     """Of all K/V that a rank sees, the rank with most; k (t, hk, d)."""
-    return plan.movement.most.gathered * _row_bytes(k)
+    return plan.kv_exchange.max_rows.gathered * _row_bytes(k)
 
 
 def _row_bytes(k: torch.Tensor) -> int:

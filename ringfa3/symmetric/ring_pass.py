@@ -16,7 +16,7 @@ import torch
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import first_heads
-from ringfa3.planning.row_index import copy_rows, widest
+from ringfa3.planning.row_index import copy_rows, view_16_bytes
 from ringfa3.planning.tiling import Plan
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.stream_ops import (
@@ -101,17 +101,17 @@ class Cargo:
 
     def __init__(self, plan: ContextPlan, direction: str, k: torch.Tensor) -> None:
         self.row = (2, *k.shape[1:])
-        most = plan.movement.most
+        most = plan.kv_exchange.max_rows
         if direction == "gathered":
-            self.rows = {Buffer.SRC: most.travelling, Buffer.ALL: most.gathered}
+            self.rows = {Buffer.SRC: most.published, Buffer.ALL: most.gathered}
         else:
-            self.rows = {Buffer.SRC: most.travelling, Buffer.IN: most.travelling}
+            self.rows = {Buffer.SRC: most.published, Buffer.IN: most.published}
         self.dtypes = dict.fromkeys(self.rows, k.dtype)
         if direction == "backward":
             self.rows |= {
-                Buffer.D: most.travelling,
-                Buffer.SUM: most.travelling,
-                Buffer.COME: most.again,
+                Buffer.D: most.published,
+                Buffer.SUM: most.published,
+                Buffer.COME: most.returned,
             }
             floats = (Buffer.D, Buffer.SUM, Buffer.COME)
             self.dtypes |= dict.fromkeys(floats, statistics_dtype(k.dtype))
@@ -201,7 +201,7 @@ class Course:
     def _publish(self, tensors: tuple[Any, ...]) -> None:
         own, *rows = tensors
         for x, out in zip(self._local, rows, strict=True):
-            own.read(x, out)
+            own.gather(x, out)
 
     def _run_hop(self, operation: Attend, tensors: tuple[Any, ...]) -> None:
         if operation.kv is not None:
@@ -230,8 +230,8 @@ def _route(
     waits: bool,
 ) -> Route:
     """The steps of a call on what is the machine's memory now."""
-    own = plan.own_rows(device)
-    operations = getattr(schedule, direction)(plan.movement, plan.rank, parity)
+    own = plan.published_rows(device)
+    operations = getattr(schedule, direction)(plan.kv_exchange, plan.rank, parity)
     operations = machine.arranged(operations)
     inside = frozenset(_awaited_inside(operations) if waits else ())
 
@@ -246,14 +246,14 @@ def _route(
         """Publish: own, K, V. Keep: K, V. Attend: K, V, dK, dV. AttendAll: K, V, words. Add: each
         place's sum, rows. Collect: each place's own, rows."""
         if isinstance(work, Publish):
-            return own, *(own.target(x) for x in rows(work.place).unbind(1))
+            return own, *(own.as_out(x) for x in rows(work.place).unbind(1))
         if isinstance(work, Keep):
-            return tuple(widest(x) for x in rows(work.place).unbind(1))
+            return tuple(view_16_bytes(x) for x in rows(work.place).unbind(1))
         if isinstance(work, AttendAll):
-            both = rows(work.own, plan.movement.gathered(plan.rank)[1]).unbind(1)
+            both = rows(work.own, plan.kv_exchange.gathered_layout(plan.rank)[1]).unbind(1)
             return *both, *((machine.landed,) if waits else ())
         if isinstance(work, Attend):
-            count = int(plan.movement.rows[(plan.rank - work.hop) % plan.world, work.hop])
+            count = int(plan.kv_exchange.rows[(plan.rank - work.hop) % plan.world, work.hop])
             places = [p for p in (work.kv, work.found) if p is not None]
             return tuple(x for p in places for x in rows(p, count).unbind(1))
         if isinstance(work, Add):

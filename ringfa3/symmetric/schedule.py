@@ -24,7 +24,7 @@ puts all streams into one queue the ring loses its overlap, and nothing hangs.
 
 from __future__ import annotations
 
-from ringfa3.planning.kv_exchange import Movement, Return
+from ringfa3.planning.kv_exchange import GradReturn, KVExchange
 from ringfa3.symmetric.stream_ops import (
     Add,
     Attend,
@@ -51,7 +51,7 @@ from ringfa3.symmetric.stream_ops import (
 )
 
 
-def forward(move: Movement, rank: int, parity: int) -> list[Operation]:
+def forward(move: KVExchange, rank: int, parity: int) -> list[Operation]:
     """The forward call of a rank. parity: 0 and 1 in turn, over all calls of the group."""
     call = _Call(move, rank, parity, "forward")
     call.begin()
@@ -64,7 +64,7 @@ def forward(move: Movement, rank: int, parity: int) -> list[Operation]:
     return call.operations
 
 
-def gathered(move: Movement, rank: int, parity: int) -> list[Operation]:
+def gathered(move: KVExchange, rank: int, parity: int) -> list[Operation]:
     """The same with one kernel for all hops; peers cannot tell which of the two a rank runs."""
     call = _Call(move, rank, parity, "forward")
     call.begin()
@@ -84,7 +84,7 @@ def gathered(move: Movement, rank: int, parity: int) -> list[Operation]:
     return call.operations
 
 
-def backward(move: Movement, rank: int, parity: int) -> list[Operation]:
+def backward(move: KVExchange, rank: int, parity: int) -> list[Operation]:
     """The backward call of a rank; arguments as in `forward`."""
     call = _Call(move, rank, parity, "backward")
     call.begin()
@@ -111,12 +111,12 @@ class _Call:
     returns  of the dK/dV that come home in a backward
     """
 
-    def __init__(self, move: Movement, rank: int, parity: int, direction: str) -> None:
+    def __init__(self, move: KVExchange, rank: int, parity: int, direction: str) -> None:
         self.move, self.rank, self.parity = move, rank, parity
         self.world, self.direction = len(move.rows), direction
-        self.visits = [t for t in range(1, self.world) if move.seen[self.owner(t), t].any()]
-        self.returns = {x.hop: x for x in move.returns(rank)}
-        self._to_add: Return | None = None  # what lies in COME
+        self.visits = [t for t in range(1, self.world) if move.visible[self.owner(t), t].any()]
+        self.returns = {x.hop: x for x in move.grad_returns(rank)}
+        self._to_add: GradReturn | None = None  # what lies in COME
         self.operations: list[Operation] = []
 
     def owner(self, hop: int) -> int:
@@ -136,7 +136,7 @@ class _Call:
 
     def readers(self) -> list[tuple[int, int]]:
         """(hop, rank) of those that copy from this rank's SRC."""
-        hops = [t for t in range(1, self.world) if self.move.seen[self.rank, t].any()]
+        hops = [t for t in range(1, self.world) if self.move.visible[self.rank, t].any()]
         return [(t, (self.rank + t) % self.world) for t in hops]
 
     def begin(self) -> None:
@@ -163,7 +163,7 @@ class _Call:
 
     def gather(self) -> tuple[Block, ...]:
         """Awaits the owners of all blocks, then copies one block after the other."""
-        first_row, _ = self.move.gathered(self.rank)
+        first_row, _ = self.move.gathered_layout(self.rank)
         blocks = []
         for hop in self.visits:
             self.take_ready(hop)
@@ -179,7 +179,7 @@ class _Call:
         return tuple(blocks)
 
     def seen(self, hop: int) -> tuple[int, int]:
-        begin, end = self.move.seen[self.owner(hop), hop].tolist()
+        begin, end = self.move.visible[self.owner(hop), hop].tolist()
         return begin, end
 
     def pull(self, index: int) -> None:
@@ -247,22 +247,22 @@ class _Call:
         if hop in self.visits[:-2]:
             self.add(Record(Stream.GRADIENTS, Event("taken", hop)))
 
-    def bring_home(self, here: Return) -> None:
+    def bring_home(self, here: GradReturn) -> None:
         """Copies what a peer has found."""
         peer = (self.rank + here.hop) % self.world
-        if here.more and self._to_add is not None:
+        if here.repeated and self._to_add is not None:
             self._add_up(self._to_add)
         self.take(Stream.GRADIENTS, peer, Purpose.FOUND, self.parity, f"hop {here.hop}: dK/dV of")
-        for buffer, parts in ((Buffer.SUM, here.first), (Buffer.COME, here.more)):
+        for buffer, parts in ((Buffer.SUM, here.new), (Buffer.COME, here.repeated)):
             for begin, end in parts:
-                source = Place(peer, Buffer.D, here.visit % 2, begin, end)
+                source = Place(peer, Buffer.D, here.visit_index % 2, begin, end)
                 target = Place(self.rank, buffer, 0, begin, end)
                 self.add(Copy(Stream.GRADIENTS, source, target))
         self.set(Stream.GRADIENTS, peer, Purpose.TAKEN, self.parity)
-        if here.more:
+        if here.repeated:
             self._to_add = here
 
-    def _add_up(self, came: Return) -> None:
+    def _add_up(self, came: GradReturn) -> None:
         """Makes room in COME."""
         home, added = Event("home", came.hop), Event("added", came.hop)
         self.add(
@@ -273,8 +273,8 @@ class _Call:
             Await(Stream.GRADIENTS, added),
         )
 
-    def _come(self, came: Return | None) -> tuple[Place, ...]:
-        parts = () if came is None else came.more
+    def _come(self, came: GradReturn | None) -> tuple[Place, ...]:
+        parts = () if came is None else came.repeated
         return tuple(Place(self.rank, Buffer.COME, 0, begin, end) for begin, end in parts)
 
     def collect(self) -> None:

@@ -113,7 +113,7 @@ def test_a_gathered_plan_reads_each_block_behind_its_word(cpu: Machine, rank: in
     cpu.settings(seed=rank, patience=30)
     torch.manual_seed(rank)
     q, k, v = (torch.randn(751, h, D).bfloat16() for h in (2, 1, 1))
-    first, rows = plan.movement.gathered(rank)
+    first, rows = plan.kv_exchange.gathered_layout(rank)
     buffer = torch.full((rows, 2, 1, D), torch.nan, dtype=torch.bfloat16)  # K and V of a row
     buffer[: plan.local_tokens] = plan.shard(torch.stack((k, v), 1))
     words = torch.zeros(world, dtype=torch.int32)
@@ -122,8 +122,8 @@ def test_a_gathered_plan_reads_each_block_behind_its_word(cpu: Machine, rank: in
         for hop in range(1, world):
             time.sleep(0.3)
             owner = plans[(rank - hop) % world]
-            begin, end = plan.movement.seen[owner.rank, hop]
-            leaving = owner.shard(torch.stack((k, v), 1))[owner.movement.own]
+            begin, end = plan.kv_exchange.visible[owner.rank, hop]
+            leaving = owner.shard(torch.stack((k, v), 1))[owner.kv_exchange.published]
             buffer[first[hop] + begin : first[hop] + end] = leaving[begin:end]
             words[hop] = 1
 

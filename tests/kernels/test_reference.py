@@ -62,8 +62,8 @@ def run(case: Case, inputs: list[torch.Tensor], dout: torch.Tensor, dlse: torch.
             attend_backward(dout[mine], *qkv, s, delta, tiling, scale, dq, *dkv)
             grads[0][mine] = dq
             if hop:
-                seen = slice(*plan.movement.seen[owner, hop])
-                own = torch.from_numpy(plans[owner].movement.own)[seen]
+                seen = slice(*plan.kv_exchange.visible[owner, hop])
+                own = torch.from_numpy(plans[owner].kv_exchange.published)[seen]
                 home[owner].index_add_(1, own, dkv[:, seen])
     for plan, mine in zip(plans, home, strict=True):
         grads[1][plan.token_index], grads[2][plan.token_index] = mine

@@ -1,4 +1,4 @@
-"""Rows that leave a rank and come home, against PyTorch's indexing; equal bits."""
+"""Rows by number, read and added to, against PyTorch's indexing: equal bits."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from ringfa3.planning.row_index import OwnRows, copy_rows, widest
+from ringfa3.planning.row_index import RowIndex, copy_rows, view_16_bytes
 
 CPU = torch.device("cpu")
-RUNS = [[], [3], [0, 1, 2, 3, 4], [2, 3, 4], [0, 2], [4, 3], [0, 1, 3]]
+ROWS = [[], [3], [0, 1, 2, 3, 4], [2, 3, 4], [0, 2], [4, 3], [0, 1, 3]]
 
 
-@pytest.mark.parametrize("own", RUNS, ids=str)
+@pytest.mark.parametrize("own", ROWS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("d", [2, 64])
 def test_rows_are_those_of_an_index(own: list[int], dtype: torch.dtype, d: int) -> None:
-    rows = OwnRows.of(np.array(own, np.int64), CPU)
+    rows = RowIndex.of(np.array(own, np.int64), CPU)
     assert isinstance(rows.rows, slice) == (len(own) > 0 and own == [*range(own[0], own[-1] + 1)])
     fused = torch.randn(5, 3, 2, d).to(dtype)
     for x in (fused[:, 1], fused[:, 1].contiguous()):
         for begin, end in ((0, len(own)), (1, len(own))):
             part, index = rows.part(begin, end), torch.tensor(own[begin:end], dtype=torch.int64)
             buffer = torch.full((len(index), 2, 2, d), torch.nan, dtype=dtype)
-            part.read(x, buffer[:, 1])
+            part.gather(x, buffer[:, 1])
             assert torch.equal(buffer[:, 1], x[index])
             assert buffer[:, 0].isnan().all()
             home = torch.randn(5, 2, 2, d).to(dtype)
@@ -37,9 +37,9 @@ def test_rows_that_begin_anywhere_are_copied() -> None:
     out = torch.zeros(5, 2, 2, 8).bfloat16()[:, 0]
     for begin in (0, 1):
         x = room[begin : begin + 80].view(5, 2, 8)
-        for target in (out, widest(out)):
+        for target in (out, view_16_bytes(out)):
             out.zero_()
             copy_rows(x, target)
             assert torch.equal(out, x)
-    assert widest(out).dtype == torch.complex128
-    assert widest(room[1:81].view(5, 2, 8)).dtype == torch.bfloat16
+    assert view_16_bytes(out).dtype == torch.complex128
+    assert view_16_bytes(room[1:81].view(5, 2, 8)).dtype == torch.bfloat16

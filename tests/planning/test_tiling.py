@@ -146,12 +146,12 @@ def test_every_row_is_first_once_before_and_last_once_after_its_other_hops(
 def test_every_backward_hop_stores_all_that_it_sees(
     case: Case, m: int, n: int, deterministic: bool
 ) -> None:
-    """Each row of dK/dV once, visited or not: of hop 0 all, then those of `Movement.seen`."""
+    """Each row of dK/dV once, visited or not: of hop 0 all, then those of `KVExchange.visible`."""
     for plan in case.plans():
         for hop, tiling in enumerate(plan.hops.backward(n, m, deterministic)):
             rows = [np.arange(t["row0"], t["row0"] + t["rows"]) for t in tiling.tiles]
             stored = np.sort(np.concatenate([np.zeros(0, int), *rows]))
-            seen = plan.movement.seen[(plan.rank - hop) % case.world, hop]
+            seen = plan.kv_exchange.visible[(plan.rank - hop) % case.world, hop]
             bounds = (0, plan.local_tokens) if hop == 0 else seen.tolist()
             np.testing.assert_array_equal(stored, np.arange(*bounds))
 

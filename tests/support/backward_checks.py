@@ -176,7 +176,7 @@ def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
             keys = torch.from_numpy(key_tokens(plans, rank, hop)).to(device)
             owner = (rank - hop) % world
             tiling = plan.hops.backward(unit.tile_n, unit.tile_m, deterministic)[hop]
-            begin, end = plan.movement.seen[owner, hop] if hop else (0, len(keys))
+            begin, end = plan.kv_exchange.visible[owner, hop] if hop else (0, len(keys))
             stored = torch.full((2, end, *p.k.shape[1:]), torch.nan, device=device)
             k, v, dk, dv = (x[:, kv] for x in (p.k[keys], p.v[keys], *stored))
             runs[rank].hop(k, v, tiling, dk, dv, 2 * kv.start, 2 * k.shape[1])

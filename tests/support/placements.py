@@ -48,7 +48,7 @@ class Placement:
 
     def operations(self, direction: str, rank: int, parity: int) -> list[Operation]:
         made: list[Operation] = getattr(schedule, direction)(
-            self.plans[rank].movement, rank, parity
+            self.plans[rank].kv_exchange, rank, parity
         )
         return made
 

@@ -49,4 +49,4 @@ def key_tokens(plans: list[ContextPlan], rank: int, hop: int) -> np.ndarray:
     tokens = owner.token_index.numpy()
     if hop == 0:
         return tokens
-    return tokens[owner.movement.own][: owner.movement.rows[owner.rank, hop]]
+    return tokens[owner.kv_exchange.published][: owner.kv_exchange.rows[owner.rank, hop]]

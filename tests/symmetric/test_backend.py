@@ -128,7 +128,7 @@ def _found(group: FakeGroup, placements: list[Placement]) -> list[str]:
     rank, world, wrong = group.rank, group.world, []
     for layer, placement in enumerate(placements):
         plan = placement.plans[rank]
-        seen = plan.movement.seen.tolist()
+        seen = plan.kv_exchange.visible.tolist()
         keys = 100.0 * layer + 10 * rank + torch.arange(plan.local_tokens).view(-1, 1, 1)
 
         def attend(hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -140,7 +140,7 @@ def _found(group: FakeGroup, placements: list[Placement]) -> list[str]:
         course.run(attend)
         weight = torch.full((plan.local_tokens, 1, 1), 1.0 + rank)
         for hop in range(1, world):
-            weight[plan.movement.own[slice(*seen[rank][hop])]] += 1 + (rank + hop) % world
+            weight[plan.kv_exchange.published[slice(*seen[rank][hop])]] += 1 + (rank + hop) % world
         if not torch.equal(course.home, torch.stack((keys, -keys), 1) * weight.unsqueeze(1)):
             wrong.append(f"layer {layer}, rank {rank}")
     return wrong

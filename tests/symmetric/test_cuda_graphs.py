@@ -41,7 +41,7 @@ class Layer:
     def __init__(self, machine: CudaMachine, placement: Placement) -> None:
         self.machine, self.placement, self.rank = machine, placement, machine.group.rank
         self.plan, self.world = placement.plans[self.rank], placement.world
-        self.between = self.plan.movement.seen.tolist()
+        self.between = self.plan.kv_exchange.visible.tolist()
         self.keys, self.values = torch.zeros(2, self.plan.local_tokens, 1, 1)
         self.base = 0.0
         self.seen: list[str] = []  # by kernels
@@ -58,7 +58,7 @@ class Layer:
 
     def leaving(self, owner: int, hop: int) -> Tensor:
         """What this rank sees of an owner's keys."""
-        own = self.placement.plans[owner].movement.own
+        own = self.placement.plans[owner].kv_exchange.published
         return self.keys_of(owner)[own][slice(*self.between[owner][hop])]
 
     def call(self, direction: str, waits: bool) -> Course:
@@ -100,7 +100,7 @@ class Layer:
     def check(self, course: Course) -> None:
         weight = torch.full((self.plan.local_tokens,), 1.0 + self.rank)
         for hop in range(1, self.world):
-            rows = self.plan.movement.own[slice(*self.between[self.rank][hop])]
+            rows = self.plan.kv_exchange.published[slice(*self.between[self.rank][hop])]
             weight[rows] += 1 + (self.rank + hop) % self.world
         own = self.keys_of(self.rank) * weight
         if not torch.equal(course.home.flatten(2).squeeze(2).T, torch.stack((own, -own))):

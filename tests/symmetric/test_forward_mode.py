@@ -58,18 +58,18 @@ def test_the_environment_overrides_the_rule(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ranks_agree(case: Case) -> None:
     plans = case.plans()
     assert len({kind_of_forward(plan, *qk(4, 2)) for plan in plans}) == 1
-    assert len({plan.movement.most for plan in plans}) == 1
+    assert len({plan.kv_exchange.max_rows for plan in plans}) == 1
 
 
 @given(case=cases)
 def test_gathered_rows_lie_one_block_behind_the_other(case: Case) -> None:
     """Own rows, then exactly those that are seen of each hop, in the order of the hops."""
     for plan in case.plans():
-        move, end = plan.movement, plan.local_tokens
-        first, rows = move.gathered(plan.rank)
+        move, end = plan.kv_exchange, plan.local_tokens
+        first, rows = move.gathered_layout(plan.rank)
         assert first[0] == 0
         for hop in range(1, plan.world):
-            seen = move.seen[(plan.rank - hop) % plan.world, hop]
+            seen = move.visible[(plan.rank - hop) % plan.world, hop]
             assert first[hop] + seen[0] == end
             end += seen[1] - seen[0]
-        assert rows == end <= move.most.gathered
+        assert rows == end <= move.max_rows.gathered

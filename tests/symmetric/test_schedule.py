@@ -160,8 +160,8 @@ class Ledger:
                 for r, p in enumerate(placement.plans)]  # fmt: skip
         mine = keys[rank].view(-1, 1, 1)
         course = Course(machine, plan, direction, mine, -mine)
-        leaving = [keys[r][p.movement.own] for r, p in enumerate(placement.plans)]
-        between = plan.movement.seen.tolist()
+        leaving = [keys[r][p.kv_exchange.published] for r, p in enumerate(placement.plans)]
+        between = plan.kv_exchange.visible.tolist()
 
         def attend(hop: int, k: Tensor, v: Tensor, *found: Tensor) -> None:
             if direction == "gathered":
@@ -185,7 +185,7 @@ class Ledger:
         if direction == "backward":
             weight = torch.full((plan.local_tokens,), 1.0 + rank, dtype=torch.float64)
             for hop in range(1, self.size):
-                seen = plan.movement.own[slice(*between[rank][hop])]
+                seen = plan.kv_exchange.published[slice(*between[rank][hop])]
                 weight[seen] += 1 + (rank + hop) % self.size
 
             def check() -> None:

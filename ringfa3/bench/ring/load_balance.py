@@ -34,7 +34,7 @@ class Spread:
         ]
         work = plans[0].work_per_rank
         visited = np.sum([_visited(t) for plan in plans for t in plan.hops.forward(tile_m)], 0)
-        rows = int(plans[0].movement.rows[:, 1:].sum())
+        rows = int(plans[0].kv_exchange.rows[:, 1:].sum())
         everything = case.tokens * (case.world - 1)
         return cls(
             imbalance=max(work) * case.world / sum(work),

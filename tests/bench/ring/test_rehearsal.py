@@ -46,8 +46,8 @@ def _calls(group: FakeGroup, plays: int, ranks: int) -> list[str]:
             if hop == 0:
                 return
             hops += 1
-            begin, end = plan.movement.seen[(plays - hop) % ranks, hop].tolist()
-            leaving = other[plan.movement.own][begin:end]  # noqa: B023
+            begin, end = plan.kv_exchange.visible[(plays - hop) % ranks, hop].tolist()
+            leaving = other[plan.kv_exchange.published][begin:end]  # noqa: B023
             there = [x[begin:][: len(leaving)] for x in (k, v)]
             if not (torch.equal(there[0], leaving) and torch.equal(there[1], -leaving)):
                 wrong.append(f"call {number}, hop {hop}")  # noqa: B023
