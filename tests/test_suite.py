@@ -1,0 +1,46 @@
+"""The suite itself: pytest collects every test file, each has a docstring, GPU tests are marked."""
+
+from __future__ import annotations
+
+import ast
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+FILES = sorted(TESTS.rglob("test_*.py"))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(TESTS))
+
+
+def marks(path: Path) -> set[str]:
+    """Names of the marks in a module's `pytestmark`."""
+    return {
+        node.attr
+        for statement in ast.parse(path.read_text()).body
+        if isinstance(statement, ast.Assign)
+        and any(isinstance(t, ast.Name) and t.id == "pytestmark" for t in statement.targets)
+        for node in ast.walk(statement.value)
+        if isinstance(node, ast.Attribute)
+    }
+
+
+def test_pytest_collects_every_folder(request: pytest.FixtureRequest) -> None:
+    """Pytest passes over folders that match `norecursedirs`; `build` is in its default."""
+    ignored = request.config.getini("norecursedirs")
+    for folder in {path.parent for path in FILES}:
+        for part in folder.relative_to(TESTS).parts:
+            assert not [p for p in ignored if fnmatch(part, p)], f"{folder} is not collected"
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=name)
+def test_every_file_has_a_docstring(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no module docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_gpu_tests_are_marked_and_lie_in_one_folder(path: Path) -> None:
+    assert ("gpu" in marks(path)) == (path.parent.name == "gpu")
