@@ -61,7 +61,7 @@ def test_one_that_waits_says_for_whom(tools: Path) -> None:
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
     maker = start(BUILD_ONE)
     until(lambda: runs(tools))
-    waiter = start(f"from ringfa3 import cache; cache.NOTICE = 0.05; {BUILD_ONE}")
+    waiter = start(f"from ringfa3.build import cache; cache.NOTICE = 0.05; {BUILD_ONE}")
     assert waiter.stderr is not None
     lines = [waiter.stderr.readline() for _ in range(2)]
     (tools / "go").touch()
@@ -114,7 +114,7 @@ def test_a_build_that_fails_leaves_nothing(tools: Path) -> None:
 def test_those_that_waited_fail_with_the_one_that_built(tools: Path) -> None:
     """And do not try in turn. Who comes later does try."""
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools) + "; echo no room >&2; exit 1")
-    hasty = f"from ringfa3 import cache; cache.NOTICE = 0.05; {BUILD_ONE}"
+    hasty = f"from ringfa3.build import cache; cache.NOTICE = 0.05; {BUILD_ONE}"
     maker = start(BUILD_ONE)
     until(lambda: runs(tools))
     waiters = [start(hasty) for _ in range(3)]

@@ -142,7 +142,7 @@ def test_exit_codes_and_messages_of_the_program(tools: Path) -> None:
 def test_an_interrupted_build_begins_nothing_more(tools: Path, compiles_too: bool) -> None:
     """Control-C reaches the compiles too, `kill -INT` does not. Nothing unfinished is left."""
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
-    running = start("from ringfa3 import build; build.main(['-j', '2'])")
+    running = start("from ringfa3.build import compile; compile.main(['-j', '2'])")
     until(lambda: runs(tools) == 2)
     (os.killpg if compiles_too else os.kill)(running.pid, signal.SIGINT)
     assert running.stderr is not None

@@ -23,7 +23,7 @@ echo library > "$2"
 WAIT_FOR_GO = (  # or a minute, so that a test that fails leaves nothing running
     'n=0; while [ ! -e "{0}/go" ] && [ $n -lt 1200 ]; do n=$((n + 1)); sleep 0.05; done'
 )
-BUILD_ONE = "from ringfa3 import build; print(build.library(build.UNITS[0]))"
+BUILD_ONE = "from ringfa3.build import compile; print(compile.library(compile.UNITS[0]))"
 
 
 def nvcc(folder: Path, version: str = "13.2.5", body: str = ":") -> Path:
