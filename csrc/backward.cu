@@ -1,6 +1,6 @@
 // One unit of the backward: compiled once per element type and head dim, see ringfa3/build.py.
-#include "backward.cuh"
-#include "prepare.cuh"
+#include "backward/kernel.cuh"
+#include "backward/preprocess.cuh"
 
 using Traits =
     ringfa3::BackwardTraits<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_M, RINGFA3_TILE_N>;

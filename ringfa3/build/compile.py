@@ -42,11 +42,11 @@ FLAGS = (
 )
 ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
-# Of the benchmark's ablation, never of the product: what a unit is compiled without.
+# Kernels of the benchmark's ablation, never of the product: the part that each one lacks.
 VARIANTS = {
-    "without-overlap": "-DRINGFA3_OVERLAP=false",  # softmax beside the products of its warpgroup
-    "without-ping-pong": "-DRINGFA3_PING_PONG=false",  # turns of the warpgroups
-    "without-specialisation": "-DRINGFA3_UNSPECIALISED",  # warps that load for the others
+    "without-overlap": "-DRINGFA3_WITHOUT_OVERLAP",  # softmax beside the products of its warpgroup
+    "without-ping-pong": "-DRINGFA3_WITHOUT_PING_PONG",  # turns of the warpgroups
+    "without-specialisation": "-DRINGFA3_UNSPECIALISED",  # warps that only load
 }
 SECONDS = 40  # that a unit takes to compile, about
 JOB_BYTES = 6 << 30  # of memory that a compile may take
@@ -105,11 +105,36 @@ def sources() -> Path:
     return here / "csrc" if (here / "csrc").is_dir() else here.parent / "csrc"
 
 
+def ablation() -> Path:
+    """The folder of the variants' sources, in a checkout; a wheel does not have it."""
+    return Path(__file__).parents[2] / "benchmarks" / "ablation"
+
+
+def folder_of(unit: Unit) -> Path:
+    """The folder with the file that a unit compiles, `DIRECTION.cu`.
+
+    Raises BuildError: the unit is a variant, and this installation has no ablation.
+    """
+    if not unit.variant:
+        return sources()
+    if not ablation().is_dir():
+        raise BuildError(
+            f"{unit.name} is a kernel of the benchmark, and {ablation()} does not exist: run it "
+            "from a checkout of the repository"
+        )
+    return ablation()
+
+
 def stem(unit: Unit) -> str:
-    """What the names of a unit's libraries begin with: the hash of sources and flags."""
+    """The first part of the names of a unit's libraries: its name, and a hash of all sources and
+    flags. Sources are hashed with their paths, in folders at any depth.
+
+    Raises BuildError: as `folder_of`.
+    """
     source = hashlib.sha256(repr((unit, FLAGS)).encode())
-    for path in sorted(sources().iterdir()):
-        source.update(path.name.encode() + path.read_bytes())
+    for folder in dict.fromkeys((sources(), folder_of(unit))):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            source.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return f"{unit.name}-{source.hexdigest()[:16]}"
 
 
@@ -146,11 +171,12 @@ def _compile(unit: Unit, nvcc: Path, include: Path, entry: Path) -> None:
         nvcc,
         *FLAGS,
         *unit.defines,
+        f"-I{sources()}",
         f"-I{include}",
         f"-L{nvcc.parent.parent / 'lib'}",
         "-o",
         entry / "kernel.so",
-        sources() / f"{unit.direction}.cu",
+        folder_of(unit) / f"{unit.direction}.cu",
     ]
     own = {**os.environ, "TMPDIR": str(entry.parent)}  # so that nothing stays if it is killed
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=own)

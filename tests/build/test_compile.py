@@ -43,6 +43,49 @@ def test_another_source_is_another_library(tools: Path, monkeypatch: pytest.Monk
     assert compile.library(compile.UNITS[0]) != first
 
 
+def test_a_source_in_any_folder_makes_another_library(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes count, and its path."""
+    sources = tools / "csrc"
+    (sources / "hopper").mkdir(parents=True)
+    (sources / "plan").mkdir()
+    monkeypatch.setattr(compile, "sources", lambda: sources)
+    header = sources / "hopper" / "tma.cuh"
+    header.write_text("one")
+    stems = [compile.stem(compile.UNITS[0])]
+    header.write_text("two")
+    stems.append(compile.stem(compile.UNITS[0]))
+    header.rename(sources / "plan" / "tma.cuh")
+    stems.append(compile.stem(compile.UNITS[0]))
+    assert len(set(stems)) == 3
+
+
+def test_a_variant_compiles_the_benchmark_s_folder_with_the_product_s_headers(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sources count for variants alone; where they are absent the error says what to do."""
+    folder = tools / "ablation"
+    monkeypatch.setattr(compile, "ablation", lambda: folder)
+    product = compile.UNITS[0]
+    variant = replace(product, variant="without-overlap")
+    for call in (compile.stem, compile.library):
+        with pytest.raises(BuildError, match="does not exist: run it from a checkout"):
+            call(variant)
+    folder.mkdir()
+    (folder / "forward.cu").write_text("one")
+    before = compile.stem(product), compile.stem(variant)
+    (folder / "forward.cu").write_text("two")
+    after = compile.stem(product), compile.stem(variant)
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+    fake_tools.nvcc(tools, body=f'echo "$arguments" > {tools}/command')
+    compile.library(variant)
+    command = (tools / "command").read_text().split()
+    assert str(folder / "forward.cu") in command
+    assert f"-I{compile.sources()}" in command
+
+
 def test_the_first_use_says_what_it_does(tools: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A line at the beginning, with the time it takes, and one at the end; then it is silent."""
     name = compile.UNITS[0].name

@@ -93,10 +93,11 @@ def _library(unit: compile.Unit) -> Path:
     name = f"emulated-{compile.stem(unit)}-{_digest(repr(flags), version, str(runtime))}"
 
     def fill(entry: Path) -> None:
-        source = compile.sources() / f"{unit.direction}.cu"
+        source = compile.folder_of(unit) / f"{unit.direction}.cu"
+        headers = (f"-I{compile.sources()}", f"-I{include}")
         link = (f"-L{runtime.parent}", "-lemulator", f"-Xlinker=-rpath={runtime.parent}")
         output = ("-o", entry / "kernel.so")
-        _run([nvcc, *flags, *unit.defines, f"-I{include}", *output, source, *link])
+        _run([nvcc, *flags, *unit.defines, *headers, *output, source, *link])
 
     return _entry(f"emulated-{unit.name}", name, "kernel.so", fill)
 

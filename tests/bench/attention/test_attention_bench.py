@@ -16,6 +16,7 @@ from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import CAUSAL, Case
 from ringfa3.bench.common.comparison import DeviceLostError
 from ringfa3.bench.common.results import Results, Row
+from ringfa3.build import compile
 
 SMALL = [
     Case("paper", "24 x 2", (24, 24), 4, 4, 64, CAUSAL),
@@ -237,6 +238,17 @@ def test_sets_of_ringfa3_against_itself_stand_alone(
     assert run("--device", "cpu", "--set", *sets, *more, "--out", tmp_path / "out") == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_ablation_says_where_its_kernels_are_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a wheel: one line, with what to do."""
+    monkeypatch.setattr(compile, "ablation", lambda: tmp_path / "absent")
+    assert run("--device", "cpu", "--set", "ablation", "--out", tmp_path / "out") == 2
+    said = capsys.readouterr().err.strip()
+    assert "which does not exist: run it from a checkout of the repository" in said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(

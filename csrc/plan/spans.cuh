@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "params.h"
-#include "stages.cuh"
+#include "hopper/pipeline.cuh"
 
 namespace ringfa3 {
 

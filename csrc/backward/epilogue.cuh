@@ -1,8 +1,8 @@
 // The end of a portion: dK and dV, stored or added to those of other portions.
 #pragma once
 
-#include "backward_traits.cuh"
-#include "rows.cuh"
+#include "backward/shapes.cuh"
+#include "hopper/store.cuh"
 
 namespace ringfa3 {
 

@@ -7,7 +7,7 @@
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
 #pragma once
 
-#include "backward_consumer.cuh"
+#include "backward/mainloop_common.cuh"
 
 namespace ringfa3 {
 

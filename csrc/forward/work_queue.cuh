@@ -1,7 +1,7 @@
 // Which piece of work comes next: one warp takes it from a counter and decodes it.
 #pragma once
 
-#include "traits.cuh"
+#include "forward/shapes.cuh"
 
 namespace ringfa3 {
 

@@ -10,13 +10,13 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "epilogue.cuh"
-#include "launch.cuh"
-#include "products.cuh"
-#include "scheduler.cuh"
-#include "signals.cuh"
-#include "softmax.cuh"
-#include "traits.cuh"
+#include "forward/epilogue.cuh"
+#include "hopper/launch.cuh"
+#include "hopper/wgmma.cuh"
+#include "forward/work_queue.cuh"
+#include "hopper/sync.cuh"
+#include "forward/softmax.cuh"
+#include "forward/shapes.cuh"
 
 namespace ringfa3 {
 

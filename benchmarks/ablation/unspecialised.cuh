@@ -4,7 +4,7 @@
 // those of forward.cuh. Work is not fetched from the counter: every CTA takes its share of it.
 #pragma once
 
-#include "forward.cuh"
+#include "forward/kernel.cuh"
 
 namespace ringfa3 {
 

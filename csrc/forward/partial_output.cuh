@@ -1,7 +1,7 @@
 // O and LSE of rows between hops, in global memory: O normalised, in float32.
 #pragma once
 
-#include "traits.cuh"
+#include "forward/shapes.cuh"
 
 namespace ringfa3 {
 

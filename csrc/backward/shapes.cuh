@@ -8,8 +8,8 @@
 #include <cutlass/cutlass.h>
 #include <cutlass/numeric_types.h>
 
-#include "stages.cuh"
-#include "tma.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/tma.cuh"
 
 namespace ringfa3 {
 

@@ -3,9 +3,9 @@
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim.
 #pragma once
 
-#include "backward_epilogue.cuh"
-#include "masks.cuh"
-#include "products.cuh"
+#include "backward/epilogue.cuh"
+#include "hopper/column_mask.cuh"
+#include "hopper/wgmma.cuh"
 
 namespace ringfa3 {
 

@@ -8,25 +8,23 @@
 #include <cutlass/cutlass.h>
 #include <cutlass/numeric_types.h>
 
-#include "stages.cuh"
-#include "tma.cuh"
-#include "work.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/tma.cuh"
+#include "plan/spans.cuh"
 
 namespace ringfa3 {
 
 using namespace cute;
 
-// The last two are off in the benchmark's ablation only: softmax beside the products of its own
-// warpgroup, and turns of the warpgroups.
-template <class Element_, int HeadDim_, int TileN_, int Consumers_, bool Overlap_, bool PingPong_>
+template <class Element_, int HeadDim_, int TileN_, int Consumers_>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int D = HeadDim_;
   static constexpr int N = TileN_;
   static constexpr int Consumers = Consumers_;
-  static constexpr bool Overlap = Overlap_;
-  static constexpr bool PingPong = PingPong_;
-  static constexpr int Producers = 1;  // warpgroups; none in the ablation of unspecialised.cuh
+  static constexpr bool Overlap = true;   // S(j+1) is issued before P(j) V
+  static constexpr bool PingPong = true;  // warpgroups issue their products in turns
+  static constexpr int Producers = 1;     // warpgroups that load
   static constexpr int M = 64 * Consumers;
   static constexpr int Stages = 2;
   static constexpr int QStages = D < 256 ? 2 : 1;  // two where they fit: the next tile's Q is there

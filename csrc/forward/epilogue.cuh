@@ -1,10 +1,10 @@
 // The end of a tile: O and LSE, stored.
 #pragma once
 
-#include "rows.cuh"
-#include "running.cuh"
-#include "softmax.cuh"
-#include "traits.cuh"
+#include "hopper/store.cuh"
+#include "forward/partial_output.cuh"
+#include "forward/softmax.cuh"
+#include "forward/shapes.cuh"
 
 namespace ringfa3 {
 

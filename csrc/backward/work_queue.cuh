@@ -2,8 +2,8 @@
 // dQ.
 #pragma once
 
-#include "backward_traits.cuh"
-#include "signals.cuh"
+#include "backward/shapes.cuh"
+#include "hopper/sync.cuh"
 
 namespace ringfa3 {
 

@@ -3,8 +3,8 @@
 
 #include <cute/tensor.hpp>
 
-#include "masks.cuh"
-#include "work.cuh"
+#include "hopper/column_mask.cuh"
+#include "plan/spans.cuh"
 
 namespace ringfa3 {
 

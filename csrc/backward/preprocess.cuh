@@ -4,10 +4,10 @@
 // Letters in shapes: M rows of a block of the row grid, D head dim.
 #pragma once
 
-#include "backward_traits.cuh"
-#include "launch.cuh"
-#include "rows.cuh"
-#include "signals.cuh"
+#include "backward/shapes.cuh"
+#include "hopper/launch.cuh"
+#include "hopper/store.cuh"
+#include "hopper/sync.cuh"
 
 namespace ringfa3 {
 

@@ -11,10 +11,10 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "backward_halves.cuh"
-#include "backward_roles.cuh"
-#include "backward_scheduler.cuh"
-#include "launch.cuh"
+#include "backward/mainloop_key_split.cuh"
+#include "backward/mainloop_role_split.cuh"
+#include "backward/work_queue.cuh"
+#include "hopper/launch.cuh"
 
 namespace ringfa3 {
 
