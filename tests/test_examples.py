@@ -1,0 +1,71 @@
+"""The examples run as their docstrings say: on the CPU, in one process and under torchrun."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def alone(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines that an example prints in one process, this one; sorted."""
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return sorted(capsys.readouterr().out.splitlines())
+
+
+def shared(name: str) -> list[str]:
+    """The lines that an example prints under torchrun on two processes, sorted."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / name)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_attend_finds_the_same_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rank prints the norm that one process prints, to its two decimals."""
+    (expected,) = alone("attend.py", capsys)
+    found = shared("attend.py")
+    assert [line[:14] for line in found] == ["rank 0 of 2: o", "rank 1 of 2: o"]
+    assert {line.split()[-1] for line in found} == {expected.split()[-1]}
+
+
+def test_train_layer_learns() -> None:
+    """The last loss is at most 0.8 of the first that is printed."""
+    losses = [float(line.split()[-1]) for line in shared("train_layer.py")]
+    assert len(losses) == 4
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_packed_documents_give_one_loss_and_one_gradient(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two ranks print the loss and the gradient norm of one process, to within 1e-4."""
+    expected, *_ = alone("packed_documents.py", capsys)
+    found, *tokens = shared("packed_documents.py")
+    assert tokens == ["rank 0: 1024 of 2048 tokens", "rank 1: 1024 of 2048 tokens"]
+    numbers = [[float(x) for x in re.findall(r"\d+\.\d+", s)] for s in (expected, found)]
+    assert len(numbers[0]) == 2
+    assert numbers[1] == pytest.approx(numbers[0], abs=1e-4)
+
+
+def test_every_example_says_how_it_is_started_and_is_tested() -> None:
+    tested = set(re.findall(r'shared\("(\w+\.py)"', Path(__file__).read_text()))
+    assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == tested
+    for name in tested:
+        said = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""
+        assert f"examples/{name}" in said
