@@ -11,17 +11,18 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringfa3.functional import attention, flash_attn_func
-from ringfa3.planning.context_plan import (
-    ContextPlan,
-    Group,
-    check_window,
-    dense_plan,
-    place,
-)
-from ringfa3.planning.sharding import LAYOUTS
+from ringfa3.planning.context_plan import ContextPlan, Group, check_plan, dense_plan, place
 from ringfa3.ring.op import ring_attention, ring_attn_func
-from ringfa3.ring.prepare_call import TRANSPORTS, bind, default_group, refuse
-from ringfa3.validation import check_precision
+from ringfa3.ring.prepare_call import bind, default_group, refuse
+from ringfa3.validation import (
+    LAYOUTS,
+    TRANSPORTS,
+    check_choice,
+    check_heads,
+    check_layer_inputs,
+    check_precision,
+    check_window,
+)
 
 _Contexts: TypeAlias = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
@@ -65,18 +66,9 @@ class RingFA3Attention(nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
-        if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}, both > 0"
-            )
-        if head_dim < 1:
-            raise ValueError(f"head_dim={head_dim} must be > 0")
-        for name, value, allowed in (
-            ("layout", layout, LAYOUTS),
-            ("transport", transport, TRANSPORTS),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+        check_heads(num_heads, num_kv_heads, head_dim)
+        check_choice("layout", layout, LAYOUTS)
+        check_choice("transport", transport, TRANSPORTS)
         check_precision(precision)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.causal, self.window_size = causal, check_window(window_size)
@@ -111,8 +103,9 @@ class RingFA3Attention(nn.Module):
             ValueError, TypeError, RingError: as `ring_attn_func`.
         """
         _, world, group = place(self.group)
-        problem = self._problem(q, k, v, plan, world)
-        if problem is not None:
+        try:
+            self._check(q, k, v, plan, world)
+        except (TypeError, ValueError) as problem:
             refuse(group or default_group() if world > 1 else None, problem)
         if plan is None and world == 1:
             return self._one_device(q, k, v)
@@ -132,37 +125,20 @@ class RingFA3Attention(nn.Module):
         assert isinstance(out, torch.Tensor)
         return out.view(q.shape)
 
-    def _problem(
+    def _check(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         plan: ContextPlan | None,
         world: int,
-    ) -> Exception | None:
-        """What is wrong with the inputs that only the module can know."""
-        if plan is not None and not isinstance(plan, ContextPlan):
-            return TypeError(f"plan must come from plan_context, got {type(plan).__name__}")
-        if plan is not None and plan.world != world:
-            return ValueError(f"plan is for {plan.world} ranks; this layer's group has {world}")
-        for name, x, heads in (
-            ("q", q, self.num_heads),
-            ("k", k, self.num_kv_heads),
-            ("v", v, self.num_kv_heads),
-        ):
-            if not isinstance(x, torch.Tensor):
-                return TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-            if x.dim() not in (3, 4) or x.shape[-2:] != (heads, self.head_dim):
-                return ValueError(
-                    f"{name} has shape {tuple(x.shape)}: give ([batch,] tokens, {heads}, "
-                    f"{self.head_dim})"
-                )
-            if x.shape[:-2] != q.shape[:-2]:
-                return ValueError(
-                    f"{name} has shape {tuple(x.shape)}, q has {tuple(q.shape)}: batch and tokens "
-                    "must be equal"
-                )
-        return None
+    ) -> None:
+        """Raises TypeError or ValueError for what only the layer can know to be wrong."""
+        if plan is not None:
+            check_plan(plan)
+            if plan.world != world:
+                raise ValueError(f"plan is for {plan.world} ranks; this layer's group has {world}")
+        check_layer_inputs(q, k, v, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def __deepcopy__(self, memo: dict[int, object]) -> RingFA3Attention:
         """A copy in the same group: process groups are shared, not copied."""

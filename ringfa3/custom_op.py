@@ -75,3 +75,17 @@ def register_autograd(
             return overload.redispatch(keys & below, *inputs)
 
     _library.impl(overload._opname, run, "Autograd", with_keyset=True)
+
+
+def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Under autocast the tensors in its dtype, else as they are; float64 stays float64.
+
+    The same rule as that of PyTorch's attention.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )

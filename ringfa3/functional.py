@@ -14,22 +14,21 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ringfa3.custom_op import custom_op, register_autograd, register_fake
+from ringfa3.custom_op import autocast_inputs, custom_op, register_autograd, register_fake
 from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
-from ringfa3.planning.context_plan import (
-    check_lengths,
-    check_window,
-    effective_window,
-    whole_numbers,
-)
+from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.validation import (
-    autocast_inputs,
+    check_batch,
+    check_cu_seqlens,
     check_precision,
     check_qkv,
     check_tensors,
-    default_scale,
+    check_window,
+    resolve_scale,
+    sequence_lengths,
+    whole_numbers,
 )
 
 
@@ -69,9 +68,8 @@ def flash_attn_func(
     check_tensors(q, k, v)
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=4)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k has batch {k.shape[0]}, q has {q.shape[0]}: they must be equal")
-    scale = default_scale(softmax_scale, q)
+    check_batch(q, k)
+    scale = resolve_scale(softmax_scale, q)
     out, lse = attention(q, k, v, None, None, scale, left, right, deterministic)
     return (out, lse) if return_lse else out
 
@@ -112,7 +110,7 @@ def flash_attn_varlen_func(
         cu if isinstance(cu, torch.Tensor) else torch.tensor(whole_numbers(name, cu))
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     )
-    scale = default_scale(softmax_scale, q)
+    scale = resolve_scale(softmax_scale, q)
     out, lse = attention(q, k, v, cu_q, cu_k, scale, left, right, deterministic)
     return (out, lse) if return_lse else out
 
@@ -128,10 +126,7 @@ _read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
 
 def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
     """Lengths of packed sequences from `cu`, which must end at `tokens`."""
-    if cu.dim() != 1 or cu.is_floating_point():
-        raise ValueError(
-            f"{name} must be one-dimensional and integer, got {cu.dtype} {tuple(cu.shape)}"
-        )
+    check_cu_seqlens(name, cu)
     known = _read.get(id(cu))
     if known is not None and known[0]() is cu and known[1] == cu._version:
         lengths = known[2]
@@ -141,7 +136,7 @@ def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
                 f"{name} is on the GPU and would be read under CUDA graph capture: pass it on "
                 "the CPU"
             )
-        lengths = check_lengths(name, cu.tolist())
+        lengths = sequence_lengths(name, cu.tolist())
         if cu.is_cuda and not cu.is_inference():  # which have no version
             key = id(cu)
             _read[key] = (weakref.ref(cu, lambda _: _read.pop(key, None)), cu._version, lengths)

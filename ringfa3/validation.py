@@ -1,33 +1,111 @@
-"""Checks of the arguments that all attention functions share."""
+"""Checks of what callers pass: every function raises a TypeError or ValueError that names the
+argument, its value and what is allowed."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import SupportsFloat
+import operator
+from collections.abc import Iterable, Sequence
+from typing import SupportsFloat, SupportsIndex, cast
 
 import torch
 
 CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 PRECISIONS = ("native", "fp8")
+LAYOUTS = ("zigzag", "contiguous")
+TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r}: give a {kind.__name__}")
 
 
 def check_precision(precision: str) -> None:
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: allowed are {', '.join(map(repr, PRECISIONS))}")
+    check_choice("precision", precision, PRECISIONS)
     if precision == "fp8":
         raise ValueError("precision='fp8' has no kernel in this version: use precision='native'")
 
 
+def check_transport(transport: str, device: torch.device) -> None:
+    """Whether `transport` exists and can move tensors on `device`."""
+    check_choice("transport", transport, TRANSPORTS)
+    fitting = ("nccl", "symmetric") if device.type == "cuda" else ("gloo",)
+    if transport not in ("auto", *fitting):
+        raise ValueError(
+            f"transport={transport!r} cannot move {device.type} tensors: use "
+            f"{' or '.join(map(repr, fitting))}"
+        )
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}, both > 0"
+        )
+    if head_dim < 1:
+        raise ValueError(f"head_dim={head_dim} must be > 0")
+
+
+def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """The values as ints."""
+    try:
+        numbers = tuple(values)
+        if set(map(type, numbers)) <= {int}:
+            return cast(tuple[int, ...], numbers)
+        return tuple(operator.index(x) for x in numbers)
+    except TypeError:
+        raise TypeError(f"{name}={values!r}: give a sequence of whole numbers") from None
+
+
+def check_window(window_size: Sequence[int]) -> tuple[int, int]:
+    """`window_size` as a pair of ints >= -1."""
+    window = whole_numbers("window_size", window_size)
+    if len(window) != 2 or min(window) < -1:
+        raise ValueError(
+            f"window_size={window!r}: give (left, right), numbers of keys, -1 for unlimited"
+        )
+    return window[0], window[1]
+
+
+def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"{name} must be one-dimensional and integer, got {cu_seqlens.dtype} of shape "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+
+
+def sequence_lengths(name: str, cu_seqlens: Sequence[int]) -> tuple[int, ...]:
+    """Sequence lengths from cumulative ones."""
+    cu = tuple(cu_seqlens)
+    if not cu or cu[0] != 0:
+        raise ValueError(f"{name} must start with 0 and hold at least one number, got {cu[:3]}")
+    lengths = tuple(b - a for a, b in itertools.pairwise(cu))
+    if lengths and min(lengths) < 0:
+        i = next(i for i, n in enumerate(lengths) if n < 0)
+        raise ValueError(f"{name} must never fall, but {name}[{i}:{i + 2}] = {cu[i : i + 2]}")
+    return lengths
+
+
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises a TypeError unless all three are tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> None:
-    """Raises a TypeError or ValueError unless q, k, v can be attended; tokens are not compared."""
+    """Device, dtype, strides and shapes; numbers of tokens are not compared.
+
+    dims: 4 for (batch, tokens, heads, head_dim), 3 for (tokens, heads, head_dim).
+    """
     check_tensors(q, k, v)
     shape = "(batch, tokens, heads, head_dim)" if dims == 4 else "(tokens, heads, head_dim)"
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -56,24 +134,48 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> N
         raise ValueError(f"v has shape {tuple(v.shape)}, k has {tuple(k.shape)}: must be equal")
 
 
-def default_scale(softmax_scale: float | None, q: torch.Tensor) -> float:
-    """`softmax_scale`, or d ** -0.5 for None. A mask is -inf before the scale."""
+def check_batch(q: torch.Tensor, k: torch.Tensor) -> None:
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch {k.shape[0]}, q has {q.shape[0]}: they must be equal")
+
+
+def check_local_tokens(
+    q: torch.Tensor, k: torch.Tensor, local_tokens: int, total_tokens: int
+) -> None:
+    """Whether packed q and k hold a rank's tokens of a plan."""
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[0] != local_tokens:
+            raise ValueError(
+                f"{name} has {x.shape[0]} tokens; the plan gives this rank {local_tokens} of "
+                f"{total_tokens}"
+            )
+
+
+def check_layer_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Whether q, k and v are ([b,] t, h, d) with a layer's heads, and of equal batch and tokens."""
+    for name, x, expected in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() not in (3, 4) or x.shape[-2:] != (expected, head_dim):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}: give ([batch,] tokens, {expected}, {head_dim})"
+            )
+        if x.shape[:-2] != q.shape[:-2]:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, q has {tuple(q.shape)}: batch and tokens "
+                "must be equal"
+            )
+
+
+def resolve_scale(softmax_scale: float | None, q: torch.Tensor) -> float:
+    """`softmax_scale`, or d ** -0.5 for None. Positive: a mask is -inf before the scale."""
     if softmax_scale is None:
-        return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0  # 0: `check_qkv` refuses it
+        return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0  # `check_qkv` rejects d = 0
     if isinstance(softmax_scale, str) or not isinstance(softmax_scale, SupportsFloat):
         raise TypeError(f"softmax_scale={softmax_scale!r}: give a number or None")
     scale = float(softmax_scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale={softmax_scale!r}: it must be positive and finite")
     return scale
-
-
-def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Under autocast the inputs in its dtype, float64 left alone, as PyTorch's attention does."""
-    q = tensors[0]
-    if not torch.is_autocast_enabled(q.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
-    )

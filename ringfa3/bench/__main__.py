@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ringfa3.bench.common.cases import HEAD_DIMS, ITSELF, RING_SETS, SETS
-from ringfa3.ring.prepare_call import TRANSPORTS
+from ringfa3.validation import TRANSPORTS
 
 ATTENTION = "Attention on one GPU against FlashAttention-3 and cuDNN."
 RING = (

@@ -1,5 +1,5 @@
-"""Who holds which tokens, and what each tile visits.
+"""Which rank holds which tokens, and which tiles each kernel launch visits.
 
-In: document lengths, masks, a rank and a world size. Out: numpy tables of spans, tiles, moves.
-Imports nothing else of ringfa3.
+In: document lengths, a mask, a rank and a world size. Out: numpy tables of spans, tiles, exchanges.
+Imports `ringfa3.validation` only.
 """

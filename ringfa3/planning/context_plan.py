@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -17,8 +15,16 @@ import torch.distributed as dist
 
 from ringfa3.planning.kv_exchange import plan_ring
 from ringfa3.planning.row_index import RowIndex
-from ringfa3.planning.sharding import LAYOUTS, Ints, Segments, partition, work_before
+from ringfa3.planning.sharding import Ints, Segments, partition, work_before
 from ringfa3.planning.tiling import Plan, ramps
+from ringfa3.validation import (
+    LAYOUTS,
+    check_choice,
+    check_cu_seqlens,
+    check_window,
+    sequence_lengths,
+    whole_numbers,
+)
 
 Group = dist.ProcessGroup | tuple[int, int] | None
 MAX_TOKENS = 1 << 31  # of all ranks together: rows are int32 in the tables of a plan
@@ -216,37 +222,10 @@ def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, i
     return left, 0 if causal else right
 
 
-def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """The values as ints, or a TypeError that says which argument holds something else."""
-    try:
-        numbers = tuple(values)
-        if set(map(type, numbers)) <= {int}:
-            return cast(tuple[int, ...], numbers)
-        return tuple(operator.index(x) for x in numbers)
-    except TypeError:
-        raise TypeError(f"{name}={values!r}: give a sequence of whole numbers") from None
-
-
-def check_window(window_size: Sequence[int]) -> tuple[int, int]:
-    """A pair of ints >= -1, or an error that says so."""
-    window = whole_numbers("window_size", window_size)
-    if len(window) != 2 or min(window) < -1:
-        raise ValueError(
-            f"window_size={window!r}: give (left, right), numbers of keys, -1 for unlimited"
-        )
-    return window[0], window[1]
-
-
-def check_lengths(name: str, cu_seqlens: Sequence[int]) -> tuple[int, ...]:
-    """Sequence lengths from cumulative ones, or a ValueError that names what is wrong."""
-    cu = tuple(cu_seqlens)
-    if not cu or cu[0] != 0:
-        raise ValueError(f"{name} must start with 0 and hold at least one number, got {cu[:3]}")
-    lengths = tuple(b - a for a, b in itertools.pairwise(cu))
-    if lengths and min(lengths) < 0:
-        i = next(i for i, n in enumerate(lengths) if n < 0)
-        raise ValueError(f"{name} must never fall, but {name}[{i}:{i + 2}] = {cu[i : i + 2]}")
-    return lengths
+def check_plan(plan: object) -> None:
+    """Raises TypeError unless `plan` is a ContextPlan."""
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"plan must come from plan_context, got {type(plan).__name__}")
 
 
 def plan_context(
@@ -274,18 +253,13 @@ def plan_context(
         ValueError, TypeError: naming the argument, its value and what is allowed.
     """
     if isinstance(cu_seqlens, torch.Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
-            raise ValueError(
-                f"cu_seqlens must be one-dimensional and integer, got {cu_seqlens.dtype} of shape "
-                f"{tuple(cu_seqlens.shape)}"
-            )
+        check_cu_seqlens("cu_seqlens", cu_seqlens)
         cu = tuple(cu_seqlens.tolist())
     elif isinstance(cu_seqlens, (int, np.integer)):
         cu = (0, int(cu_seqlens))
     else:
         cu = whole_numbers("cu_seqlens", cu_seqlens)
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}: allowed are {', '.join(map(repr, LAYOUTS))}")
+    check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
     placed = place(group)
     implicit = group is None and placed[2] is None
@@ -343,7 +317,7 @@ def _cached_plan(
     batch: int,
     implicit: bool,
 ) -> ContextPlan:
-    lengths = np.array(check_lengths("cu_seqlens", cu_seqlens), np.int64)
+    lengths = np.array(sequence_lengths("cu_seqlens", cu_seqlens), np.int64)
     if lengths.sum() >= MAX_TOKENS:
         raise ValueError(f"cu_seqlens ends at {lengths.sum()}: allowed are fewer than 2^31 tokens")
     window = effective_window(causal, window_size)

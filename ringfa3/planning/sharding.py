@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-LAYOUTS = ("zigzag", "contiguous")
 CUT = 128  # tokens; the row tile that cuts favour
 SHARES = (1.0, 1 / 16, 1 / 64, 0.0)  # of a rank's mean work: documents of more are cut; 0: all
 BALANCED = 1.015  # most work of a rank over the mean at which a placement is taken
@@ -81,7 +80,7 @@ def partition(
     Args:
         lengths: (documents,) int64, tokens per document, zeros allowed.
         world: number of ranks.
-        layout: one of `LAYOUTS`.
+        layout: one of `validation.LAYOUTS`.
         left, right: the window, -1 for unlimited; causal is right = 0. Only balance depends on it.
     """
     total = int(lengths.sum())

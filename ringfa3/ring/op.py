@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ringfa3.custom_op import custom_op, register_autograd, register_fake
+from ringfa3.custom_op import autocast_inputs, custom_op, register_autograd, register_fake
 from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
-from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import Relay
@@ -26,7 +26,7 @@ from ringfa3.ring.prepare_call import bind, default_group, enter, refuse
 from ringfa3.symmetric.backend import CudaMachine
 from ringfa3.symmetric.forward_mode import kind_of_forward
 from ringfa3.symmetric.ring_pass import Course
-from ringfa3.validation import autocast_inputs, check_tensors, default_scale
+from ringfa3.validation import check_tensors, check_type, resolve_scale
 
 
 def ring_attn_func(
@@ -64,22 +64,17 @@ def ring_attn_func(
             can be used afterwards.
         RingError: a peer died or stopped: within the group's timeout, naming hop and peer.
     """
-    if not isinstance(plan, ContextPlan):
-        refuse(
-            default_group(),
-            TypeError(f"plan must come from plan_context, got {type(plan).__name__}"),
-        )
+    try:
+        check_plan(plan)
+    except TypeError as problem:
+        refuse(default_group(), problem)
     plan = bind(plan)
     try:
         check_tensors(q, k, v)
-        scale = default_scale(softmax_scale, q)
-        for name, value, kind in (
-            ("deterministic", deterministic, bool),
-            ("precision", precision, str),
-            ("transport", transport, str),
-        ):
-            if not isinstance(value, kind):
-                raise TypeError(f"{name}={value!r}: give a {kind.__name__}")
+        scale = resolve_scale(softmax_scale, q)
+        check_type("deterministic", deterministic, bool)
+        check_type("precision", precision, str)
+        check_type("transport", transport, str)
     except (TypeError, ValueError) as problem:
         refuse(plan.group, problem)
     q, k, v = autocast_inputs(q, k, v)

@@ -22,9 +22,13 @@ from ringfa3.ring.p2p import Transport
 from ringfa3.symmetric import graph_capture
 from ringfa3.symmetric.backend import CudaMachine
 from ringfa3.symmetric.forward_mode import FORWARD, kind_of_forward
-from ringfa3.validation import check_precision, check_qkv
+from ringfa3.validation import (
+    check_local_tokens,
+    check_precision,
+    check_qkv,
+    check_transport,
+)
 
-TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
 ACCEPTED_KEPT = 64  # kinds of calls of a plan that were found right
 
 
@@ -146,20 +150,8 @@ def _check(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, transport: str
 ) -> None:
     check_qkv(q, k, v, dims=3)
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[0] != plan.local_tokens:
-            raise ValueError(
-                f"{name} has {x.shape[0]} tokens; the plan gives this rank {plan.local_tokens} of "
-                f"{plan.total_tokens}"
-            )
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r}: allowed are {', '.join(map(repr, TRANSPORTS))}")
-    fitting = ("nccl", "symmetric") if q.is_cuda else ("gloo",)
-    if transport not in ("auto", *fitting):
-        raise ValueError(
-            f"transport={transport!r} cannot move {q.device.type} tensors: use "
-            f"{' or '.join(map(repr, fitting))}"
-        )
+    check_local_tokens(q, k, plan.local_tokens, plan.total_tokens)
+    check_transport(transport, q.device)
 
 
 def _settings(
