@@ -108,6 +108,7 @@ class TrainConfig:
     accumulation: int = 1
     precision: str = "auto"
     seed: int = 0
+    deterministic: bool = False
     attention: str = "ringfa3"
     recompute: str = "none"
     loss_chunk: int = 1024

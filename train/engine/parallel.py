@@ -1,7 +1,7 @@
-"""Processes and groups: the layout dp x cp, data parallel wiring, and the way out.
+"""Ranks and process groups: dp x cp, data parallelism, agreement between ranks, shutdown.
 
-Consecutive ranks form a context group: they share one sample. There are ``dp`` such groups.
-One process alone needs no process group and makes none.
+``cp`` consecutive ranks form a context-parallel group and share one sample. There are ``dp`` such
+groups. A single process makes no process group.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from train.config import Config, ConfigError, ParallelConfig
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Where this process stands. Groups and store are None exactly when ``world`` is 1.
+    """Rank, device and groups of this process. Groups and store are None exactly if ``world`` is 1.
 
-    ``host_group`` is all ranks over gloo, for what is not on the training step's path;
-    ``save_group`` the same, for the thread that writes checkpoints. ``store`` is that of this
-    attempt of the job: what earlier attempts have left is not seen in it. Rank 0 knows whether
-    torchrun has ``restarted`` the job.
+    ``host_group`` connects all ranks over gloo, for communication outside the training step.
+    ``save_group`` does the same for the thread that writes checkpoints. ``store`` belongs to this
+    attempt of the job: keys of earlier attempts are not visible. ``restarted`` is right on rank 0
+    only: whether torchrun restarted the job.
     """
 
     rank: int
@@ -45,55 +45,59 @@ class ParallelLayout:
 
     @property
     def cp_rank(self) -> int:
-        """Place in the context group."""
+        """Rank within the context-parallel group."""
         return self.rank % self.cp
 
     @property
     def dp_rank(self) -> int:
-        """Number of the context group."""
+        """Index of the context-parallel group."""
         return self.rank // self.cp
 
     @property
     def dp(self) -> int:
-        """Number of context groups."""
+        """Number of context-parallel groups."""
         return self.world // self.cp
 
 
 def choose_device(config: Config) -> torch.device:
-    """This process's device, by ``parallel.device``; ``ConfigError`` where others do not fit it."""
-    wanted, local_rank = config.parallel.device, int(os.environ.get("LOCAL_RANK", "0"))
+    """This process's device, by ``parallel.device``.
+
+    Raises ``ConfigError`` if the host has too few GPUs, or if the precision or the transport does
+    not work on that device.
+    """
+    choice, local_rank = config.parallel.device, int(os.environ.get("LOCAL_RANK", "0"))
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if wanted == "cuda" and gpus < processes:
+    if choice == "cuda" and gpus < processes:
         raise ConfigError(
             f"parallel.device=cuda: this host has {gpus} GPUs for {processes} processes; nearest "
             f"valid: parallel.device=cpu (or torchrun --nproc-per-node {max(gpus, 1)})"
         )
-    if wanted == "auto" and 0 < gpus < processes:
+    if choice == "auto" and 0 < gpus < processes:
         raise ConfigError(
             f"parallel.device=auto: this host has {gpus} GPUs for {processes} processes; start "
             f"torchrun --nproc-per-node {gpus}, or choose parallel.device=cpu"
         )
-    cuda = wanted == "cuda" or (wanted == "auto" and gpus >= processes)
+    cuda = choice == "cuda" or (choice == "auto" and gpus >= processes)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda and config.train.precision == "float32":
         raise ConfigError(
             "train.precision=float32: attention on the GPU computes in 16 bits; nearest valid: "
             "train.precision=bfloat16 (or parallel.device=cpu)"
         )
-    fitting = ("nccl", "symmetric") if cuda else ("gloo",)
-    if config.parallel.transport not in ("auto", *fitting):
+    allowed = ("nccl", "symmetric") if cuda else ("gloo",)
+    if config.parallel.transport not in ("auto", *allowed):
         raise ConfigError(
             f"parallel.transport={config.parallel.transport} cannot move {device.type} tensors; "
-            f"nearest valid: parallel.transport={fitting[0]}"
+            f"nearest valid: parallel.transport={allowed[0]}"
         )
     return device
 
 
 def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
-    """Take this process's place, as torchrun's environment names it.
+    """Make the process groups of this rank, from torchrun's environment variables.
 
-    The backend is NCCL with one CUDA device per process, gloo on the CPU. A peer that fails to
-    join a collective within ``timeout_s`` is an error.
+    The backend is NCCL with one CUDA device per process, gloo on the CPU. A collective fails if a
+    peer does not join it within ``timeout_s``.
     """
     rank = int(os.environ.get("RANK", "0"))
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -104,15 +108,17 @@ def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
         return ParallelLayout(rank, world, config.cp, device, restarted=restarted)
     timeout = timedelta(seconds=config.timeout_s)
     shared = _connect(rank, timeout)
-    if rank == 0:  # the host of rank 0 may be at its first attempt while another's has failed
+    if rank == 0:  # this host may be at its first attempt while another host restarted
         restarted = shared.add("attempts", 1) > 1 or restarted
     store = meet(shared, rank, world, config.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    # No device_id: a bound default group makes every later NCCL group a split of its communicator,
+    # which all ranks must join together. The ring makes groups of a few ranks, when it needs them.
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     own_group = None
     for first in range(0, world, config.cp):
         ranks = list(range(first, first + config.cp))
-        group = dist.new_group(ranks, timeout=timeout)  # every rank takes part in making each
+        group = dist.new_group(ranks, timeout=timeout)  # every rank must call this for every group
         if rank in ranks:
             own_group = group
     host_group, save_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
@@ -122,7 +128,7 @@ def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
 
 
 def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
-    """The store at torchrun's address: the agent's, where it shares it, else one of rank 0's."""
+    """The store at torchrun's address, hosted by its agent or, if the agent does not, by rank 0."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -134,7 +140,7 @@ def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def require_agreement(parallel: ParallelLayout, facts: dict[str, str]) -> None:
-    """Raise ``RuntimeError`` on every rank when a fact differs between ranks, naming it."""
+    """Raise ``RuntimeError`` on every rank if a fact differs between ranks. The error names it."""
     if parallel.world == 1:
         return
     everyone: list[dict[str, str]] = [{} for _ in range(parallel.world)]
@@ -151,7 +157,7 @@ def require_agreement(parallel: ParallelLayout, facts: dict[str, str]) -> None:
 
 
 def from_rank_0(parallel: ParallelLayout, make: Callable[[], Any]) -> Any:
-    """What ``make`` returns or raises on rank 0, on all ranks."""
+    """Run ``make`` on rank 0 and return its value, or raise its error, on all ranks."""
     answer: list[Any] = [None, None]
     if parallel.rank == 0:
         try:
@@ -176,7 +182,7 @@ def sum_over_ranks(parallel: ParallelLayout, values: Tensor) -> Tensor:
 def data_parallel(module: nn.Module, parallel: ParallelLayout) -> nn.Module:
     """``module`` with gradients averaged over *all* ranks at the end of the backward pass.
 
-    Context parallel ranks hold different tokens and the same weights, as data parallel ones do.
+    Context-parallel ranks hold different tokens and the same weights, like data-parallel ranks.
     """
     if parallel.world == 1:
         return module
@@ -186,20 +192,26 @@ def data_parallel(module: nn.Module, parallel: ParallelLayout) -> nn.Module:
 def shutdown(
     parallel: ParallelLayout | None, code: int, closers: Iterable[Callable[[], None]] = ()
 ) -> NoReturn:
-    """Close writers, leave the process groups and end the process with ``code``.
+    """Close writers, destroy the process groups and end the process with ``code``.
 
-    A rank that simply returned could take its sockets down while a peer still uses them. With
-    ``code`` 0 all ranks therefore meet once more on every group first; after a failure a peer may
-    be gone, and nobody is waited for. ``os._exit`` leaves out the destructors of communication
-    threads, which abort processes that have already done all their work.
+    A rank that exits at once may close its sockets while a peer still uses them. With ``code`` 0
+    all ranks therefore pass a barrier on every group first. After a failure a peer may be gone, so
+    no rank waits. ``os._exit`` skips the destructors of communication threads, which can abort a
+    process that has finished all its work.
     """
     for close in closers:
-        with contextlib.suppress(Exception if code else ()):  # a failure has been said already
+        with contextlib.suppress(Exception if code else ()):  # the failure is already reported
             close()
     if code == 0 and parallel is not None and parallel.world > 1:
         for group in (parallel.cp_group, parallel.save_group, parallel.host_group, None):
-            dist.barrier(group)
+            _barrier(group, parallel.device)
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _barrier(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """A barrier. NCCL's needs the device: PyTorch warns if it has to guess it."""
+    nccl = dist.get_backend(group) == dist.Backend.NCCL
+    dist.barrier(group, device_ids=[device.index] if nccl else None)

@@ -202,10 +202,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Weights that depend on ``seed`` alone, so that every rank starts from the same ones.
+        """Draw weights from ``seed`` alone, so that every rank starts with the same ones.
 
-        An untied embedding starts at unit variance. Small rows may pass close to zero as they
-        learn, where RMSNorm magnifies their gradients, and rounding with them.
+        The embedding starts at unit variance. Small rows may pass close to zero as they learn,
+        where RMSNorm magnifies their gradients, and rounding errors with them.
         """
         generator = torch.Generator().manual_seed(seed)
         outputs = [block.attention.wo.weight for block in self.blocks]
@@ -214,13 +214,19 @@ class Transformer(nn.Module):
             if parameter.ndim < 2:
                 continue  # norms start at one
             std = parameter.shape[1] ** -0.5
-            if parameter is self.embedding.weight and self.output is not None:
+            if parameter is self.embedding.weight:
                 std = 1.0
             elif any(parameter is output for output in outputs):
                 std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layers)
             elif parameter is self.output and self.config.zero_init:
                 std = 0.0
             parameter.normal_(0.0, std, generator=generator)
+        if self.output is None:
+            # A tied head starts aligned with the embedding of the input token. With rows of std s
+            # and the gain g of the last norm, that token's logit is s * g * dim and all others are
+            # N(0, s^2 * g^2 * dim): GPT-2's s = 0.02, g = 1 begins dim 768 at a loss of 15. Here
+            # s = 1 and g = 1 / dim (the output multiplier of muP, as a learned gain).
+            self.norm.weight.fill_(1 / self.config.dim)
 
 
 class LanguageModel(nn.Module):
@@ -275,6 +281,7 @@ def build_model(
         group=cp_group,
         layout=config.parallel.layout,
         transport=config.parallel.transport,
+        deterministic=config.train.deterministic,
     )
     dtype = compute_dtype(config.train.precision, device)
     return LanguageModel(transformer.to(device), dtype, config.train.loss_chunk)

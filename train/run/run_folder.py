@@ -18,6 +18,7 @@ LOCK_S = 5.0  # for the processes of an attempt that torchrun has just ended
 FREE = (
     *("mode", "parallel.", "run.", "checkpoint.", "guard.", "data.cache_dir", "data.verify"),
     *("train.steps", "train.accumulation", "train.recompute", "train.loss_chunk"),
+    "train.deterministic",
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
     *("log.", "profile.", "sweep.", "generate.", "eval."),
 )

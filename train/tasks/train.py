@@ -14,6 +14,7 @@ import torch.distributed as dist
 from train.config import Config, ConfigError
 from train.data.corpus import find_files
 from train.data.shards import open_corpus
+from train.engine.deterministic import make_deterministic
 from train.engine.parallel import ParallelLayout, choose_device, from_rank_0, join, shutdown
 from train.log.profiler import require_profilable
 from train.run.affinity import settle
@@ -36,6 +37,10 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     folder = RunFolder(config)
     words = FailureReport(rank, sys.stderr)
+    if config.train.deterministic:
+        settings = make_deterministic(device)
+        if rank == 0:
+            print(settings, flush=True)
     parallel, closers, locks = None, [], []
     try:
         corpus = open_corpus(config.data)

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringfa3 import plan_context, ring_attn_func
-from train.config import ModelConfig, RopeConfig
+from train.config import DataConfig, ModelConfig, RopeConfig
 from train.data.batches import make_batch
 from train.data.samples import Sample
 from train.model.sdpa import SdpaAttention
 from train.model.transformer import LanguageModel, Transformer, rope_frequencies, rotate, rotation
 
+MODELS = sorted((Path(__file__).absolute().parents[3] / "configs" / "model").glob("*.yaml"))
 VOCABULARY = 97
 SMALL = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "dim": 32, "ffn_dim": 48}
 
 
-def packed_sample(lengths: list[int]) -> Sample:
+def packed_sample(lengths: list[int], vocabulary: int = VOCABULARY) -> Sample:
     """Random tokens in documents of ``lengths``; labels inside each, the last of each ignored."""
     rng = np.random.default_rng(0)
     cu_seqlens = [0, *np.cumsum(lengths).tolist()]
-    tokens = rng.integers(0, VOCABULARY, cu_seqlens[-1])
+    tokens = rng.integers(0, vocabulary, cu_seqlens[-1])
     labels = np.append(tokens[1:], -100)
     labels[np.array(cu_seqlens[1:]) - 1] = -100
     return Sample(tokens, labels, cu_seqlens)
@@ -202,7 +205,24 @@ def test_tied_embeddings_do_not_start_at_zero():
     """Zero would be the head's start alone; here it would be the end of every gradient."""
     transformer = Transformer(ModelConfig(**SMALL, tied_embeddings=True), VOCABULARY, seed=0)
     assert transformer.head is transformer.embedding.weight
-    assert float(transformer.head.detach().std()) == pytest.approx(32**-0.5, rel=0.05)
+    assert float(transformer.head.detach().std()) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_the_first_loss_is_that_of_the_uniform_distribution(path, tied):
+    """Every model size, its width and heads, but two blocks: within 0.1 of ln(vocabulary)."""
+    values = yaml.safe_load(path.read_text())
+    assert values["zero_init"]
+    values |= {"n_layers": 2, "tied_embeddings": tied, "rope": RopeConfig(**values["rope"])}
+    vocabulary = DataConfig().vocab_size
+    model = LanguageModel(
+        Transformer(ModelConfig(**values), vocabulary, seed=0), torch.float32, 256
+    )
+    batch = make_batch(packed_sample([100, 156], vocabulary), None, "zigzag")
+    with torch.no_grad():
+        loss = float(model(batch).sum()) / batch.n_valid
+    assert loss == pytest.approx(math.log(vocabulary), abs=0.1)
 
 
 def llama3_frequency(frequency: float, rope: RopeConfig) -> float:

@@ -1,0 +1,91 @@
+"""The end of the process groups: which barriers, on which device, and in which order."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from train.engine import parallel
+from train.engine.parallel import ParallelLayout, shutdown
+
+
+class FakeGroup:
+    """A process group of one backend, not bound to a device; it records its barriers."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.devices: list[torch.device] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def barrier(self, opts: dist.BarrierOptions) -> None:
+        self.devices.append(opts.device)
+
+
+@pytest.fixture
+def end(monkeypatch) -> list[str]:
+    """What ``shutdown`` does last, recorded; PyTorch takes this machine for one with GPUs."""
+    done: list[str] = []
+
+    def leave(code: int) -> None:
+        done.append(f"exit {code}")
+        raise SystemExit(code)
+
+    c10d = dist.distributed_c10d
+    monkeypatch.setattr(parallel.os, "_exit", leave)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
+    monkeypatch.setattr(c10d, "_rank_not_in_group", lambda group: False)
+    monkeypatch.setattr(
+        c10d, "_get_object_coll_device", lambda group: {"nccl": "cuda"}.get(group.backend, "cpu")
+    )
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    return done
+
+
+def layout(device: torch.device, backend: str, monkeypatch) -> tuple[ParallelLayout, list]:
+    """A layout of two ranks over fake groups, and the groups; the last is the default group."""
+    groups = [FakeGroup(backend), FakeGroup("gloo"), FakeGroup("gloo"), FakeGroup(backend)]
+    own, host, save, default = groups
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: default)
+    monkeypatch.setattr(dist, "get_backend", lambda group: (group or default).backend)
+    return ParallelLayout(0, 2, 2, device, own, host, save), groups
+
+
+def test_nccl_barriers_name_their_device_and_nothing_warns(end, monkeypatch):
+    """PyTorch's own ``barrier`` runs, over fake groups: with no device id it would warn."""
+    place, groups = layout(torch.device("cuda", 1), "nccl", monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(SystemExit, match="0"):
+            shutdown(place, 0)
+    gpu, cpu = [torch.device("cuda", 1)], [torch.device("cpu")]
+    assert [group.devices for group in groups] == [gpu, cpu, cpu, gpu]
+    assert end == ["destroyed", "exit 0"]
+
+
+def test_gloo_barriers_stay_on_the_cpu(end, monkeypatch):
+    place, groups = layout(torch.device("cpu"), "gloo", monkeypatch)
+    with pytest.raises(SystemExit):
+        shutdown(place, 0)
+    assert [group.devices for group in groups] == [[torch.device("cpu")]] * 4
+    assert end == ["destroyed", "exit 0"]
+
+
+def test_a_failed_rank_waits_for_nobody(end, monkeypatch):
+    place, groups = layout(torch.device("cuda", 0), "nccl", monkeypatch)
+    closed: list[int] = []
+
+    def close() -> None:
+        closed.append(1)
+        raise OSError("a full disk")
+
+    with pytest.raises(SystemExit, match="1"):
+        shutdown(place, 1, [close])
+    assert closed == [1]
+    assert [group.devices for group in groups] == [[]] * 4
+    assert end == ["exit 1"]
