@@ -5,14 +5,14 @@
 using Traits =
     ringfa3::BackwardTraits<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_M, RINGFA3_TILE_N>;
 
-extern "C" int ringfa3_prepare(ringfa3::PrepareArgs const* args, void* stream) {
-  return ringfa3::launch_prepare<Traits>(*args, static_cast<cudaStream_t>(stream));
+extern "C" int ringfa3_preprocess(ringfa3::PreprocessArgs const* args, void* stream) {
+  return ringfa3::launch_preprocess<Traits>(*args, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int ringfa3_backward(ringfa3::BackwardArgs const* args, void* stream) {
   return ringfa3::launch_backward<Traits>(*args, static_cast<cudaStream_t>(stream));
 }
 
-extern "C" int ringfa3_convert(ringfa3::ConvertArgs const* args, void* stream) {
-  return ringfa3::launch_convert<Traits>(*args, static_cast<cudaStream_t>(stream));
+extern "C" int ringfa3_postprocess(ringfa3::PostprocessArgs const* args, void* stream) {
+  return ringfa3::launch_postprocess<Traits>(*args, static_cast<cudaStream_t>(stream));
 }

@@ -28,8 +28,8 @@ struct Tensor3 {
 
 struct ForwardArgs {
   Tensor3 q, k, v, out;
-  float* running;  // (tokens, heads, head_dim) contiguous, O between hops
-  float* lse;      // (heads, tokens), natural logarithm
+  float* partial_out;  // (tokens, heads, head_dim) contiguous, O between hops
+  float* lse;          // (heads, tokens), natural logarithm
   int64_t lse_head_stride;
   Tile const* tiles;  // in the order in which they are fetched
   Span const* spans;
@@ -60,13 +60,13 @@ struct RowGrid {
 // What one CTA does of a key tile: query heads [first_head, first_head + num_heads) of every KV
 // head's group, and of the blocks of rows that the tile visits, in order, [skip, skip + blocks), at
 // least one.
-struct Portion {
+struct WorkUnit {
   int32_t row0, rows, first_span, flags, first_head, num_heads, skip, blocks;
 };
 
-enum PortionFlags : int32_t { kShared = 4 };  // the only one: other portions add to these keys
+enum WorkUnitFlags : int32_t { kShared = 4 };  // the only one: other work units add to these keys
 
-struct PrepareArgs {
+struct PreprocessArgs {
   Tensor3 out, dout;
   float const* lse;   // (heads, tokens), natural logarithm
   float const* dlse;  // (heads, tokens); null: zeros
@@ -78,19 +78,19 @@ struct BackwardArgs {
   Tensor3 q, dout, k, v;
   Tensor3 dk, dv;  // float32 where `float32_grads`, else the dtype of k
   RowGrid grid;
-  Portion const* portions;  // in the order in which they are fetched
+  WorkUnit const* work_units;  // in the order in which they are fetched
   Span const* spans;
   int32_t const* earlier;  // per span, see `Tiling.turn`
   int32_t* counter;        // the next piece of work; zero before the launch
   int32_t* turns;          // (heads, num_blocks, pieces) zeros before the launch; null: no turns
-  int32_t num_portions;
-  int32_t head_section;  // KV heads whose portions run together
+  int32_t num_work_units;
+  int32_t head_section;  // KV heads whose work units run together
   int32_t num_ctas;
   int32_t float32_grads;
   float softmax_scale;
 };
 
-struct ConvertArgs {
+struct PostprocessArgs {
   Tensor3 dq;
   RowGrid grid;
   float softmax_scale;

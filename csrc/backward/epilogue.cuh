@@ -1,4 +1,4 @@
-// The end of a portion: dK and dV, stored or added to those of other portions.
+// The end of a work unit: dK and dV, stored or added to those of other work units.
 #pragma once
 
 #include "backward/shapes.cuh"
@@ -12,15 +12,15 @@ using namespace cute;
 // quad of lanes holds two keys: `key` and `key + 8`.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
-                                Portion const& portion, int kv_head, int key, int lane,
+                                WorkUnit const& unit, int kv_head, int key, int lane,
                                 Accumulator const& x) {
   using Element = typename Traits::Element;
   constexpr int D = Traits::D;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    bool const stored = key + 8 * r < portion.rows;
+    bool const stored = key + 8 * r < unit.rows;
     int64_t const offset =
-        (portion.row0 + key + 8 * r) * gradient.token_stride + kv_head * gradient.head_stride;
+        (unit.row0 + key + 8 * r) * gradient.token_stride + kv_head * gradient.head_stride;
     if (!a.float32_grads) {
       store_row<Element, D>(static_cast<Element*>(gradient.data) + offset, x, r, lane, stored);
     } else if (stored) {
@@ -31,7 +31,7 @@ CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
           put(reinterpret_cast<float2*>(to + 2 * (n - 2 * r)), make_float2(x(n), x(n + 1)));
         }
       };
-      if (portion.flags & kShared) {
+      if (unit.flags & kShared) {
         each([](float2* at, float2 mine) {
           asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};"
                        :

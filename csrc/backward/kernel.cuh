@@ -86,7 +86,7 @@ cudaError_t launch_backward(BackwardArgs const& a, cudaStream_t stream) {
   p.args = a;
   p.kv_heads = static_cast<int32_t>(a.k.heads);
   p.group = static_cast<int32_t>(a.q.heads / a.k.heads);
-  p.num_work = a.num_portions * p.kv_heads;
+  p.num_work = a.num_work_units * p.kv_heads;
   constexpr int kSmem = sizeof(typename Traits::SharedStorage);
   static_assert(kSmem <= 227 * 1024, "more than an SM has");
   auto kernel = backward_kernel<Traits>;

@@ -133,7 +133,7 @@ template <class Traits, class Accumulator>
 CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const& dq,
                          RowBlock const& block, uint32_t count, int piece, int warpgroup) {
   int const thread = threadIdx.x % kWarpgroup;
-  StageState<1> const state{count * Traits::PiecesEach + piece};
+  StageState<1> const state{count * Traits::DqTilesEach + piece};
   smem.dq_empty[warpgroup].wait(state.phase() ^ 1);
   auto* const to = reinterpret_cast<float4*>(smem.dq[warpgroup]) + thread;
   CUTE_UNROLL
@@ -141,8 +141,8 @@ CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const
     to[i * kWarpgroup] = make_float4(dq(4 * i), dq(4 * i + 1), dq(4 * i + 2), dq(4 * i + 3));
   }
   if (thread == 0) {
-    int const first = block.target * Traits::Pieces + warpgroup * Traits::PiecesEach;
-    smem.pieces[warpgroup] = DqPiece{first + piece, block.turn};
+    int const first = block.target * Traits::DqTiles + warpgroup * Traits::DqTilesEach;
+    smem.dq_tiles[warpgroup] = DqTile{first + piece, block.turn};
   }
   __syncwarp();
   if (thread % kWarp == 0) smem.dq_full[warpgroup].arrive();
@@ -153,8 +153,8 @@ CUTE_DEVICE void send_dq(typename Traits::SharedStorage& smem, Accumulator const
 template <class Traits, class Accumulator>
 CUTE_DEVICE void add_dq(float* grid_dq, Accumulator const& dq, RowBlock const& block, int piece,
                         int warpgroup) {
-  int const number = block.target * Traits::Pieces + warpgroup * Traits::PiecesEach + piece;
-  float* const to = grid_dq + static_cast<int64_t>(number) * kPiece + threadIdx.x % kWarpgroup * 4;
+  int const number = block.target * Traits::DqTiles + warpgroup * Traits::DqTilesEach + piece;
+  float* const to = grid_dq + static_cast<int64_t>(number) * kDqTile + threadIdx.x % kWarpgroup * 4;
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) {
     asm volatile(
@@ -167,32 +167,32 @@ CUTE_DEVICE void add_dq(float* grid_dq, Accumulator const& dq, RowBlock const& b
 // One warpgroup: no piece comes after those of `blocks` blocks.
 template <class Traits>
 CUTE_DEVICE void end_dq(typename Traits::SharedStorage& smem, int warpgroup, uint32_t blocks) {
-  StageState<1> const state{blocks * Traits::PiecesEach};
+  StageState<1> const state{blocks * Traits::DqTilesEach};
   smem.dq_empty[warpgroup].wait(state.phase() ^ 1);
-  if (threadIdx.x % kWarpgroup == 0) smem.pieces[warpgroup].number = -1;
+  if (threadIdx.x % kWarpgroup == 0) smem.dq_tiles[warpgroup].number = -1;
   __syncwarp();
   if (threadIdx.x % kWarp == 0) smem.dq_full[warpgroup].arrive();
 }
 
-// One consumer warpgroup: walks the portions of the CTA. `clear` empties the accumulators, `walk`
-// works on the `portions`-th portion, whose first block is the `blocks`-th of all, waits for V and
-// gives K and V back, and returns the number of the block after it, with no product left in flight,
-// and `finish` stores what has come together.
+// One consumer warpgroup: walks the work units of the CTA. `clear` empties the accumulators, `walk`
+// works on the `work units`-th work unit, whose first block is the `blocks`-th of all, waits for V
+// and gives K and V back, and returns the number of the block after it, with no product left in
+// flight, and `finish` stores what has come together.
 template <class Traits, class Clear, class Walk, class Finish>
-CUTE_DEVICE uint32_t each_portion(typename Traits::SharedStorage& smem, Clear const& clear,
-                                  Walk const& walk, Finish const& finish) {
+CUTE_DEVICE uint32_t each_work_unit(typename Traits::SharedStorage& smem, Clear const& clear,
+                                    Walk const& walk, Finish const& finish) {
   int const lane = threadIdx.x % kWarp;
-  uint32_t portions = 0, blocks = 0;
+  uint32_t units = 0, blocks = 0;
   while (true) {
-    StageState<kWorkDepth> const work_state{portions};
+    StageState<kWorkDepth> const work_state{units};
     smem.work_full[work_state.index()].wait(work_state.phase());
     KeyWork const& work = smem.work[work_state.index()];
     if (work.kv_head < 0) return blocks;
     clear();
-    smem.k_full.wait(StageState<1>{portions}.phase());
-    if (work.portion.rows < Traits::N) clear_foreign<Traits, Traits::N>(smem.k, work.portion.rows);
-    blocks = walk(portions++, blocks);
-    finish(work.portion, work.kv_head);
+    smem.k_full.wait(StageState<1>{units}.phase());
+    if (work.unit.rows < Traits::N) clear_foreign<Traits, Traits::N>(smem.k, work.unit.rows);
+    blocks = walk(units++, blocks);
+    finish(work.unit, work.kv_head);
     __syncwarp();
     if (lane == 0) smem.work_empty[work_state.index()].arrive();
   }

@@ -187,7 +187,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     weigh(count + 1, s, dp);
   };
   // No product is in flight where the loop begins again.
-  auto walk = [&](uint32_t portion, uint32_t count) {
+  auto walk = [&](uint32_t unit_number, uint32_t count) {
     uint32_t const begin = count;
     {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
@@ -196,7 +196,7 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
       if (flags & kForeign) clear_block(count);
       my_turn();
       issue_s(count, s);
-      smem.v_full.wait(StageState<1>{portion}.phase());
+      smem.v_full.wait(StageState<1>{unit_number}.phase());
       issue_dp(count, dp);
       next_turn();
       look_ahead(count + 1);
@@ -229,13 +229,13 @@ CUTE_DEVICE void consume_halves(BackwardParams const& p, typename Traits::Shared
     send(count, dq);
     return count + 1;
   };
-  auto finish = [&](Portion const& portion, int kv_head) {
+  auto finish = [&](WorkUnit const& unit, int kv_head) {
     CUTE_UNROLL
     for (int n = 0; n < D / 2; ++n) dk(n) *= p.args.softmax_scale;
-    store_gradient<Traits>(p.args, p.args.dk, portion, kv_head, key, lane, dk);
-    store_gradient<Traits>(p.args, p.args.dv, portion, kv_head, key, lane, dv);
+    store_gradient<Traits>(p.args, p.args.dk, unit, kv_head, key, lane, dk);
+    store_gradient<Traits>(p.args, p.args.dv, unit, kv_head, key, lane, dv);
   };
-  uint32_t const blocks = each_portion<Traits>(smem, clear_sums, walk, finish);
+  uint32_t const blocks = each_work_unit<Traits>(smem, clear_sums, walk, finish);
   end_dq<Traits>(smem, warpgroup, blocks);
   if (warpgroup == 0) my_turn();  // the turn that nobody takes
 }

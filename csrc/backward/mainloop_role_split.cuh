@@ -18,7 +18,7 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   using Element = typename Traits::Element;
   using Shared = typename Traits::SharedStorage;
   constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
-  static_assert(M == 64 && N == 64 && Traits::PiecesEach == 2);
+  static_assert(M == 64 && N == 64 && Traits::DqTilesEach == 2);
   int const thread = threadIdx.x % kWarpgroup;
   int const warpgroup = cutlass::canonical_warp_group_idx() - 1;  // known to be uniform
   bool const values = warpgroup == 0;                             // has P and dV
@@ -168,8 +168,8 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
   };
   // Across blocks: S^T or dP^T of the next one is computed while dQ of this one is sent. No product
   // is in flight where the loop begins again.
-  auto walk = [&](uint32_t portion, uint32_t count) {
-    if (!values) smem.v_full.wait(StageState<1>{portion}.phase());
+  auto walk = [&](uint32_t unit_number, uint32_t count) {
+    if (!values) smem.v_full.wait(StageState<1>{unit_number}.phase());
     await_block(count);
     {
       Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
@@ -196,14 +196,13 @@ CUTE_DEVICE void consume_roles(BackwardParams const& p, typename Traits::SharedS
     release(count);
     return count + 1;
   };
-  auto finish = [&](Portion const& portion, int kv_head) {
+  auto finish = [&](WorkUnit const& unit, int kv_head) {
     float const scale = values ? 1.f : p.args.softmax_scale;
     CUTE_UNROLL
     for (int n = 0; n < D / 2; ++n) sum(n) *= scale;
-    store_gradient<Traits>(p.args, values ? p.args.dv : p.args.dk, portion, kv_head, key, lane,
-                           sum);
+    store_gradient<Traits>(p.args, values ? p.args.dv : p.args.dk, unit, kv_head, key, lane, sum);
   };
-  uint32_t const blocks = each_portion<Traits>(smem, clear_sum, walk, finish);
+  uint32_t const blocks = each_work_unit<Traits>(smem, clear_sum, walk, finish);
   end_dq<Traits>(smem, warpgroup, p.args.turns ? blocks : 0);
 }
 

@@ -13,7 +13,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-constexpr int kPrepareThreads = 256;
+constexpr int kPreprocessThreads = 256;
 
 // The sum over eight 16-bit elements of each of a * b.
 template <class Element>
@@ -29,8 +29,8 @@ CUTE_DEVICE float dot_eight(uint4 const& a, uint4 const& b) {
 // A CTA for each block of rows and head. A row that sees nothing gets LSE = +inf, so that P = 0,
 // and D = 0, whatever its gradients are; so do rows of padding.
 template <class Traits>
-__global__ void __launch_bounds__(kPrepareThreads)
-    prepare_kernel(__grid_constant__ PrepareArgs const a) {
+__global__ void __launch_bounds__(kPreprocessThreads)
+    preprocess_kernel(__grid_constant__ PreprocessArgs const a) {
   using Element = typename Traits::Element;
   constexpr int M = Traits::M, D = Traits::D;
   constexpr int kLanes = D / 8;  // of a row, 16 bytes each
@@ -38,12 +38,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
   int64_t const head = blockIdx.y;
   int64_t const target = head * a.grid.num_blocks + blockIdx.x;
   auto* const dq = reinterpret_cast<float4*>(a.grid.dq + target * (M * D));
-  for (int i = threadIdx.x; i < M * D / 4; i += kPrepareThreads) {
+  for (int i = threadIdx.x; i < M * D / 4; i += kPreprocessThreads) {
     dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   GridBlock const block = a.grid.blocks[blockIdx.x];
   int const lane = threadIdx.x % kLanes;
-  for (int row = threadIdx.x / kLanes; row < M; row += kPrepareThreads / kLanes) {
+  for (int row = threadIdx.x / kLanes; row < M; row += kPreprocessThreads / kLanes) {
     int64_t const token = block.row0 + row;
     float sum = 0.f;
     if (row < block.rows) {
@@ -69,15 +69,15 @@ __global__ void __launch_bounds__(kPrepareThreads)
 // A CTA for each piece of dQ, (64, 64) as the accumulators of the backward kernel held it.
 template <class Traits>
 __global__ void __launch_bounds__(kWarpgroup)
-    convert_kernel(__grid_constant__ ConvertArgs const a) {
+    postprocess_kernel(__grid_constant__ PostprocessArgs const a) {
   using Element = typename Traits::Element;
   constexpr int D = Traits::D, kColumnPieces = D / 64;
   wait_for_earlier_kernels();
   int const thread = threadIdx.x, lane = thread % kWarp;
-  int const block = blockIdx.x / Traits::Pieces, piece = blockIdx.x % Traits::Pieces;
+  int const block = blockIdx.x / Traits::DqTiles, piece = blockIdx.x % Traits::DqTiles;
   int64_t const head = blockIdx.y;
-  int64_t const number = (head * a.grid.num_blocks + block) * Traits::Pieces + piece;
-  auto const* from = reinterpret_cast<float4 const*>(a.grid.dq + number * kPiece) + thread;
+  int64_t const number = (head * a.grid.num_blocks + block) * Traits::DqTiles + piece;
+  auto const* from = reinterpret_cast<float4 const*>(a.grid.dq + number * kDqTile) + thread;
   Tensor dq = make_tensor<float>(Shape<_32>{});
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) {
@@ -97,17 +97,17 @@ __global__ void __launch_bounds__(kWarpgroup)
 }
 
 template <class Traits>
-cudaError_t launch_prepare(PrepareArgs const& a, cudaStream_t stream) {
+cudaError_t launch_preprocess(PreprocessArgs const& a, cudaStream_t stream) {
   dim3 const grid(static_cast<unsigned>(a.grid.num_blocks), static_cast<unsigned>(a.out.heads));
-  prepare_kernel<Traits><<<grid, kPrepareThreads, 0, stream>>>(a);
+  preprocess_kernel<Traits><<<grid, kPreprocessThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
 template <class Traits>
-cudaError_t launch_convert(ConvertArgs const& a, cudaStream_t stream) {
-  dim3 const grid(static_cast<unsigned>(a.grid.num_blocks * Traits::Pieces),
+cudaError_t launch_postprocess(PostprocessArgs const& a, cudaStream_t stream) {
+  dim3 const grid(static_cast<unsigned>(a.grid.num_blocks * Traits::DqTiles),
                   static_cast<unsigned>(a.dq.heads));
-  return launch_early(convert_kernel<Traits>, grid, kWarpgroup, 0, stream, a);
+  return launch_early(postprocess_kernel<Traits>, grid, kWarpgroup, 0, stream, a);
 }
 
 }  // namespace ringfa3

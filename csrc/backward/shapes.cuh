@@ -17,12 +17,12 @@ using namespace cute;
 
 // dQ leaves in pieces of (64, 64) floats, in the order in which a warpgroup's accumulators hold
 // them: (8 groups of columns, 128 threads, 4).
-constexpr int kPiece = 64 * 64;
+constexpr int kDqTile = 64 * 64;
 
-// A portion for one KV head.
+// A work unit for one KV head.
 struct KeyWork {
   int32_t kv_head;  // -1: no more
-  Portion portion;
+  WorkUnit unit;
 };
 
 // A block of rows to load and to work on.
@@ -40,12 +40,12 @@ struct RowBlock {
 };
 
 // masked: some of its pairs must not be seen. foreign: its last rows are a neighbour's. first,
-// last: of the portion.
+// last: of the work unit.
 enum BlockFlags : int32_t { kMasked = 1, kForeign = 2, kFirstBlock = 4, kLastBlock = 8 };
 constexpr int kBlockFlagBits = 4;
 
 // A piece of dQ on its way out: its number, -1 for no more, and its turn.
-struct DqPiece {
+struct DqTile {
   int32_t number, turn;
 };
 
@@ -69,8 +69,8 @@ struct BackwardTraits {
   static constexpr bool ReadsAhead = M == 64;
   // A block's flags are looked up while the one before it is weighed, where a register is left.
   static constexpr bool LooksAhead = D == 64;
-  static constexpr int Pieces = M * D / kPiece;          // of a block of dQ
-  static constexpr int PiecesEach = Pieces / Consumers;  // of a warpgroup, side by side
+  static constexpr int DqTiles = M * D / kDqTile;          // of a block of dQ
+  static constexpr int DqTilesEach = DqTiles / Consumers;  // of a warpgroup, side by side
 
   // One warpgroup's products: S^T (64, M) = K (64, D) Q^T, dP^T = V dO^T alike,
   // dV (64, D) += P^T (64, M) dO, dK += dS^T Q alike, both of registers, and a piece of dQ (64, 64)
@@ -104,12 +104,12 @@ struct BackwardTraits {
     alignas(1024) Element q[cosize_v<SmemQ>];
     alignas(1024) Element dout[cosize_v<SmemDout>];
     alignas(1024) Element ds[cosize_v<SmemDs>];
-    alignas(128) float dq[Consumers][kPiece];
+    alignas(128) float dq[Consumers][kDqTile];
     alignas(128) float p[Roles ? 64 * M : 1];  // P^T on its way from one warpgroup to the other
     alignas(128) float lse[QStages][M];
     alignas(128) float delta[DoutStages][M];
     RowBlock blocks[BlockDepth];
-    DqPiece pieces[Consumers];
+    DqTile dq_tiles[Consumers];
     KeyWork work[kWorkDepth];
     int32_t next_work;  // of the thread that plans
     alignas(16) cutlass::arch::ClusterTransactionBarrier k_full, v_full;

@@ -11,9 +11,9 @@ using namespace cute;
 
 // The blocks of M rows of a span that a key tile visits: [first, second).
 template <int M>
-CUTE_DEVICE int2 visited_blocks(Portion const& portion, Span const& s) {
-  int const j = portion.row0 - s.k0;
-  int const begin = max(0, j - s.hi), end = min(s.q1 - s.q0, j + portion.rows - s.lo);
+CUTE_DEVICE int2 visited_blocks(WorkUnit const& unit, Span const& s) {
+  int const j = unit.row0 - s.k0;
+  int const begin = max(0, j - s.hi), end = min(s.q1 - s.q0, j + unit.rows - s.lo);
   return begin < end ? make_int2(begin / M, (end + M - 1) / M) : make_int2(0, 0);
 }
 
@@ -40,20 +40,20 @@ CUTE_DEVICE int turn_of(BackwardArgs const& a, RowBlock const& block) {
 }
 
 // Piece of work `w`, decoded. KV heads run in sections whose Q, dO and dQ share the L2 cache;
-// inside a section all heads of a portion come side by side, portions in the order of the plan.
+// inside a section all heads of a work unit come side by side, work units in the order of the plan.
 CUTE_DEVICE void decode(BackwardParams const& p, int w, KeyWork& work) {
   BackwardArgs const& a = p.args;
-  int const per_section = a.num_portions * a.head_section;
+  int const per_section = a.num_work_units * a.head_section;
   int const section = w / per_section;
   int const rest = w - section * per_section;
   int const width = min(a.head_section, p.kv_heads - section * a.head_section);
-  work.portion = a.portions[rest / width];
+  work.unit = a.work_units[rest / width];
   work.kv_head = section * a.head_section + rest % width;
 }
 
-// One thread: takes portions from the counter and says, block by block, what is to be loaded. The
-// next portion is taken while the last blocks of this one are on their way. The first one comes
-// from the counter, too: a CTA that finds no room on the GPU then holds no portion whose turn
+// One thread: takes work units from the counter and says, block by block, what is to be loaded. The
+// next work unit is taken while the last blocks of this one are on their way. The first one comes
+// from the counter, too: a CTA that finds no room on the GPU then holds no work unit whose turn
 // others wait for. The thread has few registers: what it can read again it does not keep.
 template <class Traits>
 CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedStorage& smem) {
@@ -67,32 +67,32 @@ CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedSto
     KeyWork& work = smem.work[work_state.index()];
     decode(p, smem.next_work, work);
     smem.work_full[work_state.index()].arrive();
-    Portion const& portion = work.portion;
-    for (int h = 0; h < portion.num_heads; ++h) {
-      int skip = portion.skip, left = portion.blocks;
-      for (int index = portion.first_span; left > 0; ++index) {
+    WorkUnit const& unit = work.unit;
+    for (int h = 0; h < unit.num_heads; ++h) {
+      int skip = unit.skip, left = unit.blocks;
+      for (int index = unit.first_span; left > 0; ++index) {
         Span const& span = a.spans[index];
-        int2 const visited = visited_blocks<M>(portion, span);
+        int2 const visited = visited_blocks<M>(unit, span);
         int number = visited.x + skip;
         skip = max(0, number - visited.y);
         for (; number < visited.y && left > 0; ++number, --left) {
-          bool const last_head = h + 1 == portion.num_heads;
-          if (last_head && left == min(kBlocksAhead, portion.blocks)) {
+          bool const last_head = h + 1 == unit.num_heads;
+          if (last_head && left == min(kBlocksAhead, unit.blocks)) {
             smem.next_work = atomicAdd(a.counter, 1);
           }
           smem.block_done[state.index()].wait(state.phase() ^ 1);
           RowBlock& block = smem.blocks[state.index()];
-          int flags = h == 0 && left == portion.blocks ? kFirstBlock : 0;
+          int flags = h == 0 && left == unit.blocks ? kFirstBlock : 0;
           if (last_head && left == 1) flags |= kLastBlock;
-          block.key_row = portion.row0, block.keys = portion.rows;
+          block.key_row = unit.row0, block.keys = unit.rows;
           block.token = span.q0 + number * M;
           block.rows = min(M, span.q1 - block.token);
-          block.low = portion.row0 - span.k0 - span.hi - number * M;
+          block.low = unit.row0 - span.k0 - span.hi - number * M;
           block.high = block.low + span.hi - span.lo;
           if (block.rows < M) flags |= kMasked | kForeign;
           if (block.keys < N || N - 1 + block.low > 0 || block.high < M - 1) flags |= kMasked;
           block.flags = flags;
-          block.head = work.kv_head * p.group + portion.first_head + h;
+          block.head = work.kv_head * p.group + unit.first_head + h;
           block.target =
               block.head * static_cast<int>(a.grid.num_blocks) + span.grid_q0 / M + number;
           block.span = index;
@@ -111,7 +111,7 @@ CUTE_DEVICE void plan_blocks(BackwardParams const& p, typename Traits::SharedSto
 }
 
 // One thread: loads the Q, dO, LSE and D of every block as soon as a stage is free, and with a
-// portion's first K and V, each when the portion before needs it no longer: V behind its last
+// work unit's first K and V, each when the work unit before needs it no longer: V behind its last
 // scores, K at its end.
 template <class Traits>
 CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Traits::SharedStorage& smem) {
@@ -160,17 +160,17 @@ CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Traits::SharedStorage&
   float const* const from = smem.dq[warpgroup];
   for (StageState<1> state;; state.advance()) {
     smem.dq_full[warpgroup].wait(state.phase());
-    DqPiece const piece = smem.pieces[warpgroup];
+    DqTile const piece = smem.dq_tiles[warpgroup];
     if (piece.number < 0) return;
     cutlass::arch::fence_view_async_shared();  // behind all that the consumers have stored
     if (a.turns) {
       wait_for_turn(a.turns + piece.number, piece.turn);
       asm volatile("fence.proxy.async.global;" ::: "memory");
     }
-    float* const to = a.grid.dq + static_cast<int64_t>(piece.number) * kPiece;
+    float* const to = a.grid.dq + static_cast<int64_t>(piece.number) * kDqTile;
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
-        "r"(cast_smem_ptr_to_uint(from)), "n"(kPiece * sizeof(float))
+        "r"(cast_smem_ptr_to_uint(from)), "n"(kDqTile * sizeof(float))
         : "memory");
     tma_store_arrive();
     tma_store_wait<0>();  // has read shared memory

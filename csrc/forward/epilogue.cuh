@@ -45,7 +45,7 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Traits::Element* box
 template <class Traits>
 CUTE_DEVICE void finish_rows(ForwardParams<Traits> const& p, Work const& work, int row, int lane,
                              RowState const& rows, float (&weight)[2]) {
-  float* const lse_at = RunningRows<Traits>(p, work, row, lane).lse;
+  float* const lse_at = PartialRows<Traits>(p, work, row, lane).lse;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float total = rows.total[r];
@@ -75,7 +75,7 @@ CUTE_DEVICE void store_output(ForwardParams<Traits> const& p, Work const& work, 
     }
   }
   int const row = kWarpRows * warp + lane / 4;
-  RunningRows<Traits> const at(p, work, row, lane);
+  PartialRows<Traits> const at(p, work, row, lane);
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     bool const stored = row + 8 * r < tile.rows;

@@ -217,7 +217,7 @@ CUTE_DEVICE void attend_tiles(ForwardParams<Traits> const& p, typename Traits::S
     Work const& work = smem.work[work_state.index()];
     bool const first = work.tile.flags & kFirst;
     float earlier[2];  // LSE; it and O are waited for behind the first softmax
-    if (!first) load_running(p, work, row, lane, o, earlier);
+    if (!first) load_partial(p, work, row, lane, o, earlier);
     RowState rows;
     int run = block.plain();  // blocks from this one on that need no mask
     if (run == 0) hide(s, block, row, lane);

@@ -10,16 +10,16 @@ using namespace cute;
 // Where a lane has its part of two rows of a tile, `row` and `row + 8`: element 4 * j + 2 * r + c
 // of an accumulator is column 8 * j + 2 * (lane % 4) + c of row r.
 template <class Traits>
-struct RunningRows {
+struct PartialRows {
   static constexpr int kSize = Traits::D / 2;  // of the accumulator
   float* lse;                                  // of the first; the other's is 8 on
   float* o;                                    // the first column
   int64_t offset;                              // from the first row of O to the other
 
-  CUTE_DEVICE RunningRows(ForwardParams<Traits> const& p, Work const& work, int row, int lane) {
+  CUTE_DEVICE PartialRows(ForwardParams<Traits> const& p, Work const& work, int row, int lane) {
     int64_t const token = work.tile.row0 + row;
     lse = p.args.lse + work.head * p.args.lse_head_stride + token;
-    o = p.args.running + (token * p.heads + work.head) * Traits::D + 2 * (lane % 4);
+    o = p.args.partial_out + (token * p.heads + work.head) * Traits::D + 2 * (lane % 4);
     offset = int64_t{8} * p.heads * Traits::D;
   }
 
@@ -45,9 +45,9 @@ struct RunningRows {
 // The O and LSE that earlier hops left of a thread's rows, `row` and `row + 8` of the tile. Of rows
 // past its end O keeps what it has, and the LSE is -inf.
 template <class Traits, class Output>
-CUTE_DEVICE void load_running(ForwardParams<Traits> const& p, Work const& work, int row, int lane,
+CUTE_DEVICE void load_partial(ForwardParams<Traits> const& p, Work const& work, int row, int lane,
                               Output& o, float (&lse)[2]) {
-  RunningRows<Traits> const at(p, work, row, lane);
+  PartialRows<Traits> const at(p, work, row, lane);
   lse[0] = lse[1] = -INFINITY;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {

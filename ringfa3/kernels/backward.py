@@ -26,12 +26,12 @@ from ringfa3.kernels.launch import (
     upload,
 )
 from ringfa3.planning.tiling import Plan, Tiling, ramps
-from ringfa3.planning.work_split import SHARED, portions
+from ringfa3.planning.work_split import SHARED, split_work
 
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
     from ringfa3.build.compile import Unit
 
-PIECE = 64 * 64  # floats of dQ that leave a warpgroup at once
+DQ_TILE = 64 * 64  # floats of a dQ tile, which a warpgroup adds to dQ at once
 WORD = 4  # bytes
 
 
@@ -45,7 +45,7 @@ class RowGrid(ctypes.Structure):
     )
 
 
-class PrepareArgs(ctypes.Structure):
+class PreprocessArgs(ctypes.Structure):
     _fields_ = (
         ("out", Tensor3),
         ("dout", Tensor3),
@@ -66,12 +66,12 @@ class BackwardArgs(ctypes.Structure):
         ("dk", Tensor3),
         ("dv", Tensor3),
         ("grid", RowGrid),
-        ("portions", ctypes.c_void_p),
+        ("work_units", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
         ("earlier", ctypes.c_void_p),
         ("counter", ctypes.c_void_p),
         ("turns", ctypes.c_void_p),
-        ("num_portions", ctypes.c_int32),
+        ("num_work_units", ctypes.c_int32),
         ("head_section", ctypes.c_int32),
         ("num_ctas", ctypes.c_int32),
         ("float32_grads", ctypes.c_int32),
@@ -79,11 +79,13 @@ class BackwardArgs(ctypes.Structure):
     )
 
 
-class ConvertArgs(ctypes.Structure):
+class PostprocessArgs(ctypes.Structure):
     _fields_ = (("dq", Tensor3), ("grid", RowGrid), ("softmax_scale", ctypes.c_float))
 
 
-_pack_prepare, _pack_backward, _pack_convert = map(packer, (PrepareArgs, BackwardArgs, ConvertArgs))
+_pack_preprocess = packer(PreprocessArgs)
+_pack_backward = packer(BackwardArgs)
+_pack_postprocess = packer(PostprocessArgs)
 
 
 class BackwardPass:
@@ -123,19 +125,19 @@ class BackwardPass:
         # LSE, then D
         self._rows = torch.empty(2, heads, count, unit.tile_m, device=device)
         self._dq = torch.empty(heads, count, unit.tile_m * head_dim, device=device)
-        turns = self._dq.numel() // PIECE if deterministic else 0
+        turns = self._dq.numel() // DQ_TILE if deterministic else 0
         # A row for each call of `hop`, of which the own keys may take two: the counter from which
         # its work is fetched, then its turns.
         self._words = torch.zeros(plan.num_hops + 1, 1 + turns, dtype=torch.int32, device=device)
         self._hop = 0
-        # Of Q, dO and dQ, which the portions of a KV head share.
+        # Q, dO and dQ of a KV head, which all its work units read.
         self._bytes_per_head = head_dim * (4 * tokens + 4 * count * unit.tile_m)
         lse_grid, blocks = self._rows.data_ptr(), self.blocks.data_ptr()
         delta_grid = lse_grid + self._rows.nbytes // 2
         # The fields of a RowGrid.
         self.grid = blocks, lse_grid, delta_grid, self._dq.data_ptr(), count
         if count:
-            args = _pack_prepare(
+            args = _pack_preprocess(
                 *out_fields,
                 *dout_fields,
                 lse.data_ptr(),
@@ -144,7 +146,7 @@ class BackwardPass:
                 0 if dlse is None else dlse.stride(0),
                 *self.grid,
             )
-            launch(unit, "prepare", args, stream)
+            launch(unit, "preprocess", args, stream)
 
     def hop(
         self,
@@ -178,13 +180,13 @@ class BackwardPass:
             self.deterministic,
         )  # fmt: skip
         sums: tuple[torch.Tensor, ...] = (dk, dv)
-        if tables.shared:  # portions add up from zero, in float32
+        if tables.shared:  # several units add into zeroed float32
             if dk.dtype != torch.float32:
                 sums = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in sums)
             _clear(*sums)
         elif tables.unseen:
             _clear(dk, dv)
-        if not tables.num_portions:
+        if not tables.num_work_units:
             return
         words = self._words.data_ptr() + hop * self._words.stride(0) * WORD
         args = _pack_backward(
@@ -197,7 +199,7 @@ class BackwardPass:
             *tables.addresses,
             words,
             words + WORD if self.deterministic else 0,
-            tables.num_portions,
+            tables.num_work_units,
             heads_together(self._bytes_per_head * heads // kv_heads, kv_heads),
             self.num_ctas,
             sums[0].dtype == torch.float32,
@@ -223,8 +225,8 @@ class BackwardPass:
         """(t, h, d) in the dtype of q, after the last hop."""
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         if self.blocks.shape[0]:
-            args = _pack_convert(*tensor3(dq), *self.grid, self.scale)
-            launch(self.unit, "convert", args, self.stream)
+            args = _pack_postprocess(*tensor3(dq), *self.grid, self.scale)
+            launch(self.unit, "postprocess", args, self.stream)
         return dq
 
 
@@ -249,10 +251,10 @@ def _clear(dk: torch.Tensor, dv: torch.Tensor) -> None:
 
 class _Tables(NamedTuple):
     kept: tuple[torch.Tensor, ...]  # whose memory the addresses are
-    addresses: tuple[int, ...]  # of portions, spans and earlier, as in BackwardArgs
-    num_portions: int
-    shared: bool  # whether tiles are cut
-    unseen: bool  # whether some tiles have no portion
+    addresses: tuple[int, ...]  # work_units, spans and earlier of BackwardArgs
+    num_work_units: int
+    shared: bool  # whether tiles are split
+    unseen: bool  # whether some tiles have no work unit
 
 
 _tables: Uploads[_Tables] = Uploads()
@@ -267,10 +269,10 @@ def _on_device(
     num_ctas: int,
     whole: bool,
 ) -> _Tables:
-    """A tiling's portions and spans in device memory."""
+    """A tiling's work units and spans in device memory."""
 
     def made() -> _Tables:
-        table = portions(tiling, tile_m, group, kv_heads, num_ctas, whole)
+        table = split_work(tiling, tile_m, group, kv_heads, num_ctas, whole)
         kept = tuple(upload(x, stream.device) for x in (table, tiling.spans, tiling.earlier))
         return _Tables(
             kept,

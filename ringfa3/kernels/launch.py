@@ -44,7 +44,7 @@ class ForwardArgs(ctypes.Structure):
         ("k", Tensor3),
         ("v", Tensor3),
         ("out", Tensor3),
-        ("running", ctypes.c_void_p),
+        ("partial_out", ctypes.c_void_p),
         ("lse", ctypes.c_void_p),
         ("lse_head_stride", ctypes.c_int64),
         ("tiles", ctypes.c_void_p),

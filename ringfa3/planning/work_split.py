@@ -1,9 +1,9 @@
-"""How the work of a backward hop is dealt out to CTAs: whole key tiles, or portions of them.
+"""Work units of a backward hop: whole key tiles, or parts of them.
 
-A key tile for one KV head, with all query heads of its group, is one piece of work: its dK and dV
-never leave the registers. Where such pieces are too few to fill the GPU, or have very many heads,
-all tiles are cut alike, first between query heads and then between blocks of rows, and the portions
-of a tile add up in float32.
+A CTA runs a work unit for one KV head at a time: a work item. If the unit is a whole key tile, with
+all query heads of the group, dK and dV stay in registers. If whole tiles are too few to fill the
+GPU, or have very many heads, every tile is split alike, first between query heads and then between
+blocks of rows, and the units of a tile add their dK and dV in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from ringfa3.planning.sharding import Ints
 from ringfa3.planning.tiling import Table, Tiling, ramps
 
-PORTION = np.dtype(
+WORK_UNIT = np.dtype(
     [
         ("row0", np.int32),  # keys [row0, row0+rows)
         ("rows", np.int32),
@@ -25,33 +25,35 @@ PORTION = np.dtype(
         ("flags", np.int32),  # SHARED or none
         ("first_head", np.int32),  # query heads [first_head, first_head+num_heads) of a group
         ("num_heads", np.int32),
-        ("skip", np.int32),  # of the blocks of rows that the tile visits, [skip, skip+blocks)
-        ("blocks", np.int32),  # at least one: tiles that see nothing are no work
+        ("skip", np.int32),  # blocks [skip, skip+blocks) of the row blocks that the tile visits
+        ("blocks", np.int32),  # at least one: a tile that sees nothing has no unit
     ]
 )
-SHARED = 4  # the only flag: other portions add to the same keys
+SHARED = 4  # the only flag: other units add to the same keys
 
-FULL = 0.95  # of the GPU's time that whole tiles must fill to stay whole
-# In blocks of rows: what a portion takes beside its blocks, and what adding up takes more.
+FULL = 0.95  # share of the GPU's time that tiles must fill to be split no further
+# Fixed cost of a unit, and the cost of adding its dK and dV, in row blocks.
 SETUP, REDUCE = 2, 2
-# Tiles of more than so many heads are cut to so many, or three, for the sake of caches: on an H200,
-# 8k tokens causal, 8% are gained from 32 heads to 4, 6% from 16 to 4, and 4% lost from 4 to 2.
+# Tiles of more than MANY_HEADS heads are split into units of FEW_HEADS heads, or three, which share
+# the L2 cache better. On an H200, 8k tokens causal: 4 heads are 8% faster than 32 and 6% faster
+# than 16; 2 heads are 4% slower than 4.
 MANY_HEADS, FEW_HEADS = 8, 4
-LONG = 64  # blocks of a typical piece from which on this outweighs adding up
-WAVES = 4  # pieces for each processor from which on no more is cut: the order of fetching evens out
+LONG = 64  # row blocks of a typical unit from which this gain exceeds the cost of adding
+WAVES = 4  # work items per SM from which nothing is split further: fetching in order evens out
 
 
-def portions(
+def split_work(
     tiling: Tiling, tile_m: int, group: int, kv_heads: int, num_ctas: int, whole: bool = False
 ) -> Table:
-    """The portions of a hop's tiles, in the tiles' order; none of tiles that see nothing.
+    """The work units of a hop's tiles, in the tiles' order; none for tiles that see nothing.
 
     Args:
         tiling: of the backward.
         tile_m: rows of a block.
-        group, kv_heads: query heads of a KV head, and KV heads; each runs every portion.
-        num_ctas: how many run at once.
-        whole: nothing is cut, as deterministic sums need it.
+        group: query heads of a KV head.
+        kv_heads: KV heads; each runs every unit.
+        num_ctas: CTAs that run at once.
+        whole: split nothing; deterministic sums need it.
     """
     blocks = visited_blocks(tiling, tile_m)
     uncut = _cut(tiling, blocks, group, 1, 1)
@@ -96,13 +98,13 @@ def _cuts(group: int, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: int) -> Table:
-    """Portions with every tile in `heads` parts of its group and at most `rows` of its blocks."""
+    """Units of tiles split into `heads` parts of the group and at most `rows` of their blocks."""
     row_parts = np.minimum(blocks, rows)
     count = row_parts * heads
     tile = np.repeat(np.arange(len(count)), count)
     index = ramps(np.zeros(len(count), np.int64), count)
     head, row = index // row_parts[tile], index % row_parts[tile]
-    table = np.zeros(len(tile), PORTION)
+    table = np.zeros(len(tile), WORK_UNIT)
     for name in ("row0", "rows", "first_span"):
         table[name] = tiling.tiles[name][tile]
     table["flags"] = np.where(count[tile] > 1, SHARED, 0)
@@ -114,7 +116,7 @@ def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: int) -> Tab
 
 
 def _makespan(table: Table, kv_heads: int, num_ctas: int) -> int:
-    """Blocks of time until the last portion is done, fetched in order by whoever is free."""
+    """Time until the last unit is done, in row blocks; a free CTA fetches the next one."""
     shared = table["flags"] & SHARED > 0
     costs = table["blocks"] * table["num_heads"] + SETUP + np.where(shared, REDUCE, 0)
     free = [0] * num_ctas

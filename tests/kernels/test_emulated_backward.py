@@ -11,7 +11,7 @@ from ringfa3 import flash_attn_varlen_func
 from ringfa3.build import compile
 from ringfa3.kernels import launch
 from ringfa3.kernels.backward import BackwardPass
-from ringfa3.planning.work_split import SHARED, portions
+from ringfa3.planning.work_split import SHARED, split_work
 from tests.support import backward_checks as checks
 from tests.support.emulation import PROCESSORS, Machine, machine
 
@@ -52,7 +52,7 @@ def test_a_cut_tile_holds_the_gate(emulated: Machine, unit: compile.Unit, group:
     emulated.settings(0, 0.3)
     p = checks.problem(2, unit, "cpu", [(700, unit.tile_n)], (group, 1), (-1, -1))
     tiling = p.plan.backward(unit.tile_n, unit.tile_m)[0]
-    table = portions(tiling, unit.tile_m, group, 1, PROCESSORS)
+    table = split_work(tiling, unit.tile_m, group, 1, PROCESSORS)
     assert len(table) > 1
     assert (table["flags"] & SHARED).all()
     assert (table["skip"] > 0).any() == (group == 1)

@@ -18,11 +18,11 @@ MIRRORS = (
     launch.Tensor3,
     launch.ForwardArgs,
     backward.RowGrid,
-    backward.PrepareArgs,
+    backward.PreprocessArgs,
     backward.BackwardArgs,
-    backward.ConvertArgs,
+    backward.PostprocessArgs,
 )
-RECORDS = {"Span": tiling.SPAN, "Tile": tiling.TILE, "Portion": work_split.PORTION}
+RECORDS = {"Span": tiling.SPAN, "Tile": tiling.TILE, "WorkUnit": work_split.WORK_UNIT}
 
 
 def offsets() -> dict[str, dict[str, int]]:

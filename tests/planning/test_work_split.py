@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringfa3.planning.tiling import Tiling, plan_local
-from ringfa3.planning.work_split import SHARED, portions, visited_blocks
+from ringfa3.planning.work_split import SHARED, split_work, visited_blocks
 from tests.planning.test_tiling import rectangles
 from tests.support.strategies import Case, cases, tiles
 
@@ -37,13 +37,13 @@ def test_visited_blocks_are_those_with_a_pair(case: Case, m: int, n: int) -> Non
     num_ctas=st.integers(1, 40),
     whole=st.booleans(),
 )
-def test_portions_cover_every_block_of_every_head_once(
+def test_work_units_cover_every_block_of_every_head_once(
     case: Case, m: int, n: int, group: int, kv_heads: int, num_ctas: int, whole: bool
 ) -> None:
-    """A tile of which there are several portions is SHARED, others are not; order is the tiles'."""
+    """SHARED where a tile has several units, and only there; in the order of the tiles."""
     for plan in case.plans():
         for tiling in plan.hops.backward(n, m, whole):
-            table = portions(tiling, m, group, kv_heads, num_ctas, whole)
+            table = split_work(tiling, m, group, kv_heads, num_ctas, whole)
             blocks = visited_blocks(tiling, m)
             assert (table["blocks"] > 0).all()
             row0 = tiling.tiles["row0"].tolist()
@@ -52,14 +52,12 @@ def test_portions_cover_every_block_of_every_head_once(
             for index, tile in enumerate(tiling.tiles):
                 done = np.zeros((group, blocks[index]), int)
                 mine = table[table["row0"] == tile["row0"]]
-                for portion in mine:
-                    heads = slice(
-                        portion["first_head"], portion["first_head"] + portion["num_heads"]
-                    )
-                    done[heads, portion["skip"] : portion["skip"] + portion["blocks"]] += 1
-                    assert portion["rows"] == tile["rows"]
-                    assert portion["first_span"] == tile["first_span"]
-                    assert portion["flags"] == tile["flags"] | SHARED * (len(mine) > 1)
+                for unit in mine:
+                    heads = slice(unit["first_head"], unit["first_head"] + unit["num_heads"])
+                    done[heads, unit["skip"] : unit["skip"] + unit["blocks"]] += 1
+                    assert unit["rows"] == tile["rows"]
+                    assert unit["first_span"] == tile["first_span"]
+                    assert unit["flags"] == tile["flags"] | SHARED * (len(mine) > 1)
                 assert (done == 1).all()
                 assert not whole or len(mine) <= 1
 
@@ -67,11 +65,11 @@ def test_portions_cover_every_block_of_every_head_once(
 def test_few_tiles_are_cut_until_the_gpu_is_full_and_many_are_not() -> None:
     """8k tokens, 128 keys a tile: one KV head leaves half of 132 CTAs idle, eight do not."""
     tiling = plan_local(np.array([8192]), np.array([8192]), -1, -1).backward(128, 64)[0]
-    few = portions(tiling, 64, 8, 1, 132)
+    few = split_work(tiling, 64, 8, 1, 132)
     assert (few["flags"] & SHARED).all()
     assert len(few) == 2 * 64
-    assert len(portions(tiling, 64, 4, 8, 132)) == 64
-    assert len(portions(tiling, 64, 8, 1, 132, whole=True)) == 64
+    assert len(split_work(tiling, 64, 4, 8, 132)) == 64
+    assert len(split_work(tiling, 64, 8, 1, 132, whole=True)) == 64
 
 
 def test_tiles_of_very_many_heads_are_cut_to_four() -> None:
@@ -87,12 +85,12 @@ def test_tiles_of_very_many_heads_are_cut_to_four() -> None:
         (8, 4, 8),
         (4, 8, 4),
     ):
-        table = portions(tiling, 64, group, kv_heads, 132)
+        table = split_work(tiling, 64, group, kv_heads, 132)
         assert set(table["num_heads"].tolist()) == {expected}, group
         assert len(table) == 128 * group // expected
     short = np.full(64, 256)
     tiling = plan_local(short, short, -1, 0).backward(128, 64)[0]
-    assert set(portions(tiling, 64, 32, 8, 132)["num_heads"].tolist()) == {32}
+    assert set(split_work(tiling, 64, 32, 8, 132)["num_heads"].tolist()) == {32}
     beside = np.array([2048] + [128] * 512)  # most work is in short documents
     tiling = plan_local(beside, beside, -1, 0).backward(128, 64)[0]
-    assert set(portions(tiling, 64, 16, 8, 132)["num_heads"].tolist()) == {16}
+    assert set(split_work(tiling, 64, 16, 8, 132)["num_heads"].tolist()) == {16}
