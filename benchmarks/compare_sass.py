@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ringfa3.build.compile import Unit, chosen
 from ringfa3.build.sass import disassemble
+from ringfa3.build.units import Unit, select_units
 from ringfa3.errors import BuildError
 
 Code = tuple[str, ...]  # one instruction each: address, text, encoding
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     whole = True
     try:
-        units = chosen(asked.units)
+        units = select_units(asked.units)
         for number, unit in enumerate(units, 1):
             print(f"{number} of {len(units)}: {unit.name}", file=sys.stderr, flush=True)
             equal, line = compare(latest(asked.old, unit), latest(asked.new, unit))

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ringfa3.build import cutlass as cutlass_headers
-from ringfa3.build.cache import cache, location
-from ringfa3.build.compile import JOB_BYTES, UNITS, built, free_memory, jobs
-from ringfa3.build.toolchain import host_compiler, program
+from ringfa3.build.cache import cache_folder, cache_path
+from ringfa3.build.compile import JOB_BYTES, default_jobs, find_library, free_memory
+from ringfa3.build.cutlass import REMEDY, cutlass_version, find_include_folder
+from ringfa3.build.toolchain import find_host_compiler, find_program
+from ringfa3.build.units import UNITS
 from ringfa3.errors import BuildError
 
 CAPABILITY = (9, 0)  # the kernels are sm_90a code, which runs on nothing else
@@ -99,7 +100,7 @@ def driver_cuda() -> int | None:
 
 def nvcc() -> Finding:
     try:
-        path, version = program("nvcc")
+        path, version = find_program("nvcc")
     except BuildError as error:
         return _told("nvcc", error, "build")
     return Finding("nvcc", f"{version}, {path}")
@@ -107,7 +108,7 @@ def nvcc() -> Finding:
 
 def cplusplus() -> Finding:
     try:
-        return Finding("c++", host_compiler())
+        return Finding("c++", find_host_compiler())
     except BuildError as error:
         return _told("c++", error, "build")
 
@@ -115,7 +116,7 @@ def cplusplus() -> Finding:
 def cuobjdump() -> Finding:
     """Only `python -m ringfa3.build --check` needs it."""
     try:
-        path, version = program("cuobjdump")
+        path, version = find_program("cuobjdump")
     except BuildError as error:
         return _told("cuobjdump", error)
     return Finding("cuobjdump", f"{version}, {path}")
@@ -123,22 +124,20 @@ def cuobjdump() -> Finding:
 
 def cutlass() -> Finding:
     try:
-        include = cutlass_headers.here()
+        include = find_include_folder()
     except BuildError as error:
         return _told("cutlass", error, "build")
     if include:
-        return Finding("cutlass", f"{cutlass_headers.version(include)}, {include}")
+        return Finding("cutlass", f"{cutlass_version(include)}, {include}")
     if importlib.util.find_spec("pip"):
         remedy = "the first build fetches them, about 6 MB; python -m ringfa3.build --headers now"
         return Finding("cutlass", "no headers here", remedy)
-    return Finding(
-        "cutlass", "no headers here, and no pip to fetch them", cutlass_headers.REMEDY, ("build",)
-    )
+    return Finding("cutlass", "no headers here, and no pip to fetch them", REMEDY, ("build",))
 
 
 def folder() -> Finding:
     """The cache: whose it is, who may write, how much room it has. `units` says what can run."""
-    path = location()
+    path = cache_path()
     place = next(p for p in (path, *path.parents) if p.exists())
     free = shutil.disk_usage(place).free
     room = f"{free / 2**30:.1f} GiB free"
@@ -146,7 +145,7 @@ def folder() -> Finding:
         status = path.stat()
         text = f"{path}, of {_user(status.st_uid)}, mode {status.st_mode & 0o777:04o}, {room}"
         try:
-            cache()
+            cache_folder()
         except BuildError as error:
             return Finding("cache", text, str(error).partition(": ")[2], ("build",))
     else:
@@ -162,7 +161,7 @@ def folder() -> Finding:
 def units(can_build: bool) -> Finding:
     """Which libraries are there. Without a compiler the rest cannot be had."""
     try:
-        there = [u.name for u in UNITS if location().is_dir() and built(u)]
+        there = [u.name for u in UNITS if cache_path().is_dir() and find_library(u)]
     except (BuildError, OSError):
         there = []
     text = f"{len(there)} of {len(UNITS)} built" + (f": {', '.join(there)}" if there else "")
@@ -194,7 +193,7 @@ def memory() -> Finding:
     free = free_memory()
     text = f"{free / 2**30:.0f} GiB free, {len(os.sched_getaffinity(0))} cores"
     try:
-        text += f": -j {jobs()}"
+        text += f": -j {default_jobs()}"
     except BuildError as error:
         return _told("memory", error, "build")
     if free < JOB_BYTES:

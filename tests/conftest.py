@@ -54,6 +54,6 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CUTLASS_PATH", str(fake_tools.cutlass(tmp_path)))
     monkeypatch.setenv("RINGFA3_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(fake_tools.host(tmp_path / "host")))
-    monkeypatch.setattr(toolchain, "wheels", lambda: [tmp_path / "wheels"])
+    monkeypatch.setattr(toolchain, "wheel_folders", lambda: [tmp_path / "wheels"])
     fake_tools.nvcc(tmp_path)
     return tmp_path

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import doctor
-from ringfa3.build import compile, cutlass, toolchain
+from ringfa3.build import cutlass, toolchain
+from ringfa3.build.compile import default_jobs, ensure_library
+from ringfa3.build.units import UNITS
 from ringfa3.doctor import Finding
 from tests.support import fake_tools
 
@@ -30,13 +32,13 @@ def hopper(tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(doctor, "driver_cuda", lambda: 13010)
     monkeypatch.setattr(doctor, "free_memory", lambda: 64 << 30)
-    monkeypatch.setattr(compile, "free_memory", lambda: 64 << 30)
+    monkeypatch.setattr("ringfa3.build.compile.free_memory", lambda: 64 << 30)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     gpus(monkeypatch, (9, 0), (9, 0))
     answer = 'echo "release, V13.4.92"'
     fake_tools.script(tools / "bin/cuobjdump", answer)
-    for unit in compile.UNITS:
-        compile.library(unit)
+    for unit in UNITS:
+        ensure_library(unit)
     return tools
 
 
@@ -64,7 +66,7 @@ def test_a_good_machine(hopper: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert last == "This machine can build: yes; run the kernels: yes."
     assert all(line.startswith("ok ") for line in lines)
     text = {name: finding.text for name, finding in findings().items()}
-    number, user = len(compile.UNITS), pwd.getpwuid(os.getuid()).pw_name
+    number, user = len(UNITS), pwd.getpwuid(os.getuid()).pw_name
     assert text["python"].startswith(sys.version.split()[0])
     assert text["torch"] == f"{torch.__version__}, CUDA 13.0"
     assert text["gpu"] == "2 x NVIDIA H200 (9.0)"
@@ -75,7 +77,7 @@ def test_a_good_machine(hopper: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert text["c++"] == "g++"
     assert text["cutlass"] == f"unknown, {hopper}/include"
     assert text["memory"].startswith("64 GiB free, ")
-    assert text["memory"].endswith(f" -j {compile.jobs()}")
+    assert text["memory"].endswith(f" -j {default_jobs()}")
     assert text["cache"].startswith(f"{hopper}/cache, of {user}, mode 0700, ")
     assert text["units"].startswith(f"{number} of {number} built: forward-d64-bf16, ")
 
@@ -185,7 +187,7 @@ def test_without_cplusplus_nothing_can_be_built(hopper: Path) -> None:
 
 def test_without_cuobjdump_only_the_check_cannot_run(hopper: Path) -> None:
     (hopper / "bin/cuobjdump").unlink()
-    toolchain.program.cache_clear()
+    toolchain.find_program.cache_clear()
     assert findings()["cuobjdump"].state == "warning"
     assert verdict() == (True, True)
 
@@ -197,7 +199,7 @@ def test_headers(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings()["cutlass"].text.startswith("CUTLASS_PATH=/nowhere has no include")
     assert verdict() == (False, True)
     monkeypatch.delenv("CUTLASS_PATH")
-    monkeypatch.setattr(cutlass, "here", lambda: None)
+    monkeypatch.setattr(cutlass, "find_include_folder", lambda: None)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "pip")
     assert findings()["cutlass"].state == "warning"
     assert "python -m ringfa3.build --headers" in findings()["cutlass"].remedy
@@ -234,7 +236,7 @@ def test_a_cache_that_is_not_made_yet(hopper: Path, monkeypatch: pytest.MonkeyPa
     assert found["cache"].text.startswith(f"{hopper}/a/b, not made yet, ")
     assert not (hopper / "a").exists()
     assert found["units"].state == "warning"
-    assert found["units"].text == f"0 of {len(compile.UNITS)} built"
+    assert found["units"].text == f"0 of {len(UNITS)} built"
     assert verdict() == (True, True)
 
 
@@ -261,17 +263,17 @@ def test_a_full_disk(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_units_without_a_compiler(hopper: Path) -> None:
     """Some are there: those run. None is: nothing does."""
     (hopper / "bin/nvcc").unlink()
-    toolchain.program.cache_clear()
-    first, *rest = compile.UNITS
+    toolchain.find_program.cache_clear()
+    first, *rest = UNITS
     for unit in rest:
-        shutil.rmtree(compile.library(unit).parent)
+        shutil.rmtree(ensure_library(unit).parent)
     found = findings()["units"]
     assert (found.state, found.text) == (
         "warning",
-        f"1 of {len(compile.UNITS)} built: {first.name}",
+        f"1 of {len(UNITS)} built: {first.name}",
     )
     assert verdict() == (False, True)
-    shutil.rmtree(compile.library(first).parent)
+    shutil.rmtree(ensure_library(first).parent)
     assert findings()["units"].state == "missing"
     assert verdict() == (False, False)
 

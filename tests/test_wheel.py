@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import runpy, sys, torch
 import ringfa3
-from ringfa3.build.compile import sources
+from ringfa3.build.compile import source_folder
 
 q, k, v = (torch.randn(1, 48, heads, 16) for heads in (4, 2, 2))
 out = ringfa3.RingFA3Attention(4, 2, 16)(q, k, v)
@@ -24,7 +24,7 @@ reference = torch.nn.functional.scaled_dot_product_attention(
 )
 print("error", (out.transpose(1, 2) - reference).abs().max().item())
 print("package", ringfa3.__file__)
-print("sources", sources())
+print("sources", source_folder())
 sys.argv = ["doctor"]
 runpy.run_module("ringfa3.doctor", run_name="__main__")
 """

@@ -1,5 +1,5 @@
 // The forward kernel without one of its parts: Table 2 of the paper. Each variant has a define, see
-// `VARIANTS` in ringfa3/build/compile.py.
+// `VARIANTS` in ringfa3/build/units.py.
 #if defined(RINGFA3_UNSPECIALISED)
 #include "unspecialised.cuh"
 #else

@@ -1,5 +1,48 @@
-"""`python -m ringfa3.build`, see `compile.main`."""
+"""The command line `python -m ringfa3.build`."""
 
-from ringfa3.build.compile import main
+from __future__ import annotations
 
-main()
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ringfa3.build.compile import build_all, check_library, default_jobs
+from ringfa3.build.cutlass import include_folder
+from ringfa3.build.units import select_units
+from ringfa3.errors import BuildError
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m ringfa3.build", description=main.__doc__)
+    made.add_argument(
+        "--units", nargs="+", default=["all"], metavar="UNIT", help="d128-bf16 ..., or all"
+    )
+    made.add_argument("-j", "--jobs", type=int, help="at once; default: by cores and free memory")
+    made.add_argument("--check", action="store_true", help="judge the machine code of the units")
+    made.add_argument("--headers", action="store_true", help="fetch CUTLASS's headers only")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compiles the CUDA kernels. Exit code 1 if a unit does not compile or fails its check."""
+    options = parser().parse_args(arguments)
+    if options.jobs is not None and options.jobs < 1:
+        parser().error(f"-j {options.jobs}: it must be at least 1")
+    try:
+        if options.headers:
+            print(include_folder())
+            return
+        units = select_units(options.units)
+        build_all(units, options.jobs or default_jobs())
+        faults = {unit: check_library(unit) for unit in units} if options.check else {}
+    except (BuildError, OSError) as error:
+        sys.exit(f"ringfa3: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    for unit, messages in faults.items():
+        print(f"{unit.name}: " + ("; ".join(messages) or "machine code as meant"))
+    sys.exit(1 if any(faults.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
-"""The user's folder of things that are made once: kernel libraries, CUTLASS's headers.
+"""The user's cache: entries that one process makes once, kernel libraries and CUTLASS's headers.
 
-An entry is a folder. It is filled in a folder of its maker's own and appears by a rename, whole.
-So a killed maker leaves no half entry, and a lock that is lost, as over NFS, costs work only: two
-may then make the same entry, and one of the two is kept.
+An entry is a folder. Its maker fills a working folder and renames it, so an entry appears whole
+and a killed maker leaves none. A lock that fails, as over NFS, costs work only: two processes may
+make the same entry, and one of the two stays.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import NamedTuple
 
 from ringfa3.errors import BuildError
 
-NOTICE = 15.0  # seconds between two lines of one that waits
-PATIENCE = 900.0  # seconds until a maker is taken to be stuck
-STALE = 86400.0  # seconds until any unfinished folder, also another host's, is a dead maker's
+NOTICE = 15.0  # seconds between two lines of a waiting process
+PATIENCE = 900.0  # seconds after which a waiting process takes the maker to be stuck
+STALE = 86400.0  # seconds after which a working folder, of any host, belongs to a dead maker
 
 
-def location() -> Path:
+def cache_path() -> Path:
     """$RINGFA3_CACHE, else ~/.cache/ringfa3/kernels; it need not exist."""
     return Path(os.environ.get("RINGFA3_CACHE", "~/.cache/ringfa3/kernels")).expanduser()
 
 
-def cache() -> Path:
-    """The user's own folder, made with mode 0700.
+def cache_folder() -> Path:
+    """The folder of the cache, created with mode 0700 if missing.
 
-    Raises BuildError if others can write to it (what lies there is loaded and run), OSError if it
-    cannot be made.
+    Raises BuildError: others can write to it, and processes load and run its libraries. OSError:
+    it cannot be created.
     """
-    folder = location()
+    folder = cache_path()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -49,27 +49,28 @@ def say(line: str) -> None:
     print(f"ringfa3: {line}", file=sys.stderr, flush=True)
 
 
-def once(
-    task: str, name: str, found: Callable[[], Path | None], fill: Callable[[Path], None]
+def make_once(
+    task: str, name: str, find: Callable[[], Path | None], fill: Callable[[Path], None]
 ) -> Path:
-    """What `found` finds, after the entry `name` was made if it found nothing.
+    """The result of `find`, after making the entry `name` if `find` gave None.
 
-    One process of those that share a lock makes it, others wait and say so; if it fails they fail
-    with it. `fill` gets an empty folder, and may use that folder's parent for what need not stay.
+    Of all processes that share the task's lock one makes the entry. The others wait and say so, and
+    fail with it if it fails. `fill` gets an empty folder; the folder's parent is for temporary
+    files.
 
     Raises whatever `fill` raises, and OSError for a full or read-only disk.
     """
-    folder = cache()
+    folder = cache_folder()
     failure = folder / f"{task}.failed"
-    came = time.time()
-    with _turn(folder, task, found) as alone:
-        if made := found():
+    began = time.time()
+    with _turn(folder, task, find) as locked:
+        if made := find():
             return made
-        if failure.is_file() and failure.stat().st_mtime > came:  # while we waited
-            what, _, why = failure.read_text().partition("\n")
-            if what == name:
-                raise BuildError(why)
-        _sweep(folder, task if alone else None)
+        if failure.is_file() and failure.stat().st_mtime > began:  # while we waited
+            failed, _, message = failure.read_text().partition("\n")
+            if failed == name:
+                raise BuildError(message)
+        _sweep(folder, task if locked else None)
         work = Path(tempfile.mkdtemp(dir=folder, prefix=_Work.prefix(task)))
         try:
             (work / "entry").mkdir()
@@ -77,11 +78,11 @@ def once(
             try:
                 os.rename(work / "entry", folder / name)
             except OSError:
-                if made := found():  # another was first
+                if made := find():  # another process was first
                     return made
-                # what has the name is damaged, or NFS does not show it yet
+                # the entry of that name is damaged, or NFS does not show it yet
                 os.rename(work / "entry", folder / f"{name}.{work.name.rpartition('@')[2]}")
-            made = found()
+            made = find()
             assert made is not None
             failure.unlink(missing_ok=True)
             return made
@@ -94,7 +95,7 @@ def once(
 
 
 class _Work(NamedTuple):
-    """A folder in which an entry is being made; its name says what and by whom."""
+    """The working folder of an entry; its name states the task, and the maker's host and pid."""
 
     path: Path
     task: str
@@ -110,23 +111,23 @@ class _Work(NamedTuple):
     def under(folder: Path) -> Iterator[_Work]:
         for path in folder.glob(".*@*@*@*"):
             task, host, pid, _ = path.name.removeprefix(".").split("@")
-            with suppress(OSError):  # it has just gone
+            with suppress(OSError):  # its maker has just removed it
                 yield _Work(path, task, host, int(pid), time.time() - path.stat().st_mtime)
 
 
 @contextmanager
-def _turn(folder: Path, task: str, found: Callable[[], Path | None]) -> Iterator[bool]:
-    """Waits until nobody else makes what `found` finds; yields whether we hold the task's lock."""
-    from filelock import FileLock, Timeout  # PyTorch needs it too
+def _turn(folder: Path, task: str, find: Callable[[], Path | None]) -> Iterator[bool]:
+    """Waits until no other process makes the entry; yields whether we hold the task's lock."""
+    from filelock import FileLock, Timeout  # PyTorch depends on it too
 
     lock = FileLock(folder / f"{task}.lock")
-    speaks = os.environ.get("LOCAL_RANK", "0") in ("0", "1")  # one of the two waits
+    speaks = os.environ.get("LOCAL_RANK", "0") in ("0", "1")  # one of the two waits for the other
     while True:
         try:
             lock.acquire(timeout=NOTICE)
         except Timeout:
             maker = next((w for w in _Work.under(folder) if w.task == task), None)
-            if found() or maker is None or maker.age > PATIENCE:
+            if find() or maker is None or maker.age > PATIENCE:
                 break
             if speaks:
                 who = f"process {maker.pid} on {maker.host}"
@@ -142,9 +143,9 @@ def _turn(folder: Path, task: str, found: Callable[[], Path | None]) -> Iterator
     yield False
 
 
-def _sweep(folder: Path, alone: str | None) -> None:
-    """Removes what dead makers have left. `alone`: the task whose lock we hold."""
+def _sweep(folder: Path, locked: str | None) -> None:
+    """Removes the working folders of dead makers. locked: the task whose lock we hold."""
     for work in _Work.under(folder):
-        ours = work.task == alone and work.host == socket.gethostname()
+        ours = work.task == locked and work.host == socket.gethostname()
         if work.age > STALE or (ours and not Path(f"/proc/{work.pid}").exists()):
             shutil.rmtree(work.path, ignore_errors=True)

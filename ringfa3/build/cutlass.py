@@ -1,7 +1,7 @@
-"""CUTLASS's headers: the user's own, those of an installed package, or fetched once.
+"""CUTLASS's headers: of CUTLASS_PATH, of an installed package, or fetched once into the cache.
 
-Only headers are needed. The nvidia-cutlass package drags in 320 MB of other packages, so the one
-wheel is fetched without them and its headers are unpacked into the cache.
+The build needs headers only. The package nvidia-cutlass depends on 320 MB of other packages, so
+this module downloads its wheel without them and unpacks the headers.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ringfa3.build.cache import cache, location, once, say
+from ringfa3.build.cache import cache_folder, cache_path, make_once, say
 from ringfa3.errors import BuildError
 
 WHEEL = "nvidia-cutlass>=4.2,<5"
-ENTRY = "cutlass-4.2"  # named by what WHEEL asks for
+ENTRY = "cutlass-4.2"  # named by the version in WHEEL
 INSIDE = "cutlass_library/source/include/"  # of the wheel
 REMEDY = "pip install --no-deps nvidia-cutlass, or set CUTLASS_PATH to a checkout of CUTLASS"
 
 
-def here() -> Path | None:
-    """The include folder that is on this machine: CUTLASS_PATH, the package, the cache.
+def find_include_folder() -> Path | None:
+    """The include folder on this machine: of CUTLASS_PATH, the package, the cache; None without.
 
-    Raises BuildError if CUTLASS_PATH has none.
+    Raises BuildError: CUTLASS_PATH is set and has none.
     """
     if "CUTLASS_PATH" in os.environ:
         include = Path(os.environ["CUTLASS_PATH"]) / "include"
@@ -41,16 +41,16 @@ def here() -> Path | None:
     return package if package and _complete(package) else _fetched()
 
 
-def cutlass() -> Path:
-    """The include folder, fetched into the cache first if this machine has none; it says so.
+def include_folder() -> Path:
+    """The include folder; if this machine has none, fetches it into the cache and says so.
 
-    Raises BuildError: it cannot be fetched.
+    Raises BuildError: the headers cannot be fetched.
     """
-    return here() or once(ENTRY, ENTRY, _fetched, _fetch)
+    return find_include_folder() or make_once(ENTRY, ENTRY, _fetched, _fetch)
 
 
-def version(include: Path) -> str:
-    """CUTLASS's version, "unknown" where its header does not tell."""
+def cutlass_version(include: Path) -> str:
+    """CUTLASS's version; "unknown" if its header does not state it."""
     text = (include / "cutlass" / "version.h").read_text()
     parts = [re.search(rf"#define CUTLASS_{p}\s+(\d+)", text) for p in ("MAJOR", "MINOR", "PATCH")]
     return ".".join(p[1] if p else "?" for p in parts) if any(parts) else "unknown"
@@ -61,10 +61,10 @@ def _complete(include: Path) -> bool:
 
 
 def _fetched() -> Path | None:
-    """In the cache; None where there is none. A folder that others can write is refused."""
-    if not location().is_dir():
+    """The include folder in the cache, or None. Raises BuildError: others can write there."""
+    if not cache_path().is_dir():
         return None
-    includes = (entry / "include" for entry in sorted(cache().glob(f"{ENTRY}*")))
+    includes = (entry / "include" for entry in sorted(cache_folder().glob(f"{ENTRY}*")))
     return next((include for include in includes if _complete(include)), None)
 
 

@@ -14,7 +14,7 @@ from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from ringfa3.build.toolchain import program
+from ringfa3.build.toolchain import find_program
 from ringfa3.errors import BuildError
 
 SERIALISED = r"\(C75(08|10|11|12|14|15|17)\)|wgmma\S* instructions are serialized"
@@ -46,7 +46,7 @@ def sass_faults(listing: str) -> list[str]:
 
 def disassemble(library: Path) -> str:
     """The machine code of a library. Raises BuildError where cuobjdump is missing or fails."""
-    cuobjdump, _ = program("cuobjdump")
+    cuobjdump, _ = find_program("cuobjdump")
     done = subprocess.run(
         [cuobjdump, "-sass", library], capture_output=True, text=True, check=False
     )

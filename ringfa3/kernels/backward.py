@@ -29,7 +29,7 @@ from ringfa3.planning.tiling import Plan, Tiling, ramps
 from ringfa3.planning.work_split import SHARED, split_work
 
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
-    from ringfa3.build.compile import Unit
+    from ringfa3.build.units import Unit
 
 DQ_TILE = 64 * 64  # floats of a dQ tile, which a warpgroup adds to dQ at once
 WORD = 4  # bytes

@@ -13,7 +13,7 @@ import torch
 from ringfa3.kernels import backward, launch, reference
 
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
-    from ringfa3.build.compile import Unit
+    from ringfa3.build.units import Unit
 
 
 class ForwardKernel(NamedTuple):
@@ -88,11 +88,11 @@ def executor_reason(direction: str, q: torch.Tensor) -> str | None:
 @lru_cache(None)
 def _problem(unit: Unit) -> str | None:
     """Why a unit cannot be had; None if it can. Asked once: a build is not tried again."""
-    from ringfa3.build.compile import library
+    from ringfa3.build.compile import ensure_library
     from ringfa3.errors import BuildError
 
     try:
-        library(unit)
+        ensure_library(unit)
     except (BuildError, OSError) as error:  # OSError: the cache or the sources, by their path
         return f"its kernel cannot be built ({error})"
     return None

@@ -22,7 +22,7 @@ import torch
 from ringfa3.planning.tiling import Table, Tiling
 
 if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
-    from ringfa3.build.compile import Unit
+    from ringfa3.build.units import Unit
 
 L2_BYTES = 32 << 20  # that heads which run together may share
 WORDS = 32  # arrival words of a launch, number 0 among them
@@ -106,7 +106,7 @@ def unit_for(direction: str, q: torch.Tensor) -> Unit | None:
 def _unit_for(
     direction: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> Unit | None:
-    from ringfa3.build.compile import UNITS
+    from ringfa3.build.units import UNITS
 
     if torch.cuda.get_device_capability(device) != (9, 0):
         return None
@@ -116,9 +116,9 @@ def _unit_for(
 
 @lru_cache(None)
 def _entry(unit: Unit, name: str) -> Callable[..., int]:
-    from ringfa3.build.compile import library
+    from ringfa3.build.compile import ensure_library
 
-    entry = getattr(ctypes.CDLL(str(library(unit))), f"ringfa3_{name}")
+    entry = getattr(ctypes.CDLL(str(ensure_library(unit))), f"ringfa3_{name}")
     entry.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return cast(Callable[..., int], entry)
 

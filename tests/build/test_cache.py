@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from ringfa3.build import cache, compile
+from ringfa3.build import cache
+from ringfa3.build.compile import ensure_library, find_library, library_stem
+from ringfa3.build.units import UNITS
 from ringfa3.errors import BuildError
 from tests.support import fake_tools
 from tests.support.fake_tools import BUILD_ONE, WAIT_FOR_GO, runs, start, until
 
-NAME = compile.UNITS[0].name
+NAME = UNITS[0].name
 
 
 def works(tools: Path) -> list[Path]:
@@ -27,7 +29,7 @@ def works(tools: Path) -> list[Path]:
 
 def unfinished(tools: Path, host: str, pid: int, task: str = NAME, age: float = 0.0) -> Path:
     """The folder of a maker, as another process leaves it."""
-    folder = cache.cache() / f".{task}@{host}@{pid}@abcdefgh"
+    folder = cache.cache_folder() / f".{task}@{host}@{pid}@abcdefgh"
     (folder / "entry").mkdir(parents=True)
     then = time.time() - age
     os.utime(folder, (then, then))
@@ -84,8 +86,8 @@ def test_two_ranks_of_a_host_speak(
     monkeypatch.setattr(cache, "say", said.append)
     unfinished(tools, "elsewhere", 1)
     answers = iter([None, None, tools, tools])
-    with FileLock(cache.cache() / f"{NAME}.lock"):
-        assert cache.once(NAME, "entry", lambda: next(answers), lambda _: None) == tools
+    with FileLock(cache.cache_folder() / f"{NAME}.lock"):
+        assert cache.make_once(NAME, "entry", lambda: next(answers), lambda _: None) == tools
     assert len(said) == lines
 
 
@@ -96,9 +98,9 @@ def test_a_killed_build_is_begun_anew_and_swept(tools: Path) -> None:
     os.kill(killed.pid, signal.SIGKILL)  # its nvcc goes on
     killed.wait()
     assert len(works(tools)) == 1
-    assert compile.built(compile.UNITS[0]) is None
+    assert find_library(UNITS[0]) is None
     fake_tools.nvcc(tools)
-    assert compile.library(compile.UNITS[0]).read_text() == "library\n"
+    assert ensure_library(UNITS[0]).read_text() == "library\n"
     assert works(tools) == []
     os.killpg(killed.pid, signal.SIGKILL)
 
@@ -106,9 +108,9 @@ def test_a_killed_build_is_begun_anew_and_swept(tools: Path) -> None:
 def test_a_build_that_fails_leaves_nothing(tools: Path) -> None:
     fake_tools.nvcc(tools, body="echo no such instruction >&2; exit 1")
     with pytest.raises(BuildError, match="no such instruction"):
-        compile.library(compile.UNITS[0])
+        ensure_library(UNITS[0])
     assert works(tools) == []
-    assert compile.built(compile.UNITS[0]) is None
+    assert find_library(UNITS[0]) is None
 
 
 def test_those_that_waited_fail_with_the_one_that_built(tools: Path) -> None:
@@ -127,10 +129,10 @@ def test_those_that_waited_fail_with_the_one_that_built(tools: Path) -> None:
         assert process.returncode == 1
     assert runs(tools) == 1
     with pytest.raises(BuildError, match="no room"):
-        compile.library(compile.UNITS[0])
+        ensure_library(UNITS[0])
     assert runs(tools) == 2
     fake_tools.nvcc(tools)
-    compile.library(compile.UNITS[0])
+    ensure_library(UNITS[0])
     assert not list((tools / "cache").glob("*.failed"))
 
 
@@ -139,9 +141,9 @@ def test_another_entrys_failure_is_none_of_ours(
 ) -> None:
     """Of the same unit, from other sources."""
     monkeypatch.setattr(time, "time", lambda: 0.0)  # as if it came while we waited
-    failure = cache.cache() / f"{NAME}.failed"
+    failure = cache.cache_folder() / f"{NAME}.failed"
     failure.write_text("another\nno room")
-    assert compile.library(compile.UNITS[0]).is_file()
+    assert ensure_library(UNITS[0]).is_file()
     assert not failure.exists()
 
 
@@ -167,8 +169,8 @@ def test_a_lock_that_nobody_builds_under_is_not_waited_for(
 ) -> None:
     """A dead host's lock, or a file system that grants none."""
     monkeypatch.setattr(cache, "NOTICE", 0.05)
-    with FileLock(cache.cache() / f"{NAME}.lock"):
-        assert compile.library(compile.UNITS[0]).is_file()
+    with FileLock(cache.cache_folder() / f"{NAME}.lock"):
+        assert ensure_library(UNITS[0]).is_file()
 
 
 def test_a_maker_that_is_stuck_is_not_waited_for(
@@ -176,8 +178,8 @@ def test_a_maker_that_is_stuck_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(cache, "NOTICE", 0.05)
     stuck = unfinished(tools, "elsewhere", 1, age=cache.PATIENCE + 10)
-    with FileLock(cache.cache() / f"{NAME}.lock"):
-        assert compile.library(compile.UNITS[0]).is_file()
+    with FileLock(cache.cache_folder() / f"{NAME}.lock"):
+        assert ensure_library(UNITS[0]).is_file()
     assert works(tools) == [stuck]
 
 
@@ -187,7 +189,7 @@ def test_what_another_host_made_meanwhile_is_taken(
     """While the lock is held: over a shared folder entries appear without it."""
     monkeypatch.setattr(cache, "NOTICE", 0.05)
     unfinished(tools, "elsewhere", 1)
-    entry = cache.cache() / f"{compile.stem(compile.UNITS[0])}-12345678"
+    entry = cache.cache_folder() / f"{library_stem(UNITS[0])}-12345678"
 
     def appear(line: str) -> None:
         assert line.startswith(f"waiting for {NAME}: process 1 on elsewhere has been at it")
@@ -195,8 +197,8 @@ def test_what_another_host_made_meanwhile_is_taken(
         (entry / "kernel.so").touch()
 
     monkeypatch.setattr(cache, "say", appear)
-    with FileLock(cache.cache() / f"{NAME}.lock"):
-        assert compile.library(compile.UNITS[0]) == entry / "kernel.so"
+    with FileLock(cache.cache_folder() / f"{NAME}.lock"):
+        assert ensure_library(UNITS[0]) == entry / "kernel.so"
     assert runs(tools) == 0
 
 
@@ -212,28 +214,28 @@ def test_only_folders_of_dead_makers_are_swept(tools: Path) -> None:
         unfinished(tools, "elsewhere", dead),
         unfinished(tools, here, dead, task="another"),  # whose lock we do not hold
     ]
-    compile.library(compile.UNITS[0])
+    ensure_library(UNITS[0])
     assert not any(folder.exists() for folder in gone)
     assert sorted(works(tools)) == sorted(kept)
 
 
 def test_a_damaged_entry_does_not_stop_a_build(tools: Path) -> None:
-    first = compile.library(compile.UNITS[0])
+    first = ensure_library(UNITS[0])
     first.rename(first.with_name("lost"))
-    second = compile.library(compile.UNITS[0])
+    second = ensure_library(UNITS[0])
     assert second.parent != first.parent
-    assert compile.library(compile.UNITS[0]) == second
+    assert ensure_library(UNITS[0]) == second
     assert runs(tools) == 2
 
 
 def test_the_folder_is_the_users_own(tools: Path) -> None:
-    assert cache.cache().stat().st_mode & 0o777 == 0o700
+    assert cache.cache_folder().stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 def test_a_folder_that_others_can_write_is_refused(tools: Path, mode: int) -> None:
-    built = compile.library(compile.UNITS[0])
+    built = ensure_library(UNITS[0])
     os.chmod(tools / "cache", mode)
     with pytest.raises(BuildError, match="can be written by others: chmod 700"):
-        compile.library(compile.UNITS[0])
+        ensure_library(UNITS[0])
     assert built.is_file()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare_sass
-from ringfa3.build.compile import UNITS
+from ringfa3.build.units import UNITS
 from tests.support.compiler_listings import LISTING, REMARKS
 
 UNIT = UNITS[0]

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from ringfa3.build import compile, toolchain
+from ringfa3.build import toolchain
+from ringfa3.build.__main__ import main
+from ringfa3.build.compile import (
+    COMPILE_SECONDS,
+    default_jobs,
+    ensure_library,
+    find_library,
+    free_memory,
+    library_stem,
+    source_folder,
+)
+from ringfa3.build.units import UNITS, VARIANTS, select_units
 from ringfa3.errors import BuildError
 from tests.support import fake_tools
 from tests.support.compiler_listings import LISTING, REMARKS, SPILLED
@@ -22,25 +33,25 @@ from tests.support.fake_tools import WAIT_FOR_GO, runs, start, until
 def test_a_unit_is_built_once_and_found_without_a_compiler(
     tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = compile.library(compile.UNITS[0])
+    first = ensure_library(UNITS[0])
     assert first.read_text() == "library\n"
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    toolchain.program.cache_clear()
-    assert compile.library(compile.UNITS[0]) == first
+    toolchain.find_program.cache_clear()
+    assert ensure_library(UNITS[0]) == first
     assert runs(tools) == 1
 
 
 def test_units_do_not_share_a_library(tools: Path) -> None:
-    assert len({compile.library(unit) for unit in compile.UNITS}) == len(compile.UNITS)
+    assert len({ensure_library(unit) for unit in UNITS}) == len(UNITS)
 
 
 def test_another_source_is_another_library(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = compile.library(compile.UNITS[0])
+    first = ensure_library(UNITS[0])
     sources = tools / "csrc"
     sources.mkdir()
     (sources / "forward.cu").write_text("changed")
-    monkeypatch.setattr(compile, "sources", lambda: sources)
-    assert compile.library(compile.UNITS[0]) != first
+    monkeypatch.setattr("ringfa3.build.compile.source_folder", lambda: sources)
+    assert ensure_library(UNITS[0]) != first
 
 
 def test_a_source_in_any_folder_makes_another_library(
@@ -50,14 +61,14 @@ def test_a_source_in_any_folder_makes_another_library(
     sources = tools / "csrc"
     (sources / "hopper").mkdir(parents=True)
     (sources / "plan").mkdir()
-    monkeypatch.setattr(compile, "sources", lambda: sources)
+    monkeypatch.setattr("ringfa3.build.compile.source_folder", lambda: sources)
     header = sources / "hopper" / "tma.cuh"
     header.write_text("one")
-    stems = [compile.stem(compile.UNITS[0])]
+    stems = [library_stem(UNITS[0])]
     header.write_text("two")
-    stems.append(compile.stem(compile.UNITS[0]))
+    stems.append(library_stem(UNITS[0]))
     header.rename(sources / "plan" / "tma.cuh")
-    stems.append(compile.stem(compile.UNITS[0]))
+    stems.append(library_stem(UNITS[0]))
     assert len(set(stems)) == 3
 
 
@@ -66,61 +77,61 @@ def test_a_variant_compiles_the_benchmark_s_folder_with_the_product_s_headers(
 ) -> None:
     """Its sources count for variants alone; where they are absent the error says what to do."""
     folder = tools / "ablation"
-    monkeypatch.setattr(compile, "ablation", lambda: folder)
-    product = compile.UNITS[0]
+    monkeypatch.setattr("ringfa3.build.compile.ablation_folder", lambda: folder)
+    product = UNITS[0]
     variant = replace(product, variant="without-overlap")
-    for call in (compile.stem, compile.library):
+    for call in (library_stem, ensure_library):
         with pytest.raises(BuildError, match="does not exist: run it from a checkout"):
             call(variant)
     folder.mkdir()
     (folder / "forward.cu").write_text("one")
-    before = compile.stem(product), compile.stem(variant)
+    before = library_stem(product), library_stem(variant)
     (folder / "forward.cu").write_text("two")
-    after = compile.stem(product), compile.stem(variant)
+    after = library_stem(product), library_stem(variant)
     assert before[0] == after[0]
     assert before[1] != after[1]
     fake_tools.nvcc(tools, body=f'echo "$arguments" > {tools}/command')
-    compile.library(variant)
+    ensure_library(variant)
     command = (tools / "command").read_text().split()
     assert str(folder / "forward.cu") in command
-    assert f"-I{compile.sources()}" in command
+    assert f"-I{source_folder()}" in command
 
 
 def test_the_first_use_says_what_it_does(tools: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A line at the beginning, with the time it takes, and one at the end; then it is silent."""
-    name = compile.UNITS[0].name
-    compile.library(compile.UNITS[0])
+    name = UNITS[0].name
+    ensure_library(UNITS[0])
     began, ended = capfd.readouterr().err.splitlines()
-    assert began == f"ringfa3: compiling {name}, about {compile.SECONDS} s"
+    assert began == f"ringfa3: compiling {name}, about {COMPILE_SECONDS} s"
     assert re.fullmatch(rf"ringfa3: compiled {name} in \d+ s", ended)
-    compile.library(compile.UNITS[0])
+    ensure_library(UNITS[0])
     assert capfd.readouterr() == ("", "")
 
 
 def test_what_nvcc_writes_elsewhere_goes_with_a_killed_build(tools: Path) -> None:
     """Its temporary files: they would stay in /tmp."""
     fake_tools.nvcc(tools, body=f'echo "$TMPDIR" > {tools}/where')
-    made = compile.library(compile.UNITS[0])
+    made = ensure_library(UNITS[0])
     assert Path((tools / "where").read_text().strip()).parent == made.parent.parent
 
 
 @pytest.mark.parametrize(
     ("selectors", "names"),
     [
-        (["all"], [u.name for u in compile.UNITS if u.direction == "forward"]),
+        (["all"], [u.name for u in UNITS if u.direction == "forward"]),
         (["d128-bf16"], ["forward-d128-bf16"]),
         (["d64-fp16", "forward-d128-bf16"], ["forward-d128-bf16", "forward-d64-fp16"]),
         (["fp16"], ["forward-d64-fp16", "forward-d128-fp16", "forward-d256-fp16"]),
     ],
 )
 def test_units_are_chosen_by_parts_of_their_names(selectors: list[str], names: list[str]) -> None:
-    assert [u.name for u in compile.chosen(selectors) if u.direction == "forward"] == names
+    assert [u.name for u in select_units(selectors) if u.direction == "forward"] == names
 
 
 def test_main_builds_what_is_missing(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compile.library(compile.chosen(["forward-d64-bf16"])[0])
+    ensure_library(select_units(["forward-d64-bf16"])[0])
     with pytest.raises(SystemExit) as ended:
-        compile.main(["--units", "forward-d64-bf16", "forward-d128-bf16"])
+        main(["--units", "forward-d64-bf16", "forward-d128-bf16"])
     assert ended.value.code == 0
     assert runs(tools) == 2
     out = capsys.readouterr().out
@@ -136,7 +147,7 @@ def test_units_compile_at_once_as_many_as_told(tools: Path) -> None:
     fake_tools.link(tools / "host", "wc")
     fake_tools.nvcc(tools, body=both)
     with pytest.raises(SystemExit) as ended:
-        compile.main(["--units", "forward-d64-bf16", "forward-d128-bf16", "-j", "2"])
+        main(["--units", "forward-d64-bf16", "forward-d128-bf16", "-j", "2"])
     assert ended.value.code == 0
 
 
@@ -144,7 +155,7 @@ def test_units_compile_no_more_at_once_than_told(tools: Path) -> None:
     alone = f"mkdir {tools}/busy || exit 1; sleep 0.2; rmdir {tools}/busy"
     fake_tools.nvcc(tools, body=alone)
     with pytest.raises(SystemExit) as ended:
-        compile.main(["--units", "all", "-j", "1"])
+        main(["--units", "all", "-j", "1"])
     assert ended.value.code == 0
 
 
@@ -156,15 +167,13 @@ def test_a_failed_compile_ends_the_build_with_its_last_lines(
     fake_tools.link(tools / "host", "seq")
     fake_tools.nvcc(tools, body=fails)
     with pytest.raises(SystemExit) as ended:
-        compile.main(
-            ["--units", "forward-d64-bf16", "forward-d128-bf16", "forward-d256", "-j", "1"]
-        )
+        main(["--units", "forward-d64-bf16", "forward-d128-bf16", "forward-d256", "-j", "1"])
     said = str(ended.value.code)  # of a string: Python prints it and exits with 1
     first, *last = said.splitlines()
     assert first == "ringfa3: forward-d128-bf16 does not compile, nvcc ended with 2:"
     assert last == [*map(str, range(22, 41)), "no room"]
     assert runs(tools) == 2
-    assert compile.built(compile.chosen(["forward-d64-bf16"])[0])
+    assert find_library(select_units(["forward-d64-bf16"])[0])
 
 
 def test_exit_codes_and_messages_of_the_program(tools: Path) -> None:
@@ -185,7 +194,7 @@ def test_exit_codes_and_messages_of_the_program(tools: Path) -> None:
 def test_an_interrupted_build_begins_nothing_more(tools: Path, compiles_too: bool) -> None:
     """Control-C reaches the compiles too, `kill -INT` does not. Nothing unfinished is left."""
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
-    running = start("from ringfa3.build import compile; compile.main(['-j', '2'])")
+    running = start("from ringfa3.build.__main__ import main; main(['-j', '2'])")
     until(lambda: runs(tools) == 2)
     (os.killpg if compiles_too else os.kill)(running.pid, signal.SIGINT)
     assert running.stderr is not None
@@ -205,31 +214,31 @@ def test_an_interrupted_build_begins_nothing_more(tools: Path, compiles_too: boo
 def test_jobs_by_memory_and_cores(
     monkeypatch: pytest.MonkeyPatch, gibibytes: int, cores: int, told: str | None, expected: int
 ) -> None:
-    monkeypatch.setattr(compile, "free_memory", lambda: gibibytes << 30)
+    monkeypatch.setattr("ringfa3.build.compile.free_memory", lambda: gibibytes << 30)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.delenv("MAX_JOBS", raising=False)
     if told is not None:
         monkeypatch.setenv("MAX_JOBS", told)
-    assert compile.jobs() == expected
+    assert default_jobs() == expected
 
 
 @pytest.mark.parametrize("told", ["0", "-1", "many", "2.5"])
 def test_a_wrong_max_jobs_is_refused(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     monkeypatch.setenv("MAX_JOBS", told)
     with pytest.raises(BuildError, match=f"MAX_JOBS={told}: it must be a positive integer"):
-        compile.jobs()
+        default_jobs()
 
 
 def test_free_memory_is_the_machines_or_the_groups(tmp_path: Path) -> None:
     machine, group = tmp_path / "meminfo", tmp_path / "group"
     machine.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 4000 kB\n")
-    assert compile.free_memory(machine, group) == 4000 << 10
+    assert free_memory(machine, group) == 4000 << 10
     group.mkdir()
     for limit, expected in (("max", 4000 << 10), ("3000000", 1_500_000), ("1000000", 0)):
         (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.current").write_text("2000000\n")
         (group / "memory.stat").write_text("active_file 7\ninactive_file 500000\n")
-        assert compile.free_memory(machine, group) == expected
+        assert free_memory(machine, group) == expected
 
 
 @pytest.mark.parametrize(
@@ -257,7 +266,7 @@ def test_check_judges_remarks_and_machine_code(
     fake_tools.script(tools / "bin/cuobjdump", f"{version} || cat {tools}/listing")
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
-            compile.main(["--units", "forward-d64-bf16", "--check"])
+            main(["--units", "forward-d64-bf16", "--check"])
         assert ended.value.code == (0 if fault is None else 1)
         said = capsys.readouterr().out.splitlines()[-1]
         assert said.startswith("forward-d64-bf16: ")
@@ -267,15 +276,15 @@ def test_check_judges_remarks_and_machine_code(
 
 def test_check_without_cuobjdump_fails(tools: Path) -> None:
     with pytest.raises(SystemExit, match=r"cuobjdump 13\.1 or later is needed"):
-        compile.main(["--units", "forward-d64-bf16", "--check"])
+        main(["--units", "forward-d64-bf16", "--check"])
 
 
 def test_variants_are_units_of_their_own() -> None:
     """With a name, flags and a library that no product shares, and built only when asked for."""
-    product = compile.UNITS[0]
-    for name, define in compile.VARIANTS.items():
+    product = UNITS[0]
+    for name, define in VARIANTS.items():
         variant = replace(product, variant=name)
         assert variant.name == f"{product.name}-{name}"
         assert variant.defines == (*product.defines, define)
-        assert compile.stem(variant) != compile.stem(product)
-        assert variant not in compile.UNITS
+        assert library_stem(variant) != library_stem(product)
+        assert variant not in UNITS

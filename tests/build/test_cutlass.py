@@ -53,8 +53,8 @@ def test_one_wheel_is_fetched_once_and_only_its_headers_are_kept(
     tools: Path, index: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wheel = offer(index)
-    assert cutlass.here() is None
-    include = cutlass.cutlass()
+    assert cutlass.find_include_folder() is None
+    include = cutlass.include_folder()
     said = capfd.readouterr()
     assert said.err.splitlines() == [
         "ringfa3: CUTLASS's headers are not here: fetching the wheel nvidia-cutlass>=4.2,<5 with "
@@ -67,9 +67,9 @@ def test_one_wheel_is_fetched_once_and_only_its_headers_are_kept(
         "include/cutlass/version.h",
         "LICENSE.txt",
     }
-    assert cutlass.version(include) == "4.2.0"
+    assert cutlass.cutlass_version(include) == "4.2.0"
     wheel.unlink()
-    assert cutlass.cutlass() == cutlass.here() == include
+    assert cutlass.include_folder() == cutlass.find_include_folder() == include
     assert capfd.readouterr() == ("", "")
     assert sorted(p.name for p in (tools / "cache").iterdir()) == [
         "cutlass-4.2",
@@ -81,7 +81,7 @@ def test_where_pip_cannot_what_was_tried_is_said_with_two_remedies(
     tools: Path, index: Path
 ) -> None:
     with pytest.raises(BuildError) as error:
-        cutlass.cutlass()
+        cutlass.include_folder()
     said = str(error.value)
     assert "`-m pip download nvidia-cutlass>=4.2,<5 --no-deps --only-binary=:all:`" in said
     assert "No matching distribution found" in said
@@ -93,8 +93,8 @@ def test_where_pip_cannot_what_was_tried_is_said_with_two_remedies(
 def test_a_wheel_without_headers_is_refused(index: Path) -> None:
     offer(index, {k: v for k, v in FILES.items() if not k.endswith("tensor.hpp")})
     with pytest.raises(BuildError, match="has no CUTLASS headers"):
-        cutlass.cutlass()
-    assert cutlass.here() is None
+        cutlass.include_folder()
+    assert cutlass.find_include_folder() is None
 
 
 def test_an_installed_package_is_used(
@@ -104,16 +104,16 @@ def test_an_installed_package_is_used(
     with zipfile.ZipFile(offer(index)) as wheel:
         wheel.extractall(tmp_path / "site")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert cutlass.cutlass() == tmp_path / "site/cutlass_library/source/include"
+    assert cutlass.include_folder() == tmp_path / "site/cutlass_library/source/include"
 
 
 def test_cutlass_path_comes_first_and_is_not_passed_over(
     tools: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(index)
-    cutlass.cutlass()
+    cutlass.include_folder()
     monkeypatch.setenv("CUTLASS_PATH", str(tools))
-    assert cutlass.cutlass() == tools / "include"
+    assert cutlass.include_folder() == tools / "include"
     monkeypatch.setenv("CUTLASS_PATH", "/nowhere")
     with pytest.raises(BuildError, match=r"CUTLASS_PATH=/nowhere has no include/cute/tensor\.hpp"):
-        cutlass.cutlass()
+        cutlass.include_folder()

@@ -21,8 +21,8 @@ def test_cuda_home_then_path_then_the_wheel(tools: Path, monkeypatch: pytest.Mon
     found = []
     for spoil in (lambda: None, home.unlink, lambda: fake_tools.nvcc(tools / "path", "13.0.88")):
         spoil()
-        toolchain.program.cache_clear()
-        found.append(toolchain.compiler())
+        toolchain.find_program.cache_clear()
+        found.append(toolchain.find_compiler())
     assert found == [(home, "V13.2.5"), (path, "V13.2.5"), (wheel, "V13.5.37")]
 
 
@@ -30,7 +30,7 @@ def test_cuda_home_then_path_then_the_wheel(tools: Path, monkeypatch: pytest.Mon
 def test_an_old_compiler_is_named_with_its_place_and_the_remedy(tools: Path, version: str) -> None:
     fake_tools.nvcc(tools, version)
     with pytest.raises(BuildError) as error:
-        toolchain.compiler()
+        toolchain.find_compiler()
     assert str(error.value) == (
         f"nvcc 13.1 or later is needed, found {tools}/bin/nvcc (V{version}): pip install "
         "'ringfa3[build]', or set CUDA_HOME to a toolkit that has it"
@@ -42,20 +42,20 @@ def test_an_nvcc_beside_other_headers_is_passed_over(tools: Path) -> None:
     wheel = fake_tools.nvcc(tools / "wheels", "13.5.37")
     api = tools / "include/cuda_runtime_api.h"
     api.write_text("/** */\n#define CUDART_VERSION  13020\n")
-    assert toolchain.compiler() == (tools / "bin/nvcc", "V13.2.5")
+    assert toolchain.find_compiler() == (tools / "bin/nvcc", "V13.2.5")
     api.write_text("/** */\n#define CUDART_VERSION  13000\n")
-    toolchain.program.cache_clear()
-    assert toolchain.compiler() == (wheel, "V13.5.37")
+    toolchain.find_program.cache_clear()
+    assert toolchain.find_compiler() == (wheel, "V13.5.37")
     wheel.unlink()
-    toolchain.program.cache_clear()
+    toolchain.find_program.cache_clear()
     with pytest.raises(BuildError, match=r"\(V13\.2\.5 beside the headers of CUDA 13\.0\): pip"):
-        toolchain.compiler()
+        toolchain.find_compiler()
 
 
 def test_no_compiler_says_where_it_was_sought(tools: Path) -> None:
     (tools / "bin/nvcc").unlink()
     with pytest.raises(BuildError, match="none was found in CUDA_HOME, PATH or the wheels: pip"):
-        toolchain.compiler()
+        toolchain.find_compiler()
 
 
 def test_the_wheels_are_found_where_they_unpack(
@@ -65,7 +65,7 @@ def test_the_wheels_are_found_where_they_unpack(
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "nvidia" / "cu13").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    assert toolchain.wheels()[0] == tmp_path / "nvidia" / "cu13"
+    assert toolchain.wheel_folders()[0] == tmp_path / "nvidia" / "cu13"
 
 
 def test_nvcc_needs_a_cplusplus_compiler(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_nvcc_needs_a_cplusplus_compiler(tools: Path, monkeypatch: pytest.Monkey
     with pytest.raises(
         BuildError, match=r"g\+\+, the C\+\+ compiler that nvcc calls, .*NVCC_CCBIN"
     ):
-        toolchain.compiler()
+        toolchain.find_compiler()
     fake_tools.script(tools / "other", "")
     monkeypatch.setenv("NVCC_CCBIN", str(tools / "other"))
-    assert toolchain.compiler()[0] == tools / "bin/nvcc"
+    assert toolchain.find_compiler()[0] == tools / "bin/nvcc"

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from ringfa3 import flash_attn_varlen_func
-from ringfa3.build import compile
-from ringfa3.build.compile import Unit
+from ringfa3.build.units import UNITS, Unit
 from ringfa3.kernels import dispatch, launch
 from tests.support import backward_checks as checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-UNITS = [pytest.param(u, id=u.name) for u in compile.UNITS if u.direction == "backward"]
+UNITS = [pytest.param(u, id=u.name) for u in UNITS if u.direction == "backward"]
 BF16 = [u for u in UNITS if u.id is not None and u.id.endswith("bf16")]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ringfa3 import flash_attn_varlen_func, functional
-from ringfa3.build.compile import Unit
+from ringfa3.build.units import Unit
 from ringfa3.kernels import launch
 from ringfa3.kernels.dispatch import select_forward
 from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringfa3 import flash_attn_varlen_func
-from ringfa3.build import compile
+from ringfa3.build.units import UNITS, Unit, select_units
 from ringfa3.kernels import launch
 from ringfa3.kernels.backward import BackwardPass
 from ringfa3.planning.work_split import SHARED, split_work
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
 # CI has one unit; `-m soak` runs the others.
 UNITS = [
     pytest.param(u, marks=[] if u.name == "backward-d128-bf16" else pytest.mark.soak, id=u.name)
-    for u in compile.UNITS
+    for u in UNITS
     if u.direction == "backward"
 ]
 EAGERNESS = (0.0, 0.02, 0.3, 1.0)
@@ -33,7 +33,7 @@ def emulated() -> Iterator[Machine]:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_random_sequences_hold_the_gate(emulated: Machine, unit: compile.Unit) -> None:
+def test_random_sequences_hold_the_gate(emulated: Machine, unit: Unit) -> None:
     """dq, dk, dv with and without a gradient into LSE; what nothing sees has gradient 0."""
     for case in range(20):
         p = checks.random_problem(case, unit, "cpu")
@@ -47,7 +47,7 @@ def test_random_sequences_hold_the_gate(emulated: Machine, unit: compile.Unit) -
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("group", [2, 1])
-def test_a_cut_tile_holds_the_gate(emulated: Machine, unit: compile.Unit, group: int) -> None:
+def test_a_cut_tile_holds_the_gate(emulated: Machine, unit: Unit, group: int) -> None:
     """One tile for three CTAs: cut between two query heads, or between the blocks of one."""
     emulated.settings(0, 0.3)
     p = checks.problem(2, unit, "cpu", [(700, unit.tile_n)], (group, 1), (-1, -1))
@@ -60,29 +60,27 @@ def test_a_cut_tile_holds_the_gate(emulated: Machine, unit: compile.Unit, group:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_nan_and_inf_stay_in_their_document(emulated: Machine, unit: compile.Unit) -> None:
+def test_nan_and_inf_stay_in_their_document(emulated: Machine, unit: Unit) -> None:
     emulated.settings(0)
     checks.nan_and_inf_stay_in_their_document(unit, "cpu")
 
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_hops_hold_the_gate(emulated: Machine, unit: compile.Unit, deterministic: bool) -> None:
+def test_hops_hold_the_gate(emulated: Machine, unit: Unit, deterministic: bool) -> None:
     emulated.settings(3, 0.3)
     checks.hops_hold_the_gate(unit, "cpu", deterministic)
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_deterministic_gradients_have_the_same_bits(emulated: Machine, unit: compile.Unit) -> None:
+def test_deterministic_gradients_have_the_same_bits(emulated: Machine, unit: Unit) -> None:
     """Whatever the order in which threads and asynchronous work run."""
     checks.same_bits(unit, "cpu", 4, lambda n: emulated.settings(n, EAGERNESS[n]))
 
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("resident", [1, 2])
-def test_turns_end_while_few_ctas_find_room(
-    emulated: Machine, unit: compile.Unit, resident: int
-) -> None:
+def test_turns_end_while_few_ctas_find_room(emulated: Machine, unit: Unit, resident: int) -> None:
     """Of three; other kernels have the rest of the GPU, and may wait for this one."""
     emulated.settings(0, 0.3, resident=resident)
     p = checks.problem(7, unit, "cpu", [(65, 700)], (1, 1), (-1, 0))
@@ -92,7 +90,7 @@ def test_turns_end_while_few_ctas_find_room(
 def test_turns_need_tiles_in_their_order(emulated: Machine) -> None:
     """In another order the kernel might wait for ever."""
     emulated.settings(0)
-    (unit,) = compile.chosen(["backward-d128-bf16"])
+    (unit,) = select_units(["backward-d128-bf16"])
     p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
     run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic=True)
     with pytest.raises(ValueError, match="tiling has no turns: take one"):
@@ -102,7 +100,7 @@ def test_turns_need_tiles_in_their_order(emulated: Machine) -> None:
 def test_a_pass_refuses_a_call_too_many(emulated: Machine) -> None:
     """It has counters for each hop of the plan and one more, the own keys in two parts."""
     emulated.settings(0)
-    (unit,) = compile.chosen(["backward-d128-bf16"])
+    (unit,) = select_units(["backward-d128-bf16"])
     p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
     run = BackwardPass(
         unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic=False
@@ -118,7 +116,7 @@ def test_a_pass_refuses_a_call_too_many(emulated: Machine) -> None:
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_kernels_that_start_early_wait(
-    emulated: Machine, unit: compile.Unit, monkeypatch: pytest.MonkeyPatch
+    emulated: Machine, unit: Unit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preparation, backward and conversion queued together, as programmatic launches overlap."""
     for seed in range(4):
@@ -136,7 +134,7 @@ def test_the_public_function_runs_on_the_kernels(
 ) -> None:
     """Forward and backward in emulation, against the executor's."""
     p = checks.problem(
-        1, compile.chosen(["backward-d128-bf16"])[0], "cpu", [(90, 90)], (2, 1), (-1, 0)
+        1, select_units(["backward-d128-bf16"])[0], "cpu", [(90, 90)], (2, 1), (-1, 0)
     )
     gradients = []
     for kernels_run in (True, False):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ringfa3 import plan_context
-from ringfa3.build.compile import VARIANTS, Unit
+from ringfa3.build.units import VARIANTS, Unit
 from ringfa3.kernels import launch, reference
 from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
 from tests.support.emulation import PROCESSORS, Machine, machine, unit

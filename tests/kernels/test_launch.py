@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringfa3.build.compile import UNITS
+from ringfa3.build.units import UNITS
 from ringfa3.kernels import launch
 from ringfa3.planning.tiling import Tiling, plan_local
 

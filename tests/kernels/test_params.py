@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringfa3.build import compile
+from ringfa3.build.compile import source_folder
 from ringfa3.kernels import backward, launch
 from ringfa3.planning import tiling, work_split
 
@@ -40,7 +40,7 @@ def offsets() -> dict[str, dict[str, int]]:
 
 
 def test_fields_are_those_of_the_header_in_order() -> None:
-    header = (compile.sources() / "params.h").read_text()
+    header = (source_folder() / "params.h").read_text()
     for name, fields in offsets().items():
         body = re.search(rf"struct {name} {{(.*?)}};", header, re.S)
         assert body is not None
@@ -86,8 +86,6 @@ def test_a_compiler_puts_them_where_python_does(tmp_path: Path) -> None:
         f"int main() {{ {' '.join(prints)} }}\n"
     )
     program = tmp_path / "offsets"
-    subprocess.run(
-        ["g++", "-std=c++20", f"-I{compile.sources()}", source, "-o", program], check=True
-    )
+    subprocess.run(["g++", "-std=c++20", f"-I{source_folder()}", source, "-o", program], check=True)
     said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
     assert [int(n) for n in said] == [n for fields in known.values() for n in fields.values()]

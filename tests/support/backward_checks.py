@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ringfa3.build.compile import Unit
+from ringfa3.build.units import Unit
 from ringfa3.kernels.backward import BackwardPass
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.planning.tiling import Plan, plan_local

@@ -23,11 +23,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3.build import compile
-from ringfa3.build.cache import cache as folder
-from ringfa3.build.cache import once
-from ringfa3.build.cutlass import cutlass
-from ringfa3.build.toolchain import compiler, host_compiler
+from ringfa3.build.cache import cache_folder, make_once
+from ringfa3.build.compile import FLAGS, default_jobs, library_stem, source_folder, unit_folder
+from ringfa3.build.cutlass import include_folder
+from ringfa3.build.toolchain import find_compiler, find_host_compiler
+from ringfa3.build.units import UNITS, Unit
 from ringfa3.kernels import backward, dispatch, launch
 
 SOURCES = Path(__file__).parents[1] / "emulator"
@@ -50,10 +50,10 @@ def _entry(task: str, name: str, file: str, fill: Callable[[Path], None]) -> Pat
     """An entry of the build cache with one library in it."""
 
     def found() -> Path | None:
-        path = folder() / name / file
+        path = cache_folder() / name / file
         return path if path.is_file() else None
 
-    return once(task, name, found, fill)
+    return make_once(task, name, found, fill)
 
 
 def _run(command: Sequence[str | Path]) -> None:
@@ -65,36 +65,36 @@ def _run(command: Sequence[str | Path]) -> None:
 @cache
 def emulator() -> Path:
     """The emulator's library, compiled once for its sources."""
-    include = compiler()[0].parent.parent / "include"
+    include = find_compiler()[0].parent.parent / "include"
     files = sorted(SOURCES.iterdir())
     name = "emulator-" + _digest(repr(OPTIONS), *(f.name.encode() + f.read_bytes() for f in files))
 
     def fill(entry: Path) -> None:
         def one(source: Path) -> Path:
             out = entry / f"{source.stem}.o"
-            _run([host_compiler(), *OPTIONS, f"-I{include}", "-c", source, "-o", out])
+            _run([find_host_compiler(), *OPTIONS, f"-I{include}", "-c", source, "-o", out])
             return out
 
-        with ThreadPoolExecutor(compile.jobs()) as pool:
+        with ThreadPoolExecutor(default_jobs()) as pool:
             objects = list(pool.map(one, (f for f in files if f.suffix == ".cpp")))
-        _run([host_compiler(), "-shared", "-o", entry / "libemulator.so", *objects])
+        _run([find_host_compiler(), "-shared", "-o", entry / "libemulator.so", *objects])
 
     return _entry("emulator", name, "libemulator.so", fill)
 
 
-def _library(unit: compile.Unit) -> Path:
+def _library(unit: Unit) -> Path:
     """The library of a unit with PTX instead of machine code, linked against the emulator."""
-    nvcc, version = compiler()
-    include = cutlass()
+    nvcc, version = find_compiler()
+    include = include_folder()
     runtime = emulator()
     dropped = ("-gencode", "-Xptxas", "-cudart")
-    flags = [flag for flag in compile.FLAGS if not flag.startswith(dropped)]
+    flags = [flag for flag in FLAGS if not flag.startswith(dropped)]
     flags += ["-gencode=arch=compute_90a,code=compute_90a", "-no-compress", "-cudart=none"]
-    name = f"emulated-{compile.stem(unit)}-{_digest(repr(flags), version, str(runtime))}"
+    name = f"emulated-{library_stem(unit)}-{_digest(repr(flags), version, str(runtime))}"
 
     def fill(entry: Path) -> None:
-        source = compile.folder_of(unit) / f"{unit.direction}.cu"
-        headers = (f"-I{compile.sources()}", f"-I{include}")
+        source = unit_folder(unit) / f"{unit.direction}.cu"
+        headers = (f"-I{source_folder()}", f"-I{include}")
         link = (f"-L{runtime.parent}", "-lemulator", f"-Xlinker=-rpath={runtime.parent}")
         output = ("-o", entry / "kernel.so")
         _run([nvcc, *flags, *unit.defines, *headers, *output, source, *link])
@@ -144,7 +144,7 @@ class Machine:
         self._kept.append(x)
         self.runtime.emulator_own(storage.data_ptr(), storage.nbytes())
 
-    def entry(self, unit: compile.Unit, name: str, arguments: int = 2) -> Callable[..., int]:
+    def entry(self, unit: Unit, name: str, arguments: int = 2) -> Callable[..., int]:
         """A unit's C function, with pointers for arguments; failures raise EmulationError."""
         function = getattr(ctypes.CDLL(str(_library(unit))), name)
         function.argtypes = (ctypes.c_void_p,) * arguments
@@ -211,10 +211,10 @@ class Machine:
         self._kept.clear()
 
 
-def unit(direction: str, q: torch.Tensor) -> compile.Unit:
+def unit(direction: str, q: torch.Tensor) -> Unit:
     """The unit for tensors like q (t, h, d)."""
     wanted = (direction, str(q.dtype).removeprefix("torch."), q.shape[-1])
-    return next(u for u in compile.UNITS if (u.direction, u.dtype, u.head_dim) == wanted)
+    return next(u for u in UNITS if (u.direction, u.dtype, u.head_dim) == wanted)
 
 
 @contextmanager

@@ -23,14 +23,17 @@ echo library > "$2"
 WAIT_FOR_GO = (  # or a minute, so that a test that fails leaves nothing running
     'n=0; while [ ! -e "{0}/go" ] && [ $n -lt 1200 ]; do n=$((n + 1)); sleep 0.05; done'
 )
-BUILD_ONE = "from ringfa3.build import compile; print(compile.library(compile.UNITS[0]))"
+BUILD_ONE = (
+    "from ringfa3.build.compile import ensure_library; from ringfa3.build.units import UNITS; "
+    "print(ensure_library(UNITS[0]))"
+)
 
 
 def nvcc(folder: Path, version: str = "13.2.5", body: str = ":") -> Path:
     """FOLDER/bin/nvcc. `body` runs in a compile, whose arguments are in $arguments."""
     path = script(folder / "bin" / "nvcc", "")
     path.write_text(NVCC.format(version=version, log=folder / "log", body=body))
-    toolchain.program.cache_clear()
+    toolchain.find_program.cache_clear()
     return path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringfa3.build.toolchain import compiler, host_compiler
+from ringfa3.build.toolchain import find_compiler, find_host_compiler
 from ringfa3.symmetric import cuda_driver
 
 RECEIVER = r"""
@@ -46,10 +46,9 @@ def test_a_batch_of_words_is_laid_out_as_in_cuda_h(
     between processes."""
     source, library = tmp_path / "receiver.cpp", tmp_path / "receiver.so"
     source.write_text(RECEIVER)
-    include = compiler()[0].resolve().parent.parent / "include"
-    subprocess.run(
-        [host_compiler(), "-shared", "-fPIC", f"-I{include}", source, "-o", library], check=True
-    )
+    include = find_compiler()[0].resolve().parent.parent / "include"
+    flags = ("-shared", "-fPIC", f"-I{include}")
+    subprocess.run([find_host_compiler(), *flags, source, "-o", library], check=True)
     receiver = ctypes.CDLL(str(library))
     handle_bytes = ctypes.c_uint.in_dll(receiver, "handle_bytes").value
     assert ctypes.sizeof(cuda_driver.IpcHandle) == handle_bytes

@@ -29,7 +29,8 @@ from ringfa3.bench.common.problem import Contestant
 from ringfa3.bench.common.report import Report
 from ringfa3.bench.common.results import Results
 from ringfa3.bench.common.timing import CudaStopwatch, Stopwatch, WallClock, protocol
-from ringfa3.build import compile
+from ringfa3.build.compile import ablation_folder
+from ringfa3.build.units import VARIANTS
 from ringfa3.kernels.dispatch import executor_reason
 
 CPU_SHRINK = 256  # sequences of a run without a GPU are this much shorter
@@ -130,14 +131,14 @@ def _itself(
         missing.append("cuDNN: PyTorch has no deterministic backward of it")
         return [turns, Ours(), *fa3], missing
     if name == ABLATION:
-        if not compile.ablation().is_dir():
+        if not ablation_folder().is_dir():
             raise BenchError(
-                f"--set {ABLATION} compiles {compile.ablation()}, which does not exist: run it "
+                f"--set {ABLATION} compiles {ablation_folder()}, which does not exist: run it "
                 "from a checkout of the repository"
             )
         if smoke:
             raise BenchError(f"--set {ABLATION} compiles kernels: it needs a GPU")
-        return [Variant(), *(Variant(variant) for variant in compile.VARIANTS)], []
+        return [Variant(), *(Variant(variant) for variant in VARIANTS)], []
     return [Epilogue(kind) for kind in EPILOGUES], []
 
 

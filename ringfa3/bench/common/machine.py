@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import ringfa3
-from ringfa3.build.compile import sources
+from ringfa3.build.compile import source_folder
 
 # The name before the slash is that of recent drivers, the other of older ones.
 QUERY = (
@@ -132,6 +132,6 @@ def source_hash() -> str:
     """Of the package and the kernels' sources, also where there is no git."""
     digest = hashlib.sha256()
     package = Path(ringfa3.__file__).parent
-    for path in (*sorted(package.rglob("*.py")), *sorted(sources().iterdir())):
+    for path in (*sorted(package.rglob("*.py")), *sorted(source_folder().iterdir())):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]

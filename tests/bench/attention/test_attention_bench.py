@@ -16,7 +16,6 @@ from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import CAUSAL, Case
 from ringfa3.bench.common.comparison import DeviceLostError
 from ringfa3.bench.common.results import Results, Row
-from ringfa3.build import compile
 
 SMALL = [
     Case("paper", "24 x 2", (24, 24), 4, 4, 64, CAUSAL),
@@ -244,7 +243,7 @@ def test_the_ablation_says_where_its_kernels_are_absent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a wheel: one line, with what to do."""
-    monkeypatch.setattr(compile, "ablation", lambda: tmp_path / "absent")
+    monkeypatch.setattr("ringfa3.bench.attention.run.ablation_folder", lambda: tmp_path / "absent")
     assert run("--device", "cpu", "--set", "ablation", "--out", tmp_path / "out") == 2
     said = capsys.readouterr().err.strip()
     assert "which does not exist: run it from a checkout of the repository" in said

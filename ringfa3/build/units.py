@@ -1,0 +1,84 @@
+"""The units of a build: one shared library per direction, dtype and head dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringfa3.errors import BuildError
+
+ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+# Kernels of the benchmark's ablation, never of the product: the part that each one lacks.
+VARIANTS = {
+    "without-overlap": "-DRINGFA3_WITHOUT_OVERLAP",  # softmax beside the products of its warpgroup
+    "without-ping-pong": "-DRINGFA3_WITHOUT_PING_PONG",  # turns of the warpgroups
+    "without-specialisation": "-DRINGFA3_UNSPECIALISED",  # warps that only load
+}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One library: a direction, a dtype and a head dim, with its tile shape.
+
+    tile_m   query rows: of a tile forward, of a block backward
+    tile_n   keys: of a block forward, of a tile backward
+    variant  one of `VARIANTS`; empty for the product
+    """
+
+    direction: str
+    dtype: str
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        parts = (self.direction, f"d{self.head_dim}", SHORT[self.dtype], self.variant)
+        return "-".join(filter(None, parts))
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DRINGFA3_ELEMENT={ELEMENTS[self.dtype]}",
+            f"-DRINGFA3_HEAD_DIM={self.head_dim}",
+            f"-DRINGFA3_TILE_M={self.tile_m}",
+            f"-DRINGFA3_TILE_N={self.tile_n}",
+            *((VARIANTS[self.variant],) if self.variant else ()),
+        )
+
+
+SHAPES = (  # (direction, head_dim, tile_m, tile_n)
+    ("forward", 64, 192, 128),
+    ("forward", 128, 128, 128),
+    ("forward", 256, 128, 80),
+    ("backward", 64, 128, 128),
+    ("backward", 128, 64, 128),
+    ("backward", 256, 64, 64),
+)
+UNITS = tuple(
+    Unit(direction, dtype, head_dim, tile_m, tile_n)
+    for dtype in ELEMENTS
+    for direction, head_dim, tile_m, tile_n in SHAPES
+)
+
+
+def select_units(selectors: Sequence[str]) -> list[Unit]:
+    """Units whose names have every word of a selector: `d128`, `forward-d128-bf16`; or "all".
+
+    Raises BuildError: a selector matches none.
+    """
+    if "all" in selectors:
+        return list(UNITS)
+    for selector in selectors:
+        if not any(_matches(unit, selector) for unit in UNITS):
+            raise BuildError(
+                f"no unit is called {selector}: allowed are all, "
+                f"{', '.join(unit.name for unit in UNITS)}, and parts of these like d128-bf16"
+            )
+    return [unit for unit in UNITS if any(_matches(unit, selector) for selector in selectors)]
+
+
+def _matches(unit: Unit, selector: str) -> bool:
+    return set(selector.split("-")) <= set(unit.name.split("-"))
