@@ -151,9 +151,7 @@ def free_memory(machine: Path = Path("/proc/meminfo"), group: Path = Path("/sys/
     try:
         limit = int((group / "memory.max").read_text())  # "max": unlimited
         used = int((group / "memory.current").read_text())
-        used -= _number(
-            group / "memory.stat", "inactive_file"
-        )  # cached files yield
+        used -= _number(group / "memory.stat", "inactive_file")  # cached files yield
     except (OSError, ValueError):
         return free
     return min(free, max(0, limit - used))

@@ -132,6 +132,7 @@ def source_hash() -> str:
     """Of the package and the kernels' sources, also where there is no git."""
     digest = hashlib.sha256()
     package = Path(ringfa3.__file__).parent
-    for path in (*sorted(package.rglob("*.py")), *sorted(source_folder().iterdir())):
+    sources = (path for path in source_folder().rglob("*") if path.is_file())
+    for path in (*sorted(package.rglob("*.py")), *sorted(sources)):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
