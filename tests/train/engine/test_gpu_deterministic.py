@@ -33,7 +33,7 @@ def arguments(tmp_path_factory) -> list[str]:
         (folder / f"{number}.txt").write_text(make_text(number, 20_000))
     cp = min(torch.cuda.device_count(), 2)
     return [
-        *(f"data.path={folder}", f"data.cache_dir={folder}/cache", "data.vocab_size=300"),
+        *(f"data.path={folder}", f"data.cache_dir={folder}-cache", "data.vocab_size=300"),
         *("data.held_out=0.2", "data.seq_len=32768", f"parallel.cp={cp}", "parallel.device=cuda"),
         *("model.dim=512", "model.n_heads=4", "model.head_dim=128", "model.n_layers=4"),
         *("model.ffn_dim=1024", "train.precision=bfloat16", "train.eval_every=0"),
