@@ -1,1 +1,1 @@
-"""Pretraining with RingFA3. Start it through ``train/pretrain.py``."""
+"""Pretraining with RingFA3. The entry point is ``train/pretrain.py``."""

@@ -1,8 +1,8 @@
 """The schema of ``configs/``.
 
-Each key is documented once, over its value in ``configs/``. ``Config`` is what the rest of the
-trainer sees: a plain dataclass, complete and with valid types. ``checks.py`` sees to it that the
-fields fit each other.
+Each key is documented once, above its value in ``configs/``. The rest of the trainer sees only
+``Config``, a plain dataclass that is complete and has valid types. ``train.run.checks`` compares
+the fields with each other.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the key, its value and what to do.
+    """A config value that cannot work. The message names the key, its value and what to do.
 
-    ``found_by_all``: every process of the host finds it, so that one may speak for them.
+    ``found_by_all`` is true if every process of the host raises the error: one of them prints it.
     """
 
     found_by_all = True
@@ -50,7 +50,7 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def resolved_head_dim(self) -> int:
-        """``head_dim``, or ``dim / n_heads`` where it is null."""
+        """``head_dim``, or ``dim / n_heads`` if it is null."""
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
 
 
@@ -205,14 +205,15 @@ GROUPS = ("model", "data", "optim", "experiment")
 
 
 def register_schema() -> None:
-    """Make ``Config`` known to Hydra as ``schema``, the first entry of ``configs/config.yaml``."""
+    """Register ``Config`` with Hydra as ``schema``, the first entry of ``configs/config.yaml``."""
     ConfigStore.instance().store(name="schema", node=Config)
 
 
 def resolve(composed: DictConfig) -> Config:
-    """The composed configuration as a ``Config``, types checked and interpolations filled in.
+    """Convert Hydra's composed config to a ``Config``: check types, resolve interpolations.
 
-    ``data.path`` need not have a value where there are sources: it is None then.
+    With ``data.sources``, ``data.path`` may have no value and becomes None. Raises ``ConfigError``
+    for any other missing value.
     """
     if OmegaConf.is_missing(composed.data, "path") and composed.data.sources:
         composed.data.path = None
@@ -228,14 +229,14 @@ def resolve(composed: DictConfig) -> Config:
 
 
 def from_plain(values: dict[str, Any]) -> Config:
-    """A ``Config`` from nested dictionaries, as JSON holds them; what they lack is the default."""
+    """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults."""
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     assert isinstance(config, Config)
     return config
 
 
 def schema_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Every dotted key that the schema knows, sections included; NAME stands for any name."""
+    """Every dotted key of the schema, sections included; NAME stands for the name of a source."""
     hints = typing.get_type_hints(schema)
     keys = []
     for entry in fields(schema):
@@ -250,22 +251,22 @@ def schema_keys(schema: type = Config, prefix: str = "") -> list[str]:
 
 
 def source_name(key: str) -> str:
-    """The name of the source of text that a dotted key is about; empty for any other key."""
+    """The source name in a dotted key ``data.sources.<name>...``; empty for any other key."""
     prefix = f"{SOURCES}."
     return key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
 
 
 def schema_key(key: str) -> str:
-    """``key`` as ``schema_keys`` writes it: with NAME for the name of a source."""
+    """``key`` in the form of ``schema_keys``: NAME replaces the name of a source."""
     name = source_name(key)
     return key.replace(f"{SOURCES}.{name}", f"{SOURCES}.{NAME}", 1) if name else key
 
 
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The most similar of ``allowed``, or None when none reaches ``cutoff`` (0 to 1).
+    """The most similar of ``allowed``, or None if no similarity reaches ``cutoff`` (0 to 1).
 
-    Keys are compared as a whole and by their last part, so that a right name in a wrong section is
-    found; letters in a wrong order count as the same word.
+    Compares whole keys and their last parts, so that a right name in a wrong section matches.
+    Transposed letters count as the same word.
     """
 
     def similarity(candidate: str) -> float:
@@ -296,12 +297,12 @@ def default(key: str) -> Any:
     return get(config, key)
 
 
-def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one dictionary with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
         if isinstance(value, dict):
-            found |= flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            flat[prefix + key] = value
+    return flat

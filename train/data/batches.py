@@ -1,4 +1,4 @@
-"""A rank's share of a sample, made ahead of its use."""
+"""A rank's shard of a sample, prepared one step ahead in a thread."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """The local tokens of a sample, each tensor (t,) int64 with t = ``plan.local_tokens`` >= 0.
+    """The local tokens of a sample. Tensors are (t,) int64 with t = ``plan.local_tokens`` >= 0.
 
-    ``positions`` count from the start of the token's piece, ``buckets`` are their powers of two.
-    ``n_valid`` local tokens have a label.
+    ``positions`` count from the start of the token's piece, ``buckets`` are those of
+    ``position_buckets``. ``n_valid`` local tokens have a label.
     """
 
     tokens: Tensor
@@ -72,9 +72,9 @@ def make_batch(
 
 
 def ahead(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
-    """``make(start)`` to ``make(stop - 1)``, each begun in a thread while the last is in use.
+    """``make(start)`` to ``make(stop - 1)``; a thread makes the next one while one is in use.
 
-    An exception in ``make`` is raised where its result is asked for.
+    An exception in ``make`` is raised when its result is requested.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
         submitted = (thread.submit(make, index) for index in range(start, stop))

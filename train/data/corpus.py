@@ -1,8 +1,8 @@
-"""Text on disk -> named documents, split into training and held out.
+"""Text on disk -> named documents, split into training and held-out.
 
-A document is a file of text, a line of a ``.jsonl`` or a row of a ``.parquet``. Which split it
-belongs to depends on nothing but its name (the path below its source's folder, and the line), so it
-stays there when others come or go.
+A document is a text file, a line of a ``.jsonl`` or a row of a ``.parquet``. Its split depends on
+its name alone (the path below its source's folder, and the line), so adding or removing other
+documents does not change it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from train.config import SOURCES, ConfigError, DataConfig
 from train.data.formats import WHOLE_FILE, Keys, read_texts, require_readers
 
-# Parts of the standard library that not every installation has (tests, and what Linux distributions
-# package on their own), so that all installations of one Python version hold the same corpus; and
-# pydoc_data, a single generated file of prose, larger than any ten of the others.
+# Excluded from the standard library: parts that some installations lack (tests, and modules that
+# Linux distributions package separately), so that every installation of one Python version gives
+# the same corpus; and pydoc_data, one generated file of prose, larger than any ten others.
 STDLIB_EXCLUDED_FOLDERS = frozenset(
     [
         *("site-packages", "dist-packages", "__pycache__", "__phello__"),
@@ -33,10 +33,10 @@ ANY_NAME = ("utf-8", "surrogateescape")  # file names need not be UTF-8
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from: an entry of ``data.sources``, or a path (``name`` is empty).
+    """A source of text: an entry of ``data.sources``, or a path (``name`` is empty).
 
-    ``path`` None is the standard library of the running Python. ``path_key`` is the setting that
-    the path is from, ``section`` the one that has ``pattern`` and ``text_field``.
+    ``path`` None is the standard library of the running Python. ``path_key`` is the config key of
+    the path, ``section`` the config section with ``pattern`` and ``text_field``.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Source:
 
     @property
     def section(self) -> str:
-        """The section of the settings that says how it is read."""
+        """The config section that says how to read it."""
         return f"{SOURCES}.{self.name}" if self.name else "data"
 
     @property
     def keys(self) -> Keys:
-        """The settings to name where a file of it cannot be used."""
+        """The config keys that errors about its files name."""
         return Keys(self.path_key, f"{self.section}.text_field")
 
 
@@ -67,13 +67,13 @@ class TextFile:
 
     @property
     def label(self) -> str:
-        """``name`` with the name of its source."""
+        """``name``, preceded by the name of its source."""
         return f"{self.source.name}/{self.name}" if self.source.name else self.name
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, the file and the row (``WHOLE_FILE``, or from 1) it is from, its UTF-8 bytes."""
+    """A text, its file and row (``WHOLE_FILE``, or from 1), and its length in UTF-8 bytes."""
 
     file: TextFile
     row: int
@@ -82,19 +82,19 @@ class Document:
 
     @property
     def name(self) -> str:
-        """What decides on its split."""
+        """The name whose hash decides its split."""
         return place(self.file.name, self.row)
 
 
 def place(file: str, row: int) -> str:
-    """A document's name: that of its file, and the row where the file holds several."""
+    """A document's name: that of its file, plus the row if the file holds several documents."""
     return file if row == WHOLE_FILE else f"{file}:{row}"
 
 
 def sources_of(data: DataConfig, path_key: str = "data.path") -> list[Source]:
-    """The sources in the order of their names; one without a name for ``data.path``.
+    """The sources, sorted by name; for ``data.path``, one source without a name.
 
-    ``path_key`` is the setting that ``data.path`` is from, where it is another.
+    ``path_key`` is the config key that errors name for ``data.path``.
     """
     if not data.sources:
         return [Source("", data.path, data.pattern, data.text_field, 1.0, path_key)]
@@ -112,9 +112,10 @@ def sources_of(data: DataConfig, path_key: str = "data.path") -> list[Source]:
 
 
 def find_files(data: DataConfig, path_key: str = "data.path") -> list[TextFile]:
-    """The files of all sources, each source's in the order of their names.
+    """The files of all sources, sorted by name within each source.
 
-    ``ConfigError`` for a source without any, and for a format whose reader is not installed.
+    Raises ``ConfigError`` for a source without files, and for a format whose reader is not
+    installed.
     """
     files = [file for source in sources_of(data, path_key) for file in _files_of(source)]
     require_readers([file.path for file in files])
@@ -162,7 +163,7 @@ def _hidden(path: Path) -> bool:
 
 
 def fingerprint(files: list[TextFile]) -> str:
-    """A hash of the names, sizes and modification times of the files; reads none of them."""
+    """A hash of the names, sizes and modification times of the files; does not read them."""
     digest = hashlib.sha256()
     for file in files:
         stat = file.path.stat()
@@ -174,12 +175,12 @@ def fingerprint(files: list[TextFile]) -> str:
 def read_documents(
     file: TextFile, at: Callable[[int], None] = lambda n_bytes: None
 ) -> Iterator[Document]:
-    """The documents of one file. It raises what ``train.data.formats.read_texts`` does."""
+    """The documents of one file. Raises what ``train.data.formats.read_texts`` raises."""
     for row, text, n_bytes in read_texts(file.path, file.source.text_field, file.source.keys, at):
         yield Document(file, row, text, n_bytes)
 
 
 def is_held_out(name: str, share: float) -> bool:
-    """Whether the document of this name is in the held-out ``share`` (0 to 1) of the corpus."""
+    """Whether the document with this name belongs to the held-out ``share`` (0 to 1)."""
     hashed = int.from_bytes(hashlib.sha256(name.encode(*ANY_NAME)).digest()[:8], "big")
     return hashed < share * 2**64

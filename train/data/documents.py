@@ -2,8 +2,8 @@
 
     <split>/index.npz  00000.bin  00001.bin ...
 
-Tokens are read with ``pread``, not mapped: a file that shrinks or a disk that fails while training
-is then an exception that names the document, where a mapping would end the process.
+Tokens are read with ``pread``, not mapped. If a file shrinks or a disk fails during training,
+``pread`` gives an exception that names the document; a mapping would end the process.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ COLUMNS = ("shard", "start", "lengths", "n_bytes", "origin", "row")
 
 
 class DocumentError(RuntimeError):
-    """A document that cannot be tokenised or read; the message names it."""
+    """A document cannot be tokenised or read; the message names it."""
 
     def __init__(self, document: str, problem: str) -> None:
         super().__init__(f"document {document}: {problem}")
 
 
 class TokenFile:
-    """The tokens of a file, read slice by slice from any thread."""
+    """The tokens of a file. Any thread may read slices."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], tokens: int) -> None:
         self.path, self.dtype, self.tokens = path, dtype, tokens
@@ -46,16 +46,16 @@ class TokenFile:
         return self.tokens
 
     def __getitem__(self, key: slice) -> NDArray[Any]:
-        """Tokens ``[key.start, key.stop)``; ``OSError`` or ``DamagedError`` when they are gone."""
-        found = np.empty(key.stop - key.start, self.dtype)
-        wanted, position = memoryview(found).cast("B"), key.start * self.dtype.itemsize
+        """Tokens ``[key.start, key.stop)``; ``OSError`` or ``DamagedError`` if unreadable."""
+        tokens = np.empty(key.stop - key.start, self.dtype)
+        unread, position = memoryview(tokens).cast("B"), key.start * self.dtype.itemsize
         file = _opened(self.path)
-        while wanted:
-            n = os.preadv(file.fileno(), [wanted], position)
+        while unread:
+            n = os.preadv(file.fileno(), [unread], position)
             if n == 0:
                 raise DamagedError(self.path, f"ends at byte {position}, inside the document")
-            wanted, position = wanted[n:], position + n
-        return found
+            unread, position = unread[n:], position + n
+        return tokens
 
 
 @lru_cache(maxsize=OPEN_FILES)
@@ -67,10 +67,9 @@ def _opened(path: Path) -> FileIO:
 class Documents:
     """One split of a tokenised corpus. Every document starts with the BOS token.
 
-    Of each document, (n,) integers: ``shard`` and ``start``, where its tokens are; ``lengths``,
-    tokens, BOS included; ``n_bytes`` of UTF-8; ``origin`` (into ``files``) and ``row``, where its
-    text came from.
-    ``sources`` are their names and weights; the documents of source k are ``bounds[k]`` to
+    Columns, (n,) integers each: ``shard`` and ``start`` locate a document's tokens; ``lengths`` in
+    tokens, BOS included; ``n_bytes`` of UTF-8; ``origin`` (index into ``files``) and ``row`` locate
+    its text. ``sources`` maps names to weights; the documents of source k are ``bounds[k]`` to
     ``bounds[k + 1] - 1``.
     """
 
@@ -90,13 +89,13 @@ class Documents:
         return len(self.lengths)
 
     def name(self, document: int) -> str:
-        """The file of a document, with its source, and the row where the file holds several."""
+        """The source and file of a document, plus the row if the file holds several documents."""
         return place(self.files[self.origin[document]], int(self.row[document]))
 
     def tokens(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens ``[start, stop)`` of a document; ``stop`` may exceed its length.
 
-        ``DocumentError`` when they cannot be read or are no tokens of the vocabulary.
+        Raises ``DocumentError`` if they cannot be read or are not in the vocabulary.
         """
         base = int(self.start[document])
         stop = min(stop, int(self.lengths[document]))
@@ -110,7 +109,7 @@ class Documents:
         return ids
 
     def of_source(self, number: int) -> Documents:
-        """The documents of one source, numbered from 0."""
+        """The documents of source ``number``, renumbered from 0."""
         first, stop = self.bounds[number], self.bounds[number + 1]
         columns = {name: getattr(self, name)[first:stop] for name in COLUMNS}
         kept = {"files": self.files, "vocab_size": self.vocab_size, "shards": self.shards}
@@ -135,9 +134,9 @@ class SplitWriter:
         return len(self._columns["lengths"])
 
     def add(self, ids: list[int], n_bytes: int, origin: int, row: int) -> None:
-        """Append a document: BOS and ``ids``. A document never straddles two token files.
+        """Append a document: BOS and ``ids``. No document is split over two token files.
 
-        ``origin`` is the number of its file and never falls from one call to the next.
+        ``origin`` is the number of its file and must not decrease from call to call.
         """
         if self._written >= self.shard_tokens:
             self._file.close()
@@ -150,7 +149,7 @@ class SplitWriter:
         self._written += len(ids) + 1
 
     def close(self) -> None:
-        """Complete the files; nothing may be added after."""
+        """Complete the files. No document can be added afterwards."""
         self._file.close()
         columns = {name: np.array(values, np.int64) for name, values in self._columns.items()}
         np.savez(self.folder / "index.npz", **columns)
@@ -164,11 +163,10 @@ def open_split(
     files: dict[str, list[str]],
     weights: dict[str, float],
 ) -> Documents:
-    """One split, its index checked against all that it points to; ``DamagedError`` where it errs.
+    """Open a split and check its index against the token files; ``DamagedError`` if they disagree.
 
-    ``sizes`` are those of the token files ``00000.bin``, ``00001.bin``, ... in bytes; ``files`` are
-    the names of each source's files, in the order in which the index counts them, and ``weights``
-    the weight of each source.
+    ``sizes`` are the bytes of the token files ``00000.bin``, ``00001.bin``, ... ``files`` holds the
+    file names of each source in the order of the index, ``weights`` the weight of each source.
     """
     if dtype_name not in DTYPES:
         raise DamagedError(folder, f"holds tokens of type {dtype_name}; known: {DTYPES}")
@@ -196,7 +194,7 @@ def _read_index(path: Path, shards: list[TokenFile], n_files: int) -> dict[str, 
     try:
         with np.load(path, allow_pickle=False) as index:
             columns = {name: index[name] for name in COLUMNS}
-    except Exception as error:  # numpy and zipfile raise whatever the bytes lead them to
+    except Exception as error:  # numpy and zipfile raise many types for damaged bytes
         raise DamagedError(path, f"cannot be read: {error}") from None
     shape = columns["lengths"].shape
     for name, column in columns.items():

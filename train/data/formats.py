@@ -1,7 +1,7 @@
-"""What a file of text holds, by its suffix, read piece by piece.
+"""Readers of text files, by suffix, in bounded memory.
 
-``.jsonl`` and ``.jsonl.gz``: a text per line; ``.parquet``: a text per row; ``.txt.gz`` and every
-other file: one text. Empty and null texts are left out.
+``.jsonl`` and ``.jsonl.gz`` hold a text per line, ``.parquet`` a text per row, ``.txt.gz`` and all
+other files one text. Empty and null texts are skipped.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from train.config import ConfigError
 
-WHOLE_FILE = 0  # the row of a text that is a file of its own
+WHOLE_FILE = 0  # the row of a text that fills its file
 ROWS_AT_A_TIME = 1024
 LINES_PER_REPORT = 256
-PARQUET = {  # a file is streamed: without these, a row group's whole column is in memory
+PARQUET = {  # streams the file; the defaults hold a whole column of a row group in memory
     "buffer_size": 2**20,
     "pre_buffer": False,
     "page_checksum_verification": True,
@@ -28,14 +28,14 @@ PARQUET = {  # a file is streamed: without these, a row group's whole column is 
 
 
 class Keys(NamedTuple):
-    """The settings that errors name: where the file's path is from, and the name of its field."""
+    """The config keys that errors name: that of the file's path, and that of its text field."""
 
     path: str
     text_field: str
 
 
 class Text(NamedTuple):
-    """A text, its line or row in the file (from 1, or ``WHOLE_FILE``), its length in UTF-8."""
+    """A text, its line or row (from 1, or ``WHOLE_FILE``), and its length in UTF-8 bytes."""
 
     row: int
     text: str
@@ -45,11 +45,11 @@ class Text(NamedTuple):
 def read_texts(
     path: Path, text_field: str, keys: Keys, at: Callable[[int], None] = lambda n_bytes: None
 ) -> Iterator[Text]:
-    """The texts of a file, a line or a few rows in memory at a time; ``at`` hears the bytes read.
+    """Yield the texts of a file with a line or a few rows in memory at a time.
 
-    Raises ``UnicodeDecodeError`` for a whole file that is not UTF-8, and ``ConfigError`` for
-    anything else that cannot be used. It names the line or the row, and ``keys``, the settings
-    that the file comes from.
+    ``at`` is called with the number of bytes read so far. Raises ``UnicodeDecodeError`` if a whole
+    file is not UTF-8, and ``ConfigError`` for any other content that cannot be used; that names the
+    line or the row, and the config ``keys``.
     """
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         texts = _lines(path, text_field, keys, at)
@@ -68,7 +68,7 @@ def read_texts(
 
 
 def require_readers(paths: list[Path]) -> None:
-    """Raise ``ConfigError`` where a file needs a package that is not installed."""
+    """Raise ``ConfigError`` if a file needs a package that is not installed."""
     parquet = next((path for path in paths if path.suffix == ".parquet"), None)
     if parquet is not None and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{parquet} needs pyarrow: pip install 'ringfa3[parquet]'")
@@ -76,7 +76,7 @@ def require_readers(paths: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _readable(place: Callable[[], str], keys: Keys) -> Iterator[None]:
-    """Names what cannot be read: the disk, a truncated or a damaged file."""
+    """Turn read errors (disk, truncated or damaged file) into ``ConfigError`` with the place."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -122,7 +122,7 @@ def _json_text(line: bytes, text_field: str, keys: Keys, place: str) -> str:
 def _rows(
     path: Path, text_field: str, keys: Keys, at: Callable[[int], None]
 ) -> Iterator[tuple[int, str]]:
-    """Row groups one after the other, of each only this column and only a few rows at a time."""
+    """The rows of one column, row group by row group, a few rows in memory at a time."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,7 +1,7 @@
-"""A folder's manifest: the size and the checksum of each file, and facts about the whole.
+"""The manifest of a folder: size and checksum of each file, and facts about the whole.
 
-``manifest.json`` is written last, once every file is on the disk, so a folder that has one is
-complete. It holds a checksum of itself.
+``manifest.json`` is written last, after every file has reached the disk, so a folder with a
+manifest is complete. It contains a checksum of itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 
 
 class DamagedError(RuntimeError):
-    """``path`` is not what was written there; ``problem`` says how."""
+    """The content of ``path`` differs from what was written; ``problem`` says how."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path} {problem}")
@@ -27,12 +27,12 @@ class DamagedError(RuntimeError):
 
 
 class UnknownFormatError(RuntimeError):
-    """A manifest of another version: nothing is wrong with it."""
+    """A manifest of another format version, which is not damaged."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file must be: ``size`` in bytes and the CRC-32 of its contents."""
+    """The expected ``size`` in bytes and CRC-32 of a file."""
 
     size: int
     crc32: int
@@ -40,7 +40,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``facts`` as they were given; ``files`` by name relative to the folder, with slashes."""
+    """The ``facts`` of ``write_manifest``, and ``files`` by path relative to the folder."""
 
     facts: dict[str, Any]
     files: dict[str, FileFacts]
@@ -49,10 +49,10 @@ class Manifest:
 def write_manifest(
     folder: Path, facts: dict[str, Any], files: Iterable[Path] | None = None
 ) -> None:
-    """Complete ``folder``: its files reach the disk, then the manifest, then the folder itself.
+    """Complete ``folder``: flush its files to the disk, then the manifest, then the folder itself.
 
-    ``facts`` is anything JSON holds. ``files`` are paths below ``folder`` (``ValueError`` for any
-    other); None is every file there is. An earlier manifest is replaced in one step.
+    ``facts`` is any JSON value. ``files`` are paths below ``folder`` (``ValueError`` for others);
+    None means every file in it. An earlier manifest is replaced atomically.
     """
     temporary = folder / f"{MANIFEST}.tmp"
     if files is None:
@@ -71,14 +71,14 @@ def write_manifest(
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
-    for inner in folders:  # the names of the files, before the manifest that promises them
+    for inner in folders:  # file names reach the disk before the manifest that lists them
         sync_folder(inner)
     temporary.replace(folder / MANIFEST)
     sync_folder(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of ``folder``, no other file looked at; ``DamagedError`` without a sound one."""
+    """Read the manifest of ``folder`` and no other file; ``DamagedError`` if missing or damaged."""
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes())
@@ -108,11 +108,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, contents: bool | Callable[[str], bool] = True) -> Manifest:
-    """The manifest of ``folder``, once every file has been compared with it.
+    """Compare every file of ``folder`` with its manifest, and return the manifest.
 
-    Sizes are always compared, checksums where ``contents`` is true (of the file's name, if it is a
-    function). ``DamagedError`` names the first file that differs. Files that the manifest does not
-    list are left alone. An ``OSError`` passes: a disk that cannot be read today is not damage.
+    Sizes are always compared, checksums only if ``contents`` is true (a function decides by file
+    name). ``DamagedError`` names the first file that differs. Files that the manifest does not list
+    are ignored. An ``OSError`` passes through: a disk that cannot be read is not damage.
     """
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
@@ -122,14 +122,14 @@ def verify(folder: Path, contents: bool | Callable[[str], bool] = True) -> Manif
         size = path.stat().st_size
         if size != expected.size:
             raise DamagedError(path, f"has {size} bytes, not {expected.size}")
-        wanted = contents(name) if callable(contents) else contents
-        if wanted and checksum(path) != expected.crc32:
+        compared = contents(name) if callable(contents) else contents
+        if compared and checksum(path) != expected.crc32:
             raise DamagedError(path, "differs from its checksum")
     return manifest
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file, read in pieces."""
+    """CRC-32 of a file, read block by block."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(2**22):
@@ -138,7 +138,7 @@ def checksum(path: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk, as after a rename."""
+    """Flush the directory entries of ``folder`` to the disk, for example after a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

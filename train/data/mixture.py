@@ -1,10 +1,9 @@
-"""Mixing sources by weight: a closed form of whose sample comes when.
+"""Mixing sources by weight, in closed form: sample index -> (source, index in its own stream).
 
-The stream of samples is cut into blocks in which every source has at least one. After ``n`` whole
-blocks each source has had its share of all samples, rounded by largest remainder: what a block
-rounds away is made up for by the next, and no source is ever more than one sample off there. Inside
-a block the sources are permuted by (seed, block). So the sample's number decides on its source and
-on its place in that source's own stream, and there is no state to save.
+The stream of samples is cut into blocks, each with at least one sample of every source. After ``n``
+whole blocks each source has its share of all samples, rounded by largest remainder, so rounding
+never puts a source more than one sample off at a block boundary. Within a block the sources are
+permuted by (seed, block). There is no state to save.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from train.data.documents import Documents
 from train.data.samples import Sample, TrainingSamples
 
 LEAST_BLOCK = 64  # samples
-ORDER = 1  # sets this use of a seed apart from the order of the pieces in an epoch
+ORDER = 1  # makes this random stream differ from that of the pieces in an epoch
 
 
 class Samples(Protocol):
@@ -31,24 +30,24 @@ class Samples(Protocol):
 
 
 class Mixture:
-    """Which source sample ``i`` >= 0 belongs to, and its number in the stream of that source."""
+    """Maps a sample index >= 0 to its source, and to its index in the stream of that source."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         exact = [Fraction(weight) for weight in weights]
         self.shares = [weight / sum(exact) for weight in exact]
-        # Rounding gives or takes less than one sample at either end of a block.
+        # Rounding moves each end of a source's share in a block by less than one sample.
         self.block = max(LEAST_BLOCK, -(-2 // min(self.shares)))
         self.seed = seed
         self._block = lru_cache(maxsize=8)(self._order)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """``(source, number)`` of a sample."""
+        """``(source, index in its stream)`` of sample ``index``."""
         block, place = divmod(index, self.block)
         order, numbers = self._block(block)
         return int(order[place]), int(numbers[place])
 
     def before(self, block: int) -> list[int]:
-        """Samples of each source before ``block``: its share of all, rounded."""
+        """Number of samples of each source before ``block``."""
         quotas = [share * self.block * block for share in self.shares]
         counts = [int(quota) for quota in quotas]
         by_remainder = sorted(range(len(counts)), key=lambda k: (counts[k] - quotas[k], k))
@@ -57,7 +56,7 @@ class Mixture:
         return counts
 
     def _order(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source of each sample of a block, and its number in that source's stream."""
+        """The source of each sample of a block, and its index in that source's stream."""
         first, stop = np.array(self.before(block)), np.array(self.before(block + 1))
         order = np.repeat(np.arange(len(first)), stop - first)
         order = np.random.default_rng([self.seed, block, ORDER]).permutation(order)
@@ -69,7 +68,7 @@ class Mixture:
 
 
 class MixedSamples:
-    """The endless stream of training samples of several sources; every sample is of one."""
+    """The endless stream of training samples of several sources; each sample has one source."""
 
     def __init__(self, streams: Sequence[Samples], mixture: Mixture) -> None:
         self.streams, self.mixture = streams, mixture

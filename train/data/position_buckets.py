@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def n_buckets(seq_len: int) -> int:
-    """Buckets that cover the positions of a document of ``seq_len`` tokens."""
+    """Number of buckets for the positions of a document of ``seq_len`` tokens."""
     return (seq_len - 1).bit_length() + 1
 
 
@@ -19,21 +19,21 @@ def position_buckets(positions_T: Tensor) -> Tensor:
 
 
 def bucket_label(bucket: int) -> str:
-    """The positions of a bucket, for people."""
+    """The positions of a bucket as a label of a table or a plot."""
     if bucket < 2:
         return str(bucket)
     return f"{2 ** (bucket - 1)}-{2**bucket - 1}"
 
 
 def sum_by_bucket(values_T: Tensor, buckets_T: Tensor, buckets: int) -> Tensor:
-    """Sum of ``values_T`` in each bucket, (buckets,) float64; the same bits every time.
+    """Sum of ``values_T`` in each bucket, (buckets,) float64, deterministic on every device.
 
-    A reduction for each of the few buckets: adding by index has no fixed order on a GPU.
+    One reduction per bucket: ``index_add`` has no fixed order on a GPU.
     """
     values_T = values_T.double()
     return torch.stack([torch.where(buckets_T == b, values_T, 0).sum() for b in range(buckets)])
 
 
 def mean_by_bucket(losses: list[float], tokens: list[int]) -> list[float]:
-    """``losses / tokens`` of each bucket, NaN where it holds no token."""
+    """``losses / tokens`` of each bucket, NaN for a bucket without tokens."""
     return [loss / n if n else math.nan for loss, n in zip(losses, tokens, strict=True)]

@@ -1,10 +1,9 @@
 """Packing: the order and the contents of samples as pure functions of (seed, index).
 
 A document is cut into pieces of at most ``piece_len`` tokens. An epoch is a permutation of all
-pieces, drawn from (seed, epoch); the epochs follow each other as one endless stream, and sample
-``i`` is its tokens ``[i * seq_len, (i + 1) * seq_len)``. A piece that straddles two samples is cut
-in two. So every token of the corpus is seen once per epoch whatever the number of processes, and
-there is no state to save.
+pieces, drawn from (seed, epoch). The epochs form one endless stream, and sample ``i`` is its tokens
+``[i * seq_len, (i + 1) * seq_len)``; a piece that straddles two samples is cut in two. Every token
+is seen once per epoch for any number of processes, and there is no state to save.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from train.data.documents import Documents
 
-IGNORED = -100  # label of a token with nothing to predict
+IGNORED = -100  # label of a token without a next token
 
 
 class Piece(NamedTuple):
@@ -33,10 +32,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """Packed pieces. Attention and positions end at the boundaries ``cu_seqlens`` (pieces + 1).
+    """Packed pieces. ``cu_seqlens`` (pieces + 1) bounds attention and positions.
 
-    ``tokens`` (t,) int64. ``labels`` (t,) int64: the next token of the document, also where the
-    piece ends before it; ``IGNORED`` at the end of the document.
+    ``tokens`` (t,) int64. ``labels`` (t,) int64: the next token of the document, even if it lies
+    beyond the piece; ``IGNORED`` at the end of the document.
     """
 
     tokens: NDArray[np.int64]
@@ -45,14 +44,14 @@ class Sample:
 
 
 def pack(documents: Documents, pieces: list[Piece]) -> Sample:
-    """One sample of ``pieces``, in their order."""
+    """One sample of ``pieces``, in the given order."""
     tokens, labels, cu_seqlens = [], [], [0]
     for document, start, stop in pieces:
-        known = documents.tokens(document, start, stop + 1)
+        ids = documents.tokens(document, start, stop + 1)
         length = stop - start
-        tokens.append(known[:length])
-        labels.append(known[1:])
-        if len(known) == length:
+        tokens.append(ids[:length])
+        labels.append(ids[1:])
+        if len(ids) == length:
             labels.append(np.array([IGNORED]))
         cu_seqlens.append(cu_seqlens[-1] + length)
     return Sample(np.concatenate(tokens), np.concatenate(labels), cu_seqlens)
@@ -82,8 +81,8 @@ class TrainingSamples:
         return pack(self.documents, self.pieces(index))
 
     def pieces(self, index: int) -> list[Piece]:
-        """The pieces of sample ``index``, their lengths adding up to ``seq_len``."""
-        found: list[Piece] = []
+        """The pieces of sample ``index``; their lengths sum to ``seq_len``."""
+        pieces: list[Piece] = []
         position, end = index * self.seq_len, (index + 1) * self.seq_len
         while position < end:
             epoch, offset = divmod(position, self.tokens_per_epoch)
@@ -93,18 +92,18 @@ class TrainingSamples:
             left_in_piece = int(ends[place]) - offset
             taken = min(left_in_piece, end - position)
             start = int(self._stop[piece]) - left_in_piece
-            found.append(Piece(int(self._document[piece]), start, start + taken))
+            pieces.append(Piece(int(self._document[piece]), start, start + taken))
             position += taken
-        return found
+        return pieces
 
     def _permutation(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The order of the pieces in ``epoch`` and where each ends in it, in tokens."""
+        """The order of the pieces in ``epoch``, and the end of each in tokens from its start."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self._document))
         return order, np.cumsum((self._stop - self._start)[order])
 
 
 def evaluation_documents(documents: Documents, max_bytes: int | None) -> list[int]:
-    """The first documents of a split that reach ``max_bytes`` UTF-8 bytes together, or all."""
+    """The first documents whose UTF-8 bytes sum to at least ``max_bytes``; None means all."""
     if max_bytes is None:
         return list(range(len(documents)))
     return first_documents(documents, documents.n_bytes, max_bytes)
@@ -113,7 +112,7 @@ def evaluation_documents(documents: Documents, max_bytes: int | None) -> list[in
 def first_documents(
     documents: Documents, sizes: NDArray[np.integer[Any]], budget: int
 ) -> list[int]:
-    """The first documents of each source whose ``sizes`` (n,) reach its share of ``budget``."""
+    """The first documents of each source whose ``sizes`` (n,) sum to its share of ``budget``."""
     chosen: list[int] = []
     total = sum(documents.sources.values())
     for weight, (first, stop) in zip(
@@ -129,8 +128,8 @@ def evaluation_samples(
 ) -> list[list[Piece]]:
     """The ``chosen`` documents in windows of ``window`` <= ``seq_len`` tokens, packed.
 
-    Each list is one sample of at most ``seq_len`` tokens. Together they hold every token of every
-    chosen document exactly once, and so predict each exactly once.
+    Each list is one sample of at most ``seq_len`` tokens. Together the samples hold, and predict,
+    every token of every chosen document exactly once.
     """
     samples: list[list[Piece]] = []
     free = 0

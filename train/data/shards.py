@@ -1,8 +1,8 @@
-"""A corpus, tokenised once per host and kept in the cache.
+"""A tokenised corpus: built once per host and cached.
 
-It is made under a lock in a temporary folder that is renamed when complete: a folder that exists is
-complete. Its name hashes the files and every setting that changes a token. Before anything in it is
-used, all of it is checked: the files against the manifest, the indices against the files.
+It is built under a lock in a temporary folder, which is renamed when complete: an existing folder
+is complete. Its name is a hash of the files and of every config value that changes a token. Opening
+it checks the files against the manifest and the indices against the files.
 
     <key>/manifest.json  tokenizer.json  files.json  {train,held_out}/...  (see documents.py)
 """
@@ -38,7 +38,7 @@ BATCH_DOCUMENTS = 64
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenised corpus. ``digest`` identifies its contents, on whatever host it was made."""
+    """A tokenised corpus. ``digest`` identifies its contents on any host."""
 
     train: Documents
     held_out: Documents
@@ -47,10 +47,10 @@ class Corpus:
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """The tokenised corpus of these settings, made first where the cache does not hold it.
+    """Open the tokenised corpus of ``data``; build it if the cache does not hold it.
 
-    Any number of processes may call this at once: one of each host tokenises, showing its progress,
-    and the others wait.
+    Any number of processes may call this at once: one per host tokenises and shows its progress,
+    the others wait.
     """
     files = corpus.find_files(data)
     cache = Path(data.cache_dir).expanduser()
@@ -64,7 +64,7 @@ def open_corpus(data: DataConfig) -> Corpus:
 
 
 def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
-    """Twenty hexadecimal digits that differ whenever a token of the corpus could."""
+    """Twenty hexadecimal digits, a hash of everything that can change a token of the corpus."""
     tokenizer = Path(data.tokenizer).expanduser().read_bytes() if data.tokenizer else b""
     settings = [
         FORMAT,
@@ -78,10 +78,10 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
 
 
 def load_corpus(folder: Path, weights: dict[str, float], checksums: bool) -> Corpus:
-    """Open a tokenised corpus; ``DamagedError`` with the remedy when it is not what was written.
+    """Open a tokenised corpus; ``DamagedError`` with the remedy if its files are damaged.
 
-    Sizes are always compared, checksums of the token files only with ``checksums``. ``weights`` are
-    those of the sources, by name; they change no token.
+    Sizes are always compared, checksums of the token files only with ``checksums``. ``weights``
+    maps sources to their weights, which change no token.
     """
     try:
         manifest = verify(folder, lambda name: checksums or not name.endswith(".bin"))
@@ -112,13 +112,13 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
 
 
 def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
-    """Tokenise ``files`` into ``folder``, which appears only when it is complete.
+    """Tokenise ``files`` into ``folder``, which comes into being complete, by a rename.
 
-    Hosts that share the cache may not see each other's locks: each has a temporary folder of its
-    own, and the first to finish wins.
+    Hosts that share the cache may not see each other's locks. Each therefore has its own temporary
+    folder, and the first to finish wins.
     """
     temporary = folder.with_name(f"{folder.name}.{socket.gethostname()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed build left; the lock is ours
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed build; this process holds the lock
     temporary.mkdir()
     try:
         _write(data, files, temporary, Console(markup=False, highlight=False))
@@ -204,10 +204,10 @@ def _write_splits(
 
 
 def _encode(tokenizer: Tokenizer, batch: list[corpus.Document]) -> list[list[int]]:
-    """Token ids of each document; ``DocumentError`` names one that cannot be tokenised."""
+    """Token ids of each document; ``DocumentError`` names a document that cannot be tokenised."""
     try:
         return encode(tokenizer, [document.text for document in batch])
-    except Exception:  # the library raises nothing more specific, and does not say for which text
+    except Exception:  # the library raises no specific type, and does not name the text
         for document in batch:
             try:
                 encode(tokenizer, [document.text])

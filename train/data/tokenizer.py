@@ -1,4 +1,4 @@
-"""Byte-level BPE: train one, or load any ``tokenizer.json``."""
+"""Byte-level BPE: train one, or load a ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from train.config import ConfigError
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, bos_token: str) -> Tokenizer:
-    """A BPE over bytes with ``vocab_size`` tokens at most; ``bos_token`` is id 0.
+    """Train a BPE over bytes with at most ``vocab_size`` tokens; ``bos_token`` gets id 0.
 
-    Every byte is a token, so any text is encoded without loss. The same texts give the same
-    tokenizer.
+    Every byte is a token, so encoding loses nothing. The same texts give the same tokenizer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -30,15 +29,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, bos_token: str) -> To
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json``; ``ConfigError`` when the file is not one."""
+    """Load a ``tokenizer.json``; ``ConfigError`` if the file is not one."""
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
+    except Exception as error:  # the library raises no specific type
         raise ConfigError(f"data.tokenizer={path} is not a tokenizer.json: {error}") from None
 
 
 def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:
-    """The id of the token that starts a document; ``ConfigError`` when there is no such token."""
+    """The id of the token that starts a document; ``ConfigError`` if there is no such token."""
     token_id = tokenizer.token_to_id(bos_token)
     if token_id is None:
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
@@ -50,6 +49,6 @@ def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text. Special tokens written out in a text stay ordinary text."""
+    """Token ids of each text. The name of a special token in a text is ordinary text."""
     tokenizer.encode_special_tokens = True
     return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

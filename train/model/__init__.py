@@ -1,4 +1,4 @@
-"""The transformer, its loss and its optimiser.
+"""The transformer, its attention modules, its loss and its optimiser.
 
 In: a ``Batch``. Out: the loss of every local token.
 Imports: config, data.

@@ -1,4 +1,4 @@
-"""The keys and values of the tokens that a layer has already seen, for generation."""
+"""The KV cache of one attention layer, for generation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Room for ``capacity`` tokens of one attention layer, in the dtype of the first ones."""
+    """Keys and values of up to ``capacity`` tokens, in the dtype of the first ones."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
@@ -16,7 +16,8 @@ class KVCache:
     def append(self, k_TKC: Tensor, v_TKC: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the next T tokens, (T, heads, channels) each.
 
-        Returns views of all that are stored. Raises ``ValueError`` when they exceed ``capacity``.
+        Returns views of all stored keys and values. Raises ``ValueError`` if they exceed
+        ``capacity``.
         """
         start, stop = self.length, self.length + len(k_TKC)
         if stop > self.capacity:

@@ -1,4 +1,4 @@
-"""Cross entropy over a chunked sequence, and its split by position in the document."""
+"""Cross entropy over a chunked sequence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from train.data.samples import IGNORED
 def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
     """Cross entropy of every token in nats, (T,) float32; 0 where the label is ``IGNORED``.
 
-    The logits of only ``chunk`` tokens exist at a time, in the backward pass too, which computes
-    them again. With no token at all the result is empty and still part of the graph.
+    The logits of only ``chunk`` tokens exist at a time; the backward pass recomputes them. Without
+    any token the result is empty and still part of the autograd graph.
     """
     chunks = zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True)
     if torch.is_grad_enabled():

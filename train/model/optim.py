@@ -11,9 +11,9 @@ from train.model.transformer import Transformer
 
 
 def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only and ``embedding_lr_scale`` on the embedding.
+    """AdamW with weight decay on matrices only and ``embedding_lr_scale`` on the embedding.
 
-    Every group carries ``lr_scale``, by which the scheduled learning rate is multiplied.
+    Each group has an ``lr_scale`` that multiplies the scheduled learning rate.
     """
     embedding = model.embedding.weight
     rest = [p for p in model.parameters() if p is not embedding]
@@ -30,8 +30,8 @@ def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     """Learning rate of optimiser step ``step`` (from 0) of ``steps``.
 
-    It rises linearly over ``warmup_steps``, reaches ``lr`` with the last of them, then falls and
-    would be ``lr * final_lr_ratio`` at step ``steps``.
+    It rises linearly over ``warmup_steps`` and reaches ``lr`` in the last of them. Then it falls to
+    ``lr * final_lr_ratio``, which it would reach at step ``steps``.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -41,6 +41,6 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group its share of ``lr``."""
+    """Set the learning rate of every group to ``lr`` times its ``lr_scale``."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]

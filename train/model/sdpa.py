@@ -1,6 +1,6 @@
-"""PyTorch's attention over packed documents, to hold RingFA3's against.
+"""PyTorch's attention over packed documents, as a baseline for RingFA3's.
 
-Shapes are written as suffixes, as in ``model.py``.
+Shapes are written as suffixes, as in ``transformer.py``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ CAUSAL, SELF_ONLY = (-1, 0), (0, 0)  # windows, (left, right) keys around a quer
 
 
 class SdpaAttention(nn.Module):
-    """Called as ``RingFA3Attention``: causal attention, document by document, by
-    ``scaled_dot_product_attention``, or each token on itself alone, which gives its own value.
-    One process has the whole sample."""
+    """Causal attention by ``scaled_dot_product_attention``, document by document.
+
+    Has the signature of ``RingFA3Attention``. Supports the causal window and the window (0, 0), in
+    which each token attends to itself alone. One process must hold the whole sample.
+    """
 
     def forward(self, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, plan: Any) -> Tensor:
         if plan.world > 1:
@@ -26,7 +28,7 @@ class SdpaAttention(nn.Module):
             return v_TKC.repeat_interleave(q_THC.shape[1] // v_TKC.shape[1], dim=1)
         if plan.band != CAUSAL:
             raise ValueError(f"a plan of window (left, right) = {plan.band}: it must be causal")
-        lengths = plan.shards[0].length.tolist()  # of the documents, as they lie
+        lengths = plan.shards[0].length.tolist()  # of the documents, in their order
         documents = zip(*(x.split(lengths) for x in (q_THC, k_TKC, v_TKC)), strict=True)
         return torch.cat([self._document(*qkv) for qkv in documents])
 

@@ -1,5 +1,4 @@
-"""A GQA transformer over packed documents. Its attention is ``ringfa3.RingFA3Attention``, or
-PyTorch's to compare with.
+"""A GQA transformer over packed documents, with ``ringfa3.RingFA3Attention`` or PyTorch's SDPA.
 
 Shapes are written as suffixes: T local tokens, D model width, H query heads, K key/value heads,
 C channels of a head, F hidden width of the SwiGLU, V vocabulary.
@@ -26,7 +25,7 @@ from train.model.sdpa import SdpaAttention
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the rotary angles of every token, (T, 1, C/2) float32."""
+    """Cosine and sine of every token's rotary angles, (T, 1, C/2) float32."""
 
     cos: Tensor
     sin: Tensor
@@ -35,36 +34,35 @@ class Rotation(NamedTuple):
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
     """Angle per position of each channel pair, (head_dim / 2,) float64, scaled as in Llama 3.
 
-    Waves shorter than ``original_len / high_freq_factor`` keep their frequency, those longer than
-    ``original_len / low_freq_factor`` turn ``factor`` times slower, and between the two the
-    frequency is interpolated.
+    Wavelengths below ``original_len / high_freq_factor`` keep their frequency. For those above
+    ``original_len / low_freq_factor`` it is divided by ``factor``. In between it is interpolated.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     frequencies = rope.theta**-exponents
     if rope.factor == 1.0:
         return frequencies
     turns = rope.original_len * frequencies / (2 * math.pi)  # over the original context
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / rope.factor
+    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    share = share.clamp(0, 1)
+    return share * frequencies + (1 - share) * frequencies / rope.factor
 
 
 def rotation(positions_T: Tensor, frequencies: Tensor) -> Rotation:
-    """The rotation of each token. Angles are formed in float64: positions may pass 2^24."""
+    """The rotation of each token. Angles are computed in float64: positions may exceed 2^24."""
     angles = positions_T.double()[:, None, None] * frequencies.to(positions_T.device)
     return Rotation(angles.cos().float(), angles.sin().float())
 
 
 def rotate(x_THC: Tensor, rotation: Rotation) -> Tensor:
-    """``x`` with channel i and i + C/2 turned as a pair, in float32; the dtype of ``x``."""
+    """Rotate channels i and i + C/2 of ``x`` as a pair, in float32; returns the dtype of ``x``."""
     first, second = x_THC.float().chunk(2, dim=-1)
     cos, sin = rotation
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x_THC.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x_THC.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation of the last dimension with a learned scale, in float32."""
+    """RMS normalisation of the last dimension with a learned gain, in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -97,8 +95,7 @@ class Attention(nn.Module):
     def forward(
         self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
     ) -> Tensor:
-        """With a ``cache`` the tokens follow those in it, all of one document, and ``plan`` is
-        not used."""
+        """(T, D) -> (T, D). With a ``cache``, ``x`` continues its document; ``plan`` is unused."""
         q_THC = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TKC = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
         v_TKC = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
@@ -126,7 +123,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU, each added to the residual stream."""
+    """A pre-norm block: attention and SwiGLU, each added to the residual stream."""
 
     def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
         super().__init__()
@@ -143,10 +140,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids -> normalised hidden states; ``head`` (V, D) turns them into logits.
+    """Token ids -> normalised hidden states; the matrix ``head`` (V, D) maps them to logits.
 
-    ``recompute`` and ``attention`` are those of ``train``. ``ring`` goes to every
-    ``RingFA3Attention``: group, layout, transport.
+    ``recompute`` and ``attention`` are the keys of ``train``. ``ring`` are keyword arguments of
+    every ``RingFA3Attention``: group, layout, transport, deterministic.
     """
 
     def __init__(
@@ -167,13 +164,13 @@ class Transformer(nn.Module):
         self.output = None
         if not model.tied_embeddings:
             self.output = nn.Parameter(torch.empty(vocab_size, model.dim))
-        # No buffer: it is the same on every rank, and data parallel has nothing to broadcast.
+        # Not a buffer: every rank computes the same values, so DDP need not broadcast them.
         self.frequencies = rope_frequencies(model.resolved_head_dim(), model.rope)
         self._initialise(seed)
 
     @property
     def head(self) -> Tensor:
-        """What turns hidden states into logits, (V, D): the embedding where the two are tied."""
+        """The output matrix, (V, D): the embedding itself if the two are tied."""
         return self.embedding.weight if self.output is None else self.output
 
     def forward(
@@ -183,7 +180,7 @@ class Transformer(nn.Module):
         plan: Any,
         caches: Sequence[KVCache] | None = None,
     ) -> Tensor:
-        """Normalised hidden states (T, D). ``caches``, one per block, hold the tokens before."""
+        """Normalised hidden states (T, D). ``caches``, one per block, hold the preceding tokens."""
         x_TD = self.embedding(tokens_T)
         turns = rotation(positions_T, self.frequencies)
         for number, block in enumerate(self.blocks):
@@ -232,7 +229,7 @@ class Transformer(nn.Module):
 class LanguageModel(nn.Module):
     """A transformer with its loss: batch -> cross entropy of every local token, (T,) float32.
 
-    ``dtype`` is what matrix products and attention compute in. ``loss_chunk`` bounds the tokens
+    Matrix products and attention compute in ``dtype``. ``loss_chunk`` bounds the number of tokens
     whose logits exist at a time.
     """
 
@@ -252,7 +249,7 @@ class LanguageModel(nn.Module):
     def next_logits(self, tokens_T: Tensor, caches: Sequence[KVCache]) -> Tensor:
         """Logits of the token after ``tokens_T``, (V,) float32.
 
-        The tokens follow those in ``caches`` (one per block), which take them up.
+        The tokens follow those in ``caches`` (one per block) and are appended to them.
         """
         start = caches[0].length
         positions_T = torch.arange(start, start + len(tokens_T), device=tokens_T.device)
@@ -288,7 +285,7 @@ def build_model(
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """What ``train.precision`` means on ``device``."""
+    """The compute dtype of ``train.precision`` on ``device``."""
     if precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, precision)
