@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from tests.support.markdown import ROOT, blocks
+
+EXAMPLES = ROOT / "examples"
 
 
 def alone(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -36,12 +38,10 @@ def shared(name: str) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def test_attend_finds_the_same_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every rank prints the norm that one process prints, to its two decimals."""
-    (expected,) = alone("attend.py", capsys)
-    found = shared("attend.py")
-    assert [line[:14] for line in found] == ["rank 0 of 2: o", "rank 1 of 2: o"]
-    assert {line.split()[-1] for line in found} == {expected.split()[-1]}
+def test_attend_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """One process, then two, on the CPU: the norm to its two decimals."""
+    (said,) = [text for language, text in blocks(ROOT / "README.md") if language == "text"]
+    assert [*alone("attend.py", capsys), *shared("attend.py")] == said.splitlines()
 
 
 def test_train_layer_learns() -> None:
