@@ -28,7 +28,8 @@ WARM_UP = 5  # steps whose speed does not count
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory) -> list[str]:
     """A small model with heads of 128 over documents of about 20k tokens, two in each sample."""
-    folder = tmp_path_factory.mktemp("long")
+    folder = tmp_path_factory.mktemp("long") / "text"
+    folder.mkdir()
     for number in range(10):
         (folder / f"{number}.txt").write_text(make_text(number, 20_000))
     cp = min(torch.cuda.device_count(), 2)
