@@ -1,6 +1,6 @@
 // Arithmetic, comparisons and moves, lane by lane.
-#include "families.h"
-#include "lanewise.h"
+#include "decode.h"
+#include "elementwise.h"
 
 namespace emulator {
 

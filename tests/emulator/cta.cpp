@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "warp.h"
+#include "machine.h"
 
 namespace emulator {
 

@@ -1,6 +1,6 @@
 #include <stdexcept>
 
-#include "families.h"
+#include "decode.h"
 
 namespace emulator {
 

@@ -1,4 +1,4 @@
-#include "warp.h"
+#include "machine.h"
 
 #include <algorithm>
 

@@ -1,7 +1,7 @@
 // wgmma: matrix products of a warpgroup, of which each warp computes its 16 rows; stmatrix and
 // ldmatrix.
-#include "families.h"
-#include "numbers.h"
+#include "decode.h"
+#include "number_formats.h"
 #include "tensor_map.h"
 
 namespace emulator {

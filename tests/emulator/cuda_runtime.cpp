@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "tensor_map.h"
-#include "warp.h"
+#include "machine.h"
 
 namespace emulator {
 

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <bit>
 
-#include "families.h"
-#include "lanewise.h"
+#include "decode.h"
+#include "elementwise.h"
 
 namespace emulator {
 

@@ -1,8 +1,8 @@
 // Branches, and what lanes, warps and threads of a CTA do together.
 #include <algorithm>
 
-#include "families.h"
-#include "numbers.h"
+#include "decode.h"
+#include "number_formats.h"
 
 namespace emulator {
 

@@ -1,6 +1,6 @@
 // Loads, stores, atomic operations, and conversions of values and addresses.
-#include "families.h"
-#include "numbers.h"
+#include "decode.h"
+#include "number_formats.h"
 
 namespace emulator {
 

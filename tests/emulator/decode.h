@@ -1,7 +1,7 @@
 // The families of instructions. Each gives the meaning of one of its own, or an empty step.
 #pragma once
 
-#include "warp.h"
+#include "machine.h"
 
 namespace emulator {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <type_traits>
 
-#include "warp.h"
+#include "machine.h"
 
 namespace emulator {
 

@@ -1,6 +1,6 @@
 // mbarriers, bulk copies with and without tensor maps, and the fences that order them.
-#include "families.h"
-#include "numbers.h"
+#include "decode.h"
+#include "number_formats.h"
 #include "tensor_map.h"
 
 namespace emulator {

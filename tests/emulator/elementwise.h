@@ -1,7 +1,7 @@
 // Instructions of one, two or three operands that act on every lane by itself.
 #pragma once
 
-#include "numbers.h"
+#include "number_formats.h"
 
 namespace emulator {
 
