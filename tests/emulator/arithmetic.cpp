@@ -1,4 +1,4 @@
-// Arithmetic, comparisons and moves, lane by lane.
+// Arithmetic, comparisons and moves of registers.
 #include "decode.h"
 #include "elementwise.h"
 
@@ -17,7 +17,7 @@ using Wide =
                        std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
                        std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
 
-// Twice as wide as T, as .wide has it.
+// The result type of .wide, twice as wide as T.
 template <class T>
 using Twice =
     std::conditional_t<sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>,
@@ -76,7 +76,7 @@ Step divide(Instruction const& i, bool remainder) {
 }
 
 template <class T>
-Step extreme(Instruction const& i, bool larger) {
+Step min_max(Instruction const& i, bool larger) {
   if constexpr (std::is_floating_point_v<T>) {
     bool const three = i.operands.size() == 4;
     bool const keeps_nan = i.has("NaN");
@@ -120,7 +120,7 @@ Step set_predicate(Instruction const& i) {
   int const c = combined ? i.slot(i.operands.size() - 1) : -1;
   return [=](Warp& w, Lanes lanes) {
     uint64_t *const A = w.reg(a), *const B = w.reg(b);
-    each(lanes, [&](int l) {
+    for_each_lane(lanes, [&](int l) {
       bool const found = compare(how, get<T>(A[l]), get<T>(B[l]));
       bool const other = c >= 0 && (w.reg(c)[l] & 1);
       auto join = [&](bool x) {
@@ -132,11 +132,11 @@ Step set_predicate(Instruction const& i) {
       if (q >= 0) w.reg(q)[l] = join(!found);
       w.reg(p)[l] = join(found);
     });
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
-// mov, also between a vector of registers and a wider one.
+// mov, including packing registers into a wider one and unpacking it.
 Step move(Instruction const& i) {
   if (i.operands[0].kind == Operand::Vector) {
     auto const parts = i.operands[0].parts;
@@ -144,13 +144,13 @@ Step move(Instruction const& i) {
     int const width = 8 * bytes_of_type(i.words.back()) / static_cast<int>(parts.size());
     return [=](Warp& w, Lanes lanes) {
       uint64_t const mask = (1ull << width) - 1;
-      each(lanes, [&](int l) {
+      for_each_lane(lanes, [&](int l) {
         uint64_t const whole = w.reg(from)[l];
         for (size_t n = 0; n < parts.size(); ++n) {
           if (parts[n] >= 0) w.reg(parts[n])[l] = whole >> (width * n) & mask;
         }
       });
-      return Next::Go;
+      return Next::Advance;
     };
   }
   int const d = i.slot(0);
@@ -159,21 +159,21 @@ Step move(Instruction const& i) {
     int const width = 8 * bytes_of_type(i.words.back()) / static_cast<int>(parts.size());
     return [=](Warp& w, Lanes lanes) {
       uint64_t const mask = (1ull << width) - 1;
-      each(lanes, [&](int l) {
+      for_each_lane(lanes, [&](int l) {
         uint64_t whole = 0;
         for (size_t n = 0; n < parts.size(); ++n) {
           whole |= (w.reg(parts[n])[l] & mask) << (width * n);
         }
         w.reg(d)[l] = whole;
       });
-      return Next::Go;
+      return Next::Advance;
     };
   }
   int const a = i.slot(1);
   return [=](Warp& w, Lanes lanes) {
     uint64_t *const D = w.reg(d), *const A = w.reg(a);
-    each(lanes, [&](int l) { D[l] = A[l]; });
-    return Next::Go;
+    for_each_lane(lanes, [&](int l) { D[l] = A[l]; });
+    return Next::Advance;
   };
 }
 
@@ -181,13 +181,13 @@ Step select(Instruction const& i) {
   int const d = i.slot(0), a = i.slot(1), b = i.slot(2), p = i.slot(3);
   return [=](Warp& w, Lanes lanes) {
     uint64_t *const D = w.reg(d), *const A = w.reg(a), *const B = w.reg(b), *const P = w.reg(p);
-    each(lanes, [&](int l) { D[l] = P[l] & 1 ? A[l] : B[l]; });
-    return Next::Go;
+    for_each_lane(lanes, [&](int l) { D[l] = P[l] & 1 ? A[l] : B[l]; });
+    return Next::Advance;
   };
 }
 
-// The approximate functions; their errors are far below what a gate allows.
-Step function(Instruction const& i) {
+// ex2, lg2, rcp, ... as exact functions. The hardware's errors are far below the tests' tolerances.
+Step approximate(Instruction const& i) {
   std::string const& op = i.words[0];
   auto flushed = [](float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0.f : x; };
   if (op == "ex2") return unary<float>(i, [=](float x) { return flushed(std::exp2(x)); });
@@ -200,13 +200,13 @@ Step function(Instruction const& i) {
 
 }  // namespace
 
-Step arithmetic(Instruction const& i) {
+Step decode_arithmetic(Instruction const& i) {
   std::string const &op = i.words[0], &type = i.words.back();
   if (op == "mov") return move(i);
   if (op == "selp") return select(i);
   if (op == "ex2" || op == "lg2" || op == "rcp" || op == "sqrt" || op == "rsqrt" || op == "tanh") {
     if (type != "f32") throw std::runtime_error("PTX: only for f32: " + i.text);
-    return function(i);
+    return approximate(i);
   }
   bool const known = op == "add" || op == "sub" || op == "mul" || op == "mad" || op == "fma" ||
                      op == "div" || op == "rem" || op == "min" || op == "max" || op == "neg" ||
@@ -222,7 +222,7 @@ Step arithmetic(Instruction const& i) {
       if (op == "mul") return multiply<T>(i);
       if (op == "mad" || op == "fma") return multiply_add<T>(i);
       if (op == "div" || op == "rem") return divide<T>(i, op == "rem");
-      if (op == "min" || op == "max") return extreme<T>(i, op == "max");
+      if (op == "min" || op == "max") return min_max<T>(i, op == "max");
       if (op == "neg") return unary<T>(i, [](T a) { return static_cast<T>(-a); });
       if (op == "setp") return set_predicate<T>(i);
       return unary<T>(i, [](T a) { return static_cast<T>(a < T{0} ? -a : a); });

@@ -1,4 +1,4 @@
-// Logic, shifts and bit fields, lane by lane.
+// Logic, shifts and bit fields.
 #include <algorithm>
 #include <bit>
 
@@ -38,10 +38,11 @@ Step logic(Instruction const& i) {
   });
 }
 
-Step look_up_table(Instruction const& i) {  // lop3: each bit of a, b, c picks one of the table
+// lop3: the bits of a, b and c at each position select an entry of the table.
+Step lop3(Instruction const& i) {
   int const d = i.slot(0), a = i.slot(1), b = i.slot(2), c = i.slot(3), table = i.slot(4);
   return [=](Warp& w, Lanes lanes) {
-    each(lanes, [&](int l) {
+    for_each_lane(lanes, [&](int l) {
       auto at = [&](int slot) { return static_cast<uint32_t>(w.reg(slot)[l]); };
       uint32_t const A = at(a), B = at(b), C = at(c), entries = at(table);
       uint32_t result = 0;
@@ -52,7 +53,7 @@ Step look_up_table(Instruction const& i) {  // lop3: each bit of a, b, c picks o
       }
       w.reg(d)[l] = result;
     });
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
@@ -61,13 +62,13 @@ Step bit_fields(Instruction const& i) {
   if (op == "bfi") {  // d, inserted, base, position, length
     int const d = i.slot(0), a = i.slot(1), b = i.slot(2), c = i.slot(3), n = i.slot(4);
     return [=](Warp& w, Lanes lanes) {
-      each(lanes, [&](int l) {
+      for_each_lane(lanes, [&](int l) {
         uint64_t const at = w.reg(c)[l] & 255, length = w.reg(n)[l] & 255;
         uint64_t const ones = length >= 64 ? ~0ull : (1ull << length) - 1;
         uint64_t const mask = at >= 64 ? 0 : ones << at;
         w.reg(d)[l] = (w.reg(b)[l] & ~mask) | (w.reg(a)[l] << at & mask);
       });
-      return Next::Go;
+      return Next::Advance;
     };
   }
   return with_integer(i.words.back(), [&](auto t) -> Step {  // bfe: d, a, position, length
@@ -86,8 +87,8 @@ Step bit_fields(Instruction const& i) {
   });
 }
 
-// prmt.b32: four bytes out of the eight of a and b.
-Step permute(Instruction const& i) {
+// prmt.b32: selects four of the eight bytes of (b, a).
+Step prmt(Instruction const& i) {
   if (i.words.size() != 2) throw std::runtime_error("PTX: prmt has no mode here: " + i.text);
   return ternary<uint32_t, uint32_t>(i, [](uint32_t a, uint32_t b, uint32_t selector) {
     uint64_t const all = static_cast<uint64_t>(b) << 32 | a;
@@ -102,8 +103,8 @@ Step permute(Instruction const& i) {
   });
 }
 
-// shf.{l,r}.{wrap,clamp}.b32: 32 bits out of (b, a).
-Step funnel(Instruction const& i) {
+// shf.{l,r}.{wrap,clamp}.b32: shifts (b, a) and returns its upper or lower 32 bits.
+Step funnel_shift(Instruction const& i) {
   bool const left = i.has("l"), clamp = i.has("clamp");
   return ternary<uint32_t, uint32_t>(i, [=](uint32_t a, uint32_t b, uint32_t n) {
     n = clamp ? std::min(n, 32u) : n & 31;
@@ -112,7 +113,8 @@ Step funnel(Instruction const& i) {
   });
 }
 
-Step counted(Instruction const& i) {
+// popc, clz and brev.
+Step count_bits(Instruction const& i) {
   std::string const& op = i.words[0];
   return with_integer(i.words.back(), [&](auto t) -> Step {
     using T = std::make_unsigned_t<decltype(t)>;
@@ -132,27 +134,27 @@ Step shift(Instruction const& i) {
     using T = decltype(t);
     int const d = i.slot(0), a = i.slot(1), n = i.slot(2);
     return [=](Warp& w, Lanes lanes) {
-      each(lanes, [&](int l) {
+      for_each_lane(lanes, [&](int l) {
         T const x = get<T>(w.reg(a)[l]);
         auto const by = static_cast<uint32_t>(w.reg(n)[l]);
         w.reg(d)[l] = bits(left ? shifted_left(x, by) : shifted_right(x, by));
       });
-      return Next::Go;
+      return Next::Advance;
     };
   });
 }
 
 }  // namespace
 
-Step bitwise(Instruction const& i) {
+Step decode_bitwise(Instruction const& i) {
   std::string const& op = i.words[0];
   if (op == "and" || op == "or" || op == "xor" || op == "not") return logic(i);
   if (op == "shl" || op == "shr") return shift(i);
-  if (op == "lop3") return look_up_table(i);
+  if (op == "lop3") return lop3(i);
   if (op == "bfi" || op == "bfe") return bit_fields(i);
-  if (op == "prmt") return permute(i);
-  if (op == "shf") return funnel(i);
-  if (op == "popc" || op == "clz" || op == "brev") return counted(i);
+  if (op == "prmt") return prmt(i);
+  if (op == "shf") return funnel_shift(i);
+  if (op == "popc" || op == "clz" || op == "brev") return count_bits(i);
   return {};
 }
 

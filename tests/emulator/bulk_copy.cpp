@@ -1,103 +1,11 @@
-// mbarriers, bulk copies with and without tensor maps, and the fences that order them.
+// Bulk copies with and without tensor maps, and the proxy fence that orders them after stores.
 #include "decode.h"
-#include "number_formats.h"
+#include "mbarrier.h"
 #include "tensor_map.h"
 
 namespace emulator {
 
 namespace {
-
-struct Mbarrier {
-  uint64_t expected : 20, pending : 20;
-  int64_t bytes : 23;  // under way
-  uint64_t phase : 1;
-};
-static_assert(sizeof(Mbarrier) == 8);
-
-uint32_t address_of(Operand const& o, Warp& w, int lane) {
-  auto const address = w.reg(o.slot)[lane] + o.offset;
-  return static_cast<uint32_t>(address >= kSharedWindow ? address - kSharedWindow : address);
-}
-
-// Changes the barrier at an address, and its phase if nothing is left to wait for.
-template <class Function>
-void change(Cta& cta, uint32_t address, Function const& f) {
-  if (address % 8) throw std::runtime_error("an mbarrier lies on 8 bytes");
-  Mbarrier b;
-  std::memcpy(&b, cta.shared(address, 8), 8);
-  f(b);
-  if (b.pending == 0 && b.bytes == 0) {
-    b.phase ^= 1;
-    b.pending = b.expected;
-    merge(cta.mbarrier(address).complete, cta.mbarrier(address).pending);
-  }
-  std::memcpy(cta.shared(address, 8), &b, 8);
-  cta.grid.progress();
-}
-
-void arrive(Mbarrier& b, uint64_t count) {
-  if (b.pending < count) throw std::runtime_error("more arrivals than an mbarrier expects");
-  b.pending -= count;
-}
-
-Step mbarrier(Instruction const& i) {
-  std::string const& what = i.words[1];
-  if (what == "init") {
-    Operand const at = i.operands[0];
-    int const count = i.slot(1);
-    return [=](Warp& w, Lanes lanes) {
-      each(lanes, [&](int l) {
-        Mbarrier b{};
-        b.expected = b.pending = w.reg(count)[l];
-        uint32_t const address = address_of(at, w, l);
-        std::memcpy(w.cta.shared(address, 8), &b, 8);
-      });
-      return Next::Go;
-    };
-  }
-  if (what == "arrive" || what == "expect_tx" || what == "complete_tx") {
-    bool const arrives = what == "arrive";
-    bool const expects = i.has("expect_tx");
-    if (i.has("noComplete")) throw std::runtime_error("PTX: " + i.text);
-    size_t const first = arrives && i.operands[0].kind != Operand::Memory ? 1 : 0;
-    Operand const at = i.operands[first];
-    int const number = i.operands.size() > first + 1 ? i.slot(first + 1) : -1;
-    return [=](Warp& w, Lanes lanes) {
-      each(lanes, [&](int l) {
-        auto const n =
-            number >= 0 ? static_cast<int64_t>(static_cast<uint32_t>(w.reg(number)[l])) : 1;
-        uint32_t const address = address_of(at, w, l);
-        if (arrives) w.cta.release(w, w.cta.mbarrier(address));
-        change(w.cta, address, [&](Mbarrier& b) {
-          if (expects) b.bytes += n;
-          if (!expects && !arrives) b.bytes -= n;
-          if (arrives) arrive(b, expects ? 1 : n);
-        });
-      });
-      return Next::Go;
-    };
-  }
-  if (what == "try_wait" || what == "test_wait") {
-    if (!i.has("parity")) throw std::runtime_error("PTX: only waits by parity: " + i.text);
-    int const d = i.slot(0), parity = i.slot(2);
-    Operand const at = i.operands[1];
-    return [=](Warp& w, Lanes lanes) {
-      bool all = true;
-      each(lanes, [&](int l) {
-        Mbarrier b;
-        uint32_t const address = address_of(at, w, l);
-        std::memcpy(&b, w.cta.shared(address, 8), 8);
-        bool const over = b.phase != (w.reg(parity)[l] & 1);
-        if (over) w.cta.acquire(w, w.cta.mbarrier(address));
-        w.reg(d)[l] = over;
-        all &= over;
-      });
-      return all ? Next::Go : Next::GoLater;
-    };
-  }
-  if (what == "inval") return [](Warp&, Lanes) { return Next::Go; };
-  throw std::runtime_error("PTX: " + i.text);
-}
 
 TensorMap map_at(Warp& w, int lane, uint64_t address) {
   TensorMap map;
@@ -106,11 +14,12 @@ TensorMap map_at(Warp& w, int lane, uint64_t address) {
   return map;
 }
 
-// Calls f(shared address, global address or 0 if outside the tensor, bytes) for the pieces of a
-// box of at most 16 bytes. `corner` may be negative.
+// Splits a box into chunks of at most 16 bytes and calls f(shared offset, global address, bytes)
+// for each. The address is 0 for a chunk outside the tensor. Coordinates in `corner` may be
+// negative.
 template <class Function>
-void pieces(TensorMap const& map, std::vector<int32_t> const& corner, uint32_t shared,
-            Function const& f) {
+void for_each_chunk(TensorMap const& map, std::vector<int32_t> const& corner, uint32_t shared,
+                    Function const& f) {
   uint32_t const row = map.box[0] * map.element_bytes;
   uint32_t rows = 1;
   for (uint32_t d = 1; d < map.rank; ++d) rows *= map.box[d];
@@ -152,8 +61,8 @@ void add(char* to, char const* from, size_t bytes) {
   }
 }
 
-// Puts `from` into global memory, or adds it: `type` is empty, "f32" or an integer's name.
-void put(Cta& cta, uint64_t to, char const* from, size_t bytes, std::string const& type) {
+// Writes `from` to global memory. Adds it instead if `type` is "f32" or an integer type.
+void write_global(Cta& cta, uint64_t to, char const* from, size_t bytes, std::string const& type) {
   cta.grid.memory.check(to, bytes, "bulk write");
   auto* const there = reinterpret_cast<char*>(to);
   if (type.empty())
@@ -164,8 +73,9 @@ void put(Cta& cta, uint64_t to, char const* from, size_t bytes, std::string cons
     add<uint32_t>(there, from, bytes);
 }
 
-// What a cp.reduce adds; only additions are known.
-std::string added_type(Instruction const& i) {
+// The type that a cp.reduce adds, "map" if the tensor map gives it, empty for a plain copy. Only
+// additions are supported.
+std::string reduction_type(Instruction const& i) {
   if (i.words[1] != "reduce") return "";
   if (!i.has("add")) throw std::runtime_error("PTX: only additions: " + i.text);
   std::string const& type = i.words.back();
@@ -177,22 +87,22 @@ Step tensor_copy(Instruction const& i) {
   Operand const shared = i.operands[loads ? 0 : 1], global = i.operands[loads ? 1 : 0];
   Operand const barrier = loads ? i.operands[2] : Operand{};
   auto const coordinates = global.inside.at(0).parts;
-  std::string const reduced = added_type(i);
+  std::string const reduced = reduction_type(i);
   if (i.has("im2col") || i.has("multicast::cluster")) throw std::runtime_error("PTX: " + i.text);
   return [=](Warp& w, Lanes lanes) {
-    each(lanes, [&](int l) {
+    for_each_lane(lanes, [&](int l) {
       TensorMap const map = map_at(w, l, w.reg(global.slot)[l] + global.offset);
       std::vector<int32_t> corner;
       for (int slot : coordinates) corner.push_back(static_cast<int32_t>(w.reg(slot)[l]));
       if (corner.size() != map.rank) throw std::runtime_error("tensor map of another rank");
-      uint32_t const at = address_of(shared, w, l);
+      uint32_t const at = shared_offset(shared, w, l);
       if (at % 128) throw std::runtime_error("bulk copies need 128-byte aligned shared memory");
       Cta& cta = w.cta;
       if (loads) {
-        uint32_t const word = address_of(barrier, w, l);
+        uint32_t const word = shared_offset(barrier, w, l);
         cta.loads.push_back([&cta, map, corner, at, word] {
           uint32_t total = 0;
-          pieces(map, corner, at, [&](uint64_t to, uint64_t from, uint32_t bytes) {
+          for_each_chunk(map, corner, at, [&](uint64_t to, uint64_t from, uint32_t bytes) {
             char* const there = cta.shared(to, bytes);
             cta.check_fenced(to, bytes, "a bulk load");
             total += bytes;
@@ -203,7 +113,7 @@ Step tensor_copy(Instruction const& i) {
             cta.grid.memory.check(from, bytes, "bulk read");
             std::memcpy(there, reinterpret_cast<char const*>(from), bytes);
           });
-          change(cta, word, [&](Mbarrier& b) { b.bytes -= total; });
+          update_mbarrier(cta, word, [&](Mbarrier& b) { b.bytes -= total; });
         });
         return;
       }
@@ -211,7 +121,7 @@ Step tensor_copy(Instruction const& i) {
       std::string const type = reduced.empty() ? "" : map.is_float ? "f32" : "u32";
       w.stores[l].back().push_back(
           {[&cta, map, corner, at, copied] {
-             pieces(map, corner, at, [&](uint64_t from, uint64_t, uint32_t bytes) {
+             for_each_chunk(map, corner, at, [&](uint64_t from, uint64_t, uint32_t bytes) {
                cta.check_fenced(from, bytes, "a bulk store");
                char const* const there = cta.shared(from, bytes);
                copied->insert(copied->end(), there, there + bytes);
@@ -219,41 +129,41 @@ Step tensor_copy(Instruction const& i) {
            },
            [&cta, map, corner, at, copied, type] {
              size_t done = 0;
-             pieces(map, corner, at, [&](uint64_t, uint64_t to, uint32_t bytes) {
-               if (to) put(cta, to, copied->data() + done, bytes, type);
+             for_each_chunk(map, corner, at, [&](uint64_t, uint64_t to, uint32_t bytes) {
+               if (to) write_global(cta, to, copied->data() + done, bytes, type);
                done += bytes;
              });
            }});
     });
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
-// [to], [from], bytes[, mbarrier]
+// Operands: [to], [from], bytes[, mbarrier].
 Step flat_copy(Instruction const& i) {
   bool const loads = i.has("mbarrier::complete_tx::bytes");
   if (loads && !i.has("global")) throw std::runtime_error("PTX: " + i.text);
   Operand const to = i.operands[0], from = i.operands[1];
   int const size = i.slot(2);
   Operand const barrier = loads ? i.operands[3] : Operand{};
-  std::string const type = added_type(i);
+  std::string const type = reduction_type(i);
   return [=](Warp& w, Lanes lanes) {
-    each(lanes, [&](int l) {
+    for_each_lane(lanes, [&](int l) {
       Cta& cta = w.cta;
       auto const bytes = static_cast<uint32_t>(w.reg(size)[l]);
-      uint32_t const shared = address_of(loads ? to : from, w, l);
+      uint32_t const shared = shared_offset(loads ? to : from, w, l);
       Operand const& other = loads ? from : to;
       uint64_t const global = w.reg(other.slot)[l] + other.offset;
       if (bytes % 16 || shared % 16 || global % 16) {
         throw std::runtime_error("bulk copies go by 16 bytes");
       }
       if (loads) {
-        uint32_t const word = address_of(barrier, w, l);
+        uint32_t const word = shared_offset(barrier, w, l);
         cta.loads.push_back([&cta, shared, global, bytes, word] {
           cta.grid.memory.check(global, bytes, "bulk read");
           cta.check_fenced(shared, bytes, "a bulk load");
           std::memcpy(cta.shared(shared, bytes), reinterpret_cast<char const*>(global), bytes);
-          change(cta, word, [&](Mbarrier& b) { b.bytes -= bytes; });
+          update_mbarrier(cta, word, [&](Mbarrier& b) { b.bytes -= bytes; });
         });
         return;
       }
@@ -264,13 +174,15 @@ Step flat_copy(Instruction const& i) {
                                       copied->assign(there, there + bytes);
                                     },
                                     [&cta, global, copied, type] {
-                                      put(cta, global, copied->data(), copied->size(), type);
+                                      write_global(cta, global, copied->data(), copied->size(),
+                                                   type);
                                     }});
     });
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
+// Runs the stores of a group: only their reads of shared memory, or also their writes.
 void finish(BulkGroup& group, bool only_read) {
   for (auto& store : group) {
     if (!store.was_read) store.read();
@@ -284,36 +196,35 @@ Step wait_group(Instruction const& i) {
   bool const only_read = i.has("read");
   int const left = i.slot(0);
   return [=](Warp& w, Lanes lanes) {
-    each(lanes, [&](int l) {
-      auto& groups = w.stores[l];  // the last one is open
+    for_each_lane(lanes, [&](int l) {
+      auto& groups = w.stores[l];  // the last group is not committed yet
       auto const waited = static_cast<std::ptrdiff_t>(groups.size()) - 1 -
                           static_cast<std::ptrdiff_t>(w.reg(left)[l]);
       for (std::ptrdiff_t n = 0; n < waited; ++n) finish(groups[n], only_read);
       while (groups.size() > 1 && groups.front().empty()) groups.pop_front();
     });
     w.cta.grid.progress();
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
 }  // namespace
 
-Step bulk(Instruction const& i) {
+Step decode_bulk_copy(Instruction const& i) {
   std::string const& op = i.words[0];
-  if (op == "mbarrier") return mbarrier(i);
   if (op == "fence") {
     bool const fences = i.has("async") && !i.has("global");
     return [fences](Warp& w, Lanes) {
       if (fences) w.cta.fence(w);
-      return Next::Go;
+      return Next::Advance;
     };
   }
   if (op != "cp" || !i.has("bulk")) return {};
-  if (i.has("prefetch")) return [](Warp&, Lanes) { return Next::Go; };
+  if (i.has("prefetch")) return [](Warp&, Lanes) { return Next::Advance; };
   if (i.has("commit_group")) {
     return [](Warp& w, Lanes lanes) {
-      each(lanes, [&](int l) { w.stores[l].emplace_back(); });
-      return Next::Go;
+      for_each_lane(lanes, [&](int l) { w.stores[l].emplace_back(); });
+      return Next::Advance;
     };
   }
   if (i.has("wait_group")) return wait_group(i);

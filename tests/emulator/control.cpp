@@ -1,4 +1,4 @@
-// Branches, and what lanes, warps and threads of a CTA do together.
+// Branches, collective operations of a warp, named barriers and programmatic launch control.
 #include <algorithm>
 
 #include "decode.h"
@@ -8,8 +8,9 @@ namespace emulator {
 
 namespace {
 
-// Whether all lanes of `members` that still run are here; they arrive one after the other.
-bool together(Warp& w, Lanes lanes, uint32_t members) {
+// Whether all running lanes of `members` have reached the instruction. Diverged lanes reach it one
+// group after another.
+bool all_arrived(Warp& w, Lanes lanes, uint32_t members) {
   if (lanes & ~members) throw std::runtime_error("a lane is not a member of its own mask");
   return (members & w.alive() & ~lanes) == 0;
 }
@@ -21,12 +22,12 @@ Step shuffle(Instruction const& i) {
   int const a = i.slot(at), b = i.slot(at + 1), c = i.slot(at + 2), members = i.slot(at + 3);
   std::string const mode = i.words[2];
   return [=](Warp& w, Lanes lanes) {
-    if (!together(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
-      return Next::Wait;
+    if (!all_arrived(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
+      return Next::Retry;
     }
     uint64_t values[kWarp];
     std::copy_n(w.reg(a), kWarp, values);
-    each(lanes, [&](int l) {
+    for_each_lane(lanes, [&](int l) {
       auto const by = static_cast<int>(w.reg(b)[l] & 31);
       auto const clamp = static_cast<int>(w.reg(c)[l]);
       int const segment = clamp >> 8 & 31, limit = (l & segment) | (clamp & 31 & ~segment);
@@ -40,7 +41,7 @@ Step shuffle(Instruction const& i) {
       w.reg(d)[l] = values[from];
       if (p >= 0) w.reg(p)[l] = valid;
     });
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
@@ -48,32 +49,32 @@ Step vote(Instruction const& i) {
   int const d = i.slot(0), p = i.slot(1), members = i.slot(2);
   std::string const mode = i.words[2];
   return [=](Warp& w, Lanes lanes) {
-    if (!together(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
-      return Next::Wait;
+    if (!all_arrived(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
+      return Next::Retry;
     }
     Lanes ballot = 0;
-    each(lanes, [&](int l) { ballot |= (w.reg(p)[l] & 1) << l; });
+    for_each_lane(lanes, [&](int l) { ballot |= (w.reg(p)[l] & 1) << l; });
     uint64_t const result = mode == "ballot" ? ballot
                             : mode == "any"  ? ballot != 0
                             : mode == "all"  ? ballot == lanes
                                              : ballot == lanes || ballot == 0;
-    each(lanes, [&](int l) { w.reg(d)[l] = result; });
-    return Next::Go;
+    for_each_lane(lanes, [&](int l) { w.reg(d)[l] = result; });
+    return Next::Advance;
   };
 }
 
-// redux.sync.op.type
+// redux.sync.op.type: a reduction over the lanes.
 Step reduce(Instruction const& i) {
   int const d = i.slot(0), a = i.slot(1), members = i.slot(2);
   std::string const op = i.words[2];
   return with_integer(i.words.back(), [&](auto t) -> Step {
     using T = decltype(t);
     return [=](Warp& w, Lanes lanes) {
-      if (!together(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
-        return Next::Wait;
+      if (!all_arrived(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
+        return Next::Retry;
       }
       T result = get<T>(w.reg(a)[__builtin_ctz(lanes)]);
-      each(lanes & (lanes - 1), [&](int l) {
+      for_each_lane(lanes & (lanes - 1), [&](int l) {
         T const x = get<T>(w.reg(a)[l]);
         result = op == "add"   ? static_cast<T>(result + x)
                  : op == "min" ? std::min(result, x)
@@ -82,8 +83,8 @@ Step reduce(Instruction const& i) {
                  : op == "or"  ? static_cast<T>(result | x)
                                : static_cast<T>(result ^ x);
       });
-      each(lanes, [&](int l) { w.reg(d)[l] = bits(result); });
-      return Next::Go;
+      for_each_lane(lanes, [&](int l) { w.reg(d)[l] = bits(result); });
+      return Next::Advance;
     };
   });
 }
@@ -91,15 +92,15 @@ Step reduce(Instruction const& i) {
 Step elect(Instruction const& i) {  // elect.sync d|p, members
   int const d = i.operands[0].slot, p = i.slot(1), members = i.slot(2);
   return [=](Warp& w, Lanes lanes) {
-    if (!together(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
-      return Next::Wait;
+    if (!all_arrived(w, lanes, static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]))) {
+      return Next::Retry;
     }
     int const leader = __builtin_ctz(lanes);
-    each(lanes, [&](int l) {
+    for_each_lane(lanes, [&](int l) {
       if (d >= 0) w.reg(d)[l] = leader;
       w.reg(p)[l] = l == leader;
     });
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
@@ -107,11 +108,11 @@ Step warp_barrier(Instruction const& i) {
   int const members = i.slot(0);
   return [=](Warp& w, Lanes lanes) {
     auto const mask = static_cast<uint32_t>(w.reg(members)[__builtin_ctz(lanes)]);
-    return together(w, lanes, mask) ? Next::Go : Next::Wait;
+    return all_arrived(w, lanes, mask) ? Next::Advance : Next::Retry;
   };
 }
 
-// bar.sync and bar.arrive: a warp counts as 32 threads.
+// bar.sync and bar.arrive. A warp counts as 32 threads.
 Step barrier(Instruction& i) {
   bool const waits = !i.has("arrive");
   if (i.has("red")) throw std::runtime_error("PTX: bar.red: " + i.text);
@@ -122,11 +123,11 @@ Step barrier(Instruction& i) {
     auto const which = w.reg(id)[lane];
     if (which > 15) throw std::runtime_error("there are 16 named barriers");
     NamedBarrier& b = w.cta.barriers[which];
-    if (w.barrier >= 0) {  // has arrived before
-      if (std::find(b.waiting.begin(), b.waiting.end(), &w) != b.waiting.end()) return Next::Wait;
+    if (w.barrier >= 0) {  // this warp has arrived
+      if (std::find(b.waiting.begin(), b.waiting.end(), &w) != b.waiting.end()) return Next::Retry;
       w.barrier = -1;
       w.cta.acquire(w, b.releases);
-      return Next::Go;
+      return Next::Advance;
     }
     w.cta.release(w, b.releases);
     auto const expected = threads >= 0 ? static_cast<int>(w.reg(threads)[lane])
@@ -142,18 +143,18 @@ Step barrier(Instruction& i) {
       merge(b.releases.complete, b.releases.pending);
     }
     if (waits && complete) w.cta.acquire(w, b.releases);
-    if (!waits || complete) return Next::Go;
+    if (!waits || complete) return Next::Advance;
     b.waiting.push_back(&w);
     w.barrier = static_cast<int>(which);
-    return Next::Wait;
+    return Next::Retry;
   };
 }
 
-Next nothing(Warp&, Lanes) { return Next::Go; }
+Next no_operation(Warp&, Lanes) { return Next::Advance; }
 
 }  // namespace
 
-Step warpwide(Instruction& i) {
+Step decode_control(Instruction& i) {
   std::string const& op = i.words[0];
   if (op == "bra") return [](Warp&, Lanes) { return Next::Jump; };
   if (op == "ret" || op == "exit") return [](Warp&, Lanes) { return Next::Exit; };
@@ -169,27 +170,27 @@ Step warpwide(Instruction& i) {
   if (op == "activemask") {
     int const d = i.slot(0);
     return [=](Warp& w, Lanes lanes) {
-      each(lanes, [&](int l) { w.reg(d)[l] = lanes; });
-      return Next::Go;
+      for_each_lane(lanes, [&](int l) { w.reg(d)[l] = lanes; });
+      return Next::Advance;
     };
   }
-  if (op == "nanosleep") return [](Warp&, Lanes) { return Next::GoLater; };
+  if (op == "nanosleep") return [](Warp&, Lanes) { return Next::Yield; };
   if (op == "setmaxnreg") {
     i.converged = true;
-    return nothing;
+    return no_operation;
   }
   if (op == "griddepcontrol" && i.has("wait")) {
-    return [](Warp& w, Lanes) { return w.cta.grid.before ? Next::Wait : Next::Go; };
+    return [](Warp& w, Lanes) { return w.cta.grid.previous ? Next::Retry : Next::Advance; };
   }
   if (op == "griddepcontrol") {
     return [](Warp& w, Lanes) {
       w.cta.triggered = true;
       w.cta.grid.progress();
-      return Next::Go;
+      return Next::Advance;
     };
   }
   if (op == "prefetch" || op == "prefetchu" || op == "membar") {
-    return nothing;
+    return no_operation;
   }
   return {};
 }

@@ -4,12 +4,6 @@
 
 namespace emulator {
 
-std::string hex(uint64_t value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
-  return text;
-}
-
 Cta::Cta(Grid& grid, uint32_t const at[3]) : grid(grid) {
   std::copy(at, at + 3, index);
   Launch const& launch = grid.launch;
@@ -27,8 +21,8 @@ Cta::Cta(Grid& grid, uint32_t const at[3]) : grid(grid) {
     warps.push_back(std::make_unique<Warp>(*this, static_cast<int>(w)));
   }
   unfenced_.resize(warps.size());
-  known_.assign(warps.size(), Clock(warps.size(), 0));
-  for (size_t w = 0; w < warps.size(); ++w) known_[w][w] = 1;
+  clocks_.assign(warps.size(), Clock(warps.size(), 0));
+  for (size_t w = 0; w < warps.size(); ++w) clocks_[w][w] = 1;
 }
 
 bool Cta::done() const {
@@ -84,10 +78,10 @@ void Cta::write(Warp const& warp, uint64_t offset, void const* value, size_t byt
     char const* const from = static_cast<char const*>(value) + done;
     uint32_t& writers = writers_.at(granule);
     bool const same = std::memcmp(there, from, part) == 0;
-    if (same && !writers) continue;  // seen already
+    if (same && !writers) continue;  // asynchronous reads of this value are legal already
     if (!same) writers = 0;
     writers |= 1u << warp.index;
-    unfenced_[warp.index][static_cast<uint32_t>(granule)] = known_[warp.index][warp.index];
+    unfenced_[warp.index][static_cast<uint32_t>(granule)] = clocks_[warp.index][warp.index];
     std::memcpy(there, from, part);
   }
 }
@@ -98,21 +92,21 @@ void merge(Clock& into, Clock const& other) {
 }
 
 void Cta::release(Warp const& warp, Releases& barrier) {
-  Clock& mine = known_[warp.index];
+  Clock& mine = clocks_[warp.index];
   merge(barrier.pending, mine);
   ++mine[warp.index];
 }
 
 void Cta::acquire(Warp const& warp, Releases const& barrier) {
-  merge(known_[warp.index], barrier.complete);
+  merge(clocks_[warp.index], barrier.complete);
 }
 
 void Cta::fence(Warp const& warp) {
-  Clock const& mine = known_[warp.index];
+  Clock const& mine = clocks_[warp.index];
   for (size_t w = 0; w < unfenced_.size(); ++w) {
     std::erase_if(unfenced_[w], [&](auto const& written) {
       auto const& [granule, time] = written;
-      if (!(writers_[granule] >> w & 1)) return true;  // another value is there
+      if (!(writers_[granule] >> w & 1)) return true;  // another warp has overwritten it
       if (time > mine[w]) return false;
       writers_[granule] = 0;
       return true;
@@ -127,26 +121,6 @@ void Cta::check_fenced(uint64_t offset, size_t bytes, char const* reader) const 
           std::string(reader) + " touches shared memory at " + hex(g * kGranule) + " that warp " +
           std::to_string(__builtin_ctz(writers_[g])) + " wrote without fence.proxy.async");
     }
-  }
-}
-
-void Memory::own(uint64_t begin, uint64_t bytes) {
-  if (!bytes) return;
-  uint64_t end = begin + bytes;
-  auto i = ranges_.upper_bound(begin);
-  if (i != ranges_.begin() && std::prev(i)->second >= begin) --i;
-  while (i != ranges_.end() && i->first <= end) {
-    begin = std::min(begin, i->first), end = std::max(end, i->second);
-    i = ranges_.erase(i);
-  }
-  ranges_[begin] = end;
-}
-
-void Memory::check(uint64_t address, uint64_t bytes, char const* what) const {
-  auto const i = ranges_.upper_bound(address);
-  if (i == ranges_.begin() || address + bytes > std::prev(i)->second) {
-    throw std::runtime_error(std::string(what) + " of " + std::to_string(bytes) + " bytes at " +
-                             hex(address) + ", which is no tensor's");
   }
 }
 

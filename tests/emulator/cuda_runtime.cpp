@@ -1,7 +1,7 @@
-// The CUDA runtime as a kernel's launcher sees it. Launches wait in one queue until somebody asks
-// for errors or for the device.
+// The functions of the CUDA runtime that a kernel's launcher calls. Launches are queued until the
+// caller asks for an error.
 //
-// Device memory is host memory. The PTX comes out of the library that registers itself.
+// Device memory is host memory. A kernel library registers itself; its PTX is read from its fatbin.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -15,7 +15,7 @@ namespace emulator {
 
 namespace {
 
-struct Fatbin {  // as nvcc lays it out
+struct Fatbin {  // the layout that nvcc writes
   uint32_t magic;
   uint16_t version, header_bytes;
   uint64_t bytes;
@@ -57,7 +57,7 @@ struct Configuration {
 };
 thread_local Configuration pushed;
 
-// The kernels of a library, parsed once.
+// The kernels of a library by name.
 using Library = std::map<std::string, std::shared_ptr<Kernel>>;
 
 Library read(Fatbin const* fatbin) {
@@ -132,25 +132,25 @@ using emulator::runtime;
 
 extern "C" {
 
-// What tests call.
+// Called by the tests.
 
-// Kernels may touch [address, address + bytes) from now on.
-void emulator_own(void* address, size_t bytes) {
-  runtime().memory.own(reinterpret_cast<uint64_t>(address), bytes);
+// Allows kernels to access [address, address + bytes).
+void emulator_allow(void* address, size_t bytes) {
+  runtime().memory.allow(reinterpret_cast<uint64_t>(address), bytes);
 }
 
-// Sets how the next launches run, and forgets all memory and errors.
-void emulator_reset(uint64_t seed, double eagerness, double patience, size_t resident) {
+// Sets how the next launches run. Clears the allowed memory, the queue and the error.
+void emulator_reset(uint64_t seed, double async_chance, double deadlock_s, size_t resident_ctas) {
   runtime().memory.clear();
-  runtime().settings = {seed, eagerness, patience, resident};
+  runtime().settings = {seed, async_chance, deadlock_s, resident_ctas};
   runtime().queue.clear();
   runtime().error.clear();
 }
 
-// Runs what was launched. Why it failed, empty if it did not.
+// Runs the queue. Returns the error, empty if there is none.
 char const* emulator_finish() { return runtime().finish().c_str(); }
 
-// Launches the one kernel of a PTX text; `params` is its parameter block. Why not, or empty.
+// Queues the only kernel of a PTX text; `params` is its parameter block. Returns the error or "".
 char const* emulator_launch(char const* ptx, unsigned ctas, unsigned threads, int shared,
                             int programmatic, char const* params, size_t bytes) {
   try {
@@ -169,7 +169,7 @@ char const* emulator_launch(char const* ptx, unsigned ctas, unsigned threads, in
   return runtime().error.c_str();
 }
 
-// What libraries call.
+// Called by kernel libraries.
 
 void** __cudaRegisterFatBinary(void* wrapper) {
   struct {

@@ -1,15 +1,16 @@
-#include <stdexcept>
-
 #include "decode.h"
+
+#include <stdexcept>
 
 namespace emulator {
 
 Step decode(Instruction& i) {
-  for (auto const family : {&bulk, &memory, &arithmetic, &bitwise}) {
-    if (auto step = family(i)) return step;
+  for (auto const decoder : {&decode_mbarrier, &decode_bulk_copy, &decode_load_store,
+                             &decode_convert, &decode_arithmetic, &decode_bitwise}) {
+    if (auto step = decoder(i)) return step;
   }
-  for (auto const family : {&warpwide, &product}) {
-    if (auto step = family(i)) return step;
+  for (auto const decoder : {&decode_control, &decode_wgmma}) {
+    if (auto step = decoder(i)) return step;
   }
   throw std::runtime_error("PTX: unknown instruction: " + i.text);
 }

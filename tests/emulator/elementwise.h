@@ -1,4 +1,4 @@
-// Instructions of one, two or three operands that act on every lane by itself.
+// Instructions that apply a function of one, two or three operands to each lane.
 #pragma once
 
 #include "number_formats.h"
@@ -10,8 +10,8 @@ Step unary(Instruction const& i, F f) {
   int const d = i.slot(0), a = i.slot(1);
   return [=](Warp& w, Lanes lanes) {
     uint64_t *const D = w.reg(d), *const A = w.reg(a);
-    each(lanes, [&](int l) { D[l] = bits(f(get<T>(A[l]))); });
-    return Next::Go;
+    for_each_lane(lanes, [&](int l) { D[l] = bits(f(get<T>(A[l]))); });
+    return Next::Advance;
   };
 }
 
@@ -20,8 +20,8 @@ Step binary(Instruction const& i, F f) {
   int const d = i.slot(0), a = i.slot(1), b = i.slot(2);
   return [=](Warp& w, Lanes lanes) {
     uint64_t *const D = w.reg(d), *const A = w.reg(a), *const B = w.reg(b);
-    each(lanes, [&](int l) { D[l] = bits(f(get<T>(A[l]), get<T>(B[l]))); });
-    return Next::Go;
+    for_each_lane(lanes, [&](int l) { D[l] = bits(f(get<T>(A[l]), get<T>(B[l]))); });
+    return Next::Advance;
   };
 }
 
@@ -30,8 +30,8 @@ Step ternary(Instruction const& i, F f) {
   int const d = i.slot(0), a = i.slot(1), b = i.slot(2), c = i.slot(3);
   return [=](Warp& w, Lanes lanes) {
     uint64_t *const D = w.reg(d), *const A = w.reg(a), *const B = w.reg(b), *const C_ = w.reg(c);
-    each(lanes, [&](int l) { D[l] = bits(f(get<T>(A[l]), get<T>(B[l]), get<C>(C_[l]))); });
-    return Next::Go;
+    for_each_lane(lanes, [&](int l) { D[l] = bits(f(get<T>(A[l]), get<T>(B[l]), get<C>(C_[l]))); });
+    return Next::Advance;
   };
 }
 

@@ -4,11 +4,11 @@
 
 namespace emulator {
 
-Grid::Grid(Launch launch_, Memory const& memory, Settings const& settings, Grid const* before)
+Grid::Grid(Launch launch_, Memory const& memory, Settings const& settings, Grid const* previous)
     : launch(std::move(launch_)),
       memory(memory),
       settings(settings),
-      before(before),
+      previous(previous),
       random(settings.seed) {
   for (uint32_t z = 0; z < launch.grid[2]; ++z) {
     for (uint32_t y = 0; y < launch.grid[1]; ++y) {
@@ -20,8 +20,8 @@ Grid::Grid(Launch launch_, Memory const& memory, Settings const& settings, Grid 
   }
 }
 
-// Runs one asynchronous thing of a CTA that may run; false if there is none.
-bool Grid::something_asynchronous(Cta& cta) {
+// Runs a random pending asynchronous operation of a CTA. Returns false if there is none.
+bool Grid::run_one_async(Cta& cta) {
   std::vector<std::function<void()>> ready;
   for (size_t i = 0; i < cta.loads.size(); ++i) {
     ready.push_back([&cta, i] {
@@ -31,7 +31,7 @@ bool Grid::something_asynchronous(Cta& cta) {
     });
   }
   for (auto const& warp : cta.warps) {
-    if (warp->can_run_product()) ready.push_back([w = warp.get()] { w->run_product(); });
+    if (warp->can_run_wgmma()) ready.push_back([w = warp.get()] { w->run_wgmma(); });
     for (auto& lane : warp->stores) {
       for (auto& group : lane) {
         for (auto& store : group) {
@@ -54,7 +54,7 @@ bool Grid::something_asynchronous(Cta& cta) {
   return true;
 }
 
-// Its bulk stores may go on without it, but not read its shared memory.
+// Ends a CTA. Its bulk stores may write global memory later, but must have read shared memory.
 void Grid::end(Cta& cta) {
   char const* left = cta.loads.empty() ? nullptr : "a bulk load";
   for (auto const& warp : cta.warps) {
@@ -70,7 +70,7 @@ void Grid::end(Cta& cta) {
     throw std::runtime_error("CTA " + std::to_string(cta.index[0]) + " of " + launch.kernel->name +
                              " ended before " + left);
   }
-  while (something_asynchronous(cta)) {
+  while (run_one_async(cta)) {
   }
 }
 
@@ -86,24 +86,24 @@ void Grid::round() {
     return true;
   });
   std::vector<Warp*> warps;
-  for (size_t i = 0; i < std::min(ctas_.size(), settings.resident); ++i) {
+  for (size_t i = 0; i < std::min(ctas_.size(), settings.resident_ctas); ++i) {
     for (auto const& warp : ctas_[i]->warps) {
       if (!warp->done()) warps.push_back(warp.get());
     }
   }
   std::shuffle(warps.begin(), warps.end(), random);
-  bool moved = false;  // or every warp waits
+  bool moved = false;  // false if every warp waits
   for (Warp* const warp : warps) {
     try {
       moved |= warp->run();
-      if (chance(settings.eagerness)) moved |= something_asynchronous(warp->cta);
+      if (chance(settings.async_chance)) moved |= run_one_async(warp->cta);
     } catch (std::runtime_error const& error) {
       throw std::runtime_error(std::string(error.what()) + " (" + launch.kernel->name + ", " +
                                warp->where() + ")");
     }
   }
   if (!moved) {
-    for (auto const& cta : ctas_) something_asynchronous(*cta);
+    for (auto const& cta : ctas_) run_one_async(*cta);
   }
 }
 
@@ -117,22 +117,22 @@ std::string Grid::where() const {
   return text;
 }
 
-// A launch that depends programmatically on the one before it may begin when all CTAs of that one
-// have allowed it; every other begins when that one is over.
+// A programmatic dependent launch may begin once all CTAs of the previous launch have executed
+// griddepcontrol.launch_dependents. Any other launch begins when the previous one has ended.
 void run_in_order(std::deque<Work>& queue, Memory const& memory, Settings const& settings) {
   using Clock = std::chrono::steady_clock;
-  std::deque<std::unique_ptr<Grid>> running;  // each but the first beside the one before it
+  std::deque<std::unique_ptr<Grid>> running;  // in stream order; all but the first overlap
   auto last_change = Clock::now();
   int64_t changes = 0, last_changes = 0;
   Settings next = settings;
   while (!queue.empty() || !running.empty()) {
     while (!queue.empty()) {
       Work& work = queue.front();
-      bool const beside = work.launch && work.launch->programmatic;
-      if (!running.empty() && !(beside && running.back()->triggered())) break;
+      bool const overlaps = work.launch && work.launch->programmatic;
+      if (!running.empty() && !(overlaps && running.back()->triggered())) break;
       if (work.launch) {
-        Grid const* const before = running.empty() ? nullptr : running.back().get();
-        running.push_back(std::make_unique<Grid>(std::move(*work.launch), memory, next, before));
+        Grid const* const previous = running.empty() ? nullptr : running.back().get();
+        running.push_back(std::make_unique<Grid>(std::move(*work.launch), memory, next, previous));
         next.seed += 1000003;
       } else {
         work.host();
@@ -144,13 +144,13 @@ void run_in_order(std::deque<Work>& queue, Memory const& memory, Settings const&
     for (auto const& grid : running) changes += grid->changes();
     while (!running.empty() && running.front()->done()) {
       running.pop_front();
-      if (!running.empty()) running.front()->before = nullptr;
+      if (!running.empty()) running.front()->previous = nullptr;
       changes = -1;
     }
     if (changes != last_changes) {
       last_changes = changes;
       last_change = Clock::now();
-    } else if (Clock::now() - last_change > std::chrono::duration<double>(settings.patience)) {
+    } else if (Clock::now() - last_change > std::chrono::duration<double>(settings.deadlock_s)) {
       throw std::runtime_error("deadlock in " + running.front()->where());
     }
   }

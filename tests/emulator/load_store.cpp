@@ -1,4 +1,4 @@
-// Loads, stores, atomic operations, and conversions of values and addresses.
+// Loads, stores, atomic operations, and conversions between generic and state-space addresses.
 #include "decode.h"
 #include "number_formats.h"
 
@@ -9,7 +9,7 @@ namespace {
 uint64_t window(Instruction const& i) {
   if (i.has("shared") || i.has("shared::cta") || i.has("shared::cluster")) return kSharedWindow;
   if (i.has("local")) return kLocalWindow;
-  return 0;  // global, generic, and parameters, whose symbols are generic already
+  return 0;  // global and generic, and parameters, whose addresses are generic already
 }
 
 int vector_length(Instruction const& i) {
@@ -19,7 +19,7 @@ int vector_length(Instruction const& i) {
   return 1;
 }
 
-// Another thread or copy may write it: a loop around such a load waits for somebody.
+// Whether another thread or copy may write the value: a loop around such a load polls.
 bool polls(Instruction const& i) {
   return (i.has("acquire") || i.has("relaxed") || i.has("volatile")) && window(i) == 0;
 }
@@ -31,7 +31,7 @@ Step load(Instruction const& i) {
   std::vector<int> const to =
       count > 1 ? i.operands[0].parts : std::vector<int>{i.operands[0].slot};
   return [=, base = window(i), slot = from.slot, offset = from.offset](Warp& w, Lanes lanes) {
-    each(lanes, [&](int l) {
+    for_each_lane(lanes, [&](int l) {
       uint64_t const address =
           (base ? base + static_cast<uint32_t>(w.reg(slot)[l]) : w.reg(slot)[l]) + offset;
       char const* const there = w.cta.at(w, l, address, static_cast<size_t>(count) * bytes, false);
@@ -42,7 +42,7 @@ Step load(Instruction const& i) {
         if (to[n] >= 0) w.reg(to[n])[l] = value;
       }
     });
-    return later ? Next::GoLater : Next::Go;
+    return later ? Next::Yield : Next::Advance;
   };
 }
 
@@ -52,7 +52,7 @@ Step store(Instruction const& i) {
   std::vector<int> const from =
       count > 1 ? i.operands[1].parts : std::vector<int>{i.operands[1].slot};
   return [=, base = window(i), slot = to.slot, offset = to.offset](Warp& w, Lanes lanes) {
-    each(lanes, [&](int l) {
+    for_each_lane(lanes, [&](int l) {
       uint64_t const address =
           (base ? base + static_cast<uint32_t>(w.reg(slot)[l]) : w.reg(slot)[l]) + offset;
       char value[64];
@@ -60,7 +60,7 @@ Step store(Instruction const& i) {
       w.cta.store(w, l, address, value, static_cast<size_t>(count) * bytes);
     });
     w.cta.grid.progress();
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
@@ -80,7 +80,7 @@ T combined(std::string const& op, T old, T value, T other) {
   throw std::runtime_error("PTX: unknown atomic operation " + op);
 }
 
-// atom and red; the operation is the first word that names one.
+// atom and red.
 Step atomic(Instruction const& i) {
   bool const returns = i.words[0] == "atom";
   std::string op;
@@ -98,7 +98,7 @@ Step atomic(Instruction const& i) {
   return with_type(i.words.back(), [&](auto t) -> Step {
     using T = decltype(t);
     return [=, base = window(i), slot = to.slot, offset = to.offset](Warp& w, Lanes lanes) {
-      each(lanes, [&](int l) {
+      for_each_lane(lanes, [&](int l) {
         uint64_t const address =
             (base ? base + static_cast<uint32_t>(w.reg(slot)[l]) : w.reg(slot)[l]) + offset;
         char* const there = w.cta.at(w, l, address, sizeof(T) * values.size(), true);
@@ -111,7 +111,7 @@ Step atomic(Instruction const& i) {
         }
       });
       w.cta.grid.progress();
-      return op == "cas" ? Next::GoLater : Next::Go;
+      return op == "cas" ? Next::Yield : Next::Advance;
     };
   });
 }
@@ -122,92 +122,22 @@ Step address(Instruction const& i) {
   bool const to = i.has("to");
   int const d = i.slot(0), a = i.slot(1);
   return [=](Warp& w, Lanes lanes) {
-    each(lanes, [&](int l) {
+    for_each_lane(lanes, [&](int l) {
       uint64_t const x = w.reg(a)[l];
       w.reg(d)[l] = to ? x - base : x + base;
     });
-    return Next::Go;
+    return Next::Advance;
   };
-}
-
-template <class To, class From>
-To converted(From x, std::string const& rounding, bool saturates) {
-  auto const value = value_of(x);
-  if constexpr (std::is_same_v<To, Half>) {
-    return to_half(static_cast<float>(value));
-  } else if constexpr (std::is_same_v<To, Bfloat>) {
-    return to_bfloat(static_cast<float>(value));
-  } else if constexpr (std::is_floating_point_v<To>) {
-    auto result = static_cast<To>(value);
-    if (saturates) result = std::fmin(std::fmax(result, To{0}), To{1});
-    return result;
-  } else if constexpr (std::is_floating_point_v<decltype(value)>) {
-    double v = value;
-    if (std::isnan(v)) return To{0};
-    v = rounding == "rzi"   ? std::trunc(v)
-        : rounding == "rmi" ? std::floor(v)
-        : rounding == "rpi" ? std::ceil(v)
-                            : std::nearbyint(v);
-    auto const low = static_cast<double>(std::numeric_limits<To>::min());
-    auto const high = static_cast<double>(std::numeric_limits<To>::max());
-    return v <= low    ? std::numeric_limits<To>::min()
-           : v >= high ? std::numeric_limits<To>::max()
-                       : static_cast<To>(v);
-  } else {
-    return static_cast<To>(value);
-  }
-}
-
-template <class Function>
-Step with_any(std::string const& name, Function const& f) {
-  if (name == "f16") return f(Half{});
-  if (name == "bf16") return f(Bfloat{});
-  return with_type(name, [&](auto t) -> Step { return f(t); });
-}
-
-Step convert(Instruction const& i) {
-  std::string const &to = i.words[i.words.size() - 2], &from = i.words.back();
-  std::string const rounding = i.words[1];
-  bool const saturates = i.has("sat"), to_integer = to[0] == 's' || to[0] == 'u';
-  bool const rounds_otherwise = rounding[0] == 'r' && rounding != "rn";  // not to nearest, even
-  if (to_integer ? saturates : rounds_otherwise) throw std::runtime_error("PTX: " + i.text);
-  if (to == "bf16x2" || to == "f16x2") {  // the first source is the upper half
-    int const d = i.slot(0), high = i.slot(1), low = i.slot(2);
-    bool const brain = to == "bf16x2", relu = i.has("relu");
-    return [=](Warp& w, Lanes lanes) {
-      uint64_t *const D = w.reg(d), *const H = w.reg(high), *const L = w.reg(low);
-      auto half = [&](uint64_t x) -> uint32_t {
-        float const value = relu ? std::fmax(get<float>(x), 0.f) : get<float>(x);
-        return brain ? to_bfloat(value).bits : to_half(value).bits;
-      };
-      each(lanes, [&](int l) { D[l] = half(H[l]) << 16 | half(L[l]); });
-      return Next::Go;
-    };
-  }
-  int const d = i.slot(0), a = i.slot(1);
-  return with_any(to, [&](auto t) -> Step {
-    using To = decltype(t);
-    return with_any(from, [&](auto f) -> Step {
-      using From = decltype(f);
-      return [=](Warp& w, Lanes lanes) {
-        uint64_t *const D = w.reg(d), *const A = w.reg(a);
-        each(lanes,
-             [&](int l) { D[l] = bits(converted<To>(get<From>(A[l]), rounding, saturates)); });
-        return Next::Go;
-      };
-    });
-  });
 }
 
 }  // namespace
 
-Step memory(Instruction const& i) {
+Step decode_load_store(Instruction const& i) {
   std::string const& op = i.words[0];
   if (op == "ld" || op == "ldu") return load(i);
   if (op == "st") return store(i);
   if (op == "atom" || op == "red") return atomic(i);
   if (op == "cvta") return address(i);
-  if (op == "cvt") return convert(i);
   return {};
 }
 

@@ -1,8 +1,8 @@
-// What runs a kernel: warps of 32 lanes, their CTA with its shared memory, and the grid.
+// The machine that runs a kernel: warps of 32 lanes, CTAs with their shared memory, and the grid.
 //
-// Everything asynchronous (bulk copies, matrix products) runs some time between where it is issued
-// and where it is waited for. Which warp goes on and when these run is drawn at random from a
-// seed, so that a missing wait shows as a wrong number for some seed.
+// Asynchronous operations (bulk copies, wgmma) run at a random time between their issue and the
+// wait for them. A seed determines these times and the order of the warps. A missing wait therefore
+// yields a wrong number for some seeds.
 #pragma once
 
 #include <chrono>
@@ -19,7 +19,7 @@ namespace emulator {
 
 constexpr int kWarp = 32;
 constexpr int kSharedBytes = 228 * 1024;
-constexpr int kGranule = 2;  // bytes of shared memory whose writers are known
+constexpr int kGranule = 2;  // the emulator records writers of shared memory for every 2 bytes
 
 class Cta;
 class Grid;
@@ -27,7 +27,7 @@ class Grid;
 std::string hex(uint64_t value);
 
 template <class Function>
-inline void each(Lanes lanes, Function const& f) {
+inline void for_each_lane(Lanes lanes, Function const& f) {
   if (lanes == ~0u) {
     for (int l = 0; l < kWarp; ++l) f(l);
   } else {
@@ -49,8 +49,7 @@ inline uint64_t bits(T value) {
   return result;
 }
 
-// Bulk copies out of shared memory, by the thread that issued them. Each step is run twice:
-// first it reads shared memory, later it writes global memory.
+// A bulk copy out of shared memory. It reads shared memory first and writes global memory later.
 struct BulkStore {
   std::function<void()> read, write;
   bool was_read = false;
@@ -60,54 +59,57 @@ using BulkGroup = std::deque<BulkStore>;
 class Warp {
  public:
   Warp(Cta& cta, int index);
-  // Runs a random number of instructions; false: it waits for something.
+  // Runs a random number of instructions. Returns false if the warp waits.
   bool run();
   bool done() const { return groups_.empty(); }
   uint64_t* reg(int slot) { return &registers_[static_cast<size_t>(slot) * kWarp]; }
   Lanes alive() const;
   std::string where() const;
 
-  // Matrix products: issued ones run in order, each for all four warps of the warpgroup at once
-  // when all have issued it. So one thread may say for its warpgroup that it is over.
-  struct Product {
+  // A wgmma of this warp. Wgmmas run in the order of their issue, each for all four warps of the
+  // warpgroup at once after all four have issued it. One thread may therefore signal for its
+  // warpgroup that a wgmma has ended.
+  struct Wgmma {
     std::function<void()> run;
     std::vector<int> slots;
   };
-  void issue(Product product);
+  void issue(Wgmma wgmma);
   void commit() { commits_.push_back(issued_); }
-  bool products_done(int left);  // all but the last `left` commits; runs what can run
-  bool can_run_product() const;
-  void run_product();  // of the warpgroup
+  // Runs wgmmas until at most `left` commits are incomplete. Returns false if it must wait.
+  bool complete_wgmmas(int left);
+  bool can_run_wgmma() const;
+  void run_wgmma();  // of all four warps
 
   Cta& cta;
   int const index;
-  std::deque<BulkGroup> stores[kWarp];  // of each lane; the last group is open
-  int pc = 0;                           // of the instruction that runs
-  int barrier = -1;                     // that it has arrived at and waits for
+  std::deque<BulkGroup> stores[kWarp];  // of each lane; the last group is not committed yet
+  int pc = 0;                           // of the running instruction
+  int barrier = -1;                     // the named barrier that the warp waits at, -1 for none
 
  private:
-  struct Group {
+  struct Group {  // lanes at the same instruction
     int pc;
     Lanes lanes;
   };
   Group& choose();
   void merge();
-  void run_own_product();
-  void check_products(Instruction const& i) const;
+  void run_own_wgmma();
+  void check_wgmma_registers(Instruction const& i) const;
 
   std::vector<Group> groups_;
-  bool stuck_ = false;  // the last group that ran could not go on
+  bool stuck_ = false;  // the group that ran last must wait
   std::vector<uint64_t> registers_;
-  std::deque<Product> products_;
-  std::deque<int64_t> commits_;  // products issued up to each commit
+  std::deque<Wgmma> wgmmas_;
+  std::deque<int64_t> commits_;  // number of wgmmas issued up to each commit
   int64_t issued_ = 0, finished_ = 0;
-  std::vector<uint8_t> in_flight_;  // slots that products in flight use
+  std::vector<uint8_t> in_flight_;  // for each slot, the number of pending wgmmas that use it
 };
 
-// For each warp of a CTA, up to which of its releases what it did comes first.
+// A vector clock: for each warp of a CTA, the number of its releases that happened before.
 using Clock = std::vector<uint32_t>;
 
-// What those who arrive at a barrier release: until it is complete nobody has it.
+// Clocks that a barrier passes on: `pending` from arrivals of the current phase, `complete` from
+// completed phases.
 struct Releases {
   Clock pending, complete;
 };
@@ -124,21 +126,21 @@ class Cta {
  public:
   Cta(Grid& grid, uint32_t const index[3]);
   bool done() const;
-  char* shared(uint64_t offset, size_t bytes);  // throws beyond the CTA's shared memory
-  // Where a generic address points, for one lane.
+  char* shared(uint64_t offset, size_t bytes);  // throws outside the CTA's shared memory
+  // Host address of a lane's generic address.
   char* at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written);
-  // An ordinary store to a generic address.
+  // A store by the generic proxy (st, not a bulk copy).
   void store(Warp& warp, int lane, uint64_t address, void const* value, size_t bytes);
 
-  // Barriers order what warps do: who arrives releases, who has waited acquires. Warps are taken as
-  // one: a lane's arrival releases what all lanes did.
+  // A warp that arrives at a barrier releases its accesses; a warp that has waited acquires them.
+  // The granularity is a warp: one lane's arrival releases the accesses of all lanes.
   void release(Warp const& warp, Releases& barrier);
   void acquire(Warp const& warp, Releases const& barrier);
   Releases& mbarrier(uint32_t offset) { return mbarriers_[offset]; }
 
-  // Bulk copies and matrix products may not see what ordinary stores have written to shared memory
-  // until it is fenced, by a warp that wrote it or by one for which that has come first; not
-  // necessarily by the reader's. `value` is what gets written; `reader` names who reads.
+  // Bulk copies and wgmmas may access shared memory that a store has written only after
+  // fence.proxy.async. The fencing warp is the writer or one that has acquired the write; it need
+  // not be the reader. `value` is the written value; `reader` names the operation in errors.
   void write(Warp const& warp, uint64_t offset, void const* value, size_t bytes);
   void fence(Warp const& warp);
   void check_fenced(uint64_t offset, size_t bytes, char const* reader) const;
@@ -148,31 +150,31 @@ class Cta {
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<std::vector<char>> local;  // of each thread
   NamedBarrier barriers[16];
-  std::vector<std::function<void()>> loads;  // bulk copies into shared memory, in no order
-  bool triggered = false;                    // allows the next launch to begin
+  std::vector<std::function<void()>> loads;  // pending bulk copies into shared memory, unordered
+  bool triggered = false;                    // griddepcontrol.launch_dependents was executed
 
  private:
   std::vector<char> shared_;
-  std::vector<Clock> known_;  // by each warp; its own number is that of its next release
+  std::vector<Clock> clocks_;  // of each warp; its own entry is the number of its next release
   std::unordered_map<uint32_t, Releases> mbarriers_;
-  std::vector<uint32_t> writers_;  // of each granule's value: a bit for each warp
-  // Granules that each warp has written, and its clock at the last time.
+  std::vector<uint32_t> writers_;  // for each granule, the warps that wrote its value (bit mask)
+  // For each warp, the granules that it wrote and no fence covers, with its clock at the write.
   std::vector<std::unordered_map<uint32_t, uint32_t>> unfenced_;
 };
 
-// One launch. `params` is the kernel's parameter block.
+// A kernel launch.
 struct Launch {
   std::shared_ptr<Kernel> kernel;
   uint32_t grid[3], block[3];
   int dynamic_shared = 0;
-  bool programmatic = false;  // may begin when the launch before it allows
-  std::vector<char> params;
+  bool programmatic = false;  // programmatic dependent launch: may overlap the previous launch
+  std::vector<char> params;   // the parameter block
 };
 
-// Global memory that kernels may touch.
+// Ranges of global memory that kernels may access.
 class Memory {
  public:
-  void own(uint64_t begin, uint64_t bytes);
+  void allow(uint64_t begin, uint64_t bytes);
   void clear() { ranges_.clear(); }
   void check(uint64_t address, uint64_t bytes, char const* what) const;
 
@@ -182,21 +184,22 @@ class Memory {
 
 struct Settings {
   uint64_t seed = 0;
-  double eagerness = 0.1;      // of asynchronous work: 0 as late as possible
-  double patience = 2;         // seconds in which nothing changes after which a launch is given up
-  size_t resident = SIZE_MAX;  // CTAs of a launch that find room; another comes when one ends
+  double async_chance =
+      0.1;  // that an asynchronous operation runs after a warp's turn; 0: only at its wait
+  double deadlock_s = 2;            // seconds without any change that count as a deadlock
+  size_t resident_ctas = SIZE_MAX;  // CTAs of a launch that run at once
 };
 
 class Grid {
  public:
-  Grid(Launch launch, Memory const& memory, Settings const& settings, Grid const* before);
-  // Every warp runs for a while. Throws std::runtime_error, naming instruction and warp.
+  Grid(Launch launch, Memory const& memory, Settings const& settings, Grid const* previous);
+  // Each warp takes a turn. Throws std::runtime_error that names the instruction and the warp.
   void round();
   bool done() const { return ctas_.empty(); }
-  bool triggered() const;  // all CTAs allow the next launch to begin
+  bool triggered() const;  // all CTAs allow the dependent launch to begin
   std::string where() const;
 
-  // Something has changed that others may wait for.
+  // Records a change that another warp may wait for.
   void progress() { ++progress_; }
   int64_t changes() const { return progress_; }
   bool chance(double p) { return std::uniform_real_distribution<>()(random) < p; }
@@ -205,24 +208,24 @@ class Grid {
   Launch const launch;
   Memory const& memory;
   Settings const settings;
-  Grid const* before;  // the launch that griddepcontrol.wait waits for, null when it is over
+  Grid const* previous;  // the launch that griddepcontrol.wait waits for, null once it has ended
   std::mt19937_64 random;
 
  private:
-  bool something_asynchronous(Cta& cta);
+  bool run_one_async(Cta& cta);
   void end(Cta& cta);
 
   std::vector<std::unique_ptr<Cta>> ctas_;
   int64_t progress_ = 0;
 };
 
-// What a stream has to do next: a launch, or something of the host's.
+// One entry of a stream: a launch or a function of the host.
 struct Work {
-  std::unique_ptr<Launch> launch;
+  std::unique_ptr<Launch> launch;  // null for a host function
   std::function<void()> host;
 };
 
-// Runs a stream's work and empties it. Throws std::runtime_error.
+// Runs and removes all entries of a stream. Throws std::runtime_error.
 void run_in_order(std::deque<Work>& queue, Memory const& memory, Settings const& settings);
 
 }  // namespace emulator

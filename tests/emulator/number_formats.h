@@ -1,4 +1,4 @@
-// The number formats of PTX, by name.
+// The number formats of PTX and their names.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,7 @@ inline float to_float(Half x) {
 }
 inline float to_float(Bfloat x) { return get<float>(static_cast<uint64_t>(x.bits) << 16); }
 
-// Both round to the nearest, ties to even.
+// Conversions round to the nearest value, ties to even.
 inline Half to_half(float x) {
   auto const value = static_cast<_Float16>(x);
   Half result;
@@ -49,7 +49,7 @@ auto value_of(T x) {
     return x;
 }
 
-// Calls f with a value of the type that `name` stands for.
+// Calls f with a value of the type that `name` denotes.
 template <class Function>
 auto with_type(std::string const& name, Function const& f) {
   if (name == "s32") return f(int32_t{});

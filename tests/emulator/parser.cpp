@@ -45,7 +45,7 @@ class Parser {
   std::map<std::string, std::shared_ptr<Kernel>> kernels_;
   std::vector<Variable> shared_;
 
-  // Of the kernel that is being read.
+  // State of the kernel that is being parsed.
   std::shared_ptr<Kernel> kernel_;
   struct Scope {
     std::map<std::string, int> registers;
@@ -65,7 +65,7 @@ class Parser {
     }
   }
 
-  // After its space: .align 16 .b8 name[bytes];
+  // Parses a variable after its state space: .align 16 .b8 name[bytes];
   Variable variable() {
     Variable v;
     int width = 1;
@@ -95,7 +95,7 @@ class Parser {
     expect("(");
     int end = 0;
     while (peek() != ")") {
-      next();  // .param or a comma
+      next();  // ".param" or ","
       if (peek(-1) != ".param") continue;
       Variable const v = variable();
       int const align = std::max(v.align, std::min(v.bytes, 8));
@@ -104,7 +104,7 @@ class Parser {
       addresses_[v.name] = kParamWindow + end;
       end += v.bytes;
     }
-    while (peek() != "{") next();  // .maxntid and so on
+    while (peek() != "{") next();  // directives such as .maxntid
     next();
     std::vector<Variable> statics = shared_;
     body(0, statics);
@@ -114,7 +114,8 @@ class Parser {
     kernels_[kernel_->name] = kernel_;
   }
 
-  // Shared variables have addresses only when all are known, so registers take them at the end.
+  // Shared variables get their addresses after the whole kernel is parsed. Until then each use is
+  // an index into `initial`, by name.
   std::map<std::string, std::vector<size_t>> uses_;
 
   void place(std::vector<Variable> const& variables) {
@@ -204,7 +205,7 @@ class Parser {
     while (peek() != ";") {
       if (peek() == ",") next();
       i.operands.push_back(operand(scope));
-      if (peek() == "|") {  // two destinations, d|p
+      if (peek() == "|") {  // a second destination: d|p
         next();
         i.operands.push_back(operand(scope));
       }
@@ -276,7 +277,7 @@ class Parser {
     return o;
   }
 
-  // Branches alone name labels.
+  // Only branches have label operands.
   bool is_label(std::string const&) const {
     for (size_t t = at_; t-- > 0;) {
       if (tokens_[t] == ";" || tokens_[t] == "{" || tokens_[t] == "}" || tokens_[t] == ":") break;

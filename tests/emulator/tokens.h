@@ -1,4 +1,4 @@
-// PTX as a sequence of words.
+// Splits PTX into tokens.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace emulator {
 
-// Names and numbers, strings, and single characters for the rest; comments are left out.
+// Tokens are names, numbers, strings and single characters. Comments are dropped.
 std::vector<std::string> tokens_of(std::string const& ptx);
 
 std::vector<std::string> split(std::string const& text, char separator);

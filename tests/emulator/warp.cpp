@@ -64,8 +64,8 @@ std::string Warp::where() const {
   return text;
 }
 
-// The lowest program counter first, so that lanes that parted meet again; where it could not go
-// on, any.
+// The group with the lowest program counter runs first, so that diverged lanes reconverge. After it
+// had to wait, a random group runs.
 Warp::Group& Warp::choose() {
   if (stuck_) return groups_[cta.grid.below(static_cast<int>(groups_.size()))];
   return *std::min_element(groups_.begin(), groups_.end(),
@@ -93,18 +93,18 @@ bool Warp::run() {
     Lanes active = group.lanes;
     if (i.guard >= 0) {
       uint64_t const* p = reg(i.guard);
-      each(group.lanes, [&](int l) {
+      for_each_lane(group.lanes, [&](int l) {
         if (((p[l] & 1) != 0) == i.guard_negated) active &= ~(1u << l);
       });
     }
-    if (!products_.empty()) check_products(i);
-    Next next = Next::Go;
+    if (!wgmmas_.empty()) check_wgmma_registers(i);
+    Next next = Next::Advance;
     if (i.converged && active && group.lanes != alive()) {
-      next = Next::Wait;
+      next = Next::Retry;
     } else if (active) {
       next = i.step(*this, active);
     }
-    if (next == Next::Wait) {
+    if (next == Next::Retry) {
       stuck_ = true;
       return false;
     }
@@ -120,7 +120,7 @@ bool Warp::run() {
       group.pc = next == Next::Jump ? i.target : group.pc + 1;
     }
     if (groups_.size() > 1 || group.lanes == 0) merge();
-    if (next == Next::GoLater) {
+    if (next == Next::Yield) {
       stuck_ = groups_.size() > 1;
       return false;
     }
@@ -128,28 +128,28 @@ bool Warp::run() {
   return true;
 }
 
-void Warp::issue(Product product) {
-  for (int slot : product.slots) ++in_flight_[slot];
-  products_.push_back(std::move(product));
+void Warp::issue(Wgmma wgmma) {
+  for (int slot : wgmma.slots) ++in_flight_[slot];
+  wgmmas_.push_back(std::move(wgmma));
   ++issued_;
 }
 
-void Warp::run_product() {
+void Warp::run_wgmma() {
   size_t const first = static_cast<size_t>(index) / 4 * 4;
-  for (size_t w = first; w < first + 4; ++w) cta.warps.at(w)->run_own_product();
+  for (size_t w = first; w < first + 4; ++w) cta.warps.at(w)->run_own_wgmma();
   cta.grid.progress();
 }
 
-void Warp::run_own_product() {
-  Product product = std::move(products_.front());
-  products_.pop_front();
+void Warp::run_own_wgmma() {
+  Wgmma wgmma = std::move(wgmmas_.front());
+  wgmmas_.pop_front();
   ++finished_;
-  for (int slot : product.slots) --in_flight_[slot];
-  product.run();
+  for (int slot : wgmma.slots) --in_flight_[slot];
+  wgmma.run();
 }
 
-bool Warp::can_run_product() const {
-  if (products_.empty()) return false;
+bool Warp::can_run_wgmma() const {
+  if (wgmmas_.empty()) return false;
   size_t const first = static_cast<size_t>(index) / 4 * 4;
   for (size_t w = first; w < first + 4; ++w) {
     if (cta.warps.at(w)->issued_ <= finished_) return false;
@@ -157,18 +157,18 @@ bool Warp::can_run_product() const {
   return true;
 }
 
-bool Warp::products_done(int left) {
+bool Warp::complete_wgmmas(int left) {
   while (static_cast<int>(commits_.size()) > left) {
     while (finished_ < commits_.front()) {
-      if (!can_run_product()) return false;
-      run_product();
+      if (!can_run_wgmma()) return false;
+      run_wgmma();
     }
     commits_.pop_front();
   }
   return true;
 }
 
-void Warp::check_products(Instruction const& i) const {
+void Warp::check_wgmma_registers(Instruction const& i) const {
   if (i.words[0] == "wgmma") return;
   for (int slot : i.slots) {
     if (in_flight_[slot]) {

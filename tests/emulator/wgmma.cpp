@@ -1,5 +1,4 @@
-// wgmma: matrix products of a warpgroup, of which each warp computes its 16 rows; stmatrix and
-// ldmatrix.
+// wgmma, whose 64 rows are split into 16 for each warp of a warpgroup; stmatrix and ldmatrix.
 #include "decode.h"
 #include "number_formats.h"
 #include "tensor_map.h"
@@ -8,10 +7,10 @@ namespace emulator {
 
 namespace {
 
-// A matrix in shared memory, from its 64-bit descriptor. Offsets in bytes.
+// A matrix in shared memory, decoded from its 64-bit descriptor. Offsets are in bytes.
 struct Matrix {
   uint64_t start, leading, stride;
-  int swizzle;  // of 2^n 16-byte units
+  int swizzle;  // n: the swizzle permutes 2^n units of 16 bytes
   explicit Matrix(uint64_t d)
       : start((d & 0x3fff) << 4),
         leading((d >> 16 & 0x3fff) << 4),
@@ -20,7 +19,7 @@ struct Matrix {
     if (d >> 49 & 7) throw std::runtime_error("descriptors with a base offset are not known");
   }
 
-  // Address of element (row, k), 2 bytes each. An atom is 8 rows (k contiguous) or 8 k's (rows
+  // Shared offset of element (row, k) of 2 bytes. An atom is 8 rows (k contiguous) or 8 k's (rows
   // contiguous) of 16 << swizzle bytes. Canonical layouts: CUTLASS, mma_sm90_desc.hpp.
   uint64_t address(int row, int k, bool rows_contiguous) const {
     uint64_t const wide = 8u << swizzle;  // elements of an atom's line
@@ -40,20 +39,23 @@ struct Matrix {
 
 struct Shape {
   int n;
-  bool brain;  // bfloat16, else float16
+  bool is_bf16;  // else float16
 };
 
-float number(uint16_t x, bool brain) { return brain ? to_float(Bfloat{x}) : to_float(Half{x}); }
+float to_number(uint16_t x, bool is_bf16) {
+  return is_bf16 ? to_float(Bfloat{x}) : to_float(Half{x});
+}
 
-void fill(Cta& cta, Matrix const& m, int first_row, int rows, bool rows_contiguous, bool brain,
-          float* out) {  // out (16, rows)
+void load_matrix(Cta& cta, Matrix const& m, int first_row, int rows, bool rows_contiguous,
+                 bool is_bf16,
+                 float* out) {  // out (16, rows)
   for (int k = 0; k < 16; ++k) {
     for (int r = 0; r < rows; ++r) {
       uint64_t const at = m.address(first_row + r, k, rows_contiguous);
       cta.check_fenced(at, 2, "a matrix product");
       uint16_t x;
       std::memcpy(&x, cta.shared(at, 2), 2);
-      out[k * rows + r] = number(x, brain);
+      out[k * rows + r] = to_number(x, is_bf16);
     }
   }
 }
@@ -65,13 +67,14 @@ Step multiply(Instruction& i) {
   size_t const n_at = shape.find('n');
   Shape const s{std::stoi(shape.substr(n_at + 1)), i.words[6] == "bf16"};
   bool const known = shape.starts_with("m64n") && shape.ends_with("k16") && i.words[5] == "f32" &&
-                     (s.brain || i.words[6] == "f16");
+                     (s.is_bf16 || i.words[6] == "f16");
   if (!known) throw std::runtime_error("PTX: this product is not known: " + i.text);
   auto const d = i.operands[0].parts;
   bool const a_in_registers = i.operands[1].kind == Operand::Vector;
   auto const a = a_in_registers ? i.operands[1].parts : std::vector<int>{i.slot(1)};
   int const b = i.slot(2), scale_d = i.slot(3), scale_a = i.slot(4), scale_b = i.slot(5);
-  int const turned_a = a_in_registers ? -1 : i.slot(6), turned_b = i.slot(a_in_registers ? 6 : 7);
+  int const transpose_a = a_in_registers ? -1 : i.slot(6),
+            transpose_b = i.slot(a_in_registers ? 6 : 7);
   std::vector<int> slots = d;
   if (a_in_registers) slots.insert(slots.end(), a.begin(), a.end());
   return [=](Warp& w, Lanes) {
@@ -79,9 +82,9 @@ Step multiply(Instruction& i) {
     bool const adds = w.reg(scale_d)[0] & 1;
     float const sign =
         static_cast<int32_t>(w.reg(scale_a)[0]) * static_cast<int32_t>(w.reg(scale_b)[0]);
-    bool const b_turned = w.reg(turned_b)[0] & 1;
+    bool const b_transposed = w.reg(transpose_b)[0] & 1;
     uint64_t const a_word = a_in_registers ? 0 : w.reg(a[0])[0];
-    bool const a_turned = turned_a >= 0 && (w.reg(turned_a)[0] & 1);
+    bool const a_transposed = transpose_a >= 0 && (w.reg(transpose_a)[0] & 1);
     w.issue({[=, &w] {
                int const n = s.n;
                std::vector<float> left(16 * 16), right(16 * n), sum(16 * n, 0.f);  // A (k, row)
@@ -90,13 +93,14 @@ Step multiply(Instruction& i) {
                    for (int e = 0; e < 8; ++e) {
                      int const row = l / 4 + (e / 2 % 2) * 8, k = l % 4 * 2 + e % 2 + e / 4 * 8;
                      auto const x = static_cast<uint16_t>(w.reg(a[e / 2])[l] >> (16 * (e % 2)));
-                     left[k * 16 + row] = number(x, s.brain);
+                     left[k * 16 + row] = to_number(x, s.is_bf16);
                    }
                  }
                } else {
-                 fill(w.cta, Matrix(a_word), w.index % 4 * 16, 16, a_turned, s.brain, left.data());
+                 load_matrix(w.cta, Matrix(a_word), w.index % 4 * 16, 16, a_transposed, s.is_bf16,
+                             left.data());
                }
-               fill(w.cta, matrix_b, 0, n, b_turned, s.brain, right.data());
+               load_matrix(w.cta, matrix_b, 0, n, b_transposed, s.is_bf16, right.data());
                for (int k = 0; k < 16; ++k) {
                  for (int r = 0; r < 16; ++r) {
                    float const x = left[k * 16 + r];
@@ -112,7 +116,7 @@ Step multiply(Instruction& i) {
                }
              },
              slots});
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
@@ -121,7 +125,7 @@ Step multiply(Instruction& i) {
 Step matrix_move(Instruction& i, bool stores) {
   i.converged = true;
   int const count = i.has("x4") ? 4 : i.has("x2") ? 2 : 1;
-  bool const turned = i.has("trans");
+  bool const transposed = i.has("trans");
   Operand const at = i.operands[stores ? 0 : 1], held = i.operands[stores ? 1 : 0];
   std::vector<int> const parts =
       held.kind == Operand::Vector ? held.parts : std::vector<int>{held.slot};
@@ -131,7 +135,7 @@ Step matrix_move(Instruction& i, bool stores) {
         uint32_t word = 0;
         for (int e = 0; e < 2; ++e) {
           int row = l / 4, column = l % 4 * 2 + e;
-          if (turned) std::swap(row, column);
+          if (transposed) std::swap(row, column);
           auto const base = static_cast<uint32_t>(w.reg(at.slot)[8 * m + row] + at.offset);
           if (base % 16) throw std::runtime_error("rows of a matrix lie on 16 bytes");
           uint32_t const place = base + column * 2;
@@ -147,13 +151,13 @@ Step matrix_move(Instruction& i, bool stores) {
         if (!stores) w.reg(parts[m])[l] = word;
       }
     }
-    return Next::Go;
+    return Next::Advance;
   };
 }
 
 }  // namespace
 
-Step product(Instruction& i) {
+Step decode_wgmma(Instruction& i) {
   if (i.words[0] == "stmatrix") return matrix_move(i, true);
   if (i.words[0] == "ldmatrix") return matrix_move(i, false);
   if (i.words[0] != "wgmma") return {};
@@ -162,16 +166,16 @@ Step product(Instruction& i) {
   if (i.words[1] == "commit_group") {
     return [](Warp& w, Lanes) {
       w.commit();
-      return Next::Go;
+      return Next::Advance;
     };
   }
   if (i.words[1] == "wait_group") {
     int const left = i.slot(0);
     return [=](Warp& w, Lanes) {
-      return w.products_done(static_cast<int>(w.reg(left)[0])) ? Next::Go : Next::Wait;
+      return w.complete_wgmmas(static_cast<int>(w.reg(left)[0])) ? Next::Advance : Next::Retry;
     };
   }
-  return [](Warp&, Lanes) { return Next::Go; };  // wgmma.fence
+  return [](Warp&, Lanes) { return Next::Advance; };  // wgmma.fence
 }
 
 }  // namespace emulator

@@ -82,7 +82,7 @@ def test_deterministic_gradients_have_the_same_bits(emulated: Machine, unit: Uni
 @pytest.mark.parametrize("resident", [1, 2])
 def test_turns_end_while_few_ctas_find_room(emulated: Machine, unit: Unit, resident: int) -> None:
     """Of three; other kernels have the rest of the GPU, and may wait for this one."""
-    emulated.settings(0, 0.3, resident=resident)
+    emulated.settings(0, 0.3, resident_ctas=resident)
     p = checks.problem(7, unit, "cpu", [(65, 700)], (1, 1), (-1, 0))
     checks.hold_gate(checks.differentiate(unit, p, deterministic=True), p, f"{resident} resident")
 

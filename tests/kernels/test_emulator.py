@@ -227,7 +227,7 @@ WRONG = [  # a kernel, the words of the error
 
 @pytest.mark.parametrize(("code", "words"), WRONG)
 def test_what_a_kernel_must_not_do_is_an_error(emulated: Machine, code: str, words: str) -> None:
-    emulated.settings(0, eagerness=0.0, patience=0.2)
+    emulated.settings(0, async_chance=0.0, deadlock_s=0.2)
     with pytest.raises(EmulationError, match=words):  # noqa: PT012  # some show at the launch
         emulated.launch(kernel(code), torch.zeros(8, dtype=torch.int32), shared=2048)
         emulated.finish()
@@ -237,7 +237,7 @@ def test_a_missing_wait_shows_for_some_seed(emulated: Machine) -> None:
     """Data is read before the mbarrier of its copy has flipped."""
     seen = set()
     for seed in range(20):
-        emulated.settings(seed, eagerness=0.3)
+        emulated.settings(seed, async_chance=0.3)
         given, got = torch.full((4,), 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         emulated.launch(kernel(LOAD.format(wait="", bytes=16), 2), given, got, shared=2048)
         emulated.finish()
@@ -283,7 +283,7 @@ def test_a_cta_that_finds_no_room_comes_when_another_ends(emulated: Machine, res
       add.s64 %d1, %d0, %d1;
       st.global.u32 [%d1], 7;
     """
-    emulated.settings(0, patience=0.2, resident=resident)
+    emulated.settings(0, deadlock_s=0.2, resident_ctas=resident)
     out = torch.zeros(3, dtype=torch.int32)
     emulated.launch(kernel(code), out, ctas=3)
     if resident == 1:

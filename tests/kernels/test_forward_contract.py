@@ -83,7 +83,7 @@ def waiting(tiling: Tiling, numbers: list[int]) -> Tiling:
 def test_keys_are_read_when_their_word_is_set(cpu: Machine) -> None:
     """A second thread writes K and V and then the word, while the kernel waits."""
     problem = Problem(THREE)
-    cpu.settings(seed=1, patience=30)
+    cpu.settings(seed=1, deadlock_s=30)
     words = torch.zeros(3, dtype=torch.int32)
     late = [(x, x.clone()) for x in (problem.k, problem.v)]
     for x, _ in late:
@@ -110,7 +110,7 @@ def test_a_gathered_plan_reads_each_block_behind_its_word(cpu: Machine, rank: in
     lengths, world = np.array([300, 1, 450]), 3
     plans = [plan_context([0, *np.cumsum(lengths).tolist()], (r, world)) for r in range(world)]
     plan = plans[rank]
-    cpu.settings(seed=rank, patience=30)
+    cpu.settings(seed=rank, deadlock_s=30)
     torch.manual_seed(rank)
     q, k, v = (torch.randn(751, h, D).bfloat16() for h in (2, 1, 1))
     first, rows = plan.kv_exchange.gathered_layout(rank)
@@ -291,7 +291,7 @@ def test_variants_of_the_ablation_are_right(
     shapes = [(300, 300)], [(190, 30), (1, 1), (64, 157), (3, 0), (150, 131)], [(1, 700)] * 5
     for number, (lengths, window) in enumerate(product(shapes, [(-1, -1), (-1, 0), (33, 64)])):
         problem = Problem(lengths, window, heads=3 - number % 2)
-        cpu.settings(seed=number, eagerness=(0.0, 0.02, 0.3, 1.0)[number % 4])
+        cpu.settings(seed=number, async_chance=(0.0, 0.02, 0.3, 1.0)[number % 4])
         for margin in (0, PROCESSORS - 1):
             problem.check(*problem.run(unit=without, sm_margin=margin))
 

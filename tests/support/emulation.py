@@ -1,10 +1,11 @@
-"""The kernels on the CPU: their PTX, run by the emulator in tests/emulator.
+"""Runs the kernels on the CPU: an emulator (tests/emulator) executes their PTX.
 
-A unit is compiled with its launcher as for a GPU, but to PTX, and linked against an emulator that
-stands in for the CUDA runtime. So launcher, tensor maps, barriers and masks are those of the
-product. Every access is checked against the tensors there are, and what is asynchronous runs at
-random times between issue and wait. Not shown here: speed, what ptxas makes of the PTX, and memory
-order between CTAs or between ordinary and bulk accesses to global memory.
+A unit is compiled with its launcher as for a GPU, but to PTX, and linked against the emulator,
+which replaces the CUDA runtime. Launcher, tensor maps, barriers and masks are therefore those of
+the product. The emulator checks every access against the memory of the tensors, and runs
+asynchronous operations at random times between issue and wait. It shows neither speed nor ptxas'
+machine code, nor the memory order between CTAs or between the generic and the async proxy in global
+memory.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from ringfa3.kernels import backward, dispatch, launch
 
 SOURCES = Path(__file__).parents[1] / "emulator"
 OPTIONS = ("-std=c++20", "-O2", "-fwrapv", "-fPIC", "-Wall", "-Wextra", "-Werror")
-PROCESSORS = 3  # CTAs that run at a time
+PROCESSORS = 3  # SMs of the emulated GPU
 
 
 class EmulationError(RuntimeError):
-    """A kernel did what it must not do; the message names instruction and warp."""
+    """A kernel made an error; the message names the instruction and the warp."""
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -47,7 +48,7 @@ def _digest(*parts: str | bytes) -> str:
 
 
 def _entry(task: str, name: str, file: str, fill: Callable[[Path], None]) -> Path:
-    """An entry of the build cache with one library in it."""
+    """A library in the build cache; `fill(folder)` makes it if it is missing."""
 
     def found() -> Path | None:
         path = cache_folder() / name / file
@@ -64,7 +65,7 @@ def _run(command: Sequence[str | Path]) -> None:
 
 @cache
 def emulator() -> Path:
-    """The emulator's library, compiled once for its sources."""
+    """The emulator's library, compiled when its sources change."""
     include = find_compiler()[0].parent.parent / "include"
     files = sorted(SOURCES.iterdir())
     name = "emulator-" + _digest(repr(OPTIONS), *(f.name.encode() + f.read_bytes() for f in files))
@@ -102,23 +103,23 @@ def _library(unit: Unit) -> Path:
     return _entry(f"emulated-{unit.name}", name, "kernel.so", fill)
 
 
-class _Owned(TorchDispatchMode):
-    """Tells the emulator of every tensor that is made: kernels may touch these and no more."""
+class _AllowNewTensors(TorchDispatchMode):
+    """Calls `allow` with every tensor that an operation returns."""
 
-    def __init__(self, own: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, allow: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
-        self.own = own
+        self.allow = allow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for x in made if isinstance(made, (tuple, list)) else (made,):
             if isinstance(x, torch.Tensor):
-                self.own(x)
+                self.allow(x)
         return made
 
 
 class Machine:
-    """Runs units on the CPU. Made by `machine`."""
+    """Runs units on the CPU. `machine` makes it."""
 
     def __init__(self) -> None:
         self.runtime = ctypes.CDLL(str(emulator()), ctypes.RTLD_GLOBAL)
@@ -135,17 +136,18 @@ class Machine:
             ctypes.c_char_p,
             ctypes.c_size_t,
         )
-        self.runtime.emulator_own.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self.runtime.emulator_allow.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         self.runtime.emulator_launch.restype = ctypes.c_char_p
-        self._kept: list[torch.Tensor] = []  # so that no address is another tensor's
+        self._kept: list[torch.Tensor] = []  # keeps addresses from being reused
 
-    def own(self, x: torch.Tensor) -> None:
+    def allow(self, x: torch.Tensor) -> None:
+        """Lets kernels access the memory of `x`."""
         storage = x.untyped_storage()
         self._kept.append(x)
-        self.runtime.emulator_own(storage.data_ptr(), storage.nbytes())
+        self.runtime.emulator_allow(storage.data_ptr(), storage.nbytes())
 
     def entry(self, unit: Unit, name: str, arguments: int = 2) -> Callable[..., int]:
-        """A unit's C function, with pointers for arguments; failures raise EmulationError."""
+        """A unit's C function, whose arguments are pointers. A call raises EmulationError."""
         function = getattr(ctypes.CDLL(str(_library(unit))), name)
         function.argtypes = (ctypes.c_void_p,) * arguments
 
@@ -165,49 +167,50 @@ class Machine:
         shared: int = 0,
         programmatic: bool = False,
     ) -> None:
-        """Queues the kernel of a PTX text, whose parameters are pointers to tensors."""
+        """Queues the kernel of a PTX text; its parameters are pointers to `tensors`."""
         for x in tensors:
-            self.own(x)
+            self.allow(x)
         pointers = b"".join(x.data_ptr().to_bytes(8, "little") for x in tensors)
         sizes = (ctas, threads, shared, programmatic)
-        said = self.runtime.emulator_launch(ptx.encode(), *sizes, pointers, len(pointers))
-        if said:
-            raise EmulationError(said.decode())
+        error = self.runtime.emulator_launch(ptx.encode(), *sizes, pointers, len(pointers))
+        if error:
+            raise EmulationError(error.decode())
 
     def finish(self) -> None:
-        """Runs what was launched. Raises EmulationError."""
-        if said := self.runtime.emulator_finish():
-            raise EmulationError(said.decode())
+        """Runs the queued launches. Raises EmulationError."""
+        if error := self.runtime.emulator_finish():
+            raise EmulationError(error.decode())
 
-    def owning(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, whose kernels may touch its tensors and those that it makes, and no others."""
+    def allowing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, whose kernels may access its arguments and the tensors that it makes."""
 
         @wraps(call)
-        def owned(*args: Any, **kwargs: Any) -> Any:
+        def allowed(*args: Any, **kwargs: Any) -> Any:
             for x in (*args, *kwargs.values()):
                 if isinstance(x, torch.Tensor):
-                    self.own(x)
-            with _Owned(self.own):
+                    self.allow(x)
+            with _AllowNewTensors(self.allow):
                 return call(*args, **kwargs)
 
-        return owned
+        return allowed
 
     def settings(
         self,
         seed: int,
-        eagerness: float = 0.1,
-        patience: float = 2.0,
-        resident: int = 1 << 30,
+        async_chance: float = 0.1,
+        deadlock_s: float = 2.0,
+        resident_ctas: int = 1 << 30,
     ) -> None:
-        """Of the launches to come. No tensor's memory is known any more, nor any error.
+        """Sets how the next launches run. Clears the allowed memory and the error.
 
-        eagerness   of asynchronous work: 0 as late as possible, 1 soon
-        patience    seconds in which nothing changes until a launch is given up
-        resident    CTAs of a launch that find room; other kernels have the rest
+        seed            of the order of warps and of the times of asynchronous operations
+        async_chance    that an asynchronous operation runs after a warp's turn; 0: as late as legal
+        deadlock_s      seconds without any change that count as a deadlock
+        resident_ctas   CTAs of a launch that run at once
         """
-        self.runtime.emulator_reset(seed, eagerness, patience, resident)
-        for known in (launch._tables, launch._counters, backward._tables, backward._grids):
-            known.clear()
+        self.runtime.emulator_reset(seed, async_chance, deadlock_s, resident_ctas)
+        for table in (launch._tables, launch._counters, backward._tables, backward._grids):
+            table.clear()
         self._kept.clear()
 
 
@@ -219,14 +222,14 @@ def unit(direction: str, q: torch.Tensor) -> Unit:
 
 @contextmanager
 def machine() -> Iterator[Machine]:
-    """A Machine, on which `ringfa3.kernels.launch` runs CPU tensors as long as it is open."""
+    """A Machine; inside the `with`, `ringfa3.kernels.launch` runs CPU tensors on it."""
     emulated = Machine()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_entry", cache(lambda u, n: emulated.entry(u, f"ringfa3_{n}")))
-        patch.setattr(launch, "attend", emulated.owning(launch.attend))
+        patch.setattr(launch, "attend", emulated.allowing(launch.attend))
         for name in ("__init__", "hop", "dq"):
             method = getattr(backward.BackwardPass, name)
-            patch.setattr(backward.BackwardPass, name, emulated.owning(method))
+            patch.setattr(backward.BackwardPass, name, emulated.allowing(method))
         patch.setattr(launch, "unit_for", unit)
         patch.setattr(launch, "_processors", lambda _: PROCESSORS)
         patch.setattr(dispatch, "_problem", lambda _: None)  # their GPU libraries need not be there
