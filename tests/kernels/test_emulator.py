@@ -1,4 +1,4 @@
-"""The emulator: what instructions compute, and that it sees what a kernel must not do."""
+"""The emulator: the results of instructions, and the errors of kernels that it reports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def as_int(x: float) -> int:
 
 
 F32 = as_int
-COMPUTED = [  # what is in %r1, %r2, %r3; the instructions that set %r0; what is in it then
+COMPUTED = [  # values of %r1, %r2, %r3; instructions that set %r0; its expected value
     ((7, -3, 0), "add.s32 %r0, %r1, %r2;", 4),
     ((7, -3, 0), "div.s32 %r0, %r1, %r2;", -2),
     ((-7, 3, 0), "rem.s32 %r0, %r1, %r2;", -1),
@@ -82,7 +82,7 @@ COMPUTED = [  # what is in %r1, %r2, %r3; the instructions that set %r0; what is
 
 
 @pytest.mark.parametrize(("given", "code", "expected"), COMPUTED)
-def test_instructions(
+def test_instruction_results(
     emulated: Machine, given: tuple[int, int, int], code: str, expected: int
 ) -> None:
     emulated.settings(0)
@@ -94,7 +94,7 @@ def test_instructions(
     assert out.item() == (expected + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def test_lanes_part_and_meet_again(emulated: Machine) -> None:
+def test_diverged_lanes_reconverge(emulated: Machine) -> None:
     """Odd lanes take one branch, even ones the other; then all of them sum over the warp."""
     code = """
       mov.u32 %r1, %laneid;
@@ -157,8 +157,8 @@ ARRIVED = "mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r3], 0; @!%p2 bra AGA
 
 
 def test_bulk_copies(emulated: Machine) -> None:
-    for eagerness in (0.0, 1.0):
-        emulated.settings(0, eagerness)
+    for async_chance in (0.0, 1.0):
+        emulated.settings(0, async_chance)
         out = torch.zeros(4, dtype=torch.int32)
         emulated.launch(kernel(STORE.format(fence=FENCE, wait=WAIT)), out, shared=2048)
         emulated.finish()
@@ -170,8 +170,8 @@ def test_bulk_copies(emulated: Machine) -> None:
         assert got[0] == 3
 
 
-# Warp 0 stores, warp 1 copies on.
-RELAY = """
+# Warp 0 writes shared memory, warp 1 copies it to global memory.
+HANDOVER = """
   mov.u32 %r1, raw;
   mov.u32 %r2, %tid.x;
   setp.ge.u32 %p1, %r2, 32;
@@ -193,22 +193,22 @@ END:
 MEET = "bar.sync 1, 64;"
 
 
-def test_a_fence_holds_for_what_came_before_it_on_any_warp(emulated: Machine) -> None:
-    """The reader may fence what the writer has released to it, and nothing before that."""
+def test_a_fence_covers_writes_that_its_warp_has_acquired(emulated: Machine) -> None:
+    """The reader's fence counts after the barrier with the writer, but not before it."""
     for seed in range(5):
         emulated.settings(seed)
         out = torch.zeros(4, dtype=torch.int32)
-        code = kernel(RELAY.format(first=MEET, second=FENCE))
+        code = kernel(HANDOVER.format(first=MEET, second=FENCE))
         emulated.launch(code, out, threads=64, shared=2048)
         emulated.finish()
         assert out.tolist() == [7] * 4
-        code = kernel(RELAY.format(first=FENCE, second=MEET))
+        code = kernel(HANDOVER.format(first=FENCE, second=MEET))
         with pytest.raises(EmulationError, match=r"without fence\.proxy\.async"):  # noqa: PT012
             emulated.launch(code, out, threads=64, shared=2048)
             emulated.finish()
 
 
-WRONG = [  # a kernel, the words of the error
+WRONG = [  # a kernel, a part of its error
     (STORE.format(fence="", wait=WAIT), "without fence.proxy.async"),
     (STORE.format(fence=FENCE, wait=""), "ended before a bulk store"),
     (LOAD.format(wait=ARRIVED, bytes=32).replace("%d1", "%d0"), "deadlock"),
@@ -225,29 +225,29 @@ WRONG = [  # a kernel, the words of the error
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("code", "words"), WRONG)
-def test_what_a_kernel_must_not_do_is_an_error(emulated: Machine, code: str, words: str) -> None:
+@pytest.mark.parametrize(("code", "error"), WRONG)
+def test_errors_of_a_kernel_are_reported(emulated: Machine, code: str, error: str) -> None:
     emulated.settings(0, async_chance=0.0, deadlock_s=0.2)
-    with pytest.raises(EmulationError, match=words):  # noqa: PT012  # some show at the launch
+    with pytest.raises(EmulationError, match=error):  # noqa: PT012  # the launch reports some
         emulated.launch(kernel(code), torch.zeros(8, dtype=torch.int32), shared=2048)
         emulated.finish()
 
 
-def test_a_missing_wait_shows_for_some_seed(emulated: Machine) -> None:
-    """Data is read before the mbarrier of its copy has flipped."""
-    seen = set()
+def test_some_seed_reveals_a_missing_wait(emulated: Machine) -> None:
+    """The kernel reads data before the mbarrier of its copy flips."""
+    correct = set()
     for seed in range(20):
         emulated.settings(seed, async_chance=0.3)
         given, got = torch.full((4,), 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         emulated.launch(kernel(LOAD.format(wait="", bytes=16), 2), given, got, shared=2048)
         emulated.finish()
-        seen.add(got[0].item() == 3)
-    assert False in seen
+        correct.add(got[0].item() == 3)
+    assert False in correct
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_dependent_launch_must_wait_for_the_one_before(emulated: Machine, waits: bool) -> None:
-    """The second launch copies what the first has written, if it waits."""
+def test_a_dependent_launch_must_wait_for_the_previous_one(emulated: Machine, waits: bool) -> None:
+    """The second launch copies the value of the first only if it waits for it."""
     first = """
       griddepcontrol.launch_dependents;
       mov.u32 %r1, 0;
@@ -268,8 +268,10 @@ def test_a_dependent_launch_must_wait_for_the_one_before(emulated: Machine, wait
 
 
 @pytest.mark.parametrize("resident", [1, 2])
-def test_a_cta_that_finds_no_room_comes_when_another_ends(emulated: Machine, resident: int) -> None:
-    """CTA 0 waits for what CTA 1 writes, and CTA 2 comes last."""
+def test_a_cta_beyond_the_resident_ones_starts_when_another_ends(
+    emulated: Machine, resident: int
+) -> None:
+    """CTA 0 waits for a word that CTA 1 writes. With one resident CTA this is a deadlock."""
     code = """
       mov.u32 %r1, %ctaid.x;
       setp.ne.u32 %p1, %r1, 0;

@@ -156,7 +156,7 @@ def test_a_span_that_was_called_off_is_not_read(
         if x is problem.k or x is problem.v:
             cpu.runtime.emulator_own(ctypes.c_void_p(x.data_ptr()), 450 * D * x.itemsize)
         else:
-            Machine.own(cpu, x)
+            Machine.allow(cpu, x)
 
     monkeypatch.setattr(cpu, "own", own)
     out, lse = problem.run(waiting(problem.tiling, [1, 0, 2]), arrivals=words)

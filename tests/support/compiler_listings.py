@@ -1,10 +1,10 @@
-"""Cut from what ptxas and cuobjdump 13.5 said of the forward kernel, d128, bf16.
+"""Output of ptxas and cuobjdump 13.5 for the forward kernel, d128, bf16.
 
-The name of the kernel is shortened, and all but a few instructions of each block are left out.
+The kernel's name is shortened, and most instructions of each basic block are omitted.
 """
 
-# Set-up, the loop over tiles (0x1280) around the loop over blocks of keys (0x3ac0), the warps that
-# fetch (0xc3c0), and the waits, which jump back from behind the end.
+# The prologue, the loop over tiles (0x1280) with the loop over key blocks (0x3ac0) inside, the
+# producer warps (0xc3c0), and the waits, which lie after the kernel's end and jump back.
 LISTING = """
 Fatbin elf code:
 ================
@@ -68,7 +68,7 @@ arch = sm_90a
         /*ff80*/        BRA 0xff80;
 """
 
-# A register that the loop over blocks has spilled.
+# The loop over key blocks reloads a spilled register.
 SPILLED = LISTING.replace(
     "        /*4990*/", "        /*4988*/        LDL R3, [R1+0xc] ;\n        /*4990*/"
 )
@@ -82,7 +82,8 @@ ptxas info    : Used 128 registers, used 16 barriers
 ptxas info    : Compile time = 389.587 ms
 """
 
-# With a wait for the scores taken out; with 160 registers for the consumers instead of 240.
+# Remarks about a kernel without the wait for the scores, and about one whose consumers have 160
+# registers instead of 240.
 ADVISORIES = {
     "C7511": "ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are "
     "serialized due to insufficient register resources for the wgmma pipeline in the function "

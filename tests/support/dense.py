@@ -1,4 +1,4 @@
-"""The reference: float64 attention with its whole score matrix, differentiated by autograd."""
+"""The reference: attention with its whole score matrix, differentiated by autograd."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ Window = tuple[int, int]
 
 
 def band(causal: bool, window: Window) -> Window:
-    """(left, right) with causal folded in, -1 for unlimited."""
+    """The window (left, right) with `causal` folded in; -1 is unlimited."""
     return window[0], 0 if causal else window[1]
 
 
 def mask(
     q_lengths: Sequence[int], k_lengths: Sequence[int], left: int, right: int
 ) -> npt.NDArray[np.bool_]:
-    """(sum q, sum k) allowed pairs of packed sequences, aligned at the bottom right."""
+    """The mask (t, n) of packed sequences, bool, True where a query attends to a key.
+
+    Each sequence's last query is aligned with its last key.
+    """
     allowed = np.zeros((sum(q_lengths), sum(k_lengths)), bool)
     q0 = k0 = 0
     for nq, nk in zip(q_lengths, k_lengths, strict=True):
@@ -41,20 +44,20 @@ def attention(
     allowed: npt.NDArray[np.bool_] | torch.Tensor,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (t, h, d), lse (h, t)) in the dtype of q; rows that see nothing: 0 and -inf.
+    """Attention of q (t, h, d) to k and v (n, hk, d) where `allowed` (t, n) is True.
 
-    q (t, h, d), k and v (n, hk, d), allowed (t, n).
+    Returns out (t, h, d) and lse (h, t) in the dtype of q. A row without keys has 0 and -inf.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    seen = torch.as_tensor(allowed)
-    some = seen.any(1)
-    s = torch.einsum("thd,nhd->htn", q * scale, k).masked_fill(~seen, -torch.inf)
-    s = s.masked_fill(~some[:, None], 0)  # keeps NaN out of the gradient; hidden again below
+    hidden = ~torch.as_tensor(allowed)
+    blind = hidden.all(1)  # rows without keys
+    s = torch.einsum("thd,nhd->htn", q * scale, k).masked_fill(hidden, -torch.inf)
+    s = s.masked_fill(blind[:, None], 0)  # NaN here would reach the gradient; masked again below
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:2])
-    p = torch.exp(s - lse[..., None]).masked_fill(~seen, 0)
-    return torch.einsum("htn,nhd->thd", p, v), lse.masked_fill(~some, -torch.inf)
+    p = torch.exp(s - lse[..., None]).masked_fill(hidden, 0)
+    return torch.einsum("htn,nhd->thd", p, v), lse.masked_fill(blind, -torch.inf)
 
 
 def gradients(
@@ -63,7 +66,7 @@ def gradients(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Gradients of `inputs` from those of (out, lse); that of a -inf in lse counts as 0."""
+    """Gradients of `inputs` for dout and dlse. dlse is ignored where lse is -inf."""
     out, lse = outputs
     loss = (out * dout).sum()
     if dlse is not None:
@@ -74,7 +77,7 @@ def gradients(
 def tensors(
     seed: int, tokens: int, heads: tuple[int, int], d: int, dtype: torch.dtype = torch.float64
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """[q, k, v], dout and dlse of packed self-attention, the same for the same seed."""
+    """Random [q, k, v], dout and dlse of packed self-attention; `heads` is (h, hk)."""
     g = torch.Generator().manual_seed(seed)
     h, hk = heads
     qkv = [torch.randn(tokens, n, d, generator=g, dtype=torch.float64) for n in (h, hk, hk)]
@@ -84,11 +87,12 @@ def tensors(
 
 
 def cumulative(lengths: Sequence[int]) -> list[int]:
+    """cu_seqlens of sequences."""
     return np.cumsum([0, *lengths]).tolist()
 
 
 def worst(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """The largest difference, two equal infinities counting as none; NaN anywhere is inf."""
+    """The largest difference of any pair. Equal infinities differ by 0, NaN by inf."""
     error = 0.0
     for x, y in pairs:
         a, b = x.detach(), y.detach()

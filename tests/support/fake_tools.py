@@ -1,4 +1,4 @@
-"""Scripts that stand in for CUDA's programs: they answer --version, and log their runs."""
+"""Shell scripts that replace CUDA's programs: they answer --version and log their runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ arguments="$*"
 while [ "$1" != -o ]; do shift; done
 echo library > "$2"
 """
-WAIT_FOR_GO = (  # or a minute, so that a test that fails leaves nothing running
+WAIT_FOR_GO = (  # ends after a minute, so that a failed test leaves no process
     'n=0; while [ ! -e "{0}/go" ] && [ $n -lt 1200 ]; do n=$((n + 1)); sleep 0.05; done'
 )
 BUILD_ONE = (
@@ -30,7 +30,7 @@ BUILD_ONE = (
 
 
 def nvcc(folder: Path, version: str = "13.2.5", body: str = ":") -> Path:
-    """FOLDER/bin/nvcc. `body` runs in a compile, whose arguments are in $arguments."""
+    """Writes FOLDER/bin/nvcc. `body` runs at each compilation; $arguments holds its arguments."""
     path = script(folder / "bin" / "nvcc", "")
     path.write_text(NVCC.format(version=version, log=folder / "log", body=body))
     toolchain.find_program.cache_clear()
@@ -38,6 +38,7 @@ def nvcc(folder: Path, version: str = "13.2.5", body: str = ":") -> Path:
 
 
 def script(path: Path, text: str) -> Path:
+    """Writes an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -45,7 +46,7 @@ def script(path: Path, text: str) -> Path:
 
 
 def cutlass(folder: Path) -> Path:
-    """FOLDER/include with the two headers that are looked for."""
+    """Makes FOLDER/include with the two headers that identify CUTLASS."""
     for name in ("cute/tensor.hpp", "cutlass/version.h"):
         (folder / "include" / name).parent.mkdir(parents=True)
         (folder / "include" / name).touch()
@@ -53,7 +54,7 @@ def cutlass(folder: Path) -> Path:
 
 
 def host(folder: Path) -> Path:
-    """A folder for PATH that has a C++ compiler, and what the scripts call, and no nvcc."""
+    """Makes a folder for PATH with a C++ compiler and the programs of the scripts, without nvcc."""
     script(folder / "g++", "")
     for name in ("sleep", "mkdir", "rmdir"):
         link(folder, name)
@@ -61,26 +62,26 @@ def host(folder: Path) -> Path:
 
 
 def link(folder: Path, name: str) -> None:
-    """A program of the machine, in a folder for PATH."""
+    """Links a program of this machine into a folder for PATH."""
     found = shutil.which(name, path=os.defpath)
     assert found is not None
     (folder / name).symlink_to(found)
 
 
 def runs(folder: Path) -> int:
-    """How often FOLDER/bin/nvcc has compiled."""
+    """The number of compilations by FOLDER/bin/nvcc."""
     log = folder / "log"
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
 def start(code: str, **more: object) -> subprocess.Popen[str]:
-    """A Python process of its own session, with pipes."""
+    """Starts a Python process in a session of its own, with pipes."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, start_new_session=True, **pipes, **more)  # type: ignore[call-overload]
 
 
 def until(happens: Callable[[], object]) -> None:
-    """Waits; a test that waits in vain is ended by its timeout."""
+    """Waits until `happens()` is true; the test's timeout limits the wait."""
     while not happens():
         time.sleep(0.02)

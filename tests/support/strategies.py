@@ -1,4 +1,4 @@
-"""Hypothesis strategies: documents, masks, layouts and tiles that are small and awkward."""
+"""Hypothesis strategies: small, awkward documents, windows, layouts and tile sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ tiles = st.sampled_from([4, 8, 12, 16])
 
 @dataclass(frozen=True)
 class Case:
-    """Documents over a context group."""
+    """A call: document lengths, context group, layout and mask."""
 
     lengths: list[int]
     world: int
@@ -44,7 +44,7 @@ cases = st.builds(Case, lengths, st.integers(1, 5), layouts, st.booleans(), wind
 
 
 def key_tokens(plans: list[ContextPlan], rank: int, hop: int) -> np.ndarray:
-    """Global token of each K/V row that `rank` has at `hop`."""
+    """The global token of each K/V row that `rank` holds at `hop`."""
     owner = plans[(rank - hop) % len(plans)]
     tokens = owner.token_index.numpy()
     if hop == 0:
