@@ -13,7 +13,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ringfa3.functional import attention, flash_attn_func
 from ringfa3.planning.context_plan import ContextPlan, Group, check_plan, dense_plan, place
 from ringfa3.ring.op import ring_attention, ring_attn_func
-from ringfa3.ring.prepare_call import bind, default_group, refuse
+from ringfa3.ring.prepare_call import bind_to_group, default_group, raise_on_all_ranks
 from ringfa3.validation import (
     LAYOUTS,
     TRANSPORTS,
@@ -106,7 +106,7 @@ class RingFA3Attention(nn.Module):
         try:
             self._check(q, k, v, plan, world)
         except (TypeError, ValueError) as problem:
-            refuse(group or default_group() if world > 1 else None, problem)
+            raise_on_all_ranks(group or default_group() if world > 1 else None, problem)
         if plan is None and world == 1:
             return self._one_device(q, k, v)
         if plan is None:
@@ -116,7 +116,7 @@ class RingFA3Attention(nn.Module):
             _packed(q),
             _packed(k),
             _packed(v),
-            bind(plan, group),
+            bind_to_group(plan, group),
             self.softmax_scale,
             self.deterministic,
             precision=self.precision,

@@ -17,3 +17,13 @@ class StepError(RuntimeError):
 
 def first_line(problem: Exception) -> str:
     return str(problem).strip().split("\n")[0]
+
+
+def timed_out(what: str, seconds: float) -> str:
+    """The message of a rank that has waited for `what` in vain."""
+    return f"{what}: nothing within {seconds:g} s; is that rank stopped?"
+
+
+def gave_up(what: str, failure: str) -> str:
+    """The message of a rank that stops to wait for `what` because another rank has failed."""
+    return f"{what}: gave up because {failure}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,8 +23,7 @@ from ringfa3 import (
     keep_attention,
     plan_context,
 )
-from ringfa3.ring import op
-from ringfa3.ring.p2p_pass import Relay
+from ringfa3.ring.p2p_pass import P2PRingPass
 from tests.support.dense import cumulative, worst
 from tests.support.ranks import Ranks
 
@@ -145,13 +145,13 @@ class Model(nn.Module):
 def counting_rings() -> Iterator[list[str]]:
     """The directions of rings that ran."""
     ran: list[str] = []
-    relay = op.Relay
+    start = P2PRingPass.start
 
-    def noted(plan: ContextPlan, moved_by: object, direction: str, *kv: torch.Tensor) -> Relay:
-        ran.append(direction)
-        return relay(plan, moved_by, direction, *kv)  # type: ignore[arg-type]
+    def noted(ring_pass: P2PRingPass, *given: Any) -> None:
+        ran.append(ring_pass._kind)
+        start(ring_pass, *given)
 
-    with mock.patch.object(op, "Relay", noted):
+    with mock.patch.object(P2PRingPass, "start", noted):
         yield ran
 
 

@@ -17,6 +17,7 @@ ORDER = [
     "numa",
     "custom_op",
     "validation",
+    "ring_pass",
     "planning",
     "build",
     "kernels",

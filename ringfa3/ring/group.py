@@ -1,11 +1,11 @@
-"""A context group's means of talking: agreement before a call, point-to-point during it.
+"""One rank's view of a context group: agreement before a call, connections during it.
 
-Agreement runs on a side channel, the group's store: every rank leaves its verdict and what it is
-about to do, nobody raises before all have, and then all raise or none. Tensors travel on a
-process group of our own, so that they never mix with the user's collectives.
+Ranks agree over the group's store: each writes an entry, its settings or its error; no rank raises
+before it has read all entries, and then all raise or none. Tensors travel on a process group of our
+own, apart from the user's collectives.
 
-A rank that waits for a peer keeps an eye on that side channel as well. So the message that names
-the cause reaches every rank, also where only one rank enters an agreement at all.
+A rank that waits for a peer also polls the store. So an error reaches every rank with its cause,
+even if only one rank has entered an agreement.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ringfa3.errors import RingError, StepError, first_line
-from ringfa3.ring.p2p import TRANSPORTS, Transport
-from ringfa3.ring.process_group import AbsentError, alive, meet, new_group, timeout_of
-from ringfa3.ring.store_monitor import GLANCE_S, Lookout, entry_key, summons_key
-from ringfa3.symmetric.backend import CudaMachine, open_machine
+from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
+from ringfa3.ring.p2p import P2P_TRANSPORTS, Transport
+from ringfa3.ring.process_group import AbsentError, alive, new_group, rendezvous, timeout_of
+from ringfa3.ring.store_monitor import (
+    FAILURE_KEY,
+    PERIOD_S,
+    StoreMonitor,
+    entry_key,
+    join_request_key,
+)
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.ipc_memory import IpcMemory
+from ringfa3.symmetric.self_test import open_backend
 
-AGREEMENTS_KEPT = 4096  # keys of (plan, shapes) already agreed on
-POLL_S = (0.001, 0.005)  # between looks at the store for entries, at first and in the end
+MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
+POLL_S = (0.001, 0.005)  # between two looks for the entries of all ranks, first and longest
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -54,19 +62,22 @@ class RingGroup:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.timeout = timeout_of(group)
         self.store, self.name = group.get_group_store(), group.group_name
-        self._met = False  # whether `store` is this group's alone, as from the first agreement on
+        self._own_store = False  # whether `store` is this group's alone: from the first agreement
         self.failure: str | None = None
-        self.call = 0  # ring calls begun, forward and backward
-        self.settings = Settings()  # of the call under way
-        self.epoch = 0
-        self._generation = 0  # of the transports: a refusal in mid-call leaves messages on them
-        self._refused = False  # the call under way was refused on all ranks
+        self.call = 0  # number of the latest ring call, forward or backward
+        self.settings = Settings()  # of that call
+        self.epoch = 0  # number of the latest agreement
+        self._generation = 0  # of the transports: an error in mid-call leaves messages on them
+        self._refused = False  # the latest call was refused on all ranks
         self._agreed: OrderedDict[str, None] = OrderedDict()
         self._transports: dict[str, Transport] = {}
-        self._abandoned: list[Transport | CudaMachine] = []  # kept: peers may still write or read
-        self._machine: CudaMachine | str | None = None  # or why there is none
+        self._abandoned: list[
+            Transport | SymmetricBackend
+        ] = []  # alive: peers may use their memory
+        self._backend: SymmetricBackend | None = None
+        self.unsupported: str | None = None  # why this group cannot use `symmetric`
         self._alive = partial(alive, group)
-        self._lookout: Lookout | None = None
+        self._monitor: StoreMonitor | None = None
         self.moved_by: str | None = None  # the transport of the latest call
 
     @classmethod
@@ -78,7 +89,7 @@ class RingGroup:
 
     @classmethod
     def close_ended(cls) -> None:
-        """Those whose group has been destroyed."""
+        """Closes those whose process group has been destroyed."""
         for old in [g for g in cls._known if not alive(g)]:
             cls._known.pop(old).close()
 
@@ -90,81 +101,85 @@ class RingGroup:
 
     def close(self) -> None:
         """Ends the threads. Process groups end with the default group, or with the process."""
-        if self._lookout is not None:
-            self._lookout.end()
+        if self._monitor is not None:
+            self._monitor.end()
         for transport in (*self._abandoned, *self._transports.values()):
             transport.close()
-        if isinstance(self._machine, CudaMachine):
-            self._machine.close()
+        if self._backend is not None:
+            self._backend.close()
 
     def transport(self, name: str, device: torch.device) -> Transport:
-        """The transport `nccl` or `gloo`; its process group is made at the first call.
+        """The transport `nccl` or `gloo`; the first call makes its process group.
 
-        All ranks make it together: a first call may leave some of them without messages.
+        All ranks make it together: a first ring call may leave some of them without messages.
         """
         if name not in self._transports:
-            self._look_out()
+            self._start_monitor()
             try:
                 own = f"{self.name}/ringfa3/{name}/{self._generation}"
                 p2p = new_group(self.ranks, self.rank, name, self.store, own, self.timeout)
                 dist.all_reduce(torch.zeros(1, device=device), group=p2p)  # connects all ranks
-                self._transports[name] = TRANSPORTS[name](self, p2p)
+                self._transports[name] = P2P_TRANSPORTS[name](self, p2p)
             except RuntimeError as problem:
                 raise self.fail(f"connecting over {name}: {first_line(problem)}") from None
         self.moved_by = name
         return self._transports[name]
 
-    def machine(self, device: torch.device) -> CudaMachine | str:
-        """The machine of the `symmetric` transport, or why this group cannot have one.
+    def symmetric_backend(self, device: torch.device) -> SymmetricBackend | None:
+        """The backend of the `symmetric` transport; None if `unsupported` says why there is none.
 
-        Tried at the first call, by all ranks together, who find the same.
+        The first call tries it, on all ranks together and with the same result.
         """
-        if self._machine is None:
-            self._look_out()
-            self._machine = open_machine(self, device)
-        if isinstance(self._machine, CudaMachine):
+        if self._backend is None and self.unsupported is None:
+            self._start_monitor()
+            opened = open_backend(self, device)
+            if isinstance(opened, str):
+                self.unsupported = opened
+            else:
+                self._backend = opened
+        if self._backend is not None:
             self.moved_by = "symmetric"
-        return self._machine
+        return self._backend
 
     @property
-    def opened(self) -> CudaMachine | None:
-        """The machine, if it has been tried and works."""
-        return self._machine if isinstance(self._machine, CudaMachine) else None
+    def shared_memory(self) -> IpcMemory | None:
+        """The memory of the `symmetric` transport, once that has been tried and works."""
+        return None if self._backend is None else self._backend.memory
 
-    def may_pull(self, transport: str) -> bool:
-        """Whether a call of CUDA tensors takes the machine, or has to try it first."""
-        return transport in ("auto", "symmetric") and not isinstance(self._machine, str)
+    def may_use_symmetric(self, transport: str) -> bool:
+        """Whether a call of CUDA tensors uses the `symmetric` transport, or has to try it first."""
+        return transport in ("auto", "symmetric") and self.unsupported is None
 
-    def _look_out(self) -> None:
-        if self._lookout is None:  # made now: once it is needed, the store may not answer
-            self._lookout = Lookout(self, self.store, self._alive)
+    def _start_monitor(self) -> None:
+        if self._monitor is None:  # early: once it is needed, the store may not answer
+            self._monitor = StoreMonitor(self, self.store, self._alive)
 
     @property
     def timeout_s(self) -> float:
         return self.timeout.total_seconds()
 
-    def alarm(self) -> str | None:
-        """What another rank said that gave up."""
-        return self._lookout.alarm if self._lookout is not None else None
+    def peer_failure(self) -> str | None:
+        """The message of another rank that has given up, else None."""
+        return self._monitor.peer_failure if self._monitor is not None else None
 
     def gather(self, line: str) -> list[str]:
-        """A line of every rank; all enter at the same point of a call."""
+        """Passes a line, returns those of all ranks; all call it at the same point of a call."""
         settings = {**self.settings, "place": f"call {self.call}, its memory"}
         entry: dict[str, object] = {
             "settings": settings,
             "error": None,
-            "inside": False,
+            "mid_call": False,
             "line": line,
         }
         return [str(e["line"]) for e in self._enter(entry)]
 
     @property
-    def identity(self) -> int:
-        """Of the call under way: 28 bits that all ranks in it have in common."""
+    def call_id(self) -> int:
+        """28 bits that identify the call under way, the same on all ranks in it."""
         return zlib.crc32(f"{self.call} {self.settings.key}".encode()) >> 4
 
     def begin(self, settings: Settings) -> None:
-        """Marks the start of a ring call with settings that were agreed on.
+        """Begins a ring call with settings that were agreed on.
 
         Raises:
             RingError: an earlier call failed; the group's connections are in no known state.
@@ -174,19 +189,19 @@ class RingGroup:
             raise RingError(f"the context group is lost since: {self.failure}")
         self.call += 1
         self.settings, self._refused = settings, False
-        if self._lookout is not None and self._lookout.summons == self.epoch + 1:
-            self._answer("before its first hop")
+        if self._monitor is not None and self._monitor.join_request == self.epoch + 1:
+            self._join_agreement("before its first hop")
 
-    def _answer(self, place: str) -> None:
-        """Joins an agreement that only ranks in trouble have entered; it raises on all of them."""
+    def _join_agreement(self, place: str) -> None:
+        """Joins an agreement that a rank in trouble has entered; raises on all ranks."""
         settings = {**self.settings, "place": f"call {self.call}, {place}"}
-        self._enter({"settings": settings, "error": None, "inside": True})
+        self._enter({"settings": settings, "error": None, "mid_call": True})
 
     def agree(self, settings: Settings, error: Exception | None = None) -> None:
-        """Returns if every rank enters with equal settings and no error, else raises on all.
+        """Returns if every rank passes equal settings and no error, else raises on all.
 
-        Costs nothing when these settings were agreed on before. Every rank must call it at the
-        same point.
+        Costs nothing if these settings were agreed on before. Every rank must call it at the same
+        point.
 
         Raises:
             ValueError, TypeError: naming the rank, the argument and its value.
@@ -196,14 +211,14 @@ class RingGroup:
             return
         if self.failure is not None:
             raise RingError(f"the context group is lost since: {self.failure}")
-        self._enter({"settings": settings, "error": _described(error), "inside": False})
+        self._enter({"settings": settings, "error": _described(error), "mid_call": False})
         self._agreed[settings.key] = None
-        if len(self._agreed) > AGREEMENTS_KEPT:
+        if len(self._agreed) > MAX_AGREEMENTS:
             self._agreed.popitem(last=False)
 
     def _enter(self, entry: dict[str, object]) -> list[dict[str, object]]:
-        """Meets the other ranks, and raises on all of them unless all can go on; their entries."""
-        entries = self._meet({**entry, "call": self.call})
+        """The entries of all ranks; raises on all of them if one has an error or they differ."""
+        entries = self._exchange({**entry, "call": self.call})
         try:
             self._raise_on_error(entries)
             self._raise_on_difference([e["settings"] for e in entries])
@@ -211,39 +226,43 @@ class RingGroup:
         except (TypeError, ValueError):
             self._refused = True
             self.call = max(cast(int, e["call"]) for e in entries)
-            if any(e["inside"] for e in entries):  # their messages will never be answered
-                self._abandoned += self._transports.values()
-                self._transports = {}
-                self._agreed.clear()
-                self._generation += 1
-                if isinstance(self._machine, CudaMachine):
-                    self._machine.abandon()
-                    self._abandoned.append(self._machine)
-                    self._machine = None
+            if any(e["mid_call"] for e in entries):  # their messages will never be answered
+                self._abandon_connections()
             raise
 
-    def _meet(self, entry: Mapping[str, object]) -> list[dict[str, object]]:
-        """Leaves this rank's entry and reads those of all."""
+    def _abandon_connections(self) -> None:
+        self._abandoned += self._transports.values()
+        self._transports = {}
+        self._agreed.clear()
+        self._generation += 1
+        if self._backend is not None:
+            self._backend.abandon()
+            self._abandoned.append(self._backend)
+            self._backend = None
+
+    def _exchange(self, entry: Mapping[str, object]) -> list[dict[str, object]]:
+        """Writes this rank's entry and reads those of all ranks."""
         self.epoch += 1
         keys = [entry_key(self.epoch, r) for r in range(self.world)]
-        found: list[dict[str, object]] = []
+        entries: list[dict[str, object]] = []
         problem = ["the store does not answer; is its host stopped?"]
         done = threading.Event()
-        deadline = time.monotonic() + self.timeout_s - GLANCE_S
+        deadline = time.monotonic() + self.timeout_s - PERIOD_S
 
         def enter() -> None:
             try:
-                if not self._met:  # a group of the same name may have left its keys
+                if not self._own_store:  # a group of the same name may have left its keys
                     shared = PrefixStore("ringfa3", self.store)
-                    self.store = meet(shared, self.rank, self.world, self.timeout_s - GLANCE_S)
-                    self._met = True
+                    limit = self.timeout_s - PERIOD_S
+                    self.store = rendezvous(shared, self.rank, self.world, limit)
+                    self._own_store = True
                 self.store.set(keys[self.rank], json.dumps(entry))
-                trouble = entry["error"] is not None or entry["inside"]
-                if trouble or not self._all_there(keys, GLANCE_S):
-                    self.store.set(summons_key(self.epoch), "")
-                if self._all_there(keys, deadline - time.monotonic()):
-                    found.extend(json.loads(e) for e in self.store.multi_get(keys))
-                    self._clear(self.epoch - 2)
+                trouble = entry["error"] is not None or entry["mid_call"]
+                if trouble or not self._all_set(keys, PERIOD_S):
+                    self.store.set(join_request_key(self.epoch), "")
+                if self._all_set(keys, deadline - time.monotonic()):
+                    entries.extend(json.loads(e) for e in self.store.multi_get(keys))
+                    self._delete_keys(self.epoch - 2)
                 else:
                     problem[0] = self._absent(keys)
             except AbsentError as error:
@@ -252,20 +271,20 @@ class RingGroup:
                 problem[0] = f"the store does not answer ({error})"
             done.set()
 
-        # on a thread of its own: a store whose host is stopped answers to no timeout
-        threading.Thread(target=enter, daemon=True, name="ringfa3-meeting").start()
-        if not done.wait(self.timeout.total_seconds() + 2 * GLANCE_S) or not found:
+        # on a thread of its own: a call of a store whose host is stopped has no timeout
+        threading.Thread(target=enter, daemon=True, name="ringfa3-agreement").start()
+        if not done.wait(self.timeout.total_seconds() + 2 * PERIOD_S) or not entries:
             raise self.fail(f"agreement before a ring call: {problem[0]}")
-        return found
+        return entries
 
-    def _clear(self, epoch: int) -> None:
-        """Everyone has read its entries: all have entered the agreement after it."""
+    def _delete_keys(self, epoch: int) -> None:
+        """Of an agreement whose entries all ranks have read: all have entered a later one."""
         if epoch > 0:
             self.store.delete_key(entry_key(epoch, self.rank))
             if self.rank == 0:
-                self.store.delete_key(summons_key(epoch))
+                self.store.delete_key(join_request_key(epoch))
 
-    def _all_there(self, keys: list[str], seconds: float) -> bool:
+    def _all_set(self, keys: list[str], seconds: float) -> bool:
         """Whether the keys are set in time. `Store.wait` would log its timeout as a warning."""
         deadline = time.monotonic() + seconds
         pause, longest = POLL_S
@@ -299,26 +318,26 @@ class RingGroup:
                 values.setdefault(str(s.get(name, "missing")), []).append(rank)
             if len(values) > 1:
                 groups = sorted(values.items(), key=lambda item: len(item[1]))
-                said = "; ".join(f"rank {_listed(ranks)}: {value}" for value, ranks in groups)
-                raise ValueError(f"{name} differs over the ranks of the context group: {said}")
+                text = "; ".join(f"rank {_listed(ranks)}: {value}" for value, ranks in groups)
+                raise ValueError(f"{name} differs over the ranks of the context group: {text}")
 
     def fail(self, message: str) -> RingError:
         """Marks the group lost, tells the other ranks, and returns the error to raise.
 
-        Streams that wait for peers go on.
+        Streams that wait for peers are released.
         """
         full = f"rank {self.ranks[self.rank]}: {message}"
         self.failure = full
-        if isinstance(self._machine, CudaMachine):
-            self._machine.abandon()
+        if self._backend is not None:
+            self._backend.abandon()
 
         def tell() -> None:
-            with suppress(dist.DistError):  # a store that is gone has nobody to tell
-                self.store.set("ringfa3/failure", full)
+            with suppress(dist.DistError):  # the store is gone
+                self.store.set(FAILURE_KEY, full)
 
-        teller = threading.Thread(target=tell, daemon=True, name="ringfa3-teller")
-        teller.start()
-        teller.join(2 * GLANCE_S)  # a store whose host is stopped must not hold us
+        thread = threading.Thread(target=tell, daemon=True, name="ringfa3-failure")
+        thread.start()
+        thread.join(2 * PERIOD_S)  # not longer: the store's host may be stopped
         return RingError(full)
 
     def __enter__(self) -> None:
@@ -329,28 +348,25 @@ class RingGroup:
         if isinstance(problem, Exception) and self.failure is None and not known:
             self.fail(f"{type(problem).__name__}: {first_line(problem)}")
 
-    def await_event(self, done: threading.Event, what: Callable[[], str]) -> None:
-        """Waits for `done`, watching for other ranks' trouble; `what` says what for.
+    def wait_for(self, done: threading.Event, what: Callable[[], str]) -> None:
+        """Waits for `done` and polls for other ranks' trouble; `what` names the wait.
 
         Raises:
             RingError: after the timeout, or as soon as another rank has given up.
             ValueError, TypeError: another rank has refused this call, or is in another one.
         """
-        if done.wait(GLANCE_S):
+        if done.wait(PERIOD_S):
             return
-        assert self._lookout is not None
-        with self._lookout as lookout:
-            deadline = time.monotonic() + self.timeout.total_seconds() - GLANCE_S
-            while not done.wait(GLANCE_S / 5):
-                if lookout.summons == self.epoch + 1:
-                    self._answer(what())
-                if lookout.alarm is not None:
-                    raise self.fail(f"{what()}: gave up because {lookout.alarm}")
+        assert self._monitor is not None
+        with self._monitor as monitor:
+            deadline = time.monotonic() + self.timeout_s - PERIOD_S
+            while not done.wait(PERIOD_S / 5):
+                if monitor.join_request == self.epoch + 1:
+                    self._join_agreement(what())
+                if monitor.peer_failure is not None:
+                    raise self.fail(gave_up(what(), monitor.peer_failure))
                 if time.monotonic() > deadline:
-                    seconds = self.timeout.total_seconds()
-                    raise self.fail(
-                        f"{what()}: nothing within {seconds:g} s; is that rank stopped?"
-                    )
+                    raise self.fail(timed_out(what(), self.timeout_s))
 
 
 def _described(error: Exception | None) -> list[str] | None:

@@ -1,12 +1,12 @@
-"""Ring attention: one functional op that passes K/V from rank to rank while attention runs.
+"""Ring attention: one functional op that moves K/V between ranks while attention runs.
 
-At hop t rank r works on the K/V of rank r-t and merges what it finds into its running (O, LSE) by
-their online-softmax statistics (Ring Attention; the merge is FlashAttention's, across hops). Two
-K/V buffers serve any number of ranks. Over peers' memory one kernel may do all hops, on K/V that
-gather beside it (`gathering.py` says when). In the backward dQ stays; what a kernel finds of a
-block's float32 dK/dV goes home to the block's owner while the next kernels run: over peers' memory
-at once (`course.py`), by messages with the partial that travels from neighbour to neighbour
-(`buffers.py`).
+At hop t rank r attends to the K/V of rank r-t and merges the result into its running (O, LSE) by
+online softmax (Ring Attention; FlashAttention's merge, across hops). Two K/V buffers serve any
+world size. Over peers' memory one kernel may do all hops, on K/V that are gathered beside it
+(`symmetric.forward_mode`). In the backward dQ stays. The float32 dK/dV of a block return to the
+block's owner while the next kernels run: over peers' memory each contribution at once
+(`symmetric.schedule`), by messages in the partial that goes from neighbour to neighbour
+(`p2p_pass`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.ring.group import RingGroup
-from ringfa3.ring.p2p import Transport
-from ringfa3.ring.p2p_pass import Relay
-from ringfa3.ring.prepare_call import bind, default_group, enter, refuse
-from ringfa3.symmetric.backend import CudaMachine
-from ringfa3.symmetric.forward_mode import kind_of_forward
-from ringfa3.symmetric.ring_pass import Course
+from ringfa3.ring.prepare_call import (
+    PreparedCall,
+    bind_to_group,
+    default_group,
+    prepare_call,
+    raise_on_all_ranks,
+)
 from ringfa3.validation import check_tensors, check_type, resolve_scale
 
 
@@ -57,18 +58,18 @@ def ring_attn_func(
 
     Raises:
         ValueError, TypeError: on every rank of the group, naming the rank, the argument, its
-            value and what is allowed. New settings are agreed on before anything is sent; a rank
-            that deviates from known ones is found out in mid-call, or, by a rank that waits for
-            nothing in it, at its next call.
-        RuntimeError: on every rank, if one has no room for the memory that they share; the group
-            can be used afterwards.
+            value and what is allowed. Ranks agree on new settings before anything is sent. A rank
+            whose settings differ from the agreed ones raises in mid-call, and one that receives
+            nothing in that call raises at its next call.
+        RuntimeError: on every rank, if one has no room for the shared memory; the group can be used
+            afterwards.
         RingError: a peer died or stopped: within the group's timeout, naming hop and peer.
     """
     try:
         check_plan(plan)
     except TypeError as problem:
-        refuse(default_group(), problem)
-    plan = bind(plan)
+        raise_on_all_ranks(default_group(), problem)
+    plan = bind_to_group(plan)
     try:
         check_tensors(q, k, v)
         scale = resolve_scale(softmax_scale, q)
@@ -76,14 +77,14 @@ def ring_attn_func(
         check_type("precision", precision, str)
         check_type("transport", transport, str)
     except (TypeError, ValueError) as problem:
-        refuse(plan.group, problem)
+        raise_on_all_ranks(plan.group, problem)
     q, k, v = autocast_inputs(q, k, v)
     out, lse = ring_attention(q, k, v, plan.handle, scale, deterministic, precision, transport)
     return (out, lse) if return_lse else out
 
 
-def _telling_peers(plan: ContextPlan) -> AbstractContextManager[None]:
-    """Around the hops of a call: the peers hear of any error."""
+def _failures_told(plan: ContextPlan) -> AbstractContextManager[None]:
+    """Around the hops of a call: an error on this rank reaches its peers."""
     return nullcontext() if plan.group is None else RingGroup.of(plan.group)
 
 
@@ -96,23 +97,6 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def _begin(
-    plan: ContextPlan,
-    moved_by: Transport | CudaMachine | None,
-    direction: str,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    waits: bool = False,
-) -> Relay | Course:
-    """Starts the first transfers of a call, whose `run` does the rest.
-
-    waits: `attend` of a gathered forward takes words to wait for.
-    """
-    if isinstance(moved_by, CudaMachine):
-        return Course(moved_by, plan, direction, k, v, waits)
-    return Relay(plan, moved_by, direction, k, v)
 
 
 @custom_op
@@ -128,24 +112,17 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
-    moved_by = enter(q, k, v, context, scale, deterministic, precision, transport, "forward")
-    return run_forward(q, k, v, context, scale, moved_by)
+    call = prepare_call(q, k, v, context, scale, deterministic, precision, transport, "forward")
+    return run_forward(q, k, v, scale, call)
 
 
 def run_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    context: ContextPlan,
-    scale: float,
-    moved_by: Transport | CudaMachine | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: PreparedCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ring_attention` that has been agreed on."""
-    with _telling_peers(context), _on(q.device), _without_autocast(q.device):
+    """`ring_attention` after `prepare_call`."""
+    with _failures_told(call.plan), _on(q.device), _without_autocast(q.device):
         kernel = select_forward(q)
-        direction, hops = "forward", context.hops
-        if isinstance(moved_by, CudaMachine) and kind_of_forward(context, q, k) == "gathered":
-            direction, hops = "gathered", context.gathered
+        hops = call.hops
         tilings = hops.forward(kernel.tile_m)
         once = hops.single_hop(kernel.tile_m)
         statistics = statistics_dtype(q.dtype)
@@ -153,10 +130,22 @@ def run_forward(
         running = q.new_empty((0 if once else len(q), *q.shape[1:]), dtype=statistics)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
 
-        def attend(hop: int, k: torch.Tensor, v: torch.Tensor, *words: torch.Tensor) -> None:
-            kernel.attend(q, k, v, tilings[hop], scale, out, running, lse, *words)
+        def attend(
+            hop: int,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            dk: torch.Tensor | None = None,
+            dv: torch.Tensor | None = None,
+            *,
+            first_head: int = 0,
+            arrivals: torch.Tensor | None = None,
+        ) -> None:
+            more = () if arrivals is None else (arrivals,)
+            kernel.attend(q, k, v, tilings[hop], scale, out, running, lse, *more)
 
-        _begin(context, moved_by, direction, k, v, kernel.takes_arrivals).run(attend)
+        ring_pass = call.ring_pass()
+        ring_pass.start(k, v, kernel.takes_arrivals)
+        ring_pass.run(attend)
     return out, lse
 
 
@@ -183,8 +172,8 @@ def ring_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's tokens in the dtypes of q, k, v."""
     context = ContextPlan.from_handle(plan)
-    moved_by = enter(q, k, v, context, scale, deterministic, precision, transport, "backward")
-    return run_backward(dout, dlse, q, k, v, out, lse, context, scale, deterministic, moved_by)
+    call = prepare_call(q, k, v, context, scale, deterministic, precision, transport, "backward")
+    return run_backward(dout, dlse, q, k, v, out, lse, scale, deterministic, call)
 
 
 def run_backward(
@@ -195,37 +184,41 @@ def run_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    context: ContextPlan,
     scale: float,
     deterministic: bool,
-    moved_by: Transport | CudaMachine | None,
+    call: PreparedCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`ring_attention_backward` that has been agreed on."""
-    with _telling_peers(context), _on(q.device), _without_autocast(q.device):
+    """`ring_attention_backward` after `prepare_call`."""
+    with _failures_told(call.plan), _on(q.device), _without_autocast(q.device):
         kernel = select_backward(q)
-        call = _begin(context, moved_by, "backward", k, v)
-        tilings = context.hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
-        run = kernel.make_pass(dout, dlse, q, out, lse, context.hops, scale, deterministic)
-
+        ring_pass = call.ring_pass()
+        ring_pass.start(k, v)
+        hops = call.hops
+        tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
+        run = kernel.make_pass(dout, dlse, q, out, lse, hops, scale, deterministic)
         group = q.shape[1] // k.shape[1]
 
         def attend(
             hop: int,
             k: torch.Tensor,
             v: torch.Tensor,
-            dk: torch.Tensor,
-            dv: torch.Tensor,
+            dk: torch.Tensor | None = None,
+            dv: torch.Tensor | None = None,
+            *,
             first_head: int = 0,
+            arrivals: torch.Tensor | None = None,
         ) -> None:
+            assert dk is not None
+            assert dv is not None
             heads = group * first_head, group * k.shape[1]
             run.hop(k, v, tilings[hop], dk, dv, *heads)
 
-        call.run(attend)
+        ring_pass.run(attend)
     dk, dv = (
-        call.home[:, i].to(k.dtype, copy=True, memory_format=torch.contiguous_format)
+        ring_pass.dkv[:, i].to(k.dtype, copy=True, memory_format=torch.contiguous_format)
         for i in range(2)
     )
-    del call  # dQ may have the memory of its float32 dK and dV
+    del ring_pass  # its float32 dK and dV are freed before dQ is made
     return run.dq(), dk, dv
 
 

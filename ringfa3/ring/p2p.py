@@ -1,4 +1,4 @@
-"""How tensors move between the ranks of a context group: gloo for host memory, NCCL for CUDA."""
+"""Messages between the ranks of a context group: gloo for host memory, NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.errors import first_line
-from ringfa3.symmetric.watchdog import END_S
+from ringfa3.symmetric.watchdog import JOIN_S
 
-POLL_S = 0.25  # how often the watch over NCCL looks at the messages under way
-# Cycles of the device, some 3.5 us. A kernel that takes every SM keeps NCCL's, and so the transfer,
-# out to its end; beside NCCL's it begins on fewer, and takes the others when they are free.
+POLL_S = 0.25  # between two looks at NCCL's messages under way
+# Cycles of the device, some 3.5 us. A kernel that occupies every SM delays NCCL's, and so the
+# transfer, until it ends. A kernel that starts after NCCL's gets the SMs that are left, and the
+# others once they are free.
 HEAD_START = 6000
 
 
@@ -30,7 +31,7 @@ class Message:
     tensor  contiguous, sent or filled
     peer    rank in the context group
     what    for error messages, as in "forward hop 2: K/V"
-    tag     0 to 3, keeps streams of messages between two ranks apart
+    tag     0 to 3; messages of different tags between two ranks never match
     """
 
     tensor: torch.Tensor
@@ -40,7 +41,7 @@ class Message:
 
 
 class Exchange(Protocol):
-    """Messages under way; `wait` returns when received tensors may be used, or raises."""
+    """Messages under way. `wait` returns when the received tensors may be used, or raises."""
 
     def wait(self) -> None: ...
 
@@ -55,12 +56,12 @@ class Transport(Protocol):
 
 
 class Peers(Protocol):
-    """What a transport needs of its context group.
+    """What a transport needs of `RingGroup`.
 
     ranks    global ranks of the group
-    rank     this one's place in it
-    timeout  after which a silent peer is an error
-    identity of the ring call under way, 28 bits, equal on all ranks that are in the same call
+    rank     this rank's number in the group
+    timeout  after which a peer that does not answer is an error
+    call_id  identifies the ring call under way, 28 bits, the same on all ranks in it
     """
 
     ranks: list[int]
@@ -68,22 +69,22 @@ class Peers(Protocol):
     timeout: timedelta
 
     @property
-    def identity(self) -> int: ...
+    def call_id(self) -> int: ...
 
     def fail(self, message: str) -> Exception:
         """Tells the other ranks and returns the error to raise."""
 
-    def await_event(self, done: threading.Event, what: Callable[[], str]) -> None:
-        """Waits, watching for other ranks' trouble; raises after the timeout."""
+    def wait_for(self, done: threading.Event, what: Callable[[], str]) -> None:
+        """Waits, and polls for other ranks' trouble; raises after the timeout."""
 
 
 class GlooTransport:
-    """Host memory. A thread waits for the messages, so that the caller can look around."""
+    """Host memory. A thread waits for the messages; meanwhile the caller polls the store."""
 
     def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
         self.group, self.p2p = group, p2p
         self.waiting: queue.SimpleQueue[_GlooExchange | None] = queue.SimpleQueue()
-        self.under_way: set[_GlooExchange] = set()  # their tensors live until they have arrived
+        self.under_way: set[_GlooExchange] = set()  # keeps their tensors alive
         self._thread = threading.Thread(target=self._serve, daemon=True, name="ringfa3-gloo")
         self._thread.start()
 
@@ -93,7 +94,7 @@ class GlooTransport:
 
     def close(self) -> None:
         self.waiting.put(None)
-        self._thread.join(END_S)
+        self._thread.join(JOIN_S)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         exchange = _GlooExchange(self, sends, receives)
@@ -108,11 +109,11 @@ class _GlooExchange:
         self._transport = transport
         self._messages = (*sends, *receives)
         self._done = threading.Event()
-        self._failed: tuple[str, Exception] | None = None
-        self._awaited = ""
+        self._failure: tuple[str, Exception] | None = None
+        self._current = ""
         self._works: list[tuple[dist.Work, str]] = []
         group = transport.group
-        tag = group.identity << 2  # messages of different calls never meet
+        tag = group.call_id << 2  # messages of different calls never match
         for post, verb, messages in (
             (dist.irecv, "receiving from", receives),
             (dist.isend, "sending to", sends),
@@ -129,11 +130,11 @@ class _GlooExchange:
 
     def run(self) -> None:
         for work, what in self._works:
-            self._awaited = what
+            self._current = what
             try:
                 work.wait(self._transport.group.timeout)
             except RuntimeError as problem:
-                self._failed = (what, problem)
+                self._failure = (what, problem)
                 break
         self._done.set()
 
@@ -141,33 +142,33 @@ class _GlooExchange:
         if self._works:
             group = self._transport.group
             self._transport.waiting.put(self)
-            group.await_event(self._done, lambda: self._awaited)
-            if self._failed is not None:
-                what, problem = self._failed
+            group.wait_for(self._done, lambda: self._current)
+            if self._failure is not None:
+                what, problem = self._failure
                 raise group.fail(f"{what}: {first_line(problem)}")
         self._transport.under_way.discard(self)
 
 
 class NcclTransport:
-    """CUDA memory. Waiting orders streams, not the host. NCCL's kernel has a head start on
+    """CUDA memory. A wait orders streams and returns at once. NCCL's kernel has a head start on
     those that the caller starts next.
 
-    A watch names hop and peer when messages are overdue; ending the process is left to NCCL's own
-    watchdog, whose timeout on this communicator is the same.
+    A thread prints hop and peer of messages that are overdue. NCCL's own watchdog, whose timeout on
+    this communicator is the same, ends the process.
     """
 
     def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
         self.group, self.p2p = group, p2p
         self.posted: queue.SimpleQueue[tuple[float, list[dist.Work], str] | None]
         self.posted = queue.SimpleQueue()
-        self._over = False
+        self._ended = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ringfa3-nccl")
         self._thread.start()
 
     def close(self) -> None:
-        self._over = True
+        self._ended = True
         self.posted.put(None)
-        self._thread.join(END_S)
+        self._thread.join(JOIN_S)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         ranks = self.group.ranks
@@ -178,17 +179,17 @@ class NcclTransport:
         ]
         works = dist.batch_isend_irecv(posts) if posts else []
         if works:
-            said = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
-            said += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]
-            self.posted.put((time.monotonic(), works, "; ".join(said)))
+            what = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
+            what += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]
+            self.posted.put((time.monotonic(), works, "; ".join(what)))
             torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         return _NcclExchange(works)
 
     def _watch(self) -> None:
         seconds = self.group.timeout.total_seconds()
-        while (next_one := self.posted.get()) is not None:
-            posted, works, what = next_one
-            while not self._over and not all(w.is_completed() for w in works):
+        while (exchange := self.posted.get()) is not None:
+            posted, works, what = exchange
+            while not self._ended and not all(w.is_completed() for w in works):
                 if time.monotonic() > posted + 0.9 * seconds:
                     print(
                         f"ringfa3: rank {self.group.ranks[self.group.rank]}: {what}: "
@@ -209,7 +210,7 @@ class _NcclExchange:
             work.wait()
 
 
-TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {
+P2P_TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {
     "gloo": GlooTransport,
     "nccl": NcclTransport,
 }

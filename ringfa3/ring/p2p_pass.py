@@ -1,16 +1,15 @@
-"""A ring call by messages: its buffers, and what moves from hop to hop, between neighbours or home.
+"""A ring pass by messages between neighbours: K/V blocks, and dK/dV partials that return home.
 
-K/V and the float32 dK/dV partials lie in two buffers each, used by even and odd hops, whatever the
-number of ranks. Row counts come from the plan's `KVExchange`.
+K/V and the float32 dK/dV partials have two buffers each, for even and odd hops, whatever the world
+size. Row counts come from the plan's `KVExchange`.
 
-A backward hop stores what it adds to a partial in a buffer of its own: its kernel waits for no
-partial, which so may travel beside it, over NCCL too, and is added to afterwards. All that moves
-beside a kernel is one exchange: over NCCL a second one could find no SM free until the kernel ends.
+A backward hop stores its dK/dV in a buffer of its own and adds them to the partial afterwards, so
+no kernel waits for a partial and partials move beside kernels. All that moves beside a kernel is
+one exchange: over NCCL a second one might find no free SM until the kernel ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -19,23 +18,18 @@ from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import first_heads
 from ringfa3.ring.p2p import Exchange, Message, Transport
+from ringfa3.ring_pass import Attend
 
 KV, PARTIAL, HOME = 0, 1, 2  # message tags
 
 Messages: TypeAlias = tuple[list[Message], list[Message]]  # sends and receives; some may be empty
 
 
-class Travel:
-    """The K/V of a call on their way: two buffers, (rows, 2, hk, d), K and V of a row together."""
+class KVBuffers:
+    """The K/V blocks of a pass: two buffers, (rows, 2, hk, d), K and V of a row together."""
 
-    def __init__(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: ContextPlan,
-        direction: str,
-    ) -> None:
-        self.plan, self.direction = plan, direction
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, kind: str) -> None:
+        self.plan, self.kind = plan, kind
         self._local = (k, v)
         rows = plan.kv_exchange.rows
         world, rank = plan.world, plan.rank
@@ -57,14 +51,14 @@ class Travel:
         return buffer[:, 0], buffer[:, 1]
 
     def messages(self, hop: int) -> Messages:
-        """Those that move the blocks of hop `hop`, while it is computed, on to hop + 1."""
+        """Messages that pass the block of a hop on, and bring the next one, beside its kernel."""
         plan, rows = self.plan, self.plan.kv_exchange.rows
         rank, world = plan.rank, plan.world
         if hop + 1 >= world:
             return [], []
         out = int(rows[(rank - hop) % world, hop + 1])
         into = int(rows[(rank - hop - 1) % world, hop + 1])
-        what = f"{self.direction} hop {hop + 1}: K/V"
+        what = f"{self.kind} hop {hop + 1}: K/V"
         here, there = self.buffers[hop % 2], self.buffers[(hop + 1) % 2]
         return (
             [Message(here[:out], (rank + 1) % world, what, KV)],
@@ -72,67 +66,69 @@ class Travel:
         )
 
 
-class Partials:
-    """The dK/dV of a backward on their way, (rows, 2, hk, d), dK and dV together.
+class GradBuffers:
+    """The dK/dV partials of a backward pass, (rows, 2, hk, d), dK and dV of a row together.
 
-    In the statistics dtype. The first visitor of a block stores its contribution as the partial;
-    others store it in `_contribution`, which no message has, and add it when the partial is here.
-    That has the rows of one block at most, and none between two ranks.
-    The partial of hop t lies in the first rows of `_buffers[t % 2]`, and behind it what comes home
-    from hop t - 1.
+    In the statistics dtype. The first visitor of a block stores its contribution as the partial.
+    Later visitors write to `_contribution`, a scratch buffer that is never sent, and add it once
+    the partial arrives. At most one block; empty for world size 2.
 
-    home   (local_tokens, 2, hk, d): of this rank's own keys
+    The partial of hop t is in the first rows of `_buffers[t % 2]`; behind it are the rows of this
+    rank's own partial that return after hop t - 1.
+
+    dkv   (local_tokens, 2, hk, d): of this rank's own keys
     """
 
     def __init__(self, k: torch.Tensor, plan: ContextPlan) -> None:
         self.plan = plan
         shape, dtype = (2, *k.shape[1:]), statistics_dtype(k.dtype)
-        self.home = k.new_empty((plan.local_tokens, *shape), dtype=dtype)
+        self.dkv = k.new_empty((plan.local_tokens, *shape), dtype=dtype)
         sizes = [0, 0]
         for t in range(1, plan.world + 1):
             sizes[t % 2] = max(sizes[t % 2], self._held(t) + self._returned(t - 1))
         self._buffers = [k.new_empty((n, *shape), dtype=dtype) for n in sizes]
-        rows = max((self._seen(t)[1] for t in range(1, plan.world) if self._later(t)), default=0)
+        later = [t for t in range(1, plan.world) if self._visited_before(t)]
+        rows = max((self._visible(t)[1] for t in later), default=0)
         self._contribution = k.new_empty((rows, *shape), dtype=dtype)
 
     def _owner(self, hop: int) -> int:
         return (self.plan.rank - hop) % self.plan.world
 
     def _held(self, hop: int) -> int:
-        """Rows of the partial that this rank has at a hop, 1 <= hop <= world."""
+        """Rows of the partial that this rank holds at a hop, 1 <= hop <= world."""
         return int(self.plan.kv_exchange.rows[self._owner(hop), hop])
 
-    def _seen(self, hop: int) -> tuple[int, int]:
-        """Between which rows of it a hop, 1 <= hop < world, stores."""
+    def _visible(self, hop: int) -> tuple[int, int]:
+        """Rows [begin, end) of the partial that a hop stores, 1 <= hop < world."""
         begin, end = self.plan.kv_exchange.visible[self._owner(hop), hop].tolist()
         return begin, end
 
-    def _later(self, hop: int) -> bool:
-        """Whether other ranks have added to the partial before."""
+    def _visited_before(self, hop: int) -> bool:
+        """Whether other ranks have added to the partial before this hop."""
         return hop > int(self.plan.kv_exchange.first_visit[self._owner(hop)])
 
     def _carried(self, owner: int, hop: int) -> int:
         """Rows of an owner's partial that go on to the next rank after a hop."""
-        move = self.plan.kv_exchange
-        return int(move.rows[owner, hop + 1]) if hop >= move.first_visit[owner] else 0
+        exchange = self.plan.kv_exchange
+        return int(exchange.rows[owner, hop + 1]) if hop >= exchange.first_visit[owner] else 0
 
     def _returned(self, hop: int) -> int:
-        """Rows of this rank's own partial that come home after a hop."""
+        """Rows of this rank's own partial that return after a hop."""
         rows = self.plan.kv_exchange.rows[self.plan.rank]
         return int(rows[hop] - rows[hop + 1]) if hop >= 1 else 0
 
     @property
-    def come_together(self) -> bool:
-        """Whether rows come home, all of them at the end."""
+    def returned_at_the_end(self) -> bool:
+        """Whether rows of this rank's own partial return, and all of them after the last hop."""
         hops = [t for t in range(1, self.plan.world) if self._returned(t)]
         return hops == [self.plan.world - 1]
 
     def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """dK and dV (rows, hk, d) for a hop to store, whatever is on its way."""
-        rows = self.home
+        """dK and dV (rows, hk, d) for a hop to store; no message reads or writes them meanwhile."""
+        rows = self.dkv
         if hop > 0:
-            begin, end = self._seen(hop)
-            if self._later(hop):
+            begin, end = self._visible(hop)
+            if self._visited_before(hop):
                 rows = self._contribution[:end]
             else:
                 partial = self._buffers[hop % 2][: self._held(hop)]
@@ -142,9 +138,9 @@ class Partials:
         return rows[:, 0], rows[:, 1]
 
     def messages(self, hop: int) -> Messages:
-        """Those that move the partial of hop - 1, while hop `hop` is computed.
+        """Messages that move the partial of hop - 1 beside the kernel of a hop.
 
-        On, as far as others add to it; the rest goes home to its owner.
+        Rows to which other ranks add go on to the next rank; the others return to their owner.
         """
         if hop <= 1:
             return [], []
@@ -153,13 +149,13 @@ class Partials:
         here, there = self._buffers[last % 2], self._buffers[hop % 2]
         on, held = self._carried(owner, last), self._held(last)
         into = self._carried(self._owner(hop), last)
-        done = plan.kv_exchange.rows[owner, hop]
+        complete = plan.kv_exchange.rows[owner, hop]  # rows from here on
         returned = there[self._held(hop) :][: self._returned(last)]
         what = f"backward hop {last}: dK/dV"
         return (
             [
                 Message(here[:on], (rank + 1) % world, what, PARTIAL),
-                Message(here[done:held], owner, what + " going home", HOME),
+                Message(here[complete:held], owner, what + " going home", HOME),
             ],
             [
                 Message(there[:into], (rank - 1) % world, what, PARTIAL),
@@ -168,87 +164,76 @@ class Partials:
         )
 
     def add(self, hop: int) -> None:
-        """Adds a hop's contribution to the partial, and what has come home beside it."""
+        """Adds a hop's contribution to the partial, and returned rows to `dkv`."""
         plan, there = self.plan, self._buffers[hop % 2]
-        if 0 < hop < plan.world and self._later(hop):
-            begin, end = self._seen(hop)
+        if 0 < hop < plan.world and self._visited_before(hop):
+            begin, end = self._visible(hop)
             there[begin:end].add_(self._contribution[begin:end])
         back = self._returned(hop - 1)
         if back:
             end = int(plan.kv_exchange.rows[plan.rank, hop - 1])
-            rows = plan.published_rows(self.home.device).part(end - back, end)
-            rows.add(there[self._held(hop) :][:back], self.home)
+            rows = plan.published_rows(self.dkv.device).part(end - back, end)
+            rows.add(there[self._held(hop) :][:back], self.dkv)
 
 
-class Relay:
-    """The forward or backward call of one rank, by messages.
+class P2PRingPass:
+    """`ringfa3.ring_pass.RingPass` by messages."""
 
-    home   backward: (local_tokens, 2, hk, d) statistics dtype, dK and dV of this rank's own keys
-    """
+    def __init__(self, transport: Transport | None, plan: ContextPlan, kind: str) -> None:
+        """kind: "forward" or "backward". transport: None for a world of one rank."""
+        self._transport, self._plan, self._kind = transport, plan, kind
 
-    def __init__(
-        self,
-        plan: ContextPlan,
-        transport: Transport | None,
-        direction: str,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> None:
-        self.world, self.transport = plan.world, transport
-        self.travel = Travel(k, v, plan, direction)
-        self.partials = Partials(k, plan) if direction == "backward" else None
-        # KV heads of the own keys that come first; None: all, also where some sums are wanted
-        # before the end.
+    def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
+        """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
+        self._kv = KVBuffers(k, v, self._plan, self._kind)
+        self._grads = GradBuffers(k, self._plan) if self._kind == "backward" else None
+        # KV heads of the rank's own keys that run first; the others run beside the last messages.
+        # None, for all heads, where returned rows are added before the end.
         self._first: int | None = None
-        if self.partials is not None and self.partials.come_together:
+        if self._grads is not None and self._grads.returned_at_the_end:
             tokens, kv_heads, _ = k.shape
             self._first = first_heads(kv_heads, tokens) or None
 
     @property
-    def home(self) -> torch.Tensor:
-        assert self.partials is not None
-        return self.partials.home
+    def dkv(self) -> torch.Tensor:
+        assert self._grads is not None
+        return self._grads.dkv
 
-    def run(self, attend: Callable[..., None]) -> None:
-        """Calls attend(hop, k, v), backward attend(hop, k, v, dk, dv, head), for each hop.
-
-        k, v: (rows, heads, d) of the hop's block, KV heads from `head` on. dk, dv: the first of
-        these rows in the statistics dtype, which are stored as far as the hop's tiles have them.
-        All heads come at once, but those of the own keys, hop 0, may come first and last.
-        """
-        for hop in range(self.world):
+    def run(self, attend: Attend) -> None:
+        """As `RingPass.run`. Hop 0 comes first; some of its KV heads may come last."""
+        for hop in range(self._plan.world):
             exchange = self._exchange(hop)
             self._attend(attend, hop, slice(0, self._first) if hop == 0 else slice(None))
             if exchange is not None:
                 exchange.wait()
-            if self.partials is not None:
-                self.partials.add(hop)
-        if self.partials is not None:
-            exchange = self._exchange(self.world)
+            if self._grads is not None:
+                self._grads.add(hop)
+        if self._grads is not None:
+            exchange = self._exchange(self._plan.world)
             if self._first is not None:
                 self._attend(attend, 0, slice(self._first, None))
             if exchange is not None:
                 exchange.wait()
-            self.partials.add(self.world)
+            self._grads.add(self._plan.world)
 
-    def _attend(self, attend: Callable[..., None], hop: int, heads: slice) -> None:
-        keys = (x[:, heads] for x in self.travel.block(hop))
-        if self.partials is None:
-            attend(hop, *keys)
+    def _attend(self, attend: Attend, hop: int, heads: slice) -> None:
+        k, v = (x[:, heads] for x in self._kv.block(hop))
+        if self._grads is None:
+            attend(hop, k, v)
         else:
-            grads = (x[:, heads] for x in self.partials.block(hop))
-            attend(hop, *keys, *grads, heads.start or 0)
+            dk, dv = (x[:, heads] for x in self._grads.block(hop))
+            attend(hop, k, v, dk, dv, first_head=heads.start or 0)
 
     def _exchange(self, hop: int) -> Exchange | None:
-        """Starts moving all that moves beside a hop; None if nothing does."""
-        both = [self.travel.messages(hop)]
-        if self.partials is not None:
-            both.append(self.partials.messages(hop))
+        """Starts all messages that move beside a hop's kernel; None if there are none."""
+        both = [self._kv.messages(hop)]
+        if self._grads is not None:
+            both.append(self._grads.messages(hop))
         sends, receives = (
             [m for messages in kind for m in messages if len(m.tensor)]
             for kind in zip(*both, strict=True)
         )
         if not (sends or receives):
             return None
-        assert self.transport is not None
-        return self.transport.exchange(sends, receives)
+        assert self._transport is not None
+        return self._transport.exchange(sends, receives)

@@ -1,7 +1,8 @@
-"""How a ring call begins: each rank checks its own arguments, all agree, or all raise.
+"""How a ring call begins: each rank checks its own arguments, then all agree or all raise.
 
-What a plan has been called with before is neither checked nor agreed on again, but for the first
-capture in a CUDA graph, which ranks agree on, and the room that any capture needs.
+Transport and forward mode are decided here, once a call. What a plan has been called with before is
+neither checked nor agreed on again, except a first capture in a CUDA graph, on which ranks agree,
+and the memory that every capture needs.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from functools import lru_cache
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.tiling import Plan
 from ringfa3.ring.group import RingGroup, Settings
-from ringfa3.ring.p2p import Transport
-from ringfa3.symmetric import graph_capture
-from ringfa3.symmetric.backend import CudaMachine
-from ringfa3.symmetric.forward_mode import FORWARD, kind_of_forward
+from ringfa3.ring.p2p_pass import P2PRingPass
+from ringfa3.ring_pass import RingPass
+from ringfa3.symmetric.cuda_graphs import capture_error
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
+from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
 from ringfa3.validation import (
     check_local_tokens,
     check_precision,
@@ -29,10 +33,10 @@ from ringfa3.validation import (
     check_transport,
 )
 
-ACCEPTED_KEPT = 64  # kinds of calls of a plan that were found right
+MAX_VALIDATED = 64  # kinds of calls that a plan remembers as valid
 
 
-def refuse(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
+def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
     """Raises `error` on every rank of the group."""
     if group is not None and dist.get_world_size(group) > 1:
         RingGroup.of(group).agree(Settings(), error)
@@ -43,7 +47,7 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def bind(plan: ContextPlan, group: dist.ProcessGroup | None = None) -> ContextPlan:
+def bind_to_group(plan: ContextPlan, group: dist.ProcessGroup | None = None) -> ContextPlan:
     """The plan with a group to run in: its own, else `group`, else the default group."""
     if plan.group is not None or (plan.world == 1 and not plan.implicit):
         return plan
@@ -56,7 +60,7 @@ def bind(plan: ContextPlan, group: dist.ProcessGroup | None = None) -> ContextPl
         )
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if (rank, world) != (plan.rank, plan.world):
-        refuse(
+        raise_on_all_ranks(
             group,
             ValueError(
                 f"plan is for rank {plan.rank} of {plan.world}, but this is rank {rank} of a group "
@@ -66,12 +70,49 @@ def bind(plan: ContextPlan, group: dist.ProcessGroup | None = None) -> ContextPl
     return plan.bound_to(group)
 
 
-_Asked: TypeAlias = tuple[object, ...]
-_accepted: weakref.WeakKeyDictionary[ContextPlan, dict[_Asked, tuple[Settings, Settings]]]
-_accepted = weakref.WeakKeyDictionary()
+class PreparedCall(NamedTuple):
+    """A call that is valid and that all ranks have agreed on.
+
+    kind       of its pass: "forward", "gathered" or "backward"
+    make_pass  make_pass(plan, kind): a pass over the call's transport
+    """
+
+    plan: ContextPlan
+    kind: str
+    make_pass: Callable[[ContextPlan, str], RingPass]
+
+    @property
+    def hops(self) -> Plan:
+        """The spans that its kernels compute."""
+        return self.plan.gathered if self.kind == "gathered" else self.plan.hops
+
+    def ring_pass(self) -> RingPass:
+        return self.make_pass(self.plan, self.kind)
 
 
-def enter(
+def pass_kind(direction: str, forward_mode: str) -> str:
+    """The kind of a pass over `symmetric`; direction: "forward" or "backward"."""
+    return "gathered" if (direction, forward_mode) == ("forward", "gathered") else direction
+
+
+class _Validated(NamedTuple):
+    """What is known of a kind of call.
+
+    settings       on which ranks agree
+    call_settings  the same with the call's direction
+    """
+
+    settings: Settings
+    call_settings: Settings
+    forward_mode: str
+
+
+_CallKey: TypeAlias = tuple[object, ...]
+_validated: weakref.WeakKeyDictionary[ContextPlan, dict[_CallKey, _Validated]]
+_validated = weakref.WeakKeyDictionary()
+
+
+def prepare_call(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -81,72 +122,78 @@ def enter(
     precision: str,
     transport: str,
     direction: str,
-) -> Transport | CudaMachine | None:
-    """Checks a call, agrees on it and gives what moves its tensors; None on one rank."""
+) -> PreparedCall:
+    """Checks a call, agrees on it with all ranks and chooses its transport and forward mode."""
     error: Exception | None = None
-    known = _accepted.setdefault(plan, {})
-    asked = (
+    known = _validated.setdefault(plan, {})
+    key = (
         *(q.shape, q.dtype, q.device, q.stride()),
         *(k.shape, k.dtype, k.device, k.stride()),
         *(v.shape, v.dtype, v.device, v.stride()),
-        *(scale, deterministic, precision, transport, direction, os.environ.get(FORWARD)),
+        *(scale, deterministic, precision, transport, direction, os.environ.get(FORWARD_MODE_ENV)),
     )
-    accepted = known.get(asked)
-    first = accepted is None
-    if accepted is None:
-        settings = Settings()
+    validated = known.get(key)
+    first = validated is None
+    if validated is None:
+        validated = _Validated(Settings(), Settings(), "hops")
         try:
             check_precision(precision)
-            _check(q, k, v, plan, transport)
-            settings = _settings(q, k, plan, scale, deterministic, transport)
+            _validate(q, k, v, plan, transport)
+            mode = select_forward_mode(plan, q, k)
+            settings = _settings(q, k, plan, scale, deterministic, transport, mode)
+            validated = _Validated(settings, settings, mode)
             select = select_forward if direction == "forward" else select_backward
-            select(q)  # a kernel is built, if it must be, while no rank waits in a hop
-            if len(known) == ACCEPTED_KEPT:
+            select(q)  # builds a missing kernel while no rank waits in a hop
+            if len(known) == MAX_VALIDATED:
                 known.clear()
-            known[asked] = settings, Settings({**settings, "pass": direction})
+            validated = _Validated(settings, Settings({**settings, "pass": direction}), mode)
+            known[key] = validated
         except (TypeError, ValueError) as problem:
             error = problem
-        accepted = known.get(asked, (settings, settings))
     if plan.world == 1:
         if error is not None:
             raise error
-        return None
+        return PreparedCall(plan, direction, partial(P2PRingPass, None))
     assert plan.group is not None
     group = RingGroup.of(plan.group)
-    pulls = error is None and q.is_cuda and group.may_pull(transport)
-    if pulls and torch.cuda.is_current_stream_capturing():
-        error = graph_capture.refusal(group.opened, plan, direction, q, k, not first)
-        accepted = of_captured(accepted[0]), of_captured(accepted[1])
+    kind = pass_kind(direction, validated.forward_mode)
+    settings, call_settings, _ = validated
+    symmetric = error is None and q.is_cuda and group.may_use_symmetric(transport)
+    if symmetric and torch.cuda.is_current_stream_capturing():
+        error = capture_error(group.shared_memory, BufferSpec(plan, kind, k), not first)
+        settings, call_settings = _captured(settings), _captured(call_settings)
     try:
-        group.agree(accepted[0], error)
+        group.agree(settings, error)
     except (TypeError, ValueError):
         if first:
-            known.pop(asked, None)  # it has not run
+            known.pop(key, None)  # it has not run
         raise
-    group.begin(accepted[1])
+    group.begin(call_settings)
     if q.is_cuda and transport != "nccl":
-        machine = group.machine(q.device)
-        if isinstance(machine, CudaMachine):
-            return machine
+        backend = group.symmetric_backend(q.device)
+        if backend is not None:
+            return PreparedCall(plan, kind, partial(SymmetricRingPass, backend))
+        reason = group.unsupported
         if transport == "symmetric":
-            raise ValueError(f"transport='symmetric' is not possible here ({machine}): use 'nccl'")
+            raise ValueError(f"transport='symmetric' is not possible here ({reason}): use 'nccl'")
         if group.rank == 0:
-            say_transport(machine)
-    return group.transport("nccl" if q.is_cuda else "gloo", q.device)
+            print_transport(str(reason))
+    p2p = group.transport("nccl" if q.is_cuda else "gloo", q.device)
+    return PreparedCall(plan, direction, partial(P2PRingPass, p2p))
 
 
 @lru_cache(None)
-def say_transport(reason: str) -> None:
-    """Once per process and reason, in one line: that "auto" is NCCL here."""
+def print_transport(reason: str) -> None:
+    """Prints, once per process and reason, that "auto" uses NCCL."""
     print(f"ringfa3: the ring runs over nccl: {reason}", file=sys.stderr, flush=True)
 
 
-def of_captured(settings: Settings) -> Settings:
-    """Settings that ranks agree on only if all of them capture the call."""
+def _captured(settings: Settings) -> Settings:
+    """Settings on which ranks agree only if all of them capture the call."""
     return Settings({**settings, "CUDA graph": "captured"})
 
 
-def _check(
+def _validate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, transport: str
 ) -> None:
     check_qkv(q, k, v, dims=3)
@@ -161,6 +208,7 @@ def _settings(
     scale: float,
     deterministic: bool,
     transport: str,
+    forward_mode: str,
 ) -> Settings:
     """What must be equal on all ranks of a call."""
     return Settings(
@@ -174,6 +222,6 @@ def _settings(
             "softmax_scale": repr(scale),
             "deterministic": str(deterministic),
             "transport": transport if q.is_cuda else "gloo",
-            "forward": kind_of_forward(plan, q, k),  # of backwards, too: they agree on nothing new
+            "forward": forward_mode,  # of a backward too: it needs no agreement of its own then
         }
     )

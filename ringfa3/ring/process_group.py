@@ -1,4 +1,4 @@
-"""Process groups: how members meet, groups made by them alone, what a group says of itself."""
+"""Process groups of any ranks, and how processes meet on a store that others have used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
-MEETING_POLL_S = 0.005
+POLL_S = 0.005
 
 
 def new_group(
@@ -24,12 +24,12 @@ def new_group(
     name: str,
     timeout: timedelta,
 ) -> dist.ProcessGroup:
-    """A process group of `ranks`, this process the `rank`-th of them, made by them alone.
+    """A process group of `ranks`, this process the `rank`-th of them; no other rank takes part.
 
-    `new_group(use_local_synchronization=True)` names a group by how many its process has, and
-    waits for ever where that is not the same on all ranks. If the default group is bound to a
+    `new_group(use_local_synchronization=True)` names a group by the number of groups in its process
+    and waits for ever where that number differs over the ranks. If the default group is bound to a
     device, NCCL splits its communicator, and all ranks of the job must make their first group
-    together. NCCL's kernels go before others that wait for an SM.
+    together. NCCL's kernels have high priority: they go before others that wait for an SM.
     """
     options = None
     if backend == "nccl":
@@ -51,7 +51,7 @@ def new_group(
 
 
 class AbsentError(TimeoutError):
-    """Members did not come: `ranks`, as far as this one can tell."""
+    """Ranks did not join a rendezvous: `ranks`, as far as this rank can tell."""
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks = list(ranks)
@@ -59,63 +59,64 @@ class AbsentError(TimeoutError):
         super().__init__(f"rank {listed} did not join within {timeout_s:g} s")
 
 
-def meet(store: Store, rank: int, world: int, timeout_s: float) -> Store:
-    """A part of `store` that belongs to exactly the processes that meet here now.
+def rendezvous(store: Store, rank: int, world: int, timeout_s: float) -> Store:
+    """A part of `store` that belongs to exactly the processes that meet in this call.
 
-    What earlier ones have left in the store is not in it: torchrun restarts a job on the store that
-    the attempt before has used (agents of several hosts may count attempts differently), and a
-    process may make a group anew. So rank 0 names the meeting, every other rank answers with a name
-    of its own, and rank 0 lists those. A rank that is not on the list has read the name of a
-    meeting that is over, and looks again.
+    It has no keys of earlier processes: torchrun restarts a job on the store of the attempt before
+    (agents of several hosts may count attempts differently), and a process may make a group anew.
+    Rank 0 writes a fresh name; every other rank answers to it with a name of its own; rank 0 lists
+    the answers. A rank that is not on the list has read the name of an earlier rendezvous, and
+    reads again.
 
     Raises AbsentError after `timeout_s` seconds.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     if rank == 0:
-        answers = [_answer(own, peer) for peer in range(1, world)]
-        store.set(_NAME, own)
+        answers = [_answer_key(own, peer) for peer in range(1, world)]
+        store.set(_NAME_KEY, own)
         while not store.check(answers):
             if time.monotonic() > deadline:
                 raise AbsentError(_absent(store, own, rank, world), timeout_s)
-            time.sleep(MEETING_POLL_S)
-        store.set(_listed(own), " ".join(store.get(key).decode() for key in answers))
+            time.sleep(POLL_S)
+        store.set(_list_key(own), " ".join(store.get(key).decode() for key in answers))
         return PrefixStore(own, store)
     name = ""
     while time.monotonic() < deadline:
-        if store.check([_NAME]):
-            name = store.get(_NAME).decode()
-            store.set(_answer(name, rank), own)
-            if store.check([_listed(name)]) and own in store.get(_listed(name)).decode().split():
+        if store.check([_NAME_KEY]):
+            name = store.get(_NAME_KEY).decode()
+            store.set(_answer_key(name, rank), own)
+            listed = _list_key(name)
+            if store.check([listed]) and own in store.get(listed).decode().split():
                 return PrefixStore(name, store)
-        time.sleep(MEETING_POLL_S)
+        time.sleep(POLL_S)
     raise AbsentError(_absent(store, name, rank, world), timeout_s)
 
 
-_NAME = "meeting"
+_NAME_KEY = "rendezvous"
 
 
-def _answer(name: str, rank: int) -> str:
+def _answer_key(name: str, rank: int) -> str:
     return f"{name}/{rank}"
 
 
-def _listed(name: str) -> str:
+def _list_key(name: str) -> str:
     return f"{name}/list"
 
 
 def _absent(store: Store, name: str, rank: int, world: int) -> list[int]:
-    """Who has not answered to a name; rank 0, if its meeting is over or it has named none."""
-    if rank and (not name or store.check([_listed(name)])):
+    """Ranks that have not answered; rank 0, if it has written no name or its list is complete."""
+    if rank and (not name or store.check([_list_key(name)])):
         return [0]
-    return [peer for peer in range(1, world) if not store.check([_answer(name, peer)])] or [0]
+    return [p for p in range(1, world) if not store.check([_answer_key(name, p)])] or [0]
 
 
 def alive(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has destroyed it yet."""
+    """Whether the group has not been destroyed."""
     return group in c10d._world.pg_map
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The group's own timeout: of its CUDA backend, or of its CPU one where it has no other."""
+    """The timeout of the group's CUDA backend, or of its CPU backend where it has no other."""
     for kind in ("cuda", "cpu"):
         with suppress(RuntimeError):  # no such backend
             timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout

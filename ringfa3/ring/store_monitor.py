@@ -1,4 +1,4 @@
-"""A thread of each rank that looks at the group's store for other ranks' trouble."""
+"""A thread of each rank that polls the group's store for other ranks' trouble."""
 
 from __future__ import annotations
 
@@ -11,26 +11,33 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from ringfa3.symmetric.watchdog import END_S
+from ringfa3.symmetric.watchdog import JOIN_S
 
-GLANCE_S = 0.25  # how often it looks
+PERIOD_S = 0.25  # between two polls
+FAILURE_KEY = "ringfa3/failure"  # message of a rank that has given up
 
 
 def entry_key(epoch: int, rank: int) -> str:
-    """Of what a rank says in an agreement."""
+    """A rank's entry in an agreement."""
     return f"ringfa3/agree/{epoch}/{rank}"
 
 
-def summons_key(epoch: int) -> str:
-    """Set where a rank in an agreement is in trouble, or waits for the others."""
-    return f"ringfa3/summons/{epoch}"
+def join_request_key(epoch: int) -> str:
+    """Set by a rank in an agreement that has an error to report, or waits for other ranks."""
+    return f"ringfa3/join/{epoch}"
 
 
-class Party(Protocol):
-    """One rank's view of its group.
+def _waiting_key(rank: int) -> str:
+    """The call in which a rank waits for messages."""
+    return f"ringfa3/waiting/{rank}"
 
-    epoch     of the latest agreement
-    call      number of the latest ring call, and its settings
+
+class GroupView(Protocol):
+    """What the monitor reads of one rank's `RingGroup`.
+
+    epoch     number of the latest agreement that the rank has entered
+    call      number of its latest ring call
+    settings  of that call
     """
 
     rank: int
@@ -42,25 +49,25 @@ class Party(Protocol):
     def settings(self) -> dict[str, str]: ...
 
 
-class Lookout(threading.Thread):
-    """Ends with the group. As a context manager, with an eye on where the others wait.
+class StoreMonitor(threading.Thread):
+    """Ends with the group. As a context manager it also compares the calls that ranks wait in.
 
-    alarm     what a rank said that gave up, None so far
-    summons   number of an agreement that this rank has to join: a rank in it refuses the call
-              that this one is in, or has not begun it, or waits in another one
+    peer_failure  message of a rank that has given up, else None
+    join_request  number of an agreement that this rank must join, because a rank in it refuses
+                  this rank's call, has not begun it, or waits in another call; 0 for none
     """
 
-    def __init__(self, party: Party, store: Store, alive: Callable[[], bool]) -> None:
-        super().__init__(daemon=True, name="ringfa3-lookout")
-        self._party, self._alive = party, alive
+    def __init__(self, group: GroupView, store: Store, alive: Callable[[], bool]) -> None:
+        super().__init__(daemon=True, name="ringfa3-store-monitor")
+        self._group, self._alive = group, alive
         self._store = store.clone()  # type: ignore[attr-defined]
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._waiting = False
-        self.alarm: str | None = None
-        self.summons = 0
+        self.peer_failure: str | None = None
+        self.join_request = 0
         self.start()
 
-    def __enter__(self) -> Lookout:
+    def __enter__(self) -> StoreMonitor:
         self._waiting = True
         return self
 
@@ -68,34 +75,35 @@ class Lookout(threading.Thread):
         self._waiting = False
 
     def end(self) -> None:
-        self._over.set()
-        self.join(END_S)
+        self._ended.set()
+        self.join(JOIN_S)
 
     def run(self) -> None:
         with suppress(dist.DistError):  # the store's host is gone: waits end at their deadline
-            while self._alive() and not self._over.is_set():
-                self._glance()
-                self._over.wait(GLANCE_S)
+            while self._alive() and not self._ended.is_set():
+                self._poll()
+                self._ended.wait(PERIOD_S)
 
-    def _glance(self) -> None:
-        party = self._party
-        epoch, call = party.epoch + 1, party.call
-        if self._store.check(["ringfa3/failure"]):
-            self.alarm = self._store.get("ringfa3/failure").decode()
-        if self._store.check([summons_key(epoch)]):
-            for entry in self._of_peers(lambda rank: entry_key(epoch, rank)):
+    def _poll(self) -> None:
+        group = self._group
+        epoch, call = group.epoch + 1, group.call
+        if self._store.check([FAILURE_KEY]):
+            self.peer_failure = self._store.get(FAILURE_KEY).decode()
+        if self._store.check([join_request_key(epoch)]):
+            for entry in self._peers(lambda rank: entry_key(epoch, rank)):
                 # such a rank will never send what this call waits for
-                if entry["error"] is not None or entry["inside"] or entry["call"] < call:
-                    self.summons = epoch
+                if entry["error"] is not None or entry["mid_call"] or entry["call"] < call:
+                    self.join_request = epoch
         if self._waiting:
-            mine = {"call": call, "settings": party.settings}
-            self._store.set(f"ringfa3/waiting/{party.rank}", json.dumps(mine))
-            for entry in self._of_peers(lambda rank: f"ringfa3/waiting/{rank}"):
-                if entry["call"] == call and entry["settings"] != mine["settings"]:
-                    self.summons = epoch
+            own = {"call": call, "settings": group.settings}
+            self._store.set(_waiting_key(group.rank), json.dumps(own))
+            for entry in self._peers(_waiting_key):
+                if entry["call"] == call and entry["settings"] != own["settings"]:
+                    self.join_request = epoch
 
-    def _of_peers(self, key_of: Callable[[int], str]) -> Iterator[dict[str, Any]]:
-        for rank in range(self._party.world):
+    def _peers(self, key_of: Callable[[int], str]) -> Iterator[dict[str, Any]]:
+        """The values of the peers that have set their keys."""
+        for rank in range(self._group.world):
             key = key_of(rank)
-            if rank != self._party.rank and self._store.check([key]):
+            if rank != self._group.rank and self._store.check([key]):
                 yield json.loads(self._store.get(key))

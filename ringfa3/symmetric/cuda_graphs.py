@@ -1,55 +1,124 @@
-"""Ring calls that CUDA graphs can hold, and calls beside graphs: each begins behind and ends before
-all else of its compute stream.
+"""Ring calls over `symmetric` in CUDA graphs. This is all of the support; it is not extended.
 
-Else a call's side streams go on beside the next call, which awaits events of this one; in a graph
-no event from outside can be awaited, and no host is asked at a replay. Enclosed, the calls of a
-rank are in order, in whatever graph each is and however often that is replayed; then any parities
-may follow on each other, as long as all ranks have the same.
+Outside graphs, a call's side streams run on beside the next call, which waits for their events. A
+graph cannot wait for an event from outside, and a replay asks no host. So a call in a graph forks
+its side streams from the compute stream and joins them to it at its end; so does, from the first
+capture on, every call beside graphs. The calls of a rank then run one after the other, in whatever
+graphs they are and however often those are replayed, and any parities may follow each other as
+long as they are the same on all ranks.
 
-A graph knows no order of issue: the device may run its operations one by one, in any order that
-events allow. So what a rank takes must have been set by others in any such order:
+A graph keeps no order of issue: the device may run its operations one by one, in any order that
+events allow. What a rank waits for must then be set by its peers in any such order:
 
-* All READY words of a rank are set before it takes any word: the stream of dK/dV forks behind them.
-* A kernel begins when all that it waits for inside is there.
+* A rank sets all its KV_READY before it waits for any signal: the gradients' stream forks behind
+  them.
+* A kernel starts when all its blocks have arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.ipc_memory import IpcMemory
+from ringfa3.symmetric.ring_pass import BufferSpec
+from ringfa3.symmetric.signals import AWAITED, PASSED, Signals
 from ringfa3.symmetric.stream_ops import (
-    AttendAll,
-    Await,
+    AttendGathered,
     Event,
     Operation,
-    Record,
+    RecordEvent,
     Stream,
-    Take,
+    WaitAndReset,
+    WaitEvent,
 )
 
 FORKED = Event("forked", 0)
 JOINED = Event("joined", 0)
+REMEDY = "run a call of the same plan, shapes, strides and settings, in the same direction, before"
 
 
-def enclosed(operations: Sequence[Operation], captured: bool) -> list[Operation]:
-    """The operations of a call, enclosed. captured: the device may run them in any order."""
+def fork_join(operations: Sequence[Operation], captured: bool) -> list[Operation]:
+    """A call's operations, with forks and a join. captured: the device may reorder them."""
     result: list[Operation] = []
     recorded: set[Event] = set()
     forked = not any(x.stream is Stream.GRADIENTS for x in operations)
     for operation in operations:
-        if isinstance(operation, Await) and operation.event not in recorded:
-            continue  # of a call before, which is over
-        if isinstance(operation, Record):
+        if isinstance(operation, WaitEvent) and operation.event not in recorded:
+            continue  # of an earlier call, which has ended
+        if isinstance(operation, RecordEvent):
             recorded.add(operation.event)
-        if not forked and (isinstance(operation, Take) or operation.stream is Stream.GRADIENTS):
-            result += _meet(Stream.GRADIENTS, Stream.KV, FORKED)
+        waits = isinstance(operation, WaitAndReset) or operation.stream is Stream.GRADIENTS
+        if not forked and waits:
+            result += _after(Stream.GRADIENTS, Stream.KV, FORKED)
             forked = True
-        if captured and isinstance(operation, AttendAll):
-            result += _meet(Stream.COMPUTE, Stream.KV, Event("gathered", 0))
+        if captured and isinstance(operation, AttendGathered):
+            result += _after(Stream.COMPUTE, Stream.KV, Event("gathered", 0))
         result.append(operation)
-    return [*result, *_meet(Stream.COMPUTE, Stream.KV, JOINED)]  # it has joined the other
+    # the gradients' stream has joined the compute stream already
+    return [*result, *_after(Stream.COMPUTE, Stream.KV, JOINED)]
 
 
-def _meet(stream: Stream, other: Stream, event: Event) -> Iterable[Operation]:
-    """The stream goes on behind what the other has so far."""
-    return Record(other, event), Await(stream, event)
+def _after(stream: Stream, other: Stream, event: Event) -> Iterable[Operation]:
+    """`stream` waits for all that `other` has so far."""
+    return RecordEvent(other, event), WaitEvent(stream, event)
+
+
+class ReplayWaits:
+    """The waits of captured calls, as their streams report them.
+
+    The graph's owner launches a replay, and the host posts nothing to the watchdog. So in a graph a
+    stream writes the number of a wait to its counter AWAITED before the wait, and 1 to PASSED after
+    a few waits. A number means the same wait in all graphs of a group.
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        self._names: list[str] = []  # of the waits, from number 1 on
+        self._number: dict[str, int] = {}
+        self._last = [0] * len(Stream)
+
+    def awaiting(self, stream: Stream, what: str) -> cuda_driver.WordOperation:
+        """To be issued before a wait."""
+        if what not in self._number:
+            self._names.append(what)
+            self._number[what] = len(self._names)
+        return cuda_driver.write(self._signals.counter(stream, AWAITED), self._number[what])
+
+    def passed(self, stream: Stream) -> list[cuda_driver.WordOperation]:
+        """To be issued after waits that all have different numbers."""
+        return [
+            cuda_driver.write(self._signals.counter(stream, which), value)
+            for which, value in {PASSED: 1, AWAITED: 0}.items()
+        ]
+
+    def poll(self) -> tuple[bool, Sequence[str]]:
+        """Whether a stream has passed a wait since the last poll, and what streams wait for."""
+        passed = [self._signals.passed(stream) for stream in Stream]
+        last, self._last = self._last, [self._signals.awaited(stream) for stream in Stream]
+        waits = [self._names[number - 1] for number in self._last if number]
+        return any(passed) or self._last != last, waits
+
+
+def capture_error(memory: IpcMemory | None, spec: BufferSpec, known: bool) -> ValueError | None:
+    """Why a call cannot be captured now, the same on all ranks; None if it can.
+
+    A capture runs nothing on the device and can allocate nothing: an earlier call of the same kind
+    must have done that.
+
+    memory: of the group; None if it has not tried the transport. spec: of the call. known: a call
+    of the same kind has been accepted.
+    """
+    if memory is None:
+        return _not_yet("the group has not tried the transport yet")
+    if not known:
+        return _not_yet("it is the first of its kind")
+    if not memory.holds(spec.slot_bytes):
+        return _not_yet("the group's memory would have to grow")
+    return None
+
+
+def _not_yet(reason: str) -> ValueError:
+    return ValueError(
+        f"a ring call over 'symmetric' cannot be captured in a CUDA graph yet, {reason}: {REMEDY}"
+    )

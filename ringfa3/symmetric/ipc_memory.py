@@ -1,108 +1,177 @@
-"""The memory of a context group on one host: a region that every rank can address, and more.
+"""Device memory of a context group that every rank of one host can address by CUDA IPC.
 
-One region serves all calls and layers; it grows where a call needs more, on all ranks in the same
-call.
+It is allocated and mapped here and not by PyTorch's symmetric memory, which hangs when subgroups
+rendezvous (pytorch#196082, repaired by #196350) and whose signal pads collide across groups
+(#192581). Replace this module by it when the oldest PyTorch that we support has both repairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
 from ringfa3.errors import StepError
-from ringfa3.symmetric.ipc_region import Region
-from ringfa3.symmetric.signals import Gather, together
+from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.cuda_driver import DriverError
+from ringfa3.symmetric.signals import Gather, step_on_all_ranks
 from ringfa3.symmetric.stream_ops import Buffer
 
-SHARED = (Buffer.SRC, Buffer.D)
-APART = (Buffer.IN, Buffer.SUM, Buffer.COME)
+SHARED = (Buffer.KV_SHARED, Buffer.DKV_OUT)
+PRIVATE = (Buffer.KV_RECV, Buffer.DKV_SUM, Buffer.DKV_RECV)
 ALIGNMENT = 1 << 21  # bytes, of slots: pages of the device
 
 
-class Arena:
-    """Buffers of one rank, and where those of its peers are.
+class IpcAllocation:
+    """Bytes on the current device, uninitialised. Freed with the last tensor that views them."""
 
-    SRC and D lie in the region, slot behind slot. The others are this rank's alone; a call uses
-    either ALL, or IN, SUM and COME, and they have one memory.
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Raises DriverError: no room on the device, even after PyTorch has freed its cache."""
+        self.size, self.device = size, device
+        try:
+            self.address = cuda_driver.allocate(size)
+        except DriverError:
+            torch.cuda.empty_cache()
+            self.address = cuda_driver.allocate(size)
+        self._mapped: list[int] = []
+        end = weakref.finalize(
+            self, _release, self.address, self._mapped, cuda_driver.free, cuda_driver.detach
+        )
+        end.atexit = False
+
+    @property
+    def handle(self) -> str:
+        """The IPC handle by which a peer maps it."""
+        return cuda_driver.share(self.address)
+
+    def map(self, handles: Sequence[str], rank: int) -> list[int]:
+        """Maps the peers' allocations, each handle once, and returns all addresses, by rank.
+
+        Raises DriverError: a peer's memory cannot be mapped.
+        """
+        addresses: dict[str, int] = {}
+        for peer, handle in enumerate(handles):
+            if peer != rank and handle not in addresses:
+                addresses[handle] = cuda_driver.attach(handle)
+                self._mapped.append(addresses[handle])
+        return [self.address if p == rank else addresses[h] for p, h in enumerate(handles)]
+
+    def unmap(self) -> None:
+        """Unmaps the peers' allocations, which may then be freed. This device has finished."""
+        while self._mapped:
+            cuda_driver.detach(self._mapped.pop())
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its bytes, uint8."""
+        return torch.as_tensor(self, device=self.device)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        memory = {"data": (self.address, False), "shape": (self.size,), "typestr": "|u1"}
+        return {**memory, "version": 2}
+
+
+def _release(
+    address: int,
+    mapped: Sequence[int],
+    free: Callable[[int], None],
+    detach: Callable[[int], None],
+) -> None:
+    for release, at in (*((detach, peer) for peer in mapped), (free, address)):
+        with suppress(DriverError):  # the device may be lost
+            release(at)
+
+
+class IpcMemory:
+    """Buffers of one rank, and the addresses of its peers' shared buffers.
+
+    KV_SHARED and DKV_OUT are in one IPC allocation, slot behind slot; the others are private. A
+    call uses either KV_GATHERED, or KV_RECV, DKV_SUM and DKV_RECV: these share their memory.
+
+    All calls and layers of a group use the same memory. Where a call needs more, it grows on all
+    ranks in that call.
     """
 
     def __init__(self, rank: int, world: int, device: torch.device, gather: Gather) -> None:
         self.rank, self.device, self.gather = rank, device, gather
         blocks = min(2, world - 1)  # of peers at a time
         self._slots = dict.fromkeys(Buffer, 1) | {
-            Buffer.SRC: 2,
-            Buffer.IN: blocks,
-            Buffer.D: blocks,
+            Buffer.KV_SHARED: 2,
+            Buffer.KV_RECV: blocks,
+            Buffer.DKV_OUT: blocks,
         }
         self._capacity = dict.fromkeys(Buffer, 0)  # bytes of a slot
-        self._region: Region | None = None
-        self._keeps = False  # what there is now
-        self._own: torch.Tensor | None = None
+        self._shared: IpcAllocation | None = None
+        self._private: torch.Tensor | None = None
+        self._pinned = False  # the present allocations are never freed
 
-    def holds(self, needed: Mapping[Buffer, int]) -> bool:
-        """Whether slots are so large, in bytes."""
-        return all(size <= self._capacity[buffer] for buffer, size in needed.items())
+    def holds(self, slot_bytes: Mapping[Buffer, int]) -> bool:
+        """Whether slots have at least so many bytes."""
+        return all(size <= self._capacity[buffer] for buffer, size in slot_bytes.items())
 
-    def reserve(self, needed: Mapping[Buffer, int]) -> None:
-        """Makes slots at least so large, in bytes. All ranks ask for the same in the same call.
+    def reserve(self, slot_bytes: Mapping[Buffer, int]) -> None:
+        """Makes slots of at least so many bytes. All ranks pass the same in the same call.
 
-        Where they do not hold so much they lie elsewhere from then on, and what they held is lost.
-        No tensor of `local` may be left then: the memory from before is freed first.
+        Where slots are too small, all buffers move and lose their contents. The old memory is freed
+        first, so no tensor of `local` may exist.
 
         Raises:
-            StepError: on all ranks, if one has no room. The arena is empty then.
+            StepError: on all ranks, if one has no room. No buffer has any memory then.
         """
-        if self.holds(needed):
+        if self.holds(slot_bytes):
             return
         capacity = {
-            b: max(size, _rounded(needed.get(b, 0), ALIGNMENT))
+            b: max(size, _rounded(slot_bytes.get(b, 0), ALIGNMENT))
             for b, size in self._capacity.items()
         }
         self._capacity = dict.fromkeys(Buffer, 0)
         torch.cuda.synchronize(self.device)
-        together(self.gather, "leaving the arena", self._leave)
-        # the peers have taken what they wanted of the memory from before, and unmapped it
+        step_on_all_ranks(self.gather, "unmapping the shared memory", self._unmap)
+        # the peers have copied all they need from the old memory, and unmapped it
         try:
-            handles = together(self.gather, "room for the arena", lambda: self._allocate(capacity))
-            together(self.gather, "mapping the arena", lambda: self._map(handles))
+            handles = step_on_all_ranks(
+                self.gather, "room for the shared memory", lambda: self._allocate(capacity)
+            )
+            step_on_all_ranks(self.gather, "mapping the shared memory", lambda: self._map(handles))
         except StepError:
-            together(self.gather, "leaving the arena", self._leave)
-            self._region = None
-            self._own = None
+            step_on_all_ranks(self.gather, "unmapping the shared memory", self._unmap)
+            self._shared = self._private = None
             raise
         self._capacity = capacity
 
-    def keep(self) -> None:
-        """What there is now is never freed, nor unmapped, even if the arena grows or ends: a graph,
-        a stream that is left to itself, or a peer that has not ended has its addresses."""
-        if not self._keeps:
-            _kept.append((self._region, self._own))
-        self._keeps = True
+    def pin(self) -> None:
+        """Keeps the present allocations mapped and allocated for ever, even when the buffers move:
+        a CUDA graph, an abandoned stream or a peer that still runs may use their addresses."""
+        if not self._pinned:
+            _pinned.append((self._shared, self._private))
+        self._pinned = True
 
-    def _leave(self) -> None:
-        if self._region is not None and not self._keeps:
-            self._region.leave()
+    def _unmap(self) -> None:
+        if self._shared is not None and not self._pinned:
+            self._shared.unmap()
 
     def _allocate(self, capacity: Mapping[Buffer, int]) -> str:
-        """Gives the handle of this rank's region."""
-        self._region, self._keeps = None, False
-        self._own = None
+        """Returns the handle of this rank's shared allocation."""
+        self._shared = self._private = None
+        self._pinned = False
         size = {buffer: self._slots[buffer] * capacity[buffer] for buffer in Buffer}
-        self._region = Region(sum(size[buffer] for buffer in SHARED), self.device)
-        own = max(size[Buffer.ALL], sum(size[buffer] for buffer in APART))
-        self._own = torch.empty(own, dtype=torch.uint8, device=self.device)
-        return self._region.handle
+        self._shared = IpcAllocation(sum(size[buffer] for buffer in SHARED), self.device)
+        private = max(size[Buffer.KV_GATHERED], sum(size[buffer] for buffer in PRIVATE))
+        self._private = torch.empty(private, dtype=torch.uint8, device=self.device)
+        return self._shared.handle
 
     def _map(self, handles: Sequence[str]) -> None:
-        assert self._region is not None
-        self._base = self._region.map(handles, self.rank)
+        assert self._shared is not None
+        self._base = self._shared.map(handles, self.rank)
 
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
         """A slot of this rank, uint8."""
-        assert self._region is not None
-        assert self._own is not None
-        memory = self._region.tensor if buffer in SHARED else self._own
+        assert self._shared is not None
+        assert self._private is not None
+        memory = self._shared.tensor if buffer in SHARED else self._private
         begin = self._offset(buffer, slot)
         return memory[begin : begin + self._capacity[buffer]]
 
@@ -110,20 +179,20 @@ class Arena:
         if buffer in SHARED:
             return self._base[rank] + self._offset(buffer, slot)
         assert rank == self.rank
-        assert self._own is not None
-        return self._own.data_ptr() + self._offset(buffer, slot)
+        assert self._private is not None
+        return self._private.data_ptr() + self._offset(buffer, slot)
 
     def _offset(self, buffer: Buffer, slot: int) -> int:
-        """Of a slot in its memory."""
+        """Of a slot in its allocation, in bytes."""
         before = 0
-        for behind in SHARED if buffer in SHARED else APART:
-            if buffer in (behind, Buffer.ALL):
+        for other in SHARED if buffer in SHARED else PRIVATE:
+            if buffer in (other, Buffer.KV_GATHERED):
                 break
-            before += self._slots[behind] * self._capacity[behind]
+            before += self._slots[other] * self._capacity[other]
         return before + slot * self._capacity[buffer]
 
 
-_kept: list[tuple[Region | torch.Tensor | None, ...]] = []
+_pinned: list[tuple[IpcAllocation | torch.Tensor | None, ...]] = []
 
 
 def _rounded(size: int, to: int) -> int:

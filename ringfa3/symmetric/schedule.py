@@ -1,122 +1,127 @@
 """The schedule of the `symmetric` transport: what the streams of one rank do in a ring call.
 
-Data only: lists of `operations.py`.
+Data only: lists of the operations of `stream_ops`.
 
-Forward, at hop t = 0..n-1: a rank's keys lie in its SRC; rank r copies those of rank r-t that its
-queries see, whole pieces, into an IN buffer and attends to them. Nothing is forwarded.
+Forward, hop t = 0..n-1: rank r's K/V are in its KV_SHARED. Rank r copies the pieces of rank r-t
+that its queries see into a KV_RECV buffer and attends to them. No rank forwards what it receives.
 
-Gathered, the forward in one launch: the rank copies all that its queries see behind its own keys,
-in the order of the hops, and one kernel waits inside for each block. It holds the SMs meanwhile, so
-it begins only when all these blocks are published: what it then waits for are copies, which need no
-SM and nothing of another rank, and which are in their queue before it. So no kernel of a collective
-that finds no SM beside it, here or on another rank, can keep it from its end.
+Gathered, the forward in one launch: the rank copies all K/V that its queries see behind its own, in
+the order of the hops, and one kernel waits for each block as it needs it. A kernel that waits
+occupies the SMs. It therefore starts only when all these blocks are published: it then waits for
+copies alone, which need no SM and no other rank and are queued before the kernel. So it always
+ends, even while a kernel of a collective, here or on another rank, waits for a free SM.
 
-Backward, at hop t = 1..n-1: the same for the keys of rank r-t. Of its own, some heads may come
-first, beside the first copies, the others come last, beside what goes home. A kernel stores
-what it finds of the block's float32 dK/dV in D[i % 2], i counting the visits, and their owner
-copies them home beside the next kernels: rows that are the first to come into SUM, others into
-COME, from where they are added. So the sums have the same order in all runs. A kernel that
-runs waits for no rank; it begins when D is free, so ranks may be about two visits apart.
+Backward, hop t = 1..n-1: K/V of rank r-t as in the forward. Of a rank's own keys some heads may run
+first, beside the first copies; the others run last, beside the last copies of dK/dV. The kernel of
+visit i (counting from 0) stores its float32 dK/dV in DKV_OUT[i % 2]. Their owner copies them beside
+the next kernels: rows that no earlier hop has brought go into DKV_SUM; others go into DKV_RECV and
+are added to DKV_SUM from there. The order of the additions is thus the same in every run. A running
+kernel waits for no other rank: it starts when its DKV_OUT slot is free, so ranks may be about two
+visits apart.
 
-The list is also an order in which all of it can run one operation after the other: if the device
-puts all streams into one queue the ring loses its overlap, and nothing hangs.
+Each list is also a valid serial order of its operations: if the device puts all streams into one
+queue, copies and kernels no longer overlap, but nothing hangs.
 """
 
 from __future__ import annotations
 
 from ringfa3.planning.kv_exchange import GradReturn, KVExchange
 from ringfa3.symmetric.stream_ops import (
-    Add,
+    AddToLocal,
+    AddToSum,
     Attend,
-    AttendAll,
-    Await,
+    AttendGathered,
     Block,
     Buffer,
-    Clear,
-    Collect,
+    BufferSlice,
     Copy,
+    CopyLocal,
+    EndStart,
     Event,
-    Keep,
     Operation,
     Part,
-    Place,
-    Prepare,
     Publish,
     Purpose,
-    Record,
-    Set,
+    RecordEvent,
+    ResetArrivals,
+    SetSignal,
+    Signal,
     Stream,
-    Take,
-    Word,
+    WaitAndReset,
+    WaitEvent,
 )
 
 
-def forward(move: KVExchange, rank: int, parity: int) -> list[Operation]:
+def forward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
     """The forward call of a rank. parity: 0 and 1 in turn, over all calls of the group."""
-    call = _Call(move, rank, parity, "forward")
-    call.begin()
-    call.pull_two()
+    call = _Builder(exchange, rank, parity, "forward")
+    call.publish()
+    call.start_pulls()
     call.add(Attend(0))
     for i, hop in enumerate(call.visits):
         call.attend(hop)
         call.pull(i + 2)
-    call.await_readers()
+    call.wait_for_readers()
     return call.operations
 
 
-def gathered(move: KVExchange, rank: int, parity: int) -> list[Operation]:
-    """The same with one kernel for all hops; peers cannot tell which of the two a rank runs."""
-    call = _Call(move, rank, parity, "forward")
-    call.begin()
+def gathered(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
+    """The forward with one kernel for all hops. Its signals are those of `forward`."""
+    call = _Builder(exchange, rank, parity, "forward")
+    call.publish()
     blocks = call.gather()
-    own = Place(rank, Buffer.ALL, 0, 0, int(move.rows[rank, 0]))
+    own = BufferSlice(rank, Buffer.KV_GATHERED, 0, 0, int(exchange.rows[rank, 0]))
     if blocks:
         call.add(
-            Keep(own),
-            Prepare(),
-            Await(Stream.COMPUTE, Event("opened", 0)),
-            AttendAll(own, blocks),
-            Clear(tuple(block.landed for block in blocks)),
+            CopyLocal(own),
+            EndStart(),
+            WaitEvent(Stream.COMPUTE, Event("all_published", 0)),
+            AttendGathered(own, blocks),
+            ResetArrivals(tuple(block.arrived for block in blocks)),
         )
     else:
-        call.add(Prepare(), Attend(0))
-    call.await_readers()
+        call.add(EndStart(), Attend(0))
+    call.wait_for_readers()
     return call.operations
 
 
-def backward(move: KVExchange, rank: int, parity: int) -> list[Operation]:
-    """The backward call of a rank; arguments as in `forward`."""
-    call = _Call(move, rank, parity, "backward")
-    call.begin()
-    call.pull_two()
+def backward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
+    """The backward call of a rank; arguments as in `forward`.
+
+    Per hop: signal our dK/dV, consume the peer's, then wait until ours are consumed. This order
+    cannot deadlock even if every rank runs its operations one by one.
+    """
+    call = _Builder(exchange, rank, parity, "backward")
+    call.publish()
+    call.start_pulls()
     if call.visits or call.returns:
         call.add(Attend(0, part=Part.FIRST))
     for hop in range(1, call.world):
         if hop in call.visits:
-            call.attend(hop, call.found(hop))
-            call.tell(hop)
+            call.attend(hop, call.dkv_out(hop))
+            call.signal_dkv(hop)
         if hop in call.returns:
-            call.bring_home(call.returns[hop])
+            call.receive_dkv(call.returns[hop])
         if hop in call.visits:
-            call.take_back(hop)
+            call.wait_until_consumed(hop)
             call.pull(call.visits.index(hop) + 2)
-    call.collect()
+    call.finish_backward()
     return call.operations
 
 
-class _Call:
-    """Operations of a call so far.
+class _Builder:
+    """The operations of a call, in the order in which the host issues them.
 
-    visits   hops at which this rank has work on another rank's block; the i-th goes to IN[i % 2]
-    returns  of the dK/dV that come home in a backward
+    visits   hops at which this rank computes on another rank's block; the i-th uses KV_RECV[i % 2]
+    returns  backward: what peers return of this rank's dK/dV, by hop
     """
 
-    def __init__(self, move: KVExchange, rank: int, parity: int, direction: str) -> None:
-        self.move, self.rank, self.parity = move, rank, parity
-        self.world, self.direction = len(move.rows), direction
-        self.visits = [t for t in range(1, self.world) if move.visible[self.owner(t), t].any()]
-        self.returns = {x.hop: x for x in move.grad_returns(rank)}
-        self._to_add: GradReturn | None = None  # what lies in COME
+    def __init__(self, exchange: KVExchange, rank: int, parity: int, direction: str) -> None:
+        self.exchange, self.rank, self.parity = exchange, rank, parity
+        self.world, self.direction = len(exchange.rows), direction
+        self.visits = [t for t in range(1, self.world) if exchange.visible[self.owner(t), t].any()]
+        self.returns = {x.hop: x for x in exchange.grad_returns(rank)}
+        self._to_add: GradReturn | None = None  # the return whose rows are in DKV_RECV
         self.operations: list[Operation] = []
 
     def owner(self, hop: int) -> int:
@@ -125,169 +130,176 @@ class _Call:
     def add(self, *operations: Operation) -> None:
         self.operations += operations
 
-    def take(self, stream: Stream, peer: int, purpose: Purpose, parity: int, what: str) -> None:
-        word = Word(peer, self.rank, purpose, parity)
-        self.add(Take(stream, word, f"{self.direction} {what}"))
+    def wait(self, stream: Stream, peer: int, purpose: Purpose, parity: int, what: str) -> None:
+        signal = Signal(peer, self.rank, purpose, parity)
+        self.add(WaitAndReset(stream, signal, f"{self.direction} {what}"))
 
     def set(self, stream: Stream, peer: int, purpose: Purpose, parity: int) -> None:
-        self.add(Set(stream, Word(self.rank, peer, purpose, parity)))
+        self.add(SetSignal(stream, Signal(self.rank, peer, purpose, parity)))
 
     # K/V
 
     def readers(self) -> list[tuple[int, int]]:
-        """(hop, rank) of those that copy from this rank's SRC."""
-        hops = [t for t in range(1, self.world) if self.move.visible[self.rank, t].any()]
+        """(hop, rank) of the peers that copy from this rank's KV_SHARED."""
+        hops = [t for t in range(1, self.world) if self.exchange.visible[self.rank, t].any()]
         return [(t, (self.rank + t) % self.world) for t in hops]
 
-    def begin(self) -> None:
-        """Publishes the own K/V.
+    def publish(self) -> None:
+        """Publishes the rank's own K/V.
 
-        The side stream joins behind all that the calls before left on the compute stream: IN and
-        ALL are free then, and the words of their kernels are 0.
+        The KV stream waits for all that earlier calls issued on the compute stream: KV_RECV and
+        KV_GATHERED are free then, and the words that their kernels waited for are 0.
         """
         published = Event("published", 0)
-        src = Place(self.rank, Buffer.SRC, self.parity, 0, int(self.move.rows[self.rank, 1]))
+        rows = int(self.exchange.rows[self.rank, 1])
         self.add(
-            Await(Stream.COMPUTE, Event("freed", self.parity)),
-            Publish(src),
-            Record(Stream.COMPUTE, published),
-            Await(Stream.KV, published),
+            WaitEvent(Stream.COMPUTE, Event("kv_shared_free", self.parity)),
+            Publish(BufferSlice(self.rank, Buffer.KV_SHARED, self.parity, 0, rows)),
+            RecordEvent(Stream.COMPUTE, published),
+            WaitEvent(Stream.KV, published),
         )
         for _, reader in self.readers():
-            self.set(Stream.KV, reader, Purpose.READY, self.parity)
+            self.set(Stream.KV, reader, Purpose.KV_READY, self.parity)
 
-    def pull_two(self) -> None:
+    def start_pulls(self) -> None:
         self.pull(0)
         self.pull(1)
-        self.add(Prepare())
+        self.add(EndStart())
 
     def gather(self) -> tuple[Block, ...]:
-        """Awaits the owners of all blocks, then copies one block after the other."""
-        first_row, _ = self.move.gathered_layout(self.rank)
+        """Waits until all blocks are published, then copies them one by one."""
+        first_row, _ = self.exchange.gathered_layout(self.rank)
         blocks = []
         for hop in self.visits:
-            self.take_ready(hop)
+            self.wait_published(hop)
         if self.visits:
-            self.add(Record(Stream.KV, Event("opened", 0)))
+            self.add(RecordEvent(Stream.KV, Event("all_published", 0)))
         for hop in self.visits:
-            begin, end = (int(first_row[hop]) + row for row in self.seen(hop))
-            blocks.append(Block(Place(self.rank, Buffer.ALL, 0, begin, end), Event("landed", hop)))
+            begin, end = (int(first_row[hop]) + row for row in self.visible(hop))
+            rows = BufferSlice(self.rank, Buffer.KV_GATHERED, 0, begin, end)
+            blocks.append(Block(rows, Event("arrived", hop)))
             self.add(
-                Copy(Stream.KV, self._source(hop), blocks[-1].place),
-                Record(Stream.KV, blocks[-1].landed),
+                Copy(Stream.KV, self._source(hop), rows),
+                RecordEvent(Stream.KV, blocks[-1].arrived),
             )
         return tuple(blocks)
 
-    def seen(self, hop: int) -> tuple[int, int]:
-        begin, end = self.move.visible[self.owner(hop), hop].tolist()
+    def visible(self, hop: int) -> tuple[int, int]:
+        begin, end = self.exchange.visible[self.owner(hop), hop].tolist()
         return begin, end
 
     def pull(self, index: int) -> None:
-        """Copies the block of the index-th visit from its owner, when IN is free and it is there.
+        """Copies the block of the index-th visit when it is published and its KV_RECV is free.
 
-        Called when the kernel of the visit two before has just been issued.
+        Called right after the kernel of the visit two before was issued.
         """
         if index >= len(self.visits):
             return
         if index >= 2:
-            self.add(Await(Stream.KV, Event("attended", self.visits[index - 2])))
+            self.add(WaitEvent(Stream.KV, Event("attended", self.visits[index - 2])))
         hop = self.visits[index]
-        self.take_ready(hop)
+        self.wait_published(hop)
         self.add(
-            Copy(Stream.KV, self._source(hop), self._landing(hop)),
-            Record(Stream.KV, Event("pulled", hop)),
+            Copy(Stream.KV, self._source(hop), self._kv_recv(hop)),
+            RecordEvent(Stream.KV, Event("kv_received", hop)),
         )
 
-    def take_ready(self, hop: int) -> None:
-        self.take(Stream.KV, self.owner(hop), Purpose.READY, self.parity, f"hop {hop}: K/V of")
+    def wait_published(self, hop: int) -> None:
+        self.wait(Stream.KV, self.owner(hop), Purpose.KV_READY, self.parity, f"hop {hop}: K/V of")
 
-    def _source(self, hop: int) -> Place:
-        return Place(self.owner(hop), Buffer.SRC, self.parity, *self.seen(hop))
+    def _source(self, hop: int) -> BufferSlice:
+        return BufferSlice(self.owner(hop), Buffer.KV_SHARED, self.parity, *self.visible(hop))
 
-    def _landing(self, hop: int) -> Place:
-        return Place(self.rank, Buffer.IN, self.visits.index(hop) % 2, *self.seen(hop))
+    def _kv_recv(self, hop: int) -> BufferSlice:
+        slot = self.visits.index(hop) % 2
+        return BufferSlice(self.rank, Buffer.KV_RECV, slot, *self.visible(hop))
 
-    def attend(self, hop: int, found: Place | None = None) -> None:
+    def attend(self, hop: int, dkv: BufferSlice | None = None) -> None:
         self.add(
-            Await(Stream.COMPUTE, Event("pulled", hop)), Attend(hop, self._landing(hop), found)
+            WaitEvent(Stream.COMPUTE, Event("kv_received", hop)),
+            Attend(hop, self._kv_recv(hop), dkv),
         )
-        if found is not None or hop in self.visits[:-2]:  # another stream waits for it
-            self.add(Record(Stream.COMPUTE, Event("attended", hop)))
+        if dkv is not None or hop in self.visits[:-2]:  # another stream waits for it
+            self.add(RecordEvent(Stream.COMPUTE, Event("attended", hop)))
 
-    def await_readers(self) -> None:
-        """SRC is free, for the call after the next one, when all readers have said so.
+    def wait_for_readers(self) -> None:
+        """Frees KV_SHARED for the call after the next one: waits until every reader has copied it.
 
-        This rank says so at the end as well: nobody waits for it before. In a backward call the
-        dK/dV that they have found say the same.
+        First this rank signals the same to the owners that it has read. Nobody needs that earlier.
+        In a backward call DKV_READY implies that the reader has copied.
         """
         for hop in self.visits:
-            self.set(Stream.KV, self.owner(hop), Purpose.READ, self.parity)
+            self.set(Stream.KV, self.owner(hop), Purpose.KV_CONSUMED, self.parity)
         for hop, reader in self.readers():
             what = f"hop {hop}: K/V taken by"
-            self.take(Stream.KV, reader, Purpose.READ, self.parity, what)
-        self.add(Record(Stream.KV, Event("freed", self.parity)))
+            self.wait(Stream.KV, reader, Purpose.KV_CONSUMED, self.parity, what)
+        self.add(RecordEvent(Stream.KV, Event("kv_shared_free", self.parity)))
 
-    # dK/dV. Of each hop a rank says what it has found before it awaits what a peer has, and takes
-    # that before it awaits that its own was taken: so ranks meet that do one thing after the other.
+    # dK/dV
 
-    def found(self, hop: int) -> Place:
-        """D, once its owner has what it held."""
+    def dkv_out(self, hop: int) -> BufferSlice:
+        """Where the kernel of a hop stores dK/dV, once the slot's earlier rows are consumed."""
         index = self.visits.index(hop)
         if index >= 2:
-            self.add(Await(Stream.COMPUTE, Event("taken", self.visits[index - 2])))
-        return Place(self.rank, Buffer.D, index % 2, *self.seen(hop))
+            self.add(WaitEvent(Stream.COMPUTE, Event("dkv_consumed", self.visits[index - 2])))
+        return BufferSlice(self.rank, Buffer.DKV_OUT, index % 2, *self.visible(hop))
 
-    def tell(self, hop: int) -> None:
-        self.add(Await(Stream.GRADIENTS, Event("attended", hop)))
-        self.set(Stream.GRADIENTS, self.owner(hop), Purpose.FOUND, self.parity)
+    def signal_dkv(self, hop: int) -> None:
+        self.add(WaitEvent(Stream.GRADIENTS, Event("attended", hop)))
+        self.set(Stream.GRADIENTS, self.owner(hop), Purpose.DKV_READY, self.parity)
 
-    def take_back(self, hop: int) -> None:
+    def wait_until_consumed(self, hop: int) -> None:
         what = f"hop {hop}: dK/dV taken by"
-        self.take(Stream.GRADIENTS, self.owner(hop), Purpose.TAKEN, self.parity, what)
+        self.wait(Stream.GRADIENTS, self.owner(hop), Purpose.DKV_CONSUMED, self.parity, what)
         if hop in self.visits[:-2]:
-            self.add(Record(Stream.GRADIENTS, Event("taken", hop)))
+            self.add(RecordEvent(Stream.GRADIENTS, Event("dkv_consumed", hop)))
 
-    def bring_home(self, here: GradReturn) -> None:
-        """Copies what a peer has found."""
+    def receive_dkv(self, here: GradReturn) -> None:
+        """Copies a peer's contribution to this rank's dK/dV."""
         peer = (self.rank + here.hop) % self.world
         if here.repeated and self._to_add is not None:
-            self._add_up(self._to_add)
-        self.take(Stream.GRADIENTS, peer, Purpose.FOUND, self.parity, f"hop {here.hop}: dK/dV of")
-        for buffer, parts in ((Buffer.SUM, here.new), (Buffer.COME, here.repeated)):
+            self._empty_dkv_recv(self._to_add)
+        what = f"hop {here.hop}: dK/dV of"
+        self.wait(Stream.GRADIENTS, peer, Purpose.DKV_READY, self.parity, what)
+        for buffer, parts in ((Buffer.DKV_SUM, here.new), (Buffer.DKV_RECV, here.repeated)):
             for begin, end in parts:
-                source = Place(peer, Buffer.D, here.visit_index % 2, begin, end)
-                target = Place(self.rank, buffer, 0, begin, end)
+                source = BufferSlice(peer, Buffer.DKV_OUT, here.visit_index % 2, begin, end)
+                target = BufferSlice(self.rank, buffer, 0, begin, end)
                 self.add(Copy(Stream.GRADIENTS, source, target))
-        self.set(Stream.GRADIENTS, peer, Purpose.TAKEN, self.parity)
+        self.set(Stream.GRADIENTS, peer, Purpose.DKV_CONSUMED, self.parity)
         if here.repeated:
             self._to_add = here
 
-    def _add_up(self, came: GradReturn) -> None:
-        """Makes room in COME."""
-        home, added = Event("home", came.hop), Event("added", came.hop)
+    def _empty_dkv_recv(self, received: GradReturn) -> None:
+        """Adds what is in DKV_RECV to DKV_SUM."""
+        arrived, added = Event("dkv_received", received.hop), Event("added", received.hop)
         self.add(
-            Record(Stream.GRADIENTS, home),
-            Await(Stream.COMPUTE, home),
-            Add(self._come(came)),
-            Record(Stream.COMPUTE, added),
-            Await(Stream.GRADIENTS, added),
+            RecordEvent(Stream.GRADIENTS, arrived),
+            WaitEvent(Stream.COMPUTE, arrived),
+            AddToSum(self._dkv_recv(received)),
+            RecordEvent(Stream.COMPUTE, added),
+            WaitEvent(Stream.GRADIENTS, added),
         )
 
-    def _come(self, came: GradReturn | None) -> tuple[Place, ...]:
-        parts = () if came is None else came.repeated
-        return tuple(Place(self.rank, Buffer.COME, 0, begin, end) for begin, end in parts)
+    def _dkv_recv(self, received: GradReturn | None) -> tuple[BufferSlice, ...]:
+        parts = () if received is None else received.repeated
+        return tuple(BufferSlice(self.rank, Buffer.DKV_RECV, 0, begin, end) for begin, end in parts)
 
-    def collect(self) -> None:
-        """The own keys, or other heads of them, beside the last copies; then D is free."""
-        settled = Event("settled", 0)
+    def finish_backward(self) -> None:
+        """Computes the rank's own keys, or their other heads, beside the last copies.
+
+        DKV_OUT is free afterwards.
+        """
+        exchanged = Event("dkv_exchanged", 0)
         if self.visits or self.returns:
             self.add(
-                Record(Stream.GRADIENTS, settled),
+                RecordEvent(Stream.GRADIENTS, exchanged),
                 Attend(0, part=Part.LAST),
-                Await(Stream.COMPUTE, settled),
+                WaitEvent(Stream.COMPUTE, exchanged),
             )
         else:
             self.add(Attend(0))
         if self.returns:
-            everything = Place(self.rank, Buffer.SUM, 0, 0, int(self.move.rows[self.rank, 1]))
-            self.add(Collect((everything, *self._come(self._to_add))))
+            rows = int(self.exchange.rows[self.rank, 1])
+            total = BufferSlice(self.rank, Buffer.DKV_SUM, 0, 0, rows)
+            self.add(AddToLocal((total, *self._dkv_recv(self._to_add))))

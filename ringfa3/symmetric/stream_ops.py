@@ -1,8 +1,8 @@
 """What the streams of one rank do in a ring call over peers' memory, as data.
 
-Operations of one stream run in the order in which the host issues them, and streams meet only
-where a list of operations says so: at events inside a rank, at words between ranks. A word is 0 or
-1; one sender sets it, one receiver awaits it and resets it.
+A stream runs its operations in the order in which the host issues them. Streams of one rank
+synchronise by events, ranks by signals. A signal is a word, 0 or 1: one sender sets it, one
+receiver waits for it and resets it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Stream(IntEnum):
-    """compute: kernels, and all that the caller does; kv, gradients: copies on the side."""
+    """COMPUTE: the caller's stream, where all kernels run. KV, GRADIENTS: copies beside it."""
 
     COMPUTE = 0
     KV = 1
@@ -21,30 +21,41 @@ class Stream(IntEnum):
 
 
 class Buffer(IntEnum):
-    """src: a rank's own K/V for its peers; in: K/V of a peer; all: its own K/V and those of all
-    peers that it sees; d: what a rank finds of a peer's dK/dV, for that peer; sum: what peers have
-    found of a rank's own, added up; come: what has come home and is to be added to that. `all` lies
-    in the memory of in, sum and come."""
+    """One rank's memory for ring calls. Peers read KV_SHARED and DKV_OUT.
 
-    SRC = 0
-    IN = 1
-    D = 2
-    SUM = 3
-    COME = 4
-    ALL = 5
+    KV_SHARED    the rank's own K/V
+    KV_RECV      K/V of one peer
+    DKV_OUT      the rank's contribution to a peer's dK/dV
+    DKV_SUM      sum of the peers' contributions to the rank's own dK/dV
+    DKV_RECV     contributions that are yet to be added to DKV_SUM
+    KV_GATHERED  own K/V, then the rows of all peers' K/V that the rank's queries see. It shares its
+                 memory with KV_RECV, DKV_SUM and DKV_RECV
+    """
+
+    KV_SHARED = 0
+    KV_RECV = 1
+    DKV_OUT = 2
+    DKV_SUM = 3
+    DKV_RECV = 4
+    KV_GATHERED = 5
 
 
 class Purpose(IntEnum):
-    """ready: the sender's K/V lie in its SRC; read: the sender has copied the receiver's SRC.
-    found: the receiver's dK/dV lie in the sender's D; taken: the sender has copied them."""
+    """What a signal says to its receiver.
 
-    READY = 0
-    READ = 1
-    FOUND = 2
-    TAKEN = 3
+    KV_READY      the sender's K/V are in its KV_SHARED
+    KV_CONSUMED   the sender has copied from the receiver's KV_SHARED
+    DKV_READY     the receiver's dK/dV are in the sender's DKV_OUT
+    DKV_CONSUMED  the sender has copied from the receiver's DKV_OUT
+    """
+
+    KV_READY = 0
+    KV_CONSUMED = 1
+    DKV_READY = 2
+    DKV_CONSUMED = 3
 
 
-class Word(NamedTuple):
+class Signal(NamedTuple):
     sender: int
     receiver: int
     purpose: Purpose
@@ -58,81 +69,81 @@ class Event(NamedTuple):
     number: int
 
 
-class Place(NamedTuple):
+class BufferSlice(NamedTuple):
     """Rows [begin, end) of a buffer."""
 
     rank: int
     buffer: Buffer
-    slot: int  # one of two, 0 for SUM, COME and ALL
+    slot: int  # 0 or 1; 0 for DKV_SUM, DKV_RECV and KV_GATHERED
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordEvent:
     stream: Stream
     event: Event
 
 
 @dataclass(frozen=True)
-class Await:
-    """The latest record of the event that was issued before; an event never recorded is past."""
+class WaitEvent:
+    """Waits for the latest record of the event that was issued; not at all if there is none."""
 
     stream: Stream
     event: Event
 
 
 @dataclass(frozen=True)
-class Set:
+class SetSignal:
     stream: Stream
-    word: Word
+    signal: Signal
 
 
 @dataclass(frozen=True)
-class Take:
-    """Awaits the word and resets it.
+class WaitAndReset:
+    """Waits until the signal is 1 and sets it to 0.
 
     what  for error messages: "backward hop 2: K/V of" its sender
     """
 
     stream: Stream
-    word: Word
+    signal: Signal
     what: str
 
 
 @dataclass(frozen=True)
 class Copy:
     stream: Stream
-    source: Place
-    target: Place
+    source: BufferSlice
+    target: BufferSlice
 
 
 @dataclass(frozen=True)
 class Publish:
-    """The rank's travelling K/V rows go into its SRC."""
+    """Copies the rank's own K/V rows that peers see into its KV_SHARED."""
 
-    place: Place
+    target: BufferSlice
     stream: Stream = Stream.COMPUTE
 
 
 @dataclass(frozen=True)
-class Keep:
-    """All of the rank's own K/V go where those of its peers will lie, for a kernel over both."""
+class CopyLocal:
+    """Copies all of the rank's own K/V into its KV_GATHERED."""
 
-    place: Place
+    target: BufferSlice
     stream: Stream = Stream.COMPUTE
 
 
 @dataclass(frozen=True)
-class Prepare:
-    """What the caller computes before its first hop, beside the first transfers."""
+class EndStart:
+    """Separates what `RingPass.start` issues from what `RingPass.run` issues."""
 
     stream: Stream = Stream.COMPUTE
 
 
 class Part(IntEnum):
-    """Of the KV heads of a rank's own keys. FIRST: those of `first_heads`, before the hops; LAST:
-    the others, behind them; ALL: all at once."""
+    """KV heads of a rank's own keys. FIRST: those that run before the hops; LAST: the others, which
+    run after them; ALL: all at once."""
 
     ALL = 0
     FIRST = 1
@@ -141,59 +152,66 @@ class Part(IntEnum):
 
 @dataclass(frozen=True)
 class Attend:
-    """The kernel of a hop, on the local K/V or those in `kv`.
+    """The kernel of one hop.
 
-    found  backward, but for the own keys: where it stores their dK/dV
-    part   of the KV heads, if these are the own keys
+    kv    K/V of a peer; None for the rank's own
+    dkv   backward, with `kv`: where the kernel stores dK/dV
+    part  without `kv`: the KV heads that it computes
     """
 
     hop: int
-    kv: Place | None = None
-    found: Place | None = None
+    kv: BufferSlice | None = None
+    dkv: BufferSlice | None = None
     part: Part = Part.ALL
     stream: Stream = Stream.COMPUTE
 
 
 class Block(NamedTuple):
-    """Rows of a peer, which are there from an event on."""
+    """K/V rows of a peer, and the event that says that they have arrived."""
 
-    place: Place
-    landed: Event
+    rows: BufferSlice
+    arrived: Event
 
 
 @dataclass(frozen=True)
-class AttendAll:
-    """One kernel over the own K/V and all blocks. It waits for each block itself, by a word that
-    the event sets, before it first reads of it; until then it holds the SMs."""
+class AttendGathered:
+    """One kernel over the rank's own K/V and all blocks.
 
-    own: Place
+    The kernel itself waits for each block, on a word that the event sets, before it first reads
+    it. It occupies the SMs meanwhile.
+    """
+
+    own: BufferSlice
     blocks: tuple[Block, ...]
     stream: Stream = Stream.COMPUTE
 
 
 @dataclass(frozen=True)
-class Clear:
-    """The words of events that a kernel has awaited become 0 again."""
+class ResetArrivals:
+    """Sets the words of events that a kernel has waited for to 0."""
 
     events: tuple[Event, ...]
     stream: Stream = Stream.COMPUTE
 
 
 @dataclass(frozen=True)
-class Add:
-    """Rows that have come home are added to those of the same number in `SUM`."""
+class AddToSum:
+    """Adds received dK/dV rows to the same rows of DKV_SUM."""
 
-    places: tuple[Place, ...]
+    slices: tuple[BufferSlice, ...]
     stream: Stream = Stream.COMPUTE
 
 
 @dataclass(frozen=True)
-class Collect:
-    """The owner adds rows of places, in order, to its own dK/dV."""
+class AddToLocal:
+    """Adds the slices, in order, to the rank's own dK/dV."""
 
-    places: tuple[Place, ...]
+    slices: tuple[BufferSlice, ...]
     stream: Stream = Stream.COMPUTE
 
 
-Work: TypeAlias = Publish | Keep | Attend | AttendAll | Add | Collect  # of the caller
-Operation: TypeAlias = Record | Await | Set | Take | Copy | Prepare | Clear | Work
+# Operations on the caller's tensors
+Work: TypeAlias = Publish | CopyLocal | Attend | AttendGathered | AddToSum | AddToLocal
+Operation: TypeAlias = (
+    RecordEvent | WaitEvent | SetSignal | WaitAndReset | Copy | EndStart | ResetArrivals | Work
+)

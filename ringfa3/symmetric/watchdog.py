@@ -1,4 +1,4 @@
-"""A watch over streams that wait for other ranks: what they wait for, and whether they go on."""
+"""A thread that checks whether streams which wait for other ranks make progress."""
 
 from __future__ import annotations
 
@@ -9,56 +9,58 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from ringfa3.errors import gave_up, timed_out
+
 POLL_S = 0.1
-END_S = 1.0  # a thread that does not end by then hangs in a call
+JOIN_S = 1.0  # a thread that does not end in this time hangs in a call
 
 
-class Watch(threading.Thread):
-    """Looks at what streams of ring calls wait for, and whether it has come.
+class Watchdog(threading.Thread):
+    """Knows what the streams of ring calls wait for, and polls whether the waits are over.
 
-    It calls nothing of CUDA, which may hold a thread up as long as a stream waits.
+    It calls nothing of CUDA, which may block a thread for as long as a stream waits.
 
-    If nothing comes for `timeout_s`, or another rank has given up, it calls lost(message), once,
-    and then release() until the last wait is over. Idle while nothing is awaited, unless it also
-    looks at what graphs wait for.
+    If no wait ends for `timeout_s`, or another rank has given up, it calls lost(message), once, and
+    then release() until the last wait is over. It sleeps while no stream waits, unless it also
+    polls graphs.
 
-    reached  reached(stream, n): whether the n-th wait of a stream, counted from 1, is over
-    alarm    what another rank said that gave up, or None
+    reached       reached(stream, n): whether n waits of the stream are over
+    peer_failure  message of another rank that has given up, or None
     """
 
     def __init__(
         self,
         timeout_s: float,
         reached: Callable[[Hashable, int], bool],
-        alarm: Callable[[], str | None],
+        peer_failure: Callable[[], str | None],
         lost: Callable[[str], None],
         release: Callable[[], None],
     ) -> None:
-        super().__init__(daemon=True, name="ringfa3-watch")
+        super().__init__(daemon=True, name="ringfa3-watchdog")
         self.timeout_s, self.lost = timeout_s, lost
-        self._reached, self._alarm, self._release = reached, alarm, release
+        self._reached, self._peer_failure, self._release = reached, peer_failure, release
         self._posted = threading.Event()
-        self._look: Callable[[], tuple[bool, Sequence[str]]] | None = None
+        self._poll: Callable[[], tuple[bool, Sequence[str]]] | None = None
         self._streams: dict[Hashable, _Waits] = {}
-        self._given_up = self._over = False
+        self._given_up = self._ended = False
         self.start()
 
-    def post(self, stream: Hashable, what: Sequence[str]) -> None:
-        """What the stream waits for next, one after the other."""
+    def post(self, stream: Hashable, names: Sequence[str]) -> None:
+        """The stream's next waits, one after the other; `names` is not empty."""
         waits = self._streams.get(stream)
         if waits is None:
             waits = self._streams[stream] = _Waits()
-        waits.ahead.append(what)
+        waits.ahead.append(names)
         if not self._posted.is_set():
             self._posted.set()
 
-    def look_at(self, look: Callable[[], tuple[bool, Sequence[str]]]) -> None:
-        """Waits that nobody posts, from now on. It is never idle then: at any time a graph may be
-        replayed.
+    def poll_graphs(self, poll: Callable[[], tuple[bool, Sequence[str]]]) -> None:
+        """Also watches waits that nobody posts. It never sleeps then: a graph may be replayed at
+        any time.
 
-        look  whether one is over since the last look, and what is awaited now
+        poll: whether a wait has ended since the last poll, and the names of those under way
         """
-        self._look = look
+        self._poll = poll
         self._posted.set()
 
     def give_up(self) -> None:
@@ -66,43 +68,40 @@ class Watch(threading.Thread):
         self._given_up = True
 
     def end(self) -> None:
-        self._over = True
+        self._ended = True
         self._posted.set()
-        self.join(END_S)
+        self.join(JOIN_S)
 
     def run(self) -> None:
-        while not self._over:
+        while not self._ended:
             self._posted.wait()
             self._posted.clear()
-            self._attend()
+            self._watch()
 
-    def _attend(self) -> None:
-        """Until nothing is awaited."""
-        moved = time.monotonic()
-        while not self._over:
+    def _watch(self) -> None:
+        """Until no stream waits."""
+        progress = time.monotonic()
+        while not self._ended:
             time.sleep(POLL_S)
             streams = list(self._streams.items())
             passed = [self._drop_passed(stream, waits) for stream, waits in streams]
-            ahead = [waits.ahead[0][waits.at] for _, waits in streams if waits.ahead]
-            if self._look is not None:
-                came, awaited = self._look()
-                passed.append(came)
-                ahead += awaited
-            elif not ahead:
+            names = [waits.ahead[0][waits.at] for _, waits in streams if waits.ahead]
+            if self._poll is not None:
+                passed_in_graphs, awaited = self._poll()
+                passed.append(passed_in_graphs)
+                names += awaited
+            elif not names:
                 return
-            if any(passed) or not ahead:
-                moved = time.monotonic()
-            if not ahead:
+            if any(passed) or not names:
+                progress = time.monotonic()
+            if not names:
                 continue
             if self._given_up:
                 self._release()
-            elif (said := self._alarm()) is not None:
-                self._lose(f"{'; '.join(ahead)}: gave up because {said}")
-            elif time.monotonic() > moved + self.timeout_s:
-                self._lose(
-                    f"{'; '.join(ahead)}: nothing within {self.timeout_s:g} s; is that rank "
-                    "stopped?"
-                )
+            elif (failure := self._peer_failure()) is not None:
+                self._lose(gave_up("; ".join(names), failure))
+            elif time.monotonic() > progress + self.timeout_s:
+                self._lose(timed_out("; ".join(names), self.timeout_s))
 
     def _drop_passed(self, stream: Hashable, waits: _Waits) -> bool:
         before = waits.passed
@@ -120,10 +119,10 @@ class Watch(threading.Thread):
 
 @dataclass
 class _Waits:
-    """Of one stream.
+    """The waits of one stream.
 
-    ahead   runs of waits, the first of which is at its `at`-th; none is empty
-    passed  how many were before
+    ahead   names of the waits, as they were posted; the stream is at number `at` of the first post
+    passed  how many waits are over
     """
 
     ahead: deque[Sequence[str]] = field(default_factory=deque)
@@ -132,9 +131,9 @@ class _Waits:
 
 
 def raise_in_main_thread(error: Exception) -> None:
-    """Raises an error of the same kind and text where the main thread is, once it runs Python.
+    """Raises an error of the same type and text in the main thread, as soon as it runs Python.
 
-    So a caller that waits for its device gets the error instead of what the device has computed.
+    So a caller that waits for its device gets the error, not what the device has computed.
     """
 
     def again(self: Exception) -> None:

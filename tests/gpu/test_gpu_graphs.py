@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringfa3 import RingError, RingFA3Attention, flash_attn_varlen_func, plan_context
-from ringfa3.symmetric.forward_mode import FORWARD, KINDS
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from tests.support.dense import cumulative
 from tests.support.ranks import free_port
 
@@ -88,8 +88,8 @@ def _graphs(rank: int, world: int) -> None:
     own, shared = random.Random(rank), random.Random(world)
     side, x = torch.cuda.Stream(), torch.zeros(1 << 20, device="cuda")
     dist.all_reduce(x)  # connects
-    for kind in KINDS:
-        os.environ[FORWARD] = kind
+    for kind in FORWARD_MODES:
+        os.environ[FORWARD_MODE_ENV] = kind
         layers = [
             Layer([2048 * world], deterministic=True),
             Layer([700, 1, 900, 128, 1500], deterministic=False),
@@ -97,7 +97,7 @@ def _graphs(rank: int, world: int) -> None:
         ]
         for number, layer in enumerate(layers):
             layer.fill(number)
-        if kind == KINDS[0]:
+        if kind == FORWARD_MODES[0]:
             with pytest.raises(ValueError, match="cannot be captured in a CUDA graph yet"):
                 captured(layers)
         step(layers)
@@ -145,7 +145,7 @@ def _graphs(rank: int, world: int) -> None:
 
 
 def _many(rank: int, world: int) -> None:
-    """Replays that queue up, without the host in between, end in the bits of an eager step."""
+    """ReplayWaits that queue up, without the host in between, end in the bits of an eager step."""
     layers = [Layer([1024 * world], deterministic=True) for _ in range(2)]
     for number, layer in enumerate(layers):
         layer.fill(number)

@@ -88,6 +88,6 @@ def test_ring_over_nccl_holds_the_single_device_gate(world: int) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind_to_group(("127.0.0.1", 0))
         port = s.getsockname()[1]
     mp.spawn(_worker, (world, port), world)

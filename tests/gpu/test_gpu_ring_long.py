@@ -21,9 +21,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringfa3 import plan_context, ring_attn_func
-from ringfa3.symmetric.backend import CudaMachine, Script
-from ringfa3.symmetric.forward_mode import FORWARD, KINDS
-from ringfa3.symmetric.ring_pass import Course
+from ringfa3.symmetric.backend import Script, SymmetricBackend
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from tests.gpu.test_gpu_symmetric import Layer
 from tests.support.ranks import free_port
 
@@ -62,7 +62,7 @@ def _wander(rank: int, world: int, port: int, transport: str) -> None:
     rng = random.Random(world)
     begin = time.monotonic()
     for step in range(STEPS):
-        os.environ[FORWARD] = rng.choice(KINDS)
+        os.environ[FORWARD_MODE_ENV] = rng.choice(FORWARD_MODES)
         longest = rng.choice((30, 900, 3000))
         layer = Layer(rng, longest) if step else Layer(rng, lengths=[3000] * 6)
         layer.transport = transport
@@ -101,20 +101,20 @@ def _train(rank: int, world: int, port: int, folder: str) -> None:
     x = torch.randn(plan.local_tokens, 8, 128, device="cuda").bfloat16().requires_grad_()
     step, issued = 0, [0]
 
-    whole, all_of = Course.__init__, CudaMachine.issue
+    whole, all_of = SymmetricRingPass.__init__, SymmetricBackend.issue
 
-    def begin(course: Course, *args: Any, **options: Any) -> None:
+    def begin(ring_pass: SymmetricRingPass, *args: Any, **options: Any) -> None:
         issued[0] = 0 if args[2] == "backward" else -1000
-        whole(course, *args, **options)
+        whole(ring_pass, *args, **options)
 
-    def issue(machine: CudaMachine, script: Script) -> None:
-        all_of(machine, script)
+    def issue(backend: SymmetricBackend, script: Script) -> None:
+        all_of(backend, script)
         issued[0] += 1
         if rank == LOST and step == 2 and issued[0] == 4:
             (Path(folder) / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Course.__init__, CudaMachine.issue = begin, issue  # type: ignore[method-assign]
+    SymmetricRingPass.__init__, SymmetricBackend.issue = begin, issue  # type: ignore[method-assign]
     for step in range(1000):  # noqa: B007
         out = ring_attn_func(x, x, x, plan, transport="symmetric")
         assert isinstance(out, torch.Tensor)

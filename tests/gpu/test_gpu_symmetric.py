@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringfa3 import RingError, flash_attn_func, plan_context, ring_attn_func
-from ringfa3.symmetric.backend import CudaMachine, Script
-from ringfa3.symmetric.forward_mode import FORWARD, KINDS
-from ringfa3.symmetric.stream_ops import Copy, Event, Operation, Set, Stream, Take
+from ringfa3.symmetric.backend import Script, SymmetricBackend
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
+from ringfa3.symmetric.stream_ops import Copy, Event, Operation, SetSignal, Stream, WaitAndReset
 from tests.gpu.test_gpu_ring import plain_attention
 from tests.support.dense import cumulative
 from tests.support.placements import placed
@@ -43,7 +43,7 @@ class Slow:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.inner = CudaMachine.prepared
+        self.inner = SymmetricBackend.prepared
         self.poison = torch.full((1 << 25,), 0xFF, dtype=torch.uint8).pin_memory()
         self.scratch = torch.empty_like(self.poison, device="cuda")
 
@@ -58,8 +58,8 @@ class Slow:
         if self.rng.random() < 0.02:
             time.sleep(self.rng.uniform(0, 0.01))
 
-    def prepared(
-        self, machine: CudaMachine, operations: Sequence[Operation], inside: frozenset[Event]
+    def prepare(
+        self, backend: SymmetricBackend, operations: Sequence[Operation], inside: frozenset[Event]
     ) -> Script:
         """With a call of ours before each operation; or before a few that set and take words."""
         whole = Script([], [])
@@ -68,24 +68,26 @@ class Slow:
             end = begin + 1
             while (
                 end < len(operations)
-                and all(isinstance(x, (Set, Take)) for x in operations[begin : end + 1])
+                and all(
+                    isinstance(x, (SetSignal, WaitAndReset)) for x in operations[begin : end + 1]
+                )
                 and self.rng.random() < 0.7
             ):
                 end += 1
-            calls, takes = self.inner(machine, operations[begin:end], inside)
-            whole.calls.append((partial(self.disturb, machine, operations[begin]), ()))
+            calls, takes = self.inner(backend, operations[begin:end], inside)
+            whole.calls.append((partial(self.disturb, backend, operations[begin]), ()))
             whole.calls.extend(calls)
             whole.takes.extend(takes)
             begin = end
         return whole
 
-    def disturb(self, machine: CudaMachine, operation: Operation) -> int:
-        with torch.cuda.stream(machine._streams[operation.stream]):
+    def disturb(self, backend: SymmetricBackend, operation: Operation) -> int:
+        with torch.cuda.stream(backend._streams[operation.stream]):
             self.sleep(side=operation.stream is not Stream.COMPUTE)
             if isinstance(operation, Copy):
                 place = operation.target
-                row = machine._row_bytes[place.buffer]
-                arriving = machine.local(place.buffer, place.slot)
+                row = backend._row_bytes[place.buffer]
+                arriving = backend.local(place.buffer, place.slot)
                 arriving = arriving[place.begin * row : place.end * row]
                 arriving.copy_(self.poison[: len(arriving)], non_blocking=True)
         return 0
@@ -145,11 +147,11 @@ def _exact(rank: int, world: int) -> None:
     rng, slow = random.Random(world), Slow(rank)
     for step in range(STEPS):
         layers = [Layer(rng) for _ in range(3)]
-        with mock.patch.object(CudaMachine, "prepared", lambda m, *a: slow.prepared(m, *a)):
+        with mock.patch.object(SymmetricBackend, "prepare", lambda m, *a: slow.prepare(m, *a)):
             for number, layer in enumerate(layers):
                 slow.sleep()
                 turn = number if step % 3 == 2 else step % 3
-                os.environ[FORWARD] = KINDS[turn % 2]
+                os.environ[FORWARD_MODE_ENV] = FORWARD_MODES[turn % 2]
                 layer.forward()
             for layer in reversed(layers):
                 slow.sleep()
@@ -164,7 +166,7 @@ def _crowded(rank: int, world: int) -> None:
     """Gathered forwards on all SMs beside collectives of the job, which one rank awaits before it
     publishes, and the others begin behind their launch: none hangs, all are one device's, within
     two roundings of bf16. In every other step each tile awaits a few rows of rank 0."""
-    os.environ[FORWARD] = "gathered"
+    os.environ[FORWARD_MODE_ENV] = "gathered"
     side, x = torch.cuda.Stream(), torch.zeros(1 << 20, device="cuda")
     few = placed([(0, 16, 0)] + [(0, 2048, r) for r in range(1, world)], world, (-1, 0))
     cases = []
@@ -175,7 +177,11 @@ def _crowded(rank: int, world: int) -> None:
         whole = flash_attn_func(q, k, v, causal=True)
         assert isinstance(whole, torch.Tensor)
         cases.append((plan, [plan.shard(y[0]) for y in (q, k, v)], plan.shard(whole[0])))
-    for plan, mine, _ in cases:  # the machine is made, and its arena has grown: ranks meet for that
+    for (
+        plan,
+        mine,
+        _,
+    ) in cases:  # the backend is made, and its memory has grown: ranks meet for that
         ring_attn_func(*mine, plan, transport="symmetric")
     dist.all_reduce(x)
     for step in range(20 * world):
@@ -216,7 +222,7 @@ def _overlapping(rank: int, world: int) -> None:
 
 def _stall(rank: int, world: int, direction: str = "forward", kind: str = "hops") -> None:
     """Rank 1 does not come to the second call; each other rank raises, naming hop and peer."""
-    os.environ[FORWARD] = kind
+    os.environ[FORWARD_MODE_ENV] = kind
     plan = plan_context(1024 * world)
     x = torch.randn(plan.local_tokens, 4, 64, device="cuda").bfloat16().requires_grad_()
 

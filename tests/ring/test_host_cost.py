@@ -1,4 +1,4 @@
-"""What a ring call costs the host once its like has run: counted, for times vary by machine."""
+"""What a ring call costs the host once its like has run: counted, for times vary by backend."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ringfa3 import plan_context, ring_attn_func
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring import prepare_call
 from ringfa3.ring.group import RingGroup
-from ringfa3.symmetric import backend, schedule
-from ringfa3.symmetric.backend import CudaMachine, open_machine
-from ringfa3.symmetric.ipc_memory import Arena
-from ringfa3.symmetric.ring_pass import Cargo, Course
+from ringfa3.symmetric import schedule, self_test
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.ipc_memory import IpcMemory
+from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
+from ringfa3.symmetric.self_test import open_backend
 from tests.support.fake_cuda import Call, FakeCuda, FakeGroup, Ranks
 from tests.support.placements import laid_out
 from tests.support.ranks import Ranks as Processes
@@ -62,8 +63,8 @@ class Counting(FakeCuda):
 
 def _steady(group: FakeGroup, meet: threading.Barrier) -> dict[str, tuple[list[str], int]]:
     """Tensor operations, and calls of the driver, of a forward and a backward."""
-    machine = open_machine(group, torch.device("cpu"))  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
+    backend = open_backend(group, torch.device("cpu"))  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
     plan = laid_out([64], group.world).plans[group.rank]
     x = torch.ones(plan.local_tokens, 1, 2)
     cuda: Any = group.meeting.cuda
@@ -73,9 +74,9 @@ def _steady(group: FakeGroup, meet: threading.Barrier) -> dict[str, tuple[list[s
             meet.wait()  # every rank has prepared all of its calls
         before = cuda.count[threading.get_ident()]
         with Tensors() as tensors:
-            Course(machine, plan, direction, x, x, waits=direction == "gathered").run(
-                lambda *_: None
-            )
+            ring_pass = SymmetricRingPass(backend, plan, direction)
+            ring_pass.start(x, x, waits_in_kernel=direction == "gathered")
+            ring_pass.run(lambda *_, **__: None)
         found[direction] = tensors.names, cuda.count[threading.get_ident()] - before
     return found
 
@@ -94,9 +95,9 @@ def test_a_call_over_symmetric_issues_what_it_has_prepared(
         mock.patch.object(schedule, "forward", refused),
         mock.patch.object(schedule, "gathered", refused),
         mock.patch.object(schedule, "backward", refused),
-        mock.patch.object(CudaMachine, "prepared", refused),
-        mock.patch.object(Arena, "_allocate", refused),
-        mock.patch.object(Cargo, "__init__", refused),
+        mock.patch.object(SymmetricBackend, "prepare", refused),
+        mock.patch.object(IpcMemory, "_allocate", refused),
+        mock.patch.object(BufferSpec, "__init__", refused),
     ]
 
     def refuse() -> None:
@@ -105,7 +106,7 @@ def test_a_call_over_symmetric_issues_what_it_has_prepared(
 
     meet = threading.Barrier(world, refuse, timeout=20.0)
     try:
-        with mock.patch.multiple(backend, TRIAL_TOKENS=8, TRIAL_S=5.0):
+        with mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=5.0):
             results = ranks.run(lambda group: _steady(group, meet))
     finally:
         mock.patch.stopall()
@@ -123,17 +124,18 @@ def test_a_call_over_symmetric_issues_what_it_has_prepared(
 
 def _left_over(group: FakeGroup) -> int:
     """How many tensors of finished calls still exist."""
-    machine = open_machine(group, torch.device("cpu"))  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
+    backend = open_backend(group, torch.device("cpu"))  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
     plan = laid_out([64], group.world).plans[group.rank]
     x = torch.ones(plan.local_tokens, 1, 2)
     made = []
     for _ in range(STEPS):
         workspace = torch.zeros(8)  # of a pass, in the closure of its hops
-        course = Course(machine, plan, "backward", x, x)
-        course.run(lambda *_, held=workspace: None)
-        made += [weakref.ref(workspace), weakref.ref(course.home)]
-        del workspace, course
+        ring_pass = SymmetricRingPass(backend, plan, "backward")
+        ring_pass.start(x, x)
+        ring_pass.run(lambda *_, held=workspace, **__: None)
+        made += [weakref.ref(workspace), weakref.ref(ring_pass.dkv)]
+        del workspace, ring_pass
     return sum(tensor() is not None for tensor in made)
 
 
@@ -141,7 +143,7 @@ def test_a_finished_call_holds_no_memory() -> None:
     """At once, without the garbage collector: a layer's workspace may be gigabytes."""
     gc.disable()
     try:
-        with mock.patch.multiple(backend, TRIAL_TOKENS=8, TRIAL_S=5.0):
+        with mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=5.0):
             assert Ranks(2).run(_left_over) == [0, 0]
     finally:
         gc.enable()
@@ -162,8 +164,8 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
     own = RingGroup.of(group)
     own.store = None  # type: ignore[assignment]  # whoever touches it fails
     with (
-        mock.patch.object(RingGroup, "_meet", refused),
-        mock.patch.object(prepare_call, "_check", refused),
+        mock.patch.object(RingGroup, "_exchange", refused),
+        mock.patch.object(prepare_call, "_validate", refused),
         mock.patch.object(prepare_call, "_settings", refused),
         mock.patch.object(Plan, "_forward", refused),
         mock.patch.object(Plan, "_backward", refused),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import RingError, plan_context, ring_attn_func
-from ringfa3.ring.prepare_call import bind
+from ringfa3.ring.prepare_call import bind_to_group
 from tests.support.dense import cumulative
 from tests.support.ranks import Ranks, group_of
 
@@ -240,7 +240,7 @@ def _plan_for_another_world(_: Group, before: int) -> tuple[str, str, float]:
     if rank == 1:
         start = time.monotonic()
         try:
-            bind(plan_context(CU, (1, 3)), group)
+            bind_to_group(plan_context(CU, (1, 3)), group)
         except ValueError as error:
             return "ValueError", str(error), time.monotonic() - start
     return told(call)

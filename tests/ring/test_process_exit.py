@@ -1,7 +1,7 @@
 """The end of a process that has run a ring: exit code 0 and nothing on stderr.
 
-A thread that is in C++ when Python ends is unwound through it, and the process aborts; so ours end
-before. The lookout is always in C++ here.
+Python unwinds a thread that is in C++ when Python ends, and the process aborts. So our threads end
+earlier. The store monitor is always in C++ here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ringfa3.ring.store_monitor
 from ringfa3 import plan_context, ring_attn_func
 
-ringfa3.ring.store_monitor.GLANCE_S = 0
+ringfa3.ring.store_monitor.PERIOD_S = 0
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 plan = plan_context(96)
 x = torch.ones(plan.local_tokens, 2, 8, requires_grad=True)

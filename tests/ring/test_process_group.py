@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ringfa3 import plan_context, ring_attn_func
 from ringfa3.ring.group import RingGroup
-from ringfa3.ring.process_group import AbsentError, meet
+from ringfa3.ring.process_group import AbsentError, rendezvous
 from tests.support.dense import cumulative
 from tests.support.ranks import sacrifice
 
@@ -26,7 +26,7 @@ def _meet(store: dist.Store, late: int = -1, absent: int = -1, timeout_s: float 
         if rank == late:
             time.sleep(0.1)
         try:
-            found[rank] = meet(store, rank, WORLD, timeout_s)
+            found[rank] = rendezvous(store, rank, WORLD, timeout_s)
         except AbsentError as error:
             found[rank] = error
 

@@ -1,7 +1,7 @@
-"""Stand-ins for what the `symmetric` transport uses of CUDA, in host memory, ranks as threads.
+"""Stand-ins for the parts of CUDA that the `symmetric` transport uses; ranks are threads.
 
-A rank's compute stream is its thread. Side streams are lists of actions on real addresses; a
-thread that waits carries them on, one at a time at random, those of all ranks.
+All memory is host memory. A rank's compute stream is its thread. Side streams are lists of actions
+on real addresses; a thread that waits runs the actions of all ranks, one at a time, at random.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from unittest import mock
 
 import torch
 
-from ringfa3.symmetric import backend, cuda_driver
-from ringfa3.symmetric.ipc_region import Region
-from ringfa3.symmetric.watchdog import Watch
+from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.ipc_memory import IpcAllocation
+from ringfa3.symmetric.watchdog import Watchdog
 from tests.support.fake_graphs import FakeGraph, FakeRun
 
 LIMIT_S = 20.0  # for a wait on the compute stream
@@ -30,7 +31,7 @@ Action = tuple[Callable[[], bool], Callable[[], None]]  # whether it can run, an
 
 
 class FakeCuda:
-    """All streams of all ranks."""
+    """The streams, events and memory of all ranks."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -39,7 +40,7 @@ class FakeCuda:
         self.runs: list[FakeRun] = []
         self.events: list[FakeEvent] = []
         self.memory: dict[int, ctypes.Array[ctypes.c_ubyte]] = {}  # by address
-        self.attached: list[int] = []  # addresses, by ranks that are no owners
+        self.attached: list[int] = []  # addresses that peers have mapped
         self.torn: list[int] = []  # addresses that were freed while a peer had them mapped
 
     def stream(self, _device: object = None, compute: bool = False) -> FakeStream:
@@ -49,22 +50,22 @@ class FakeCuda:
             return self.streams[-1]
 
     def drain(self, host: int) -> None:
-        """Until the side streams that a thread has made are empty."""
+        """Runs streams until the side streams that a thread has made are empty."""
         self.until(lambda: not self.busy(host))
 
     def busy(self, host: int) -> bool:
-        """Whether they are not."""
+        """Whether a side stream that a thread has made is not empty."""
         return any(s.actions for s in self.streams if s.host == host)
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Carries streams on until something has happened."""
+        """Runs streams until done()."""
         deadline = time.monotonic() + LIMIT_S
         while not done():
             if not self.step():
-                time.sleep(0.001)  # it is another rank's thread that must go on
+                time.sleep(0.001)  # another rank's thread must go on
             assert time.monotonic() < deadline, "the device hangs"
 
     def step(self) -> bool:
@@ -75,7 +76,7 @@ class FakeCuda:
             self.rng.choice(able)()
             return True
 
-    # What prepared calls do when they are issued
+    # What issued calls do
 
     def wait_word(self, stream: int, address: int, value: int) -> None:
         word = ctypes.c_uint32.from_address(address)
@@ -113,7 +114,7 @@ class FakeCuda:
 
     def allocate(self, size: int) -> int:
         mine = [s for s in self.streams if s.host == threading.get_ident()]
-        assert not any(s.actions for s in mine), "the region before this one is in use"
+        assert not any(s.actions for s in mine), "the previous allocation is in use"
         made = (ctypes.c_ubyte * size)()
         ctypes.memset(made, 0xFF, size)  # NaN
         with self.lock:
@@ -139,9 +140,9 @@ class FakeCuda:
         with self.lock:
             self.attached.remove(address)
 
-    def tensor(self, region: Region) -> torch.Tensor:
-        """Its bytes, as long as the tensor lives."""
-        return torch.frombuffer(self.memory[region.address], dtype=torch.uint8)
+    def tensor(self, allocation: IpcAllocation) -> torch.Tensor:
+        """Its bytes, alive as long as the tensor."""
+        return torch.frombuffer(self.memory[allocation.address], dtype=torch.uint8)
 
     def new_event(self) -> int:
         with self.lock:
@@ -173,20 +174,20 @@ class FakeCuda:
 
 
 class FakeStream:
-    """A side stream; or a rank's compute stream, whose actions its thread performs at once."""
+    """A side stream, or a rank's compute stream, whose actions its thread runs at once."""
 
     def __init__(self, cuda: FakeCuda, number: int, host: int, compute: bool = False) -> None:
         self.cuda, self.cuda_stream, self.host, self.compute = cuda, number, host, compute
         self.actions: deque[Action] = deque()
-        self.graph: FakeGraph | None = None  # that it is captured into
-        self.behind: frozenset[int] = frozenset()  # nodes of it
+        self.graph: FakeGraph | None = None  # into which it is captured
+        self.behind: frozenset[int] = frozenset()  # the stream's latest nodes in the graph
 
     def able(self) -> Iterator[Callable[[], None]]:
         if self.actions and self.actions[0][0]():
             yield lambda: self.actions.popleft()[1]()
 
     def put(self, can: Callable[[], bool], act: Callable[[], None]) -> None:
-        assert threading.current_thread().name != "ringfa3-watch", "CUDA would hold it up"
+        assert threading.current_thread().name != "ringfa3-watchdog", "CUDA would block it"
         if self.graph is not None:
             self.behind = self.graph.add(can, act, self.behind)
             return None
@@ -225,13 +226,13 @@ class FakeEvent:
             stream.put(lambda: True, lambda: passed.__setitem__(0, True))
 
     def query(self) -> bool:
-        assert threading.current_thread().name != "ringfa3-watch", "CUDA would hold it up"
+        assert threading.current_thread().name != "ringfa3-watchdog", "CUDA would block it"
         self.cuda.step()
         return self.passed[0]
 
 
 class FakeGroup:
-    """What `ringfa3.symmetric.backend.Group` asks for; ranks meet in shared lists."""
+    """`ringfa3.symmetric.backend.Group`; ranks meet in shared lists."""
 
     def __init__(self, ranks: Ranks, rank: int, timeout_s: float) -> None:
         self.meeting, self.rank, self.timeout_s = ranks, rank, timeout_s
@@ -243,7 +244,7 @@ class FakeGroup:
     def gather(self, line: object) -> list[object]:
         return self.meeting.gather(self.rank, line)
 
-    def alarm(self) -> str | None:
+    def peer_failure(self) -> str | None:
         return None
 
     def fail(self, message: str) -> Exception:
@@ -274,7 +275,7 @@ class Ranks:
 
     @contextmanager
     def capture(self, here: bool = False) -> Iterator[FakeGraph]:
-        """What the calling rank does in it goes into a graph, from its stream or a new one."""
+        """Captures what the calling rank does, on its stream (`here`) or a new one, as a graph."""
         rank = self._rank_of[threading.get_ident()]
         eager = self._current[rank]
         self._current[rank] = stream = eager if here else self.cuda.stream(compute=True)
@@ -341,30 +342,33 @@ class Ranks:
             if not cuda.step():
                 time.sleep(0.001)
 
-        watches = []
+        watchdogs = []
 
-        def watch(*arguments: Any) -> Watch:
-            watches.append(Watch(*arguments))
-            return watches[-1]
+        def watchdog(*arguments: Any) -> Watchdog:
+            watchdogs.append(Watchdog(*arguments))
+            return watchdogs[-1]
 
         with (
-            mock.patch.object(backend, "Watch", watch),
-            mock.patch.object(backend, "_stream", cuda.stream),
-            mock.patch.object(backend, "_event", cuda.event),
-            mock.patch.object(backend, "driver", cuda),
+            mock.patch("ringfa3.symmetric.backend.Watchdog", watchdog),
+            mock.patch("ringfa3.symmetric.backend._stream", cuda.stream),
+            mock.patch("ringfa3.symmetric.self_test._event", cuda.event),
+            mock.patch("ringfa3.symmetric.backend.cuda_driver", cuda),
+            mock.patch("ringfa3.symmetric.cuda_graphs.cuda_driver", cuda),
+            mock.patch("ringfa3.symmetric.self_test.cuda_driver", cuda),
             mock.patch("ringfa3.symmetric.signals.cuda_driver", cuda),
-            mock.patch.object(backend, "_introduction", introduction),
+            mock.patch("ringfa3.symmetric.self_test._introduction", introduction),
             mock.patch.object(torch.cuda, "current_stream", current_stream),
             mock.patch.object(torch.cuda, "synchronize", synchronize),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", capturing),
-            mock.patch.object(backend.CudaMachine, "compute", kernel),
-            mock.patch.object(backend, "time", SimpleNamespace(sleep=sleep)),
+            mock.patch.object(SymmetricBackend, "compute", kernel),
+            mock.patch("ringfa3.symmetric.backend.time", SimpleNamespace(sleep=sleep)),
+            mock.patch("ringfa3.symmetric.self_test.time", SimpleNamespace(sleep=sleep)),
             mock.patch.object(torch.cuda, "device", nullcontext),
-            mock.patch("ringfa3.symmetric.ipc_region.cuda_driver", cuda),
-            mock.patch.object(Region, "tensor", property(cuda.tensor)),
+            mock.patch("ringfa3.symmetric.ipc_memory.cuda_driver", cuda),
+            mock.patch.object(IpcAllocation, "tensor", property(cuda.tensor)),
         ):
             try:
                 yield
             finally:
-                for each in watches:  # what is under way now is never answered
+                for each in watchdogs:  # peers will never answer the calls under way
                     each.give_up()

@@ -1,4 +1,4 @@
-"""A CUDA graph that stands in for CUDA's: what streams do while they are captured, and replays."""
+"""A stand-in for CUDA graphs: captures the actions of streams and replays them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class FakeGraph:
-    """What has been captured: nodes, and for each those that it needs."""
+    """A captured graph: nodes, and for each the nodes that it depends on."""
 
     def __init__(self, cuda: FakeCuda, stream: FakeStream) -> None:
         self.cuda, self.over = cuda, False
         self.nodes: list[Action] = []
         self.needs: list[frozenset[int]] = []
-        self.behind: list[frozenset[int]] = []  # and what those need
+        self.behind: list[frozenset[int]] = []  # all nodes before each
         self.streams = [stream]
         stream.graph = self
 
@@ -50,8 +50,8 @@ class FakeGraph:
             raise cuda_driver.DriverError(f"{len(lost)} captured streams have not joined")
 
     def replay(self) -> None:
-        """On the compute stream. The device runs nodes beside each other, or one by one in any
-        order that the graph allows."""
+        """Runs on the compute stream: nodes side by side, or one by one in any order that the graph
+        allows."""
         run = FakeRun(self, one_by_one=self.cuda.rng.random() < 0.5)
         with self.cuda.lock:
             self.cuda.runs.append(run)

@@ -1,4 +1,4 @@
-"""Documents over ranks in any way, also ways that no layout gives, and the ring calls on them."""
+"""Documents placed on ranks in any way, even one that no layout has, and ring calls on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Calls = list[tuple[str, list[list[Operation]]]]  # direction, operations by rank
 
 @dataclass(frozen=True)
 class Placement:
-    """Self-attending documents: shards[r] lies on rank r. band: (left, right), -1 for unlimited."""
+    """Self-attending documents. shards[r] is on rank r; band: (left, right), -1 for unlimited."""
 
     lengths: tuple[int, ...]
     shards: list[Segments]
@@ -60,7 +60,7 @@ def laid_out(lengths: Sequence[int], world: int, layout: str = "zigzag",
 
 
 def placed(pieces: Sequence[tuple[int, int, int]], world: int, band: tuple[int, int]) -> Placement:
-    """Pieces (document, tokens, rank): a document's are in the order of its tokens."""
+    """Documents in pieces (document, tokens, rank); those of a document in token order."""
     position: dict[int, int] = {}
     by_rank: list[list[tuple[int, int, int]]] = [[] for _ in range(world)]
     for document, tokens, rank in pieces:
@@ -75,7 +75,7 @@ def placed(pieces: Sequence[tuple[int, int, int]], world: int, band: tuple[int, 
 
 
 def scattered(rng: random.Random, world: int) -> Placement:
-    """A few documents, each in a few pieces on ranks of any order."""
+    """A few documents, each in a few pieces on ranks in random order."""
     pieces = [
         (document, rng.randint(1, 9), rank)
         for document in range(rng.randint(1, 4))
@@ -87,7 +87,7 @@ def scattered(rng: random.Random, world: int) -> Placement:
 def directions(
     placements: Sequence[Placement], forwards: Sequence[str] = ("forward",)
 ) -> list[tuple[str, Placement]]:
-    """One step of training: a forward and a backward for each layer, with its own placement.
+    """A training step: a forward and a backward of each layer, each layer with its placement.
 
     forwards: "forward" or "gathered", for the layers in turn.
     """

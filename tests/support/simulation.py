@@ -1,8 +1,8 @@
-"""Ranks with three streams each in one process: every interleaving that a seed can draw.
+"""Ranks with three streams each in one process, in random interleavings of their operations.
 
-Hosts only issue, as over CUDA; then `run` advances one stream at a time, at random, some far more
-often than others, the favourites changing. Copies and kernels read and write in parts. What
-nobody needs any more, and what has not been written yet, is NaN.
+Hosts only issue, as over CUDA. Then `run` advances one stream at a time, at random; some streams
+are far faster than others, and their speeds change. Copies and kernels read and write in parts.
+Memory that has not been written yet, or that nobody will read again, is NaN.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from typing import get_args
 import numpy as np
 import torch
 
-from ringfa3.symmetric.cuda_graphs import enclosed
-from ringfa3.symmetric.ring_pass import Routes
+from ringfa3.symmetric.cuda_graphs import fork_join
+from ringfa3.symmetric.ring_pass import BufferSpec, CallRecipes
 from ringfa3.symmetric.stream_ops import (
-    Add,
+    AddToLocal,
+    AddToSum,
     Attend,
-    AttendAll,
-    Await,
+    AttendGathered,
     Buffer,
-    Clear,
-    Collect,
+    BufferSlice,
     Copy,
+    CopyLocal,
     Event,
-    Keep,
     Operation,
-    Place,
     Publish,
     Purpose,
-    Record,
-    Set,
+    RecordEvent,
+    ResetArrivals,
+    SetSignal,
+    Signal,
     Stream,
-    Take,
-    Word,
+    WaitAndReset,
+    WaitEvent,
     Work,
 )
 from tests.support.happens_before import Label, inside, label
 
 NAN = 0xFF  # in every byte: NaN in all floating dtypes
 PARTS = 3  # in which rows are read and written
-ROWS = 80  # that a slot holds, and ALL twice as many
-MOOD = 60  # turns for which the favourites stay the same
-Ready = Callable[[], bool]  # what a stream waits for
+ROWS = 80  # of a slot; KV_GATHERED has twice as many
+SPEED_TURNS = 60  # for which streams keep their speeds
+Ready = Callable[[], bool]  # whether a stream can go on
 Task = Iterator[Ready | None]
 
 
@@ -56,13 +56,13 @@ class DeadlockError(AssertionError):
 
 
 class World:
-    """All ranks: memory, words, and what their streams have yet to do.
+    """All ranks: memory, signals, and the operations that their streams have yet to run.
 
-    without    a wait that is taken out, as `happens_before.label` names it
+    without    a wait to leave out, named as by `happens_before.label`
     one_queue  a rank's streams run as one, in the order in which the host issues
-    crowded    before each call the ranks meet in a collective of the job, one of them in its
-               compute stream, the others beside it; its kernels begin where none waits on the SMs
-    enclose    calls begin and end with the compute stream, in any parities; some as in graphs
+    crowded    before each call the ranks run a collective of the job, one of them in its compute
+               stream, the others beside it; its kernel starts where no kernel waits on the SMs
+    fork_join  calls fork from and join the compute stream, in random parities; some as in graphs
     """
 
     def __init__(
@@ -71,33 +71,33 @@ class World:
         without: Label | None = None,
         one_queue: bool = False,
         crowded: bool = False,
-        enclose: bool = False,
+        fork_join: bool = False,
     ) -> None:
         self.size, self.without, self.one_queue = world, without, one_queue
-        self.crowded, self.enclose = crowded, enclose
+        self.crowded, self.fork_join = crowded, fork_join
         self.joined: dict[int, int] = defaultdict(int)  # ranks in a collective, by call
         self.memory: dict[tuple[int, Buffer, int], np.ndarray] = {}
-        self.words: dict[Word, int] = defaultdict(int)
+        self.signals: dict[Signal, int] = defaultdict(int)
         self.queues: dict[tuple[int, str], deque[tuple[str, Task]]] = defaultdict(deque)
-        self.machines = [SimulatedMachine(self, rank) for rank in range(world)]
+        self.backends = [SimulatedBackend(self, rank) for rank in range(world)]
 
     def run(self, rng: random.Random) -> None:
-        """Until all streams are empty.
+        """Runs until all streams are empty.
 
         Raises:
-            DeadlockError: with what each stream waits for.
+            DeadlockError: naming the operation at which each stream waits.
         """
         running = {key: queue.popleft() for key, queue in self.queues.items() if queue}
         blocked: dict[tuple[int, str], Ready | None] = dict.fromkeys(running)
         turns, speed = 0, {}
         while running:
-            if turns % MOOD == 0:
+            if turns % SPEED_TURNS == 0:
                 speed = {key: 10 ** rng.uniform(-3, 0) for key in running}
             turns += 1
             able = [key for key in running if (wait := blocked[key]) is None or wait()]
             if not able:
-                said = [f"rank {r} {s}: {running[r, s][0]}" for r, s in running]
-                raise DeadlockError("\n".join(said))
+                stuck = [f"rank {r} {s}: {running[r, s][0]}" for r, s in running]
+                raise DeadlockError("\n".join(stuck))
             (key,) = rng.choices(able, [speed[k] for k in able])
             try:
                 blocked[key] = next(running[key][1])
@@ -109,8 +109,8 @@ class World:
                     del running[key]
 
 
-class SimulatedMachine:
-    """`ringfa3.symmetric.ring_pass.Machine` of one rank."""
+class SimulatedBackend:
+    """`ringfa3.symmetric.ring_pass.Backend` of one rank."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
@@ -118,39 +118,49 @@ class SimulatedMachine:
         self.row_bytes: dict[Buffer, int] = {}
         self.direction = ""
         self.events: dict[Event, list[bool]] = {}
-        self.arrived: dict[Event, int] = defaultdict(int)  # words that kernels await
+        self.arrived: dict[Event, int] = defaultdict(int)  # words for which kernels wait
         self.holding = 0  # kernels that wait on the SMs
-        self.copied: list[Place] = []  # by the stream of gradients, of a peer
-        self.routes: Routes = weakref.WeakKeyDictionary()
-        self.landed = torch.ones(world.size, dtype=torch.int32)  # a kernel runs when all is here
+        self.copied: list[BufferSlice] = []  # from a peer, by the gradients' stream
+        self.recipes: CallRecipes = weakref.WeakKeyDictionary()
+        self.arrivals = torch.ones(world.size, dtype=torch.int32)  # kernels run when all is here
 
-    def begin(self, row_bytes: Mapping[Buffer, int], rows: Mapping[Buffer, int]) -> int:
-        kinds = {Buffer.D: "backward", Buffer.ALL: "gathered", Buffer.IN: "forward"}
-        self.direction = next(kind for buffer, kind in kinds.items() if buffer in rows)
-        for buffer, count in rows.items():
-            assert count <= ROWS * (1 + (buffer is Buffer.ALL))
-            assert self.row_bytes.setdefault(buffer, row_bytes[buffer]) == row_bytes[buffer]
-            self._allocate(buffer, ROWS * row_bytes[buffer])
+    def begin(self, spec: BufferSpec) -> int:
+        kinds = {
+            Buffer.DKV_OUT: "backward",
+            Buffer.KV_GATHERED: "gathered",
+            Buffer.KV_RECV: "forward",
+        }
+        self.direction = next(kind for buffer, kind in kinds.items() if buffer in spec.rows)
+        for buffer, count in spec.rows.items():
+            assert count <= ROWS * (1 + (buffer is Buffer.KV_GATHERED))
+            row_bytes = spec.row_bytes[buffer]
+            assert self.row_bytes.setdefault(buffer, row_bytes) == row_bytes
+            self._allocate(buffer, ROWS * row_bytes)
         if self.world.crowded:
             own = self.calls % self.world.size == self.rank
             stream = Stream.COMPUTE.name if own else "beside"
             task = self._collective(self.calls)
             self.world.queues[self.rank, stream].append(("a collective", task))
         self.calls += 1
-        if self.world.enclose:
+        if self.world.fork_join:
             self.captured, parity = divmod(random.Random(self.calls).randrange(4), 2)
-            self.routes = {}
+            self.recipes = {}
             return parity
         return (self.calls - 1) % 2
 
-    def arranged(self, operations: list[Operation]) -> list[Operation]:
-        return enclosed(operations, bool(self.captured)) if self.world.enclose else operations
+    def adapt(self, operations: list[Operation]) -> list[Operation]:
+        return fork_join(operations, bool(self.captured)) if self.world.fork_join else operations
 
     def _allocate(self, buffer: Buffer, size: int) -> None:
-        """IN, SUM and COME lie in the memory of ALL."""
-        parts = [(Buffer.SUM, 0), (Buffer.IN, 0), (Buffer.COME, 0), (Buffer.IN, 1)]
-        own = (self.rank, Buffer.ALL, 0)
-        if buffer in (Buffer.SRC, Buffer.D):
+        """KV_RECV, DKV_SUM and DKV_RECV share the memory of KV_GATHERED."""
+        parts = [
+            (Buffer.DKV_SUM, 0),
+            (Buffer.KV_RECV, 0),
+            (Buffer.DKV_RECV, 0),
+            (Buffer.KV_RECV, 1),
+        ]
+        own = (self.rank, Buffer.KV_GATHERED, 0)
+        if buffer in (Buffer.KV_SHARED, Buffer.DKV_OUT):
             own, parts = (self.rank, buffer, -1), [(buffer, 0), (buffer, 1)]
         memory = self.world.memory.setdefault(own, np.full(len(parts) * size, NAN, np.uint8))
         for i, (name, slot) in enumerate(parts):
@@ -167,7 +177,7 @@ class SimulatedMachine:
         return torch.from_numpy(self.world.memory[self.rank, buffer, slot])
 
     def then(self, work: Callable[[], None]) -> None:
-        """Work of the caller on the compute stream."""
+        """The caller's own work on the compute stream."""
 
         def task() -> Task:
             yield None
@@ -176,32 +186,32 @@ class SimulatedMachine:
         self._put(Stream.COMPUTE, "the caller", task())
 
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
-        if isinstance(operation, (Publish, Keep)):
-            task = self._in_parts([], [operation.place], work)
-        elif isinstance(operation, AttendAll):
-            places = [operation.own, *(block.place for block in operation.blocks)]
-            landed = {
-                place: event
-                for place, event in operation.blocks
+        if isinstance(operation, (Publish, CopyLocal)):
+            task = self._in_parts([], [operation.target], work)
+        elif isinstance(operation, AttendGathered):
+            slices = [operation.own, *(block.rows for block in operation.blocks)]
+            arrivals = {
+                rows: event
+                for rows, event in operation.blocks
                 if self.world.without != inside(self.direction, event)
             }
-            task = self._in_parts(places, [], work, landed)
-        elif isinstance(operation, Add):
-            sums = [p._replace(buffer=Buffer.SUM) for p in operation.places]
-            task = self._in_parts(list(operation.places), sums, work)
-        elif isinstance(operation, Collect):
-            task = self._in_parts(list(operation.places), [], work)
+            task = self._in_parts(slices, [], work, arrivals)
+        elif isinstance(operation, AddToSum):
+            sums = [p._replace(buffer=Buffer.DKV_SUM) for p in operation.slices]
+            task = self._in_parts(list(operation.slices), sums, work)
+        elif isinstance(operation, AddToLocal):
+            task = self._in_parts(list(operation.slices), [], work)
         else:
             assert isinstance(operation, Attend)
             reads = [operation.kv] if operation.kv is not None else []
-            writes = [operation.found] if operation.found is not None else []
+            writes = [operation.dkv] if operation.dkv is not None else []
             task = self._in_parts(reads, writes, work)
         self._put(operation.stream, str(operation), task)
 
-    def prepared(
-        self, operations: Sequence[Operation], inside: frozenset[Event]
+    def prepare(
+        self, operations: Sequence[Operation], in_kernel: frozenset[Event]
     ) -> list[Operation]:
-        assert {event.name for event in inside} <= {"landed"}
+        assert {event.name for event in in_kernel} <= {"arrived"}
         return [x for x in operations if not isinstance(x, get_args(Work))]
 
     def issue(self, prepared: list[Operation]) -> None:
@@ -209,23 +219,23 @@ class SimulatedMachine:
             self._issue(operation)
 
     def _issue(self, operation: Operation) -> None:
-        if isinstance(operation, Record) and operation.event.name == "landed":
-            task = self._raise(operation.event)
-        elif isinstance(operation, Clear):
-            task = self._clear(operation)
-        elif isinstance(operation, Record):
+        if isinstance(operation, RecordEvent) and operation.event.name == "arrived":
+            task = self._arrive(operation.event)
+        elif isinstance(operation, ResetArrivals):
+            task = self._reset(operation)
+        elif isinstance(operation, RecordEvent):
             self.events[operation.event] = flag = [False]
             task = self._record(flag)
-        elif isinstance(operation, Await):
-            if operation.event not in self.events or not self._kept(operation):
+        elif isinstance(operation, WaitEvent):
+            if operation.event not in self.events or not self._has_effect(operation):
                 return
-            task = self._await(self.events[operation.event])
+            task = self._wait_event(self.events[operation.event])
         elif isinstance(operation, Copy):
             task = self._copy(operation)
-        elif isinstance(operation, Take):
-            task = self._take(operation, self._kept(operation))
+        elif isinstance(operation, WaitAndReset):
+            task = self._wait_signal(operation, self._has_effect(operation))
         else:
-            assert isinstance(operation, Set)
+            assert isinstance(operation, SetSignal)
             task = self._set(operation)
         self._put(operation.stream, str(operation), task)
 
@@ -233,40 +243,40 @@ class SimulatedMachine:
         key = (self.rank, (Stream.COMPUTE if self.world.one_queue else stream).name)
         self.world.queues[key].append((name, task))
 
-    def _kept(self, wait: Await | Take) -> bool:
+    def _has_effect(self, wait: WaitEvent | WaitAndReset) -> bool:
         return self.world.without != label(self.direction, wait, self.world.size)
 
     def _record(self, flag: list[bool]) -> Task:
         yield None
         flag[0] = True
 
-    def _raise(self, event: Event) -> Task:
+    def _arrive(self, event: Event) -> Task:
         yield None
         self.arrived[event] += 1
-        assert self.arrived[event] < 2 or self.world.without, f"{event} is raised twice"
+        assert self.arrived[event] < 2 or self.world.without, f"{event} is set twice"
 
-    def _clear(self, clear: Clear) -> Task:
+    def _reset(self, reset: ResetArrivals) -> Task:
         yield None
-        for event in clear.events:
+        for event in reset.events:
             self.arrived[event] = 0
 
-    def _await(self, flag: list[bool]) -> Task:
+    def _wait_event(self, flag: list[bool]) -> Task:
         yield lambda: flag[0]
 
-    def _take(self, take: Take, kept: bool) -> Task:
-        """A wait that was taken out still uses its signal up, so that no other is let through."""
-        words = self.world.words
-        yield (lambda: words[take.word] > 0) if kept else None
-        words[take.word] -= 1
+    def _wait_signal(self, wait: WaitAndReset, has_effect: bool) -> Task:
+        """A wait that is left out still resets its signal, so that it releases no other wait."""
+        signals = self.world.signals
+        yield (lambda: signals[wait.signal] > 0) if has_effect else None
+        signals[wait.signal] -= 1
 
-    def _set(self, order: Set) -> Task:
+    def _set(self, order: SetSignal) -> Task:
         yield None
-        words = self.world.words
-        words[order.word] += 1
-        assert words[order.word] < 2 or self.world.without, f"{order.word} is set twice"
-        if order.word.purpose is Purpose.TAKEN:
+        signals = self.world.signals
+        signals[order.signal] += 1
+        assert signals[order.signal] < 2 or self.world.without, f"{order.signal} is set twice"
+        if order.signal.purpose is Purpose.DKV_CONSUMED:
             while self.copied:
-                self._free(self.copied.pop())  # this rank was the only one to need these rows
+                self._free(self.copied.pop())  # no other rank reads these rows
 
     def _copy(self, copy: Copy) -> Task:
         source, target = self._bytes(copy.source), self._bytes(copy.target)
@@ -278,47 +288,52 @@ class SimulatedMachine:
         if copy.stream is Stream.GRADIENTS:
             self.copied.append(copy.source)
 
-    def _in_parts(self, reads: list[Place], writes: list[Place], work: Callable[[], None],
-                  landed: Mapping[Place, Event] | None = None) -> Task:  # fmt: skip
-        """Work on what it finds in its places, in parts, and leaves there, in parts.
+    def _in_parts(
+        self,
+        reads: list[BufferSlice],
+        writes: list[BufferSlice],
+        work: Callable[[], None],
+        arrivals: Mapping[BufferSlice, Event] | None = None,
+    ) -> Task:
+        """Reads the slices part by part, does the work, and writes part by part.
 
-        What is read is free then. Writes are read first: they may be added to.
-        landed: words for which a kernel waits that is on the SMs already.
+        Slices of `reads` are free afterwards; those of `writes` are read too: work may add to them.
+        arrivals: slices for which a kernel waits while it occupies the SMs.
         """
-        self.holding += landed is not None
-        found: dict[Place, np.ndarray] = {}
-        for place in (*reads, *writes):
-            event = None if landed is None else landed.get(place)
+        self.holding += arrivals is not None
+        before: dict[BufferSlice, np.ndarray] = {}
+        for rows in (*reads, *writes):
+            event = None if arrivals is None else arrivals.get(rows)
             if event is not None:
                 yield lambda: self.arrived[event] > 0  # noqa: B023
-            found[place] = np.empty(len(self._bytes(place)), np.uint8)
-            for part in self._parts(place):
-                found[place][part] = self._bytes(place)[part]
+            before[rows] = np.empty(len(self._bytes(rows)), np.uint8)
+            for part in self._parts(rows):
+                before[rows][part] = self._bytes(rows)[part]
                 yield None
-        self.holding -= landed is not None
-        now = {place: self._bytes(place).copy() for place in found}
-        for place, was in found.items():
-            self._bytes(place)[:] = was
+        self.holding -= arrivals is not None
+        now = {rows: self._bytes(rows).copy() for rows in before}
+        for rows, content in before.items():
+            self._bytes(rows)[:] = content
         work()
-        left = {place: self._bytes(place).copy() for place in writes}
-        for place, other in now.items():
-            self._bytes(place)[:] = other
-        for place in writes:
-            for part in self._parts(place):
-                self._bytes(place)[part] = left[place][part]
+        after = {rows: self._bytes(rows).copy() for rows in writes}
+        for rows, content in now.items():
+            self._bytes(rows)[:] = content
+        for rows in writes:
+            for part in self._parts(rows):
+                self._bytes(rows)[part] = after[rows][part]
                 yield None
-        for place in reads:
-            self._free(place)
+        for rows in reads:
+            self._free(rows)
 
-    def _free(self, place: Place) -> None:
-        self._bytes(place)[:] = NAN
+    def _free(self, rows: BufferSlice) -> None:
+        self._bytes(rows)[:] = NAN
 
-    def _bytes(self, place: Place) -> np.ndarray:
-        row = self.row_bytes[place.buffer]
-        memory = self.world.memory[place.rank, place.buffer, place.slot]
-        return memory[place.begin * row : place.end * row]
+    def _bytes(self, rows: BufferSlice) -> np.ndarray:
+        row = self.row_bytes[rows.buffer]
+        memory = self.world.memory[rows.rank, rows.buffer, rows.slot]
+        return memory[rows.begin * row : rows.end * row]
 
-    def _parts(self, place: Place) -> list[slice]:
-        row, rows = self.row_bytes[place.buffer], place.end - place.begin
+    def _parts(self, rows: BufferSlice) -> list[slice]:
+        row, rows = self.row_bytes[rows.buffer], rows.end - rows.begin
         ends = [rows * i // PARTS * row for i in range(PARTS + 1)]
         return [slice(a, b) for a, b in itertools.pairwise(ends) if b > a]

@@ -1,4 +1,4 @@
-"""The `symmetric` transport's machine, on stand-ins for CUDA's streams: addresses, words, growth,
+"""The `symmetric` transport's backend, on stand-ins for CUDA's streams: addresses, words, growth,
 refusals, and what happens to a rank whose peers do not answer."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import os
 import random
 import re
 import threading
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,11 +23,12 @@ from ringfa3.planning.tiling import Tiling
 from ringfa3.ring import op, prepare_call
 from ringfa3.ring.group import RingGroup, Settings
 from ringfa3.ring.op import ring_attention
-from ringfa3.symmetric import backend, cuda_driver
-from ringfa3.symmetric.backend import CudaMachine, open_machine
-from ringfa3.symmetric.forward_mode import FORWARD, KINDS
-from ringfa3.symmetric.ring_pass import Course
-from ringfa3.symmetric.stream_ops import Buffer
+from ringfa3.ring.prepare_call import PreparedCall, pass_kind
+from ringfa3.symmetric import cuda_driver, self_test
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES, select_forward_mode
+from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
+from ringfa3.symmetric.self_test import open_backend
 from tests.support import ranks as processes
 from tests.support.dense import attention, gradients, mask, tensors, worst
 from tests.support.fake_cuda import FakeCuda, FakeGroup, Ranks
@@ -36,26 +38,28 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _small_trial() -> object:
-    with mock.patch.multiple(backend, TRIAL_TOKENS=8, TRIAL_S=2.0):
+def _small_self_test() -> object:
+    with mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=2.0):
         yield
 
 
 def opened(ranks: Ranks) -> list[object]:
-    return ranks.run(lambda group: open_machine(group, CPU))  # type: ignore[arg-type]
+    return ranks.run(lambda group: open_backend(group, CPU))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_trial_passes_on_a_sound_machine(world: int) -> None:
     """K/V of every hop and dK/dV at home, both parities, whole numbers, exactly."""
-    assert all(isinstance(m, CudaMachine) for m in opened(Ranks(world)))
+    assert all(isinstance(m, SymmetricBackend) for m in opened(Ranks(world)))
 
 
-def _layers(group: FakeGroup, placements: list[Placement], here: dict[int, CudaMachine]) -> float:
+def _layers(
+    group: FakeGroup, placements: list[Placement], here: dict[int, SymmetricBackend]
+) -> float:
     """The largest error of out, lse, dq, dk and dv of layers, against the dense reference."""
-    machine = open_machine(group, CPU)  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
-    here[threading.get_ident()] = machine
+    backend = open_backend(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
+    here[threading.get_ident()] = backend
     made = []
     for layer, placement in enumerate(placements):
         inputs, dout, dlse = tensors(layer, sum(placement.lengths), (2, 1), 2)
@@ -89,7 +93,7 @@ class Waiting:
         reference.attend(q, k, v, tiling, *rest[:4])
 
 
-@pytest.mark.parametrize("forward", [*KINDS, "gathered, inside"])
+@pytest.mark.parametrize("forward", [*FORWARD_MODES, "gathered, inside"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: str) -> None:
     """`ring_attention` in float64, 1e-12; three layers, each larger, in other layouts. Hop by hop,
@@ -99,49 +103,52 @@ def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: 
         laid_out([30 * world], world, "contiguous"),
         laid_out([20 * world, 3, 40 * world], world, "zigzag", (9, -1)),
     ]
-    here: dict[int, CudaMachine] = {}
+    here: dict[int, SymmetricBackend] = {}
     ranks = Ranks(world, seed=world)
     kind, *inside = forward.split(", ")
     kernel = Waiting(ranks.cuda) if inside else op.select_forward
 
-    def entered(*_: object) -> CudaMachine:
-        return here[threading.get_ident()]
+    def prepared(*given: Any) -> PreparedCall:
+        q, k, _, plan, *_, direction = given
+        kind = pass_kind(direction, select_forward_mode(plan, q, k))
+        return PreparedCall(plan, kind, partial(SymmetricRingPass, here[threading.get_ident()]))
 
     with (
-        mock.patch.dict(os.environ, {FORWARD: kind}),
+        mock.patch.dict(os.environ, {FORWARD_MODE_ENV: kind}),
         mock.patch.object(op, "select_forward", kernel),
         mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64),
-        mock.patch("ringfa3.ring.op.enter", entered),
+        mock.patch("ringfa3.ring.op.prepare_call", prepared),
         mock.patch.multiple(reference, TILE_M=4, TILE_N=4),
     ):
         errors = ranks.run(lambda group: _layers(group, placements, here))
     assert max(errors) < 1e-12  # type: ignore[type-var]
     assert bool(inside) == (isinstance(kernel, Waiting) and kernel.awaited > 0)
-    for machine in here.values():
-        assert not machine.landed.any()
+    for backend in here.values():
+        assert not backend.arrivals.any()
 
 
 def _found(group: FakeGroup, placements: list[Placement]) -> list[str]:
     """What is wrong after backward calls whose kernels find (1 + rank) times what they see."""
-    machine = open_machine(group, CPU)  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
+    backend = open_backend(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
     rank, world, wrong = group.rank, group.world, []
     for layer, placement in enumerate(placements):
         plan = placement.plans[rank]
         seen = plan.kv_exchange.visible.tolist()
         keys = 100.0 * layer + 10 * rank + torch.arange(plan.local_tokens).view(-1, 1, 1)
 
-        def attend(hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        def attend(hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, **_: object) -> None:
             rows = slice(*seen[(rank - hop) % world][hop]) if hop else slice(None)  # noqa: B023
             for x, y in ((dk, k), (dv, v)):
                 x[rows] = y[rows] * (1 + rank)
 
-        course = Course(machine, plan, "backward", keys, -keys)
-        course.run(attend)
+        ring_pass = SymmetricRingPass(backend, plan, "backward")
+        ring_pass.start(keys, -keys)
+        ring_pass.run(attend)
         weight = torch.full((plan.local_tokens, 1, 1), 1.0 + rank)
         for hop in range(1, world):
             weight[plan.kv_exchange.published[slice(*seen[rank][hop])]] += 1 + (rank + hop) % world
-        if not torch.equal(course.home, torch.stack((keys, -keys), 1) * weight.unsqueeze(1)):
+        if not torch.equal(ring_pass.dkv, torch.stack((keys, -keys), 1) * weight.unsqueeze(1)):
             wrong.append(f"layer {layer}, rank {rank}")
     return wrong
 
@@ -157,8 +164,9 @@ def test_what_is_found_comes_home(world: int, seed: int) -> None:
 
 
 def _parities(group: FakeGroup) -> list[int]:
-    machine = CudaMachine(group, CPU, 1.0, group.failures.append)  # type: ignore[arg-type]
-    return [machine.begin({Buffer.SRC: 4}, {Buffer.SRC: 1}) for _ in range(4)]
+    backend = SymmetricBackend(group, CPU, 1.0, group.failures.append)  # type: ignore[arg-type]
+    spec = BufferSpec(laid_out([8], 2).plans[group.rank], "forward", torch.zeros(4, 1, 2))
+    return [backend.begin(spec) for _ in range(4)]
 
 
 def test_calls_take_turns_with_the_two_slots() -> None:
@@ -167,7 +175,7 @@ def test_calls_take_turns_with_the_two_slots() -> None:
 
 
 def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str]]:
-    """Lines of all ranks in a call, and what `machine` says, twice."""
+    """Lines of all ranks in a call, and why there is no backend, asked for twice."""
     own, calls = RingGroup.of(group), []
 
     def opened(*_: object) -> str:
@@ -177,27 +185,28 @@ def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str
     said = []
     own.begin(Settings())
     lines = own.gather(f"I am {own.rank}")
-    with mock.patch("ringfa3.ring.group.open_machine", opened):
+    with mock.patch("ringfa3.ring.group.open_backend", opened):
         for _ in range(2):
-            said.append(str(own.machine(CPU)))
+            assert own.symmetric_backend(CPU) is None
+            said.append(str(own.unsupported))
     assert calls == [verdict]
     return lines, said
 
 
 def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> None:
-    """The trial runs once; its reason stays."""
+    """The self-test runs once; its result is remembered."""
     for lines, said in ranks.run(3, _agreed, "rank 1: no CUDA driver"):
         assert lines == ["I am 0", "I am 1", "I am 2"]
         assert said == 2 * ["rank 1: no CUDA driver"]
 
 
 def _moved_by(transport: str, possible: bool) -> object:
-    """What `admission.enter` gives for CUDA tensors, a group's machine as "symmetric"."""
-    group = mock.Mock(rank=0)
+    """The transport that `prepare_call` chooses for CUDA tensors."""
+    group = mock.Mock(rank=0, unsupported="rank 1: no CUDA driver")
     group.transport.side_effect = lambda name, _: name
-    machine = object.__new__(CudaMachine)
-    group.machine.return_value = machine if possible else "rank 1: no CUDA driver"
-    group.may_pull.side_effect = lambda name: name in ("auto", "symmetric")
+    backend = object.__new__(SymmetricBackend)
+    group.symmetric_backend.return_value = backend if possible else None
+    group.may_use_symmetric.side_effect = lambda name: name in ("auto", "symmetric")
 
     def agree(_: object, error: Exception | None) -> None:
         if error is not None:
@@ -207,18 +216,24 @@ def _moved_by(transport: str, possible: bool) -> object:
     x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
     plan = mock.Mock(world=2)
     with (
-        mock.patch.multiple(prepare_call, _check=mock.Mock(), _settings=mock.Mock(return_value={})),
+        mock.patch.multiple(
+            prepare_call,
+            _validate=mock.Mock(),
+            _settings=mock.Mock(return_value={}),
+            select_forward_mode=mock.Mock(),
+        ),
         mock.patch.object(prepare_call, "select_forward"),
         mock.patch.object(RingGroup, "of", return_value=group),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
-        found = prepare_call.enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
-    return "symmetric" if found is machine else found
+        call = prepare_call.prepare_call(x, x, x, plan, 1.0, False, "native", transport, "forward")
+    (used,) = call.make_pass.args  # type: ignore[attr-defined]
+    return "symmetric" if used is backend else used
 
 
 def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
     """Where it is not, the first rank says why, once."""
-    prepare_call.say_transport.cache_clear()
+    prepare_call.print_transport.cache_clear()
     assert _moved_by("auto", possible=True) == "symmetric"
     assert _moved_by("auto", possible=False) == "nccl"
     assert _moved_by("auto", possible=False) == "nccl"
@@ -265,12 +280,12 @@ class RefusedOnOne(Refused):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Lost, r"rank 10: a trial did not end: backward hop 1: K/V of rank 11: nothing within 2 s"),
-        (Shifted, r"rank 10: a trial read \d+ wrong numbers"),
+        (Lost, r"rank 10: .* did not end: backward hop 1: K/V of rank 11: nothing within 2 s"),
+        (Shifted, r"rank 10: the self-test read \d+ wrong numbers"),
         (Refused, r"rank 10: cuMemcpyDtoDAsync_v2: CUDA error 1"),
         (
             RefusedOnOne,
-            r"rank 10: a trial did not end.*; rank 11: cuMemcpyDtoDAsync_v2: CUDA error 1",
+            r"rank 10: the self-test did not end.*; rank 11: cuMemcpyDtoDAsync_v2: CUDA error 1",
         ),
     ],
 )
@@ -306,19 +321,21 @@ def test_a_rank_without_room_refuses_for_all() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     ranks = Ranks(2)
-    with mock.patch("ringfa3.symmetric.ipc_memory.Arena._allocate", no_room):
+    with mock.patch("ringfa3.symmetric.ipc_memory.IpcMemory._allocate", no_room):
         for said in opened(ranks):
-            assert "room for the arena on rank 1 of the group: CUDA out of memory" in str(said)
+            assert "room for the shared memory on rank 1 of the group: CUDA out of memory" in str(
+                said
+            )
 
 
 def test_hindrances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One queue, and a machine without a driver."""
+    """One queue, and a backend without a driver."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert "unset it" in str(backend.hindrance())
+    assert "unset it" in str(self_test.unsupported_reason())
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=OSError("libcuda.so.1: not found")))
     cuda_driver._entries.cache_clear()
-    assert backend.hindrance() == "no CUDA driver (libcuda.so.1: not found): install it"
+    assert self_test.unsupported_reason() == "no CUDA driver (libcuda.so.1: not found): install it"
     cuda_driver._entries.cache_clear()
 
 
@@ -327,15 +344,16 @@ def test_hindrances(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _stalls(group: FakeGroup, direction: str) -> tuple[list[str], bool]:
     """Rank 1 does not come, or brings K/V and no more; rank 0's streams go on all the same."""
-    machine = open_machine(group, CPU)  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
+    backend = open_backend(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
     plan = laid_out([16], 2).plans[group.rank]
     x = torch.ones(plan.local_tokens, 1, 2)
     if direction == "backward" or group.rank == 0:
-        course = Course(machine, plan, direction, x, x, waits=True)
+        ring_pass = SymmetricRingPass(backend, plan, direction)
+        ring_pass.start(x, x, waits_in_kernel=True)
     if group.rank == 0:
-        course.run(lambda *_: None)
-        machine.group.meeting.cuda.drain(threading.get_ident())  # type: ignore[attr-defined]
+        ring_pass.run(lambda *_, **__: None)
+        backend.group.meeting.cuda.drain(threading.get_ident())  # type: ignore[attr-defined]
     return group.failures, True
 
 
@@ -351,7 +369,7 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(
     direction: str, missed: str
 ) -> None:
     raised: list[Exception] = []
-    with mock.patch.object(backend, "raise_in_main_thread", raised.append):
+    with mock.patch("ringfa3.symmetric.backend.raise_in_main_thread", raised.append):
         said = Ranks(2, timeout_s=4.0).run(lambda group: _stalls(group, direction))
     (waited, gone_on), (other, _) = said  # type: ignore[misc]
     assert gone_on
@@ -364,13 +382,13 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(
 def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
     """Whether this rank's watch still waits to raise, when the rank has raised an error itself."""
     own = RingGroup.of(group)
-    machine = own._machine = object.__new__(CudaMachine)
-    machine._watch, machine.arena = mock.Mock(), mock.Mock()
+    backend = own._backend = object.__new__(SymmetricBackend)
+    backend._watchdog, backend.memory = mock.Mock(), mock.Mock()
     try:
         with own:
             raise torch.OutOfMemoryError("CUDA out of memory")
     except torch.OutOfMemoryError:
-        return not machine._watch.give_up.called
+        return not backend._watchdog.give_up.called
 
 
 def test_a_rank_that_raises_in_a_call_raises_once(ranks: processes.Ranks) -> None:

@@ -1,5 +1,5 @@
-"""Ring calls over `symmetric` in CUDA graphs, on stand-ins in which a replay's operations come in
-any order that the graph allows."""
+"""Ring calls over `symmetric` in CUDA graphs, on stand-ins that replay operations in any order that
+the graph allows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringfa3.symmetric import backend, cuda_driver
-from ringfa3.symmetric.backend import CudaMachine, open_machine
-from ringfa3.symmetric.cuda_graphs import JOINED, enclosed
-from ringfa3.symmetric.ring_pass import Course
-from ringfa3.symmetric.stream_ops import Await, Operation, Stream
+from ringfa3.symmetric import cuda_driver, self_test
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.cuda_graphs import JOINED, fork_join
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.self_test import open_backend
+from ringfa3.symmetric.stream_ops import Operation, Stream, WaitEvent
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.placements import Placement, laid_out, scattered
 from tests.symmetric.test_schedule import FORWARDS
@@ -29,19 +30,19 @@ DIRECTIONS = ("forward", "gathered", "backward")
 
 
 @pytest.fixture(autouse=True)
-def _small_trial() -> object:
-    with mock.patch.multiple(backend, TRIAL_TOKENS=8, TRIAL_S=2.0):
+def _small_self_test() -> object:
+    with mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=2.0):
         yield
 
 
 class Layer:
-    """Calls on whole numbers in place of attention; a kernel adds (1 + its rank) times the K/V that
-    it sees to their dK/dV. `base` may be other at each replay."""
+    """Calls on whole numbers in place of attention: a kernel adds (1 + its rank) times the K/V that
+    it sees to their dK/dV. `base` may differ from replay to replay."""
 
-    def __init__(self, machine: CudaMachine, placement: Placement) -> None:
-        self.machine, self.placement, self.rank = machine, placement, machine.group.rank
+    def __init__(self, backend: SymmetricBackend, placement: Placement) -> None:
+        self.backend, self.placement, self.rank = backend, placement, backend.group.rank
         self.plan, self.world = placement.plans[self.rank], placement.world
-        self.between = self.plan.kv_exchange.visible.tolist()
+        self.visible = self.plan.kv_exchange.visible.tolist()
         self.keys, self.values = torch.zeros(2, self.plan.local_tokens, 1, 1)
         self.base = 0.0
         self.seen: list[str] = []  # by kernels
@@ -56,66 +57,72 @@ class Layer:
     def keys_of(self, rank: int) -> Tensor:
         return self.base + 1000 * rank + torch.arange(self.placement.plans[rank].local_tokens)
 
-    def leaving(self, owner: int, hop: int) -> Tensor:
+    def published_by(self, owner: int, hop: int) -> Tensor:
         """What this rank sees of an owner's keys."""
         own = self.placement.plans[owner].kv_exchange.published
-        return self.keys_of(owner)[own][slice(*self.between[owner][hop])]
+        return self.keys_of(owner)[own][slice(*self.visible[owner][hop])]
 
-    def call(self, direction: str, waits: bool) -> Course:
-        course = Course(self.machine, self.plan, direction, self.keys, self.values, waits)
-        attend = partial(self.attend_all, self.machine.captured)
-        course.run((lambda _, *x: attend(*x)) if direction == "gathered" else self.attend)
-        return course
+    def call(self, direction: str, waits_in_kernel: bool) -> SymmetricRingPass:
+        ring_pass = SymmetricRingPass(self.backend, self.plan, direction)
+        ring_pass.start(self.keys, self.values, waits_in_kernel)
+        attend_gathered = partial(self.attend_gathered, self.backend.captured)
+        ring_pass.run(attend_gathered if direction == "gathered" else self.attend)
+        return ring_pass
 
-    def await_word(self, captured: bool, word: Tensor) -> None:
-        """A kernel in a graph begins when all is there."""
+    def wait_for_arrival(self, captured: bool, word: Tensor) -> None:
+        """In a graph a kernel starts when all its blocks have arrived."""
         if captured and int(word) != 1:
             self.wrong.append("a kernel in a graph waits")
-        cuda = self.machine.group.meeting.cuda  # type: ignore[attr-defined]
+        cuda = self.backend.group.meeting.cuda  # type: ignore[attr-defined]
         cuda.until(lambda: int(word) == 1)
 
-    def attend(self, hop: int, k: Tensor, v: Tensor, *found: Tensor) -> None:
+    def attend(self, hop: int, k: Tensor, v: Tensor, *dkv: Tensor, **_: object) -> None:
         self.seen.append(f"hop {hop}")
         owner, rows = (self.rank - hop) % self.world, slice(None)
         if hop:
-            rows = slice(*self.between[owner][hop])
-            expected = self.leaving(owner, hop)
+            rows = slice(*self.visible[owner][hop])
+            expected = self.published_by(owner, hop)
             if not (torch.equal(k[rows].flatten(), expected) and torch.equal(v[rows], -k[rows])):
                 self.wrong.append(f"hop {hop}: K/V")
-        for x, y in zip(found, (k, v), strict=False):
+        for x, y in zip(dkv, (k, v), strict=False):
             x[rows] = y[rows] * (1 + self.rank)
 
-    def attend_all(self, captured: bool, k: Tensor, v: Tensor, *words: Tensor) -> None:
+    def attend_gathered(
+        self, captured: bool, hop: int, k: Tensor, v: Tensor, *, arrivals: Tensor | None = None
+    ) -> None:
         self.seen.append("all hops")
         expected = [self.keys_of(self.rank)]
-        for hop in range(1, self.world):
-            owner = (self.rank - hop) % self.world
-            if len(block := self.leaving(owner, hop)):
+        for t in range(1, self.world):
+            owner = (self.rank - t) % self.world
+            if len(block := self.published_by(owner, t)):
                 expected.append(block)
-                self.await_word(captured, words[0][hop])
+                assert arrivals is not None
+                self.wait_for_arrival(captured, arrivals[t])
         whole = torch.cat(expected)
         if not (torch.equal(k.flatten(), whole) and torch.equal(v, -k)):
             self.wrong.append("gathered K/V")
 
-    def check(self, course: Course) -> None:
+    def check(self, ring_pass: SymmetricRingPass) -> None:
         weight = torch.full((self.plan.local_tokens,), 1.0 + self.rank)
         for hop in range(1, self.world):
-            rows = self.plan.kv_exchange.published[slice(*self.between[self.rank][hop])]
+            rows = self.plan.kv_exchange.published[slice(*self.visible[self.rank][hop])]
             weight[rows] += 1 + (self.rank + hop) % self.world
         own = self.keys_of(self.rank) * weight
-        if not torch.equal(course.home.flatten(2).squeeze(2).T, torch.stack((own, -own))):
+        if not torch.equal(ring_pass.dkv.flatten(2).squeeze(2).T, torch.stack((own, -own))):
             self.wrong.append("dK/dV")
 
 
-def steps(layers: list[Layer], forwards: tuple[str, ...], waits: bool) -> Callable[[], None]:
-    """A step of training; gives its check."""
+def steps(
+    layers: list[Layer], forwards: tuple[str, ...], waits_in_kernel: bool
+) -> Callable[[], None]:
+    """Runs a step of training and returns its check."""
     for number, layer in enumerate(layers):
-        layer.call(forwards[number % len(forwards)], waits)
-    backwards = [layer.call("backward", waits) for layer in reversed(layers)]
+        layer.call(forwards[number % len(forwards)], waits_in_kernel)
+    backwards = [layer.call("backward", waits_in_kernel) for layer in reversed(layers)]
 
     def check() -> None:
-        for layer, course in zip(reversed(layers), backwards, strict=True):
-            layer.check(course)
+        for layer, ring_pass in zip(reversed(layers), backwards, strict=True):
+            layer.check(ring_pass)
             hops = [x for x in layer.seen if x != "all hops"]
             if "hop 0" not in hops or len(layer.seen) < 2:
                 layer.wrong.append(f"kernels did not run: {layer.seen}")
@@ -124,11 +131,11 @@ def steps(layers: list[Layer], forwards: tuple[str, ...], waits: bool) -> Callab
 
 
 def _mixed(group: FakeGroup, placements: list[Placement], forwards: tuple[str, ...]) -> list[str]:
-    """What is wrong in calls and in replays of three graphs, the same in turn on all ranks."""
-    machine = open_machine(group, CPU)  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
+    """Wrong results of eager calls and replays of three graphs, in the same order on all ranks."""
+    backend = open_backend(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
     rng, cuda = random.Random(group.world), group.meeting.cuda
-    layers = [Layer(machine, p) for p in placements]
+    layers = [Layer(backend, p) for p in placements]
     graphs: list[Callable[[], Callable[[], None]]] = []
 
     def run(step: Callable[[], Callable[[], None]]) -> None:
@@ -139,9 +146,9 @@ def _mixed(group: FakeGroup, placements: list[Placement], forwards: tuple[str, .
 
     def captured(count: int) -> None:
         with group.meeting.capture(here=count == 2) as graph:
-            if count == 2:  # so that later calls are of the other parity
-                layers[2].call(forwards[-1], waits=True)
-            check = steps(layers[:count], forwards, waits=True)
+            if count == 2:  # so that later calls have the other parity
+                layers[2].call(forwards[-1], waits_in_kernel=True)
+            check = steps(layers[:count], forwards, waits_in_kernel=True)
 
         def replay() -> Callable[[], None]:
             graph.replay()
@@ -150,9 +157,9 @@ def _mixed(group: FakeGroup, placements: list[Placement], forwards: tuple[str, .
         graphs.append(replay)
 
     def eager() -> Callable[[], None]:
-        check = steps(layers, forwards, waits=True)
+        check = steps(layers, forwards, waits_in_kernel=True)
         if graphs and cuda.busy(threading.get_ident()):
-            layers[0].wrong.append("a call goes on beside the next one")
+            layers[0].wrong.append("a call runs beside the next one")
         return check
 
     for _ in range(rng.randint(1, 2)):
@@ -160,7 +167,7 @@ def _mixed(group: FakeGroup, placements: list[Placement], forwards: tuple[str, .
     captured(3)
     for turn in range(12):
         if turn in (3, 6):
-            captured(2)  # of another number of calls
+            captured(2)  # with another number of calls
         run(rng.choice([eager, *graphs]))
     return [f"rank {group.rank}: {x}" for layer in layers for x in layer.wrong]
 
@@ -168,7 +175,7 @@ def _mixed(group: FakeGroup, placements: list[Placement], forwards: tuple[str, .
 @pytest.mark.parametrize("forwards", FORWARDS, ids=str)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_replays_beside_other_calls_are_exact(world: int, forwards: tuple[str, ...]) -> None:
-    """Three layers, forward and backward, other numbers each time; kernels that wait inside."""
+    """Three layers, forward and backward, with other numbers each time; gathered kernels wait."""
     rng = random.Random(world)
     placements = [laid_out([8 * world], world), scattered(rng, world), scattered(rng, world)]
     wrong = Ranks(world, seed=world).run(lambda group: _mixed(group, placements, forwards))
@@ -176,101 +183,103 @@ def test_replays_beside_other_calls_are_exact(world: int, forwards: tuple[str, .
 
 
 def _late(group: FakeGroup, placement: Placement) -> tuple[bool, bool]:
-    """Whether a call has taken its words, just issued, and in the captured call after it. Rank 1 is
-    late to read the K/V of rank 0, which waits for nothing else."""
-    machine = open_machine(group, CPU)  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
+    """Whether a call's waits are over right after its issue, and in the captured call after it.
+
+    Rank 1 is late to read the K/V of rank 0, which waits for nothing else.
+    """
+    backend = open_backend(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
     cuda, me = group.meeting.cuda, threading.get_ident()
-    layer = Layer(machine, placement)
+    layer = Layer(backend, placement)
     cuda.drain(me)
     group.gather("")
     if group.rank == 1:
         time.sleep(0.3)
-    layer.call("forward", waits=False)
-    taken = machine._taken[Stream.KV]
-    before = machine.words.reached(Stream.KV, taken)
+    layer.call("forward", waits_in_kernel=False)
+    count = backend._waits[Stream.KV]
+    before = backend.signals.reached(Stream.KV, count)
     with group.meeting.capture():
-        layer.call("forward", waits=False)
-        return before, machine.words.reached(Stream.KV, taken)
+        layer.call("forward", waits_in_kernel=False)
+        return before, backend.signals.reached(Stream.KV, count)
 
 
-def test_the_first_captured_call_waits_until_those_before_are_over() -> None:
+def test_the_first_captured_call_waits_until_earlier_calls_have_ended() -> None:
     one_way = laid_out([16], 2, "contiguous")
     assert Ranks(2).run(lambda group: _late(group, one_way))[0] == (False, True)
 
 
 def _grown(group: FakeGroup, placements: list[Placement]) -> tuple[int, list[str]]:
-    machine = open_machine(group, CPU)  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
-    layer, larger = (Layer(machine, p) for p in placements)
+    backend = open_backend(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
+    layer, larger = (Layer(backend, p) for p in placements)
     layer.fill(1.0)
-    steps([layer], ("forward",), waits=True)()
+    steps([layer], ("forward",), waits_in_kernel=True)()
     with (
-        mock.patch.object(machine.arena, "keep", wraps=machine.arena.keep) as keep,
+        mock.patch.object(backend.memory, "pin", wraps=backend.memory.pin) as pin,
         group.meeting.capture() as graph,
     ):
-        check = steps([layer], ("forward",), waits=True)
+        check = steps([layer], ("forward",), waits_in_kernel=True)
     for base in (3.0, 5.0):
         larger.fill(base)
-        steps([larger], ("forward",), waits=True)()
+        steps([larger], ("forward",), waits_in_kernel=True)()
         layer.fill(base + 1)
         graph.replay()
         check()
-    return keep.call_count, layer.wrong + larger.wrong
+    return pin.call_count, layer.wrong + larger.wrong
 
 
-def test_a_graph_keeps_its_memory_where_the_arena_grows() -> None:
+def test_a_graph_keeps_its_memory_where_the_shared_memory_grows() -> None:
     placements = [laid_out([8 * 2], 2), laid_out([4096 * 2], 2)]
     with mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64):
         assert Ranks(2).run(lambda group: _grown(group, placements)) == [(2, [])] * 2
 
 
-def _unenclosed(group: FakeGroup, placement: Placement, kind: str) -> str:
-    machine = open_machine(group, CPU)  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
-    layer = Layer(machine, placement)
-    layer.call(kind, waits=False)
+def _without_fork_join(group: FakeGroup, placement: Placement, kind: str) -> str:
+    backend = open_backend(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
+    layer = Layer(backend, placement)
+    layer.call(kind, waits_in_kernel=False)
     try:
         with group.meeting.capture():
             for _ in range(2):
-                layer.call(kind, waits=False)
+                layer.call(kind, waits_in_kernel=False)
     except cuda_driver.DriverError as problem:
         return str(problem)
     return ""
 
 
-def parted(operations: Sequence[Operation], captured: bool) -> list[Operation]:
-    return [x for x in enclosed(operations, captured) if x != Await(Stream.COMPUTE, JOINED)]
+def without_join(operations: Sequence[Operation], captured: bool) -> list[Operation]:
+    return [x for x in fork_join(operations, captured) if x != WaitEvent(Stream.COMPUTE, JOINED)]
 
 
 @pytest.mark.parametrize(
-    ("direction", "enclose", "said"),
+    ("direction", "fork_join", "said"),
     [
         ("backward", lambda x, _: x, "an event from outside is awaited"),
-        ("forward", parted, "1 captured streams have not"),
+        ("forward", without_join, "1 captured streams have not"),
     ],
 )
-def test_a_call_that_is_not_enclosed_cannot_be_captured(
-    direction: str, enclose: Callable[[Sequence[Operation], bool], list[Operation]], said: str
+def test_a_call_without_fork_and_join_cannot_be_captured(
+    direction: str, fork_join: Callable[[Sequence[Operation], bool], list[Operation]], said: str
 ) -> None:
-    """The stand-in refuses what CUDA does."""
+    """The stand-in raises where CUDA does."""
     placement = laid_out([24], 3)
-    with mock.patch.object(backend, "enclosed", enclose):
-        for problem in Ranks(3).run(lambda group: _unenclosed(group, placement, direction)):
+    with mock.patch("ringfa3.symmetric.backend.fork_join", fork_join):
+        for problem in Ranks(3).run(lambda group: _without_fork_join(group, placement, direction)):
             assert said in str(problem)
 
 
 def _stalled(group: FakeGroup, placement: Placement, direction: str) -> tuple[list[str], float]:
-    """Rank 1 replays twice, the others three times: they go on all the same.
+    """Rank 1 replays twice, the others three times; their streams are released.
 
-    Gives the failures, and when the last replay began.
+    Returns the failures, and when the last replay started.
     """
-    machine = open_machine(group, CPU)  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
-    layer = Layer(machine, placement)
-    layer.call(direction, waits=True)
+    backend = open_backend(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
+    layer = Layer(backend, placement)
+    layer.call(direction, waits_in_kernel=True)
     with group.meeting.capture() as graph:
-        layer.call(direction, waits=True)
+        layer.call(direction, waits_in_kernel=True)
     for _ in range(2):
         graph.replay()
         group.gather("")
@@ -284,13 +293,13 @@ def _stalled(group: FakeGroup, placement: Placement, direction: str) -> tuple[li
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_replay_that_waits_in_vain_names_hop_and_peer_and_goes_on(direction: str) -> None:
-    """Within the timeout, which runs from the last progress on."""
+    """Within the timeout, which starts at the last progress."""
     raised: list[tuple[str, float]] = []
 
     def hear(error: Exception) -> None:
         raised.append((str(error), time.monotonic()))
 
-    with mock.patch.object(backend, "raise_in_main_thread", hear):
+    with mock.patch("ringfa3.symmetric.backend.raise_in_main_thread", hear):
         said = Ranks(2, timeout_s=4.0).run(
             lambda group: _stalled(group, laid_out([16], 2), direction)
         )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from ringfa3 import plan_context
-from ringfa3.symmetric.forward_mode import FORWARD, gathered_bytes, kind_of_forward
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, gathered_bytes, select_forward_mode
 from tests.support.strategies import Case, cases
 
 
@@ -17,7 +17,7 @@ def qk(h: int, hk: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tenso
 
 def kinds(heads: tuple[int, int], worlds: range, **options: object) -> list[str]:
     return [
-        kind_of_forward(plan_context(4096 * n, (0, n), **options), *qk(*heads))  # type: ignore[arg-type]
+        select_forward_mode(plan_context(4096 * n, (0, n), **options), *qk(*heads))  # type: ignore[arg-type]
         for n in worlds
     ]
 
@@ -41,15 +41,15 @@ def test_only_what_is_seen_counts() -> None:
 
 def test_nothing_is_gathered_where_nothing_travels_or_words_run_out() -> None:
     whole = plan_context([0, 4096, 8192], (0, 2), "contiguous")
-    assert kind_of_forward(whole, *qk(32, 8)) == "hops"
+    assert select_forward_mode(whole, *qk(32, 8)) == "hops"
     assert kinds((32, 1), range(32, 34)) == ["gathered", "hops"]
 
 
 def test_the_environment_overrides_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked in ("gathered", "hops"):
-        monkeypatch.setenv(FORWARD, asked)
+        monkeypatch.setenv(FORWARD_MODE_ENV, asked)
         assert set(kinds((32, 8), range(2, 9))) == {asked}
-    monkeypatch.setenv(FORWARD, "both")
+    monkeypatch.setenv(FORWARD_MODE_ENV, "both")
     with pytest.raises(ValueError, match="RINGFA3_FORWARD='both': allowed are 'gathered', 'hops'"):
         kinds((32, 8), range(2, 3))
 
@@ -57,7 +57,7 @@ def test_the_environment_overrides_the_rule(monkeypatch: pytest.MonkeyPatch) -> 
 @given(case=cases)
 def test_ranks_agree(case: Case) -> None:
     plans = case.plans()
-    assert len({kind_of_forward(plan, *qk(4, 2)) for plan in plans}) == 1
+    assert len({select_forward_mode(plan, *qk(4, 2)) for plan in plans}) == 1
     assert len({plan.kv_exchange.max_rows for plan in plans}) == 1
 
 

@@ -1,4 +1,4 @@
-"""Ring calls over `symmetric` that cannot be captured yet: refused on all ranks, with a remedy."""
+"""Ring calls over `symmetric` that cannot be captured yet raise on all ranks, with a remedy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 
 from ringfa3.ring import prepare_call
 from ringfa3.ring.group import RingGroup, Settings
-from ringfa3.symmetric import backend, graph_capture
-from ringfa3.symmetric.backend import CudaMachine, open_machine
-from ringfa3.symmetric.forward_mode import FORWARD
-from ringfa3.symmetric.ring_pass import Course
+from ringfa3.ring.prepare_call import pass_kind
+from ringfa3.symmetric import self_test
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.cuda_graphs import capture_error
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
+from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
+from ringfa3.symmetric.self_test import open_backend
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.placements import laid_out
 
@@ -23,45 +26,52 @@ FIRST = (
 )
 
 
-def _refusals(group: FakeGroup) -> list[str]:
-    """Before and after such calls have run."""
-    with mock.patch.multiple(backend, TRIAL_TOKENS=8, TRIAL_S=2.0):
-        machine = open_machine(group, CPU)  # type: ignore[arg-type]
-    assert isinstance(machine, CudaMachine)
+def _capture_errors(group: FakeGroup) -> list[str]:
+    """Before and after calls of the same kinds have run."""
+    with mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=2.0):
+        backend = open_backend(group, CPU)  # type: ignore[arg-type]
+    assert isinstance(backend, SymmetricBackend)
     plan = laid_out([512], 2).plans[group.rank]
     q, k = torch.zeros(plan.local_tokens, 4, 64), torch.zeros(plan.local_tokens, 1, 64)
+    forward = pass_kind("forward", select_forward_mode(plan, q, k))
 
-    def said(direction: str) -> str:
-        return str(graph_capture.refusal(machine, plan, direction, q, k, known=True))
+    def said(kind: str) -> str:
+        return str(capture_error(backend.memory, BufferSpec(plan, kind, k), known=True))
 
-    found = [said("forward"), said("backward")]
-    Course(machine, plan, "gathered", k, k).run(lambda *_: None)
-    found += [said("forward"), said("backward")]
-    Course(machine, plan, "backward", k, k).run(lambda *_: None)
+    def run(kind: str) -> None:
+        ring_pass = SymmetricRingPass(backend, plan, kind)
+        ring_pass.start(k, k)
+        ring_pass.run(lambda *_, **__: None)
+
+    found = [said(forward), said("backward")]
+    run("gathered")
+    found += [said(forward), said("backward")]
+    run("backward")
     return [*found, said("backward")]
 
 
 def test_memory_must_not_have_to_grow() -> None:
     with (
-        mock.patch.dict(os.environ, {FORWARD: "gathered"}),
+        mock.patch.dict(os.environ, {FORWARD_MODE_ENV: "gathered"}),
         mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64),
     ):
-        for found in Ranks(2).run(_refusals):
+        for found in Ranks(2).run(_capture_errors):
             assert [x == "None" for x in found] == [False, False, True, False, True]  # type: ignore[attr-defined]
             assert "the group's memory would have to grow: run a call" in found[0]  # type: ignore[index]
 
 
 class Entered:
-    """`admission.enter` for CUDA tensors of one shape; the group takes all errors as agreed on."""
+    """`prepare_call` for CUDA tensors of one shape; the group raises every error it is given."""
 
     def __init__(self, opened: bool = True) -> None:
-        self.machine = object.__new__(CudaMachine)
-        self.machine.arena = mock.Mock()
-        self.machine.arena.holds.return_value = True
+        self.backend = object.__new__(SymmetricBackend)
+        self.backend.memory = mock.Mock()
+        self.backend.memory.holds.return_value = True
         self.plan, self.asked = mock.Mock(world=2), []
-        self.group = mock.Mock(rank=0, opened=self.machine if opened else None)
-        self.group.machine.return_value = self.machine
-        self.group.may_pull.side_effect = lambda name: name in ("auto", "symmetric")
+        memory = self.backend.memory if opened else None
+        self.group = mock.Mock(rank=0, shared_memory=memory)
+        self.group.symmetric_backend.return_value = self.backend
+        self.group.may_use_symmetric.side_effect = lambda name: name in ("auto", "symmetric")
         self.group.agree.side_effect = self.agree
 
     def agree(self, settings: Settings, error: Exception | None) -> None:
@@ -74,14 +84,19 @@ class Entered:
         x.stride.return_value = (128, 64, 1)
         plan, settings = self.plan, mock.Mock(return_value={"q": "so"})
         with (
-            mock.patch.multiple(prepare_call, _check=mock.Mock(), _settings=settings),
+            mock.patch.multiple(prepare_call, _validate=mock.Mock(), _settings=settings),
             mock.patch.object(prepare_call, "select_forward"),
-            mock.patch.multiple(graph_capture, Cargo=mock.MagicMock(), kind_of_forward=mock.Mock()),
+            mock.patch.multiple(
+                prepare_call, BufferSpec=mock.MagicMock(), select_forward_mode=mock.Mock()
+            ),
             mock.patch.object(RingGroup, "of", return_value=self.group),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured),
         ):
             x.device = CPU
-            return prepare_call.enter(x, x, x, plan, 1.0, False, "native", transport, "forward")
+            call = prepare_call.prepare_call(
+                x, x, x, plan, 1.0, False, "native", transport, "forward"
+            )
+        return call.make_pass.args[0]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -90,9 +105,9 @@ def entered() -> Entered:
 
 
 def test_a_call_whose_like_has_run_is_captured(entered: Entered) -> None:
-    """If all ranks capture it: what they agree on says so."""
+    """If all ranks capture it, on which they agree."""
     entered.call(captured=False)
-    assert entered.call(captured=True) is entered.machine
+    assert entered.call(captured=True) is entered.backend
     assert entered.asked == [{"q": "so"}, {"q": "so", "CUDA graph": "captured"}]
 
 
@@ -101,18 +116,18 @@ def test_the_first_call_of_its_kind_is_not_captured(entered: Entered) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=FIRST):
             entered.call(captured=True)
-    assert entered.call(captured=False) is entered.machine
-    assert entered.call(captured=True) is entered.machine
+    assert entered.call(captured=False) is entered.backend
+    assert entered.call(captured=True) is entered.backend
 
 
-def test_a_groups_trial_is_not_captured() -> None:
+def test_the_self_test_of_a_group_is_not_captured() -> None:
     entered = Entered(opened=False)
     entered.call(captured=False)
     with pytest.raises(ValueError, match="the group has not tried the transport yet: run a call"):
         entered.call(captured=True)
 
 
-def test_calls_over_nccl_are_no_matter_of_ours(entered: Entered) -> None:
+def test_calls_over_nccl_need_no_preparation(entered: Entered) -> None:
     entered.group.transport.return_value = "nccl"
     assert entered.call(captured=True, transport="nccl") == "nccl"
     assert entered.asked == [{"q": "so"}]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ringfa3.symmetric.cuda_graphs import FORKED, JOINED, enclosed
-from ringfa3.symmetric.stream_ops import Await, Operation, Record, Stream
+from ringfa3.symmetric.cuda_graphs import FORKED, JOINED, fork_join
+from ringfa3.symmetric.stream_ops import Operation, RecordEvent, Stream, WaitEvent
 from tests.support.happens_before import SETTLED, Calls, problems, stuck
 from tests.support.placements import Placement, directions, layers, scattered
 from tests.symmetric.test_schedule import FORWARDS, KINDS, step
@@ -27,10 +27,12 @@ def call(
     direction: str,
     parity: int = 0,
     captured: bool = True,
-    enclose: Callable[[Sequence[Operation], bool], list[Operation]] = enclosed,
+    fork_join: Callable[[Sequence[Operation], bool], list[Operation]] = fork_join,
 ) -> tuple[str, list[list[Operation]]]:
     ranks = range(placement.world)
-    return direction, [enclose(placement.operations(direction, r, parity), captured) for r in ranks]
+    return direction, [
+        fork_join(placement.operations(direction, r, parity), captured) for r in ranks
+    ]
 
 
 def history(
@@ -68,24 +70,24 @@ def test_no_device_order_of_a_graph_hangs(world: int, direction: str) -> None:
 
 def fork_at_once(operations: Sequence[Operation], captured: bool) -> list[Operation]:
     """The stream of gradients does not fork behind READY words."""
-    fork = Record(Stream.KV, FORKED), Await(Stream.GRADIENTS, FORKED)
-    first: list[Operation] = [Record(Stream.COMPUTE, FORKED), fork[1]]
-    return first + [x for x in enclosed(operations, captured) if x not in fork]
+    fork = RecordEvent(Stream.KV, FORKED), WaitEvent(Stream.GRADIENTS, FORKED)
+    first: list[Operation] = [RecordEvent(Stream.COMPUTE, FORKED), fork[1]]
+    return first + [x for x in fork_join(operations, captured) if x not in fork]
 
 
 def wait_inside(operations: Sequence[Operation], _: bool) -> list[Operation]:
     """Kernels begin before all is there."""
-    return enclosed(operations, captured=False)
+    return fork_join(operations, captured=False)
 
 
 @pytest.mark.parametrize(
-    ("direction", "enclose"),
+    ("direction", "fork_join"),
     [("backward", fork_at_once), ("gathered", wait_inside)],
 )
 def test_without_a_precaution_some_device_order_hangs(
-    direction: str, enclose: Callable[[Sequence[Operation], bool], list[Operation]]
+    direction: str, fork_join: Callable[[Sequence[Operation], bool], list[Operation]]
 ) -> None:
-    found = [stuck(*call(s[0], direction, enclose=enclose)) for s in placements_of(3, 60)]
+    found = [stuck(*call(s[0], direction, fork_join=fork_join)) for s in placements_of(3, 60)]
     assert any(found)
 
 
@@ -93,13 +95,13 @@ def test_without_a_join_some_history_is_a_hazard() -> None:
     """Of the K/V stream. The compute stream awaits the other one in each backward."""
 
     def parted(operations: Sequence[Operation], captured: bool) -> list[Operation]:
-        joined = Await(Stream.COMPUTE, JOINED)
-        return [x for x in enclosed(operations, captured) if x != joined]
+        joined = WaitEvent(Stream.COMPUTE, JOINED)
+        return [x for x in fork_join(operations, captured) if x != joined]
 
     def found(seed: int, placements: list[Placement]) -> list[str]:
         rng = random.Random(seed)
         kinds = rng.choices(directions(placements, FORWARDS[seed % 3]), k=6)
-        return problems([call(p, d, rng.randrange(2), enclose=parted) for d, p in kinds])
+        return problems([call(p, d, rng.randrange(2), fork_join=parted) for d, p in kinds])
 
     assert any(found(*x) for x in enumerate(placements_of(4, 30)))
 

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 from ringfa3.symmetric import cuda_driver
-from ringfa3.symmetric.graph_replays import Replays
-from ringfa3.symmetric.signals import Words
+from ringfa3.symmetric.cuda_graphs import ReplayWaits
+from ringfa3.symmetric.signals import Signals
 from ringfa3.symmetric.stream_ops import Stream
 
 
@@ -21,30 +21,30 @@ def perform(operations: list[cuda_driver.WordOperation]) -> None:
 def test_progress_is_another_wait_or_the_same_again() -> None:
     """A look that finds the same wait knows whether it is that of another replay."""
     with mock.patch.object(cuda_driver, "register", lambda address, _: address):
-        words = Words(0, 1, lambda line: [line])
-    replays = Replays(words)
+        words = Signals(0, 1, lambda line: [line])
+    replays = ReplayWaits(words)
     kv = [replays.awaiting(Stream.KV, what) for what in ("hop 1", "hop 2", "hop 1")]
-    assert replays.look() == (False, [])
+    assert replays.poll() == (False, [])
     perform([kv[0], replays.awaiting(Stream.GRADIENTS, "dK/dV")])
-    assert replays.look() == (True, ["hop 1", "dK/dV"])
-    assert replays.look() == (False, ["hop 1", "dK/dV"])
+    assert replays.poll() == (True, ["hop 1", "dK/dV"])
+    assert replays.poll() == (False, ["hop 1", "dK/dV"])
     perform([kv[1]])
-    assert replays.look() == (True, ["hop 2", "dK/dV"])
-    perform([*replays.over(Stream.KV), kv[0], kv[1]])
-    assert replays.look() == (True, ["hop 2", "dK/dV"])
-    assert replays.look() == (False, ["hop 2", "dK/dV"])
-    perform([*replays.over(Stream.KV), *replays.over(Stream.GRADIENTS)])
-    assert replays.look() == (True, [])
-    assert replays.look() == (False, [])
+    assert replays.poll() == (True, ["hop 2", "dK/dV"])
+    perform([*replays.passed(Stream.KV), kv[0], kv[1]])
+    assert replays.poll() == (True, ["hop 2", "dK/dV"])
+    assert replays.poll() == (False, ["hop 2", "dK/dV"])
+    perform([*replays.passed(Stream.KV), *replays.passed(Stream.GRADIENTS)])
+    assert replays.poll() == (True, [])
+    assert replays.poll() == (False, [])
 
 
 def test_streams_say_nothing_among_the_words_of_ranks() -> None:
     """Counters of all streams and kinds have words of their own."""
     with mock.patch.object(cuda_driver, "register", lambda address, _: address):
-        ranks = [Words(0, 1, lambda line: [line])]
+        ranks = [Signals(0, 1, lambda line: [line])]
     words = ranks[0]
     addresses = [words.counter(stream, kind) for stream in Stream for kind in range(3)]
     assert len({*addresses}) == 9
     words.set_all()
     assert all(ctypes.c_uint32.from_address(address).value == 0 for address in addresses)
-    assert torch.equal(words._mine, torch.ones_like(words._mine))
+    assert torch.equal(words._received, torch.ones_like(words._received))

@@ -1,4 +1,4 @@
-"""The arena of a group on stand-ins: how it grows, who has what mapped, and what is never freed."""
+"""A group's shared memory on stand-ins: growth, mappings of peers, and what is never freed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 
 from ringfa3.errors import StepError
 from ringfa3.symmetric.cuda_driver import DriverError
-from ringfa3.symmetric.ipc_memory import SHARED, Arena
+from ringfa3.symmetric.ipc_memory import SHARED, IpcMemory
 from ringfa3.symmetric.stream_ops import Buffer
 from tests.support.fake_cuda import FakeGroup, Ranks
 
 CPU = torch.device("cpu")
 
 
-def _write(arena: Arena, value: int, world: int) -> None:
+def _write(memory: IpcMemory, value: int, world: int) -> None:
     for buffer in SHARED:
-        for slot in range(2 if buffer is Buffer.SRC else min(2, world - 1)):
-            arena.local(buffer, slot).fill_(value)
+        for slot in range(2 if buffer is Buffer.KV_SHARED else min(2, world - 1)):
+            memory.local(buffer, slot).fill_(value)
 
 
-def _peer(arena: Arena, ranks: Ranks, rank: int, buffer: Buffer, slot: int) -> int:
+def _peer(memory: IpcMemory, ranks: Ranks, rank: int, buffer: Buffer, slot: int) -> int:
     """The first byte of a slot of another rank."""
-    address = arena.address(rank, buffer, slot)
+    address = memory.address(rank, buffer, slot)
     base, memory = next((b, m) for b, m in ranks.cuda.memory.items() if b <= address < b + len(m))
     return int(memory[address - base])
 
@@ -35,20 +35,20 @@ def test_peers_are_found_as_it_grows_and_nothing_is_left_behind() -> None:
     """Each rank has one region, before and after; its peers read there what it has written."""
     ranks = Ranks(3)
 
-    def grow(group: FakeGroup) -> Arena:
-        arena = Arena(group.rank, group.world, CPU, group.gather)
+    def grow(group: FakeGroup) -> IpcMemory:
+        memory = IpcMemory(group.rank, group.world, CPU, group.gather)
         for size in (100, 1 << 22, 5):
-            arena.reserve(dict.fromkeys(Buffer, size))
-            assert arena.holds(dict.fromkeys(Buffer, size))
-            _write(arena, group.rank, group.world)
+            memory.reserve(dict.fromkeys(Buffer, size))
+            assert memory.holds(dict.fromkeys(Buffer, size))
+            _write(memory, group.rank, group.world)
             group.gather("")
             assert len(ranks.cuda.memory) == 3
             assert len(ranks.cuda.attached) == 6
             for peer in range(3):
                 for buffer in SHARED:
-                    assert _peer(arena, ranks, peer, buffer, 1) == peer
+                    assert _peer(memory, ranks, peer, buffer, 1) == peer
             group.gather("")
-        return arena
+        return memory
 
     arenas = ranks.run(grow)
     assert not ranks.cuda.torn
@@ -70,22 +70,24 @@ def test_a_rank_without_room_is_said_by_all_and_the_next_may_fit() -> None:
         return real(size)
 
     def grow(group: FakeGroup) -> None:
-        arena = Arena(group.rank, group.world, CPU, group.gather)
-        arena.reserve({Buffer.SRC: 5})
+        memory = IpcMemory(group.rank, group.world, CPU, group.gather)
+        memory.reserve({Buffer.KV_SHARED: 5})
         group.gather("")
         failures["left"] = 2
         group.gather("")
-        with pytest.raises(StepError, match="room for the arena on rank 1 of the group: cuMem"):
-            arena.reserve({Buffer.SRC: 1 << 24})
-        assert not arena.holds({Buffer.SRC: 1})
+        with pytest.raises(
+            StepError, match="room for the shared memory on rank 1 of the group: cuMem"
+        ):
+            memory.reserve({Buffer.KV_SHARED: 1 << 24})
+        assert not memory.holds({Buffer.KV_SHARED: 1})
         group.gather("")
         assert not ranks.cuda.memory
         failures["left"] = 1
         group.gather("")
-        arena.reserve({Buffer.SRC: 1 << 24})
-        _write(arena, group.rank, group.world)
+        memory.reserve({Buffer.KV_SHARED: 1 << 24})
+        _write(memory, group.rank, group.world)
         group.gather("")
-        assert _peer(arena, ranks, 1 - group.rank, Buffer.SRC, 0) == 1 - group.rank
+        assert _peer(memory, ranks, 1 - group.rank, Buffer.KV_SHARED, 0) == 1 - group.rank
         group.gather("")
 
     with (
@@ -100,19 +102,19 @@ def test_what_is_kept_stays_mapped_when_it_grows() -> None:
     kept: list[object] = []
 
     def grow(group: FakeGroup) -> None:
-        arena = Arena(group.rank, group.world, CPU, group.gather)
-        arena.reserve({Buffer.SRC: 5, Buffer.IN: 5})
-        arena.keep()
-        _write(arena, group.rank, group.world)
-        before = arena.address(1 - group.rank, Buffer.SRC, 0)
-        arena.reserve({Buffer.SRC: 1 << 24})
+        memory = IpcMemory(group.rank, group.world, CPU, group.gather)
+        memory.reserve({Buffer.KV_SHARED: 5, Buffer.KV_RECV: 5})
+        memory.pin()
+        _write(memory, group.rank, group.world)
+        before = memory.address(1 - group.rank, Buffer.KV_SHARED, 0)
+        memory.reserve({Buffer.KV_SHARED: 1 << 24})
         group.gather("")
         assert len(ranks.cuda.memory) == len(ranks.cuda.attached) == 4
         assert ranks.cuda.memory[before][0] == 1 - group.rank
-        assert arena.address(1 - group.rank, Buffer.SRC, 0) != before
+        assert memory.address(1 - group.rank, Buffer.KV_SHARED, 0) != before
         group.gather("")
 
-    with mock.patch("ringfa3.symmetric.ipc_memory._kept", kept):
+    with mock.patch("ringfa3.symmetric.ipc_memory._pinned", kept):
         ranks.run(grow)
     assert len(kept) == 2
     gc.collect()
@@ -124,19 +126,24 @@ def test_slots_lie_apart() -> None:
     for world in (2, 3):
 
         def fill(group: FakeGroup) -> None:
-            arena = Arena(group.rank, group.world, CPU, group.gather)
-            arena.reserve({b: 100 * (b + 1) for b in Buffer})
+            memory = IpcMemory(group.rank, group.world, CPU, group.gather)
+            memory.reserve({b: 100 * (b + 1) for b in Buffer})
             blocks = min(2, group.world - 1)
-            slots = {Buffer.SRC: 2, Buffer.IN: blocks, Buffer.D: blocks, Buffer.SUM: 1}
-            used = [(b, i) for b, n in (slots | {Buffer.COME: 1}).items() for i in range(n)]
+            slots = {
+                Buffer.KV_SHARED: 2,
+                Buffer.KV_RECV: blocks,
+                Buffer.DKV_OUT: blocks,
+                Buffer.DKV_SUM: 1,
+            }
+            used = [(b, i) for b, n in (slots | {Buffer.DKV_RECV: 1}).items() for i in range(n)]
             for value, (buffer, slot) in enumerate(used):
-                arena.local(buffer, slot).fill_(value)
+                memory.local(buffer, slot).fill_(value)
             for value, (buffer, slot) in enumerate(used):
-                assert (arena.local(buffer, slot) == value).all(), (buffer, slot)
-                assert len(arena.local(buffer, slot)) >= 100 * (buffer + 1)
-            assert len(arena.local(Buffer.ALL, 0)) >= 600
-            begins = [arena.local(b, 0).data_ptr() for b in (Buffer.ALL, Buffer.IN)]
-            assert begins[0] == begins[1] == arena.address(group.rank, Buffer.ALL, 0)
+                assert (memory.local(buffer, slot) == value).all(), (buffer, slot)
+                assert len(memory.local(buffer, slot)) >= 100 * (buffer + 1)
+            assert len(memory.local(Buffer.KV_GATHERED, 0)) >= 600
+            begins = [memory.local(b, 0).data_ptr() for b in (Buffer.KV_GATHERED, Buffer.KV_RECV)]
+            assert begins[0] == begins[1] == memory.address(group.rank, Buffer.KV_GATHERED, 0)
             group.gather("")
 
         Ranks(world).run(fill)

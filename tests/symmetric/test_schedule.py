@@ -18,12 +18,12 @@ from torch import Tensor
 from ringfa3.kernels import reference
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Tiling
-from ringfa3.symmetric.ring_pass import Course
-from ringfa3.symmetric.stream_ops import Await, Copy, Prepare, Stream
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.stream_ops import Copy, EndStart, Stream, WaitEvent
 from tests.support.dense import attention, gradients, mask, tensors, worst
 from tests.support.happens_before import Label, problems, waits
 from tests.support.placements import Placement, directions, laid_out, layers, scattered
-from tests.support.simulation import DeadlockError, SimulatedMachine, World
+from tests.support.simulation import DeadlockError, SimulatedBackend, World
 
 WORLDS = (2, 3, 4)
 LENGTHS = {"dense": [32], "packed": [10, 1, 13, 8]}
@@ -123,10 +123,10 @@ def test_no_wait_can_be_left_out(forwards: Forwards, wait: Label) -> None:
 def test_a_call_prepares_beside_its_first_transfers(direction: str) -> None:
     """Both pulls are issued by then, and the compute stream has only waited for SRC."""
     operations = laid_out([64], 4).operations(direction, 1, 0)
-    before = operations[: operations.index(Prepare())]
+    before = operations[: operations.index(EndStart())]
     assert sum(isinstance(x, Copy) for x in before) == 2
-    waits = [x for x in before if isinstance(x, Await) and x.stream is Stream.COMPUTE]
-    assert [x.event.name for x in waits] == ["freed"]
+    waits = [x for x in before if isinstance(x, WaitEvent) and x.stream is Stream.COMPUTE]
+    assert [x.event.name for x in waits] == ["kv_shared_free"]
 
 
 # Runs
@@ -155,15 +155,16 @@ class Ledger:
 
     def _issue(self, placement: Placement, direction: str, rank: int, number: int,
                base: float) -> None:  # fmt: skip
-        plan, machine = placement.plans[rank], self.world.machines[rank]
+        plan, backend = placement.plans[rank], self.world.backends[rank]
         keys = [base + 100 * r + torch.arange(p.local_tokens, dtype=torch.float64)
                 for r, p in enumerate(placement.plans)]  # fmt: skip
         mine = keys[rank].view(-1, 1, 1)
-        course = Course(machine, plan, direction, mine, -mine)
+        ring_pass = SymmetricRingPass(backend, plan, direction)
+        ring_pass.start(mine, -mine)
         leaving = [keys[r][p.kv_exchange.published] for r, p in enumerate(placement.plans)]
         between = plan.kv_exchange.visible.tolist()
 
-        def attend(hop: int, k: Tensor, v: Tensor, *found: Tensor) -> None:
+        def attend(hop: int, k: Tensor, v: Tensor, *dkv: Tensor, **_: object) -> None:
             if direction == "gathered":
                 owners = [(rank - t) % self.size for t in range(1, self.size)]
                 parts = [leaving[o][slice(*between[o][t])] for t, o in enumerate(owners, 1)]
@@ -178,10 +179,10 @@ class Ledger:
                 for x, sign in ((k, 1), (v, -1)):
                     if not torch.equal(x[seen].flatten() * sign, expected):
                         self.wrong.append(f"call {number}, rank {rank}, hop {hop}: K/V")
-            for x, y in zip(found, (k, v), strict=False):
+            for x, y in zip(dkv, (k, v), strict=False):
                 x[seen] = y[seen] * (1 + rank)
 
-        course.run(attend)
+        ring_pass.run(attend)
         if direction == "backward":
             weight = torch.full((plan.local_tokens,), 1.0 + rank, dtype=torch.float64)
             for hop in range(1, self.size):
@@ -190,10 +191,10 @@ class Ledger:
 
             def check() -> None:
                 for i, sign in enumerate((1, -1)):
-                    if not torch.equal(course.home[:, i].flatten() * sign, keys[rank] * weight):
+                    if not torch.equal(ring_pass.dkv[:, i].flatten() * sign, keys[rank] * weight):
                         self.wrong.append(f"call {number}, rank {rank}: dK/dV")
 
-            machine.then(check)
+            backend.then(check)
 
     def run(self, seed: int) -> list[str]:
         """What was wrong."""
@@ -210,8 +211,8 @@ class Ledger:
         {},
         {"one_queue": True},
         {"crowded": True},
-        {"enclose": True, "crowded": True},
-        {"enclose": True, "one_queue": True},
+        {"fork_join": True, "crowded": True},
+        {"fork_join": True, "one_queue": True},
     ],
     ids=str,
 )
@@ -222,7 +223,7 @@ def test_every_hop_sees_what_it_should(
     kind: str, world: int, forwards: Forwards, options: dict[str, bool]
 ) -> None:
     """Exactly: K/V at each hop, dK/dV at home, the sum of what its visitors have added. Also with
-    the streams of a rank in one queue, and beside collectives of the job; and enclosed, in any
+    the streams of a rank in one queue, and beside collectives of the job; and fork_join, in any
     parities."""
     assert Ledger(step(kind, world), forwards, **options).run(world) == []
 
@@ -234,7 +235,7 @@ def test_every_hop_sees_what_it_should_on_any_placement(world: int, count: int) 
         rng = random.Random(seed)
         placements = [scattered(rng, world) for _ in range(3)]
         options = {"one_queue": seed % 3 == 1, "crowded": seed % 2 == 1}
-        options["enclose"] = seed % 5 > 2
+        options["fork_join"] = seed % 5 > 2
         assert Ledger(placements, FORWARDS[seed % 3], **options).run(seed) == [], seed
 
 
@@ -242,7 +243,7 @@ def test_every_hop_sees_what_it_should_on_any_placement(world: int, count: int) 
 def test_without_a_wait_something_goes_wrong(forwards: Forwards, wait: Label) -> None:
     """In one of some runs at least, on placements where the proof fails too: something stale is
     read, or a kernel waits on the SMs for a rank that waits for a collective of the job."""
-    crowded = "opened" in wait
+    crowded = "all_published" in wait
     for placements in steps_of_4():
         if problems(2 * layers(placements, forwards), without=wait):
             for seed in range(10):
@@ -271,7 +272,7 @@ def attention_step(
         for rank, plan in enumerate(placement.plans):
             token = plan.token_index
             q, k, v = (x[token] for x in inputs)
-            ring = Rank(world.machines[rank], plan, q, k, v)
+            ring = Rank(world.backends[rank], plan, q, k, v)
             ring.forward(forward, placement.tilings(forward, rank))
             made += [(ring.out, whole[0][token]), (ring.lse, whole[1][:, token])]
             tilings = placement.tilings("backward", rank)
@@ -288,39 +289,44 @@ def attention_step(
 class Rank:
     """One layer on one rank, as `ring.op` runs it; `out` and `lse` are filled by the run."""
 
-    def __init__(self, machine: SimulatedMachine, plan: ContextPlan, q: Tensor, k: Tensor,
+    def __init__(self, backend: SimulatedBackend, plan: ContextPlan, q: Tensor, k: Tensor,
                  v: Tensor) -> None:  # fmt: skip
-        self.machine, self.plan, self.qkv = machine, plan, (q, k, v)
+        self.backend, self.plan, self.qkv = backend, plan, (q, k, v)
         self.out, self.running = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
         self.lse = torch.full((q.shape[1], len(q)), torch.nan, dtype=q.dtype)
 
     def forward(self, direction: str, tilings: list[Tiling]) -> None:
         q, k, v = self.qkv
 
-        def attend(hop: int, k: Tensor, v: Tensor, *_: Tensor) -> None:
+        def attend(hop: int, k: Tensor, v: Tensor, **_: object) -> None:
             reference.attend(q, k, v, tilings[hop], 0.7, self.out, self.running, self.lse)
 
-        Course(self.machine, self.plan, direction, k, v).run(attend)
+        ring_pass = SymmetricRingPass(self.backend, self.plan, direction)
+        ring_pass.start(k, v)
+        ring_pass.run(attend)
 
     def backward(self, tilings: list[Tiling], dout: Tensor, dlse: Tensor,
                  made: list[tuple[Tensor, Tensor]], expected: list[Tensor]) -> None:  # fmt: skip
         q, k, v = self.qkv
         statistics: list[Tensor] = []
         dq = torch.zeros_like(q)
-        course = Course(self.machine, self.plan, "backward", k, v)
-        self.machine.then(
+        ring_pass = SymmetricRingPass(self.backend, self.plan, "backward")
+        ring_pass.start(k, v)
+        self.backend.then(
             lambda: statistics.extend(reference.preprocess(dout, self.out, self.lse, dlse))
         )
 
-        def attend(hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, head: int = 0) -> None:
-            heads = slice(2 * head, 2 * (head + k.shape[1]))
+        def attend(
+            hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, *, first_head: int = 0
+        ) -> None:
+            heads = slice(2 * first_head, 2 * (first_head + k.shape[1]))
             queries, out = (x[:, heads] for x in (dout, q)), dq[:, heads]
             rows = (x[heads] for x in statistics)
             reference.attend_backward(*queries, k, v, *rows, tilings[hop], 0.7, out, dk, dv)
 
-        course.run(attend)
-        home = course.home
-        made += zip((dq, home[:, 0], home[:, 1]), expected, strict=True)
+        ring_pass.run(attend)
+        dkv = ring_pass.dkv
+        made += zip((dq, dkv[:, 0], dkv[:, 1]), expected, strict=True)
 
 
 @pytest.mark.parametrize("forwards", FORWARDS, ids=str)

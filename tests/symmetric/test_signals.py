@@ -1,4 +1,4 @@
-"""What ranks do together before a call: on all of them it has succeeded, or all know who failed."""
+"""Steps of all ranks before a call: they succeed on all, or all ranks raise and name the first."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ringfa3.symmetric.signals import together
+from ringfa3.symmetric.signals import step_on_all_ranks
 
 
 def among(*others: tuple[str, str, float]) -> Callable[[str], Sequence[str]]:
-    """A gather in which this rank is 0 and the others have said (given, wrong, time)."""
-    return lambda mine: [mine, *(json.dumps(said) for said in others)]
+    """A gather in which this rank is 0 and the others pass (result, problem, time)."""
+    return lambda own: [own, *(json.dumps(line) for line in others)]
 
 
-def test_all_hear_what_each_has_given() -> None:
+def test_all_ranks_get_all_results() -> None:
     gather = among(("b", "", 1.0), ("c", "", 2.0))
-    assert together(gather, "a step", lambda: "a") == ["a", "b", "c"]
+    assert step_on_all_ranks(gather, "a step", lambda: "a") == ["a", "b", "c"]
 
 
 def test_the_rank_that_failed_first_is_named() -> None:
-    """Here rank 0 fails now, long after rank 2, for which it may have waited."""
+    """Rank 0 fails now, long after rank 2, for which it may have waited."""
 
     def late() -> None:
         raise RuntimeError("wait timeout")
 
     gather = among(("b", "", 1.0), ("", "no room", 2.0))
     with pytest.raises(RuntimeError, match="a step on rank 2 of the group: no room"):
-        together(gather, "a step", late)
+        step_on_all_ranks(gather, "a step", late)
     with pytest.raises(RuntimeError, match="a step on rank 0 of the group: wait timeout"):
-        together(among(("b", "", 1.0)), "a step", late)
+        step_on_all_ranks(among(("b", "", 1.0)), "a step", late)

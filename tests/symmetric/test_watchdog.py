@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ringfa3.symmetric.watchdog import Watch, raise_in_main_thread
+from ringfa3.symmetric.watchdog import Watchdog, raise_in_main_thread
 
 
 class Counts(dict[str, int]):
@@ -26,12 +26,12 @@ def test_a_watch_minds_progress_on_any_stream() -> None:
     said: list[str] = []
     released: list[float] = []
     over = Counts()
-    watch = Watch(
+    watchdog = Watchdog(
         0.6, over.reached, lambda: None, said.append, lambda: released.append(time.monotonic())
     )
-    watch.post("kv", ["hop 0", "hop 1", "hop 2"])
-    watch.post("kv", ["hop 3"])
-    watch.post("partial", ["dK/dV"])
+    watchdog.post("kv", ["hop 0", "hop 1", "hop 2"])
+    watchdog.post("kv", ["hop 3"])
+    watchdog.post("partial", ["dK/dV"])
     for count in (1, 2, 3):
         time.sleep(0.4)
         over["kv"] = count
@@ -39,7 +39,7 @@ def test_a_watch_minds_progress_on_any_stream() -> None:
     until(lambda: len(released) >= 3)
     assert said == ["hop 3; dK/dV: nothing within 0.6 s; is that rank stopped?"]
     over.update(kv=4, partial=1)
-    until(lambda: not any(waits.ahead for waits in watch._streams.values()))
+    until(lambda: not any(waits.ahead for waits in watchdog._streams.values()))
     count = len(released)
     time.sleep(0.3)
     assert len(released) == count
@@ -47,8 +47,10 @@ def test_a_watch_minds_progress_on_any_stream() -> None:
 
 def test_a_watch_hears_of_another_ranks_failure_at_once() -> None:
     said: list[str] = []
-    watch = Watch(60.0, Counts().reached, lambda: "rank 2: disk on fire", said.append, lambda: None)
-    watch.post("kv", ["backward hop 2: K/V of rank 3"])
+    watchdog = Watchdog(
+        60.0, Counts().reached, lambda: "rank 2: disk on fire", said.append, lambda: None
+    )
+    watchdog.post("kv", ["backward hop 2: K/V of rank 3"])
     until(lambda: said)
     assert said == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
 
@@ -57,15 +59,15 @@ def test_a_watch_that_gave_up_releases_and_says_nothing() -> None:
     said: list[str] = []
     released: list[bool] = []
     over = Counts()
-    watch = Watch(
+    watchdog = Watchdog(
         0.1,
         over.reached,
         lambda: "rank 2: disk on fire",
         said.append,
         lambda: released.append(True),
     )
-    watch.give_up()
-    watch.post("kv", ["hop 1"])
+    watchdog.give_up()
+    watchdog.post("kv", ["hop 1"])
     until(lambda: len(released) >= 2)
     assert said == []
     over["kv"] = 1
@@ -77,7 +79,7 @@ class Looks:
     def __init__(self) -> None:
         self.over, self.awaited = False, [""]
 
-    def look(self) -> tuple[bool, list[str]]:
+    def poll(self) -> tuple[bool, list[str]]:
         over, self.over = self.over, False
         return over, [x for x in self.awaited if x]
 
@@ -88,11 +90,11 @@ def test_a_watch_looks_at_what_graphs_wait_for() -> None:
     said: list[str] = []
     released: list[bool] = []
     over, looks = Counts(), Looks()
-    watch = Watch(0.6, over.reached, lambda: None, said.append, lambda: released.append(True))
-    watch.look_at(looks.look)
+    watchdog = Watchdog(0.6, over.reached, lambda: None, said.append, lambda: released.append(True))
+    watchdog.poll_graphs(looks.poll)
     time.sleep(0.9)
     looks.awaited = ["hop 1"]
-    watch.post("kv", ["hop 2"])
+    watchdog.post("kv", ["hop 2"])
     for _ in range(5):
         time.sleep(0.3)
         looks.over = True
@@ -107,8 +109,8 @@ def test_a_watch_looks_at_what_graphs_wait_for() -> None:
     looks.awaited = ["hop 3"]  # of a replay after the loss: it is let go
     until(lambda: len(released) > count)
     assert len(said) == 1
-    watch.end()
-    assert not watch.is_alive()
+    watchdog.end()
+    assert not watchdog.is_alive()
 
 
 class LostError(RuntimeError):
@@ -117,7 +119,7 @@ class LostError(RuntimeError):
 
 def test_the_error_is_raised_in_the_main_thread() -> None:
     """In its Python, with its kind and text, although another thread has found it."""
-    watch = Watch(
+    watchdog = Watchdog(
         0.2,
         Counts().reached,
         lambda: None,
@@ -125,6 +127,6 @@ def test_the_error_is_raised_in_the_main_thread() -> None:
         lambda: None,
     )
     with pytest.raises(LostError, match="hop 1: nothing within"):  # noqa: PT012
-        watch.post("kv", ["hop 1"])
+        watchdog.post("kv", ["hop 1"])
         while True:
             time.sleep(0.01)

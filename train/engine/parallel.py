@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringfa3.ring.process_group import meet
+from ringfa3.ring.process_group import rendezvous
 from train.config import Config, ConfigError, ParallelConfig
 
 
@@ -110,7 +110,7 @@ def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
     shared = _connect(rank, timeout)
     if rank == 0:  # this host may be at its first attempt while another host restarted
         restarted = shared.add("attempts", 1) > 1 or restarted
-    store = meet(shared, rank, world, config.timeout_s)
+    store = rendezvous(shared, rank, world, config.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     # No device_id: a bound default group makes every later NCCL group a split of its communicator,
     # which all ranks must join together. The ring makes groups of a few ranks, when it needs them.

@@ -113,7 +113,7 @@ class Ring(ManyDevices):
     """RingFA3's ring. On a GPU only where a kernel runs it, never the executor."""
 
     def __init__(self, team: Team, transport: str = "auto", forward: str | None = None) -> None:
-        """forward: one of `gathering.KINDS`; None: by the rule."""
+        """forward: one of `forward_mode.FORWARD_MODES`; None: by the rule."""
         super().__init__(team)
         self.transport, self.forward = transport, forward
         named = (OURS, "" if transport == "auto" else transport, forward or "")
@@ -140,14 +140,14 @@ class Ring(ManyDevices):
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if self.forward is None:
                 return tensor(ring_attn_func(q, k, v, plan, transport=self.transport))
-            before = os.environ.get(forward_mode.FORWARD)
-            os.environ[forward_mode.FORWARD] = self.forward
+            before = os.environ.get(forward_mode.FORWARD_MODE_ENV)
+            os.environ[forward_mode.FORWARD_MODE_ENV] = self.forward
             try:
                 return tensor(ring_attn_func(q, k, v, plan, transport=self.transport))
             finally:
-                os.environ.pop(forward_mode.FORWARD)
+                os.environ.pop(forward_mode.FORWARD_MODE_ENV)
                 if before is not None:
-                    os.environ[forward_mode.FORWARD] = before
+                    os.environ[forward_mode.FORWARD_MODE_ENV] = before
 
         return attend
 

@@ -1,6 +1,6 @@
 """A ring of many GPUs on two: both play the same rank of it, and each is all peers of the other.
 
-What a rank finds at distance d, the other GPU has for it at distance -d. So the copies, words and
+What a rank finds at distance d, the other GPU has for it at distance -d. So the copies, signals and
 kernels of a call go as on so many GPUs in step, over the links that there are; what is computed
 means nothing, for all blocks of peers are one.
 """
@@ -26,9 +26,13 @@ from ringfa3.kernels.dispatch import executor_reason
 from ringfa3.numa import move_near
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring.op import run_backward, run_forward
-from ringfa3.symmetric.backend import CudaMachine, hindrance
-from ringfa3.symmetric.signals import Gather, Words
-from ringfa3.symmetric.stream_ops import Word
+from ringfa3.ring.prepare_call import PreparedCall, pass_kind
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.forward_mode import select_forward_mode
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.self_test import unsupported_reason
+from ringfa3.symmetric.signals import Gather, Signals
+from ringfa3.symmetric.stream_ops import Signal
 from ringfa3.symmetric.watchdog import raise_in_main_thread
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -68,21 +72,21 @@ class Stage:
         lines = self.lines(line)
         return [lines[self.side if r == self.rank else 1 - self.side] for r in self.ranks]
 
-    def alarm(self) -> str | None:
+    def peer_failure(self) -> str | None:
         return None
 
     def fail(self, message: str) -> Exception:
         self.failure = message
         return RuntimeError(message)
 
-    def machine(self, device: torch.device) -> CudaMachine:
+    def backend(self, device: torch.device) -> SymmetricBackend:
         def lost(message: str) -> None:
             raise_in_main_thread(self.fail(message))
 
-        return CudaMachine(self, device, self.timeout_s, lost, partial(Mirrored, self))
+        return SymmetricBackend(self, device, self.timeout_s, lost, partial(Mirrored, self))
 
 
-class Mirrored(Words):
+class Mirrored(Signals):
     """Words of two sides: who is at distance d for one is the other, at distance -d.
 
     All that one side sets the other takes if the rank visits keys at the hops at which its own are
@@ -93,11 +97,11 @@ class Mirrored(Words):
         self._plays, self._world = rank, world
         super().__init__(stage.side, world, stage.lines)
 
-    def address(self, word: Word) -> int:
-        sets = word.sender == self._plays
+    def address(self, signal: Signal) -> int:
+        sets = signal.sender == self._plays
         side = 1 - self.rank if sets else self.rank
-        distance = self._plays - word.receiver if sets else word.sender - self._plays
-        return super().address(word._replace(receiver=side, sender=distance % self._world))
+        distance = self._plays - signal.receiver if sets else signal.sender - self._plays
+        return super().address(signal._replace(receiver=side, sender=distance % self._world))
 
 
 def rehearse(options: Options) -> int:
@@ -118,12 +122,12 @@ def rehearse(options: Options) -> int:
     for direction in DIRECTIONS[options.direction]:
         if reason := executor_reason(direction, query(DTYPES[options.dtype], device)):
             raise BenchError(f"{direction}: {reason}, and the executor is not timed in its place")
-    if reason := hindrance():
+    if reason := unsupported_reason():
         raise BenchError(reason)
     move_near(device)
     team = Team(rank, world, join(device, options.timeout), device, options.timeout)
     stage = Stage(rank, options.plays, options.ranks, options.timeout, team.meet)
-    cuda = stage.machine(device)
+    cuda = stage.backend(device)
     rows = []
     for tokens in options.tokens:
         for direction in DIRECTIONS[options.direction]:
@@ -152,7 +156,7 @@ def rehearse(options: Options) -> int:
 
 
 def _row(
-    cuda: CudaMachine, tokens: int, direction: str, options: Options, team: Team
+    cuda: SymmetricBackend, tokens: int, direction: str, options: Options, team: Team
 ) -> dict[str, object]:
     """Of a causal sequence; the yardstick is as in `yardsticks.Yardstick`."""
     ranks, whole = options.ranks, options.ranks * tokens
@@ -177,16 +181,19 @@ def _row(
 
 
 def _ring(
-    cuda: CudaMachine, plan: ContextPlan, direction: str, dtype: torch.dtype
+    cuda: SymmetricBackend, plan: ContextPlan, direction: str, dtype: torch.dtype
 ) -> Callable[[], object]:
     q, k, v, dout = (
         torch.randn(plan.local_tokens, h, HEAD_DIM, device=cuda.device).to(dtype)
         for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
+    make_pass = partial(SymmetricRingPass, cuda)
+    forward = PreparedCall(plan, pass_kind(FORWARD, select_forward_mode(plan, q, k)), make_pass)
     if direction == FORWARD:
-        return lambda: run_forward(q, k, v, plan, SCALE, cuda)
-    out, lse = run_forward(q, k, v, plan, SCALE, cuda)
-    return lambda: run_backward(dout, None, q, k, v, out, lse, plan, SCALE, False, cuda)
+        return lambda: run_forward(q, k, v, SCALE, forward)
+    out, lse = run_forward(q, k, v, SCALE, forward)
+    backward = PreparedCall(plan, BACKWARD, make_pass)
+    return lambda: run_backward(dout, None, q, k, v, out, lse, SCALE, False, backward)
 
 
 def _alone(

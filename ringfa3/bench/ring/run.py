@@ -56,7 +56,7 @@ from ringfa3.bench.ring.memory import Held, Scales
 from ringfa3.bench.ring.run_plan import Options, query, todo_of, worlds_of
 from ringfa3.kernels.dispatch import executor_reason, select_forward
 from ringfa3.numa import move_near
-from ringfa3.symmetric.forward_mode import KINDS, gathered_bytes, kind_of_forward
+from ringfa3.symmetric.forward_mode import FORWARD_MODES, gathered_bytes, select_forward_mode
 
 WARM_UP_TOKENS = 64  # of each rank, before anything is weighed
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class Job:
         """RingFA3's: over each transport; over peers' memory also with the forward hop by hop, and
         to be weighed gathered, whichever it is by itself."""
         found = [Ring(team, transport) for transport in self.options.transports]
-        kinds = KINDS if case.set == MEMORY else ("hops",) if direction == FORWARD else ()
+        kinds = FORWARD_MODES if case.set == MEMORY else ("hops",) if direction == FORWARD else ()
         masked = case.set not in (LENGTHS, MEMORY, ERROR, HOST)
         if masked or not found[0].may_pull or self.device.type == "cpu" or team.world == 1:
             return found
@@ -248,7 +248,7 @@ class Job:
             torch.empty(1, h, case.head_dim, dtype=self.dtype, device="meta")
             for h in (case.heads, case.kv_heads)
         )
-        one = ring.moved_by == "symmetric" and kind_of_forward(plan, q, k) == "gathered"
+        one = ring.moved_by == "symmetric" and select_forward_mode(plan, q, k) == "gathered"
         return gathered_bytes(plan, k) if one else None
 
     def _weigh(self, world: int, cases: list[RingCase]) -> None:

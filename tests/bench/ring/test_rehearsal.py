@@ -15,8 +15,8 @@ from ringfa3.bench import __main__ as bench
 from ringfa3.bench.common.timing import Call, Paired
 from ringfa3.bench.ring import rehearsal
 from ringfa3.bench.ring.rehearsal import Mirrored, Stage
-from ringfa3.symmetric.ring_pass import Course
-from ringfa3.symmetric.stream_ops import Purpose, Word
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.stream_ops import Purpose, Signal
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.placements import laid_out
 
@@ -30,7 +30,7 @@ def _stage(group: FakeGroup, plays: int, ranks: int) -> Stage:
 def _calls(group: FakeGroup, plays: int, ranks: int) -> list[str]:
     """What is wrong after calls of each kind whose kernels look at the K/V that they get."""
     stage = _stage(group, plays, ranks)
-    machine = stage.machine(CPU)
+    backend = stage.backend(CPU)
     plan = laid_out([8 * ranks], ranks).plans[plays]
     wrong: list[str] = []
     hops = 0
@@ -39,9 +39,11 @@ def _calls(group: FakeGroup, plays: int, ranks: int) -> list[str]:
         keys = keys + torch.arange(plan.local_tokens).view(-1, 1, 1)
         mine, other = keys[group.rank], keys[1 - group.rank]
 
-        def attend(hop: int, k: torch.Tensor, v: torch.Tensor, *found: torch.Tensor) -> None:
+        def attend(
+            hop: int, k: torch.Tensor, v: torch.Tensor, *dkv: torch.Tensor, **_: object
+        ) -> None:
             nonlocal hops
-            for x in found[:2]:
+            for x in dkv:
                 x.fill_(1)
             if hop == 0:
                 return
@@ -52,9 +54,11 @@ def _calls(group: FakeGroup, plays: int, ranks: int) -> list[str]:
             if not (torch.equal(there[0], leaving) and torch.equal(there[1], -leaving)):
                 wrong.append(f"call {number}, hop {hop}")  # noqa: B023
 
-        Course(machine, plan, direction, mine, -mine).run(attend)
+        ring_pass = SymmetricRingPass(backend, plan, direction)
+        ring_pass.start(mine, -mine)
+        ring_pass.run(attend)
     group.gather("")
-    if machine.words._mine.any():  # type: ignore[attr-defined]
+    if backend.signals._received.any():  # type: ignore[attr-defined]
         wrong.append("a word was not taken")
     return wrong + [stage.failure] * (stage.failure is not None) + ["no hop"] * (not hops)
 
@@ -65,12 +69,12 @@ def test_calls_end_and_all_that_comes_is_the_others(ranks: int, plays: int) -> N
     assert two.run(lambda group: _calls(group, plays, ranks)) == [[], []]
 
 
-def _addresses(group: FakeGroup) -> dict[Word, int]:
+def _addresses(group: FakeGroup) -> dict[Signal, int]:
     stage = _stage(group, 1, 4)
     words = Mirrored(stage, 1, 4, stage.gather)
     begin = words._address
     return {
-        Word(a, b, purpose, 0): words.address(Word(a, b, purpose, 0)) - begin
+        Signal(a, b, purpose, 0): words.address(Signal(a, b, purpose, 0)) - begin
         for a, b, purpose in itertools.product(range(4), range(4), Purpose)
         if 1 in (a, b) and a != b
     }
@@ -82,7 +86,7 @@ def test_what_one_sets_for_a_peer_is_what_the_other_takes_of_the_opposite() -> N
     assert isinstance(second, dict)
     for word, at in first.items():
         if word.sender == 1:
-            taken = Word((2 - word.receiver) % 4, 1, word.purpose, 0)
+            taken = Signal((2 - word.receiver) % 4, 1, word.purpose, 0)
             assert second[taken] == at
     assert len(set(first.values())) == len(first)
 
@@ -110,7 +114,7 @@ def test_a_rehearsal_writes_a_row_for_each_case(
         "Team": lambda *_: SimpleNamespace(meet=here().gather),
         "CudaStopwatch": lambda _: None,
         "executor_reason": lambda *_: None,
-        "hindrance": lambda: None,
+        "unsupported_reason": lambda: None,
         "move_near": lambda _: None,
         "paired": by_the_clock,
     }

@@ -182,22 +182,22 @@ def test_a_ring_may_ask_for_a_kind_of_forward(monkeypatch: pytest.MonkeyPatch) -
     asked: list[str | None] = []
 
     def call(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        asked.append(os.environ.get(forward_mode.FORWARD))
+        asked.append(os.environ.get(forward_mode.FORWARD_MODE_ENV))
         return q
 
     monkeypatch.setattr(ring_peers, "ring_attn_func", call)
-    monkeypatch.delenv(forward_mode.FORWARD, raising=False)
+    monkeypatch.delenv(forward_mode.FORWARD_MODE_ENV, raising=False)
     problem = make_problem(case_of("lengths", 1), FORWARD, torch.float32, CPU)
-    rings = [Ring(Team(), "symmetric", kind) for kind in (None, *forward_mode.KINDS)]
+    rings = [Ring(Team(), "symmetric", kind) for kind in (None, *forward_mode.FORWARD_MODES)]
     assert [ring.name for ring in rings] == [
         "RingFA3 symmetric", "RingFA3 symmetric gathered", "RingFA3 symmetric hops",
     ]  # fmt: skip
     for before in (None, "hops"):
         if before is not None:
-            monkeypatch.setenv(forward_mode.FORWARD, before)
+            monkeypatch.setenv(forward_mode.FORWARD_MODE_ENV, before)
         for ring in rings:
             ring.prepare(problem).run()
-            assert os.environ.get(forward_mode.FORWARD) == before
+            assert os.environ.get(forward_mode.FORWARD_MODE_ENV) == before
     assert asked == [None, "gathered", "hops", "hops", "gathered", "hops"]
 
 

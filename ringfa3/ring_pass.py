@@ -1,0 +1,55 @@
+"""The interface of a ring pass: moves K/V, and dK/dV, between ranks while attention is computed."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Attend(Protocol):
+    """Computes the attention of one hop; `RingPass.run` calls it.
+
+    hop         number of the hop; 0 for the rank's own keys, and for gathered K/V
+    k, v        (rows, hk, d) of the hop's block. Rows outside the hop's spans may hold anything
+    dk, dv      backward: (rows, hk, d) in the statistics dtype, to be stored where the hop's tiles
+                have rows
+    first_head  number of the first KV head in k, v, dk and dv, which may have a part of the heads
+    arrivals    gathered forward: (world,) int32. The rows of hop t may be read once arrivals[t] is
+                not 0. None if all rows are there
+    """
+
+    def __call__(
+        self,
+        hop: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dk: torch.Tensor | None = None,
+        dv: torch.Tensor | None = None,
+        *,
+        first_head: int = 0,
+        arrivals: torch.Tensor | None = None,
+    ) -> None: ...
+
+
+class RingPass(Protocol):
+    """One rank's forward or backward pass over the ring, over any transport."""
+
+    def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
+        """Starts the first transfers. What the caller computes before `run` overlaps with them.
+
+        Args:
+            k, v: (local_tokens, hk, d), the rank's own.
+            waits_in_kernel: `attend` of a gathered forward takes `arrivals`.
+        """
+
+    def run(self, attend: Attend) -> None:
+        """Calls `attend` for each hop with work, and moves K/V and dK/dV beside it.
+
+        A gathered forward calls it once, with the rows of `ContextPlan.gathered`. A backward calls
+        it once for each hop; the KV heads of hop 0 may come in two calls.
+        """
+
+    @property
+    def dkv(self) -> torch.Tensor:
+        """Backward, after `run`: (local_tokens, 2, hk, d) statistics dtype, dK and dV together."""
