@@ -14,21 +14,20 @@ import numpy.typing as npt
 import torch
 
 from ringfa3.kernels.launch import (
-    Stream,
     Tensor3,
-    Uploads,
-    addressable,
-    ctas,
-    heads_together,
+    heads_per_section,
     launch,
+    num_ctas,
     packer,
     tensor3,
-    upload,
+    tma_addressable,
 )
+from ringfa3.kernels.streams import Stream
+from ringfa3.kernels.uploads import Uploads, upload
 from ringfa3.planning.tiling import Plan, Tiling, ramps
 from ringfa3.planning.work_split import SHARED, split_work
 
-if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
+if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
 
 DQ_TILE = 64 * 64  # floats of a dQ tile, which a warpgroup adds to dQ at once
@@ -89,13 +88,11 @@ _pack_postprocess = packer(PostprocessArgs)
 
 
 class BackwardPass:
-    """`reference.BackwardPass` on the GPU: prepares at once, then takes the hops in any order.
+    """`reference.BackwardPass` on the GPU: preprocesses at once, then takes hops in any order.
 
-    LSE, D and the float32 dQ live in the plan's row grid, in workspace of O(tokens); dQ is added to
-    in place, in turns if `deterministic`. `sm_margin` SMs are left free. Kernels run on the stream
-    that is current when it is made, which must be the current one at each hop, too.
-
-    Raises ValueError: a margin that leaves none.
+    LSE, D and the float32 dQ live in the plan's row grid, in workspace of O(tokens). Kernels add to
+    dQ in place, in turns if `deterministic`. All run on one stream: the stream that is current when
+    the pass is made must be current at each hop, too.
     """
 
     def __init__(
@@ -109,16 +106,15 @@ class BackwardPass:
         plan: Plan,
         scale: float,
         deterministic: bool,
-        sm_margin: int = 0,
     ) -> None:
         self.unit, self.scale, self.deterministic = unit, scale, deterministic
-        (self.q, q_fields), (self.dout, dout_fields) = addressable(q), addressable(dout)
-        out, out_fields = addressable(out)
+        (self.q, q_fields), (self.dout, dout_fields) = tma_addressable(q), tma_addressable(dout)
+        out, out_fields = tma_addressable(out)
         self._rows_of = q_fields, dout_fields
         lse = _rows_in_order(lse)
         dlse = None if dlse is None else _rows_in_order(dlse)
         (tokens, heads, head_dim), device = q.shape, q.device
-        self.num_ctas = ctas(device, sm_margin)
+        self.num_ctas = num_ctas(device)
         self.stream = stream = Stream.current(device)  # of all hops
         self.blocks = _grid_blocks(plan, unit.tile_m, stream)  # (num_blocks, 2)
         count = self.blocks.shape[0]
@@ -173,7 +169,7 @@ class BackwardPass:
         self._hop += 1
         if not len(tiling.tiles):
             return
-        (k, k_fields), (v, v_fields) = addressable(k), addressable(v)
+        (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
         kv_heads, heads = k.shape[1], self.q.shape[1] if num_heads is None else num_heads
         tables = _on_device(
             tiling, self.stream, self.unit.tile_m, heads // kv_heads, kv_heads, self.num_ctas,
@@ -200,7 +196,7 @@ class BackwardPass:
             words,
             words + WORD if self.deterministic else 0,
             tables.num_work_units,
-            heads_together(self._bytes_per_head * heads // kv_heads, kv_heads),
+            heads_per_section(self._bytes_per_head * heads // kv_heads, kv_heads),
             self.num_ctas,
             sums[0].dtype == torch.float32,
             self.scale,

@@ -1,4 +1,4 @@
-"""Which code runs a hop: the kernel that fits the tensors, or the executor, which says so."""
+"""Selects what runs a hop: the kernel for the tensors, else the executor, and says so."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ringfa3.kernels import backward, launch, reference
+from ringfa3.kernels import backward, forward, reference
 
-if TYPE_CHECKING:  # imported where it is used, so that `python -m ringfa3.build` can be run
+if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
 
 
@@ -42,65 +42,77 @@ class BackwardKernel(NamedTuple):
     make_pass: Callable[..., reference.BackwardPass | backward.BackwardPass]
 
 
-def select_forward(q: torch.Tensor, sm_margin: int = 0) -> ForwardKernel:
-    """The forward for queries like `q` (t, h, d). A kernel is compiled at its first use.
-
-    It leaves `sm_margin` SMs free. Raises ValueError: a margin that leaves none to the kernel.
-    """
-    unit = _unit("forward", q, sm_margin)
+def select_forward(q: torch.Tensor) -> ForwardKernel:
+    """The forward for queries like `q` (t, h, d). A kernel is compiled at its first use."""
+    unit = _select_unit("forward", q)
     if unit is None:
         return ForwardKernel(reference.TILE_M, reference.attend, False)
-    return ForwardKernel(unit.tile_m, partial(launch.attend, unit, sm_margin=sm_margin), True)
+    return ForwardKernel(unit.tile_m, partial(forward.attend, unit), True)
 
 
-def select_backward(q: torch.Tensor, sm_margin: int = 0) -> BackwardKernel:
+def select_backward(q: torch.Tensor) -> BackwardKernel:
     """As `select_forward`, for the backward."""
-    unit = _unit("backward", q, sm_margin)
+    unit = _select_unit("backward", q)
     if unit is None:
         return BackwardKernel(reference.TILE_N, reference.TILE_M, reference.BackwardPass)
-    make_pass = partial(backward.BackwardPass, unit, sm_margin=sm_margin)
-    return BackwardKernel(unit.tile_n, unit.tile_m, make_pass)
+    return BackwardKernel(unit.tile_n, unit.tile_m, partial(backward.BackwardPass, unit))
 
 
-def _unit(direction: str, q: torch.Tensor, sm_margin: int) -> Unit | None:
-    """The kernel to run; None for the executor, which a GPU's user is told."""
+def _select_unit(direction: str, q: torch.Tensor) -> Unit | None:
+    """The unit to run; None for the executor, which users of a GPU are told."""
     reason = executor_reason(direction, q)
     if reason is None:
-        launch.ctas(q.device, sm_margin)
-        return launch.unit_for(direction, q)
+        return unit_for(direction, q)
     if q.is_cuda:
         say_executor(reason)
     return None
 
 
 def executor_reason(direction: str, q: torch.Tensor) -> str | None:
-    """Why "forward" or "backward" for queries like `q` (t, h, d) runs on the executor.
+    """Why the executor runs the "forward" or "backward" for queries like `q` (t, h, d).
 
-    None where a kernel runs it; that is compiled if it has not been.
+    None if a kernel runs it; this call compiles the kernel if the cache does not have it.
     """
-    unit = launch.unit_for(direction, q)
+    unit = unit_for(direction, q)
     if unit is None:
         where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
         return f"there is no kernel for head_dim {q.shape[-1]} on {where}"
-    return _problem(unit)
+    return _build_problem(unit)
+
+
+def unit_for(direction: str, q: torch.Tensor) -> Unit | None:
+    """The "forward" or "backward" unit for queries like `q` (t, h, d); None: there is no kernel."""
+    return _unit_for(direction, q.device, q.dtype, q.shape[-1]) if q.is_cuda else None
 
 
 @lru_cache(None)
-def _problem(unit: Unit) -> str | None:
-    """Why a unit cannot be had; None if it can. Asked once: a build is not tried again."""
+def _unit_for(
+    direction: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> Unit | None:
+    from ringfa3.build.units import UNITS
+
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    wanted = (direction, str(dtype).removeprefix("torch."), head_dim)
+    return next((u for u in UNITS if (u.direction, u.dtype, u.head_dim) == wanted), None)
+
+
+@lru_cache(None)
+def _build_problem(unit: Unit) -> str | None:
+    """Why a unit cannot be built; None if it can. Cached: a failed build is not tried again."""
     from ringfa3.build.compile import ensure_library
     from ringfa3.errors import BuildError
 
     try:
         ensure_library(unit)
-    except (BuildError, OSError) as error:  # OSError: the cache or the sources, by their path
+    except (BuildError, OSError) as error:  # OSError: of the cache's or the sources' folder
         return f"its kernel cannot be built ({error})"
     return None
 
 
 @lru_cache(None)
 def say_executor(reason: str) -> None:
-    """Once per host and reason, in one line: that attention runs on the executor."""
+    """Prints once per host and reason that the executor runs attention."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        said = f"ringfa3: attention runs on its PyTorch executor, exact but slow: {reason}"
-        print(said, file=sys.stderr, flush=True)
+        line = f"ringfa3: attention runs on its PyTorch executor, exact but slow: {reason}"
+        print(line, file=sys.stderr, flush=True)

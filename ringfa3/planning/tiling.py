@@ -69,6 +69,17 @@ class Tiling:
     spans: Table
     earlier: npt.NDArray[np.int32]
 
+    def visited_columns(self) -> Ints:
+        """(num_tiles,) columns that each tile of a forward visits."""
+        tile = np.repeat(np.arange(len(self.tiles)), self.tiles["num_spans"])
+        span = self.spans[ramps(self.tiles["first_span"], self.tiles["num_spans"])]
+        here = self.tiles[tile]
+        i = here["row0"].astype(np.int64) - span["q0"]
+        begin = np.maximum(0, i + span["lo"])
+        end = np.minimum(span["k1"] - span["k0"], i + here["rows"] + span["hi"])
+        columns = np.bincount(tile, np.maximum(0, end - begin), len(self.tiles))
+        return columns.astype(np.int64)
+
     def visited(self, span: int, block: int, tile_m: int) -> tuple[int, int]:
         """Key tiles [first, end) of a span that visit its `block`-th run of tile_m rows."""
         s = self.spans[span]

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from ringfa3.kernels.launch import WORDS
+from ringfa3.kernels.forward import MAX_ARRIVAL_WORDS
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
 
@@ -28,7 +28,8 @@ def select_forward_mode(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor) -> 
         allowed = ", ".join(map(repr, FORWARD_MODES))
         raise ValueError(f"{FORWARD_MODE_ENV}={asked!r}: allowed are {allowed}")
     most = plan.kv_exchange.max_rows
-    if not most.published or plan.world > WORDS:  # nothing to gather, or too few arrival words
+    # nothing to gather, or too few arrival words
+    if not most.published or plan.world > MAX_ARRIVAL_WORDS:
         return "hops"
     if asked is not None:
         return asked

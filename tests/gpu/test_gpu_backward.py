@@ -23,7 +23,7 @@ def test_random_sequences_hold_the_gate(unit: Unit) -> None:
         p = checks.random_problem(case, unit, "cuda", longest=1500)
         if p is None:
             continue
-        got = checks.differentiate(unit, p, deterministic=case % 5 == 0, margin=case % 3 * 8)
+        got = checks.differentiate(unit, p, deterministic=case % 5 == 0, free_sms=case % 3 * 8)
         what = f"case {case}: {p.lengths}, window {p.window}, heads {p.q.shape[1]}:{p.k.shape[1]}"
         checks.hold_gate(got, p, what)
 
@@ -33,10 +33,10 @@ def test_random_sequences_hold_the_gate(unit: Unit) -> None:
 def test_more_tiles_than_ctas_hold_the_gate(unit: Unit, deterministic: bool) -> None:
     """Whole tiles, several for each CTA, and one CTA for all."""
     p = checks.problem(3, unit, "cuda", [(1000, 1000)] * 3, (16, 8), (-1, 0))
-    most = launch.ctas(p.q.device, 0) - 1
-    for margin in (0, most):
-        got = checks.differentiate(unit, p, deterministic, margin)
-        checks.hold_gate(got, p, f"sm_margin={margin}")
+    most = launch.num_ctas(p.q.device) - 1
+    for free in (0, most):
+        got = checks.differentiate(unit, p, deterministic, free)
+        checks.hold_gate(got, p, f"{free} SMs free")
 
 
 @pytest.mark.parametrize("unit", UNITS)

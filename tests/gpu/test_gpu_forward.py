@@ -15,9 +15,9 @@ import torch
 
 from ringfa3 import flash_attn_varlen_func, functional
 from ringfa3.build.units import Unit
-from ringfa3.kernels import launch
-from ringfa3.kernels.dispatch import select_forward
+from ringfa3.kernels import dispatch, forward
 from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
+from tests.support.launches import leave_sms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -107,7 +107,7 @@ def test_random_sequences_hold_the_gate(dtype: torch.dtype, d: int) -> None:
             continue
         window = rng.choice(WINDOWS)
         q, k, v = inputs(rng, dtype, d, lengths)
-        assert launch.unit_for("forward", q) is not None
+        assert dispatch.unit_for("forward", q) is not None
         cu_q, cu_k = (list(accumulate(n, initial=0)) for n in zip(*lengths, strict=True))
         call = (q, k, v, cu_q, cu_k)
         out, lse = flash_attn_varlen_func(*call, window_size=window, return_lse=True)
@@ -212,7 +212,7 @@ def hold_merge(unit: Unit, device: str = "cuda") -> None:
             out, running = torch.full_like(q, torch.nan), torch.full(q.shape, torch.nan).to(device)
             lse = torch.full((heads, t), torch.nan, device=device)
             for hop in in_hops(whole, pieces[::order]):
-                launch.attend(unit, q, k, v, hop, d**-0.5, out, running, lse)
+                forward.attend(unit, q, k, v, hop, d**-0.5, out, running, lse)
             what = f"{offsets}, last block {tail}, window {right}, order {order}"
             hold_gate((out, lse), (q, k, v), [(t, n)], (-1, right), what)
 
@@ -221,7 +221,7 @@ def hold_merge(unit: Unit, device: str = "cuda") -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
 def test_hops_merge_wherever_their_scores_lie(dtype: torch.dtype, d: int) -> None:
     torch.manual_seed(0)
-    unit = launch.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
+    unit = dispatch.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
     assert unit is not None
     hold_merge(unit)
 
@@ -238,7 +238,7 @@ def hold_many_keys_before(unit: Unit, device: str = "cuda") -> None:
     lse = torch.full((1, t), math.log(before), device=device)
     hop = plan_local(np.array([t]), np.array([n]), -1, -1).forward(unit.tile_m)[0]
     hop.tiles["flags"] = 0
-    launch.attend(unit, q, k, v, hop, d**-0.5, torch.empty_like(q), running, lse)
+    forward.attend(unit, q, k, v, hop, d**-0.5, torch.empty_like(q), running, lse)
     assert (running.cpu().double() - ref).abs().max() < (5e-6 if running.is_cuda else 1e-6)
     assert (lse - math.log(before + n)).abs().max().item() < 1e-5
 
@@ -247,7 +247,7 @@ def hold_many_keys_before(unit: Unit, device: str = "cuda") -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
 def test_few_keys_count_beside_many_of_earlier_hops(dtype: torch.dtype, d: int) -> None:
     torch.manual_seed(0)
-    unit = launch.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
+    unit = dispatch.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
     assert unit is not None
     hold_many_keys_before(unit)
 
@@ -260,7 +260,7 @@ def waiting(d: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, Cal
     lengths = np.array([3000, 700, 2000])
     t, heads = int(lengths.sum()), 4
     q, k, v = (torch.randn(t, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    unit = launch.unit_for("forward", q)
+    unit = dispatch.unit_for("forward", q)
     assert unit is not None
     tiling = plan_local(lengths, lengths, -1, 0).forward(unit.tile_m)[0]
     spans = tiling.spans.copy()
@@ -270,7 +270,7 @@ def waiting(d: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, Cal
     lse = torch.full((heads, t), torch.nan, device="cuda")
 
     def call(arrivals: torch.Tensor) -> None:
-        launch.attend(unit, q, k, v, tiling, d**-0.5, out, lse[:0], lse, arrivals=arrivals)
+        forward.attend(unit, q, k, v, tiling, d**-0.5, out, lse[:0], lse, arrivals=arrivals)
 
     return [q, k, v], out, lse, call
 
@@ -318,23 +318,21 @@ def test_a_span_that_is_called_off_ends_the_wait(d: int) -> None:
     assert lse[:, 3700:].isnan().all()
 
 
-def test_sm_margin_changes_no_bit_and_leaves_sms() -> None:
-    """The same tiles on fewer CTAs; a margin that leaves none is refused."""
+def test_fewer_ctas_change_no_bit() -> None:
+    """The same tiles on all SMs, on all but eight, on one."""
     lengths = np.array([3000, 700, 2000])
     q, k, v = (torch.randn(5700, 4, 128, device="cuda").bfloat16() for _ in range(3))
-    unit = launch.unit_for("forward", q)
+    unit = dispatch.unit_for("forward", q)
     assert unit is not None
     tiling = plan_local(lengths, lengths, -1, 0).forward(unit.tile_m)[0]
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     results = []
-    for margin in (0, 8, sms - 1):
+    for free in (0, 8, sms - 1):
         out, lse = torch.full_like(q, torch.nan), torch.empty(4, 5700, device="cuda")
-        launch.attend(unit, q, k, v, tiling, 0.1, out, lse[:0], lse, sm_margin=margin)
+        with leave_sms(free):
+            forward.attend(unit, q, k, v, tiling, 0.1, out, lse[:0], lse)
         results.append(out)
     assert all(torch.equal(results[0], other) for other in results[1:])
-    for margin in (-1, sms):
-        with pytest.raises(ValueError, match=f"sm_margin={margin}: 0 to {sms - 1} are allowed"):
-            select_forward(q, sm_margin=margin)
 
 
 def test_streams_and_graphs_at_once() -> None:
@@ -384,7 +382,7 @@ def test_a_call_with_a_cached_plan_costs_the_host_little(
 ) -> None:
     """At most 40 us of the CPU thread, the best of 20 times 100 calls."""
     q, k, v = (torch.randn(1024, 8, 128, device="cuda").bfloat16() for _ in range(3))
-    unit = launch.unit_for("forward", q)
+    unit = dispatch.unit_for("forward", q)
     assert unit is not None
     lengths, costs = np.array([1024]), []
     tiling = plan_local(lengths, lengths, -1, 0).forward(unit.tile_m)[0]
@@ -393,8 +391,8 @@ def test_a_call_with_a_cached_plan_costs_the_host_little(
         torch.cuda.synchronize()
         began = time.thread_time_ns()
         for _ in range(100):
-            launch.attend(unit, q, k, v, tiling, 0.1, out, lse[:0], lse)
+            forward.attend(unit, q, k, v, tiling, 0.1, out, lse[:0], lse)
         costs.append((time.thread_time_ns() - began) / 100e3)
     with capsys.disabled():
-        print(f"\nkernels.attend: {min(costs):.1f} us of the CPU thread")
+        print(f"\nforward.attend: {min(costs):.1f} us of the CPU thread")
     assert min(costs) <= 40

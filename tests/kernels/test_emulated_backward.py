@@ -9,7 +9,7 @@ import torch
 
 from ringfa3 import flash_attn_varlen_func
 from ringfa3.build.units import UNITS, Unit, select_units
-from ringfa3.kernels import launch
+from ringfa3.kernels import dispatch
 from ringfa3.kernels.backward import BackwardPass
 from ringfa3.planning.work_split import SHARED, split_work
 from tests.support import backward_checks as checks
@@ -40,7 +40,7 @@ def test_random_sequences_hold_the_gate(emulated: Machine, unit: Unit) -> None:
         if p is None:
             continue
         emulated.settings(case, EAGERNESS[case % 4])
-        got = checks.differentiate(unit, p, deterministic=case % 5 == 0, margin=case % 2)
+        got = checks.differentiate(unit, p, deterministic=case % 5 == 0, free_sms=case % 2)
         what = f"case {case}: {p.lengths}, window {p.window}, heads {p.q.shape[1]}:{p.k.shape[1]}"
         checks.hold_gate(got, p, what)
 
@@ -118,7 +118,7 @@ def test_a_pass_refuses_a_call_too_many(emulated: Machine) -> None:
 def test_kernels_that_start_early_wait(
     emulated: Machine, unit: Unit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preparation, backward and conversion queued together, as programmatic launches overlap."""
+    """Preprocess, backward and postprocess queued together, as programmatic launches overlap."""
     for seed in range(4):
         emulated.settings(seed, EAGERNESS[seed])
         p = checks.problem(seed, unit, "cpu", [(200, 200)], (2, 1), (-1, 0))
@@ -140,7 +140,7 @@ def test_the_public_function_runs_on_the_kernels(
     for kernels_run in (True, False):
         emulated.settings(0)
         if not kernels_run:
-            monkeypatch.setattr(launch, "unit_for", lambda direction, q: None)
+            monkeypatch.setattr(dispatch, "unit_for", lambda direction, q: None)
         leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
         out, lse = flash_attn_varlen_func(*leaves, [0, 90], [0, 90], causal=True, return_lse=True)
         gradients.append(torch.autograd.grad((out, lse), leaves, (p.dout, p.dlse)))

@@ -17,9 +17,10 @@ import torch
 
 from ringfa3 import plan_context
 from ringfa3.build.units import VARIANTS, Unit
-from ringfa3.kernels import launch, reference
+from ringfa3.kernels import forward, launch, reference
 from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
 from tests.support.emulation import PROCESSORS, Machine, machine, unit
+from tests.support.launches import leave_sms
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
 
@@ -58,7 +59,7 @@ class Problem:
         out = torch.full_like(self.q, torch.nan)
         lse = torch.full((self.heads, self.rows), torch.nan)
         inputs = (self.q, self.k, self.v, tiling or self.tiling, D**-0.5)
-        launch.attend(unit or UNIT, *inputs, out, torch.empty(0), lse, **options)
+        forward.attend(unit or UNIT, *inputs, out, torch.empty(0), lse, **options)
         return out, lse
 
     def check(self, out: torch.Tensor, lse: torch.Tensor, rows: slice = slice(None)) -> None:
@@ -133,7 +134,7 @@ def test_a_gathered_plan_reads_each_block_behind_its_word(cpu: Machine, rank: in
     thread = threading.Thread(target=copies)
     thread.start()
     inputs = (plan.shard(q), *buffer.unbind(1), tiling, D**-0.5, out, torch.empty(0), lse)
-    launch.attend(UNIT, *inputs, arrivals=words)
+    forward.attend(UNIT, *inputs, arrivals=words)
     thread.join()
     assert int(tiling.tiles["num_spans"].max()) > 1
     whole = plan_local(lengths, lengths, -1, 0).forward(UNIT.tile_m)[0]
@@ -183,28 +184,23 @@ def test_arrival_words_that_do_not_fit_are_refused(
         problem.run(waiting(problem.tiling, [0, 1, 2]), arrivals=words)
 
 
-@pytest.mark.parametrize("margin", [0, 1, PROCESSORS - 1])
+@pytest.mark.parametrize("free", [0, 1, PROCESSORS - 1])
 def test_any_number_of_ctas_gives_the_same(
-    cpu: Machine, monkeypatch: pytest.MonkeyPatch, margin: int
+    cpu: Machine, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
     """Down to one, which takes every tile."""
     problem = Problem(THREE, window=(-1, 0))
     entry, ctas = launch._entry(UNIT, "forward"), []
 
     def noted(args: bytes, stream: int) -> int:
-        ctas.append(launch.ForwardArgs.from_buffer_copy(args).num_ctas)
+        ctas.append(forward.ForwardArgs.from_buffer_copy(args).num_ctas)
         return entry(args, stream)
 
     monkeypatch.setattr(launch, "_entry", lambda *_: noted)
-    cpu.settings(seed=margin)
-    problem.check(*problem.run(sm_margin=margin))
-    assert ctas == [PROCESSORS - margin]
-
-
-@pytest.mark.parametrize("margin", [-1, PROCESSORS])
-def test_a_margin_that_leaves_no_sm_is_refused(cpu: Machine, margin: int) -> None:
-    with pytest.raises(ValueError, match=f"sm_margin={margin}: 0 to {PROCESSORS - 1} are allowed"):
-        Problem(THREE).run(sm_margin=margin)
+    cpu.settings(seed=free)
+    with leave_sms(free):
+        problem.check(*problem.run())
+    assert ctas == [PROCESSORS - free]
 
 
 def test_a_launch_leaves_its_counter_as_it_was(cpu: Machine) -> None:
@@ -213,7 +209,7 @@ def test_a_launch_leaves_its_counter_as_it_was(cpu: Machine) -> None:
     cpu.settings(seed=4)
     for _ in range(3):
         problem.check(*problem.run())
-        assert [counter.item() for counter in launch._counters.values()] == [0]
+        assert [counter.item() for counter in forward._counters.of_streams.values()] == [0]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +240,7 @@ def test_hops_merge_where_rows_see_nothing(cpu: Machine, keys: tuple[int, int]) 
         tiles["flags"] = (FIRST, LAST)[hop]
         tiling = Tiling(UNIT.tile_m, tiles, hidden.spans, hidden.earlier)
         inputs = problem.q, problem.k[:n], problem.v[:n]
-        launch.attend(UNIT, *inputs, tiling, D**-0.5, *found, lse)
+        forward.attend(UNIT, *inputs, tiling, D**-0.5, *found, lse)
         reference.attend(*(x.double() for x in inputs), tiling, D**-0.5, *expected, expected_lse)
     assert expected_lse[0, 110].isnan()
     assert (expected_lse[0, :100] == -torch.inf).all()
@@ -292,8 +288,9 @@ def test_variants_of_the_ablation_are_right(
     for number, (lengths, window) in enumerate(product(shapes, [(-1, -1), (-1, 0), (33, 64)])):
         problem = Problem(lengths, window, heads=3 - number % 2)
         cpu.settings(seed=number, async_chance=(0.0, 0.02, 0.3, 1.0)[number % 4])
-        for margin in (0, PROCESSORS - 1):
-            problem.check(*problem.run(unit=without, sm_margin=margin))
+        for free in (0, PROCESSORS - 1):
+            with leave_sms(free):
+                problem.check(*problem.run(unit=without))
 
 
 def test_a_variant_waits_for_words(cpu: Machine) -> None:

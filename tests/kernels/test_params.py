@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from ringfa3.build.compile import source_folder
-from ringfa3.kernels import backward, launch
+from ringfa3.kernels import backward, forward, launch
 from ringfa3.planning import tiling, work_split
 
 MIRRORS = (
     launch.Tensor3,
-    launch.ForwardArgs,
+    forward.ForwardArgs,
     backward.RowGrid,
     backward.PreprocessArgs,
     backward.BackwardArgs,

@@ -43,10 +43,15 @@ def coverage(plans: list[ContextPlan], mode: str, m: int, n: int) -> np.ndarray:
         queries = plan.token_index.numpy()
         for hop, tiling in enumerate(tilings(plan.hops, mode, m, n)):
             keys = key_tokens(plans, plan.rank, hop)
+            visited = []
             for tile in tiling.tiles:
+                visited.append(0)
                 for _, rows, columns, allowed in rectangles(tiling, tile, mode):
                     assert allowed.any(), "a tile visits a span for nothing"
+                    visited[-1] += int(allowed.any(0).sum())
                     count[np.ix_(queries[rows], keys[columns])] += allowed
+            if mode == "forward":
+                assert tiling.visited_columns().tolist() == visited
     return count
 
 

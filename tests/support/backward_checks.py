@@ -17,6 +17,7 @@ from ringfa3.kernels.backward import BackwardPass
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.planning.tiling import Plan, plan_local
 from tests.support import dense
+from tests.support.launches import leave_sms
 from tests.support.strategies import key_tokens
 
 WINDOWS = ((-1, -1), (-1, 0), (100, 0), (64, 64), (0, 0), (300, -1))
@@ -91,16 +92,15 @@ def problem(
 
 
 def differentiate(
-    unit: Unit, p: Problem, deterministic: bool = False, margin: int = 0
+    unit: Unit, p: Problem, deterministic: bool = False, free_sms: int = 0
 ) -> Gradients:
-    """[dq, dk, dv] of the kernels; dk and dv are poisoned beforehand."""
+    """[dq, dk, dv] of the kernels; dk and dv are poisoned beforehand. free_sms: see `leave_sms`."""
     tiling = p.plan.backward(unit.tile_n, unit.tile_m, deterministic)[0]
     dk, dv = (
         torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (p.k, p.v)
     )
-    run = BackwardPass(
-        unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic, margin
-    )
+    with leave_sms(free_sms):
+        run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic)
     run.hop(p.k, p.v, tiling, dk, dv)
     return [run.dq(), dk, dv]
 

@@ -29,7 +29,7 @@ from ringfa3.build.compile import FLAGS, default_jobs, library_stem, source_fold
 from ringfa3.build.cutlass import include_folder
 from ringfa3.build.toolchain import find_compiler, find_host_compiler
 from ringfa3.build.units import UNITS, Unit
-from ringfa3.kernels import backward, dispatch, launch
+from ringfa3.kernels import backward, dispatch, forward, launch, streams, uploads
 
 SOURCES = Path(__file__).parents[1] / "emulator"
 OPTIONS = ("-std=c++20", "-O2", "-fwrapv", "-fPIC", "-Wall", "-Wextra", "-Werror")
@@ -209,7 +209,7 @@ class Machine:
         resident_ctas   CTAs of a launch that run at once
         """
         self.runtime.emulator_reset(seed, async_chance, deadlock_s, resident_ctas)
-        for table in (launch._tables, launch._counters, backward._tables, backward._grids):
+        for table in (forward._tables, forward._counters, backward._tables, backward._grids):
             table.clear()
         self._kept.clear()
 
@@ -222,18 +222,20 @@ def unit(direction: str, q: torch.Tensor) -> Unit:
 
 @contextmanager
 def machine() -> Iterator[Machine]:
-    """A Machine; inside the `with`, `ringfa3.kernels.launch` runs CPU tensors on it."""
+    """A Machine; inside the `with`, `ringfa3.kernels` runs CPU tensors on it."""
     emulated = Machine()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_entry", cache(lambda u, n: emulated.entry(u, f"ringfa3_{n}")))
-        patch.setattr(launch, "attend", emulated.allowing(launch.attend))
+        patch.setattr(forward, "attend", emulated.allowing(forward.attend))
         for name in ("__init__", "hop", "dq"):
             method = getattr(backward.BackwardPass, name)
             patch.setattr(backward.BackwardPass, name, emulated.allowing(method))
-        patch.setattr(launch, "unit_for", unit)
-        patch.setattr(launch, "_processors", lambda _: PROCESSORS)
-        patch.setattr(dispatch, "_problem", lambda _: None)  # their GPU libraries need not be there
+        patch.setattr(dispatch, "unit_for", unit)
+        patch.setattr(launch, "_num_sms", lambda _: PROCESSORS)
+        patch.setattr(dispatch, "_build_problem", lambda _: None)  # no GPU library is built
         patch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
-        patch.setattr(launch, "_handle", lambda _: 0)
+        patch.setattr(streams, "_handle", lambda _: 0)
+        patch.setattr(streams, "_stream_id", lambda _: 0)
+        patch.setattr(uploads, "record_event", lambda _: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         yield emulated

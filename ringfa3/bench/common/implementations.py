@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.bench.common.cases import FORWARD, FULL, Case
 from ringfa3.bench.common.problem import Attempt, Problem, RefusalError, differentiated, flat
-from ringfa3.kernels import launch
+from ringfa3.kernels import dispatch, forward
 from ringfa3.kernels.dispatch import executor_reason
 from ringfa3.planning.tiling import plan_local
 
@@ -89,7 +89,7 @@ class Variant:
         case, q = problem.case, problem.q.flatten(0, -3)
         if problem.direction != FORWARD:
             raise RefusalError("an ablation of the forward alone")
-        unit = launch.unit_for(FORWARD, q)
+        unit = dispatch.unit_for(FORWARD, q)
         if reason := executor_reason(FORWARD, q):
             raise RefusalError(reason)
         assert unit is not None
@@ -102,7 +102,7 @@ class Variant:
             q, k, v = (x.flatten(0, -3) for x in (q, k, v))
             out = torch.empty_like(q)
             lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-            launch.attend(unit, q, k, v, tiling, scale, out, lse[:0], lse)
+            forward.attend(unit, q, k, v, tiling, scale, out, lse[:0], lse)
             return out
 
         return forward_of(problem, attend)

@@ -1,0 +1,165 @@
+"""The forward kernel: one hop of attention on the GPU, as `reference.attend` defines it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from ringfa3.kernels.launch import (
+    Tensor3,
+    heads_per_section,
+    launch,
+    num_ctas,
+    packer,
+    tma_addressable,
+    tma_fields,
+)
+from ringfa3.kernels.streams import Stream
+from ringfa3.kernels.uploads import Counters, Uploads, upload
+from ringfa3.planning.tiling import Tiling
+
+if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
+    from ringfa3.build.units import Unit
+
+MAX_ARRIVAL_WORDS = 32  # of a launch, word 0 included: the kernel keeps a bit for each
+
+
+class ForwardArgs(ctypes.Structure):
+    _fields_ = (
+        ("q", Tensor3),
+        ("k", Tensor3),
+        ("v", Tensor3),
+        ("out", Tensor3),
+        ("partial_out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("lse_head_stride", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p),
+        ("spans", ctypes.c_void_p),
+        ("arrivals", ctypes.c_void_p),
+        ("counter", ctypes.c_void_p),
+        ("num_tiles", ctypes.c_int32),
+        ("head_section", ctypes.c_int32),
+        ("num_ctas", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+    )
+
+
+_pack = packer(ForwardArgs)
+
+
+def attend(
+    unit: Unit,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiling: Tiling,
+    scale: float,
+    out: torch.Tensor,
+    partial_out: torch.Tensor,
+    lse: torch.Tensor,
+    arrivals: torch.Tensor | None = None,
+) -> None:
+    """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there.
+
+    Inputs that TMA cannot address are copied: their strides of tokens and heads, and their first
+    byte, must be whole 16 bytes. Calls may run on any number of streams at once, and in CUDA graphs
+    that replay beside them.
+
+    Args:
+        arrivals: (words,) int32, at most 32, on the device. The kernel reads the keys of a span
+            with arrival n > 0 once arrivals[n] is not 0. So a copy that writes them and then the
+            word may run beside the kernel; a kernel may not, for it might find no SM free. K and V
+            that wait must be addressable as they are.
+
+    Raises:
+        ValueError: spans wait, and `arrivals` is missing or does not fit; a tile has spans and no
+            key to visit; TMA cannot address `out`.
+        RuntimeError: the first call with a tiling is captured in a CUDA graph.
+    """
+    if not len(tiling.tiles):
+        return
+    if not len(tiling.spans):  # no row sees a key, at any hop
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
+    out_fields = tma_fields(out)
+    if out_fields is None:
+        raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
+    heads, (tokens, kv_heads, head_dim) = q.shape[1], k.shape
+    stream = Stream.current(q.device)
+    tables = _tables.get(tiling, stream, (), lambda: _Tables.of(tiling, q.device))
+    if tables.last_word:
+        _check_arrivals(arrivals, tables.last_word, k, v)
+    q, q_fields = tma_addressable(q)
+    k, k_fields = tma_addressable(k)
+    v, v_fields = tma_addressable(v)
+    counter = _counters.get(stream)
+    args = _pack(
+        *q_fields,
+        *k_fields,
+        *v_fields,
+        *out_fields,
+        partial_out.data_ptr(),
+        lse.data_ptr(),
+        lse.stride(0),
+        tables.tiles.data_ptr(),
+        tables.spans.data_ptr(),
+        0 if arrivals is None else arrivals.data_ptr(),
+        counter.data_ptr(),
+        len(tiling.tiles),
+        heads_per_section(2 * tokens * head_dim * k.itemsize, kv_heads) * (heads // kv_heads),
+        num_ctas(q.device),
+        scale,
+    )
+    launch(unit, "forward", args, stream)
+
+
+def _check_arrivals(
+    arrivals: torch.Tensor | None, last: int, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Raises ValueError unless `arrivals` has word `last` and the kernel can wait for k and v."""
+    if arrivals is None:
+        raise ValueError(f"spans wait for words up to {last}: arrivals is missing")
+    given = f"arrivals is {arrivals.dtype} {tuple(arrivals.shape)} on {arrivals.device}"
+    fits = arrivals.dtype == torch.int32 and arrivals.dim() == 1 and arrivals.is_contiguous()
+    if not fits or arrivals.device != k.device:
+        raise ValueError(f"{given}: it must be contiguous int32 (words,) on {k.device}")
+    if not last < len(arrivals) <= MAX_ARRIVAL_WORDS:
+        raise ValueError(f"{given}: {last + 1} to {MAX_ARRIVAL_WORDS} words are allowed")
+    if tma_fields(k) is None or tma_fields(v) is None:
+        raise ValueError("k and v that wait for arrival words need strides of whole 16 bytes")
+
+
+class _Tables(NamedTuple):
+    """A tiling in device memory, and the highest arrival word of its spans."""
+
+    tiles: torch.Tensor
+    spans: torch.Tensor
+    last_word: int
+
+    @classmethod
+    def of(cls, tiling: Tiling, device: torch.device) -> _Tables:
+        """The tables of a tiling that has spans.
+
+        Raises ValueError: a tile has spans, and no key to visit in any of them. Its consumers would
+        wait for a block that never comes. Plans make no such tile: they give a tile that sees
+        nothing no spans, at the one hop where it is stored. A tile of another hop must not be
+        fetched at all, so what the caller meant cannot be told.
+        """
+        empty = (tiling.tiles["num_spans"] > 0) & (tiling.visited_columns() == 0)
+        if empty.any():
+            tile = int(np.flatnonzero(empty)[0])
+            row0, rows = (int(tiling.tiles[name][tile]) for name in ("row0", "rows"))
+            raise ValueError(
+                f"tile {tile}, rows [{row0}, {row0 + rows}), has spans and no key to visit: leave "
+                "out the tile, or give it no spans if its rows see nothing at any hop"
+            )
+        tiles, spans = (upload(table, device) for table in (tiling.tiles, tiling.spans))
+        return cls(tiles, spans, int(tiling.spans["arrival"].max()))
+
+
+_tables: Uploads[_Tables] = Uploads()
+_counters = Counters()

@@ -1,0 +1,125 @@
+"""Device memory that outlives a launch: tables of plans, and work counters.
+
+Each stream has its own copy, by stream id, so stream order protects it: a launch runs after the
+upload that it reads, and the allocator gives dropped memory to later work of the same stream.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ringfa3.kernels.streams import Stream, finish, record_event
+from ringfa3.planning.tiling import Table
+
+# Copies that are kept: of the tables of an owner, and counters. Enough for all streams of PyTorch's
+# pools. A program that makes more streams, or threads with a default stream each, drops the oldest.
+MAX_COPIES = 256
+
+T = TypeVar("T")
+
+
+class _First(Generic[T]):
+    """The first upload of a table, which captured launches read, and the event behind it."""
+
+    def __init__(self, value: T, event: torch.cuda.Event) -> None:
+        self.value = value
+        self._event: torch.cuda.Event | None = event
+
+    def finished(self) -> T:
+        """The table, its upload done: replays are not ordered behind the stream of the upload."""
+        if self._event is not None:
+            finish(self._event)
+            self._event = None
+        return self.value
+
+
+class Uploads(Generic[T]):
+    """Tables in device memory that belong to an owner, a plan or a tiling, and die with it.
+
+    Captured launches cannot upload. They read the first upload of any stream, which then lives as
+    long as the process: the graph holds its addresses.
+    """
+
+    def __init__(self) -> None:
+        self._first: weakref.WeakKeyDictionary[object, dict[tuple[object, ...], _First[T]]]
+        self._first = weakref.WeakKeyDictionary()
+        self._of_streams: weakref.WeakKeyDictionary[object, dict[tuple[object, ...], T]]
+        self._of_streams = weakref.WeakKeyDictionary()
+        self._captured: set[object] = set()
+
+    def get(
+        self, owner: object, stream: Stream, key: tuple[object, ...], make: Callable[[], T]
+    ) -> T:
+        """The table of an owner and key on a stream; `make` uploads it the first time.
+
+        Raises RuntimeError: the stream is captured, and no stream has an upload.
+        """
+        key = (stream.device, *key)
+        if stream.captured:
+            first = self._first.get(owner, {}).get(key)
+            if first is None:
+                raise RuntimeError("attention with a new plan is captured: run it once before")
+            self._captured.add(owner)
+            return first.finished()
+        tables = self._of_streams.get(owner)
+        if tables is None:
+            tables = self._of_streams.setdefault(owner, {})
+        table = tables.get((*key, stream.id))
+        if table is None:
+            table = make()
+            firsts = self._first.setdefault(owner, {})
+            if key not in firsts:
+                firsts.setdefault(key, _First(table, record_event(stream.device)))
+            _store(tables, (*key, stream.id), table)
+        return table
+
+    def clear(self) -> None:
+        for known in (self._first, self._of_streams, self._captured):
+            known.clear()
+
+
+class Counters:
+    """Work counters of the forward: (1,) int32, 0 whenever a launch begins.
+
+    A kernel leaves its counter at 0, so launches that run one after the other share one: those of
+    one stream. A captured launch has its own, zeroed in the graph: graphs may replay on any stream.
+    """
+
+    def __init__(self) -> None:
+        self.of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def get(self, stream: Stream) -> torch.Tensor:
+        """The counter of a launch, to be kept until the launch is in its stream."""
+        if stream.captured:
+            return torch.zeros(1, dtype=torch.int32, device=stream.device)
+        key = stream.device, stream.id
+        counter = self.of_streams.get(key)
+        if counter is None:
+            counter = torch.zeros(1, dtype=torch.int32, device=stream.device)
+            _store(self.of_streams, key, counter)
+        return counter
+
+    def clear(self) -> None:
+        self.of_streams.clear()
+
+
+K = TypeVar("K")
+
+
+def _store(known: dict[K, T], key: K, value: T) -> None:
+    """Adds an entry of a stream, and drops the oldest entry of too many."""
+    known[key] = value
+    if len(known) > MAX_COPIES:
+        known.pop(next(iter(known)), None)
+
+
+def upload(table: Table | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """The records of a table, as int32 words in device memory."""
+    words = np.frombuffer(table.tobytes(), np.int32).copy()
+    return torch.from_numpy(words).to(device, non_blocking=True)
