@@ -27,7 +27,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files "csrc/*" "benchmarks/*.cu*" "tests/emulator/*.cpp" "tests/emulator/*.h")
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_imports.py
+	$(BIN)/python -m pytest tests/test_imports.py tests/train/test_train_imports.py
 
 kernels: $(READY)-compiler
 	$(BIN)/python -m ringfa3.build --units forward-d128 backward-d128-bf16 --check

@@ -1,9 +1,9 @@
-"""Trains one attention layer, by which every token of a long sequence finds the first one.
+"""Trains one attention layer, by which every token of a sequence finds the content of the first.
 
     torchrun --standalone --nproc-per-node 2 examples/train_layer.py    # CPU processes or GPUs
 
-Every rank computes the loss of its own tokens; the sum of all ranks' gradients is the gradient of
-the whole sequence.
+All processes share the sequence. Every rank computes the loss of its own tokens; the sum of all
+ranks' gradients is the gradient of the whole sequence.
 """
 
 import os
@@ -14,19 +14,15 @@ from torch import nn
 
 from ringfa3 import RingFA3Attention, plan_context
 
-TOKENS, DIM, HEADS, KV_HEADS, HEAD_DIM = 512, 128, 4, 2, 64
-
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = nn.Linear(DIM, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-        self.attention = RingFA3Attention(HEADS, KV_HEADS, HEAD_DIM)
-        self.out = nn.Linear(HEADS * HEAD_DIM, DIM)
+        self.qkv, self.out = nn.Linear(128, 8 * 64), nn.Linear(4 * 64, 128)
+        self.attention = RingFA3Attention(num_heads=4, num_kv_heads=2, head_dim=64)
 
     def forward(self, x, plan):
-        heads = self.qkv(x).unflatten(-1, (-1, HEAD_DIM))  # (t, heads + 2 * kv_heads, head_dim)
-        q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=-2)
+        q, k, v = self.qkv(x).unflatten(-1, (8, 64)).split((4, 2, 2), dim=-2)  # (t, heads, 64)
         return self.out(self.attention(q, k, v, plan).flatten(-2))
 
 
@@ -37,18 +33,18 @@ if device.type == "cuda":
 torch.manual_seed(0)  # the same weights and the same tokens on all ranks
 layer = Layer().to(device)
 optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
-plan = plan_context(TOKENS)  # one document, cut over all ranks
-for step in range(40):
-    tokens = torch.randn(TOKENS, DIM)
-    tokens[0, 0] = 10.0  # marks token 0, whose content every token has to find
-    x = plan.shard(tokens).to(device)  # (t, DIM), the tokens of this rank
+plan = plan_context(512)  # one document of 512 tokens, cut over all ranks
+for step in range(1, 41):
+    tokens = torch.randn(512, 128)
+    tokens[0, 0] = 10.0  # marks the first token
+    x = plan.shard(tokens).to(device)  # (t, 128), the tokens of this rank
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        loss = (layer(x, plan) - tokens[0].to(device)).square().sum() / (TOKENS * DIM)
+        loss = (layer(x, plan) - tokens[0].to(device)).square().sum() / tokens.numel()
     loss.backward()
     for tensor in (loss.detach(), *(p.grad for p in layer.parameters())):
         dist.all_reduce(tensor)  # sums: every rank has the loss and the gradients of all tokens
     optimizer.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0 and step % 10 == 9:
-        print(f"step {step + 1}: loss {loss.item():.4f}")
+    if dist.get_rank() == 0 and step % 10 == 0:
+        print(f"step {step}: loss {loss.item():.4f}")
 dist.destroy_process_group()

@@ -17,6 +17,14 @@ from tests.support.markdown import ROOT, blocks
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples run on the CPU, whatever this machine has."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")  # a line and its end are one write, of each rank
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
 def alone(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines that an example prints in one process, this one; sorted."""
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -28,7 +36,7 @@ def shared(name: str) -> list[str]:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
         [*torchrun, str(EXAMPLES / name)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
