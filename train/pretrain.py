@@ -1,8 +1,8 @@
-"""Entry of the trainer: ``[torchrun ...] python train/pretrain.py [group=option] [key=value]``,
+"""Entry point of the trainer: ``[torchrun ...] train/pretrain.py [group=option] [key=value]``,
 with ``-m`` for a sweep.
 
-Exit codes: 0 done, 1 failed while running, 2 wrong settings (found on every process, before any
-process group is made, and printed once per host), 130 interrupted.
+Exit codes: 0 done, 1 failed while running, 2 invalid config (every process detects it before any
+process group exists, one per host prints it), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-# Modules are imported as train.*, wherever this script is started from.
+# Modules are imported as train.*, from any working directory.
 sys.path[0] = str(Path(__file__).absolute().parents[1])
 
 import hydra  # noqa: E402
@@ -44,15 +44,15 @@ from train.config import (  # noqa: E402
     source_name,
 )
 from train.run.checks import check  # noqa: E402
-from train.run.run_config import adopt  # noqa: E402
+from train.run.run_config import with_run_config  # noqa: E402
 from train.run.stopper import Stopper  # noqa: E402
 
-SECONDS_TO_SPEAK = 10.0  # that the first process of a host has to start and to explain
+LOCAL_RANK_0_S = 10.0  # for local rank 0 to start and to print the error
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was typed: Hydra's flags without ``-m``, the overrides, and whether ``-m`` was there."""
+    """The command line: Hydra's flags without ``-m``, the overrides, and whether ``-m`` is set."""
 
     flags: list[str]
     overrides: list[str]
@@ -60,12 +60,12 @@ class CommandLine:
 
 
 def read_command_line(arguments: list[str]) -> CommandLine:
-    """Tell flags from overrides, in whatever order they stand; ``ConfigError`` for a wrong flag.
+    """Separate flags from overrides, in any order; ``ConfigError`` for an unknown flag.
 
-    Hydra's own parser takes no flag between two overrides.
+    Hydra's own parser rejects a flag between two overrides.
     """
     parser = get_args_parser()
-    parser.error = _refuse_flag  # argparse would print its whole usage
+    parser.error = _reject_flag  # argparse would print its whole usage
     read = parser.parse_intermixed_args(arguments)
     left = list(read.overrides)
     flags = [a for a in arguments if not (left and a == left[0] and left.pop(0))]
@@ -74,16 +74,16 @@ def read_command_line(arguments: list[str]) -> CommandLine:
     return CommandLine(single, read.overrides, multirun)
 
 
-def _refuse_flag(message: str) -> NoReturn:
+def _reject_flag(message: str) -> NoReturn:
     raise ConfigError(f"{message}; settings are written key=value (--help lists all)")
 
 
 def compose(arguments: list[str]) -> DictConfig | None:
-    """The configuration that ``configs/`` and ``arguments`` make; None if Hydra only printed, or
-    if a sweep's launcher has taken what it composed.
+    """Compose the config of ``configs/`` and ``arguments``. Returns None if Hydra only printed, or
+    passed the configs to the launcher of a sweep.
 
-    Hydra composes and nothing else: training starts after it has returned, so that an error in
-    training is never reported as one of the configuration.
+    Training starts after Hydra has returned, so that Hydra reports no training error as a config
+    error.
     """
     composed: list[DictConfig] = []
 
@@ -97,10 +97,10 @@ def compose(arguments: list[str]) -> DictConfig | None:
 
 
 def check_command_line(line: CommandLine) -> list[str]:
-    """The keys and groups that are given; ``ConfigError`` for one that the schema does not know.
+    """The keys and groups on the command line; ``ConfigError`` for one that is not in the schema.
 
-    Hydra itself would let ``+key=value`` and ``~key`` change the schema, and has no suggestion for
-    a misspelt key.
+    Hydra itself allows ``+key=value`` and ``~key`` to change the schema, and suggests nothing for a
+    misspelt key.
     """
     keys, given = schema_keys(), []
     for override in OverridesParser.create().parse_overrides(line.overrides):
@@ -123,17 +123,17 @@ def check_command_line(line: CommandLine) -> list[str]:
 
 
 def declare_sources(arguments: list[str]) -> list[str]:
-    """The command line with every source of text that it sets made known first.
+    """Insert a declaration of every source of text before the first override that sets one.
 
-    Hydra sets a key of a source that exists and adds whole sources, but not both at once.
+    Hydra can set a key of an existing source or add a whole source, but not both at once.
     """
     overrides = [n for n, a in enumerate(arguments) if a.startswith((f"{SOURCES}.", f"{SOURCES}="))]
     if not overrides:
         return arguments
     names = {source_name(arguments[n].partition("=")[0]) for n in overrides} - {""}
-    known = f"++{SOURCES}={{{','.join(f'{name}:{{}}' for name in sorted(names))}}}"
+    declared = f"++{SOURCES}={{{','.join(f'{name}:{{}}' for name in sorted(names))}}}"
     added = [f"++{a}" if a.startswith(f"{SOURCES}=") else a for a in arguments]
-    return [*added[: overrides[0]], known, *added[overrides[0] :]]
+    return [*added[: overrides[0]], declared, *added[overrides[0] :]]
 
 
 def _key_hint(key: str) -> str:
@@ -143,7 +143,7 @@ def _key_hint(key: str) -> str:
 
 
 def explain(error: Exception) -> str:
-    """What is wrong with the settings, in one or two lines, from any layer that found it."""
+    """A config error of any layer, explained in one or two lines."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         options = sorted(error.options or [])
@@ -174,7 +174,7 @@ def _explain_key(key: str, error: OmegaConfBaseException) -> str:
 
 
 def main() -> None:
-    """Compose, check and train; wrong settings end in a short explanation and exit code 2."""
+    """Compose, check and run; an invalid config ends in a short explanation and exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file may have any name
@@ -192,10 +192,10 @@ def main() -> None:
             return
         config = resolve(composed)
         if config.mode in ("generate", "eval"):
-            config = adopt(config, given)
+            config = with_run_config(config, given)
         check(config, world=int(os.environ.get("WORLD_SIZE", "1")))
 
-        # torch only once the settings are known to be right, and signals are taken
+        # torch is imported after all checks, and after the stopper has blocked signals
         if config.mode == "generate":
             from train.tasks import generate
 
@@ -215,20 +215,20 @@ def main() -> None:
         os._exit(130)
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         if stopper is not None:
-            stopper.retire()
+            stopper.disable()
         alone = isinstance(error, ConfigError) and not error.found_by_all
         if alone or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"pretrain.py: {explain(error)}", file=sys.stderr, flush=True)
         else:
-            _let_the_first_speak()
+            _wait_for_local_rank_0()
         sys.stdout.flush()
-        os._exit(2)  # leaves out the destructors of process groups
+        os._exit(2)  # skips the destructors of process groups
 
 
-def _let_the_first_speak() -> None:
-    """Wait for local rank 0 to explain: torchrun ends all processes once one has failed."""
+def _wait_for_local_rank_0() -> None:
+    """Wait for local rank 0 to print the error: torchrun ends all processes when one has failed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.sigtimedwait({signal.SIGTERM}, SECONDS_TO_SPEAK)
+    signal.sigtimedwait({signal.SIGTERM}, LOCAL_RANK_0_S)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def make_batch(
     )
 
 
-def ahead(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
+def prefetch(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
     """``make(start)`` to ``make(stop - 1)``; a thread makes the next one while one is in use.
 
     An exception in ``make`` is raised when its result is requested.

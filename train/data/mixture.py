@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from train.data.documents import Documents
 from train.data.samples import Sample, TrainingSamples
 
-LEAST_BLOCK = 64  # samples
+MIN_BLOCK = 64  # samples
 ORDER = 1  # makes this random stream differ from that of the pieces in an epoch
 
 
@@ -36,7 +36,7 @@ class Mixture:
         exact = [Fraction(weight) for weight in weights]
         self.shares = [weight / sum(exact) for weight in exact]
         # Rounding moves each end of a source's share in a block by less than one sample.
-        self.block = max(LEAST_BLOCK, -(-2 // min(self.shares)))
+        self.block = max(MIN_BLOCK, -(-2 // min(self.shares)))
         self.seed = seed
         self._block = lru_cache(maxsize=8)(self._order)
 

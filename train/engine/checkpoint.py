@@ -1,12 +1,12 @@
-"""Checkpoints: written beside training, verified before they are read, kept by a rule.
+"""Checkpoints: written in a background thread, verified before they are loaded, and pruned.
 
     <run>/checkpoints/step-00000100/    manifest.json  .metadata  __<rank>_0.distcp ...
 
-The files are torch.distributed.checkpoint's, so any number of ranks reads what any other has
-written. A folder of that name is complete: it is written under another one, gets its manifest and
-is renamed. Everything but tensors is in the manifest, as JSON. The tensor files are read as tensors
-only; ``.metadata`` is a pickle of torch's, which could run code, and so is read only from folders
-that belong to the user.
+The format is that of torch.distributed.checkpoint, so any number of ranks can load what any other
+number has written. A folder of that name is complete: it is written under a temporary name, gets
+its manifest and is renamed. The manifest holds, as JSON, all that is not a tensor. Tensor files are
+read as tensors only. ``.metadata`` is a pickle, which could run code, so it is read only from
+folders that belong to the user.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from train.data.manifest import (
 )
 from train.engine.parallel import ParallelLayout, from_rank_0
 
-# One process alone saves and loads without a process group, on purpose.
+# A single process saves and loads without a process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 PREFIX = "step-"
 DAMAGED = "damaged-"
 OTHERS_WRITE = 0o022
-SEEN_S = 10.0  # until a new file is seen by every host that shares its folder
+SEEN_S = 10.0  # how long a new file may take to appear on every host that shares its folder
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints of ``folder`` by their step, oldest first, none of them looked into."""
-    found = {}
+    """The checkpoints of ``folder`` by step, oldest first, unverified."""
+    checkpoints = {}
     for path in folder.glob(f"{PREFIX}*"):
         number = path.name.removeprefix(PREFIX)
         if number.isdigit() and path.is_dir():
-            found[int(number)] = path
-    return dict(sorted(found.items()))
+            checkpoints[int(number)] = path
+    return dict(sorted(checkpoints.items()))
 
 
-def newest_good(folder: Path, say: Callable[[str], None], own: bool = False) -> Path | None:
-    """The newest checkpoint of ``folder`` whose every file is what was written; None without one.
+def newest_valid(folder: Path, say: Callable[[str], None], own: bool = False) -> Path | None:
+    """The newest checkpoint of ``folder`` whose files all match its manifest; None without one.
 
-    ``say`` is told what is wrong with a damaged one. One of the ``own`` run is renamed, so that it
-    is never met again. Raises ``ConfigError`` for one that somebody else could have written.
+    Damaged checkpoints are reported to ``say``; those of the ``own`` run are renamed, so that no
+    later search finds them. Raises ``ConfigError`` for one that another user could have written.
     """
     for path in reversed(checkpoints_in(folder).values()):
         try:
@@ -82,7 +82,7 @@ def newest_good(folder: Path, say: Callable[[str], None], own: bool = False) -> 
 
 
 def require_own(path: Path) -> None:
-    """Raise ``ConfigError`` unless ``path`` is the user's, and others cannot write to it."""
+    """Raise ``ConfigError`` unless ``path`` belongs to the user and no one else can write to it."""
     for part in (path, path / ".metadata"):
         stat = part.stat()
         if stat.st_uid != os.geteuid() or stat.st_mode & OTHERS_WRITE:
@@ -96,9 +96,9 @@ def require_own(path: Path) -> None:
 
 
 def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
-    """The verified checkpoint that ``path`` means: itself, or the newest good one of a run folder.
+    """The verified checkpoint at ``path``, or the newest valid one if ``path`` is a run folder.
 
-    Raises ``ConfigError`` when there is none.
+    Raises ``ConfigError`` if there is none.
     """
     if path.name.removeprefix(PREFIX).isdigit() and path.is_dir():
         try:
@@ -108,18 +108,18 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
         require_own(path)
         return path
     inner = path / "checkpoints"
-    found = newest_good(inner if inner.is_dir() else path, say)
-    if found is None:
+    newest = newest_valid(inner if inner.is_dir() else path, say)
+    if newest is None:
         raise ConfigError(
             f"{path} holds no checkpoint; give a run folder or its checkpoints/step-*"
         )
-    return found
+    return newest
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors`` in place from a verified checkpoint; other tensors in it are left alone.
+    """Fill ``tensors`` in place from a verified checkpoint; its other tensors are ignored.
 
-    Every rank reads by itself. Raises ``ConfigError`` when a name or a shape does not fit.
+    Every rank reads independently. Raises ``ConfigError`` if a name or a shape does not fit.
     """
     try:
         reader = dcp.FileSystemReader(path)
@@ -139,12 +139,11 @@ def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of a run, seen from one rank; every rank makes the same calls.
+    """The checkpoints of a run on one rank; every rank makes the same calls.
 
-    A write goes on in a thread, from a copy of the tensors (pinned, where they are on a GPU) and
-    over the layout's ``save_group``. A tensor that all ranks hold is copied and written by one of
-    them. A failed write is counted and said, and leaves nothing behind; training goes on. Whoever
-    begins a write holds ``lock``.
+    A thread writes a copy of the tensors (pinned, if they are on a GPU) and communicates over
+    ``save_group``. One rank copies and writes each tensor that all ranks hold. A failed write is
+    counted, reported and removed; training continues. The caller of ``begin`` holds ``lock``.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class Checkpoints:
     ) -> None:
         self.folder, self.parallel, self.say = folder, parallel, say
         self.keep, self.keep_every = keep, keep_every
-        self.saved: int | None = None  # step of the newest complete one that this process knows
+        self.saved: int | None = None  # step of the newest complete checkpoint
         self.failures = 0
         self._buffers: dict[str, Tensor] = {}
         self._stream = (
@@ -165,15 +164,15 @@ class Checkpoints:
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self._written: int | None = None  # step of the write that goes on
+        self._written: int | None = None  # step of the write in progress
         self.lock = threading.RLock()
 
     def choose(self) -> Path | None:
-        """The newest good checkpoint, or None; rank 0 verifies, all get its answer."""
-        return from_rank_0(self.parallel, lambda: newest_good(self.folder, self.say, own=True))
+        """The newest valid checkpoint, or None; rank 0 verifies and broadcasts its answer."""
+        return from_rank_0(self.parallel, lambda: newest_valid(self.folder, self.say, own=True))
 
     def remove_litter(self) -> None:
-        """Remove what killed processes have left half written; nothing may be written now."""
+        """Remove the incomplete files of killed processes. No write may be in progress."""
         for litter in self.folder.glob(".*"):
             shutil.rmtree(litter, ignore_errors=True)
 
@@ -190,8 +189,8 @@ class Checkpoints:
     ) -> None:
         """Copy ``tensors`` and start to write them as the checkpoint of ``step``.
 
-        Waits for the write before, if there still is one. ``ready`` is the event after which the
-        tensors on the GPU are what is to be saved.
+        Waits for a previous write first. ``ready`` is the CUDA event after which the tensors have
+        the values to save.
         """
         self.wait()
         share = self._copy(own_share(tensors, self.parallel.rank, self.parallel.world), ready)
@@ -199,7 +198,7 @@ class Checkpoints:
         self._writing = self._thread.submit(self._write, step, share, facts)
 
     def wait(self) -> None:
-        """Return once no write is under way."""
+        """Wait until no write is in progress."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -222,7 +221,7 @@ class Checkpoints:
         return {name: self._buffers[name] for name in tensors}
 
     def _write(self, step: int, share: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Runs in the thread, on all ranks together."""
+        """Runs in the thread, on all ranks at once."""
         final = self.folder / f"{PREFIX}{step:08d}"
         temporary = self.folder / f".{final.name}"
         try:
@@ -230,7 +229,10 @@ class Checkpoints:
             group, alone = self.parallel.save_group, self.parallel.world == 1
             dcp.save(share, storage_writer=writer, process_group=group, no_dist=alone)
             problem = self._complete(temporary, final, {"step": step, **facts})
-        except (OSError, CheckpointException) as error:  # not a lost peer: that ends the run
+        except (
+            OSError,
+            CheckpointException,
+        ) as error:  # a lost peer ends the run instead
             problem = _cause(error)
         if problem is None:
             self.saved = step
@@ -244,7 +246,7 @@ class Checkpoints:
             )
 
     def _complete(self, temporary: Path, final: Path, facts: dict[str, Any]) -> str | None:
-        """Rank 0 completes the folder; all learn whether it is complete, or why not."""
+        """Rank 0 completes the folder; returns on all ranks what went wrong, or None."""
         problem = None
         if self.parallel.rank == 0:
             try:
@@ -252,7 +254,7 @@ class Checkpoints:
                     path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
                 write_manifest(temporary, facts)
                 before = final.with_name(f".old-{final.name}")
-                if final.exists():  # of the same step, before the run went back past it
+                if final.exists():  # of the same step, from before the run rolled back
                     final.rename(before)
                 temporary.rename(final)
                 sync_folder(self.folder)
@@ -261,9 +263,9 @@ class Checkpoints:
             except OSError as error:
                 problem = _cause(error)
         if self.parallel.world > 1:
-            told = [problem]
-            dist.broadcast_object_list(told, src=0, group=self.parallel.save_group)
-            problem = told[0]
+            answer = [problem]
+            dist.broadcast_object_list(answer, src=0, group=self.parallel.save_group)
+            problem = answer[0]
         return problem
 
     def _prune(self) -> None:
@@ -273,13 +275,13 @@ class Checkpoints:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        hidden = path.with_name(f".old-{path.name}")  # a half removed one must not look damaged
+        hidden = path.with_name(f".old-{path.name}")  # a half-removed one must not count as damaged
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def own_share(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
-    """The tensors that ``rank`` writes of those that all ranks hold: about as many bytes each."""
+    """The tensors that ``rank`` writes of those that all hold: about equal bytes per rank."""
     bytes_of = {name: t.numel() * t.element_size() for name, t in tensors.items()}
     loads = [0] * world
     share = {}
@@ -318,14 +320,14 @@ def require_shared(parallel: ParallelLayout, folder: Path) -> None:
         )
 
 
-def facts_of(path: Path) -> dict[str, Any]:
-    """What was noted beside the tensors of a checkpoint."""
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts in the manifest of a checkpoint."""
     manifest: Manifest = read_manifest(path)
     return manifest.facts
 
 
 def _cause(error: BaseException) -> str:
-    """What is wrong, in one line; torch's exception holds one error for each failed rank."""
+    """The error in one line; torch's exception holds one error for each failed rank."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_cause(cause)}"

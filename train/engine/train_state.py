@@ -1,4 +1,4 @@
-"""The state of training: what a checkpoint holds, and all that a run needs to go on exactly."""
+"""The training state: the contents of a checkpoint, sufficient to continue a run exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from train.config import Config, ConfigError, flatten
-from train.engine.checkpoint import facts_of, load_tensors
+from train.engine.checkpoint import load_tensors, read_facts
 from train.engine.guard import Guard
 from train.model.transformer import Transformer
 
@@ -24,9 +24,9 @@ from train.model.transformer import Transformer
 class TrainState:
     """Weights, optimiser, guard and position.
 
-    ``step`` optimiser steps are done. ``samples`` samples of the stream were used, by all ranks
-    together: the next step begins with this one, however many ranks there are. ``seconds`` were
-    spent on training so far.
+    ``step`` counts finished optimiser steps, ``samples`` the samples that all ranks together have
+    used: the next step begins with sample number ``samples``, for any number of ranks. ``seconds``
+    is the training time so far.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class TrainState:
         self.step = 0
         self.samples = 0
         self.seconds = 0.0
-        # Makes the optimiser's tensors, by a step that changes no weight, and makes it not count.
+        # Creates the optimiser's tensors by a step with zero learning rate, then resets its count.
         self._optimizer_tensors()
         for entry in optimizer.state.values():
             entry["step"].zero_()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state by name: the tensors themselves, not copies."""
+        """Every tensor of the state by name, not copied."""
         return self._weights() | self._optimizer_tensors()
 
     def facts(self) -> dict[str, Any]:
@@ -58,12 +58,12 @@ class TrainState:
         }
 
     def load(self, path: Path) -> None:
-        """Become the state of a verified checkpoint.
+        """Load a verified checkpoint.
 
-        Raises ``ConfigError`` when it is of another model, or of another stream of samples: the
-        position means nothing there.
+        Raises ``ConfigError`` if it belongs to another model or to another stream of samples, in
+        which its position has no meaning.
         """
-        facts = facts_of(path)
+        facts = read_facts(path)
         there, here = _stream(facts), _stream(self.facts())
         if different := sorted(k for k in there | here if there.get(k) != here.get(k)):
             key = different[0]
@@ -76,15 +76,15 @@ class TrainState:
         self.step, self.samples, self.seconds = facts["step"], facts["samples"], facts["seconds"]
         self.guard.restore(facts["guard"])
 
-    def go_back(self, path: Path) -> None:
-        """Become the state of an earlier checkpoint, but stay where the data is."""
+    def roll_back(self, path: Path) -> None:
+        """Load an earlier checkpoint but keep the position in the data."""
         samples, seconds = self.samples, self.seconds
         self.load(path)
         self.samples, self.seconds = samples, seconds
         self.guard.in_a_row = 0
 
     def load_weights(self, path: Path) -> None:
-        """Take the weights of a verified checkpoint and nothing else."""
+        """Load only the weights of a verified checkpoint."""
         load_weights(path, self.model)
 
     def _weights(self) -> dict[str, Tensor]:
@@ -99,17 +99,17 @@ class TrainState:
 
 
 def _stream(facts: dict[str, Any]) -> dict[str, Any]:
-    """All that decides which sample comes when; the corpus stands for all that makes its tokens."""
-    deciding = {
+    """What determines the stream of samples; the corpus digest covers everything about tokens."""
+    keys = {
         key: value
         for key, value in flatten(facts["settings"]).items()
         if key in ("data.seq_len", "data.piece_len", "train.seed") or key.endswith(".weight")
     }
-    return {"corpus": facts["corpus"], **deciding}
+    return {"corpus": facts["corpus"], **keys}
 
 
 def load_weights(path: Path, model: Transformer) -> None:
-    """Give ``model`` the weights of a verified checkpoint; ``ConfigError`` if they do not fit."""
+    """Load the weights of a verified checkpoint; ``ConfigError`` if they do not fit ``model``."""
     load_tensors(path, _weights(model))
 
 

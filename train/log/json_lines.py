@@ -10,11 +10,11 @@ from typing import Any
 
 
 class JsonLines:
-    """Appends objects to a file, from any thread. What a full disk does not take is kept and
-    written later, here or when the file is closed; ``problem`` says why lines are missing in it.
+    """Appends objects to a file, from any thread. Lines that a full disk rejects stay in memory and
+    are written later, at the next line or at the end; ``problem`` says why lines are missing.
 
-    ``last_step`` is the step after which the run goes on: lines of later steps, and a line that a
-    killed process has left torn, are removed first.
+    ``last_step`` is the step after which the run continues. Lines of later steps, and a torn line
+    of a killed process, are removed first.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -23,30 +23,30 @@ class JsonLines:
         self._lock = threading.Lock()
         self._file = path.open("ab", buffering=0)
         self._pending = b""
-        self._cut: int | None = None  # the file is to end here before anything is appended
-        self.forget(last_step)
+        self._cut: int | None = None  # truncate the file here before the next append
+        self.drop_after(last_step)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one object; a number in it that is not finite becomes null."""
+        """Append one object; numbers that are not finite become null."""
         line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
         with self._lock:
             self._pending += line
             self._flush()
 
-    def forget(self, last_step: int) -> None:
-        """Remove the lines of the steps after ``last_step``, those that still wait too.
+    def drop_after(self, last_step: int) -> None:
+        """Remove the lines of steps after ``last_step``, pending ones too.
 
-        The file is cut where the first of them begins, which needs no space on the disk. Lines that
-        stay are behind it only in files that were not written by this class.
+        The file is truncated at the first of them, which needs no disk space. Lines to keep follow
+        that place only in files that this class has not written.
         """
         with self._lock:
             content = self.path.read_bytes()[: self._cut]
             written = len(content)
             lines = (content + self._pending).splitlines(keepends=True)
-            stays = [_belongs(line, last_step) for line in lines]
-            first = stays.index(False) if False in stays else len(lines)
+            keep = [_belongs(line, last_step) for line in lines]
+            first = keep.index(False) if False in keep else len(lines)
             head = b"".join(lines[:first])
-            tail = (line for line, kept in zip(lines, stays, strict=True) if kept)
+            tail = (line for line, kept in zip(lines, keep, strict=True) if kept)
             self._cut = min(written, len(head))
             self._pending = b"".join(tail)[self._cut :]
             self._flush()
@@ -63,7 +63,7 @@ class JsonLines:
             self.problem = f"{self.path}: {error.strerror}"
 
     def close(self) -> None:
-        """Close the file, after one more try to write what is missing in it."""
+        """Try once more to write the pending lines, then close the file."""
         with self._lock:
             if not self._file.closed:
                 self._flush()
@@ -76,7 +76,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with None for every number in it that JSON does not have."""
+    """``value`` with None in place of numbers that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""What a run leaves behind while it trains: JSON lines, TensorBoard scalars, words on the console.
+"""Metrics of a run in progress: JSON lines, TensorBoard scalars, lines on the console.
 
-Rank 0 alone records and speaks.
+Only rank 0 records and prints.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from train.log.json_lines import JsonLines
 from train.log.wandb_run import WandbRun
 from train.run.run_folder import RunFolder
 
-SECONDS_BETWEEN_LINES = 10.0  # where stdout is not a terminal
+SECONDS_BETWEEN_LINES = 10.0  # if stdout is not a terminal
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes held so far: by tensors on a GPU, by the whole process (RSS) on the CPU."""
+    """Peak bytes so far: of tensors on a GPU, of the whole process (RSS) on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -38,8 +38,8 @@ def peak_memory(device: torch.device) -> int:
 class Recorder:
     """Writes ``metrics.jsonl``, ``eval.jsonl``, ``events.jsonl``, TensorBoard and ``wandb``.
 
-    ``last_step`` is the step after which the run goes on, 0 for a new run. A disk that is full
-    never ends training: lines wait in memory, and ``say`` tells once.
+    ``last_step`` is the step after which the run continues, 0 for a new run. A full disk does not
+    end training: lines wait in memory, and ``say`` gets one message.
     """
 
     def __init__(
@@ -51,39 +51,39 @@ class Recorder:
     ) -> None:
         self._folder, self._say, self._wandb = folder, say, wandb
         self._waiting = False
-        self._events = JsonLines(folder.events, sys.maxsize)  # they tell how the steps came about
+        self._events = JsonLines(folder.events, sys.maxsize)  # kept in full: the history of the run
         self._steps = JsonLines(folder.metrics, last_step)
         self._evaluations = JsonLines(folder.evaluations, last_step)
         self._board: SummaryWriter | None = None
         self._open_board(last_step)
 
-    def go_back(self, last_step: int) -> None:
-        """Forget the steps after ``last_step``; events stay."""
-        self._steps.forget(last_step)
-        self._evaluations.forget(last_step)
+    def roll_back(self, last_step: int) -> None:
+        """Drop the records of steps after ``last_step``; events stay."""
+        self._steps.drop_after(last_step)
+        self._evaluations.drop_after(last_step)
         self._close_board()
         self._open_board(last_step)
 
     def step(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
-        """One optimiser step; ``record`` is its line, ``step`` its number."""
+        """Record one optimiser step; ``record`` is its line, ``record["step"]`` its number."""
         self._write(self._steps, record)
         values = {f"train/{name}": value for name, value in record.items() if name != "step"}
         self._plot(values | _by_bucket("loss_by_position", loss_by_bucket), record["step"])
 
     def evaluation(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
-        """One validation after ``record["step"]`` optimiser steps."""
+        """Record one validation after ``record["step"]`` optimiser steps."""
         self._write(self._evaluations, record)
         values = {"held_out/nats_per_byte": record["nats_per_byte"]}
         values |= _by_bucket("held_out_loss_by_position", loss_by_bucket)
         self._plot(values, record["step"])
 
     def event(self, step: int, event: str) -> None:
-        """Something out of the ordinary after ``step`` optimiser steps."""
+        """Record an event (start, skipped step, stop, ...) after ``step`` optimiser steps."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._write(self._events, {"step": step, "time": now, "event": event})
 
     def close(self) -> None:
-        """Close every file; what the disk has not taken by now is lost, and ``say`` tells."""
+        """Close every file; lines that the disk still rejects are lost and reported to ``say``."""
         for lines in (self._events, self._steps, self._evaluations):
             lines.close()
             if lines.problem:
@@ -129,7 +129,7 @@ def _by_bucket(tag: str, losses: Sequence[float]) -> dict[str, float]:
 
 
 class StepProgress:
-    """A progress bar on a terminal; elsewhere a line now and then. Silent on a quiet console."""
+    """A progress bar on a terminal, else a line every 10 s. Prints nothing on a quiet console."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps = console, steps
@@ -153,7 +153,7 @@ class StepProgress:
         self._bar.stop()
 
     def update(self, record: dict[str, Any]) -> None:
-        """Show the step of ``record``, a line of ``metrics.jsonl``."""
+        """Show a step; ``record`` is its line of ``metrics.jsonl``."""
         text = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
         self._bar.update(self._task, completed=record["step"], description=text)
         now = time.monotonic()
@@ -163,5 +163,5 @@ class StepProgress:
             self._line_due = now + SECONDS_BETWEEN_LINES
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._console.print(text, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""The plots of a run, of a sweep and of a measured text.
+"""Plots of a run, of a sweep and of an evaluated text.
 
-Each raises ``ModuleNotFoundError`` without matplotlib.
+All raise ``ModuleNotFoundError`` without matplotlib.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plot_run(folder: Path, full: list[float], self_only: list[float]) -> None:
 
 
 def plot_text_loss(path: Path, loss_by_bucket: list[float], text: str) -> None:
-    """The loss of one ``text`` by position."""
+    """Plot the loss on one ``text`` by position."""
     figure, axes = _axes()
     _draw_by_position(axes, {text: loss_by_bucket})
     axes.set(ylabel="loss (nats per token)")
@@ -41,7 +41,7 @@ def plot_text_loss(path: Path, loss_by_bucket: list[float], text: str) -> None:
 
 
 def plot_sweep(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """``sweep.png``, from the rows of ``sweep.json``; nothing where no two differ in a number."""
+    """Draw ``sweep.png`` from the rows of ``sweep.json``, if any number differs between them."""
     across, lines = sweep_lines(rows)
     if across is None:
         return
@@ -60,8 +60,11 @@ def plot_sweep(folder: Path, rows: list[dict[str, Any]]) -> None:
 def sweep_lines(
     rows: list[dict[str, Any]],
 ) -> tuple[str | None, dict[str, list[tuple[float, float]]]]:
-    """The number that takes most values (a seed only where there is no other), and along it the
-    results of the finished jobs: a line, sorted, for each combination of the other choices."""
+    """The key for the x axis and, by label, one sorted line of (x, result) points of finished jobs.
+
+    The key is the numeric choice with most values; a seed only if there is no other. Each
+    combination of the other choices gives a line.
+    """
     finished = [row for row in rows if row["status"] == "finished"]
     values: dict[str, set[float]] = {}
     for key in {key for row in finished for key in row["choices"]}:
@@ -87,7 +90,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _axes() -> tuple[Figure, Axes]:
-    """An empty figure, on no screen."""
+    """An empty figure without a display."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""``profile``: what some steps of a run did, on the chosen ranks, for a trace viewer."""
+"""``profile``: traces of some steps on chosen ranks, and allocator snapshots."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 
 from train.config import ConfigError, ProfileConfig
 
-HISTORY = 1_000_000  # allocator events that a memory snapshot goes back
+HISTORY = 1_000_000  # allocator events in a memory snapshot
 
 
 def require_profilable(profile: ProfileConfig, device: torch.device) -> None:
-    """Raise ``ConfigError`` where ``device`` cannot be profiled as asked."""
+    """Raise ``ConfigError`` if ``profile`` needs what ``device`` does not have."""
     if profile.memory and device.type != "cuda":
         raise ConfigError(
             f"profile.memory=true: only CUDA's allocator keeps a history, and this run is on the "
@@ -27,11 +27,11 @@ def require_profilable(profile: ProfileConfig, device: torch.device) -> None:
 def profiled(
     profile: ProfileConfig, folder: Path, rank: int, device: torch.device, done: int
 ) -> Iterator[Callable[[], None]]:
-    """A context around the steps of a run; what it gives is to be called after each of them.
+    """A context around the steps of a run. It yields a function to call after each step.
 
-    ``done`` steps are already behind. ``folder`` gets a trace of the steps ``profile.steps`` of
-    this ``rank`` and, with ``profile.memory``, the allocator's snapshot; what an exception cuts
-    short is written too.
+    ``done`` steps were finished before. ``folder`` gets a trace of the steps ``profile.steps`` on
+    this ``rank`` and, with ``profile.memory``, a snapshot of the allocator, also if an exception
+    ends the steps early.
     """
     if profile.steps is None or rank not in profile.ranks or done >= profile.steps[1]:
         yield lambda: None
@@ -75,13 +75,13 @@ def profiled(
 
 
 class MemoryHistory:
-    """The history of CUDA's allocator while it is recording, written when it ends."""
+    """Records the history of CUDA's allocator, and writes it when the recording ends."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.recording = path, False
 
     def set(self, recording: bool) -> None:
-        """Begin or end the history."""
+        """Start or stop recording."""
         if recording and not self.recording:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
         elif self.recording and not recording:
@@ -90,5 +90,5 @@ class MemoryHistory:
         self.recording = recording
 
     def close(self) -> None:
-        """End a history that is still being recorded."""
+        """Stop recording."""
         self.set(recording=False)

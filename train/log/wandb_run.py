@@ -1,6 +1,6 @@
-"""``log.wandb``: the scalars of TensorBoard at Weights & Biases too.
+"""``log.wandb``: sends the scalars to Weights & Biases.
 
-Nothing that goes wrong there ends a training: it is said once, and W&B is off from then on.
+An error of W&B does not end training: it is reported once, and W&B stays off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from train.run.run_folder import RunFolder
 
 
 class WandbRun:
-    """The W&B run of a run folder: the same one when the run goes on, by the id kept there."""
+    """The W&B run of a run folder. A resumed run continues it, by the id in the folder."""
 
     def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
         self._say = say
@@ -23,14 +23,14 @@ class WandbRun:
         self._attempt(lambda: self._open(config, folder))
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Scalars after ``step`` optimiser steps."""
+        """Log scalars after ``step`` optimiser steps."""
         if self._run is not None:
-            # A resumed run repeats steps, and W&B drops what is behind its own count: the step is
-            # an axis of its own.
+            # A resumed run repeats steps, and W&B drops steps below its own counter. Our step is
+            # therefore a separate metric, used as the x axis.
             self._attempt(lambda: self._run.log({**values, "step": step}))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining scalars."""
         if self._run is not None:
             self._attempt(lambda: self._run.finish())
             self._run = None

@@ -1,4 +1,4 @@
-"""Which cores a process runs on, and with how many threads."""
+"""CPU affinity and the number of CPU threads of a process."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from ringfa3.numa import move_near, node_of, pci_address
 from train.config import ParallelConfig
 
 
-def settle(parallel: ParallelConfig, device: torch.device) -> None:
-    """Move this process to the cores next to its GPU, and share them in threads with the others.
+def set_affinity(config: ParallelConfig, device: torch.device) -> None:
+    """Bind this process to the cores of its GPU's NUMA node, and set its number of threads.
 
-    Local process n is on GPU n: those whose GPU hangs on the same node run on the same cores.
+    Local process n uses GPU n. Processes whose GPUs share a NUMA node share its cores.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    node = move_near(device) if parallel.numa else None
+    node = move_near(device) if config.numa else None
     if node is not None:
         addresses = [pci_address(torch.device("cuda", gpu)) for gpu in range(processes)]
         processes = sum(node_of(address) == node for address in addresses)
-    torch.set_num_threads(threads(parallel, len(os.sched_getaffinity(0)), processes))
+    torch.set_num_threads(threads(config, len(os.sched_getaffinity(0)), processes))
 
 
-def threads(parallel: ParallelConfig, cores: int, processes: int) -> int:
-    """Threads of one of the ``processes`` that run on the same ``cores``.
+def threads(config: ParallelConfig, cores: int, processes: int) -> int:
+    """Threads for one of the ``processes`` that share ``cores``.
 
-    torchrun sets OMP_NUM_THREADS=1 where the user has not set it, so only more than that counts as
-    the user's wish.
+    torchrun sets OMP_NUM_THREADS=1 if the user has not set it, so only larger values come from the
+    user.
     """
-    wished = os.environ.get("OMP_NUM_THREADS", "")
-    if parallel.threads is not None:
-        return parallel.threads
-    if wished.isdigit() and int(wished) > 1:
-        return int(wished)
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    if config.threads is not None:
+        return config.threads
+    if requested.isdigit() and int(requested) > 1:
+        return int(requested)
     return max(1, cores // processes)

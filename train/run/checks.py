@@ -1,4 +1,4 @@
-"""Every check of the settings that needs no process group."""
+"""All checks of the config that need no process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHOICES = {
     "train.recompute": ("none", "full", "attention-saving"),
 }
 
-AT_LEAST = {
+MINIMUM = {
     "model.n_layers": 1,
     "model.n_heads": 1,
     "model.n_kv_heads": 1,
@@ -83,11 +83,11 @@ ABOVE_ZERO = (
     "generate.top_p",
 )
 
-LEAST_SHARE = 1e-6  # of a source: a block of samples holds at least one of each
+MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one of each source
 
 
 def check(config: Config, world: int) -> None:
-    """Raise ``ConfigError`` for the first setting that cannot work with ``world`` processes."""
+    """Raise ``ConfigError`` for the first value that cannot work with ``world`` processes."""
     _check_values(config)
     _check_model(config.model)
     if config.generate.top_p is not None and config.generate.top_p > 1:
@@ -115,8 +115,8 @@ def check(config: Config, world: int) -> None:
         )
     if config.train.attention == "sdpa":
         _check_sdpa(config)
-    # Agents of several hosts may start a job again that is at its first attempt here: there the
-    # trainer looks, once it knows.
+    # With several hosts, this may be a restart although the attempt count of this host is 0. Only
+    # rank 0 knows, later: the trainer then checks the folder.
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if config.mode != "eval" and first and not _of_several_hosts():
         RunFolder(config).require_fit(config)
@@ -130,7 +130,7 @@ def _check_values(config: Config) -> None:
             raise ConfigError(
                 f"{key}={value}: allowed are {', '.join(allowed)}; nearest valid: {key}={match}"
             )
-    for key, least in AT_LEAST.items():
+    for key, least in MINIMUM.items():
         value = get(config, key)
         if value is not None and value < least:
             raise ConfigError(f"{key}={value} is too small; nearest valid: {key}={least}")
@@ -230,10 +230,10 @@ def _check_sources(data: DataConfig) -> None:
             raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
     total = sum(source.weight for source in data.sources.values())
     for name, source in data.sources.items():
-        if source.weight < LEAST_SHARE * total:
+        if source.weight < MIN_SHARE * total:
             raise ConfigError(
-                f"{SOURCES}.{name}.weight={source.weight} is less than {LEAST_SHARE:g} of all "
-                f"weights; nearest valid: {SOURCES}.{name}.weight={1.01 * LEAST_SHARE * total:.3g}"
+                f"{SOURCES}.{name}.weight={source.weight} is less than {MIN_SHARE:g} of all "
+                f"weights; nearest valid: {SOURCES}.{name}.weight={1.01 * MIN_SHARE * total:.3g}"
             )
 
 
@@ -246,7 +246,7 @@ def _check_text(config: Config) -> None:
 
 
 def _check_log(config: Config) -> None:
-    # A folder wandb/ that W&B has left in the working directory can be imported too.
+    # W&B leaves a folder wandb/ in the working directory, which find_spec finds too.
     found = importlib.util.find_spec("wandb") if config.log.wandb else None
     if config.log.wandb and (found is None or found.origin is None):
         raise ConfigError(
@@ -285,7 +285,7 @@ def _check_exists(key: str, value: str | None) -> None:
 
 
 def _nearest_path(value: str) -> str:
-    """What to try instead of a path that does not exist."""
+    """A suggestion in place of a path that does not exist."""
     missing = Path(value).expanduser().absolute()
     while not missing.parent.is_dir():
         missing = missing.parent

@@ -1,4 +1,4 @@
-"""A process that runs a job: started, told to stop, ended with all that it has started itself."""
+"""A child process: run it, stop it, and kill it together with every process that it started."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import uuid
 from collections import deque
 from pathlib import Path
 
-# What a signal of the sweep becomes for its job, which saves and ends on these two.
+# A signal that the sweep receives -> the signal that its job gets. A job saves and ends on both.
 SIGNALS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
 }
-SECONDS_TO_STOP = 60.0  # that a job has to save and end after a signal
+SECONDS_TO_STOP = 60.0  # for a job to save and end after a signal
 SECONDS_TO_DIE = 10.0
-MARK = "RINGFA3_JOB"  # the variable by which a process is known to be of a job
+MARK = "RINGFA3_JOB"  # the environment variable that identifies the processes of a job
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal that asks for the end of a job and of what comes after it."""
+    """A signal asks for the end of a job and of the sweep."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
 
 
 def run_process(command: list[str]) -> tuple[int, list[str]]:
-    """Run a job to its end: its exit code and the last lines of its stderr.
+    """Run a job to its end; returns its exit code and the last lines of its stderr.
 
-    It is in a session of its own, so that a signal of the terminal reaches it once, through
-    ``Stopped``: it gets the signal and ``SECONDS_TO_STOP``. Then, or at a second signal, it is
-    killed, and with it every process that it has started: torchrun puts each of its workers in
-    another session.
+    The job has its own session, so that a signal of the terminal reaches it once, through
+    ``Stopped``: it gets the signal, and ``SECONDS_TO_STOP`` to end. Then, or at a second signal, it
+    is killed with every process that it started, in whatever session (torchrun gives each of its
+    workers one).
     """
-    said: deque[str] = deque(maxlen=200)
+    stderr: deque[str] = deque(maxlen=200)
     mark = f"{MARK}={uuid.uuid4().hex}"
     process = subprocess.Popen(
         command,
@@ -54,9 +54,9 @@ def run_process(command: list[str]) -> tuple[int, list[str]]:
     try:
         for line in process.stderr:
             sys.stderr.write(line)
-            said.append(line)
+            stderr.append(line)
         code, ended = process.wait(), True
-        return code, list(said)
+        return code, list(stderr)
     except Stopped as stopped:
         process.send_signal(SIGNALS[signal.Signals(stopped.signum)])
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -71,15 +71,15 @@ def run_process(command: list[str]) -> tuple[int, list[str]]:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill every process of this user's that has ``mark`` in its environment.
+    """Kill every process of this user that has ``mark`` in its environment, orphans too.
 
-    Parents do not matter: one that has lost its own is found too. A process may start another
-    while it is being killed, so this looks until there is none; one that the kernel holds on to,
-    over a disk that does not answer for example, is waited for ``SECONDS_TO_DIE``.
+    A process may start another while it is being killed, so this repeats until none is left. It
+    gives up after ``SECONDS_TO_DIE``: the kernel may hold a process, for example over a disk that
+    does not answer.
     """
     deadline = time.monotonic() + SECONDS_TO_DIE
-    while found := [pid for pid in _processes() if _has(pid, mark)]:
-        for pid in found:
+    while marked := [pid for pid in _processes() if _has(pid, mark)]:
+        for pid in marked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
@@ -92,19 +92,19 @@ def _processes() -> list[int]:
 
 
 def _has(pid: int, mark: str) -> bool:
-    """False for a process that has ended, of which no environment is left."""
+    """Whether a process has ``mark`` in its environment; False for one that has ended."""
     try:
         return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 
 
-def last_words(code: int, said: list[str]) -> str:
-    """Why a job has failed, in one line: what it said of itself, else how it ended."""
-    lines = [line.strip() for line in said if line.strip()]
+def failure_line(code: int, stderr: list[str]) -> str:
+    """Why a job failed, in one line: its own message, or else its signal or exit code."""
+    lines = [line.strip() for line in stderr if line.strip()]
     for line in reversed(lines):
-        if spoken := re.search(r"\brank \d+(,[^:]*)?: .+|(?<=^pretrain\.py: ).+", line):
-            return spoken[0]
+        if message := re.search(r"\brank \d+(,[^:]*)?: .+|(?<=^pretrain\.py: ).+", line):
+            return message[0]
     if code < 0:
         return f"ended by {signal.Signals(-code).name}" + (
             " (out of memory?)" if code == -signal.SIGKILL else ""

@@ -1,8 +1,8 @@
-"""What is said of a rank that fails: once, with its rank, its step and its error.
+"""One line about each failed rank: the rank, its step and its error.
 
-torchrun ends with a report of the failed processes. For each it prints what the process has written
-to the file in TORCHELASTIC_ERROR_FILE. A killed process can write nothing any more, so every rank
-writes beforehand, step by step, what is true if it is found dead.
+torchrun ends with a report of the failed processes. For each it prints the contents of the file in
+TORCHELASTIC_ERROR_FILE. A killed process cannot write this file, so every rank writes at each step
+the message that holds if it is killed there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from train.config import Config
 
 
 class FailureReport:
-    """This rank's part of torchrun's report. Without torchrun nothing is written ahead.
+    """This rank's message in torchrun's report. Without torchrun nothing is written in advance.
 
-    ``console`` is where people look, also once the rank's own output goes to a log file.
+    ``console`` is the user's terminal, even while the rank's own output goes to a log file.
     """
 
     def __init__(self, rank: int, console: TextIO) -> None:
@@ -35,68 +35,68 @@ class FailureReport:
         self._file = os.environ.get("TORCHELASTIC_ERROR_FILE")
 
     def begin_step(self, step: int) -> None:
-        """From now on this rank works on optimiser step ``step``."""
+        """Write the message for a rank that is killed in optimiser step ``step``."""
         self.step = step
         self._write(self._line("killed from outside, or by the system for lack of memory"))
 
     def report(self, error: BaseException, log: Path, config: Config) -> None:
-        """Say what ended this rank, in one line; the traceback goes to ``log``.
+        """Report the error that ends this rank in one line; the traceback goes to ``log``.
 
-        The line is part of torchrun's last report. It is printed here only if there will be none:
-        without torchrun, or when torchrun starts the job again.
+        torchrun prints the line in its last report. It is printed here only if there is no such
+        report: without torchrun, or if torchrun will restart the job.
         """
-        said = self._line(f"{explain(error, config)} (traceback: {log})")
-        self._write(said, later=is_of_a_peer(error))
+        line = self._line(f"{explain(error, config)} (traceback: {log})")
+        self._write(line, later=is_of_a_peer(error))
         if self._file is None or _restarts_left():
-            print(said, file=self.console, flush=True)
-        with contextlib.suppress(OSError):  # a full disk: what ended the rank is said already
+            print(line, file=self.console, flush=True)
+        with contextlib.suppress(OSError):  # a full disk: the error itself is already reported
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a", errors="backslashreplace") as file:
                 file.write("".join(traceback.format_exception(error)))
 
     def not_saved(self, why: str) -> None:
-        """Say why this rank was stopped without saving; most often because another one failed."""
-        said = self._line(why)
-        self._write(said, later=True)
-        print(said, file=sys.stderr, flush=True)
+        """Report why this rank stopped without saving; most often another rank has failed."""
+        line = self._line(why)
+        self._write(line, later=True)
+        print(line, file=sys.stderr, flush=True)
 
-    def _line(self, said: str) -> str:
-        """With rank and step, and with nothing in it that a console cannot print."""
-        return f"{self._place()}: {said}".encode(errors="backslashreplace").decode()
+    def _line(self, message: str) -> str:
+        """The message with rank and step; characters that a console cannot print are escaped."""
+        return f"{self._place()}: {message}".encode(errors="backslashreplace").decode()
 
     def _place(self) -> str:
         step = "before the first step" if self.step is None else f"step {self.step}"
         return f"rank {self.rank}, {step}"
 
     def _write(self, message: str, later: bool = False) -> None:
-        """torchrun calls the failure with the earliest time the cause of all; in whole seconds."""
+        """torchrun takes the failure with the earliest time (whole seconds) for the root cause."""
         if not self._file:
             return
         temporary = f"{self._file}.tmp"
-        said: dict[str, Any] = {"message": message, "timestamp": int(time.time()) + later}
+        content: dict[str, Any] = {"message": message, "timestamp": int(time.time()) + later}
         try:
-            Path(temporary).write_text(json.dumps(said))
+            Path(temporary).write_text(json.dumps(content))
             os.replace(temporary, self._file)
         except OSError:
-            self._file = None  # a full disk, say: torchrun then knows the signal or the exit code
+            self._file = None  # for example a full disk: torchrun then reports the exit code
 
 
 def explain(error: BaseException, config: Config) -> str:
-    """The error in one line; for want of memory, with what to change."""
+    """The error in one line; if memory ran out, with the config values to change."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{text} {memory_advice(config)}" if is_out_of_memory(error) else text
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left."""
-    said = isinstance(error, RuntimeError) and any(
+    """Whether a device or the host ran out of memory."""
+    allocator = isinstance(error, RuntimeError) and any(
         reason in str(error) for reason in ("DefaultCPUAllocator", "out of memory")
     )
-    return said or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return allocator or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def memory_advice(config: Config) -> str:
-    """The settings that lower the peak of memory, those that cost least first."""
+    """Config values that lower the peak memory, the cheapest first."""
     ways = []
     if config.train.loss_chunk > 1024:
         ways.append(f"train.loss_chunk=1024 (now {config.train.loss_chunk})")
@@ -112,16 +112,16 @@ def memory_advice(config: Config) -> str:
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether another rank's end could have caused this error."""
+    """Whether the end of another rank could have caused this error."""
     text = str(error)
     lost = isinstance(error, RuntimeError) and ("gloo" in text.lower() or "NCCL" in text)
     return lost or isinstance(error, (dist.DistError, RingError, ConnectionError))
 
 
-def to_log(log: Path) -> TextIO:
-    """Send this process's stdout and stderr, other libraries' too, to the end of ``log``.
+def redirect_output(log: Path) -> TextIO:
+    """Append this process's stdout and stderr, of other libraries too, to ``log``.
 
-    Returns what was stderr.
+    Returns the previous stderr.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()

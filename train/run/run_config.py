@@ -1,4 +1,4 @@
-"""The settings of a run that is there already, for what is done with its model afterwards."""
+"""The config of an existing run, for modes that use its model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from train.config import Config, ConfigError, from_plain, get
 
-OF_THE_RUN = ("model", "data", "optim", "train")
+RUN_SECTIONS = ("model", "data", "optim", "train")
 
 
-def read_settings(path: Path) -> Config:
-    """The settings in the ``config.json`` of a run; ``ConfigError`` when it is not there."""
+def read_config(path: Path) -> Config:
+    """Read the ``config.json`` of a run; ``ConfigError`` if it is missing or unreadable."""
     try:
         return from_plain(json.loads(path.read_text()))
     except OSError:
@@ -23,26 +23,26 @@ def read_settings(path: Path) -> Config:
         raise ConfigError(f"{path}, the settings of a run, cannot be read: {error}") from None
 
 
-def adopt(config: Config, given: list[str]) -> Config:
-    """``config`` with the sections ``OF_THE_RUN`` as the run in ``run.dir`` had them.
+def with_run_config(config: Config, given: list[str]) -> Config:
+    """``config`` with ``RUN_SECTIONS`` taken from the run in ``run.dir``.
 
-    What the command line says goes before: ``given`` are the keys and groups that it names.
-    Raises ``ConfigError`` for a group among them, which would be another model or other data.
+    ``given`` are the keys and groups of the command line, whose values win. Raises ``ConfigError``
+    for a group of ``RUN_SECTIONS``: it would be another model or other data.
     """
-    run = read_settings(Path(config.run.dir).expanduser() / "config.json")
+    run = read_config(Path(config.run.dir).expanduser() / "config.json")
     for key in given:
         section, _, rest = key.partition(".")
-        if section not in OF_THE_RUN:
+        if section not in RUN_SECTIONS:
             continue
         if not rest:
             raise ConfigError(
                 f"{key}=...: mode={config.mode} takes the model and its settings from the run in "
                 f"run.dir={config.run.dir}; leave it out (single keys, {key}.*=..., may be given)"
             )
-        if rest.startswith("sources"):  # a mixture is one thing, whichever of its keys are given
+        if rest.startswith("sources"):  # a mixture is replaced as a whole
             run.data.sources = config.data.sources
             continue
         parent = get(run, key.rpartition(".")[0])
         setattr(parent, key.rpartition(".")[2], get(config, key))
-    sections = {name: getattr(run, name) for name in OF_THE_RUN}
+    sections = {name: getattr(run, name) for name in RUN_SECTIONS}
     return dataclasses.replace(config, **sections)

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, and whether the run in it is the one that is asked for."""
+"""The folder of a run: its files, and whether a config may continue or replace the run in it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from filelock import FileLock, Timeout
 
 from train.config import Config, ConfigError, flatten
 
-LOCK_S = 5.0  # for the processes of an attempt that torchrun has just ended
+LOCK_S = 5.0  # torchrun may still be ending the processes of the previous attempt
 
-# Settings that a run may change when it goes on. The others decide what it computes.
-FREE = (
+# Keys that a run may change when it continues. The others determine its result.
+MAY_CHANGE = (
     *("mode", "parallel.", "run.", "checkpoint.", "guard.", "data.cache_dir", "data.verify"),
     *("train.steps", "train.accumulation", "train.recompute", "train.loss_chunk"),
     "train.deterministic",
@@ -27,13 +27,13 @@ FREE = (
 class RunFolder:
     """Paths of a run.
 
-    config.json       the settings of the newest start; tokenizer.json the tokenizer
+    config.json       the config of the latest start; tokenizer.json the tokenizer
     metrics.jsonl     a line per optimiser step; eval.jsonl a line per validation
     events.jsonl      starts, skipped steps, failed checkpoints, stops
     summary.json      written when the run is complete
     ranks.json        host and process of each rank
     checkpoints/  tensorboard/  logs/  profile/  and plots
-    eval-*.json       what mode=eval has measured
+    eval-*.json       results of mode=eval
     wandb-id.txt      the run at Weights & Biases
     """
 
@@ -55,15 +55,15 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
 
     def log(self, rank: int) -> Path:
-        """Where a rank but the first sends its output, and each rank its last traceback."""
+        """The output of a rank other than 0, and the last traceback of any rank."""
         return self.path / "logs" / f"rank{rank}.log"
 
     def holds_run(self) -> bool:
-        """Whether a run has begun here."""
+        """Whether the folder contains a run."""
         return self.metrics.exists()
 
     def require_fit(self, config: Config) -> None:
-        """Raise ``ConfigError`` unless the run of ``config`` may begin or go on in this folder."""
+        """Raise ``ConfigError`` unless a run of ``config`` may start or continue in this folder."""
         place = f"run.dir={config.run.dir}"
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{place} exists and is not a folder")
@@ -94,16 +94,16 @@ class RunFolder:
             )
 
     def complete_after(self) -> int:
-        """The steps of the complete run that is here; 0 where none is, or its summary is torn."""
+        """Steps of the complete run in this folder; 0 if there is none or its summary is torn."""
         try:
             return int(json.loads(self.summary.read_text())["steps"])
         except (OSError, ValueError, KeyError, TypeError):
             return 0
 
     def is_replaced_by(self, config: Config) -> bool:
-        """Whether ``run.overwrite`` replaces what is here: a complete run, or another one.
+        """Whether ``run.overwrite`` replaces the run in this folder: a complete or another run.
 
-        A run of the same settings that was stopped goes on, unless ``checkpoint.resume=never``.
+        A stopped run with the same config continues, unless ``checkpoint.resume=never``.
         """
         if not config.run.overwrite or not self.holds_run():
             return False
@@ -115,7 +115,7 @@ class RunFolder:
         return not same or complete or config.checkpoint.resume == "never"
 
     def lock(self) -> FileLock:
-        """Take this folder for this process until it ends; ``ConfigError`` if another has it."""
+        """Lock this folder until the process ends; ``ConfigError`` if another job holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock", timeout=LOCK_S)
         try:
@@ -129,7 +129,7 @@ class RunFolder:
         return lock
 
     def difference(self, config: Config) -> tuple[str, Any, Any] | None:
-        """The first setting, of those that must stay, in which the run here differs."""
+        """The first key that must not change and differs: (key, value in the folder, new value)."""
         try:
             there = flatten(json.loads(self.config.read_text()))
         except (OSError, ValueError) as error:
@@ -143,22 +143,22 @@ class RunFolder:
         return None
 
     def clear(self) -> None:
-        """Remove what a run leaves, and nothing else."""
+        """Remove the files of a run and no others."""
         for name in self.FILES:
             (self.path / name).unlink(missing_ok=True)
         for path in (path for pattern in self.MEASURED for path in self.path.glob(pattern)):
             path.unlink()
-        for name in set(self.FOLDERS) - {"logs"}:  # the other ranks' are open already
+        for name in set(self.FOLDERS) - {"logs"}:  # the other ranks have opened theirs
             shutil.rmtree(self.path / name, ignore_errors=True)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or, on a full disk or after a kill, as it was."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: after a full disk or a kill it has its old content."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     temporary.replace(path)
 
 
 def may_change(key: str) -> bool:
-    """Whether a run may go on with another value of a dotted key."""
-    return any(key.startswith(free) if free.endswith(".") else key == free for free in FREE)
+    """Whether a run may continue with another value of a dotted key."""
+    return any(key.startswith(free) if free.endswith(".") else key == free for free in MAY_CHANGE)

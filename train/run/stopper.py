@@ -1,11 +1,12 @@
-"""An orderly end on SIGTERM, Ctrl-C or a deadline, at any moment, with nothing lost.
+"""Graceful stop on SIGTERM, Ctrl-C or a deadline, at any moment, without losing a finished step.
 
-A step may last minutes, and a signal handler of Python's runs only when the main thread comes back
-to the interpreter. So a thread of its own takes the signals. It shuts the gate before the next
-change of the parameters, agrees with its like on the other ranks on the last step that all have
-finished, has that state saved beside the step in progress, and ends the process.
+A step may last minutes, and Python runs a signal handler only when the main thread returns to the
+interpreter. A dedicated thread therefore takes the signals. It freezes the parameters, agrees with
+the stoppers of the other ranks on the last step that all have finished, saves that state while the
+main thread still computes the next step, and ends the process.
 
-This module imports nothing that starts threads: they would have to inherit the blocked signals.
+This module imports nothing that starts threads: such a thread would not inherit the blocked
+signals.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from typing import Any, NoReturn
 
 from train.run.update_lock import UpdateLock
 
-GLANCE_S = 0.25  # between two looks at what the other ranks say
-ARMING_S = 20.0  # that a signal during start-up waits for the run to begin
-PEERS_S = 8.0  # that a stopping rank waits for the others to join in
+POLL_S = 0.25  # between two checks for a stop requested by another rank
+ARMING_S = 20.0  # how long a signal during start-up waits for the run to begin
+PEERS_S = 8.0  # how long a stopping rank waits for the other ranks
 SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class PeerGoneError(RuntimeError):
-    """A rank does not take part in stopping."""
+    """A rank does not answer while the run stops."""
 
 
 @dataclass
 class Run:
-    """What there is to stop.
+    """The run that the stopper can save and end.
 
-    ``store`` is a connection of the stopper's own, None for one process. ``save`` writes the
-    present state and returns what to tell people; ``fail`` says why that was not possible;
-    ``close`` ends what would lose buffered data. ``deadline`` is on ``time.monotonic``'s clock.
+    ``store`` is a connection for the stopper alone, None for a single process. ``save`` writes the
+    current state and returns a message for the user; ``fail`` reports why it could not be saved;
+    ``close`` flushes buffered files. ``deadline`` is a time of ``time.monotonic``.
     """
 
     rank: int
     world: int
     store: Any
-    gate: UpdateLock
+    updates: UpdateLock
     save: Callable[[], str]
     say: Callable[[str], None]
     fail: Callable[[str], None]
@@ -53,34 +54,34 @@ class Run:
 
 
 class Stopper(threading.Thread):
-    """Takes SIGTERM and SIGINT from now on. Make it before any other thread."""
+    """Receives SIGTERM and SIGINT in a thread. Create it before any other thread."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="stopper")
         self.stopping = threading.Event()
         self._armed = threading.Event()
-        self._retired = threading.Event()
+        self._disabled = threading.Event()
         self._main_failed = threading.Event()
         self._run: Run | None = None
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.start()
 
     def arm(self, run: Run) -> None:
-        """From here on there is something to save."""
+        """Give the stopper the run that it saves and ends."""
         self._run = run
         self._armed.set()
 
-    def retire(self) -> None:
-        """Take no more signals: they stay blocked, and pending for whoever waits for them."""
-        self._retired.set()
+    def disable(self) -> None:
+        """Receive no more signals. They stay blocked and pending for another ``sigtimedwait``."""
+        self._disabled.set()
         if not self.stopping.is_set():
-            self.join(1 + GLANCE_S)
+            self.join(1 + POLL_S)
 
-    def give_way(self) -> None:
-        """Called by a main thread that has failed: returns, unless this run is being stopped.
+    def wait_if_stopping(self) -> None:
+        """Called by a main thread that has failed. Returns at once unless the run is stopping.
 
-        Nobody leaves a stop before all have saved. So a failure in the middle of one is real, or
-        comes from peers that are already done, and the stopper is too.
+        No rank ends before all have saved. A failure during a stop is therefore genuine, or it
+        comes from peers that have ended, and then this rank's stopper ends the process as well.
         """
         if self.stopping.is_set():
             self._main_failed.set()
@@ -88,18 +89,18 @@ class Stopper(threading.Thread):
 
     def run(self) -> None:
         """Wait for a reason to stop, then stop."""
-        found = self._await_reason()
-        if found is None or not self._await_run(found[0]):
+        stop = self._await_reason()
+        if stop is None or not self._await_run(stop[0]):
             return
-        _, reason = found
+        _, reason = stop
         run = self._run
         assert run is not None
         self.stopping.set()
         code = 1
-        try:  # whatever happens, the process ends: nobody else takes signals any more
-            said = self._stop_all(run, reason)
+        try:  # the process always ends: no other thread takes signals
+            message = self._stop_all(run, reason)
             code = 130 if reason == SIGNALS[signal.SIGINT] else 0
-            run.say(f"{reason}: {said}")
+            run.say(f"{reason}: {message}")
             run.close()
         except BaseException as error:
             if code == 1:
@@ -108,54 +109,54 @@ class Stopper(threading.Thread):
             _leave(code)
 
     def _await_run(self, number: int | None) -> bool:
-        """Wait for something to stop; a start-up that takes too long just ends."""
+        """Wait for ``arm``. A start-up that takes too long ends without saving."""
         deadline = time.monotonic() + ARMING_S
         while not self._armed.wait(0.05):
-            if self._retired.is_set():
+            if self._disabled.is_set():
                 return False
             if number == signal.SIGINT or time.monotonic() > deadline:
                 _leave(128 + (number or signal.SIGTERM))
         return True
 
     def _await_reason(self) -> tuple[int | None, str] | None:
-        while not self._retired.is_set():
-            taken = signal.sigtimedwait(SIGNALS, GLANCE_S)
-            if taken is not None:
-                return taken.si_signo, SIGNALS[signal.Signals(taken.si_signo)]
+        while not self._disabled.is_set():
+            received = signal.sigtimedwait(SIGNALS, POLL_S)
+            if received is not None:
+                return received.si_signo, SIGNALS[signal.Signals(received.si_signo)]
             run = self._run
             if run is None:
                 continue
             if run.deadline is not None and time.monotonic() > run.deadline:
                 return None, "train.max_wall_time is over"
-            if run.store is not None and (asked := _asked(run.store)):
-                return None, asked
+            if run.store is not None and (reason := _requested_stop(run.store)):
+                return None, reason
         return None
 
     def _stop_all(self, run: Run, reason: str) -> str:
-        made = run.gate.shut()
+        count = run.updates.freeze()
         if run.store is not None:
             run.store.set("stop/reason", reason)
-            last = max(int(made) for made in self._everyone(run, "made", str(made)))
-            if not run.gate.shut_after(last, PEERS_S):
+            last = max(int(other) for other in self._gather(run, "count", str(count)))
+            if not run.updates.freeze_after(last, PEERS_S):
                 raise PeerGoneError(f"the step before was not finished within {PEERS_S:.0f} s")
-        said = run.save()
+        message = run.save()
         if run.store is not None:
-            self._everyone(run, "saved", "")
+            self._gather(run, "saved", "")
             self._leave_in_order(run)
-        return said
+        return message
 
     def _leave_in_order(self, run: Run) -> None:
-        """Rank 0 last: it may host the store."""
+        """Rank 0 leaves last: it may host the store."""
         if run.rank != 0:
             run.store.set(f"stop/left/{run.rank}", "")
             return
-        with contextlib.suppress(PeerGoneError):  # all have saved: nothing can be lost any more
-            self._everyone(run, "left", "")
+        with contextlib.suppress(PeerGoneError):  # all have saved: nothing can be lost
+            self._gather(run, "left", "")
 
-    def _everyone(self, run: Run, what: str, mine: str) -> list[str]:
-        """What every rank says under ``what``, once all have said it."""
-        run.store.set(f"stop/{what}/{run.rank}", mine)
-        keys = [f"stop/{what}/{rank}" for rank in range(run.world)]
+    def _gather(self, run: Run, name: str, value: str) -> list[str]:
+        """All-gather ``value`` through the store; ``PeerGoneError`` after ``PEERS_S`` seconds."""
+        run.store.set(f"stop/{name}/{run.rank}", value)
+        keys = [f"stop/{name}/{rank}" for rank in range(run.world)]
         deadline, failed = time.monotonic() + PEERS_S, False
         while missing := [key for key in keys if not run.store.check([key])]:
             ranks = ", ".join(key.rpartition("/")[2] for key in missing)
@@ -167,11 +168,11 @@ class Stopper(threading.Thread):
         return [run.store.get(key).decode() for key in keys]
 
 
-def _asked(store: Any) -> str | None:
-    """Why another rank asks for a stop; None if none does, or nobody can be asked any more."""
+def _requested_stop(store: Any) -> str | None:
+    """Why another rank requests a stop; None if none does, or if the store is gone."""
     try:
         return store.get("stop/reason").decode() if store.check(["stop/reason"]) else None
-    except RuntimeError:  # the store's host has ended; the main thread will notice as well
+    except RuntimeError:  # the store's host has ended; the main thread notices too
         return None
 
 

@@ -1,4 +1,4 @@
-"""What keeps the training state still while another thread writes it down."""
+"""Keeps the training state constant while another thread saves it."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from contextlib import contextmanager
 
 
 class UpdateLock:
-    """Parameters change only inside ``with gate.change()``. Changes are counted: 1, 2, ...
+    """Parameters are updated only inside ``with updates.update()``. ``count`` counts the updates.
 
-    The trainer makes one change per step, with no communication inside. So the ranks of a run make
-    the same changes, and when all gates are shut no two of them are more than one change apart: a
-    rank cannot end a step that another has not taken its part in.
+    The trainer makes one update per step, without communication inside. All ranks therefore make
+    the same updates. When all locks are frozen, no two ranks are more than one update apart: a rank
+    cannot finish a step to which another has not contributed.
     """
 
     def __init__(self) -> None:
-        self.made = 0
+        self.count = 0
         self._inside = False
         self._limit: int | None = None
-        self._moved = threading.Condition()
+        self._changed = threading.Condition()
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """Make the next change; waits, perhaps for ever, where the gate is shut before it."""
-        with self._moved:
-            self._moved.wait_for(lambda: self._limit is None or self.made < self._limit)
+    def update(self) -> Iterator[None]:
+        """Make the next update. Blocks, possibly for ever, if the lock is frozen before it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._limit is None or self.count < self._limit)
             self._inside = True
         try:
             yield
-            self.made += 1
+            self.count += 1
         finally:
-            with self._moved:
+            with self._changed:
                 self._inside = False
-                self._moved.notify_all()
+                self._changed.notify_all()
 
-    def shut(self) -> int:
-        """Let no further change begin; returns the number of those made."""
-        with self._moved:
-            self._limit = self.made + self._inside
-            self._moved.wait_for(lambda: not self._inside)
-            self._limit = self.made
-            return self.made
+    def freeze(self) -> int:
+        """Block further updates, wait for the one in progress, and return the final ``count``."""
+        with self._changed:
+            self._limit = self.count + self._inside
+            self._changed.wait_for(lambda: not self._inside)
+            self._limit = self.count
+            return self.count
 
-    def shut_after(self, change: int, timeout: float) -> bool:
-        """Let changes up to ``change`` be made and wait for that one; False after ``timeout`` s."""
-        with self._moved:
-            self._limit = change
-            self._moved.notify_all()
-            return self._moved.wait_for(lambda: self.made >= change, timeout)
+    def freeze_after(self, last: int, timeout: float) -> bool:
+        """Allow updates up to number ``last`` and wait for it; False after ``timeout`` seconds."""
+        with self._changed:
+            self._limit = last
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self.count >= last, timeout)

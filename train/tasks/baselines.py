@@ -1,7 +1,7 @@
-"""What a model has to beat: gzip, and unigram and bigram counts over the same tokens.
+"""Baselines for a model: gzip, and unigram and bigram counts over the same tokens.
 
-All figures are nats per UTF-8 byte of the same documents: the first of those that the model is
-evaluated on, at most about ``BASELINE_BYTES``: one process takes them while the others wait.
+All results are nats per UTF-8 byte of the same documents: the first ones of the model's evaluation,
+about ``BASELINE_BYTES`` at most, because one process computes them while the others wait.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from train.data.documents import Documents
 from train.data.samples import evaluation_documents, first_documents
 from train.data.shards import Corpus
 
-BASELINE_BYTES = 16_000_000  # held-out text that the baselines are taken over, at most
-FIT_TOKENS = 20_000_000  # training tokens that the counts are taken from, at most
+BASELINE_BYTES = 16_000_000  # of held-out text, at most
+FIT_TOKENS = 20_000_000  # training tokens that are counted, at most
 PRIOR = 8.0  # weight of the unigram distribution in a bigram estimate, in counts
 
 
-def take_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
+def measure_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
     """``gzip``, ``unigram`` and ``bigram`` of held-out documents, and their ``baseline_bytes``.
 
-    ``max_bytes`` is how much of the split the model is evaluated on, None for all of it.
+    ``max_bytes`` limits the documents of the model's evaluation; None means the whole split.
     """
     held_out, tokenizer = corpus.held_out, corpus.tokenizer
     chosen = baseline_documents(held_out, max_bytes)
@@ -51,7 +51,7 @@ def take_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
 def baseline_documents(
     documents: Documents, max_bytes: int | None, limit: int = BASELINE_BYTES
 ) -> list[int]:
-    """The documents of the evaluation, or the first of each source where they exceed ``limit``.
+    """The documents of the evaluation, or the first of each source if they exceed ``limit``.
 
     Each source has at least one, and the last of each may exceed its share of the limit.
     """
@@ -72,7 +72,7 @@ def count_nats_per_byte(
 ) -> tuple[float, float]:
     """Nats per byte of a unigram and of a bigram model of the ``chosen`` held-out documents.
 
-    Like the transformer they predict every token but BOS, which only serves as context.
+    Like the transformer, they predict every token except BOS, which is only context.
     """
     fit = _transitions(train, first_documents(train, train.lengths, FIT_TOKENS))
     unigram = unigram_probabilities(fit[1], vocab_size)
@@ -104,9 +104,9 @@ def bigram_probabilities(
     """
     vocab_size = len(unigram)
     pairs, counts = np.unique(fit_context * vocab_size + fit_following, return_counts=True)
-    wanted = context * vocab_size + following
-    place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    pair_count = np.where(pairs[place] == wanted, counts[place], 0)
+    query = context * vocab_size + following
+    place = np.minimum(np.searchsorted(pairs, query), len(pairs) - 1)
+    pair_count = np.where(pairs[place] == query, counts[place], 0)
     context_count = np.bincount(fit_context, minlength=vocab_size)[context]
     return (pair_count + PRIOR * unigram[following]) / (context_count + PRIOR)
 
@@ -114,6 +114,6 @@ def bigram_probabilities(
 def _transitions(
     documents: Documents, chosen: Iterable[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Every token but BOS with the token before it: (context, following), each (n,) int64."""
+    """Every token except BOS with the token before it: (context, following), each (n,) int64."""
     texts = [documents.tokens(document, 0, int(documents.lengths[document])) for document in chosen]
     return np.concatenate([t[:-1] for t in texts]), np.concatenate([t[1:] for t in texts])

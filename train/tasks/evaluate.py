@@ -1,4 +1,4 @@
-"""Nats per byte on held-out documents, and how the loss falls with the position."""
+"""Nats per byte on held-out documents, and the loss by position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from train.config import Config
-from train.data.batches import Batch, ahead, make_batch
+from train.data.batches import Batch, make_batch, prefetch
 from train.data.documents import Documents
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED, evaluation_documents, evaluation_samples, pack
@@ -20,7 +20,7 @@ from train.model.transformer import LanguageModel
 class Evaluation:
     """Totals over all ranks; ``bucket_losses`` and ``bucket_tokens`` split them by position.
 
-    ``nats_per_byte_by_source`` are those of each source's documents, by its name.
+    ``nats_per_byte_by_source`` maps the name of each source to the result on its documents.
     """
 
     n_bytes: int
@@ -30,23 +30,23 @@ class Evaluation:
 
     @property
     def tokens(self) -> int:
-        """Predicted tokens: all of the documents but their BOS."""
+        """Number of predicted tokens: all except the BOS of each document."""
         return sum(self.bucket_tokens)
 
     @property
     def nats_per_byte(self) -> float:
-        """Negative log likelihood of the documents over their UTF-8 bytes."""
+        """Negative log likelihood of the documents, divided by their UTF-8 bytes."""
         return sum(self.bucket_losses) / self.n_bytes
 
     @property
     def by_source(self) -> dict[str, dict[str, float]]:
-        """What a record of this evaluation says of each source, where there are several."""
+        """The record's entry with the result of each source; empty for a single source."""
         several = len(self.nats_per_byte_by_source) > 1
         return {"nats_per_byte_by_source": self.nats_per_byte_by_source} if several else {}
 
     @property
     def loss_by_bucket(self) -> list[float]:
-        """Nats per token in each bucket, NaN where it holds none."""
+        """Nats per token in each bucket, NaN for a bucket without tokens."""
         return mean_by_bucket(self.bucket_losses, self.bucket_tokens)
 
 
@@ -59,11 +59,11 @@ def evaluate(
     max_bytes: int | None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Evaluation:
-    """Predict every token of the first documents that reach ``max_bytes`` bytes, or of all.
+    """Predict every token of the first documents that sum to ``max_bytes`` bytes; None means all.
 
-    Documents are read in windows of ``data.piece_len`` tokens (``data.seq_len`` where it is null):
-    what the model was trained on. Every rank takes part and gets the same totals.
-    ``window_size`` (0, 0) lets each token attend to itself alone.
+    Documents are read in windows of ``data.piece_len`` tokens (``data.seq_len`` if it is null), as
+    in training. Every rank must call this, and gets the same totals. With ``window_size`` (0, 0)
+    each token attends to itself alone.
     """
     seq_len = config.data.seq_len
     chosen = evaluation_documents(documents, max_bytes)
@@ -85,7 +85,7 @@ def evaluate(
         sample = pack(documents, own[index][1])
         return make_batch(sample, parallel.cp_group, config.parallel.layout, window_size)
 
-    for (source, _), batch in zip(own, ahead(make, 0, len(own)), strict=True):
+    for (source, _), batch in zip(own, prefetch(make, 0, len(own)), strict=True):
         here = batch.to(parallel.device)
         losses = model(here)
         valid = (here.labels != IGNORED).float()

@@ -1,4 +1,4 @@
-"""A trained model, out of its run folder: settings, tokenizer and weights."""
+"""Loads a trained model and its tokenizer from a run folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from train.run.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The model with the weights of ``checkpoint``, and the tokenizer it was trained with."""
+    """The model with the weights of ``checkpoint``, and the tokenizer of its run."""
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -27,7 +27,7 @@ class LoadedModel:
 
 
 def read_tokenizer(folder: RunFolder) -> Tokenizer:
-    """The tokenizer that the run in ``folder`` was trained with."""
+    """The tokenizer of the run in ``folder``."""
     if not folder.tokenizer.exists():
         raise ConfigError(f"run.dir={folder.path} holds no tokenizer.json; choose another run")
     return load_tokenizer(folder.tokenizer)
@@ -42,7 +42,7 @@ def load_model(
 ) -> LoadedModel:
     """The model of ``config`` with verified weights, on every rank.
 
-    ``checkpoint`` is the folder of one, or of a run; None is the run in ``folder``.
+    ``checkpoint`` is the folder of a checkpoint or of a run; None means the run in ``folder``.
     """
     tokenizer = read_tokenizer(folder)
     model = build_model(config, tokenizer.get_vocab_size(), parallel.device, parallel.cp_group)

@@ -1,4 +1,4 @@
-"""The end of a run: its figures beside the baselines, as JSON, plots and a table."""
+"""The summary of a finished run: its results and the baselines as JSON, plots and a table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from train.data.shards import Corpus
 from train.engine.parallel import ParallelLayout
 from train.engine.train_state import TrainState
 from train.log.plots import plot_run
-from train.run.run_folder import RunFolder, write_whole
-from train.tasks.baselines import take_baselines
+from train.run.run_folder import RunFolder, write_atomically
+from train.tasks.baselines import measure_baselines
 from train.tasks.evaluate import Evaluation
 
 ROWS = {
@@ -34,11 +34,11 @@ def summarise(
     full: Evaluation,
     alone: Evaluation,
 ) -> dict[str, Any]:
-    """What ``summary.json`` holds. ``alone``: the evaluation with each token seeing only itself."""
+    """The contents of ``summary.json``. In ``alone`` each token saw only itself."""
     return {
         "nats_per_byte": full.nats_per_byte,
         "nats_per_byte_self_only": alone.nats_per_byte,
-        **take_baselines(corpus, config.train.final_eval_bytes),
+        **measure_baselines(corpus, config.train.final_eval_bytes),
         "train_seconds": state.seconds,
         "steps": state.step,
         "skipped": state.guard.skipped,
@@ -51,15 +51,15 @@ def summarise(
     }
 
 
-def present(
+def write_summary(
     folder: RunFolder,
     summary: dict[str, Any],
     full: Evaluation,
     alone: Evaluation,
     console: Console,
 ) -> None:
-    """Write ``summary.json`` and the plots, print the table."""
-    write_whole(folder.summary, json.dumps(summary, indent=1) + "\n")
+    """Write ``summary.json`` and the plots, and print the table."""
+    write_atomically(folder.summary, json.dumps(summary, indent=1) + "\n")
     try:
         plot_run(folder.path, full.loss_by_bucket, alone.loss_by_bucket)
     except ModuleNotFoundError as error:

@@ -1,8 +1,9 @@
-"""A sweep (``-m``): one run per combination of settings, each in a process of its own.
+"""A sweep (``-m``): one run per combination of config values, each in its own process.
 
-Hydra composes, and its sweeper chooses the combinations. All jobs of a batch are checked before the
-first one starts; then they run one after the other below ``sweep.dir``. Whatever ends a job ends
-its process only. A finished job is not run again: the same command continues a broken sweep.
+Hydra composes the configs, and its sweeper chooses the combinations. All jobs of a batch are
+checked before the first one starts; then they run one after the other below ``sweep.dir``. A failed
+job ends only its own process. Finished jobs are not repeated: the same command continues an
+interrupted sweep.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from train.config import Config, ConfigError, resolve
 from train.engine.parallel import choose_device
 from train.log.plots import plot_sweep
 from train.run.checks import check
-from train.run.child_process import SIGNALS, Stopped, last_words, run_process
+from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
 from train.run.run_folder import RunFolder
 
 SCRIPT = Path(__file__).parents[1] / "pretrain.py"
@@ -44,7 +45,7 @@ LONGEST_NAME = 120  # of a job's folder; file systems allow 255 bytes
 
 @dataclass
 class Job:
-    """A run of ``steps`` steps in a sweep; ``choices`` are the overrides that are its own."""
+    """A run of ``steps`` steps in a sweep; ``choices`` are the overrides that the sweep varies."""
 
     choices: dict[str, str]
     folder: Path
@@ -56,7 +57,7 @@ class Job:
     error: str | None = None
 
     def take_result(self) -> bool:
-        """Read the summary of a run that has done all its steps; False where there is none."""
+        """Read the summary of the finished run; False if the run is not finished."""
         summary = read_summary(self.folder)
         if summary.get("steps") != self.steps:
             return False
@@ -66,14 +67,14 @@ class Job:
         return True
 
     def row(self) -> dict[str, Any]:
-        """This job in ``sweep.json``."""
+        """The entry of this job in ``sweep.json``."""
         entries = {name: getattr(self, name) for name in ("choices", "status", "nats_per_byte")}
         entries |= {"train_seconds": self.train_seconds, "error": self.error}
         return entries | {"folder": self.folder.name}
 
 
 class Sweep:
-    """The jobs of one sweep, as its sweeper asks for them; ``arguments`` go to every job."""
+    """The jobs of one sweep, batch by batch; ``arguments`` are passed to every job."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments = list(arguments)
@@ -84,8 +85,8 @@ class Sweep:
     def launch(self, configs: list[Config], choices: list[dict[str, str]]) -> list[Job]:
         """Check every job of a batch, then run those that are not finished.
 
-        ``choices`` are the overrides of each that are its own. Raises ``ConfigError`` before
-        anything has started or been written.
+        ``choices`` are the overrides that vary, for each job. Raises ``ConfigError`` before any job
+        starts and before any file is written.
         """
         batch = [self._plan(*pair) for pair in zip(configs, choices, strict=True)]
         if any(config.mode == "check" for config in configs):
@@ -107,7 +108,7 @@ class Sweep:
         self.folder = self.folder or Path(config.sweep.dir).expanduser().absolute()
         folder = self.folder / folder_name(own)
         config.run.dir = str(folder)
-        finished = self._look_into(folder, config)
+        finished = self._is_finished(folder, config)
         if not finished:
             check(config, world=config.sweep.nproc_per_node or 1)
             choose_device(config)
@@ -122,11 +123,11 @@ class Sweep:
             job.take_result()
         return job
 
-    def _look_into(self, folder: Path, config: Config) -> bool:
-        """Whether the run of ``config`` has finished in its folder.
+    def _is_finished(self, folder: Path, config: Config) -> bool:
+        """Whether ``folder`` contains the finished run of ``config``.
 
-        One that has only begun is to go on. Another run is there to stay, unless ``run.overwrite``
-        says that it may be replaced; then that alone is what it does.
+        An unfinished one continues: ``run.overwrite`` is switched off for it. Raises
+        ``ConfigError`` for another run, unless ``run.overwrite`` allows to replace it.
         """
         there = RunFolder(config)
         if not there.holds_run():
@@ -152,7 +153,7 @@ class Sweep:
         self.console.print(f"{number} of {len(self.jobs)}: {named}", soft_wrap=True)
         begin = time.perf_counter()
         try:
-            code, said = run_process(job.command)
+            code, stderr = run_process(job.command)
         except Stopped:
             job.status = "stopped"
             self._record()
@@ -161,13 +162,13 @@ class Sweep:
             return
         job.status = "failed" if code else "stopped"
         job.error = (
-            last_words(code, said) if code else "not complete; the same sweep goes on with it"
+            failure_line(code, stderr) if code else "not complete; the same sweep goes on with it"
         )
         seconds = time.perf_counter() - begin
         self.console.print(f"{job.status} after {seconds:.0f} s: {job.error}", soft_wrap=True)
 
     def sorted_jobs(self) -> list[Job]:
-        """Finished jobs, best first, then the others as they were asked for."""
+        """Finished jobs, best first, then the others in the order of the sweep."""
 
         def rank(job: Job) -> float:
             result = job.nats_per_byte
@@ -176,7 +177,7 @@ class Sweep:
         return sorted(self.jobs, key=rank)
 
     def _record(self) -> None:
-        assert self.folder is not None  # made by the first plan
+        assert self.folder is not None  # set by the first _plan
         self.folder.mkdir(parents=True, exist_ok=True)
         written = self.folder / "sweep.json.tmp"
         rows = [job.row() for job in self.sorted_jobs()]
@@ -184,7 +185,7 @@ class Sweep:
         written.replace(self.folder / "sweep.json")
 
     def finish(self) -> bool:
-        """Print the table and draw the plot; whether every job has finished."""
+        """Print the table and draw the plot; returns whether every job has finished."""
         if self.folder is None or not self.jobs:
             return True
         self._record()
@@ -207,21 +208,21 @@ class Sweep:
 
 
 class ProcessLauncher(Launcher):
-    """What a Hydra sweeper hands its batches of jobs to, and gets their results from."""
+    """The launcher that runs the job batches of a Hydra sweeper and returns their results."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
 
     def setup(self, *, hydra_context: Any, config: DictConfig, **_: Any) -> None:
-        """Remember how to compose a job."""
+        """Keep what is needed to compose the config of a job."""
         self._loader, self._config = hydra_context.config_loader, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> list[JobReturn]:
-        """Run a batch. A job's return value is its nats per byte, NaN where it has failed."""
-        asked = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
-        shared = {o.get_key_element() for o in asked if not o.is_sweep_override()}
+        """Run a batch. A job returns its nats per byte, NaN if it failed."""
+        typed = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
+        shared = {o.get_key_element() for o in typed if not o.is_sweep_override()}
         pairs = [dict(override.split("=", 1) for override in job) for job in job_overrides]
         choices = [{k.lstrip("+"): job[k] for k in job if k not in shared} for job in pairs]
         compose = self._loader.load_sweep_config
@@ -244,9 +245,9 @@ def _without_hydra(composed: DictConfig) -> Config:
 
 
 def run_sweep(compose: Callable[[list[str]], None], flags: list[str], overrides: list[str]) -> int:
-    """Run what ``compose`` makes of the command line; the exit code.
+    """Run the sweep of the command line through ``compose``; returns the exit code.
 
-    0 when every job has finished, 1 when one has failed, 130 when a signal has stopped the sweep.
+    0 if every job has finished, 1 if one has failed, 130 if a signal has stopped the sweep.
     ``ConfigError`` and Hydra's errors pass through.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
@@ -254,8 +255,8 @@ def run_sweep(compose: Callable[[list[str]], None], flags: list[str], overrides:
             "-m under torchrun: sweep outside, torchrun inside: start python train/pretrain.py -m "
             "... without torchrun; sweep.nproc_per_node=N gives every job its own torchrun"
         )
-    asked = OverridesParser.create().parse_overrides(overrides)
-    keys = {override.key_or_group for override in asked}
+    typed = OverridesParser.create().parse_overrides(overrides)
+    keys = {override.key_or_group for override in typed}
     if "hydra/launcher" in keys:
         raise ConfigError("hydra/launcher: a sweep starts its jobs itself; leave it out")
     if "run.dir" in keys:
@@ -265,7 +266,7 @@ def run_sweep(compose: Callable[[list[str]], None], flags: list[str], overrides:
         )
     shared = [
         override.input_line
-        for override in asked
+        for override in typed
         if not override.is_sweep_override()
         and (not override.is_hydra_override() or override.key_or_group == "hydra.searchpath")
     ]
@@ -278,7 +279,7 @@ def run_sweep(compose: Callable[[list[str]], None], flags: list[str], overrides:
         launcher.setup(**context)
         return launcher
 
-    # Hydra finds launchers by name among installed packages; ours belongs to this script alone.
+    # Hydra looks up launchers by name among installed packages. Ours is not installed.
     Plugins.instance().instantiate_launcher = make_launcher
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -296,14 +297,14 @@ def _stop(signum: int, _frame: object) -> NoReturn:
 
 
 def _keep_sweeper_files(scratch: Path, folder: Path | None) -> None:
-    """Move what the sweeper has written (its own results, for example) beside ``sweep.json``."""
+    """Move files of the sweeper (for example its results) next to ``sweep.json``."""
     for path in scratch.iterdir():
         if folder is not None and folder.is_dir() and path.is_file():
             shutil.move(path, folder / path.name)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The ``summary.json`` of a run; empty when it is not there, or torn by a kill."""
+    """The ``summary.json`` of a run; empty if it is missing or torn by a kill."""
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
@@ -312,7 +313,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def folder_name(choices: list[str]) -> str:
-    """The folder of a job: its overrides, with a hash where a file name cannot hold them."""
+    """The folder name of a job: its overrides, plus a hash if a file name cannot hold them."""
     whole = ",".join(choices) or "run"
     name = re.sub(r"[^\w.,=+-]", "_", whole)[:LONGEST_NAME]
     if name == whole:
@@ -323,7 +324,7 @@ def folder_name(choices: list[str]) -> str:
 def quoted(value: str) -> str:
     """``value`` as a quoted string of Hydra's override grammar.
 
-    There backslashes count as escapes only where a quote follows them.
+    In it a backslash is an escape only if a quote follows.
     """
     inside = re.sub(r"(\\*)'", r"\1\1\'", value)
     trailing = inside[len(inside.rstrip("\\")) :]

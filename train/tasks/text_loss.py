@@ -22,10 +22,10 @@ from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
 from train.data.shards import open_corpus
 from train.data.tokenizer import bos_id, encode
-from train.engine.checkpoint import facts_of
+from train.engine.checkpoint import read_facts
 from train.engine.parallel import choose_device, join, require_agreement, shutdown
 from train.log.plots import plot_text_loss
-from train.run.affinity import settle
+from train.run.affinity import set_affinity
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
 from train.tasks.evaluate import Evaluation, evaluate
@@ -36,40 +36,40 @@ PATH_KEY = "eval.path"
 
 
 def run(config: Config) -> NoReturn:
-    """Measure, print a table, write ``eval-NAME.json`` and ``.png`` and end the process.
+    """Evaluate, print a table, write ``eval-NAME.json`` and ``.png``, and end the process.
 
-    ``ConfigError`` passes through; any other failure is one line that names the rank, as in a job
-    that trains.
+    ``ConfigError`` passes through. Any other failure is reported in one line with the rank, as in
+    training.
     """
     rank = int(os.environ.get("RANK", "0"))
-    folder, words, parallel = RunFolder(config), FailureReport(rank, sys.stderr), None
+    folder, report, parallel = RunFolder(config), FailureReport(rank, sys.stderr), None
     try:
         device = choose_device(config)
-        settle(config.parallel, device)
+        set_affinity(config.parallel, device)
         documents, text = read_text(config, read_tokenizer(folder))
         parallel = join(config.parallel, device)
-        settings = json.dumps(dataclasses.asdict(config))
-        digest = hashlib.sha256(f"{settings} {text}".encode()).hexdigest()[:12]
+        plain = json.dumps(dataclasses.asdict(config))
+        digest = hashlib.sha256(f"{plain} {text}".encode()).hexdigest()[:12]
         require_agreement(parallel, {"configuration or text": digest})
         console = Console(quiet=rank != 0, markup=False, highlight=False)
-        trained = load_model(config, folder, parallel, config.eval.checkpoint, console.print)
+        loaded = load_model(config, folder, parallel, config.eval.checkpoint, console.print)
         if config.eval.path is None:
-            require_own_text(config, text, trained.checkpoint)
-        result = evaluate(trained.model, documents, config, parallel, config.eval.bytes)
+            require_own_text(config, text, loaded.checkpoint)
+        result = evaluate(loaded.model, documents, config, parallel, config.eval.bytes)
         if rank == 0:
-            _report(config, folder, trained.checkpoint, result, console)
+            _report(config, folder, loaded.checkpoint, result, console)
         shutdown(parallel, 0)
     except ConfigError:
         raise
-    except Exception as error:  # the outermost frame: nothing may leave without naming its rank
-        words.report(error, folder.log(rank), config)
+    except Exception as error:  # the outermost frame: every error must name its rank
+        report.report(error, folder.log(rank), config)
     shutdown(parallel, 1)
 
 
 def read_text(config: Config, tokenizer: Tokenizer) -> tuple[Documents, str]:
-    """The documents of ``eval.path``, or the held-out ones of the run, and their digest.
+    """The documents of ``eval.path``, or the held-out documents of the run, and their digest.
 
-    Raises ``ConfigError`` when there are none, or when the run's text is no longer what it was.
+    Raises ``ConfigError`` if there are none, or if the run's text has changed.
     """
     if config.eval.path is not None:
         data = dataclasses.replace(config.data, path=config.eval.path, sources={})
@@ -85,11 +85,11 @@ def read_text(config: Config, tokenizer: Tokenizer) -> tuple[Documents, str]:
 
 
 def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
-    """Raise ``ConfigError`` unless ``checkpoint`` was trained on the corpus of this digest.
+    """Raise ``ConfigError`` unless ``checkpoint`` was trained on the corpus with this digest.
 
-    Only then is the held-out split text that it has never seen.
+    Otherwise its training may have seen the held-out split.
     """
-    if facts_of(checkpoint)["corpus"] != digest:
+    if read_facts(checkpoint)["corpus"] != digest:
         names = ", ".join(config.data.sources)
         place = f"data.sources ({names})" if names else f"data.path={config.data.path}"
         raise ConfigError(
@@ -99,19 +99,19 @@ def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
 
 
 def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
-    """Every document of ``data.path``, which is ``eval.path``, in memory.
+    """Tokenise every document of ``data.path`` (the value of ``eval.path``) in memory.
 
-    Files that are not UTF-8 are an error.
+    Raises ``ConfigError`` for a file that is not UTF-8.
     """
     bos, files = bos_id(tokenizer, data.bos_token), find_files(data, PATH_KEY)
     rows, facts = [], []
     for origin, file in enumerate(files):
         try:
-            found = list(read_documents(file))
+            texts = list(read_documents(file))
         except UnicodeDecodeError:
             raise ConfigError(f"{PATH_KEY}: {file.path} is not UTF-8 text") from None
-        for start in range(0, len(found), BATCH_DOCUMENTS):
-            batch = found[start : start + BATCH_DOCUMENTS]
+        for start in range(0, len(texts), BATCH_DOCUMENTS):
+            batch = texts[start : start + BATCH_DOCUMENTS]
             for document, ids in zip(
                 batch, encode(tokenizer, [d.text for d in batch]), strict=True
             ):
@@ -136,7 +136,7 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
 
 
 def summary_of(result: Evaluation) -> dict[str, Any]:
-    """The contents of ``eval-NAME.json`` that depend on the model and the text alone."""
+    """The part of ``eval-NAME.json`` that depends only on the model and the text."""
     losses = [None if math.isnan(loss) else loss for loss in result.loss_by_bucket]
     return {
         "nats_per_byte": result.nats_per_byte,
@@ -156,9 +156,9 @@ def _report(
 ) -> None:
     path = config.eval.path
     name = config.eval.name or (Path(path).expanduser().stem if path else "held-out")
-    written, plot = (folder.path / f"eval-{name}.{kind}" for kind in ("json", "png"))
+    path_json, plot = (folder.path / f"eval-{name}.{kind}" for kind in ("json", "png"))
     summary = {"text": path, "checkpoint": str(checkpoint), **summary_of(result)}
-    written.write_text(json.dumps(summary, indent=1) + "\n")
+    path_json.write_text(json.dumps(summary, indent=1) + "\n")
     console.print(
         f"{path or 'held out'}: {result.n_bytes:,} bytes, {result.tokens:,} tokens predicted by "
         f"{checkpoint}",
@@ -176,4 +176,4 @@ def _report(
         plot_text_loss(plot, result.loss_by_bucket, path or "held out")
     except ModuleNotFoundError as error:
         console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
-    console.print(f"written to {written}", soft_wrap=True)
+    console.print(f"written to {path_json}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A training job as one process sees it: from its place among the others to its exit code."""
+"""``mode=train`` and ``mode=check`` in one process: from its device to its exit code."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ from train.data.shards import open_corpus
 from train.engine.deterministic import make_deterministic
 from train.engine.parallel import ParallelLayout, choose_device, from_rank_0, join, shutdown
 from train.log.profiler import require_profilable
-from train.run.affinity import settle
-from train.run.failure import FailureReport, to_log
-from train.run.run_folder import RunFolder, write_whole
+from train.run.affinity import set_affinity
+from train.run.failure import FailureReport, redirect_output
+from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Stopper
 from train.tasks.trainer import Trainer
 
 
 def run(config: Config, stopper: Stopper) -> NoReturn:
-    """Train and end the process: 0 when done or stopped, 1 on a failure.
+    """Train and end the process with code 0 (done or stopped) or 1 (failed).
 
-    ``ConfigError`` passes through: the caller explains it. Any other failure is one line that names
-    the rank and the step; its traceback goes to the rank's log in the run folder.
+    ``ConfigError`` passes through to the caller. Any other failure is reported in one line with the
+    rank and the step; its traceback goes to the rank's log in the run folder.
     """
     begin = time.monotonic()
     device = choose_device(config)
     require_profilable(config.profile, device)
-    settle(config.parallel, device)
+    set_affinity(config.parallel, device)
     rank = int(os.environ.get("RANK", "0"))
     folder = RunFolder(config)
-    words = FailureReport(rank, sys.stderr)
+    report = FailureReport(rank, sys.stderr)
     if config.train.deterministic:
-        settings = make_deterministic(device)
+        line = make_deterministic(device)
         if rank == 0:
-            print(settings, flush=True)
+            print(line, flush=True)
     parallel, closers, locks = None, [], []
     try:
         corpus = open_corpus(config.data)
         if rank != 0:
-            words.console = to_log(folder.log(rank))
+            report.console = redirect_output(folder.log(rank))
         parallel = join(config.parallel, device)
         from_rank_0(parallel, lambda: locks.append(folder.lock()))
-        trainer = Trainer(config, corpus, parallel, folder, words)
+        trainer = Trainer(config, corpus, parallel, folder, report)
         closers = [trainer.close]
         write_ranks(folder, parallel)
         limit = config.train.max_wall_time
-        stopper.arm(trainer.what_to_stop(None if limit is None else begin + limit))
+        stopper.arm(trainer.stoppable(None if limit is None else begin + limit))
         trainer.train()
         trainer.finish()
         shutdown(parallel, 0, closers)
     except ConfigError:
         raise
-    except Exception as error:  # the outermost frame: nothing may leave without naming its rank
-        stopper.give_way()
+    except Exception as error:  # the outermost frame: every error must name its rank
+        stopper.wait_if_stopping()
         try:
-            words.report(error, folder.log(rank), config)
+            report.report(error, folder.log(rank), config)
         finally:
             shutdown(parallel, 1, closers)
 
 
 def check_only(config: Config) -> None:
-    """Say that the settings are right, having looked at the corpus; rank 0 alone speaks."""
+    """Check the device and the files of the corpus; rank 0 prints the result."""
     require_profilable(config.profile, choose_device(config))
     files = find_files(config.data)
     if os.environ.get("RANK", "0") == "0":
@@ -87,4 +87,4 @@ def write_ranks(folder: RunFolder, parallel: ParallelLayout) -> None:
         everyone = [None] * parallel.world
         dist.all_gather_object(everyone, own, group=parallel.host_group)
     if parallel.rank == 0:
-        write_whole(folder.ranks, json.dumps(everyone, indent=1) + "\n")
+        write_atomically(folder.ranks, json.dumps(everyone, indent=1) + "\n")

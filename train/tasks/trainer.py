@@ -1,4 +1,4 @@
-"""A run from its first line to its last: set up, optimiser steps, validation, checkpoints."""
+"""The training loop: set-up, optimiser steps, validation, checkpoints, summary."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ import torch
 from rich.console import Console
 
 from train.config import Config, ConfigError
-from train.data.batches import Batch, ahead, make_batch
+from train.data.batches import Batch, make_batch, prefetch
 from train.data.mixture import training_samples
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED, Piece, pack
 from train.data.shards import Corpus
-from train.engine.checkpoint import DAMAGED, Checkpoints, facts_of, find_checkpoint, require_shared
+from train.engine.checkpoint import (
+    DAMAGED,
+    Checkpoints,
+    find_checkpoint,
+    read_facts,
+    require_shared,
+)
 from train.engine.parallel import (
     ParallelLayout,
     data_parallel,
@@ -35,18 +41,18 @@ from train.log.wandb_run import WandbRun
 from train.model.optim import learning_rate, make_optimizer, set_learning_rate
 from train.model.transformer import build_model
 from train.run.failure import FailureReport
-from train.run.run_folder import RunFolder, write_whole
+from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
 from train.tasks.evaluate import Evaluation, evaluate
-from train.tasks.summary import present, summarise
+from train.tasks.summary import summarise, write_summary
 
-SELF_ONLY = (0, 0)  # the attention window in which each token sees itself alone
+SELF_ONLY = (0, 0)  # attention window (left, right) in which each token sees only itself
 PRIMING_TOKENS = 256
 
 
 class Trainer:
-    """A run on one rank."""
+    """One rank of a training run."""
 
     def __init__(
         self,
@@ -54,13 +60,13 @@ class Trainer:
         corpus: Corpus,
         parallel: ParallelLayout,
         folder: RunFolder,
-        words: FailureReport,
+        report: FailureReport,
     ) -> None:
         self.config, self.corpus, self.parallel = config, corpus, parallel
-        self.folder, self.words = folder, words
+        self.folder, self.report = folder, report
         self.console = Console(quiet=parallel.rank != 0, markup=False, highlight=False)
-        settings = json.dumps(dataclasses.asdict(config), indent=1)
-        digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
+        config_json = json.dumps(dataclasses.asdict(config), indent=1)
+        digest = hashlib.sha256(config_json.encode()).hexdigest()[:12]
         require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
         self.samples = training_samples(corpus.train, data.seq_len, data.piece_len, train.seed)
@@ -70,32 +76,32 @@ class Trainer:
         self.optimizer = make_optimizer(self.model.transformer, config.optim)
         self.state = TrainState(config, corpus.digest, self.model.transformer, self.optimizer)
         self.wrapped = data_parallel(self.model, parallel)
-        self.gate = UpdateLock()
-        self.updated: torch.cuda.Event | None = None  # after the newest change on the device
+        self.updates = UpdateLock()
+        self.updated: torch.cuda.Event | None = None  # recorded after the latest update
         keep = config.checkpoint
         self.checkpoints = Checkpoints(
             folder.checkpoints, parallel, keep.keep, keep.keep_every, self._say_event
         )
         self.recorder: Recorder | None = None
-        self._went_back_to = -1
-        self._begin(settings)
+        self._rolled_back_to = -1
+        self._begin(config_json)
 
-    def _begin(self, settings: str) -> None:
-        """Take up the run in the folder, or begin a new one there."""
+    def _begin(self, config_json: str) -> None:
+        """Continue the run in the folder, or start a new one there."""
         from_rank_0(self.parallel, self._prepare_folder)
         require_shared(self.parallel, self.folder.checkpoints)
         if self.parallel.rank == 0:
             self.checkpoints.remove_litter()
         source = self._restore()
         if self.parallel.rank == 0:
-            write_whole(self.folder.config, settings + "\n")
+            write_atomically(self.folder.config, config_json + "\n")
             self.corpus.tokenizer.save(str(self.folder.tokenizer))
             wandb = WandbRun(self.config, self.folder, self.say) if self.config.log.wandb else None
             self.recorder = Recorder(self.folder, self.state.step, self.say, wandb)
         self._say_event(source)
 
     def _prepare_folder(self) -> None:
-        """On rank 0: the folder is there, and what is in it is this run's."""
+        """On rank 0: create the folder, or check that its contents belong to this run."""
         if not self.parallel.restarted:
             self.folder.require_fit(self.config)
             if self.folder.is_replaced_by(self.config):
@@ -103,8 +109,8 @@ class Trainer:
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
 
     def _restore(self) -> str:
-        """Load what there is to go on from; a line that says where the state comes from."""
-        wanted = self.config.checkpoint
+        """Load the state to continue from, if any; returns a line that names its origin."""
+        options = self.config.checkpoint
         own = self.checkpoints.choose()
         if own is None and any(self.folder.checkpoints.glob(f"{DAMAGED}*")):
             raise ConfigError(
@@ -116,22 +122,22 @@ class Trainer:
             self.state.load(own)
             self.checkpoints.saved = self.state.step
             return f"goes on after step {self.state.step}, from {own.name}"
-        origin = wanted.init_from
-        if wanted.resume not in ("auto", "never"):
-            origin = wanted.resume
+        origin = options.init_from
+        if options.resume not in ("auto", "never"):
+            origin = options.resume
         if origin is None:
             return "starts at step 0"
         path = from_rank_0(
             self.parallel, lambda: find_checkpoint(Path(origin).expanduser(), self.say)
         )
-        if wanted.init_from is not None:
+        if options.init_from is not None:
             self.state.load_weights(path)
             return f"starts at step 0 with the weights of {path}"
         self.state.load(path)
         return f"goes on after step {self.state.step}, from {path}"
 
     def say(self, text: str) -> None:
-        """A line on the console of rank 0."""
+        """Print a line on the console of rank 0."""
         self.console.print(text, soft_wrap=True)
 
     def _say_event(self, text: str) -> None:
@@ -146,25 +152,25 @@ class Trainer:
 
     def _close_at_once(self) -> None:
         self.close()
-        self.console.show_cursor()  # which a progress bar hides
+        self.console.show_cursor()  # a progress bar hides it
 
-    def what_to_stop(self, deadline: float | None) -> Run:
-        """What the stopper needs to end this run at any moment."""
+    def stoppable(self, deadline: float | None) -> Run:
+        """This run as the stopper sees it, to save and end it at any moment."""
         parallel = self.parallel
         return Run(
             rank=parallel.rank,
             world=parallel.world,
             store=None if parallel.store is None else parallel.store.clone(),
-            gate=self.gate,
+            updates=self.updates,
             save=self._save_at_once,
             say=self._say_event,
-            fail=self.words.not_saved,
+            fail=self.report.not_saved,
             close=self._close_at_once,
             deadline=deadline if parallel.rank == 0 else None,
         )
 
     def train(self) -> None:
-        """All optimiser steps, with a validation every ``train.eval_every`` of them."""
+        """Run all optimiser steps, with validations and checkpoints in between."""
         self._introduce()
         self._prime()
         steps = self.config.train.steps
@@ -181,33 +187,33 @@ class Trainer:
         self._require_saved()
 
     def _train_on(self, progress: StepProgress, step_done: Callable[[], None]) -> None:
-        """Steps until the last, or until the state went back to an earlier one."""
+        """Run steps until the last one, or until a roll-back."""
         train, state = self.config.train, self.state
         first, offset, stride = state.step, state.samples, train.accumulation * self.parallel.dp
         make = lambda step: self._batches(offset + (step - first) * stride)  # noqa: E731
         previous = time.perf_counter()
-        for batches in ahead(make, first, train.steps):
-            self.words.begin_step(state.step + 1)
+        for batches in prefetch(make, first, train.steps):
+            self.report.begin_step(state.step + 1)
             record = self.step(batches, previous)
             step_done()
             previous = time.perf_counter()
             progress.update(record)
             if state.guard.exhausted:
-                self._go_back()
+                self._roll_back()
                 return
             done, every = state.step, self.config.checkpoint.every
             if train.eval_every and done % train.eval_every == 0 and done < train.steps:
                 progress.say(self._validate(done))
                 previous = time.perf_counter()
-            # Not in the middle of skipped steps, whose weights may be what is wrong.
+            # Not during skipped steps: their cause may be these weights.
             if every and done % every == 0 and not state.guard.in_a_row:
                 self._save()
 
     def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
-        """One optimiser step, begun at ``begin`` of ``perf_counter``: its line of metrics.
+        """One optimiser step, begun at ``begin`` of ``perf_counter``; returns its line of metrics.
 
-        The gradient is that of the sum of all token losses over the number N of valid tokens of
-        all ranks and micro-batches. ``data_parallel`` averages over W ranks, hence W / N.
+        The loss is the sum of all token losses over N, the number of valid tokens of all ranks and
+        micro-batches. ``data_parallel`` averages gradients over W ranks, hence the factor W / N.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
         n_valid = sum_over_ranks(parallel, torch.tensor(sum(batch.n_valid for batch in batches)))
@@ -226,11 +232,11 @@ class Trainer:
         loss = sum(losses_by_bucket) / max(1, int(n_valid))
         objection = self._agreed(state.guard.objection(loss, grad_norm))
         lr = learning_rate(optim, state.step, self.config.train.steps)
-        with self.gate.change():
+        with self.updates.update():
             if objection is None:
                 set_learning_rate(self.optimizer, lr)
                 self.optimizer.step()
-                state.guard.take(loss, grad_norm)
+                state.guard.accept(loss, grad_norm)
             else:
                 state.guard.skip()
             self.optimizer.zero_grad(set_to_none=True)
@@ -259,18 +265,18 @@ class Trainer:
         return record
 
     def _agreed(self, objection: str | None) -> str | None:
-        """The objection of any rank, on all: a step is taken by all or by none."""
+        """Return the objection of any rank on all ranks: all accept a step, or none."""
         if self.parallel.world == 1:
             return objection
         objections = sum_over_ranks(self.parallel, torch.tensor(int(objection is not None)))
         return objection or (f"{int(objections)} ranks object" if int(objections) else None)
 
     def _prime(self) -> None:
-        """One backward pass whose gradients are dropped.
+        """Run one backward pass and drop its gradients.
 
-        Data parallel lays its buckets out anew after its first backward pass. Done here, it sums
-        in the same order in a run that goes on as in one that was never interrupted. It also makes
-        connections, and compiles kernels, before the first step.
+        DDP rebuilds its buckets after its first backward pass. This pass makes it do so before the
+        first step of every run, so a resumed run sums in the same order as an uninterrupted one. It
+        also opens connections and compiles kernels.
         """
         length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
         sample = pack(self.corpus.train, [Piece(0, 0, length)])
@@ -279,7 +285,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _save(self) -> None:
-        """Begin to save the present state; called by the trainer or, at a stop, the stopper."""
+        """Start to save the current state; called by the trainer or, at a stop, by the stopper."""
         with self.checkpoints.lock:
             if not self.checkpoints.has(self.state.step):
                 self.checkpoints.begin(
@@ -287,7 +293,7 @@ class Trainer:
                 )
 
     def _save_at_once(self) -> str:
-        """For the stopper: the state is saved when this returns, or an error says why not."""
+        """For the stopper: save the state and return a message, or raise an error."""
         if self.parallel.device.type == "cuda":
             torch.cuda.set_device(self.parallel.device)
         self._require_saved()
@@ -295,7 +301,7 @@ class Trainer:
         return f"stopped after step {step}, which is saved; the same command goes on from there"
 
     def _require_saved(self) -> None:
-        """Save the present state unless it is; ``RuntimeError`` when that fails."""
+        """Save the current state if it is not saved yet; ``RuntimeError`` if that fails."""
         with self.checkpoints.lock:
             self.checkpoints.wait()
             self._save()
@@ -307,33 +313,33 @@ class Trainer:
                 f"same command again"
             )
 
-    def _go_back(self) -> None:
-        """Return to the last checkpoint, after too many skipped steps; its data is not read again.
+    def _roll_back(self) -> None:
+        """After too many skipped steps, load the last checkpoint and continue with later data.
 
-        Raises ``RuntimeError`` where there is none, or going back has not helped.
+        Raises ``RuntimeError`` if there is no checkpoint, or if an earlier roll-back did not help.
         """
         self.checkpoints.wait()
         path, skipped = self.checkpoints.choose(), self.state.guard.in_a_row
-        step = -1 if path is None else facts_of(path)["step"]
-        if path is None or step <= self._went_back_to:
+        step = -1 if path is None else read_facts(path)["step"]
+        if path is None or step <= self._rolled_back_to:
             why = "there is no checkpoint" if path is None else "going back has not helped"
             raise RuntimeError(
                 f"{skipped} steps in a row were skipped and {why}; look at the losses in "
                 f"{self.folder.metrics}, at the data, and at optim.lr"
             )
         left = self.state.step
-        with self.gate.change():
-            self.state.go_back(path)
+        with self.updates.update():
+            self.state.roll_back(path)
             if self.recorder is not None:
-                self.recorder.go_back(self.state.step)
-        self._went_back_to = self.checkpoints.saved = step
+                self.recorder.roll_back(self.state.step)
+        self._rolled_back_to = self.checkpoints.saved = step
         self._say_event(
             f"{skipped} steps in a row were skipped: back from step {left} to {path.name}, and on "
             f"with the data after it"
         )
 
     def finish(self) -> None:
-        """Final evaluation, baselines, plots, ``summary.json`` and a table."""
+        """Run the final evaluation, write ``summary.json`` and the plots, print a table."""
         max_bytes = self.config.train.final_eval_bytes
         full = self._evaluate(max_bytes)
         alone = self._evaluate(max_bytes, SELF_ONLY)
@@ -342,10 +348,10 @@ class Trainer:
         self._record_evaluation(self.state.step, full)
         self.say("Counting the baselines ...")
         summary = summarise(self.config, self.corpus, self.parallel, self.state, full, alone)
-        present(self.folder, summary, full, alone, self.console)
+        write_summary(self.folder, summary, full, alone, self.console)
 
     def _batches(self, sample: int) -> list[Batch]:
-        """This rank's micro-batches of the step that begins with ``sample`` of the stream."""
+        """This rank's micro-batches of the step whose first sample is number ``sample``."""
         accumulation, parallel = self.config.train.accumulation, self.parallel
         indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(accumulation)]
         layout = self.config.parallel.layout
@@ -354,7 +360,7 @@ class Trainer:
     def _micro_batches(
         self, batches: list[Batch]
     ) -> Iterator[tuple[Batch, contextlib.AbstractContextManager[None]]]:
-        """Each batch on the device, with the context that reduces gradients after the last only."""
+        """Each batch on the device, with a context in which only the last reduces gradients."""
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches) or self.parallel.world == 1
             context = contextlib.nullcontext() if last else self.wrapped.no_sync()

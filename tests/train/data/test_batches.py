@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from train.data.batches import ahead, make_batch
+from train.data.batches import make_batch, prefetch
 from train.data.samples import TrainingSamples
 
 
@@ -38,18 +38,18 @@ def test_the_next_item_is_made_while_one_is_in_use():
             second_made.set()
         return index * index
 
-    items = ahead(make, 0, 4)
+    items = prefetch(make, 0, 4)
     assert next(items) == 0
     assert second_made.wait(timeout=10)
     assert list(items) == [1, 4, 9]
-    assert list(ahead(make, 3, 3)) == []
+    assert list(prefetch(make, 3, 3)) == []
 
 
 def test_an_error_is_raised_where_its_item_is_asked_for():
     def make(index: int) -> float:
         return 1 / (2 - index)
 
-    items = ahead(make, 0, 5)
+    items = prefetch(make, 0, 5)
     assert [next(items), next(items)] == [0.5, 1.0]
     with pytest.raises(ZeroDivisionError):
         next(items)

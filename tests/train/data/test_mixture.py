@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from train.data.mixture import LEAST_BLOCK, Mixture, training_samples
+from train.data.mixture import MIN_BLOCK, Mixture, training_samples
 from train.data.samples import TrainingSamples
 
 WEIGHTS = st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=9)
@@ -27,7 +27,7 @@ def located(mixture: Mixture, stop: int) -> np.ndarray:
 def test_shares_streams_and_purity(weights, seed, scale):
     """At every block's end each source is within one sample of its weight; its stream is whole."""
     mixture = Mixture(weights, seed)
-    assert mixture.block >= LEAST_BLOCK
+    assert mixture.block >= MIN_BLOCK
     blocks = max(3, 600 // mixture.block)
     found = located(mixture, blocks * mixture.block)
     shares = np.array(weights) / sum(weights)

@@ -17,11 +17,11 @@ from train.config import ConfigError
 from train.engine.checkpoint import (
     Checkpoints,
     checkpoints_in,
-    facts_of,
     find_checkpoint,
     load_tensors,
-    newest_good,
+    newest_valid,
     own_share,
+    read_facts,
     require_shared,
 )
 from train.engine.parallel import ParallelLayout, from_rank_0
@@ -62,7 +62,7 @@ def test_what_was_saved_is_loaded(checkpoints):
     assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
     path = checkpoints.choose()
     assert path.name == "step-00000003"
-    assert facts_of(path) == {"step": 3, "samples": 30}
+    assert read_facts(path) == {"step": 3, "samples": 30}
     loaded = {name: torch.full_like(t, torch.nan) for name, t in tensors(0).items()}
     load_tensors(path, loaded)
     assert equal(loaded, tensors(3))
@@ -259,7 +259,7 @@ def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str
 def test_any_number_of_ranks_writes_what_one_reads(ranks: Ranks, tmp_path, world):
     ranks.run(world, _save, tmp_path, None)
     loaded = tensors(0)
-    load_tensors(newest_good(tmp_path, print), loaded)
+    load_tensors(newest_valid(tmp_path, print), loaded)
     assert equal(loaded, tensors(7))
     files = {path.name for path in (tmp_path / "step-00000007").glob("*.distcp")}
     assert files == {f"__{rank}_0.distcp" for rank in range(world)}

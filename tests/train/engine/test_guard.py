@@ -16,7 +16,7 @@ def taught(sigma: float | None = 3.0) -> Guard:
     guard = Guard(GuardConfig(sigma=sigma, window=4, patience=2))
     for loss in (1.0, 3.0, 1.0, 3.0):
         assert guard.objection(loss, 1.0) is None
-        guard.take(loss, 1.0)
+        guard.accept(loss, 1.0)
     return guard
 
 
@@ -36,16 +36,16 @@ def test_a_spike_of_either_figure_is_found_above_and_not_below():
 def test_no_spike_without_sigma_or_before_the_window_is_full():
     assert taught(sigma=None).objection(1e9, 1.0) is None
     guard = Guard(GuardConfig(sigma=1.0, window=2))
-    guard.take(1.0, 1.0)
+    guard.accept(1.0, 1.0)
     assert guard.objection(1e9, 1.0) is None
-    guard.take(1.0, 1.0)
+    guard.accept(1.0, 1.0)
     assert guard.objection(1e9, 1.0) is not None
 
 
 def test_skips_in_a_row_exhaust_it():
     guard = taught()
     guard.skip()
-    guard.take(2.0, 1.0)
+    guard.accept(2.0, 1.0)
     guard.skip()
     assert not guard.exhausted
     guard.skip()
@@ -56,7 +56,7 @@ def test_skips_in_a_row_exhaust_it():
 def test_its_state_passes_through_json_exactly():
     guard = Guard(GuardConfig(sigma=1.0, window=3))
     for i in range(5):
-        guard.take(1 / (i + 3), math.pi**i)
+        guard.accept(1 / (i + 3), math.pi**i)
     guard.skip()
     other = Guard(GuardConfig(sigma=1.0, window=3))
     other.restore(json.loads(json.dumps(guard.state())))

@@ -93,9 +93,9 @@ def test_a_full_disk_does_not_keep_a_run_from_going_back(tmp_path, file_limit, r
     for step in (1, 2, 3):
         lines.write({"step": step})
     assert "a.jsonl: File too large" in lines.problem
-    lines.forget(2)
+    lines.drop_after(2)
     lines.write({"step": 3})
-    lines.forget(1)
+    lines.drop_after(1)
     assert (lines.problem is None) == (room >= 12)
     lines.write({"step": 2})
     file_limit(resource.RLIM_INFINITY)
@@ -109,9 +109,9 @@ def test_no_step_is_there_twice_where_the_disk_cannot_even_cut(tmp_path):
     for step in (1, 2, 3, 4):
         lines.write({"step": step})
     whole, lines._file = lines._file, Refusing()
-    lines.forget(3)
+    lines.drop_after(3)
     lines.write({"step": 4})
-    lines.forget(2)
+    lines.drop_after(2)
     assert lines.problem == f"{path}: No space left on device"
     lines.write({"step": 3})
     assert steps_in(path) == [1, 2, 3, 4]  # still the old file
@@ -186,7 +186,7 @@ def test_a_recorder_goes_back_on_a_full_disk(config, file_limit, monkeypatch):
         recorder.step({"step": step}, [1.0])
     size = folder.metrics.stat().st_size
     file_limit(size // 3)
-    recorder.go_back(1)
+    recorder.roll_back(1)
     recorder.step({"step": 2}, [1.0])
     recorder.event(2, "back")
     assert any("metrics.jsonl: File too large" in line for line in said)

@@ -79,17 +79,17 @@ TWO_NODES = {0: "0-15,32-47", 1: "16-31,48-63"}
 )
 def test_processes_of_one_node_share_its_cores(host, gpus, processes, gpu, near, expected):
     done = host(gpus, TWO_NODES, processes)
-    affinity.settle(ParallelConfig(), torch.device("cuda", gpu))
+    affinity.set_affinity(ParallelConfig(), torch.device("cuda", gpu))
     assert done == {"cores": parse_cores(near), "threads": expected}
 
 
 def test_without_numa_the_whole_host_is_shared_by_all(host):
     done = host([0, 1], TWO_NODES, 2)
-    affinity.settle(ParallelConfig(numa=False), torch.device("cuda", 0))
+    affinity.set_affinity(ParallelConfig(numa=False), torch.device("cuda", 0))
     assert done == {"cores": set(range(64)), "threads": 32}
 
 
 def test_a_process_with_hardly_any_core_there_stays(host):
     done = host([0, 1], {0: "0-2", 1: "3-63"}, 2)
-    affinity.settle(ParallelConfig(), torch.device("cuda", 0))
+    affinity.set_affinity(ParallelConfig(), torch.device("cuda", 0))
     assert done == {"cores": set(range(64)), "threads": 32}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.jobs import is_alive
 from train.run import child_process
-from train.run.child_process import Stopped, last_words, run_process
+from train.run.child_process import Stopped, failure_line, run_process
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from train.run.child_process import Stopped, last_words, run_process
     ],
 )
 def test_a_job_that_ends_itself_leaves_a_reason(code, says):
-    assert last_words(*run_process([sys.executable, "-c", code])) == says
+    assert failure_line(*run_process([sys.executable, "-c", code])) == says
 
 
 # Started as torchrun starts its workers, each in a session of its own; the last of them loses its

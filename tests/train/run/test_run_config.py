@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from train.config import Config, ConfigError
-from train.run.run_config import adopt, read_settings
+from train.run.run_config import read_config, with_run_config
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run(config) -> Config:
 
 
 def test_what_was_written_comes_back(run):
-    assert read_settings(Path(run.run.dir) / "config.json") == run
+    assert read_config(Path(run.run.dir) / "config.json") == run
 
 
 def test_a_run_brings_its_model_and_the_command_line_goes_before(run):
@@ -32,7 +32,7 @@ def test_a_run_brings_its_model_and_the_command_line_goes_before(run):
     asked.run.dir, asked.data.piece_len, asked.parallel.cp = run.run.dir, 32, 2
     asked.model.rope.factor, asked.train.seed = 4.0, 9
     given = ["mode", "run.dir", "data.piece_len", "parallel.cp", "model.rope.factor"]
-    got = adopt(asked, given)
+    got = with_run_config(asked, given)
     assert (got.mode, got.parallel.cp, got.data.piece_len, got.model.rope.factor) == (
         *("eval", 2, 32, 4.0),
     )
@@ -42,13 +42,13 @@ def test_a_run_brings_its_model_and_the_command_line_goes_before(run):
 
 def test_another_group_is_refused(run):
     with pytest.raises(ConfigError, match=r"model=\.\.\.: mode=train takes .* from the run"):
-        adopt(run, ["model"])
+        with_run_config(run, ["model"])
 
 
 def test_a_folder_without_a_run_names_those_beside_it(run):
     empty = Path(run.run.dir).with_name("other")
     with pytest.raises(ConfigError, match=r"other holds no run.*beside it: run"):
-        read_settings(empty / "config.json")
+        read_config(empty / "config.json")
     (Path(run.run.dir) / "config.json").write_text('{"model": ')
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_settings(Path(run.run.dir) / "config.json")
+        read_config(Path(run.run.dir) / "config.json")

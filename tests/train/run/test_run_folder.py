@@ -9,7 +9,7 @@ import resource
 import pytest
 
 from train.config import ConfigError, flatten, get
-from train.run.run_folder import RunFolder, write_whole
+from train.run.run_folder import RunFolder, write_atomically
 
 
 @pytest.fixture
@@ -101,12 +101,12 @@ def test_one_job_at_a_time(config, folder, monkeypatch):
 
 def test_a_file_is_written_whole_or_stays(tmp_path):
     path = tmp_path / "config.json"
-    write_whole(path, "old")
+    write_atomically(path, "old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
         with pytest.raises(OSError, match="too large"):
-            write_whole(path, "n" * 100)
+            write_atomically(path, "n" * 100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_text() == "old"

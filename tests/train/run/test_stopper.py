@@ -1,4 +1,4 @@
-"""The stopper, in processes of its own: it always ends them, with the right code."""
+"""The stopper, in separate processes: it always ends them, with the right exit code."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def say(text):
         raise SystemExit(1)  # what a library does when its reader is gone
     print(text, flush=True)
 
-stopper, gate = Stopper(), UpdateLock()
+stopper, updates = Stopper(), UpdateLock()
 print("taken", flush=True)
 if "slow start" in sys.argv:
     time.sleep(1.5)
 if "never armed" not in sys.argv:
     late = time.monotonic() + 0.5 if "deadline" in sys.argv else None
     fail = lambda said: print("failed:", said, flush=True)
-    stopper.arm(Run(0, 1, None, gate, save, say, fail, lambda: print("closed"), late))
+    stopper.arm(Run(0, 1, None, updates, save, say, fail, lambda: print("closed"), late))
 for _ in range(3000):
-    with gate.change():
+    with updates.update():
         time.sleep(0.01)
 """
 

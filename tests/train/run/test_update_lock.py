@@ -1,4 +1,4 @@
-"""Changes are made one at a time, and none while the gate is shut."""
+"""Updates wait while the lock is frozen, and a freeze waits for the update in progress."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from train.run.update_lock import UpdateLock
 
 
-def changing(gate: UpdateLock, held: threading.Event) -> threading.Thread:
-    """A thread that is inside its first change until ``held`` is set, then makes a second."""
+def updating(updates: UpdateLock, held: threading.Event) -> threading.Thread:
+    """A thread that is inside its first update until ``held`` is set, then makes a second."""
     inside = threading.Event()
 
     def make() -> None:
-        with gate.change():
+        with updates.update():
             inside.set()
             held.wait()
-        with gate.change():
+        with updates.update():
             pass
 
     thread = threading.Thread(target=make, daemon=True)
@@ -27,45 +27,45 @@ def changing(gate: UpdateLock, held: threading.Event) -> threading.Thread:
     return thread
 
 
-def test_shutting_waits_for_the_change_that_is_being_made():
-    gate, held, shut = UpdateLock(), threading.Event(), []
-    thread = changing(gate, held)
-    closer = threading.Thread(target=lambda: shut.append(gate.shut()), daemon=True)
-    closer.start()
+def test_a_freeze_waits_for_the_update_in_progress():
+    updates, held, frozen = UpdateLock(), threading.Event(), []
+    thread = updating(updates, held)
+    freezer = threading.Thread(target=lambda: frozen.append(updates.freeze()), daemon=True)
+    freezer.start()
     time.sleep(0.1)
-    assert shut == []
+    assert frozen == []
     held.set()
-    closer.join(5)
-    assert shut == [1]
+    freezer.join(5)
+    assert frozen == [1]
     thread.join(0.1)
-    assert thread.is_alive()  # the second change does not begin
-    assert gate.made == 1
+    assert thread.is_alive()  # the second update does not begin
+    assert updates.count == 1
 
 
-def test_a_shut_gate_lets_so_many_changes_pass():
-    gate = UpdateLock()
-    assert gate.shut() == 0
+def test_a_frozen_lock_allows_a_given_number_of_updates():
+    updates = UpdateLock()
+    assert updates.freeze() == 0
 
     def make_three() -> None:
         for _ in range(3):
-            with gate.change():
+            with updates.update():
                 pass
 
     thread = threading.Thread(target=make_three, daemon=True)
     thread.start()
-    assert gate.shut_after(2, timeout=5)
+    assert updates.freeze_after(2, timeout=5)
     thread.join(0.1)
     assert thread.is_alive()
-    assert gate.made == 2
-    gate.shut_after(3, timeout=5)
+    assert updates.count == 2
+    updates.freeze_after(3, timeout=5)
     thread.join(5)
     assert not thread.is_alive()
-    assert not gate.shut_after(4, timeout=0.05)  # nobody makes a fourth
+    assert not updates.freeze_after(4, timeout=0.05)  # nobody makes a fourth
 
 
-def test_a_change_that_fails_does_not_count_and_opens_the_gate_again():
-    gate = UpdateLock()
-    with pytest.raises(RuntimeError), gate.change():
+def test_an_update_that_fails_does_not_count_and_releases_the_lock():
+    updates = UpdateLock()
+    with pytest.raises(RuntimeError), updates.update():
         raise RuntimeError
-    assert gate.made == 0
-    assert gate.shut() == 0
+    assert updates.count == 0
+    assert updates.freeze() == 0

@@ -18,7 +18,7 @@ from train.tasks.baselines import (
     baseline_documents,
     count_nats_per_byte,
     gzip_nats_per_byte,
-    take_baselines,
+    measure_baselines,
 )
 
 
@@ -95,7 +95,7 @@ def test_all_baselines_are_of_the_same_bytes(config):
     assert len(texts) > 3
     for count, max_bytes in ((len(texts), None), (2, len(texts[0]) + 1)):
         data = b"".join(texts[:count])
-        got = take_baselines(corpus, max_bytes)
+        got = measure_baselines(corpus, max_bytes)
         assert got["baseline_bytes"] == len(data)
         assert got["gzip"] == pytest.approx(
             len(gzip.compress(data, 9)) * math.log(256) / len(data), rel=1e-12

@@ -17,7 +17,7 @@ from train.config import GenerateConfig, ModelConfig, ParallelConfig
 from train.data.tokenizer import train_tokenizer
 from train.engine.parallel import join
 from train.model.transformer import LanguageModel, Transformer
-from train.run.run_config import read_settings
+from train.run.run_config import read_config
 from train.run.run_folder import RunFolder
 from train.tasks.generate import as_text, choose, continuation, probabilities
 from train.tasks.load_model import load_model
@@ -127,7 +127,7 @@ def test_a_run_writes_what_its_weights_say(pretrain, trained_run):
         *("generate.tokens=30", "generate.prompt='ring, attention'"),
     )
     assert done.returncode == 0, done.stderr
-    config = read_settings(trained_run / "config.json")
+    config = read_config(trained_run / "config.json")
     config.run.dir = str(trained_run)
     parallel = join(ParallelConfig(), torch.device("cpu"))
     trained = load_model(config, RunFolder(config), parallel, None, print)
