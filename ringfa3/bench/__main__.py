@@ -1,4 +1,4 @@
-"""`python -m ringfa3.bench`: attention on one GPU, and rings of GPUs, against other libraries."""
+"""`python -m ringfa3.bench`: RingFA3 against other libraries, on one GPU and on several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ringfa3.bench.common.cases import HEAD_DIMS, ITSELF, RING_SETS, SETS
+from ringfa3.bench.attention.cases import HEAD_DIMS, SELF_COMPARISONS, SETS
+from ringfa3.bench.ring.cases import RING_SETS
 from ringfa3.validation import TRANSPORTS
 
 ATTENTION = "Attention on one GPU against FlashAttention-3 and cuDNN."
@@ -19,16 +20,17 @@ RING = (
     "on FlashAttention-3, and PyTorch's context_parallel."
 )
 REHEARSAL = (
-    "One causal sequence, 32:8 heads of dimension 128, over peers' memory, on two GPUs that play "
-    "the same rank of a ring of many and are each all peers of the other: the speed of a ring in "
-    "step, beside one GPU with as much work and no communication. What it computes means nothing; "
-    "its times do."
+    "One causal sequence, 32:8 heads of dimension 128, over NVLink, on two GPUs that both execute "
+    "the same rank of a larger ring; each takes the place of all peers of the other. Gives the "
+    "speed of that ring over one GPU with equal work and no communication. Only the times are "
+    "meaningful, not the outputs."
 )
+TABLES = "Write the tables of docs/benchmarks.md from docs/results/*/*/results.json."
 EXTRA = "pip install 'ringfa3[bench]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 measured, 1 something was wrong or failed, 2 nothing could be measured."""
+    """Exit codes: 0 success, 1 a result was wrong or a call failed, 2 the run could not start."""
     given = parser().parse_args(arguments)
     from ringfa3.bench.common.machine import BenchError
 
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return refuse(f"{error.name} is not installed: {EXTRA}")
     except KeyboardInterrupt:
-        say("interrupted; finished rows are in results.json")
+        print_error("interrupted; finished rows are in results.json")
         return 130
 
 
@@ -88,7 +90,7 @@ def ring(given: argparse.Namespace) -> int:
 
 
 def rehearsal(given: argparse.Namespace) -> int:
-    from ringfa3.bench.common.ranks import LostError, ToldError
+    from ringfa3.bench.common.communicator import RankFailedError, RankLostError
     from ringfa3.bench.ring.rehearsal import Options, rehearse
     from ringfa3.errors import first_line
 
@@ -104,36 +106,48 @@ def rehearsal(given: argparse.Namespace) -> int:
     )
     try:
         return rehearse(options)
-    except (RuntimeError, LostError, ToldError) as error:  # out of memory, a side that is lost
+    except (RuntimeError, RankLostError, RankFailedError) as error:  # also out of memory
         rank = os.environ.get("RANK", "0")
         print(f"ringfa3.bench: rank {rank}: {first_line(error)}", file=sys.stderr)
         return 1
 
 
+def tables(given: argparse.Namespace) -> int:
+    from ringfa3.bench.tables.page import check_page, write_page
+
+    return check_page(given.page) if given.check else write_page(given.page)
+
+
 def chosen(names: list[str], sets: Mapping[str, object]) -> list[str]:
-    """Sets by name; "all" are those against peers."""
-    every = [name for name in sets if name not in ITSELF]
+    """Sets by name; "all" are those that compare with other libraries."""
+    every = [name for name in sets if name not in SELF_COMPARISONS]
     return every if "all" in names else list(dict.fromkeys(names))
 
 
 def plot_only(path: Path) -> int:
-    from ringfa3.bench.common.plot import redraw
-    from ringfa3.bench.common.results import ResultsError
+    """Draw the plots of a results file again, into its folder."""
+    from ringfa3.bench.attention.plot import attention_figures
+    from ringfa3.bench.common.plot import draw
+    from ringfa3.bench.common.results import Results, ResultsError
+    from ringfa3.bench.ring.plot import ring_figures
 
+    figures = {"attention": attention_figures, "ring": ring_figures}
     try:
-        print("wrote " + ", ".join(map(str, redraw(path))))
+        results = Results.load(path)
+        drawn = draw(results, path.parent, figures[results.benchmark])
     except (ResultsError, OSError) as error:
         return refuse(f"--plot-only: {error}")
+    print("wrote " + ", ".join(map(str, drawn)))
     return 0
 
 
 def refuse(reason: str) -> int:
-    say(reason)
+    print_error(reason)
     return 2
 
 
-def say(line: str) -> None:
-    """On stderr, by the first rank."""
+def print_error(line: str) -> None:
+    """On stderr, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(f"ringfa3.bench: {line}", file=sys.stderr)
 
@@ -147,12 +161,12 @@ def parser() -> argparse.ArgumentParser:
         "--set", nargs="+", choices=[*SETS, "all"], default=["paper", "gqa"], metavar="SET",
         help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), mqa "
         "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), all of "
-        "these; or, alone, RingFA3 against itself: ablation (the kernel without parts of it; the "
-        "paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic (the "
-        "backward with turns); default paper gqa",
+        "these; or one that compares RingFA3 with itself: ablation (the kernel without parts of "
+        "it; the paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic (the "
+        "deterministic backward); default paper gqa",
     )  # fmt: skip
     p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))
-    common(p, "attention")
+    add_common_options(p, "attention")
     p = add("ring", help="1 to 8 GPUs against other rings, under torchrun", description=RING)
     p.set_defaults(run=ring)
     p.add_argument(
@@ -163,25 +177,27 @@ def parser() -> argparse.ArgumentParser:
         "block under activation checkpointing), all; default lengths",
     )  # fmt: skip
     p.add_argument(
-        "--worlds", nargs="+", type=int, metavar="N", help="numbers of ranks; default 1, 2, 4, ..."
+        "--worlds", nargs="+", type=int, metavar="N", help="world sizes; default 1, 2, 4, ..."
     )
     p.add_argument(
         "--longest", type=int, default=1 << 31, metavar="TOKENS", help="leave out longer sequences"
     )
     p.add_argument(
         "--transport", nargs="+", default=["auto"], choices=TRANSPORTS, metavar="NAME",
-        help=f"of RingFA3: {', '.join(TRANSPORTS)}; the first is held against the others and "
-        "the peers",
+        help=f"of RingFA3: {', '.join(TRANSPORTS)}; the first is compared with the others and "
+        "the other libraries",
     )  # fmt: skip
     p.add_argument(
         "--timeout", type=float, default=120.0, metavar="SECONDS",
-        help="after which a peer that hangs has failed",
+        help="after which an implementation that hangs has failed",
     )  # fmt: skip
-    common(p, "ring")
+    add_common_options(p, "ring")
     p = add("rehearsal", help="a ring of many GPUs on two, under torchrun", description=REHEARSAL)
     p.set_defaults(run=rehearsal, plot_only=None)
     p.add_argument("--ranks", type=int, default=4, help="of the ring; default 4")
-    p.add_argument("--plays", type=int, default=1, help="the rank that both GPUs play; default 1")
+    p.add_argument(
+        "--plays", type=int, default=1, help="the rank that both GPUs execute; default 1"
+    )
     p.add_argument(
         "--tokens", nargs="+", type=int, default=[4096, 8192, 16384], help="of a rank, each a case"
     )
@@ -190,11 +206,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--pairs", type=int, default=10, help="A B pairs per comparison (>= 10)")
     p.add_argument("--timeout", type=float, default=120.0, help="seconds; default 120")
     p.add_argument("--out", type=Path, default=Path("runs/bench/rehearsal"), metavar="DIR")
+    p = add("tables", help="write the tables of docs/benchmarks.md", description=TABLES)
+    p.set_defaults(run=tables, plot_only=None)
+    p.add_argument(
+        "--check", action="store_true",
+        help="write nothing; exit code 1 if the page differs from what the result files give",
+    )  # fmt: skip
+    p.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"), metavar="FILE.md")
     return whole
 
 
-def common(p: argparse.ArgumentParser, name: str) -> None:
-    """What every benchmark can be told."""
+def add_common_options(p: argparse.ArgumentParser, name: str) -> None:
     p.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     p.add_argument(
         "--shortest", type=int, default=0, metavar="TOKENS", help="leave out shorter sequences"
@@ -207,18 +229,18 @@ def common(p: argparse.ArgumentParser, name: str) -> None:
     )  # fmt: skip
     p.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda",
-        help="cpu: a smoke run of the machinery on small shapes, no figure of a kernel",
+        help="cpu: a smoke run on small shapes, without any figure of a kernel",
     )  # fmt: skip
     p.add_argument(
         "--out", type=Path, metavar="DIR",
         help=f"default docs/results/{name}/DEVICE-DATE-DTYPE (cpu: runs/bench/{name}/...)",
     )  # fmt: skip
-    p.add_argument("--plot-only", type=Path, metavar="FILE.json", help="draw a result again")
+    p.add_argument("--plot-only", type=Path, metavar="FILE.json", help="draw the plots of a result")
     p.add_argument("-q", "--quiet", action="store_true", help="print the summary line alone")
 
 
 def finish(code: int) -> NoReturn:
-    """Ends the process; in a job at once: an orderly end could wait for a lost rank."""
+    """End the process. In a job without cleanup, which could wait for a lost rank."""
     if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""One hop of a ring as its forward kernel stores or merges it."""
+"""One hop of a ring with each epilogue that its forward kernel has: merge or store."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import numpy as np
 import torch
 
 from ringfa3.bench.common.cases import FORWARD
-from ringfa3.bench.common.implementations import refuse_executor
-from ringfa3.bench.common.problem import Attempt, Problem, RefusalError
+from ringfa3.bench.common.implementations import require_kernel
+from ringfa3.bench.common.problem import PreparedRun, Problem, UnsupportedCaseError
 from ringfa3.kernels.dispatch import select_forward
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
 
-# The flags of all tiles, see `Tiling`. The first is held against each of the others.
+# The flags of all tiles, see `Tiling`. The first epilogue is compared with each of the others.
 EPILOGUES = {
-    "merge": 0,  # into the running float32 output, as in the middle of a ring
-    "store": FIRST | LAST,  # in the output dtype, as where there is one hop
-    "store in float32": FIRST,  # as at the first of several
-    "merge and store": LAST,  # reads the float32, as at the last
+    "merge": 0,  # into the float32 output: a hop in the middle of a ring
+    "store": FIRST | LAST,  # in the output dtype: the only hop
+    "store in float32": FIRST,  # the first of several hops
+    "merge and store": LAST,  # the last hop: reads float32, stores the output dtype
 }
 
 
 class Epilogue:
-    """Our forward, called directly; every call merges the same hop again, or stores it.
+    """The forward kernel called directly; every call computes the same hop.
 
-    The output of a hop that is merged with itself, however often, is that of the hop.
+    Merging a hop with itself, any number of times, leaves its output unchanged.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.flags = name, EPILOGUES[name]
 
-    def prepare(self, problem: Problem) -> Attempt:
+    def prepare(self, problem: Problem) -> PreparedRun:
         if problem.direction != FORWARD:
-            raise RefusalError("an epilogue of the forward")
-        refuse_executor(problem)
+            raise UnsupportedCaseError("an epilogue of the forward")
+        require_kernel(problem)
         case = problem.case
         q, k, v = (x.flatten(0, -3) for x in problem.inputs)
         kernel = select_forward(q)
@@ -50,12 +50,12 @@ class Epilogue:
             attend(hop)
             return out if self.flags & LAST else running
 
-        hop = _flagged(whole, self.flags)
-        attend(_flagged(whole, FIRST))  # what there is to merge with
-        return Attempt(run, lambda found: {"out": found.to(q.dtype, copy=True)})
+        hop = _with_flags(whole, self.flags)
+        attend(_with_flags(whole, FIRST))  # initialises `running` and `lse`
+        return PreparedRun(run, lambda result: {"out": result.to(q.dtype, copy=True)})
 
 
-def _flagged(tiling: Tiling, flags: int) -> Tiling:
+def _with_flags(tiling: Tiling, flags: int) -> Tiling:
     tiles = tiling.tiles.copy()
     tiles["flags"] = flags
     return Tiling(tiling.size, tiles, tiling.spans, tiling.earlier)

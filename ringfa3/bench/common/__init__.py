@@ -1,5 +1,5 @@
-"""What both benchmarks share: cases, inputs, accuracy checks, paired timing, result files, reports.
+"""What both benchmarks share: cases, inputs, accuracy checks, paired timing, files and reports.
 
-In: cases and implementations. Out: a `Results` file, and the terminal's tables and plots of it.
-Imports no other package of ringfa3.bench.
+In: cases and implementations. Out: `Results` as a file, and as tables and plots.
+Imports nothing of ringfa3.bench.attention or ringfa3.bench.ring.
 """

@@ -1,11 +1,11 @@
-"""Whether results are right, before anything is timed.
+"""The accuracy check that every result passes before it is timed.
 
-On a part of a case, whole sequences of single KV heads, the truth is known in float64 and so is
-the error of plain PyTorch attention in the inputs' dtype. A result may be twice as far from the
-truth as that. Everywhere else two implementations are held against each other.
+The reference is float64 attention on one or two *parts* of a case: whole sequences at single KV
+heads. The bound is twice the error of plain PyTorch attention in the inputs' dtype. Outside these
+parts, two implementations are compared with each other.
 
-A peer must compute the same, but may be half as exact: some round the gradients of a shared KV
-head once per query head.
+Other libraries get twice the bound: some round the gradients of a shared KV head once per query
+head.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ringfa3.bench.common.cases import FORWARD
 from ringfa3.bench.common.problem import GRADIENTS, Outputs, Problem
 
 FACTOR, SLACK = 2.0, 1e-5
-PEER_LENIENCY = 2.0
-SCORES = 1 << 26  # elements of a score matrix held at once
-COMPARED = 1 << 26  # elements compared at once
-LONG = 1 << 16  # tokens, above which the truth of one head is enough
-KEYS = ("k", "v", "dk", "dv")  # tensors with a row for each key, and a head for each KV head
+PEER_LENIENCY = 2.0  # times the bound, for other libraries
+MAX_SCORES = 1 << 26  # elements of a score matrix in memory at once
+MAX_COMPARED = 1 << 26  # elements compared at once
+LONG = 1 << 16  # tokens above which one part is checked, not two
+KEY_TENSORS = ("k", "v", "dk", "dv")  # with a row for each key, and a head for each KV head
 
 
 class WrongResultError(Exception):
-    """A result is farther from the truth, or from another's, than it may be."""
+    """An error against float64, or a difference between two implementations, is above its bound."""
 
 
 @dataclass(frozen=True)
@@ -46,79 +46,86 @@ class Part:
     keys: tuple[int, int] | None = None
 
     def of(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """That part of an input or output, (rows, heads, d)."""
+        """This part of an input or output, (rows, heads, d)."""
         return self.heads_of(name, x)[self.rows_of(name)]
 
     def rows_of(self, name: str) -> slice:
-        return slice(*self.keys) if self.keys and name in KEYS else slice(self.begin, self.end)
+        if self.keys and name in KEY_TENSORS:
+            return slice(*self.keys)
+        return slice(self.begin, self.end)
 
     def heads_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        width = 1 if name in KEYS else self.group
+        width = 1 if name in KEY_TENSORS else self.group
         first = self.kv_head * width
         return x[:, first : first + width]
 
 
-class Gate:
-    """The truth of a problem on some of its parts, and how far from it results may be there.
+class AccuracyCheck:
+    """The float64 reference of some parts of a problem, and the bounds for results there.
 
-    bound   name of an output -> 2 max|x_pt - truth| + 1e-5 over all parts
+    bound   by output: 2 max|x_pt - reference| + 1e-5 over all parts
     """
 
-    def __init__(self, problem: Problem, of_all: bool = False) -> None:
-        """of_all: on every part, not on one or two."""
-        self.parts = every_part(problem) if of_all else parts(problem)
-        self.truth = [attention(problem, p, torch.float64) for p in self.parts]
+    def __init__(self, problem: Problem, all_parts: bool = False) -> None:
+        """all_parts: check every sequence and head, not one or two."""
+        self.parts = every_part(problem) if all_parts else parts(problem)
+        self.reference = [attention(problem, p, torch.float64) for p in self.parts]
         plain = [attention(problem, p, problem.q.dtype) for p in self.parts]
         self.bound = {
             name: FACTOR * max(_distance(x[name], t[name]) for x, t in self._zip(plain)) + SLACK
-            for name in self.truth[0]
+            for name in self.reference[0]
         }
 
     def _zip(self, results: list[Outputs]) -> Iterator[tuple[Outputs, Outputs]]:
-        return zip(results, self.truth, strict=True)
+        return zip(results, self.reference, strict=True)
 
     def errors(
         self, results: Outputs, leniency: float = 1.0, rows: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """max|result - truth| over all parts, by output.
+        """max|result - reference| over all parts, by output.
 
-        `rows` are the tokens that the results are of, where they are not of all.
-        Raises WrongResultError where one is above `leniency` times its bound.
+        rows: the problem's tokens that `results` has; None: all.
+        Raises WrongResultError where an error is above `leniency` times its bound.
         """
-        found = dict.fromkeys(self.bound, 0.0)
-        for part, truth in zip(self.parts, self.truth, strict=True):
-            for name in found:
-                mine: slice | torch.Tensor = part.rows_of(name)
-                its: slice | torch.Tensor = slice(None)
+        errors = dict.fromkeys(self.bound, 0.0)
+        for part, reference in zip(self.parts, self.reference, strict=True):
+            for name in errors:
+                of_result: slice | torch.Tensor = part.rows_of(name)
+                of_reference: slice | torch.Tensor = slice(None)
                 if rows is not None:
-                    (mine,) = torch.nonzero((rows >= part.begin) & (rows < part.end), as_tuple=True)
-                    its = rows[mine] - part.begin
-                error = _distance(part.heads_of(name, results[name])[mine], truth[name][its])
-                found[name] = _larger(found[name], error)
-        self._hold(found, leniency, "is off by {:.2e} from float64")
-        return found
+                    inside = (rows >= part.begin) & (rows < part.end)
+                    (of_result,) = torch.nonzero(inside, as_tuple=True)
+                    of_reference = rows[of_result] - part.begin
+                result = part.heads_of(name, results[name])[of_result]
+                error = _distance(result, reference[name][of_reference])
+                errors[name] = _larger(errors[name], error)
+        self._require(errors, leniency, "is off by {:.2e} from float64")
+        return errors
 
     def differences(
-        self, ours: Outputs, peers: Outputs, rows: torch.Tensor | None = None
+        self, ours: Outputs, theirs: Outputs, rows: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """max|ours - peer's| of whole outputs, the peer's being of the tokens `rows`.
+        """max|ours - theirs| of whole outputs; `theirs` has the tokens `rows`.
 
-        Raises WrongResultError where one is above what both may be off together.
+        Raises WrongResultError where one is above the sum of both bounds.
         """
         here = ours if rows is None else {name: x[rows] for name, x in ours.items()}
-        found = {name: _distance(here[name], peers[name]) for name in self.bound}
-        self._hold(found, 1 + PEER_LENIENCY, "of the two differs by {:.2e}")
-        return found
+        differences = {name: _distance(here[name], theirs[name]) for name in self.bound}
+        self._require(differences, 1 + PEER_LENIENCY, "of the two differs by {:.2e}")
+        return differences
 
-    def _hold(self, found: dict[str, float], times: float, said: str) -> None:
-        for name, error in found.items():
+    def _require(self, errors: dict[str, float], times: float, message: str) -> None:
+        for name, error in errors.items():
             allowed = times * self.bound[name]
-            if not error <= allowed:  # NaN is wrong too
-                raise WrongResultError(f"{name} {said.format(error)}, allowed {allowed:.2e}")
+            if not error <= allowed:  # also for NaN
+                raise WrongResultError(f"{name} {message.format(error)}, allowed {allowed:.2e}")
 
 
 def parts(problem: Problem) -> list[Part]:
-    """The longest sequence at the last KV head, the last at the first: of a very long one, one."""
+    """The longest sequence at the last KV head, and the last sequence at the first KV head.
+
+    Only the first of the two for one sequence of more than `LONG` tokens.
+    """
     case = problem.case
     longest = case.lengths.index(max(case.lengths))
     chosen = {(longest, case.kv_heads - 1)}
@@ -133,7 +140,7 @@ def every_part(problem: Problem) -> list[Part]:
 
 
 def _parts(problem: Problem, chosen: Iterable[tuple[int, int]]) -> list[Part]:
-    """By sequence and KV head."""
+    """chosen: (sequence, KV head)."""
     case = problem.case
     group, bounds = case.heads // case.kv_heads, case.cumulative
     keys = list(itertools.accumulate(case.key_lengths, initial=0))
@@ -144,7 +151,7 @@ def _parts(problem: Problem, chosen: Iterable[tuple[int, int]]) -> list[Part]:
 
 
 def attention(problem: Problem, part: Part, dtype: torch.dtype) -> Outputs:
-    """Plain attention of one part, with score matrices, in `dtype`; by runs of query rows."""
+    """Plain attention of one part in `dtype`, with score matrices of a chunk of query rows."""
     tensors = {"q": problem.q, "k": problem.k, "v": problem.v}
     backward = problem.direction != FORWARD
     if backward:
@@ -155,15 +162,15 @@ def attention(problem: Problem, part: Part, dtype: torch.dtype) -> Outputs:
     }
     k, v = (here[name].squeeze(1) for name in ("k", "v"))
     n = part.end - part.begin
-    step = max(1, SCORES // (len(k) * part.group))
-    aligned = len(k) - n  # at the bottom right
+    step = max(1, MAX_SCORES // (len(k) * part.group))
+    aligned = len(k) - n  # the mask is aligned at the bottom right
     sums = [torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32)) for x in (k, v)]
     rows = []
     for begin in range(0, n, step):
         chunk = slice(begin, begin + step)
         q = here["q"][chunk].detach().requires_grad_(backward)
         row0, window = begin + aligned, problem.case.window
-        seen = _seen(row0, len(q), len(k), window)
+        seen = _visible_keys(row0, len(q), len(k), window)
         k_seen, v_seen = (x[seen].detach().requires_grad_(backward) for x in (k, v))
         out = _attend(q, k_seen, v_seen, row0 - seen.start, window)
         if backward:
@@ -177,8 +184,8 @@ def attention(problem: Problem, part: Part, dtype: torch.dtype) -> Outputs:
     return dict(zip(GRADIENTS, (torch.cat(rows), dk, dv), strict=True))
 
 
-def _seen(row0: int, rows: int, keys: int, window: tuple[int, int]) -> slice:
-    """The keys that some of `rows` rows see, the diagonal of the first beginning at key `row0`."""
+def _visible_keys(row0: int, rows: int, keys: int, window: tuple[int, int]) -> slice:
+    """The keys visible to any of `rows` rows; the diagonal of the first is at key `row0`."""
     left, right = window
     begin = 0 if left < 0 else min(max(0, row0 - left), keys - 1)
     end = keys if right < 0 else min(keys, row0 + rows + right)
@@ -188,7 +195,7 @@ def _seen(row0: int, rows: int, keys: int, window: tuple[int, int]) -> slice:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row0: int, window: tuple[int, int]
 ) -> torch.Tensor:
-    """Rows q (m, g, d), whose diagonal begins at key `row0`, against k, v (n, d): (m, g, d)."""
+    """Rows q (m, g, d), the first with its diagonal at key `row0`, on k, v (n, d): (m, g, d)."""
     scores = torch.einsum("mgd,nd->gmn", q, k) * q.shape[-1] ** -0.5
     row = torch.arange(row0, row0 + len(q), device=q.device)[:, None]
     distance = torch.arange(len(k), device=q.device) - row
@@ -211,15 +218,15 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
         return 0.0
     worst = [
         (a.to(dtype) - b.to(dtype)).abs().max()
-        for a, b in zip(_runs(x.detach()), _runs(y.detach()), strict=True)
+        for a, b in zip(_chunks(x.detach()), _chunks(y.detach()), strict=True)
     ]
     return torch.stack(worst).max().item()
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger one; NaN is larger than all."""
+    """The larger one; NaN if either is NaN."""
     return a if a >= b or a != a else b
 
 
-def _runs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.split(x, max(1, COMPARED // max(1, x[0].numel())))
+def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(x, max(1, MAX_COMPARED // max(1, x[0].numel())))

@@ -1,4 +1,4 @@
-"""One row: RingFA3, or whoever comes first, against each of the others on one problem."""
+"""One row: the first implementation against each of the others, on one problem."""
 
 from __future__ import annotations
 
@@ -8,149 +8,163 @@ from contextlib import contextmanager
 
 import torch
 
-from ringfa3.bench.common.accuracy import PEER_LENIENCY, Gate, WrongResultError
+from ringfa3.bench.common.accuracy import PEER_LENIENCY, AccuracyCheck, WrongResultError
 from ringfa3.bench.common.cases import Case
-from ringfa3.bench.common.problem import Attempt, Contestant, Problem, RefusalError, make_problem
-from ringfa3.bench.common.ranks import LostError, Team, ToldError
-from ringfa3.bench.common.results import ALONE, Match, RingRow, Row
+from ringfa3.bench.common.communicator import Communicator, RankFailedError, RankLostError
+from ringfa3.bench.common.problem import (
+    Implementation,
+    PreparedRun,
+    Problem,
+    UnsupportedCaseError,
+    make_problem,
+)
+from ringfa3.bench.common.results import SELF, Comparison, RingRow, Row
 from ringfa3.bench.common.timing import Paired, Stopwatch, compare, median, paired
 
 
 class DeviceLostError(Exception):
-    """The GPU, or a rank, no longer answers: nothing more can be measured by this process."""
+    """The GPU, or a rank, no longer answers: this process can measure nothing more.
+
+    row  the row in which it happened
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
-        self.row: Row | None = None  # the row that it happened in
+        self.row: Row | None = None
 
 
 class StoppedError(Exception):
-    """Why a row, or one match of it, has no figures; the same on every rank."""
+    """Why a row, or one comparison, has no figures; the same text on every rank."""
 
 
-def hold(
+def measure_row(
     case: Case,
     direction: str,
     dtype: torch.dtype,
     device: torch.device,
-    contestants: Sequence[Contestant],
+    implementations: Sequence[Implementation],
     pairs: int,
     stopwatch: Stopwatch,
-    alone: Contestant | None = None,
+    single_gpu: Implementation | None = None,
 ) -> Row:
     """Check and time one case.
 
-    The first contestant's failure stops the row, another's only its match with it. Raises
-    DeviceLostError, with the row, where the GPU or a rank does not survive it.
+    A failure of the first implementation stops the row; a failure of another one stops only its
+    comparison.
 
-    `alone` computes the whole problem on one device where the contestants share it among ranks:
-    each of them is then held against it. Without pairs nothing is timed, and the truth is that of
-    all heads.
+    Args:
+        pairs: of timings; with 0 nothing is timed, and the float64 reference covers every head.
+        single_gpu: for implementations that shard the problem over ranks: computes all of it on
+            one device. Their results are compared with its result.
+
+    Raises:
+        DeviceLostError: with the row, where the GPU or a rank does not survive it.
     """
-    kind = Row if alone is None else RingRow
-    row = kind.of(case, direction, str(dtype).removeprefix("torch."), [c.name for c in contestants])
-    with filling(row, stopwatch.team):
-        release(device)
-        with explained(device, stopwatch.team):
+    row_type = Row if single_gpu is None else RingRow
+    names = [i.name for i in implementations]
+    row = row_type.of(case, direction, str(dtype).removeprefix("torch."), names)
+    with recording_stop(row, stopwatch.comm):
+        release_memory(device)
+        with raising_on_all_ranks(device, stopwatch.comm):
             problem = make_problem(case, direction, dtype, device)
-        _fill(row, problem, contestants, pairs, stopwatch, alone)
+        _measure(row, problem, implementations, pairs, stopwatch, single_gpu)
     return row
 
 
 @contextmanager
-def filling(row: Row, team: Team) -> Iterator[None]:
-    """Around all that is measured for a row: what stops it is said in it."""
+def recording_stop(row: Row, comm: Communicator) -> Iterator[None]:
+    """Write a StoppedError or DeviceLostError of the block into `row.stopped`."""
     try:
         yield
     except StoppedError as stopped:
         row.stopped = str(stopped)
-        if _lost_step(row.stopped):
-            team.renew()
+        if _ranks_diverged(row.stopped):
+            comm.renew_process_groups()
     except DeviceLostError as lost:
-        team.leave(str(lost))
+        comm.report_loss(str(lost))
         row.stopped = f"failed: {lost}"
         lost.row = row
         raise
 
 
-def _fill(
+def _measure(
     row: Row,
     problem: Problem,
-    contestants: Sequence[Contestant],
+    implementations: Sequence[Implementation],
     pairs: int,
     stopwatch: Stopwatch,
-    alone: Contestant | None,
+    single_gpu: Implementation | None,
 ) -> None:
-    first, *others = contestants
-    device, team = problem.q.device, stopwatch.team
-    with explained(device, team):
+    first, *others = implementations
+    device, comm = problem.q.device, stopwatch.comm
+    with raising_on_all_ranks(device, comm):
         ours = first.prepare(problem)
-        reference = ours if alone is None else alone.prepare(problem)
-        gate = Gate(problem, of_all=not pairs)
-        row.allowed = gate.bound
+        whole = ours if single_gpu is None else single_gpu.prepare(problem)
+        check = AccuracyCheck(problem, all_parts=not pairs)
+        row.allowed = check.bound
         if isinstance(row, RingRow):
-            row.alone = _check(gate, reference, team)
-            gate.differences(reference.results(), ours.results(), ours.rows)
-        row.errors = _check(gate, ours, team)
+            row.single_gpu_errors = _errors(check, whole, comm)
+            check.differences(whole.results(), ours.results(), ours.rows)
+        row.errors = _errors(check, ours, comm)
     for other in others:
         try:
-            with explained(device, team):
-                match = _match(problem, gate, reference, ours, other, pairs, stopwatch)
+            with raising_on_all_ranks(device, comm):
+                comparison = _compare(problem, check, whole, ours, other, pairs, stopwatch)
         except StoppedError as stopped:
-            match = Match(stopped=str(stopped))
-        row.matches[other.name] = match
-        if team.world > 1 and _lost_step(match.stopped):
-            team.renew()
-            with explained(device, team):
+            comparison = Comparison(stopped=str(stopped))
+        row.comparisons[other.name] = comparison
+        if comm.world > 1 and _ranks_diverged(comparison.stopped):
+            comm.renew_process_groups()
+            with raising_on_all_ranks(device, comm):
                 ours = first.prepare(problem)
-                reference = ours if alone is None else reference
-    if pairs and row.head is None:  # nobody to compare with: its own speed all the same
-        with explained(device, team):
-            row.matches[ALONE] = _timed(problem, ours, ours, pairs, stopwatch)
+                whole = ours if single_gpu is None else whole
+    if pairs and row.first_timed is None:  # no other has figures: time the first against itself
+        with raising_on_all_ranks(device, comm):
+            row.comparisons[SELF] = _timed(problem, ours, ours, pairs, stopwatch)
 
 
-def _lost_step(stopped: str | None) -> bool:
-    """Whether some ranks may have begun what others did not."""
+def _ranks_diverged(stopped: str | None) -> bool:
+    """Whether some ranks may have started a collective that others did not."""
     return stopped is not None and stopped.startswith(("failed", "out of memory"))
 
 
-def _match(
+def _compare(
     problem: Problem,
-    gate: Gate,
-    reference: Attempt,
-    ours: Attempt,
-    other: Contestant,
+    check: AccuracyCheck,
+    whole: PreparedRun,
+    ours: PreparedRun,
+    other: Implementation,
     pairs: int,
     stopwatch: Stopwatch,
-) -> Match:
+) -> Comparison:
     theirs = other.prepare(problem)
     try:
         if theirs.outputs is None:
             return _timed(problem, ours, theirs, pairs, stopwatch)
-        errors = _check(gate, theirs, stopwatch.team, PEER_LENIENCY)
-        differences = gate.differences(reference.results(), theirs.results(), theirs.rows)
-        match = _timed(problem, ours, theirs, pairs, stopwatch) if pairs else Match()
-        match.errors, match.differences = errors, differences
-        return match
+        errors = _errors(check, theirs, stopwatch.comm, PEER_LENIENCY)
+        differences = check.differences(whole.results(), theirs.results(), theirs.rows)
+        found = _timed(problem, ours, theirs, pairs, stopwatch) if pairs else Comparison()
+        found.errors, found.differences = errors, differences
+        return found
     finally:
         theirs.close()
 
 
 def _timed(
-    problem: Problem, ours: Attempt, theirs: Attempt, pairs: int, stopwatch: Stopwatch
-) -> Match:
+    problem: Problem, ours: PreparedRun, theirs: PreparedRun, pairs: int, stopwatch: Stopwatch
+) -> Comparison:
     times = paired(ours.run, theirs.run, pairs, stopwatch)
-    mine = problem.case.flops(problem.direction)
-    its = theirs.flops or mine
-    match = match_of(times, mine / its)
-    match.tflops = mine / median(times.a) / 1e12, its / median(times.b) / 1e12
-    return match
+    our_flops = problem.case.flops(problem.direction)
+    their_flops = theirs.flops or our_flops
+    found = comparison_of(times, our_flops / their_flops)
+    found.tflops = our_flops / median(times.a) / 1e12, their_flops / median(times.b) / 1e12
+    return found
 
 
-def match_of(times: Paired, work: float = 1.0) -> Match:
-    """With times alone. `work` is A's over B's where they do not do the same."""
+def comparison_of(times: Paired, work: float = 1.0) -> Comparison:
+    """The comparison that paired times give, without TFLOP/s. work: A's FLOPs over B's."""
     ratio = compare(times.a, times.b, work)
-    return Match(
+    return Comparison(
         seconds=(times.a, times.b),
         ratio=ratio.median,
         interval=(ratio.low, ratio.high),
@@ -160,46 +174,52 @@ def match_of(times: Paired, work: float = 1.0) -> Match:
     )
 
 
-def _check(gate: Gate, attempt: Attempt, team: Team, leniency: float = 1.0) -> dict[str, float]:
-    """The errors of an attempt, of the rank where they are largest."""
-    errors = gate.errors(attempt.results(), leniency, attempt.rows)
-    return dict(zip(errors, team.largest(list(errors.values())), strict=True))
+def _errors(
+    check: AccuracyCheck, prepared: PreparedRun, comm: Communicator, leniency: float = 1.0
+) -> dict[str, float]:
+    """The errors of a run, by output, each from the rank where it is largest."""
+    errors = check.errors(prepared.results(), leniency, prepared.rows)
+    return dict(zip(errors, comm.maximum(list(errors.values())), strict=True))
 
 
 @contextmanager
-def explained(device: torch.device, team: Team) -> Iterator[None]:
-    """Makes what stops a case a `StoppedError`, on every rank: its kind and one line."""
-    problem = None
-    told = False
+def raising_on_all_ranks(device: torch.device, comm: Communicator) -> Iterator[None]:
+    """Turn any error of the block on any rank into one `StoppedError` on every rank.
+
+    Its text is the kind of the error and the first line of its message. Raises DeviceLostError
+    where a rank or a GPU is gone.
+    """
+    error_text = None
+    exchanged = False
     try:
         yield
-    except LostError as error:
+    except RankLostError as error:
         raise DeviceLostError(str(error)) from error
-    except ToldError as error:
-        problem, told = str(error), True
-    except RefusalError as error:
-        problem = f"refused: {error}"
+    except RankFailedError as error:
+        error_text, exchanged = str(error), True
+    except UnsupportedCaseError as error:
+        error_text = f"refused: {error}"
     except WrongResultError as error:
-        problem = f"wrong: {error}"
+        error_text = f"wrong: {error}"
     except torch.OutOfMemoryError:
-        problem = "out of memory"
-    except Exception as error:  # of whatever library is measured
+        error_text = "out of memory"
+    except Exception as error:  # whatever the measured library raises
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        problem = f"failed: {line}"
-    if not told:
+        error_text = f"failed: {line}"
+    if not exchanged:
         try:
-            team.meet(problem=problem)
+            comm.all_gather(error=error_text)
             return
-        except ToldError as error:
-            problem = str(error)
-        except LostError as error:
+        except RankFailedError as error:
+            error_text = str(error)
+        except RankLostError as error:
             raise DeviceLostError(str(error)) from error
-    release(device)
-    raise StoppedError(problem)
+    release_memory(device)
+    raise StoppedError(error_text)
 
 
-def release(device: torch.device) -> None:
-    """Give back what nobody holds, on a GPU."""
+def release_memory(device: torch.device) -> None:
+    """Return unreferenced GPU memory to the driver; nothing on a CPU."""
     if device.type == "cuda":
         gc.collect()
         try:

@@ -1,4 +1,4 @@
-"""What a run was made on: device, clocks, and the versions of what ran."""
+"""The machine of a run: device, clocks, and the versions of the software."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import ringfa3
 from ringfa3.build.compile import source_folder
 
-# The name before the slash is that of recent drivers, the other of older ones.
+# Fields of nvidia-smi. Before a slash the name in recent drivers, behind it in older ones.
 QUERY = (
     "name",
     "driver_version",
@@ -28,17 +28,15 @@ QUERY = (
     "temperature.gpu",
     "clocks_event_reasons.active/clocks_throttle_reasons.active",
 )
-
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BenchError(Exception):
-    """The run cannot start; one line says why and what to do."""
+    """The run cannot start. The message is one line: why, and what to do."""
 
 
 def find_device(name: str, index: int = 0) -> torch.device:
-    """The `index`-th device of a host, "cuda" or "cpu". Raises BenchError."""
+    """The host's device `index`; name: "cuda" or "cpu". Raises BenchError."""
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -58,9 +56,9 @@ def find_device(name: str, index: int = 0) -> torch.device:
     return found
 
 
-def describe(device: torch.device, contestants: Iterable[object]) -> dict[str, Any]:
-    """Device and versions. Never fails: what cannot be had is absent or says so."""
-    said: dict[str, Any] = {
+def describe(device: torch.device, implementations: Iterable[object]) -> dict[str, Any]:
+    """Device and versions; never raises. Unknown values are absent, None or an error text."""
+    described: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": device_name(device),
         "torch": torch.__version__,
@@ -70,13 +68,13 @@ def describe(device: torch.device, contestants: Iterable[object]) -> dict[str, A
         "sources": source_hash(),
     }
     if device.type == "cuda":
-        said["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        said["capability"] = list(torch.cuda.get_device_capability(device))
-    for contestant in contestants:
-        if identity := getattr(contestant, "identity", None):
-            said[str(getattr(contestant, "name", contestant))] = identity
-    said["before"] = clocks(device)
-    return said
+        described["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        described["capability"] = list(torch.cuda.get_device_capability(device))
+    for implementation in implementations:
+        if identity := getattr(implementation, "identity", None):
+            described[str(getattr(implementation, "name", implementation))] = identity
+    described["before"] = clocks(device)
+    return described
 
 
 def device_name(device: torch.device) -> str:
@@ -86,12 +84,12 @@ def device_name(device: torch.device) -> str:
 
 
 def slug(name: str) -> str:
-    """A name for a folder: lower case, words joined by dashes."""
+    """A folder name: lower case, words joined by dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def clocks(device: torch.device) -> dict[str, str]:
-    """Clocks, power, temperature and throttle reasons as nvidia-smi gives them, with units."""
+    """Clocks, power, temperature and throttle reasons from nvidia-smi, with units."""
     if device.type != "cuda":
         return {}
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -112,7 +110,7 @@ def clocks(device: torch.device) -> dict[str, str]:
 
 
 def git_commit(root: Path) -> str | None:
-    """The commit of the checkout `root`, "+" behind it if files differ; None if it is none."""
+    """The commit of the checkout `root`, followed by "+" if files differ; None without git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -129,10 +127,10 @@ def git_commit(root: Path) -> str | None:
 
 
 def source_hash() -> str:
-    """Of the package and the kernels' sources, also where there is no git."""
+    """A hash of the package and the kernels' sources; identifies them without git."""
     digest = hashlib.sha256()
     package = Path(ringfa3.__file__).parent
-    sources = (path for path in source_folder().rglob("*") if path.is_file())
-    for path in (*sorted(package.rglob("*.py")), *sorted(sources)):
+    kernels = (path for path in source_folder().rglob("*") if path.is_file())
+    for path in (*sorted(package.rglob("*.py")), *sorted(kernels)):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]

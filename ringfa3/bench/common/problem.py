@@ -1,4 +1,4 @@
-"""The tensors of a case, and the results that implementations give for them."""
+"""The tensors of a case, and the interface that every implementation of attention has."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch
 from ringfa3.bench.common.cases import FORWARD, Case
 
 Outputs = dict[str, torch.Tensor]  # "out", or "dq", "dk", "dv", each (tokens, heads, head_dim)
+GRADIENTS = ("dq", "dk", "dv")
 
 
-class RefusalError(Exception):
-    """An implementation does not do this case; the message says why."""
+class UnsupportedCaseError(Exception):
+    """An implementation does not support this case; the message says why."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with its tensors, standard normal: never zeros, on which a GPU draws less power.
+    """A case with its tensors, all standard normal: on zeros a GPU draws less power.
 
     q, dout: (b, s, h, d); k, v: (b, s_k, h_kv, d); packed cases (t, h, d).
     """
@@ -43,7 +44,7 @@ def make_problem(
     device: torch.device,
     seed: int = 0,
 ) -> Problem:
-    """The same tensors on every device of a kind."""
+    """The same tensors on every device of one kind."""
     generator = torch.Generator(device).manual_seed(seed)
     tokens = (case.tokens,) if case.packed else (len(case.lengths), case.lengths[0])
     keys = tokens if case.packed else (len(case.lengths), case.key_lengths[0])
@@ -59,14 +60,15 @@ def make_problem(
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One implementation, ready for one problem.
+class PreparedRun:
+    """One implementation, ready to compute one problem.
 
-    run      computes once and returns what it computed, in any form
-    outputs  that, as `Outputs`; None where another problem is computed, for its speed alone
-    rows     (n,) the problem's tokens that the outputs are of, in order; None for all of them
-    flops    of `run`, where they are not those of the problem
-    close    gives back what was held for it
+    run      computes once; returns the implementation's own result
+    outputs  converts that result to `Outputs`; None for a call that is only timed, on another
+             problem
+    rows     (n,) the problem's tokens that `outputs` has, in order; None: all of them
+    flops    of `run`, where they differ from the problem's
+    close    releases what `prepare` has acquired
     """
 
     run: Callable[[], Any]
@@ -76,18 +78,18 @@ class Attempt:
     close: Callable[[], None] = lambda: None
 
     def results(self) -> Outputs:
-        """Of a run."""
+        """Run once, and return the outputs."""
         assert self.outputs is not None
         return self.outputs(self.run())
 
 
-class Contestant(Protocol):
+class Implementation(Protocol):
     """An implementation of attention. `name` heads its column."""
 
     name: str
 
-    def prepare(self, problem: Problem) -> Attempt:
-        """Raises `RefusalError` for what it does not do."""
+    def prepare(self, problem: Problem) -> PreparedRun:
+        """Raises `UnsupportedCaseError`."""
 
 
 def flat(names: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> Outputs:
@@ -97,15 +99,18 @@ def flat(names: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> Outputs:
     }
 
 
-GRADIENTS = ("dq", "dk", "dv")
-
-
-def differentiated(problem: Problem, forward: Callable[..., torch.Tensor]) -> Attempt:
-    """Autograd's backward of `forward(q, k, v)` alone: the forward has run beforehand."""
+def prepare_backward(problem: Problem, forward: Callable[..., torch.Tensor]) -> PreparedRun:
+    """Autograd's backward of `forward(q, k, v)` alone: the forward runs here, once."""
     inputs = tuple(x.detach().requires_grad_() for x in problem.inputs)
     out = forward(*inputs)
 
     def run() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, inputs, problem.dout, retain_graph=True)
 
-    return Attempt(run, lambda grads: flat(GRADIENTS, grads))
+    return PreparedRun(run, lambda grads: flat(GRADIENTS, grads))
+
+
+def prepare_forward(problem: Problem, forward: Callable[..., torch.Tensor]) -> PreparedRun:
+    """`forward(q, k, v)` of the problem's inputs."""
+    inputs = tuple(problem.inputs)
+    return PreparedRun(lambda: forward(*inputs), lambda out: flat(("out",), (out.detach(),)))

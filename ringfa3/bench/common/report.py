@@ -1,34 +1,72 @@
-"""What a run says and leaves behind: progress, tables, results.json, plots, the exit code."""
+"""The output of a run: progress, tables, results.json, plots, the exit code."""
 
 from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from ringfa3.bench.common import machine, plot
-from ringfa3.bench.common.implementations import FA3
+from ringfa3.bench.common import machine
 from ringfa3.bench.common.machine import BenchError
-from ringfa3.bench.common.results import FILE, Results, RingRow, Row, one_line, summaries
-from ringfa3.bench.common.table import attention_tables, figure
-from ringfa3.bench.ring.summary import LINES, masks_line, ring_lines
-from ringfa3.bench.ring.table import ring_tables
+from ringfa3.bench.common.plot import Figures, draw
+from ringfa3.bench.common.results import FILE, Results, Row
+from ringfa3.bench.common.table import figure
 
-WIDTH = 160  # of a table that no terminal shows
-TABLES = {"attention": attention_tables, "ring": ring_tables}
+WIDTH = 160  # of a table that is not on a terminal
+
+
+def row_line(row: Row) -> str:
+    """One line: the case, RingFA3's speed, and its ratio to each of the others."""
+    name = row_name(row)
+    if row.stopped:
+        return f"{name}: {row.stopped}"
+    ratios = [
+        f"{peer} {c.ratio:.3f}" if c.ratio is not None else f"{peer} {c.stopped}"
+        for peer, c in row.comparisons.items()
+    ]
+    return f"{name}: {figure(row.tflops(row.first))} TFLOP/s; ratio to {', '.join(ratios)}"
+
+
+def row_name(row: Row) -> str:
+    return f"{row.direction} {row.series} {row.mask} d{row.head_dim} {row.label}"
+
+
+@dataclass(frozen=True)
+class Presentation:
+    """How one benchmark shows its results.
+
+    tables   for the terminal
+    lines    printed at the end, without a table
+    figures  for the plots
+    line     of one row, while the run goes on
+    """
+
+    tables: Callable[[Results], Iterator[Table]]
+    lines: Callable[[Results], list[str]]
+    figures: Figures
+    line: Callable[[Row], str] = row_line
 
 
 class Report:
-    """Of one run, on the one rank that speaks."""
+    """The output of one run, on the rank that prints."""
 
-    def __init__(self, results: Results, out: Path | None, suffix: str, quiet: bool) -> None:
-        """Raises BenchError where the folder cannot be had."""
-        self.results, self.quiet = results, quiet
+    def __init__(
+        self,
+        results: Results,
+        presentation: Presentation,
+        out: Path | None,
+        suffix: str,
+        quiet: bool,
+    ) -> None:
+        """Raises BenchError where the folder cannot be created or has results."""
+        self.results, self.presentation, self.quiet = results, presentation, quiet
         self.folder = _folder(results, out, suffix)
         self.console = Console(stderr=True, quiet=quiet)
         for line in results.left_out:
@@ -36,7 +74,7 @@ class Report:
 
     @contextmanager
     def progress(self, rows: int) -> Iterator[None]:
-        """A bar on a terminal, a line per row elsewhere."""
+        """A progress bar on a terminal, a line per row elsewhere."""
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -50,28 +88,25 @@ class Report:
             yield
 
     def add(self, row: Row) -> None:
-        """A row is done, and saved."""
+        """Add a finished row, and save the results."""
         self.results.rows.append(row)
         self.results.save(self.folder)
-        line = _line(row)
+        line = self.presentation.line(row)
         self._bar.advance(self._task)
         self._bar.update(self._task, description=line)
         if not self.console.is_terminal:
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def close(self, lost: str | None, clocks: dict[str, str]) -> int:
-        """The end, and the exit code; `lost` says what ended the run before its time."""
+        """Write and print everything; returns the exit code. lost: why the run ended early."""
         results = self.results
         results.machine["after"] = clocks
         results.complete = lost is None
-        lines = []
-        if results.rows:
-            ring = results.benchmark == "ring"
-            lines = ring_lines(results) if ring else [_attention_line(results)]
+        lines = self.presentation.lines(results) if results.rows else []
         written = [results.save(self.folder), self._tables(lines), *self._plots()]
         if not self.quiet:
             console = Console()
-            for table in TABLES[results.benchmark](results):
+            for table in self.presentation.tables(results):
                 (console if console.is_terminal else Console(width=WIDTH)).print(table)
             print("wrote " + ", ".join(map(str, written)))
         for line in lines:
@@ -85,7 +120,7 @@ class Report:
         path = self.folder / "table.txt"
         with path.open("w") as file:
             console = Console(file=file, width=WIDTH)
-            for table in TABLES[self.results.benchmark](self.results):
+            for table in self.presentation.tables(self.results):
                 console.print(table)
             for line in lines:
                 console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -93,15 +128,15 @@ class Report:
 
     def _plots(self) -> list[Path]:
         try:
-            return plot.draw(self.results, self.folder)
+            return draw(self.results, self.folder, self.presentation.figures)
         except ModuleNotFoundError as error:
-            said = f"no plots: {error}; pip install 'ringfa3\\[bench]', then --plot-only"
-            self.console.print(said)
+            text = f"no plots: {error}; pip install 'ringfa3\\[bench]', then --plot-only"
+            self.console.print(text)
             return []
 
 
 def _folder(results: Results, out: Path | None, suffix: str) -> Path:
-    """Where results go, made. Never a folder that has some."""
+    """The folder of the results, created; never one that has results."""
     if out is not None:
         folder = out
         if (folder / FILE).exists():
@@ -122,26 +157,7 @@ def _folder(results: Results, out: Path | None, suffix: str) -> Path:
     return folder
 
 
-def _line(row: Row) -> str:
-    name = f"{row.direction} {row.series} {row.mask} d{row.head_dim} {row.label}"
-    if row.stopped:
-        return f"{name}: {row.stopped}"
-    if isinstance(row, RingRow) and not row.head:
-        return f"{name}: {LINES.get(row.set, masks_line)([row])}"
-    said = [
-        f"{peer} {match.ratio:.3f}" if match.ratio is not None else f"{peer} {match.stopped}"
-        for peer, match in row.matches.items()
-    ]
-    return f"{name}: {figure(row.tflops(row.first))} TFLOP/s; ratio to {', '.join(said)}"
-
-
-def _attention_line(results: Results) -> str:
-    """About FA3, or the first peer with figures, or who took part."""
-    peers = [s.peer for s in summaries(results)] or results.rows[0].lineup[1:]
-    return one_line(results, FA3 if FA3 in peers else peers[0])
-
-
 def _at_fault(row: Row) -> bool:
-    """Whether somebody's result was wrong, or a call failed."""
-    stopped = [row.stopped, *(match.stopped for match in row.matches.values())]
+    """Whether a result was wrong, or a call failed."""
+    stopped = [row.stopped, *(c.stopped for c in row.comparisons.values())]
     return any(s is not None and s.startswith(("wrong", "failed")) for s in stopped)

@@ -1,4 +1,4 @@
-"""What a run has measured, as JSON and back, and its summary."""
+"""What a run has measured: its rows, as JSON and back, and their summary."""
 
 from __future__ import annotations
 
@@ -15,23 +15,38 @@ from ringfa3.bench.common.cases import Case
 
 FORMAT = 1
 FILE = "results.json"
-ALONE = "itself"  # the other of a match that only shows the speed of the first, and the noise
+SELF = "itself"  # a row's comparison where no other implementation has figures
+# Attributes of `Row` and `RingRow` that have another key in files of format 1.
+KEYS = {
+    "implementations": "lineup",
+    "comparisons": "matches",
+    "equal_flops_of": "beside",
+    "baselines": "yardsticks",
+    "single_gpu_errors": "alone",
+    "retained": "kept",
+    "tile_occupancy": "fullness",
+}
 
 
 class ResultsError(ValueError):
-    """A file that is no result of this benchmark, or of another version of it."""
+    """The file is no result of these benchmarks, or has another format."""
 
 
 @dataclass
-class Match:
-    """A row's first contestant (A) against another (B). `stopped` says why there are no figures.
+class Comparison:
+    """A row's first implementation (A) against another (B).
 
+    stopped       why there are no figures: "refused", "wrong", "failed" or "out of memory", and
+                  a reason
     seconds       per call, pair by pair, of A and of B
     tflops        medians of A and of B
-    ratio         median of the paired B / A: above 1, A is faster; `interval` is its 95% interval
+    ratio         median of the paired times B / A: above 1, A is faster
+    interval      the 95% interval of `ratio`
     calls         in each timed sample
-    host_seconds  to start one call; `host_bound` where that is longer than the device takes
-    errors        of B against float64; `differences` between A and B
+    host_seconds  to start one call of A and of B
+    host_bound    whether that is longer than the device takes
+    errors        max|B - float64|, by output
+    differences   max|A - B|, by output
     """
 
     stopped: str | None = None
@@ -48,7 +63,16 @@ class Match:
 
 @dataclass
 class Row:
-    """One case and direction. `stopped` says why nothing of it was timed."""
+    """One case in one direction.
+
+    pairs            visible (query, key) pairs of one head
+    implementations  names; the first is compared with each of the others
+    stopped          why nothing was timed, as in `Comparison`
+    errors           max|result - float64| of the first implementation, by output
+    allowed          the bound of `errors`
+    clocks           of the GPU right after the row, from nvidia-smi
+    keys             of each sequence, where they are not its tokens
+    """
 
     set: str
     label: str
@@ -61,97 +85,97 @@ class Row:
     head_dim: int
     dtype: str
     direction: str
-    beside: str | None
-    pairs: int  # visible (query, key) pairs of one head
+    equal_flops_of: str | None
+    pairs: int
     flops: int
-    lineup: list[str]  # who takes part; the first is held against each of the others
+    implementations: list[str]
     stopped: str | None = None
     errors: dict[str, float] = field(default_factory=dict)
     allowed: dict[str, float] = field(default_factory=dict)
-    matches: dict[str, Match] = field(default_factory=dict)
-    clocks: dict[str, str] = field(default_factory=dict)  # of the GPU right after the row
-    keys: list[int] | None = None  # of each sequence, where they are not its tokens
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    clocks: dict[str, str] = field(default_factory=dict)
+    keys: list[int] | None = None
 
     @classmethod
-    def of(cls, case: Case, direction: str, dtype: str, lineup: Sequence[str]) -> Row:
-        """The row of a case, nothing measured yet."""
-        named = {f.name: getattr(case, f.name) for f in fields(case)} | {
+    def of(cls, case: Case, direction: str, dtype: str, implementations: Sequence[str]) -> Row:
+        """The row of a case, without measurements."""
+        of_case = {f.name: getattr(case, f.name) for f in fields(case)} | {
             "lengths": list(case.lengths),
             "keys": case.keys and list(case.keys),
         }
-        flops = case.flops(direction)
         return cls(
-            **named,
+            **of_case,
             mask=case.mask,
             dtype=dtype,
             direction=direction,
             pairs=case.pairs,
-            flops=flops,
-            lineup=list(lineup),
+            flops=case.flops(direction),
+            implementations=list(implementations),
         )
 
     @property
     def first(self) -> str:
-        return self.lineup[0]
+        return self.implementations[0]
 
     @property
     def series(self) -> str:
-        """What it is summed up with."""
+        """The rows of one series are summarised together."""
         return self.set
 
     @property
-    def head(self) -> Match | None:
-        """The first match with figures: whose figure of A stands for A."""
-        return next((m for m in self.matches.values() if m.tflops), None)
+    def first_timed(self) -> Comparison | None:
+        """The first comparison with figures; the reported speed of A is the one measured here."""
+        return next((c for c in self.comparisons.values() if c.tflops), None)
 
     def tflops(self, name: str) -> float | None:
-        """Of one contestant, A's from the first match with figures."""
+        """The median of one implementation; A's from `first_timed`."""
         if name == self.first:
-            return self.head.tflops[0] if self.head and self.head.tflops else None
-        match = self.matches.get(name)
-        return match.tflops[1] if match and match.tflops else None
+            timed = self.first_timed
+            return timed.tflops[0] if timed and timed.tflops else None
+        comparison = self.comparisons.get(name)
+        return comparison.tflops[1] if comparison and comparison.tflops else None
 
-    def why_not(self, name: str) -> str | None:
-        """Why a contestant has no figure."""
-        match = self.matches.get(name)
-        return self.stopped or (match.stopped if match else None)
+    def stop_reason(self, name: str) -> str | None:
+        """Why an implementation has no figure."""
+        comparison = self.comparisons.get(name)
+        return self.stopped or (comparison.stopped if comparison else None)
 
 
 @dataclass
 class RingRow(Row):
-    """One case and direction on `world` ranks; FLOPs and TFLOP/s are those of one GPU.
+    """One case in one direction on `world` ranks; FLOPs and TFLOP/s are those of one GPU.
 
-    yardsticks    of the line-up: one GPU without communication, on as many FLOPs
-    engine        what ran RingFA3's tiles: "kernels" or "executor"
-    transport     what moved its K/V, None for one rank
-    gathered      bytes of all K/V that the rank with most gathers for its forward in one launch,
-                  part of `memory`; None: its forward goes hop by hop
-    alone         errors of RingFA3 on one device, on the same tensors; `errors` are the ring's
-    memory        of one forward and backward, bytes by the device beyond the inputs, of the rank
-                  with most; or why there is no figure. On backward rows
-    kept          of those bytes, what is not given back after the call
-    rings         of a block that is checkpointed: [forward, backward] ones that a step runs, by
-                  contestant. Such rows have the times of a step, whose `memory` is that of tensors
-                  by PyTorch, and `kept` what is held between its forward and its backward
-    host          seconds of the host to start a call, on each rank, by whose and what call
-    imbalance     most pairs of a rank over the mean
-    fullness      real rows of forward tiles, weighted by the keys that they visit
-    kv_bytes      of K/V that a forward moves between ranks, by the plan; `kv_share` of what moving
-                  all K/V to every rank would take
+    baselines          of the implementations: one GPU without communication on equal FLOPs
+    engine             what ran RingFA3's tiles: "kernels" or "executor"
+    transport          of RingFA3's K/V; None for one rank
+    gathered           bytes of K/V that the forward gathers for one launch, on the rank with most,
+                       counted in `memory` too; None: the forward runs hop by hop
+    single_gpu_errors  of RingFA3 on one GPU on the same tensors; `errors` are the ring's
+    memory             peak bytes of a forward and backward beyond the inputs, on the rank with
+                       most, as the device counts them; or why there is no figure. Backward rows
+                       only. Of a checkpointed block: of tensors, as PyTorch counts them
+    retained           of those bytes, what remains allocated after the call; of a checkpointed
+                       block: what is allocated between its forward and its backward
+    rings              of a checkpointed block: [forward, backward] ring calls of a step
+    host               seconds of the host to start a call, by rank, for each kind of call
+    imbalance          visible pairs of the rank with most over the mean
+    tile_occupancy     real rows of forward tiles over all, weighted by the keys that they visit
+    kv_bytes           of K/V that a forward moves between ranks, by the plan
+    kv_share           `kv_bytes` over what an all-gather of K/V moves
     """
 
     world: int = 1
-    yardsticks: list[str] = field(default_factory=list)
+    baselines: list[str] = field(default_factory=list)
     engine: str = ""
     transport: str | None = None
     gathered: int | None = None
-    alone: dict[str, float] = field(default_factory=dict)
+    single_gpu_errors: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int | str] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
+    retained: dict[str, int] = field(default_factory=dict)
     rings: dict[str, list[int]] = field(default_factory=dict)
     host: dict[str, list[float]] = field(default_factory=dict)
     imbalance: float = 1.0
-    fullness: float = 1.0
+    tile_occupancy: float = 1.0
     kv_bytes: int = 0
     kv_share: float = 0.0
 
@@ -160,36 +184,39 @@ class RingRow(Row):
         return f"{self.set} on {self.world} GPU{'s' * (self.world > 1)}"
 
     @property
-    def of_yardstick(self) -> tuple[str, Match] | None:
-        """The match with the faster of the yardsticks, whose ratio is the ring's share of it."""
-        found = [(y, m) for y in self.yardsticks if (m := self.matches.get(y)) and m.ratio]
-        return min(found, key=lambda pair: pair[1].ratio or 0.0, default=None)
+    def fastest_baseline(self) -> tuple[str, Comparison] | None:
+        """The faster baseline; the ratio of its comparison is the ring's share of its speed."""
+        timed = [(b, c) for b in self.baselines if (c := self.comparisons.get(b)) and c.ratio]
+        return min(timed, key=lambda pair: pair[1].ratio or 0.0, default=None)
 
     @property
     def error_growth(self) -> dict[str, float]:
-        """By output, the ring's error over that of one device, against float64."""
+        """By output, the ring's error over that of one GPU, both against float64."""
         return self.growth(self.errors)
 
     def milliseconds(self, name: str) -> float:
-        """The median of one contestant's calls, A's from the first match."""
-        first = next(iter(self.matches.values()))
-        seconds = first.seconds[0] if name == self.first else self.matches[name].seconds[1]
+        """The median of one implementation's calls; A's from the first comparison."""
+        first = next(iter(self.comparisons.values()))
+        seconds = first.seconds[0] if name == self.first else self.comparisons[name].seconds[1]
         return 1e3 * float(np.median(seconds))
 
     def growth(self, errors: dict[str, float]) -> dict[str, float]:
-        return {n: e / self.alone[n] for n, e in errors.items() if self.alone.get(n)}
+        """`errors` over those of one GPU, by output."""
+        single = self.single_gpu_errors
+        return {name: error / single[name] for name, error in errors.items() if single.get(name)}
 
 
-KINDS: dict[str, type[Row]] = {"attention": Row, "ring": RingRow}
+ROW_TYPES: dict[str, type[Row]] = {"attention": Row, "ring": RingRow}
 
 
 @dataclass
 class Results:
-    """A run: its settings, what it ran on, and its rows.
+    """A run: its settings, its machine, and its rows.
 
-    benchmark  of `KINDS`
-    smoke      on the CPU, by the executor: no figure of it says anything about kernels
-    complete   whether the run came to its end
+    smoke      True: on the CPU, by the executor; no figure applies to a kernel
+    left_out   what was not measured, and why
+    complete   whether the run reached its end
+    benchmark  a key of `ROW_TYPES`
     """
 
     settings: dict[str, Any]
@@ -201,8 +228,11 @@ class Results:
     benchmark: str = "attention"
 
     def save(self, folder: Path) -> Path:
-        """Write `results.json`, replacing it at once."""
+        """Write `results.json`; an earlier one is replaced atomically."""
         content = {"format": FORMAT, **asdict(self)}
+        content["rows"] = [
+            {KEYS.get(name, name): value for name, value in row.items()} for row in content["rows"]
+        ]
         content["summary"] = [asdict(s) for s in summaries(self)]
         path = folder / FILE
         fresh = path.with_suffix(".tmp")
@@ -217,71 +247,76 @@ class Results:
             content = json.loads(path.read_text())
         except ValueError as error:
             raise ResultsError(f"{path} is no JSON: {error}") from None
-        if not isinstance(content, dict) or content.get("benchmark") not in KINDS:
+        if not isinstance(content, dict) or content.get("benchmark") not in ROW_TYPES:
             raise ResultsError(f"{path} is no result of these benchmarks")
         if content.get("format") != FORMAT:
             raise ResultsError(f"{path} has format {content.get('format')}, this reads {FORMAT}")
         own = {f.name: content[f.name] for f in fields(cls)}
-        own["rows"] = [_row(KINDS[own["benchmark"]], row) for row in content["rows"]]
+        own["rows"] = [_row(ROW_TYPES[own["benchmark"]], row) for row in content["rows"]]
         return cls(**own)
 
 
-def _row(kind: type[Row], content: dict[str, Any]) -> Row:
-    matches = {name: Match(**_tuples(m)) for name, m in content["matches"].items()}
-    return kind(**{**_tuples(content), "matches": matches})
+def _row(row_type: type[Row], content: dict[str, Any]) -> Row:
+    names = {key: name for name, key in KEYS.items()}
+    own = {names.get(key, key): value for key, value in _tuples(content).items()}
+    comparisons = {name: Comparison(**_tuples(c)) for name, c in own["comparisons"].items()}
+    return row_type(**{**own, "comparisons": comparisons})
 
 
 def _tuples(content: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples: the fields that are of two."""
+    """Lists of two as tuples, which JSON does not have."""
     two = ("window", "seconds", "tflops", "interval", "host_seconds", "host_bound")
     return {k: tuple(v) if k in two and v is not None else v for k, v in content.items()}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A direction's rows of one series and head dim against one peer."""
+    """All rows of one direction, series and head dim against one peer.
+
+    geometric_mean  of the ratios; above 1, A is faster
+    """
 
     direction: str
     set: str
     head_dim: int
     peer: str
     rows: int
-    geometric_mean: float  # of the ratios, above 1: A is faster
+    geometric_mean: float
     worst: float
     worst_row: str
 
 
 def summaries(results: Results) -> list[Summary]:
-    """Of every direction, set, head dim and peer with figures; yardsticks beside masks left out."""
-    return list(_summaries([row for row in results.rows if row.beside is None]))
+    """By direction, series, head dim and peer; without the equal-FLOP sequences of masks."""
+    return list(_summaries([row for row in results.rows if row.equal_flops_of is None]))
 
 
 def _summaries(rows: list[Row]) -> Iterator[Summary]:
     keys = dict.fromkeys((r.direction, r.series, r.head_dim) for r in rows)
-    for direction, group, d in keys:
-        here = [r for r in rows if (r.direction, r.series, r.head_dim) == (direction, group, d)]
-        for peer in here[0].lineup[1:]:
+    for direction, series, d in keys:
+        here = [r for r in rows if (r.direction, r.series, r.head_dim) == (direction, series, d)]
+        for peer in here[0].implementations[1:]:
             ratios = {
                 f"{r.mask} {r.label}": ratio
                 for r in here
-                if peer in r.matches and (ratio := r.matches[peer].ratio) is not None
+                if peer in r.comparisons and (ratio := r.comparisons[peer].ratio) is not None
             }
             if ratios:
                 worst = min(ratios, key=ratios.__getitem__)
                 mean = geometric_mean(ratios.values())
-                yield Summary(direction, group, d, peer, len(ratios), mean, ratios[worst], worst)
+                yield Summary(direction, series, d, peer, len(ratios), mean, ratios[worst], worst)
 
 
 def geometric_mean(values: Iterable[float]) -> float:
     return float(np.exp(np.mean(np.log(list(values)))))
 
 
-def one_line(results: Results, peer: str) -> str:
+def summary_line(results: Results, peer: str) -> str:
     """Geometric means against `peer` by set and head dim, and the worst row."""
     found = [s for s in summaries(results) if s.peer == peer]
     if not found:
         return f"no row against {peer} was measured"
-    first = next(r.first for r in results.rows if peer in r.lineup)
+    first = next(r.first for r in results.rows if peer in r.implementations)
     means = ", ".join(f"{s.direction} {s.set} d{s.head_dim} {s.geometric_mean:.3f}" for s in found)
     worst = min(found, key=lambda s: s.worst)
     where = f"{worst.direction} d{worst.head_dim} {worst.worst_row}"

@@ -1,9 +1,9 @@
-"""Paired timings: A B A B ..., so that a drift of the device falls on both alike.
+"""Paired timings: A B A B ..., so that a drift of the device affects both alike.
 
-A power-limited GPU runs faster beside a slow neighbour, so two implementations are compared only
-within pairs of their own. Samples follow each other without a pause and without a flush of the L2
-cache, as in the paper's protocol. In a team every sample starts on all ranks together, and the
-slowest rank's time is what it took.
+A power-limited GPU runs faster beside a slow neighbour, so only times of the same pair are
+compared. Samples follow each other without a pause and without a flush of the L2 cache, as in
+FlashAttention-3's protocol. Over several ranks every sample starts on all ranks together, and the
+slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ringfa3.bench.common.communicator import Communicator
 from ringfa3.bench.common.machine import BenchError
-from ringfa3.bench.common.ranks import Team
 
 Call = Callable[[], object]
 Reading = Callable[[], float]  # seconds per call, valid after `Stopwatch.wait`
 
-FEWEST_PAIRS = 10
-MOST_CALLS = 200  # of one sample
+MIN_PAIRS = 10
+MAX_CALLS = 200  # of one sample
 WARM_UP_CALLS = 3
-LONG_S = 0.05  # a call that takes longer is called no more often than it must be
+LONG_SECONDS = 0.05  # a longer call gets no warm-up pair and no further call to estimate its time
 RESAMPLES = 10_000
-LONGEST_AHEAD_S = 2.0  # of work that is started before the host waits for it
-HERTZ = 2.0e9  # no Hopper GPU's SM clock is above it: a delay lasts at least as long as asked
+MAX_QUEUED_SECONDS = 2.0  # of work that is started before the host waits for it
+MAX_HERTZ = 2.0e9  # above any Hopper GPU's SM clock: a delay lasts at least as long as requested
 
 
 class Stopwatch(Protocol):
     """Times calls on one device.
 
-    team            the ranks that take a time together
-    asynchronous    a call returns before the device has run it
-    sample_seconds  what one sample should last at least; always one call or more
+    comm            the ranks that take a time together
+    asynchronous    True: a call returns before the device has run it
+    sample_seconds  minimum length of a sample, which has one call or more
     """
 
-    team: Team
+    comm: Communicator
     asynchronous: bool
     sample_seconds: float
 
     def sample(self, call: Call, calls: int, head_start: float) -> Reading:
-        """Start `calls` calls in a row; the device does not start before `head_start` seconds."""
+        """Start `calls` calls in a row; the device begins `head_start` seconds later."""
 
     def wait(self) -> None:
         """Wait until everything started has run."""
 
 
 class CudaStopwatch:
-    """Times on the GPU between two events."""
+    """Times on the GPU, between two events."""
 
     asynchronous = True
     sample_seconds = 0.02
 
-    def __init__(self, team: Team | None = None) -> None:
-        self.team = team or Team()
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self.comm = comm or Communicator()
 
     def sample(self, call: Call, calls: int, head_start: float) -> Reading:
         begin, end = (
@@ -67,8 +67,8 @@ class CudaStopwatch:
             for _ in range(2)
         )
         if head_start > 0:
-            torch.cuda._sleep(int(head_start * HERTZ))  # type: ignore[no-untyped-call]
-        self.team.start()
+            torch.cuda._sleep(int(head_start * MAX_HERTZ))  # type: ignore[no-untyped-call]
+        self.comm.barrier()
         begin.record()
         for _ in range(calls):
             call()
@@ -78,7 +78,7 @@ class CudaStopwatch:
     def wait(self) -> None:
         begin = time.perf_counter()
         torch.cuda.synchronize()
-        self.team.waited(time.perf_counter() - begin)
+        self.comm.check_wait(time.perf_counter() - begin)
 
 
 class WallClock:
@@ -87,11 +87,11 @@ class WallClock:
     asynchronous = False
     sample_seconds = 0.0
 
-    def __init__(self, team: Team | None = None) -> None:
-        self.team = team or Team()
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self.comm = comm or Communicator()
 
     def sample(self, call: Call, calls: int, head_start: float) -> Reading:
-        self.team.start()
+        self.comm.barrier()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
@@ -103,12 +103,9 @@ class WallClock:
 
 
 def protocol(pairs: int) -> dict[str, Any]:
-    """How everything here is timed, in words.
-
-    Raises BenchError for too few pairs.
-    """
-    if pairs < FEWEST_PAIRS:
-        raise BenchError(f"--pairs {pairs}: an interval needs {FEWEST_PAIRS} or more")
+    """The settings that every result file has. Raises BenchError for too few pairs."""
+    if pairs < MIN_PAIRS:
+        raise BenchError(f"--pairs {pairs}: an interval needs {MIN_PAIRS} or more")
     return {
         "pairs": pairs,
         "inputs": "standard normal",
@@ -119,15 +116,16 @@ def protocol(pairs: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Paired:
-    """Seconds per call of A and of B, pair by pair, and of the host to start one call of each.
+    """Seconds per call of A and of B, pair by pair.
 
-    A host slower than its device (`host_bound`) was given a head start, so that `a` and `b` are
-    times of the device throughout.
+    calls  in one sample
+    host   seconds of the host to start one call, of A and of B. Where that is longer than the
+           device takes (`host_bound`), samples had a head start: `a` and `b` are device times
     """
 
     a: list[float]
     b: list[float]
-    calls: int  # in one sample
+    calls: int
     host: tuple[float, float]
 
     @property
@@ -136,33 +134,33 @@ class Paired:
 
 
 def paired(a: Call, b: Call, pairs: int, stopwatch: Stopwatch) -> Paired:
-    """Time A and B in turn, after a warm-up of both and, if they are short, an uncounted pair."""
+    """Time A and B in turn, after a warm-up of both and, for short calls, one discarded pair."""
     both = (a, b)
-    slowest = stopwatch.team.largest
+    slowest = stopwatch.comm.maximum
     second = [_second_call(call, stopwatch) for call in both]
-    first, host = (slowest([times[i] for times in second]) for i in range(2))
-    short = max(first) <= LONG_S
-    if short:  # so a single call says little
+    device, host = (slowest([times[i] for times in second]) for i in range(2))
+    short = max(device) <= LONG_SECONDS
+    if short:  # a single call is too noisy
         host = slowest([_host_seconds(call, stopwatch) for call in both])
-        first = slowest([_first(c, h, stopwatch) for c, h in zip(both, host, strict=True)])
-    calls = max(1, min(MOST_CALLS, math.ceil(stopwatch.sample_seconds / max(*first, 1e-9))))
-    # Twice what the host lacks; nothing where it keeps ahead by itself.
-    ahead = [2 * calls * max(0.0, h - d) for h, d in zip(host, first, strict=True)]
+        device = slowest([_estimate(c, h, stopwatch) for c, h in zip(both, host, strict=True)])
+    calls = max(1, min(MAX_CALLS, math.ceil(stopwatch.sample_seconds / max(*device, 1e-9))))
+    # Twice the time by which the host falls behind; 0 where it does not.
+    ahead = [2 * calls * max(0.0, h - d) for h, d in zip(host, device, strict=True)]
     readings: list[tuple[Reading, ...]] = []
-    uncounted = int(short)
-    for _ in range(uncounted + pairs):
+    discarded = int(short)
+    for _ in range(discarded + pairs):
         readings.append(
             tuple(stopwatch.sample(c, calls, lead) for c, lead in zip(both, ahead, strict=True))
         )
-        if calls * sum(first) > LONGEST_AHEAD_S:
+        if calls * sum(device) > MAX_QUEUED_SECONDS:
             stopwatch.wait()
     stopwatch.wait()
-    times = slowest([reading() for pair in readings[uncounted:] for reading in pair])
+    times = slowest([reading() for pair in readings[discarded:] for reading in pair])
     return Paired(times[::2], times[1::2], calls, (host[0], host[1]))
 
 
 def _second_call(call: Call, stopwatch: Stopwatch) -> tuple[float, float]:
-    """Its seconds and the host's to start it, after one that loads and allocates what it needs."""
+    """Seconds of a call, and of the host to start it; a call before it loads and allocates."""
     call()
     stopwatch.wait()
     begin = time.perf_counter()
@@ -174,7 +172,7 @@ def _second_call(call: Call, stopwatch: Stopwatch) -> tuple[float, float]:
 
 
 def _host_seconds(call: Call, stopwatch: Stopwatch) -> float:
-    """What the host takes to start one call while nothing holds it up; 0 where it does the work."""
+    """Seconds of the host to start one call on an idle device; 0 where calls are synchronous."""
     if not stopwatch.asynchronous:
         return 0.0
     begin = time.perf_counter()
@@ -185,8 +183,8 @@ def _host_seconds(call: Call, stopwatch: Stopwatch) -> float:
     return seconds
 
 
-def _first(call: Call, host: float, stopwatch: Stopwatch) -> float:
-    """What a call takes the device."""
+def _estimate(call: Call, host: float, stopwatch: Stopwatch) -> float:
+    """Seconds of a call on the device, from a few calls."""
     reading = stopwatch.sample(call, WARM_UP_CALLS, 2 * WARM_UP_CALLS * host)
     stopwatch.wait()
     return reading()
@@ -202,9 +200,9 @@ class Ratio:
 
 
 def compare(a: Sequence[float], b: Sequence[float], work: float = 1.0) -> Ratio:
-    """The ratio of paired times with a percentile bootstrap of its median, the same every time.
+    """The median ratio of paired times, with a percentile bootstrap from a fixed seed.
 
-    `work` is A's over B's where they do not do the same.
+    work: A's FLOPs over B's.
     """
     ratios = work * np.asarray(b, np.float64) / np.asarray(a, np.float64)
     draws = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))

@@ -1,4 +1,4 @@
-"""A block under activation checkpointing: with its attention kept, without, and not at all."""
+"""A transformer block under activation checkpointing: attention kept, recomputed, or all stored."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import keep_attention, ring_attn_func
 from ringfa3.bench.common.accuracy import WrongResultError
-from ringfa3.bench.common.cases import BACKWARD, RingCase
-from ringfa3.bench.common.comparison import explained, filling, match_of, release
+from ringfa3.bench.common.cases import BACKWARD
+from ringfa3.bench.common.comparison import (
+    comparison_of,
+    raising_on_all_ranks,
+    recording_stop,
+    release_memory,
+)
 from ringfa3.bench.common.implementations import tensor
 from ringfa3.bench.common.results import RingRow
 from ringfa3.bench.common.timing import Stopwatch, paired
+from ringfa3.bench.ring.cases import RingCase
 from ringfa3.bench.ring.implementations import Ring
 from ringfa3.planning.context_plan import ContextPlan
 
-# A block checkpointed with `keep_attention`, checkpointed without, and not at all.
-KEPT, RECOMPUTED, STORED = WAYS = ("kept", "recomputed", "stored")
-WIDTH, SMOKE_WIDTH = 4096, 64  # of a model, and where there is no GPU
+# Checkpointed with `keep_attention`, checkpointed without it, and not checkpointed.
+KEPT, RECOMPUTED, STORED = MODES = ("kept", "recomputed", "stored")
+WIDTH, SMOKE_WIDTH = 4096, 64  # of the model, on a GPU and on a CPU
 RINGS = (
     torch.ops.ringfa3.ring_attention.default,
     torch.ops.ringfa3.ring_attention_backward.default,
@@ -33,7 +39,7 @@ RINGS = (
 
 @dataclass(frozen=True)
 class Block:
-    """y = x + wo attention(q, k, v) of RMS-normed x, x and y (t, width) of this rank's t tokens.
+    """y = x + wo attention(q, k, v), q, k, v from RMS-normed x; x, y (t, width), t local tokens.
 
     inputs  by name: x, norm (width,), wq, wk, wv, wo (out, in), in this order and of one dtype
     dy      the gradient of y
@@ -47,7 +53,7 @@ class Block:
 
     @classmethod
     def of(cls, case: RingCase, ring: Ring, dtype: torch.dtype, device: torch.device) -> Block:
-        """Random: weights are the same on every rank, tokens are not."""
+        """Random tensors: weights equal on all ranks, tokens different."""
         plan = ring.plan(case)
         width = WIDTH if device.type == "cuda" else SMOKE_WIDTH
         heads, kv_heads = case.heads * case.head_dim, case.kv_heads * case.head_dim
@@ -68,21 +74,21 @@ class Block:
         inputs = {name: leaf.requires_grad_() for name, leaf in ({"x": x} | weights).items()}
         return cls(plan, ring.transport, case.head_dim, inputs, dy)
 
-    def forward(self, way: str, deterministic: bool = False) -> torch.Tensor:
-        """y, in one of `WAYS`."""
+    def forward(self, mode: str, deterministic: bool = False) -> torch.Tensor:
+        """y; mode: one of `MODES`."""
         block, inputs = partial(self._forward, deterministic), self.inputs.values()
-        if way == STORED:
+        if mode == STORED:
             return block(*inputs)
-        policy: dict[str, Any] = {"context_fn": keep_attention} if way == KEPT else {}
+        policy: dict[str, Any] = {"context_fn": keep_attention} if mode == KEPT else {}
         return tensor(checkpoint(block, *inputs, use_reentrant=False, **policy))
 
     def backward(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gradients of all inputs."""
-        found = torch.autograd.grad(y, tuple(self.inputs.values()), self.dy)
-        return dict(zip(self.inputs, found, strict=True))
+        gradients = torch.autograd.grad(y, tuple(self.inputs.values()), self.dy)
+        return dict(zip(self.inputs, gradients, strict=True))
 
-    def step(self, way: str, deterministic: bool = False) -> dict[str, torch.Tensor]:
-        return self.backward(self.forward(way, deterministic))
+    def step(self, mode: str, deterministic: bool = False) -> dict[str, torch.Tensor]:
+        return self.backward(self.forward(mode, deterministic))
 
     def _forward(
         self,
@@ -102,7 +108,7 @@ class Block:
         return x + F.linear(tensor(out).flatten(1), wo)
 
 
-def checkpointed(
+def measure_checkpointed(
     case: RingCase,
     ring: Ring,
     dtype: torch.dtype,
@@ -110,29 +116,32 @@ def checkpointed(
     pairs: int,
     stopwatch: Stopwatch,
 ) -> RingRow:
-    """The row of a case: `KEPT` against the others, after it was found to keep what it promises."""
-    row = RingRow.of(case, BACKWARD, str(dtype).removeprefix("torch."), WAYS)
+    """The row of a case: `KEPT` against the other modes.
+
+    Timed only if `KEPT` runs one forward ring a step and its gradients equal those of `STORED`.
+    """
+    row = RingRow.of(case, BACKWARD, str(dtype).removeprefix("torch."), MODES)
     assert isinstance(row, RingRow)
-    team = stopwatch.team
-    with filling(row, team):
-        release(device)
-        with explained(device, team):
+    comm = stopwatch.comm
+    with recording_stop(row, comm):
+        release_memory(device)
+        with raising_on_all_ranks(device, comm):
             block = Block.of(case, ring, dtype, device)
-            row.rings = {way: _rings_of(block, way) for way in WAYS}
+            row.rings = {mode: _ring_calls(block, mode) for mode in MODES}
             _check(block, row.rings)
-        with explained(device, team):
+        with raising_on_all_ranks(device, comm):
             if device.type == "cuda":
-                for way in WAYS:
-                    peak, held = team.largest(_weigh(block, way))
-                    row.memory[way], row.kept[way] = int(peak), int(held)
-            for way in WAYS[1:]:
-                ours, theirs = partial(block.step, KEPT), partial(block.step, way)
-                row.matches[way] = match_of(paired(ours, theirs, pairs, stopwatch))
+                for mode in MODES:
+                    peak, retained = comm.maximum(_memory(block, mode))
+                    row.memory[mode], row.retained[mode] = int(peak), int(retained)
+            for mode in MODES[1:]:
+                kept, other = partial(block.step, KEPT), partial(block.step, mode)
+                row.comparisons[mode] = comparison_of(paired(kept, other, pairs, stopwatch))
     return row
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the ops that run; one whose result a checkpoint has kept does not."""
+    """Counts executed ops. Ops whose result a checkpoint policy has saved are not executed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,17 +152,17 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _rings_of(block: Block, way: str) -> list[int]:
-    """How many forward and backward rings a step runs."""
+def _ring_calls(block: Block, mode: str) -> list[int]:
+    """Forward and backward ring calls of a step."""
     with _Calls() as calls:
-        block.step(way)
+        block.step(mode)
     return [calls.of[op] for op in RINGS]
 
 
 def _check(block: Block, rings: dict[str, list[int]]) -> None:
-    """Raises WrongResultError unless kept rings run once and their gradients are the stored ones.
+    """Raises WrongResultError unless `KEPT` calls the ring as `STORED` does, with equal gradients.
 
-    To the last bit, so deterministic: the order in which dQ is summed up is otherwise free.
+    Bit for bit, in deterministic mode: otherwise the order in which dQ is summed varies.
     """
     kept, stored = (block.step(way, deterministic=True) for way in (KEPT, STORED))
     wrong = [name for name in kept if not torch.equal(kept[name], stored[name])]
@@ -163,13 +172,13 @@ def _check(block: Block, rings: dict[str, list[int]]) -> None:
         raise WrongResultError(f"{KEPT} ran the ring {rings[KEPT][0]} times forward")
 
 
-def _weigh(block: Block, way: str) -> list[int]:
-    """Bytes of tensors beyond the inputs, as PyTorch allocates them: at the peak of a step, and
+def _memory(block: Block, mode: str) -> list[int]:
+    """Bytes of tensors beyond the inputs, from PyTorch's allocator: at the peak of a step, and
     between its forward and its backward."""
     device = block.dy.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    y = block.forward(way)
-    held = torch.cuda.memory_allocated(device) - before
+    y = block.forward(mode)
+    retained = torch.cuda.memory_allocated(device) - before
     block.backward(y)
-    return [torch.cuda.max_memory_allocated(device) - before, held]
+    return [torch.cuda.max_memory_allocated(device) - before, retained]

@@ -1,4 +1,4 @@
-"""How a plan spreads a case over ranks: who has how much work, how full tiles are, what travels."""
+"""How evenly a plan distributes a case over ranks, how full its tiles are, and what it moves."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringfa3.bench.common.cases import RingCase
+from ringfa3.bench.ring.cases import RingCase
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.planning.tiling import Tiling
 
 
 @dataclass(frozen=True)
-class Spread:
+class LoadBalance:
     """A case on its ranks.
 
-    imbalance  most visible pairs of a rank over the mean
-    fullness   real rows of forward tiles of `tile_m` rows, each weighted by the keys it visits
-    kv_rows    rows of K/V, with all heads, that go from a rank to another in a forward
-    kv_share   of what it would take to bring every row to every rank
+    imbalance       visible pairs of the rank with most over the mean
+    tile_occupancy  real rows of forward tiles over all, each weighted by the keys it visits
+    kv_rows         rows of K/V, with all heads, sent between ranks in a forward
+    kv_share        `kv_rows` over those of an all-gather
     """
 
     imbalance: float
-    fullness: float
+    tile_occupancy: float
     kv_rows: int
     kv_share: float
 
     @classmethod
-    def of(cls, case: RingCase, tile_m: int) -> Spread:
+    def of(cls, case: RingCase, tile_m: int) -> LoadBalance:
+        """tile_m: rows of a forward tile."""
         plans = [
             plan_context(case.cumulative, (r, case.world), "zigzag", True, (case.window[0], -1))
             for r in range(case.world)
@@ -35,17 +36,17 @@ class Spread:
         work = plans[0].work_per_rank
         visited = np.sum([_visited(t) for plan in plans for t in plan.hops.forward(tile_m)], 0)
         rows = int(plans[0].kv_exchange.rows[:, 1:].sum())
-        everything = case.tokens * (case.world - 1)
+        all_gather = case.tokens * (case.world - 1)
         return cls(
             imbalance=max(work) * case.world / sum(work),
-            fullness=float(visited[0] / (visited[1] * tile_m)),
+            tile_occupancy=float(visited[0] / (visited[1] * tile_m)),
             kv_rows=rows,
-            kv_share=rows / everything if everything else 0.0,
+            kv_share=rows / all_gather if all_gather else 0.0,
         )
 
 
 def _visited(tiling: Tiling) -> tuple[int, int]:
-    """Over the tiles of a forward tiling: keys visited times its rows, and keys visited."""
+    """Sums over forward tiles: keys visited times real rows, and keys visited."""
     real = keys = 0
     for tile in tiling.tiles:
         first, rows = int(tile["first_span"]), int(tile["rows"])

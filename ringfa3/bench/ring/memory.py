@@ -1,4 +1,4 @@
-"""The memory of one forward and backward, as the device itself counts it."""
+"""The memory of one forward and backward, as the GPU itself counts it."""
 
 from __future__ import annotations
 
@@ -7,49 +7,50 @@ from dataclasses import dataclass
 
 import torch
 
-from ringfa3.bench.common.comparison import release
+from ringfa3.bench.common.comparison import release_memory
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes beyond the inputs: at the peak of a call, and of them what stays after it."""
+class MemoryUse:
+    """Bytes beyond the inputs: at the peak of a call, and of these what remains after it."""
 
     peak: int
-    kept: int
+    retained: int
 
 
 def used(device: torch.device) -> int:
-    """Bytes of a GPU in use, by whatever: the caching allocator, arenas, NCCL."""
+    """Bytes of a GPU in use: by the caching allocator, IPC memory, NCCL and all others."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
-class Scales:
-    """Weighs the calls of several implementations on one device.
+class MemoryMeter:
+    """Measures the calls of several implementations on one device.
 
-    What one of them keeps (an arena that only grows) counts in all its later calls too. The
-    caching allocator gives nothing back during a call, so what it holds at the end is its peak.
+    What an implementation retains between calls (IPC memory that only grows) counts in all its
+    later calls. The caching allocator returns nothing to the driver during a call, so its size at
+    the end is its peak.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept: dict[str, int] = {}
+        self._retained: dict[str, int] = {}
 
-    def weigh(self, name: str, call: Callable[[], object]) -> Held:
-        """Of a call whose inputs are there, and whose like has run; what it returns is let go."""
-        release(self.device)
+    def measure(self, name: str, call: Callable[[], object]) -> MemoryUse:
+        """Of a call whose inputs are allocated. Runs it twice, and measures the second run."""
+        release_memory(self.device)
         first = used(self.device)
         call()
-        release(self.device)
-        kept = self._kept.get(name, 0) + max(0, used(self.device) - first)
+        release_memory(self.device)
+        retained = self._retained.get(name, 0) + max(0, used(self.device) - first)
         before = used(self.device)
         call()
         torch.cuda.synchronize(self.device)
         peak = used(self.device) - before
-        release(self.device)
-        self._kept[name] = kept + max(0, used(self.device) - before)
-        return Held(kept + peak, self._kept[name])
+        release_memory(self.device)
+        self._retained[name] = retained + max(0, used(self.device) - before)
+        return MemoryUse(retained + peak, self._retained[name])
 
-    def tare(self, name: str) -> None:
-        """Counts what `name` keeps until now as nothing."""
-        self._kept[name] = 0
+    def reset(self, name: str) -> None:
+        """Do not count what `name` retains at this point."""
+        self._retained[name] = 0

@@ -18,8 +18,8 @@ import torch
 from ringfa3 import flash_attn_func, plan_context
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import BACKWARD, DIRECTIONS, FORWARD, MATMULS
+from ringfa3.bench.common.communicator import Communicator, job_ranks, join_job
 from ringfa3.bench.common.machine import DTYPES, BenchError
-from ringfa3.bench.common.ranks import Team, join, place
 from ringfa3.bench.common.timing import CudaStopwatch, compare, median, paired, protocol
 from ringfa3.bench.ring.run_plan import query
 from ringfa3.kernels.dispatch import executor_reason
@@ -109,7 +109,7 @@ def rehearse(options: Options) -> int:
 
     Raises BenchError, on both ranks, where nothing can be measured.
     """
-    rank, world, local = place()
+    rank, world, local = job_ranks()
     if world != 2 or not 0 <= options.plays < options.ranks or options.ranks < 2:
         raise BenchError(
             f"rank {options.plays} of {options.ranks} on {world} processes: give 2 processes "
@@ -125,13 +125,14 @@ def rehearse(options: Options) -> int:
     if reason := unsupported_reason():
         raise BenchError(reason)
     move_near(device)
-    team = Team(rank, world, join(device, options.timeout), device, options.timeout)
-    stage = Stage(rank, options.plays, options.ranks, options.timeout, team.meet)
+    store = join_job(device, options.timeout)
+    comm = Communicator(rank, world, store, device, options.timeout)
+    stage = Stage(rank, options.plays, options.ranks, options.timeout, comm.all_gather)
     cuda = stage.backend(device)
     rows = []
     for tokens in options.tokens:
         for direction in DIRECTIONS[options.direction]:
-            row = _row(cuda, tokens, direction, options, team)
+            row = _row(cuda, tokens, direction, options, comm)
             rows.append(row)
             if rank == 0:
                 said = "{tokens} a GPU, {direction}: {tflops:.0f} TFLOP/s, {share:.3f} of one alone"
@@ -156,16 +157,16 @@ def rehearse(options: Options) -> int:
 
 
 def _row(
-    cuda: SymmetricBackend, tokens: int, direction: str, options: Options, team: Team
+    cuda: SymmetricBackend, tokens: int, direction: str, options: Options, comm: Communicator
 ) -> dict[str, object]:
-    """Of a causal sequence; the yardstick is as in `yardsticks.Yardstick`."""
+    """Of a causal sequence; the yardstick is as in `baselines.SingleGpu`."""
     ranks, whole = options.ranks, options.ranks * tokens
     plan = plan_context(whole, (options.plays, ranks))
     keys = round((whole + 1) / 2)
     dtype = DTYPES[options.dtype]
     ring = _ring(cuda, plan, direction, dtype)
     alone = _alone(tokens, keys, direction, dtype, cuda.device)
-    times = paired(ring, alone, options.pairs, CudaStopwatch(team))
+    times = paired(ring, alone, options.pairs, CudaStopwatch(comm))
     ratio = compare(times.a, times.b)
     flops = MATMULS[direction] * whole * (whole + 1) // 2 // ranks * HEADS * HEAD_DIM
     return {

@@ -1,4 +1,4 @@
-"""The benchmark of rings: who and what takes part on how many ranks, row by row, to the results."""
+"""`python -m ringfa3.bench ring`: loads implementations, measures every row on its ranks."""
 
 from __future__ import annotations
 
@@ -12,62 +12,64 @@ from typing import Any, TypeVar
 import torch
 
 from ringfa3.bench.common import machine
-from ringfa3.bench.common.cases import (
-    BACKWARD,
+from ringfa3.bench.common.cases import BACKWARD, FORWARD
+from ringfa3.bench.common.communicator import (
+    Communicator,
+    RankFailedError,
+    job_ranks,
+    join_job,
+    under_torchrun,
+)
+from ringfa3.bench.common.comparison import (
+    DeviceLostError,
+    StoppedError,
+    measure_row,
+    raising_on_all_ranks,
+    recording_stop,
+)
+from ringfa3.bench.common.fa3 import FA3, MODULE, flash_attention_3
+from ringfa3.bench.common.implementations import RINGFA3, LoadError, RingFA3, SingleDevice
+from ringfa3.bench.common.machine import DTYPES, BenchError
+from ringfa3.bench.common.problem import Implementation, make_problem
+from ringfa3.bench.common.report import Presentation, Report
+from ringfa3.bench.common.results import Results, RingRow, Row
+from ringfa3.bench.common.timing import CudaStopwatch, WallClock, protocol
+from ringfa3.bench.ring.baselines import DenseRing, SingleGpu, SingleGpuSameMask
+from ringfa3.bench.ring.cases import (
     CHECKPOINT,
     ERROR,
-    FORWARD,
     HOST,
     LENGTHS,
     MEMORY,
+    UNTIMED,
     RingCase,
     ring_case,
 )
-from ringfa3.bench.common.comparison import DeviceLostError, StoppedError, explained, filling, hold
-from ringfa3.bench.common.implementations import (
-    FA3,
-    MODULE,
-    OURS,
-    OneDevice,
-    Ours,
-    PeerError,
-    flash_attention_3,
-)
-from ringfa3.bench.common.machine import DTYPES, BenchError
-from ringfa3.bench.common.problem import Contestant, make_problem
-from ringfa3.bench.common.ranks import Team, ToldError, join, place, under_torchrun
-from ringfa3.bench.common.report import Report
-from ringfa3.bench.common.results import Results, RingRow, Row
-from ringfa3.bench.common.timing import CudaStopwatch, WallClock, protocol
-from ringfa3.bench.ring.baselines import Dense, Share, Yardstick
-from ringfa3.bench.ring.checkpoint import checkpointed
+from ringfa3.bench.ring.checkpoint import measure_checkpointed
 from ringfa3.bench.ring.host_time import host_seconds
-from ringfa3.bench.ring.implementations import (
-    ZIGZAG,
-    ManyDevices,
-    Ring,
-    TorchRing,
-    Ulysses,
-    Zigzag,
-    zigzag_function,
-)
-from ringfa3.bench.ring.load_balance import Spread
-from ringfa3.bench.ring.memory import Held, Scales
-from ringfa3.bench.ring.run_plan import Options, query, todo_of, worlds_of
+from ringfa3.bench.ring.implementations import Distributed, Ring
+from ringfa3.bench.ring.load_balance import LoadBalance
+from ringfa3.bench.ring.memory import MemoryMeter, MemoryUse
+from ringfa3.bench.ring.peers import ZIGZAG, TorchRing, Ulysses, Zigzag, zigzag_function
+from ringfa3.bench.ring.plot import ring_figures
+from ringfa3.bench.ring.run_plan import Options, planned_rows, query, world_sizes
+from ringfa3.bench.ring.summary import ring_lines, ring_row_line
+from ringfa3.bench.ring.table import ring_tables
 from ringfa3.kernels.dispatch import executor_reason, select_forward
 from ringfa3.numa import move_near
 from ringfa3.symmetric.forward_mode import FORWARD_MODES, gathered_bytes, select_forward_mode
 
-WARM_UP_TOKENS = 64  # of each rank, before anything is weighed
+PRESENTATION = Presentation(ring_tables, ring_lines, ring_figures, ring_row_line)
+WARM_UP_TOKENS = 64  # of each rank, before memory is measured
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Peers:
-    """What could be loaded."""
+class Loaded:
+    """The implementations that could be loaded; notes: a line for each that could not."""
 
-    alone: OneDevice  # RingFA3 on one device
-    fa3: OneDevice | None
+    single: SingleDevice  # RingFA3 on one device
+    fa3: SingleDevice | None
     zigzag: Callable[..., Any] | None
     notes: list[str]
 
@@ -78,36 +80,39 @@ def run(options: Options) -> int:
     Raises BenchError, on every rank, where nothing can be measured.
     """
     settings = _settings(options)
-    rank, world, local = place()
+    rank, world, local = job_ranks()
     device = machine.find_device(options.device, local)
-    node = move_near(device)  # torchrun leaves it to each process on which cores it runs
-    everyone = Team(rank, world, join(device, options.timeout), device, options.timeout)
-    worlds = worlds_of(options.worlds, world)
-    peers = _together(everyone, lambda: _peers(options.fa3, device))
-    todo, left_out = _together(everyone, lambda: todo_of(options, worlds, device))
-    if not todo:
+    node = move_near(device)  # torchrun does not bind processes to cores
+    store = join_job(device, options.timeout)
+    everyone = Communicator(rank, world, store, device, options.timeout)
+    worlds = world_sizes(options.worlds, world)
+    loaded = _on_all_ranks(everyone, lambda: _load(options.fa3, device))
+    rows, left_out = _on_all_ranks(everyone, lambda: planned_rows(options, worlds, device))
+    if not rows:
         raise BenchError("nothing to measure: " + "; ".join(left_out or ["no such case"]))
-    teams = {w: everyone if w == world else everyone.first(w) for w in worlds if rank < w}
-    job = Job(options, peers, device, teams, worlds)
+    comms = {w: everyone if w == world else everyone.first(w) for w in worlds if rank < w}
+    job = Job(options, loaded, device, comms, worlds)
     report = None
-    nodes = everyone.meet(node)
+    nodes = everyone.all_gather(node)
     if rank == 0:
-        shown = job.lineup(replace(todo[0][0], world=world), todo[0][1], everyone)
+        case, direction = rows[0]
+        shown = job.implementations(replace(case, world=world), direction, everyone)
         results = Results(
             settings=settings | {"worlds": worlds, "numa_nodes": nodes},
-            machine=machine.describe(device, [*shown, *filter(None, [peers.fa3])])
+            machine=machine.describe(device, [*shown, *filter(None, [loaded.fa3])])
             | {"ranks": world, "nccl": _nccl(device)},
             smoke=device.type == "cpu",
-            left_out=left_out + peers.notes,
+            left_out=left_out + loaded.notes,
             benchmark="ring",
         )
-    report = _together(
-        everyone,
-        lambda: (
-            Report(results, options.out, f"-{options.dtype}", options.quiet) if rank == 0 else None
-        ),
-    )
-    return job.run([(c, d) for c, d in todo if rank < c.world], report)
+
+    def make_report() -> Report | None:
+        if rank:
+            return None
+        return Report(results, PRESENTATION, options.out, f"-{options.dtype}", options.quiet)
+
+    report = _on_all_ranks(everyone, make_report)
+    return job.run([(c, d) for c, d in rows if rank < c.world], report)
 
 
 class Job:
@@ -116,24 +121,24 @@ class Job:
     def __init__(
         self,
         options: Options,
-        peers: Peers,
+        loaded: Loaded,
         device: torch.device,
-        teams: dict[int, Team],
+        comms: dict[int, Communicator],
         worlds: list[int],
     ) -> None:
-        """worlds: of all teams of the job; `teams` are those that this rank belongs to."""
-        self.options, self.peers, self.device, self.teams = options, peers, device, teams
+        """worlds: all world sizes of the job; comms: those that include this rank."""
+        self.options, self.loaded, self.device, self.comms = options, loaded, device, comms
         self.worlds, self.dtype = worlds, DTYPES[options.dtype]
-        self.memory: dict[RingCase, dict[str, Held | str]] = {}
+        self.memory: dict[RingCase, dict[str, MemoryUse | str]] = {}
 
-    def run(self, todo: list[tuple[RingCase, str]], report: Report | None) -> int:
-        """All rows of this rank; `report` on the one that speaks."""
+    def run(self, rows: list[tuple[RingCase, str]], report: Report | None) -> int:
+        """Measure all rows of this rank; report: on the rank that prints."""
         lost: str | None = None
-        with report.progress(len(todo)) if report else nullcontext():
+        with report.progress(len(rows)) if report else nullcontext():
             try:
-                for world, rows in groupby(todo, lambda row: row[0].world):
-                    here = list(rows)
-                    self._weigh(world, [case for case, _ in here])
+                for world, group in groupby(rows, lambda row: row[0].world):
+                    here = list(group)
+                    self._measure_memory(world, [case for case, _ in here])
                     for case, direction in here:
                         row = self._row(case, direction)
                         if report:
@@ -146,144 +151,157 @@ class Job:
             return 1 if lost else 0
         return report.close(lost, machine.clocks(self.device))
 
-    def rings(self, case: RingCase, direction: str, team: Team) -> list[Ring]:
-        """RingFA3's: over each transport; over peers' memory also with the forward hop by hop, and
-        to be weighed gathered, whichever it is by itself."""
-        found = [Ring(team, transport) for transport in self.options.transports]
-        kinds = FORWARD_MODES if case.set == MEMORY else ("hops",) if direction == FORWARD else ()
-        masked = case.set not in (LENGTHS, MEMORY, ERROR, HOST)
-        if masked or not found[0].may_pull or self.device.type == "cpu" or team.world == 1:
-            return found
-        return [found[0], *(Ring(team, found[0].transport, kind) for kind in kinds), *found[1:]]
+    def rings(self, case: RingCase, direction: str, comm: Communicator) -> list[Ring]:
+        """RingFA3's ring over each transport; over `symmetric` also with a fixed forward mode.
 
-    def lineup(self, case: RingCase, direction: str, team: Team) -> list[Contestant]:
-        """RingFA3's ring first, then who it is held against: on fewer ranks itself alone."""
-        peers, rings = self.peers, self.rings(case, direction, team)
+        Timed forwards add the mode "hops"; `memory` adds every mode.
+        """
+        rings = [Ring(comm, transport) for transport in self.options.transports]
+        kinds = FORWARD_MODES if case.set == MEMORY else ("hops",) if direction == FORWARD else ()
+        masked = case.set not in (LENGTHS, *UNTIMED)
+        gpus = self.device.type != "cpu" and comm.world > 1
+        if masked or not gpus or not rings[0].may_use_symmetric:
+            return rings
+        fixed = [Ring(comm, rings[0].transport, kind) for kind in kinds]
+        return [rings[0], *fixed, *rings[1:]]
+
+    def implementations(
+        self, case: RingCase, direction: str, comm: Communicator
+    ) -> list[Implementation]:
+        """RingFA3's ring first. Below the largest world, only it and its baseline on one GPU."""
+        loaded, rings = self.loaded, self.rings(case, direction, comm)
         if case.set in (ERROR, HOST, CHECKPOINT):
             return [*rings]
-        found: list[Contestant] = [*rings]
+        found: list[Implementation] = [*rings]
         if case.set != MEMORY:
             if case.world < max(self.worlds):
-                return [rings[0], Yardstick(peers.alone)]
-            found += [Yardstick(peer) for peer in (peers.alone, peers.fa3) if peer]
+                return [rings[0], SingleGpu(loaded.single)]
+            found += [SingleGpu(one) for one in (loaded.single, loaded.fa3) if one]
             if case.set != LENGTHS:
-                found.append(Dense(rings[0]))
+                found.append(DenseRing(rings[0]))
             if not case.causal:
-                found.append(Share(peers.alone))
-        if team.world == 1:
+                found.append(SingleGpuSameMask(loaded.single))
+        if comm.world == 1:
             return found
-        if peers.zigzag:
-            found.append(Zigzag(team, peers.zigzag))
+        if loaded.zigzag:
+            found.append(Zigzag(comm, loaded.zigzag))
         if self.device.type == "cpu":
-            found.append(Ulysses(team, peers.alone))
+            found.append(Ulysses(comm, loaded.single))
         else:
-            found += [Ulysses(team, peers.fa3)] if peers.fa3 else []
-            found.append(TorchRing(team))
+            found += [Ulysses(comm, loaded.fa3)] if loaded.fa3 else []
+            found.append(TorchRing(comm))
         return found
 
     def _row(self, case: RingCase, direction: str) -> Row:
-        team = self.teams[case.world]
-        contestants = self.lineup(case, direction, team)
+        comm = self.comms[case.world]
+        implementations = self.implementations(case, direction, comm)
         smoke = self.device.type == "cpu"
-        stopwatch = WallClock(team) if smoke else CudaStopwatch(team)
-        arguments = (case, direction, self.dtype, self.device, contestants)
+        stopwatch = WallClock(comm) if smoke else CudaStopwatch(comm)
+        arguments = (case, direction, self.dtype, self.device, implementations)
         pairs = 0 if case.set == ERROR else self.options.pairs
         row: Row
         try:
             if case.set == CHECKPOINT:
-                ring = self.rings(case, direction, team)[0]
-                row = checkpointed(case, ring, self.dtype, self.device, pairs, stopwatch)
+                ring = self.rings(case, direction, comm)[0]
+                row = measure_checkpointed(case, ring, self.dtype, self.device, pairs, stopwatch)
             elif case.set in (MEMORY, HOST):
-                row = self._untimed(case, direction, contestants, team)
+                row = self._untimed(case, direction, implementations, comm)
             else:
-                row = hold(*arguments, pairs, stopwatch, self.peers.alone)
+                row = measure_row(*arguments, pairs, stopwatch, self.loaded.single)
         except DeviceLostError as error:
             if error.row is not None:
-                self._describe(error.row, case, contestants)
+                self._describe(error.row, case, implementations)
             raise
-        self._describe(row, case, contestants)
+        self._describe(row, case, implementations)
         row.clocks = machine.clocks(self.device)
         return row
 
     def _untimed(
-        self, case: RingCase, direction: str, contestants: list[Contestant], team: Team
+        self,
+        case: RingCase,
+        direction: str,
+        implementations: list[Implementation],
+        comm: Communicator,
     ) -> Row:
-        """Without speed; with the host's times if they are asked for."""
+        """A row without speed: of `memory`, or of `host` with the host's times."""
         dtype = str(self.dtype).removeprefix("torch.")
-        row = RingRow.of(case, direction, dtype, [c.name for c in contestants])
+        row = RingRow.of(case, direction, dtype, [i.name for i in implementations])
         assert isinstance(row, RingRow)
         if case.set != HOST:
             return row
-        with filling(row, team), explained(self.device, team):
+        with recording_stop(row, comm), raising_on_all_ranks(self.device, comm):
             problem = make_problem(case, direction, self.dtype, self.device)
-            for contestant in contestants:
-                assert isinstance(contestant, ManyDevices)
-                row.host |= host_seconds(contestant, problem, team)
+            for implementation in implementations:
+                assert isinstance(implementation, Distributed)
+                row.host |= host_seconds(implementation, problem, comm)
         return row
 
-    def _describe(self, row: Row, case: RingCase, contestants: list[Contestant]) -> None:
-        """What is known of a row beside its times."""
-        ring = contestants[0]
+    def _describe(self, row: Row, case: RingCase, implementations: list[Implementation]) -> None:
+        """Fill in everything but times: what ran the row, its load balance, its memory."""
+        ring = implementations[0]
         assert isinstance(row, RingRow)
         assert isinstance(ring, Ring)
         q = query(self.dtype, self.device)
-        row.yardsticks = [c.name for c in contestants if isinstance(c, Yardstick)]
+        row.baselines = [i.name for i in implementations if isinstance(i, SingleGpu)]
         row.engine = "executor" if executor_reason(row.direction, q) else "kernels"
         row.transport = ring.moved_by
         row.gathered = self._gathered(ring, case)
-        spread = Spread.of(case, select_forward(q).tile_m)
-        row.imbalance, row.fullness = spread.imbalance, spread.fullness
-        row.kv_bytes = spread.kv_rows * 2 * case.kv_heads * case.head_dim * q.element_size()
-        row.kv_share = spread.kv_share
+        balance = LoadBalance.of(case, select_forward(q).tile_m)
+        row.imbalance, row.tile_occupancy = balance.imbalance, balance.tile_occupancy
+        row.kv_bytes = balance.kv_rows * 2 * case.kv_heads * case.head_dim * q.element_size()
+        row.kv_share = balance.kv_share
         if case.set == MEMORY:
-            for name, held in self.memory.get(case, {}).items():
-                row.memory[name] = held if isinstance(held, str) else held.peak
-                if isinstance(held, Held):
-                    row.kept[name] = held.kept
+            for name, use in self.memory.get(case, {}).items():
+                row.memory[name] = use if isinstance(use, str) else use.peak
+                if isinstance(use, MemoryUse):
+                    row.retained[name] = use.retained
 
     def _gathered(self, ring: Ring, case: RingCase) -> int | None:
-        """Bytes of K/V that the forward of a case gathers; None: it goes hop by hop."""
+        """Bytes of K/V that the forward of a case gathers; None: it runs hop by hop."""
         plan = ring.plan(case)
         q, k = (
             torch.empty(1, h, case.head_dim, dtype=self.dtype, device="meta")
             for h in (case.heads, case.kv_heads)
         )
-        one = ring.moved_by == "symmetric" and select_forward_mode(plan, q, k) == "gathered"
-        return gathered_bytes(plan, k) if one else None
+        gathers = ring.moved_by == "symmetric" and select_forward_mode(plan, q, k) == "gathered"
+        return gathered_bytes(plan, k) if gathers else None
 
-    def _weigh(self, world: int, cases: list[RingCase]) -> None:
-        """The memory of a world's cases of that set before anything else runs on it, shorter ones
-        first."""
+    def _measure_memory(self, world: int, cases: list[RingCase]) -> None:
+        """Measure the cases of `memory` of a world, shorter ones first.
+
+        Runs before everything else on that world, whose calls would grow the IPC memory.
+        """
         cases = sorted((c for c in cases if c.set == MEMORY), key=lambda c: c.tokens)
         if not cases or self.device.type == "cpu":
             return
-        team, scales = self.teams[world], Scales(self.device)
-        tokens = WARM_UP_TOKENS * world  # connects, loads code
+        comm, meter = self.comms[world], MemoryMeter(self.device)
+        tokens = WARM_UP_TOKENS * world  # creates communicators, loads kernels
         tiny = ring_case(MEMORY, "warm-up", (tokens,), world)
         for case in (tiny, *cases):
             self.memory[case] = {}
-            for contestant in self.lineup(case, BACKWARD, team):
-                if isinstance(contestant, ManyDevices):
-                    held = self._weighed(case, contestant, scales, team)
-                    self.memory[case][contestant.name] = held
+            for implementation in self.implementations(case, BACKWARD, comm):
+                if isinstance(implementation, Distributed):
+                    use = self._memory_use(case, implementation, meter, comm)
+                    self.memory[case][implementation.name] = use
                     if case is tiny:
-                        scales.tare(contestant.name)
+                        meter.reset(implementation.name)
 
-    def _weighed(
-        self, case: RingCase, contestant: ManyDevices, scales: Scales, team: Team
-    ) -> Held | str:
+    def _memory_use(
+        self, case: RingCase, implementation: Distributed, meter: MemoryMeter, comm: Communicator
+    ) -> MemoryUse | str:
+        """On the rank with most; or why there is no figure."""
         try:
-            with explained(self.device, team):
+            with raising_on_all_ranks(self.device, comm):
                 problem = make_problem(case, BACKWARD, self.dtype, self.device)
-                call = contestant.passes(problem)
+                call = implementation.forward_and_backward(problem)
                 del problem
-                held = scales.weigh(contestant.name, call)
-                peak, kept = team.largest([held.peak, held.kept])
+                use = meter.measure(implementation.name, call)
+                peak, retained = comm.maximum([use.peak, use.retained])
         except StoppedError as stopped:
             if not str(stopped).startswith("refused"):
-                team.renew()
+                comm.renew_process_groups()
             return str(stopped)
-        return Held(int(peak), int(kept))
+        return MemoryUse(int(peak), int(retained))
 
 
 def _settings(options: Options) -> dict[str, Any]:
@@ -298,26 +316,26 @@ def _settings(options: Options) -> dict[str, Any]:
     return own | protocol(options.pairs)
 
 
-def _together(team: Team, make: Callable[[], T]) -> T:
-    """What every rank makes, or its BenchError on all of them."""
-    problem: str | None = None
+def _on_all_ranks(comm: Communicator, make: Callable[[], T]) -> T:
+    """make(); a BenchError of one rank is raised on all."""
+    failure: str | None = None
     try:
         made = make()
     except BenchError as error:
-        problem = str(error)
+        failure = str(error)
     try:
-        team.meet(problem=problem)
-    except ToldError as error:
+        comm.all_gather(error=failure)
+    except RankFailedError as error:
         raise BenchError(str(error)) from None
     return made
 
 
-def _peers(library: Path | None, device: torch.device) -> Peers:
+def _load(library: Path | None, device: torch.device) -> Loaded:
     notes = [] if under_torchrun() else ["several ranks: this is one process without torchrun"]
     if device.type == "cpu":
         if library is not None:
             raise BenchError("--fa3 needs a GPU; leave it out with --device cpu")
-        return Peers(Ours(f"{OURS} executor"), None, None, notes)
+        return Loaded(RingFA3(f"{RINGFA3} executor"), None, None, notes)
     zigzag = None
     try:
         fa3 = flash_attention_3(library)
@@ -326,9 +344,9 @@ def _peers(library: Path | None, device: torch.device) -> Peers:
             notes.append(f"{FA3}, and all that runs on it: {missing}")
         elif (zigzag := zigzag_function()) is None:
             notes.append(f"{ZIGZAG}: it is not installed")
-    except PeerError as error:
+    except LoadError as error:
         raise BenchError(str(error)) from None
-    return Peers(Ours(), fa3, zigzag, notes)
+    return Loaded(RingFA3(), fa3, zigzag, notes)
 
 
 def _nccl(device: torch.device) -> str | None:

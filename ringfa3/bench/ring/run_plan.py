@@ -1,4 +1,4 @@
-"""What a run of rings is asked for, and the rows that come of it."""
+"""The options of a ring run, and the rows that follow from them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from pathlib import Path
 
 import torch
 
-from ringfa3.bench.common.cases import (
-    BACKWARD,
+from ringfa3.bench.common.cases import BACKWARD, DIRECTIONS, FORWARD
+from ringfa3.bench.common.communicator import under_torchrun
+from ringfa3.bench.common.machine import DTYPES, BenchError
+from ringfa3.bench.ring.cases import (
     CHECKPOINT,
-    DIRECTIONS,
-    FORWARD,
     LENGTHS,
     MEMORY,
     RING_SETS,
     RING_TOKENS,
     RingCase,
 )
-from ringfa3.bench.common.machine import DTYPES, BenchError
-from ringfa3.bench.common.ranks import under_torchrun
 from ringfa3.kernels.dispatch import executor_reason
 
-CPU_SHRINK = 1024  # sequences of a run without a GPU are this much shorter
+CPU_SHRINK = 1024  # divides the lengths of a run on the CPU
 
 
 @dataclass(frozen=True)
@@ -44,33 +42,33 @@ class Options:
     quiet: bool
 
 
-def worlds_of(wanted: list[int] | None, world: int) -> list[int]:
-    """Numbers of ranks to measure on, the largest first: ranks that have done theirs may go."""
-    if wanted is None:
-        wanted = [world, *(1 << i for i in range(10) if 1 << i < world)]
-    if min(wanted) < 1:
-        raise BenchError(f"--worlds {min(wanted)}: from 1 to {world} are possible")
-    if max(wanted) > world:
+def world_sizes(requested: list[int] | None, world: int) -> list[int]:
+    """World sizes to measure, the largest first: then ranks that are finished may exit."""
+    if requested is None:
+        requested = [world, *(1 << i for i in range(10) if 1 << i < world)]
+    if min(requested) < 1:
+        raise BenchError(f"--worlds {min(requested)}: from 1 to {world} are possible")
+    if max(requested) > world:
         start = "" if under_torchrun() else "; start it under torchrun"
-        raise BenchError(f"--worlds {max(wanted)}: there are {world} ranks{start}")
-    return sorted(set(wanted), reverse=True)
+        raise BenchError(f"--worlds {max(requested)}: there are {world} ranks{start}")
+    return sorted(set(requested), reverse=True)
 
 
-def todo_of(
+def planned_rows(
     options: Options, worlds: list[int], device: torch.device
 ) -> tuple[list[tuple[RingCase, str]], list[str]]:
-    """The rows to measure, in order, and in words what has no kernel to measure."""
+    """The rows to measure, in order, and a line for everything that cannot be measured."""
     smoke = device.type == "cpu"
     shrink = CPU_SHRINK if smoke else 1
-    found = [
+    cases = [
         case
         for world in worlds
         for name in options.sets
         for case in RING_SETS[name](world, shrink)
         if options.shortest <= case.tokens * shrink <= options.longest
-        and _wanted(case, worlds, shrink)
+        and _runs_on_its_world(case, worlds, shrink)
     ]
-    todo: list[tuple[RingCase, str]] = []
+    rows: list[tuple[RingCase, str]] = []
     left_out = ["memory: only a GPU counts it"] if smoke and MEMORY in options.sets else []
     q = query(DTYPES[options.dtype], device)
     directions = []
@@ -81,27 +79,28 @@ def todo_of(
             directions.append(direction)
     for name in (MEMORY, CHECKPOINT):
         if name in options.sets and BACKWARD not in directions and not (smoke and name == MEMORY):
-            there = f"there is no {BACKWARD} in this run"
-            left_out.append(f"{name} of a {FORWARD} and {BACKWARD}: {there}")
+            reason = f"there is no {BACKWARD} in this run"
+            left_out.append(f"{name} of a {FORWARD} and {BACKWARD}: {reason}")
     for world in worlds:
-        here = [case for case in found if case.world == world]
-        todo += [
+        here = [case for case in cases if case.world == world]
+        rows += [
             (case, direction)
             for direction in directions
             for case in here
             if case.set not in (MEMORY, CHECKPOINT) or direction == BACKWARD
             if case.set != MEMORY or not smoke
         ]
-    return todo, left_out
+    return rows, left_out
 
 
-def _wanted(case: RingCase, worlds: list[int], shrink: int) -> bool:
-    """Fewer ranks than most have only lengths, no more a rank than those, shards and blocks."""
-    most = max(worlds)
+def _runs_on_its_world(case: RingCase, worlds: list[int], shrink: int) -> bool:
+    """Below the largest world: `memory`, `checkpoint`, and `lengths` of no more tokens a rank."""
+    largest = max(worlds)
     if case.set == LENGTHS:
-        return case.world == most or case.tokens * most * shrink <= RING_TOKENS * case.world
-    return case.world == most or case.set in (MEMORY, CHECKPOINT)
+        return case.world == largest or case.tokens * largest * shrink <= RING_TOKENS * case.world
+    return case.world == largest or case.set in (MEMORY, CHECKPOINT)
 
 
 def query(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A q of head dim 128, to ask what runs it."""
     return torch.empty(1, 1, 128, dtype=dtype, device=device)

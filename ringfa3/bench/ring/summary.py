@@ -1,29 +1,37 @@
-"""What a run of rings comes to: a line for each set."""
+"""The summary of a ring run: a line for each set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ringfa3.bench.common.cases import CHECKPOINT, ERROR, HOST, LENGTHS, MEMORY
-from ringfa3.bench.common.results import Results, RingRow
+from ringfa3.bench.common.report import row_line, row_name
+from ringfa3.bench.common.results import Results, RingRow, Row
 from ringfa3.bench.common.table import figure
-from ringfa3.bench.ring.implementations import ZIGZAG
+from ringfa3.bench.ring.cases import CHECKPOINT, ERROR, HOST, LENGTHS, MEMORY
+from ringfa3.bench.ring.peers import ZIGZAG
 
 MIB = 1 << 20
 
 
 def ring_lines(results: Results) -> list[str]:
-    """By set, in the order in which they were measured; and how many rows have no figures."""
+    """By set, in the order of measurement; then the number of rows without figures."""
     rows = ring_rows(results)
     label = "SMOKE RUN, no kernel figures: " if results.smoke else ""
     lines = []
     for name in dict.fromkeys(row.set for row in rows):
         here = [row for row in rows if row.set == name and not row.stopped]
-        said = LINES.get(name, masks_line)(here) if here else ""
-        lines.append(f"{label}{name}: {said or 'no row was measured'}")
+        text = LINES.get(name, masks_line)(here) if here else ""
+        lines.append(f"{label}{name}: {text or 'no row was measured'}")
     if stopped := [row for row in rows if row.stopped]:
         lines.append(f"{len(stopped)} rows without figures, the first: {stopped[0].stopped}")
     return lines
+
+
+def ring_row_line(row: Row) -> str:
+    """One line of a finished row; of a set without speed, what the set gives."""
+    if isinstance(row, RingRow) and not row.stopped and not row.first_timed:
+        return f"{row_name(row)}: {LINES.get(row.set, masks_line)([row])}"
+    return row_line(row)
 
 
 def ring_rows(results: Results) -> list[RingRow]:
@@ -31,109 +39,110 @@ def ring_rows(results: Results) -> list[RingRow]:
 
 
 def _lengths(rows: list[RingRow]) -> str:
-    """Of each direction and world: the share of the yardstick, and the speed over the peers'."""
-    said = []
+    """By direction and world: speed over the single-GPU baseline, and over each peer."""
+    texts = []
     for direction, world in dict.fromkeys((row.direction, row.world) for row in rows):
         here = [row for row in rows if (row.direction, row.world) == (direction, world)]
-        shares = [row.of_yardstick[1].ratio for row in here if row.of_yardstick]
-        text = f"{direction} on {world}: {_span(shares)} of the yardstick"
+        shares = [row.fastest_baseline[1].ratio for row in here if row.fastest_baseline]
+        text = f"{direction} on {world}: {_span(shares)} of the single-GPU baseline"
         peers = dict.fromkeys(
-            name for row in here for name in row.lineup[1:] if name not in row.yardsticks
+            name for row in here for name in row.implementations[1:] if name not in row.baselines
         )
         for name in peers:
-            ratios = [m.ratio for row in here if (m := row.matches.get(name)) and m.ratio]
+            ratios = [c.ratio for row in here if (c := row.comparisons.get(name)) and c.ratio]
             text += f", {_span(ratios)} of {name}" if ratios else ""
-        said.append(text)
-    return "; ".join(said)
+        texts.append(text)
+    return "; ".join(texts)
 
 
 def masks_line(rows: list[RingRow]) -> str:
-    """Of each direction, against every other; and how the plan spreads the case."""
-    said = []
+    """By direction: speed over each of the others; and the load balance of the plan."""
+    texts = []
     for row in rows:
-        ratios = [f"{m.ratio:.3f} of {name}" for name, m in row.matches.items() if m.ratio]
-        said.append(f"{row.direction} on {row.world}: {', '.join(ratios)}")
+        ratios = [f"{c.ratio:.3f} of {name}" for name, c in row.comparisons.items() if c.ratio]
+        texts.append(f"{row.direction} on {row.world}: {', '.join(ratios)}")
     row = rows[0]
-    said.append(
-        f"work of a rank at most {row.imbalance:.3f} of the mean, tiles {row.fullness:.3f} full, "
-        f"{row.kv_bytes / MIB:.3g} MiB of K/V moved, {row.kv_share:.3f} of all"
+    texts.append(
+        f"work of a rank at most {row.imbalance:.3f} of the mean, "
+        f"tiles {row.tile_occupancy:.3f} full, {row.kv_bytes / MIB:.3g} MiB of K/V moved, "
+        f"{row.kv_share:.3f} of all"
     )
-    return "; ".join(said)
+    return "; ".join(texts)
 
 
 def _memory(rows: list[RingRow]) -> str:
-    """Of each label: everybody's MiB on each world, and the share of ring-flash-attn's."""
-    said = []
+    """By label: MiB of each implementation on each world, and RingFA3's over ring-flash-attn's."""
+    texts = []
     for label in dict.fromkeys(row.label for row in rows):
         here = sorted((row for row in rows if row.label == label), key=lambda row: row.world)
         text = f"{label}, MiB on {' / '.join(str(row.world) for row in here)} ranks"
         for name in dict.fromkeys(name for row in here for name in row.memory):
-            held = [row.memory.get(name) for row in here]
-            text += f", {name} " + " / ".join(_mib(x) for x in held)
+            used = [row.memory.get(name) for row in here]
+            text += f", {name} " + " / ".join(_mib(x) for x in used)
             shares = [
-                f"{mine / its:.3f}"
+                f"{ours / theirs:.3f}"
                 for row in here
-                if isinstance(mine := row.memory.get(name), int)
-                and isinstance(its := _zigzag(row), int)
+                if isinstance(ours := row.memory.get(name), int)
+                and isinstance(theirs := _zigzag(row), int)
             ]
             if shares and name in _rings(here[0]):
                 text += f" ({' / '.join(shares)} of {ZIGZAG})"
-        said.append(text)
-    return "; ".join(said)
+        texts.append(text)
+    return "; ".join(texts)
 
 
 def _rings(row: RingRow) -> list[str]:
-    """RingFA3's own of a line-up: the first, and others named like it."""
+    """RingFA3's implementations: the first, and others whose names begin with the same word."""
     family = row.first.split()[0]
-    return [name for name in row.lineup if name.split()[0] == family]
+    return [name for name in row.implementations if name.split()[0] == family]
 
 
 def _zigzag(row: RingRow) -> int | str | None:
     return next((x for name, x in row.memory.items() if name.startswith(ZIGZAG)), None)
 
 
-def _mib(held: int | str | None) -> str:
-    return f"{held / MIB:.0f}" if isinstance(held, int) else "-"
+def _mib(used: int | str | None) -> str:
+    return f"{used / MIB:.0f}" if isinstance(used, int) else "-"
 
 
 def _errors(rows: list[RingRow]) -> str:
-    """The largest growth of each output over cases, of each ring."""
-    found: dict[str, dict[str, float]] = {}
+    """By ring: the largest error growth of each output over the cases."""
+    largest: dict[str, dict[str, float]] = {}
     for row in rows:
-        measured = {row.first: row.errors} | {n: m.errors for n, m in row.matches.items()}
+        measured = {row.first: row.errors} | {n: c.errors for n, c in row.comparisons.items()}
         for name, errors in measured.items():
-            most = found.setdefault(name, {})
+            most = largest.setdefault(name, {})
             for output, growth in row.growth(errors).items():
                 most[output] = max(growth, most.get(output, 0.0))
     each = [
         f"{name} {', '.join(f'{output} {growth:.3f}' for output, growth in most.items())}"
-        for name, most in found.items()
+        for name, most in largest.items()
     ]
     return f"on {rows[0].world} ranks over one, against float64: {'; '.join(each)}"
 
 
 def _host(rows: list[RingRow]) -> str:
     """Microseconds on each rank."""
-    said = [
+    texts = [
         f"{row.direction} {name} {' '.join(f'{1e6 * s:.0f}' for s in seconds)}"
         for row in rows
         for name, seconds in row.host.items()
     ]
-    return f"µs to start a call, by rank: {'; '.join(said)}"
+    return f"µs to start a call, by rank: {'; '.join(texts)}"
 
 
 def _checkpoint(rows: list[RingRow]) -> str:
-    """Of each row: milliseconds of a step, the rings in it, MiB at its peak and held in it."""
-    said = []
+    """By row: milliseconds and ring calls of a step, its peak MiB, and MiB before its backward."""
+    texts = []
     for row in rows:
         text = f"{row.label} on {row.world}: {row.first} {figure(row.milliseconds(row.first))} ms"
-        text += "".join(f", {m.ratio:.3f} of {name}" for name, m in row.matches.items())
+        text += "".join(f", {c.ratio:.3f} of {name}" for name, c in row.comparisons.items())
         text += f", {_each(a for a, _ in row.rings.values())} rings forward"
         if row.memory:
             text += f", {_each(map(_mib, row.memory.values()))} MiB at the peak"
-            text += f", {_each(map(_mib, row.kept.values()))} from forward to backward"
-        said.append(text)
-    return f"{' / '.join(rows[0].lineup)}: {'; '.join(said)}"
+            text += f", {_each(map(_mib, row.retained.values()))} from forward to backward"
+        texts.append(text)
+    return f"{' / '.join(rows[0].implementations)}: {'; '.join(texts)}"
 
 
 def _each(values: Iterable[object]) -> str:

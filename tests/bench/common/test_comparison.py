@@ -1,4 +1,4 @@
-"""Rows of the benchmark: right results are timed, wrong ones are not; the gate against `dense`."""
+"""Rows of the benchmark: right results are timed, wrong ones are not; the check against `dense`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from ringfa3.bench.common import comparison as contest
-from ringfa3.bench.common.accuracy import Gate, Part, WrongResultError, every_part, parts
+from ringfa3.bench.attention.sdpa import Sdpa
+from ringfa3.bench.common import comparison as comparison
+from ringfa3.bench.common.accuracy import AccuracyCheck, Part, WrongResultError, every_part, parts
 from ringfa3.bench.common.accuracy import attention as part_of_attention
 from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD, FULL, Case
-from ringfa3.bench.common.comparison import DeviceLostError, hold
-from ringfa3.bench.common.implementations import Ours, Sdpa
-from ringfa3.bench.common.problem import Attempt, Contestant, Problem, RefusalError, make_problem
-from ringfa3.bench.common.results import ALONE, Row
+from ringfa3.bench.common.comparison import DeviceLostError, measure_row
+from ringfa3.bench.common.implementations import RingFA3
+from ringfa3.bench.common.problem import (
+    Implementation,
+    PreparedRun,
+    Problem,
+    UnsupportedCaseError,
+    make_problem,
+)
+from ringfa3.bench.common.results import SELF, Row
 from ringfa3.bench.common.timing import Call, Reading, WallClock
 from tests.support.dense import attention, gradients, mask, worst
 
@@ -36,16 +43,16 @@ class Changed:
     def __init__(self, change: Callable[[torch.Tensor], object], name: str = "changed") -> None:
         self.name, self.change = name, change
 
-    def prepare(self, problem: Problem) -> Attempt:
-        attempt = Ours().prepare(problem)
+    def prepare(self, problem: Problem) -> PreparedRun:
+        prepared = RingFA3().prepare(problem)
 
         def run() -> object:
-            result = attempt.run()
+            result = prepared.run()
             for x in result if isinstance(result, tuple) else (result,):
                 self.change(x)
             return result
 
-        return replace(attempt, run=run)
+        return replace(prepared, run=run)
 
 
 class Failing:
@@ -54,7 +61,7 @@ class Failing:
     def __init__(self, error: Exception, name: str = "failing") -> None:
         self.name, self.error = name, error
 
-    def prepare(self, problem: Problem) -> Attempt:
+    def prepare(self, problem: Problem) -> PreparedRun:
         raise self.error
 
 
@@ -67,12 +74,12 @@ class Untimed(WallClock):
 
 def row(
     case: Case,
-    *contestants: Contestant,
+    *implementations: Implementation,
     direction: str = FORWARD,
     stopwatch: WallClock | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Row:
-    return hold(case, direction, dtype, CPU, contestants, 10, stopwatch or WallClock())
+    return measure_row(case, direction, dtype, CPU, implementations, 10, stopwatch or WallClock())
 
 
 @pytest.mark.parametrize("case", [DENSE, PACKED, WINDOW, WHOLE, HOP, CORNER], ids=lambda c: c.label)
@@ -81,7 +88,7 @@ def test_the_truth_of_a_part_is_that_of_dense_attention(
     case: Case, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Float64 to 1e-12, in runs of few rows, for the last KV head of every sequence."""
-    monkeypatch.setattr("ringfa3.bench.common.accuracy.SCORES", 700)
+    monkeypatch.setattr("ringfa3.bench.common.accuracy.MAX_SCORES", 700)
     problem = make_problem(case, direction, torch.float64, CPU)
     q, k, v = (x.reshape(-1, *x.shape[-2:]).requires_grad_() for x in problem.inputs)
     out, lse = attention(q, k, v, mask(case.lengths, case.key_lengths, *case.window))
@@ -110,10 +117,12 @@ def test_without_pairs_all_heads_are_checked_and_nothing_is_timed() -> None:
     assert [(p.begin, p.kv_head) for p in found] == [
         (begin, head) for begin in (0, 5, 75, 76) for head in (0, 1)
     ]
-    untimed = hold(PACKED, BACKWARD, torch.bfloat16, CPU, [Ours(), Ours("again")], 0, WallClock())
+    untimed = measure_row(
+        PACKED, BACKWARD, torch.bfloat16, CPU, [RingFA3(), RingFA3("again")], 0, WallClock()
+    )
     assert untimed.stopped is None
-    assert untimed.errors == untimed.matches["again"].errors
-    assert untimed.head is None
+    assert untimed.errors == untimed.comparisons["again"].errors
+    assert untimed.first_timed is None
 
 
 def test_one_head_of_a_very_long_sequence_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,18 +134,18 @@ def test_one_head_of_a_very_long_sequence_is_enough(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("case", [DENSE, PACKED, WINDOW, WHOLE, HOP], ids=lambda c: c.label)
 def test_a_row_has_figures_and_errors_within_bounds(case: Case, direction: str) -> None:
-    found = row(case, Ours(), MATH, direction=direction)
+    found = row(case, RingFA3(), MATH, direction=direction)
     assert found.stopped is None
     assert set(found.errors) == ({"out"} if direction == FORWARD else {"dq", "dk", "dv"})
     assert all(found.errors[n] <= found.allowed[n] for n in found.errors)
-    other = found.matches["math"] if case in (DENSE, WHOLE, HOP) else found.matches[ALONE]
+    other = found.comparisons["math"] if case in (DENSE, WHOLE, HOP) else found.comparisons[SELF]
     assert other.tflops is not None
     assert other.ratio is not None
     assert [len(t) for t in other.seconds] == [10, 10]
     middle = sorted(other.seconds[0])[4:6]
     assert other.tflops[0] == pytest.approx(found.flops / (sum(middle) / 2) / 1e12)
     if case in (PACKED, WINDOW):
-        assert str(found.matches["math"].stopped).startswith("refused: no ")
+        assert str(found.comparisons["math"].stopped).startswith("refused: no ")
 
 
 WRONG: dict[str, Callable[[torch.Tensor], object]] = {
@@ -153,14 +162,14 @@ def test_a_wrong_result_of_ours_stops_the_row_untimed(how: str, direction: str) 
     found = row(case, Changed(WRONG[how]), MATH, direction=direction, stopwatch=Untimed())
     assert str(found.stopped).startswith("wrong: ")
     assert "from float64, allowed" in str(found.stopped)
-    assert not found.matches
+    assert not found.comparisons
 
 
 def test_a_wrong_result_of_a_peer_stops_only_its_match() -> None:
-    found = row(DENSE, Ours(), Changed(WRONG["scaled"]), MATH)
-    assert str(found.matches["changed"].stopped).startswith("wrong: out is off by")
-    assert found.matches["changed"].ratio is None
-    assert found.matches["math"].ratio is not None
+    found = row(DENSE, RingFA3(), Changed(WRONG["scaled"]), MATH)
+    assert str(found.comparisons["changed"].stopped).startswith("wrong: out is off by")
+    assert found.comparisons["changed"].ratio is None
+    assert found.comparisons["math"].ratio is not None
 
 
 def test_a_wrong_place_outside_the_checked_parts_is_found_by_comparison() -> None:
@@ -170,46 +179,47 @@ def test_a_wrong_place_outside_the_checked_parts_is_found_by_comparison() -> Non
         x.view(-1, *x.shape[-2:])[7, 0] += 1.0
 
     problem = make_problem(DENSE, FORWARD, torch.bfloat16, CPU)
-    attempt = Changed(spoil).prepare(problem)
-    Gate(problem).errors(attempt.outputs(attempt.run()))  # finds nothing
+    prepared = Changed(spoil).prepare(problem)
+    AccuracyCheck(problem).errors(prepared.outputs(prepared.run()))  # finds nothing
     found = row(DENSE, Changed(spoil), MATH, stopwatch=Untimed())
-    assert "of the two differs by" in str(found.matches["math"].stopped)
+    assert "of the two differs by" in str(found.comparisons["math"].stopped)
 
 
 def test_the_gate_is_twice_pytorchs_error() -> None:
     problem = make_problem(DENSE, FORWARD, torch.bfloat16, CPU)
-    gate = Gate(problem)
-    plain = [part_of_attention(problem, p, torch.bfloat16)["out"] for p in gate.parts]
+    check = AccuracyCheck(problem)
+    plain = [part_of_attention(problem, p, torch.bfloat16)["out"] for p in check.parts]
     error = max(
-        float((x.double() - t["out"]).abs().max()) for x, t in zip(plain, gate.truth, strict=True)
+        float((x.double() - t["out"]).abs().max())
+        for x, t in zip(plain, check.reference, strict=True)
     )
-    assert gate.bound["out"] == pytest.approx(2 * error + 1e-5)
-    out = Ours().prepare(problem)
+    assert check.bound["out"] == pytest.approx(2 * error + 1e-5)
+    out = RingFA3().prepare(problem)
     result = out.outputs(out.run())["out"].double()
-    gate.errors({"out": result})
+    check.errors({"out": result})
     for leniency in (1.0, 2.0):
-        shifted = {"out": result + leniency * gate.bound["out"]}
+        shifted = {"out": result + leniency * check.bound["out"]}
         with pytest.raises(WrongResultError, match="out is off by"):
-            gate.errors(shifted, leniency)
-        gate.errors(shifted, leniency + 1)
+            check.errors(shifted, leniency)
+        check.errors(shifted, leniency + 1)
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
-        (RefusalError("no window"), "refused: no window"),
+        (UnsupportedCaseError("no window"), "refused: no window"),
         (RuntimeError("No available kernel.\nAborting"), "failed: No available kernel."),
         (AssertionError(), "failed: AssertionError"),
     ],
     ids=lambda x: type(x).__name__,
 )
 def test_what_stops_a_peer_is_said_and_the_row_goes_on(error: Exception, said: str) -> None:
-    found = row(DENSE, Ours(), Failing(error), MATH)
-    assert found.matches["failing"].stopped == said
-    assert found.why_not("failing") == said
-    assert found.matches["math"].ratio is not None
-    assert found.tflops("RingFA3") == found.matches["math"].tflops[0]  # type: ignore[index]
+    found = row(DENSE, RingFA3(), Failing(error), MATH)
+    assert found.comparisons["failing"].stopped == said
+    assert found.stop_reason("failing") == said
+    assert found.comparisons["math"].ratio is not None
+    assert found.tflops("RingFA3") == found.comparisons["math"].tflops[0]  # type: ignore[index]
     assert row(DENSE, Failing(error), MATH).stopped == said
 
 
@@ -218,10 +228,10 @@ def test_a_lost_device_hands_back_its_row(monkeypatch: pytest.MonkeyPatch) -> No
         raise DeviceLostError("the GPU no longer answers: an illegal memory access was encountered")
 
     problem = make_problem(DENSE, FORWARD, torch.bfloat16, CPU)
-    monkeypatch.setattr(contest, "make_problem", lambda *_: problem)
+    monkeypatch.setattr(comparison, "make_problem", lambda *_: problem)
     failing = Failing(RuntimeError("illegal"))
     released = iter([lambda _: None, lost])
-    monkeypatch.setattr(contest, "release", lambda device: next(released)(device))
+    monkeypatch.setattr(comparison, "release_memory", lambda device: next(released)(device))
     with pytest.raises(DeviceLostError) as caught:
         row(DENSE, failing, MATH)
     assert caught.value.row is not None

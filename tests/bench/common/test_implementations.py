@@ -16,18 +16,14 @@ import torch
 from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.bench.attention import merge as epilogues
 from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
-from ringfa3.bench.common import implementations as peers
+from ringfa3.bench.attention.sdpa import Sdpa
+from ringfa3.bench.common import fa3 as fa3_module
+from ringfa3.bench.common import implementations
 from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD, FULL, Case
-from ringfa3.bench.common.implementations import (
-    Fa3Module,
-    Fa3Ops,
-    Ours,
-    PeerError,
-    Sdpa,
-    flash_attention_3,
-)
-from ringfa3.bench.common.problem import Contestant, RefusalError, make_problem
-from ringfa3.bench.common.ranks import Team
+from ringfa3.bench.common.communicator import Communicator
+from ringfa3.bench.common.fa3 import Fa3Module, Fa3Ops, flash_attention_3
+from ringfa3.bench.common.implementations import LoadError, RingFA3
+from ringfa3.bench.common.problem import Implementation, UnsupportedCaseError, make_problem
 from ringfa3.bench.ring.implementations import Ring
 from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.planning.tiling import FIRST
@@ -170,11 +166,11 @@ def module(old: bool = False) -> ModuleType:
     return made
 
 
-def check(contestant: Contestant, case: Case, direction: str) -> None:
+def check(implementation: Implementation, case: Case, direction: str) -> None:
     """Within 1e-5 of dense attention, in float32."""
     problem = make_problem(case, direction, torch.float32, torch.device("cpu"))
-    attempt = contestant.prepare(problem)
-    found = attempt.outputs(attempt.run())
+    prepared = implementation.prepare(problem)
+    found = prepared.outputs(prepared.run())
     q, k, v = (x.reshape(-1, *x.shape[-2:]).requires_grad_() for x in problem.inputs)
     outputs = attention(q, k, v, mask(case.lengths, case.key_lengths, *case.window))
     expected = {"out": outputs[0]}
@@ -189,13 +185,13 @@ def check(contestant: Contestant, case: Case, direction: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.label)
 class TestEveryWayIn:
     def test_ours(self, case: Case, direction: str) -> None:
-        check(Ours(), case, direction)
+        check(RingFA3(), case, direction)
 
     @pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])
     def test_sdpa(self, case: Case, direction: str, backend: str) -> None:
         sdpa = Sdpa("SDPA", getattr(torch.nn.attention.SDPBackend, backend))
         if case.packed or case.label == "window":
-            with pytest.raises(RefusalError, match=r"no packed documents|no window"):
+            with pytest.raises(UnsupportedCaseError, match=r"no packed documents|no window"):
                 check(sdpa, case, direction)
         else:
             check(sdpa, case, direction)
@@ -218,7 +214,7 @@ def test_fa3_is_asked_for_determinism(library: Path, way: str, wanted: bool) -> 
     assert fa3.name == ("FA3 deterministic" if wanted else "FA3")
     wide = replace(CASES[0], head_dim=256)
     if wanted:
-        with pytest.raises(RefusalError, match="no deterministic backward at head dim 256"):
+        with pytest.raises(UnsupportedCaseError, match="no deterministic backward at head dim 256"):
             check(fa3, wide, BACKWARD)
     else:
         check(fa3, wide, BACKWARD)
@@ -229,10 +225,10 @@ def test_ours_is_asked_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(deterministic)
         return flash_attn_func(*qkv)
 
-    monkeypatch.setattr(peers, "flash_attn_func", func)
+    monkeypatch.setattr(implementations, "flash_attn_func", func)
     asked.clear()
     for wanted in (False, True):
-        Ours(deterministic=wanted).prepare(
+        RingFA3(deterministic=wanted).prepare(
             make_problem(CASES[1], FORWARD, torch.float32, CPU)
         ).run()
     assert asked == [False, True]
@@ -241,7 +237,7 @@ def test_ours_is_asked_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rectangles_that_align_elsewhere_are_refused() -> None:
     corner = replace(CASES[0], keys=(40, 40))
     sdpa = Sdpa("SDPA", torch.nn.attention.SDPBackend.MATH)
-    with pytest.raises(RefusalError, match="aligns at the top left"):
+    with pytest.raises(UnsupportedCaseError, match="aligns at the top left"):
         check(sdpa, corner, FORWARD)
 
 
@@ -263,8 +259,8 @@ def test_epilogues_give_the_hop_however_often(name: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(epilogues, "select_forward", noted)
     hop = CASES[-1]
-    attempt = Epilogue(name).prepare(make_problem(hop, FORWARD, torch.float32, CPU))
-    monkeypatch.setattr(Epilogue, "prepare", lambda *_: attempt)
+    prepared = Epilogue(name).prepare(make_problem(hop, FORWARD, torch.float32, CPU))
+    monkeypatch.setattr(Epilogue, "prepare", lambda *_: prepared)
     for _ in range(3):
         check(Epilogue(name), hop, FORWARD)
     assert flags == [FIRST, *[EPILOGUES[name]] * 3]
@@ -278,11 +274,13 @@ def test_on_a_gpu_the_executor_never_stands_for_a_kernel(monkeypatch: pytest.Mon
         is_cuda = True  # type: ignore[assignment]
 
     object.__setattr__(problem, "q", problem.q.as_subclass(OnGpu))
-    monkeypatch.setattr(peers, "executor_reason", lambda direction, q: f"no {direction} kernel")
-    with pytest.raises(RefusalError, match="no backward kernel"):
-        Ours().prepare(problem)
-    with pytest.raises(RefusalError, match="no backward kernel"):
-        Ring(Team()).prepare(problem)
+    monkeypatch.setattr(
+        implementations, "executor_reason", lambda direction, q: f"no {direction} kernel"
+    )
+    with pytest.raises(UnsupportedCaseError, match="no backward kernel"):
+        RingFA3().prepare(problem)
+    with pytest.raises(UnsupportedCaseError, match="no backward kernel"):
+        Ring(Communicator()).prepare(problem)
 
 
 def test_what_was_measured_is_named(library: Path) -> None:
@@ -295,21 +293,21 @@ def test_what_was_measured_is_named(library: Path) -> None:
 
 
 def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PeerError, match=r"missing\.so: no such file"):
+    with pytest.raises(LoadError, match=r"missing\.so: no such file"):
         Fa3Ops(tmp_path / "missing.so")
     (tmp_path / "text.so").write_text("text")
-    with pytest.raises(PeerError, match=r"text\.so cannot be loaded: "):
+    with pytest.raises(LoadError, match=r"text\.so cannot be loaded: "):
         Fa3Ops(tmp_path / "text.so")
 
 
 def test_a_missing_fa3_is_none_and_a_broken_one_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "MODULE", "flash_attn_of_this_test")
+    monkeypatch.setattr(fa3_module, "MODULE", "flash_attn_of_this_test")
     monkeypatch.syspath_prepend(tmp_path)
     assert flash_attention_3(None) is None
     (tmp_path / "flash_attn_of_this_test.py").write_text("import not_there_at_all")
-    with pytest.raises(PeerError, match="not_there_at_all"):
+    with pytest.raises(LoadError, match="not_there_at_all"):
         flash_attention_3(None)
     (tmp_path / "flash_attn_of_this_test.py").write_text("__version__ = '3.1'")
     sys.modules.pop("flash_attn_of_this_test", None)

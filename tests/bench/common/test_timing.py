@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringfa3.bench.common import timing
-from ringfa3.bench.common.ranks import Team
+from ringfa3.bench.common.communicator import Communicator
 from ringfa3.bench.common.timing import Call, Paired, Reading, WallClock, compare, paired
 
 
@@ -15,7 +15,7 @@ class Recorder:
 
     asynchronous = True
     sample_seconds = 0.020
-    team = Team()
+    comm = Communicator()
 
     def __init__(self) -> None:
         self.seconds = {"a": 2e-3, "b": 5e-3}

@@ -109,9 +109,9 @@ def test_a_rehearsal_writes_a_row_for_each_case(
         return Paired([2.0] * pairs, [1.0] * pairs, calls=1, host=(0.0, 0.0))
 
     stand_ins = {
-        "place": lambda: (here().rank, 2, 0),
-        "join": lambda *_: None,
-        "Team": lambda *_: SimpleNamespace(meet=here().gather),
+        "job_ranks": lambda: (here().rank, 2, 0),
+        "join_job": lambda *_: None,
+        "Communicator": lambda *_: SimpleNamespace(all_gather=here().gather),
         "CudaStopwatch": lambda _: None,
         "executor_reason": lambda *_: None,
         "unsupported_reason": lambda: None,

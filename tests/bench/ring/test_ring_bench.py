@@ -16,10 +16,17 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringfa3.bench.__main__ import main
-from ringfa3.bench.common.cases import (
-    BACKWARD,
+from ringfa3.bench.common.cases import BACKWARD, FORWARD
+from ringfa3.bench.common.communicator import Communicator
+from ringfa3.bench.common.comparison import DeviceLostError
+from ringfa3.bench.common.implementations import RingFA3
+from ringfa3.bench.common.results import Results, RingRow, Row
+from ringfa3.bench.common.timing import WallClock
+from ringfa3.bench.ring import checkpoint, memory
+from ringfa3.bench.ring import run as ring
+from ringfa3.bench.ring import run_plan as run_plan
+from ringfa3.bench.ring.cases import (
     ERROR,
-    FORWARD,
     HOST,
     LENGTHS,
     MEMORY,
@@ -27,21 +34,13 @@ from ringfa3.bench.common.cases import (
     RingCase,
     ring_case,
 )
-from ringfa3.bench.common.comparison import DeviceLostError
-from ringfa3.bench.common.implementations import Ours
-from ringfa3.bench.common.ranks import Team
-from ringfa3.bench.common.results import Results, RingRow, Row
-from ringfa3.bench.common.timing import WallClock
-from ringfa3.bench.ring import checkpoint, memory
-from ringfa3.bench.ring import run as ring
-from ringfa3.bench.ring import run_plan as agenda
 from ringfa3.bench.ring.implementations import Ring
-from ringfa3.bench.ring.load_balance import Spread
-from ringfa3.bench.ring.memory import Held, Scales
+from ringfa3.bench.ring.load_balance import LoadBalance
+from ringfa3.bench.ring.memory import MemoryMeter, MemoryUse
 from ringfa3.planning.context_plan import plan_context
 from tests.support.dense import mask
 
-LINEUP = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
+IMPLEMENTATIONS = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
 
 
 def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -73,10 +72,10 @@ def test_a_job_of_two_ranks_from_end_to_end(tmp_path: Path) -> None:
     for row in found.rows:
         assert isinstance(row, RingRow)
         assert row.stopped is None
-        assert [match.stopped for match in row.matches.values()] == [None] * (row.world)
+        assert [match.stopped for match in row.comparisons.values()] == [None] * (row.world)
         assert row.engine == "executor"
         assert row.transport == ("gloo" if row.world == 2 else None)
-        assert row.of_yardstick is not None
+        assert row.fastest_baseline is not None
         assert row.flops * row.world == found.rows[-1].flops * (
             1.0 if row.direction == BACKWARD else 0.4
         )
@@ -99,9 +98,9 @@ def test_errors_host_times_and_memory_have_sets_of_their_own(tmp_path: Path) -> 
     ]  # fmt: skip
     for row in rows:
         assert row.stopped is None
-        assert row.head is None
+        assert row.first_timed is None
         if row.set == ERROR:
-            assert row.alone.keys() == row.errors.keys() == row.error_growth.keys()
+            assert row.single_gpu_errors.keys() == row.errors.keys() == row.error_growth.keys()
         else:
             assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row.host.values())
     assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
@@ -124,10 +123,10 @@ def test_a_checkpointed_block_has_a_set_of_its_own(tmp_path: Path) -> None:
     ]  # fmt: skip
     for row in rows:
         assert row.stopped is None
-        assert row.lineup == ["kept", "recomputed", "stored"]
+        assert row.implementations == ["kept", "recomputed", "stored"]
         assert row.rings == {"kept": [1, 1], "recomputed": [2, 1], "stored": [1, 1]}
-        assert row.matches.keys() == {"recomputed", "stored"}
-        assert all(len(m.seconds[0]) == len(m.seconds[1]) == 10 for m in row.matches.values())
+        assert row.comparisons.keys() == {"recomputed", "stored"}
+        assert all(len(m.seconds[0]) == len(m.seconds[1]) == 10 for m in row.comparisons.values())
         assert row.memory == {}  # which only a GPU has
     assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
     assert "checkpoint: kept / recomputed / stored: 4 a GPU on 2: kept " in done.stdout
@@ -152,7 +151,9 @@ def test_a_block_that_does_not_keep_what_it_promises_is_not_timed(
     monkeypatch.setattr(checkpoint, name, stand_in)
     monkeypatch.setattr(checkpoint, "paired", None)
     (case, *_), device = RING_SETS["checkpoint"](1, 1024), torch.device("cpu")
-    row = checkpoint.checkpointed(case, Ring(Team()), torch.bfloat16, device, 10, WallClock())
+    row = checkpoint.measure_checkpointed(
+        case, Ring(Communicator()), torch.bfloat16, device, 10, WallClock()
+    )
     assert row.stopped is not None
     assert row.stopped.startswith(f"wrong: {said}")
 
@@ -198,15 +199,15 @@ def test_without_torchrun_it_is_one_rank_and_says_so(
 def test_a_lost_rank_ends_the_run_with_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def hold(case: RingCase, direction: str, *_: object) -> Row:
-        row = RingRow.of(case, direction, "bfloat16", LINEUP)
+    def measure_row(case: RingCase, direction: str, *_: object) -> Row:
+        row = RingRow.of(case, direction, "bfloat16", IMPLEMENTATIONS)
         if case.tokens > 16:
             lost = DeviceLostError("no word from rank 1 within 420 s")
             row.stopped, lost.row = "failed: no word", row
             raise lost
         return row
 
-    monkeypatch.setattr(ring, "hold", hold)
+    monkeypatch.setattr(ring, "measure_row", measure_row)
     arguments = ["ring", "--device", "cpu", "--direction", "fwd", "-q", "--out", str(tmp_path)]
     assert main(arguments) == 1
     assert "stopped: no word from rank 1 within 420 s" in capsys.readouterr().err
@@ -249,7 +250,7 @@ def test_a_spread_is_that_of_a_count(lengths: tuple[int, ...], left: int) -> Non
         plan_context(case.cumulative, (r, world), window_size=(left, -1)) for r in range(world)
     ]
     tokens = [plan.token_index.numpy() for plan in plans]
-    found = Spread.of(case, tile_m)
+    found = LoadBalance.of(case, tile_m)
     work = np.array([allowed[mine].sum() for mine in tokens])
     assert found.imbalance == pytest.approx(work.max() / work.mean())
 
@@ -261,7 +262,7 @@ def test_a_spread_is_that_of_a_count(lengths: tuple[int, ...], left: int) -> Non
                 rows = mine[first : min(first + tile_m, begin + length)]
                 keys = int(allowed[rows].any(0).sum())
                 real, visited = real + keys * len(rows), visited + keys
-    assert found.fullness == pytest.approx(real / visited / tile_m)
+    assert found.tile_occupancy == pytest.approx(real / visited / tile_m)
 
     moved = sum(  # forwarded from rank to rank, as far as somebody still sees it
         max((t for t in range(1, world) if allowed[tokens[(o + t) % world], key].any()), default=0)
@@ -273,7 +274,9 @@ def test_a_spread_is_that_of_a_count(lengths: tuple[int, ...], left: int) -> Non
 
 
 def test_a_window_moves_in_proportion_to_itself() -> None:
-    rows = [Spread.of(ring_case("w", "w", (16384,), 4, left), 128).kv_rows for left in (256, 512)]
+    rows = [
+        LoadBalance.of(ring_case("w", "w", (16384,), 4, left), 128).kv_rows for left in (256, 512)
+    ]
     assert rows[1] == pytest.approx(2 * rows[0], rel=0.01)
 
 
@@ -283,7 +286,7 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cached = self.arena = 0
         monkeypatch.setattr(memory, "used", lambda device: 1000 + self.cached + self.arena)
-        monkeypatch.setattr(memory, "release", lambda device: self.call(0))
+        monkeypatch.setattr(memory, "release_memory", lambda device: self.call(0))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
     def call(self, cached: int, arena: int = 0) -> None:
@@ -293,23 +296,23 @@ class Gpu:
 def test_memory_is_the_peak_with_what_was_kept_from_earlier_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu, scales = Gpu(monkeypatch), Scales(torch.device("cpu"))
+    gpu, meter = Gpu(monkeypatch), MemoryMeter(torch.device("cpu"))
 
-    def weigh(name: str, cached: int, arena: int = 0) -> Held:
-        return scales.weigh(name, lambda: gpu.call(cached, arena))
+    def weigh(name: str, cached: int, arena: int = 0) -> MemoryUse:
+        return meter.measure(name, lambda: gpu.call(cached, arena))
 
-    assert weigh("ours", 5, 3) == Held(8, 3)
-    scales.tare("ours")
-    assert weigh("ours", 50, 30) == Held(77, 27)
-    assert weigh("peer", 60) == Held(60, 0)
-    assert weigh("ours", 50, 30) == Held(77, 27)  # the arena is there already, and still ours
-    assert weigh("ours", 100, 60) == Held(157, 57)
+    assert weigh("ours", 5, 3) == MemoryUse(8, 3)
+    meter.reset("ours")
+    assert weigh("ours", 50, 30) == MemoryUse(77, 27)
+    assert weigh("peer", 60) == MemoryUse(60, 0)
+    assert weigh("ours", 50, 30) == MemoryUse(77, 27)  # the arena is there already, and still ours
+    assert weigh("ours", 100, 60) == MemoryUse(157, 57)
 
 
 def test_what_only_a_first_call_takes_is_not_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, scales = Gpu(monkeypatch), Scales(torch.device("cpu"))
+    gpu, meter = Gpu(monkeypatch), MemoryMeter(torch.device("cpu"))
     peaks = iter((90, 50))
-    assert scales.weigh("ours", lambda: gpu.call(next(peaks), 30)) == Held(80, 30)
+    assert meter.measure("ours", lambda: gpu.call(next(peaks), 30)) == MemoryUse(80, 30)
 
 
 def test_a_block_is_weighed_at_its_peak_and_between_forward_and_backward(
@@ -317,7 +320,7 @@ def test_a_block_is_weighed_at_its_peak_and_between_forward_and_backward(
 ) -> None:
     now, most = 100, 900  # bytes; the latter of something earlier
 
-    def hold(bytes_: int) -> None:
+    def allocate(bytes_: int) -> None:
         nonlocal now, most
         now, most = bytes_, max(most, bytes_)
 
@@ -325,12 +328,12 @@ def test_a_block_is_weighed_at_its_peak_and_between_forward_and_backward(
         dy = torch.empty(0)
 
         def forward(self, way: str) -> None:
-            hold(150)
-            hold(130)
+            allocate(150)
+            allocate(130)
 
         def backward(self, y: object) -> None:
-            hold(170)
-            hold(100)
+            allocate(170)
+            allocate(100)
 
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: most)
@@ -340,18 +343,19 @@ def test_a_block_is_weighed_at_its_peak_and_between_forward_and_backward(
         most = now
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    assert checkpoint._weigh(Block(), "kept") == [70, 30]  # type: ignore[arg-type]
+    assert checkpoint._memory(Block(), "kept") == [70, 30]  # type: ignore[arg-type]
 
 
 def test_both_forwards_over_peers_memory_take_part_where_they_differ() -> None:
-    options = agenda.Options(
+    options = run_plan.Options(
         [], "bf16", None, 0, 0, "both", ["symmetric", "nccl"], 10, 60.0, None, "cuda", None, False
     )
-    job = ring.Job(options, ring.Peers(Ours(), None, None, []), torch.device("cuda"), {}, [4])
+    job = ring.Job(options, ring.Loaded(RingFA3(), None, None, []), torch.device("cuda"), {}, [4])
 
     def names(group: str, direction: str, world: int = 4) -> list[str]:
         case = ring_case(group, "", (1024,), world)
-        return [x.name.removeprefix("RingFA3 ") for x in job.rings(case, direction, Team(0, world))]
+        rings = job.rings(case, direction, Communicator(0, world))
+        return [x.name.removeprefix("RingFA3 ") for x in rings]
 
     for group in (LENGTHS, ERROR, HOST):
         assert names(group, FORWARD) == ["symmetric", "symmetric hops", "nccl"]
@@ -365,23 +369,12 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reasons = {FORWARD: None, BACKWARD: "there are none"}
-    monkeypatch.setattr(agenda, "executor_reason", lambda direction, q: reasons[direction])
-    options = agenda.Options(
-        ["lengths", "memory", "checkpoint"],
-        "bf16",
-        None,
-        0,
-        1 << 20,
-        "both",
-        ["auto"],
-        10,
-        60.0,
-        None,
-        "cuda",
-        None,
-        False,
+    monkeypatch.setattr(run_plan, "executor_reason", lambda direction, q: reasons[direction])
+    sets = ["lengths", "memory", "checkpoint"]
+    options = run_plan.Options(
+        sets, "bf16", None, 0, 1 << 20, "both", ["auto"], 10, 60.0, None, "cuda", None, False
     )
-    todo, left_out = agenda.todo_of(options, [2, 1], torch.device("meta"))
+    todo, left_out = run_plan.planned_rows(options, [2, 1], torch.device("meta"))
     assert [case.world for case, _ in todo] == [2] * 5 + [1] * 4  # no more than 128k a rank
     assert {direction for _, direction in todo} == {FORWARD}
     assert left_out == [
@@ -392,7 +385,7 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
 
 
 def test_the_default_worlds_are_powers_of_two_and_all_ranks() -> None:
-    assert agenda.worlds_of(None, 8) == [8, 4, 2, 1]
-    assert agenda.worlds_of(None, 6) == [6, 4, 2, 1]
-    assert agenda.worlds_of([2, 1, 2], 4) == [2, 1]
+    assert run_plan.world_sizes(None, 8) == [8, 4, 2, 1]
+    assert run_plan.world_sizes(None, 6) == [6, 4, 2, 1]
+    assert run_plan.world_sizes([2, 1, 2], 4) == [2, 1]
     assert replace(ring_case("lengths", "", (16,), 4), world=2).flops(FORWARD) == 4 * 136 * 128 * 16

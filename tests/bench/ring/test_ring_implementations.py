@@ -14,24 +14,26 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import flash_attn_func
-from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD, RingCase
-from ringfa3.bench.common.comparison import hold
-from ringfa3.bench.common.implementations import Ours, PeerError
-from ringfa3.bench.common.problem import Attempt, Contestant, Problem, RefusalError, make_problem
-from ringfa3.bench.common.ranks import Team
+from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD
+from ringfa3.bench.common.communicator import Communicator
+from ringfa3.bench.common.comparison import measure_row
+from ringfa3.bench.common.implementations import LoadError, RingFA3
+from ringfa3.bench.common.problem import (
+    Implementation,
+    PreparedRun,
+    Problem,
+    UnsupportedCaseError,
+    make_problem,
+)
 from ringfa3.bench.common.results import RingRow
 from ringfa3.bench.common.timing import WallClock
-from ringfa3.bench.ring import implementations as ring_peers
-from ringfa3.bench.ring.baselines import Dense, Share, Yardstick
-from ringfa3.bench.ring.implementations import (
-    Ring,
-    TorchRing,
-    Ulysses,
-    Zigzag,
-    zigzag_function,
-)
+from ringfa3.bench.ring import implementations, peers
+from ringfa3.bench.ring.baselines import DenseRing, SingleGpu, SingleGpuSameMask
+from ringfa3.bench.ring.cases import RingCase
+from ringfa3.bench.ring.implementations import Ring
+from ringfa3.bench.ring.peers import TorchRing, Ulysses, Zigzag, zigzag_function
 from ringfa3.symmetric import forward_mode
-from tests.bench.common.test_bench_ranks import team_of
+from tests.bench.common.test_communicator import communicator_of
 from tests.bench.common.test_implementations import BWD, FWD, named
 from tests.support.ranks import sacrifice
 
@@ -48,21 +50,23 @@ def case_of(kind: str, world: int) -> RingCase:
     return RingCase(kind, kind, lengths, 12, 6, 32, (left, 0), packed=True, world=world)
 
 
-def row_of(case: RingCase, direction: str, team: Team, *contestants: Contestant) -> RingRow:
-    alone = Ours("alone")
-    stopwatch = WallClock(team)
-    row = hold(case, direction, torch.bfloat16, CPU, contestants, 2, stopwatch, alone)
+def row_of(
+    case: RingCase, direction: str, comm: Communicator, *implementations: Implementation
+) -> RingRow:
+    alone = RingFA3("alone")
+    stopwatch = WallClock(comm)
+    row = measure_row(case, direction, torch.bfloat16, CPU, implementations, 2, stopwatch, alone)
     assert isinstance(row, RingRow)
     return row
 
 
 def every_way(group: dist.ProcessGroup) -> list[RingRow]:
-    team = team_of(group, 20.0)
+    comm = communicator_of(group, 20.0)
     rows = []
     for kind in ("lengths", "documents", "window"):
         for direction in (FORWARD, BACKWARD):
-            case, ring = case_of(kind, team.world), Ring(team)
-            rows.append(row_of(case, direction, team, ring, Ulysses(team, Ours())))
+            case, ring = case_of(kind, comm.world), Ring(comm)
+            rows.append(row_of(case, direction, comm, ring, Ulysses(comm, RingFA3())))
             assert ring.moved_by == "gloo"
     return rows
 
@@ -75,8 +79,14 @@ def test_right_results_have_figures_and_errors_like_those_of_one_device() -> Non
     for row in first:
         assert row.stopped is None, row
         assert row.flops == case_of(row.set, world).flops(row.direction)
-        assert {name: m.stopped for name, m in row.matches.items()} == dict.fromkeys(row.matches)
-        assert set(row.errors) == set(row.alone) == set(row.matches["Ulysses on RingFA3"].errors)
+        assert {name: m.stopped for name, m in row.comparisons.items()} == dict.fromkeys(
+            row.comparisons
+        )
+        assert (
+            set(row.errors)
+            == set(row.single_gpu_errors)
+            == set(row.comparisons["Ulysses on RingFA3"].errors)
+        )
         assert max(row.error_growth.values()) <= 1.1
         assert all(e > 0 for e in row.errors.values())
 
@@ -84,28 +94,28 @@ def test_right_results_have_figures_and_errors_like_those_of_one_device() -> Non
 class Peer:
     """RingFA3's ring on a group of its own, spoilt on rank 1."""
 
-    def __init__(self, team: Team, how: str) -> None:
-        self.team, self.name = team, how
-        self.ring = Ring(team)
+    def __init__(self, comm: Communicator, how: str) -> None:
+        self.comm, self.name = comm, how
+        self.ring = Ring(comm)
         self.ring.name = how
 
-    def prepare(self, problem: Problem) -> Attempt:
-        attempt = self.ring.prepare(problem)
+    def prepare(self, problem: Problem) -> PreparedRun:
+        prepared = self.ring.prepare(problem)
 
         def run() -> Any:
-            mine = self.team.rank == 1
+            mine = self.comm.rank == 1
             if mine and self.name == "raises":
                 raise RuntimeError("a bug of a peer")
             if self.name == "hangs" and not mine:
-                dist.all_reduce(torch.zeros(1), group=self.team.group("hangs"))
-            result = attempt.run()
+                dist.all_reduce(torch.zeros(1), group=self.comm.process_group("hangs"))
+            result = prepared.run()
             if mine and self.name == "wrong":
                 result.view(-1)[3] += 1
             if mine and self.name == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return result
 
-        return replace(attempt, run=run)
+        return replace(prepared, run=run)
 
 
 class Late:
@@ -113,71 +123,71 @@ class Late:
 
     name = "late"
 
-    def __init__(self, team: Team) -> None:
-        self.team, self.runs = team, 0
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.runs = comm, 0
 
-    def prepare(self, problem: Problem) -> Attempt:
-        attempt = Yardstick(Ours()).prepare(problem)
+    def prepare(self, problem: Problem) -> PreparedRun:
+        prepared = SingleGpu(RingFA3()).prepare(problem)
 
         def run() -> object:
             self.runs += 1
-            if self.team.rank == 1 and self.runs > 6:  # three to warm up, three that say how long
+            if self.comm.rank == 1 and self.runs > 6:  # three to warm up, three that say how long
                 raise RuntimeError("a late bug")
-            return attempt.run()
+            return prepared.run()
 
-        return replace(attempt, run=run)
+        return replace(prepared, run=run)
 
 
 def spoilt(group: dist.ProcessGroup) -> tuple[float, RingRow, RingRow, RingRow]:
-    team = team_of(group, 2.0)
-    case, ring = case_of("lengths", team.world), Ring(team)
-    peers = [Peer(team, how) for how in ("hangs", "wrong", "raises", "memory")]
+    comm = communicator_of(group, 2.0)
+    case, ring = case_of("lengths", comm.world), Ring(comm)
+    peers = [Peer(comm, how) for how in ("hangs", "wrong", "raises", "memory")]
     begin = time.monotonic()
-    row = row_of(case, FORWARD, team, ring, *peers, Late(team), Ulysses(team, Ours()))
+    row = row_of(case, FORWARD, comm, ring, *peers, Late(comm), Ulysses(comm, RingFA3()))
     seconds = time.monotonic() - begin
-    ours = row_of(case, FORWARD, team, Peer(team, "raises"), Ulysses(team, Ours()))
-    return seconds, row, ours, row_of(case, BACKWARD, team, ring, Ulysses(team, Ours()))
+    ours = row_of(case, FORWARD, comm, Peer(comm, "raises"), Ulysses(comm, RingFA3()))
+    return seconds, row, ours, row_of(case, BACKWARD, comm, ring, Ulysses(comm, RingFA3()))
 
 
 def test_a_peer_that_fails_or_hangs_on_one_rank_holds_up_nobody() -> None:
     (seconds, row, ours, after), (_, *others) = sacrifice(2, 60, spoilt, limit=LIMIT_S)
     assert [row, ours, after] == others
-    stopped = {name: str(match.stopped) for name, match in row.matches.items()}
+    stopped = {name: str(match.stopped) for name, match in row.comparisons.items()}
     assert stopped["hangs"].startswith("failed: ")
     assert stopped["wrong"].startswith("wrong: out ")
     assert stopped["wrong"].endswith(" (rank 1)")
     assert stopped["raises"] == "failed: a bug of a peer (rank 1)"
     assert stopped["memory"] == "out of memory (rank 1)"
     assert stopped["late"] == "failed: a late bug (rank 1)"
-    assert row.matches["Ulysses on RingFA3"].ratio is not None
+    assert row.comparisons["Ulysses on RingFA3"].ratio is not None
     assert seconds < 40  # alone 6: three timeouts
     assert ours.stopped == "failed: a bug of a peer (rank 1)"
-    assert not ours.matches
+    assert not ours.comparisons
     assert after.stopped is None
-    assert after.matches["Ulysses on RingFA3"].ratio is not None
+    assert after.comparisons["Ulysses on RingFA3"].ratio is not None
 
 
 def test_yardstick_and_dense_do_as_many_flops() -> None:
     for kind in ("lengths", "documents", "window"):
         case = case_of(kind, 1)
         problem = make_problem(case, FORWARD, torch.float32, CPU)
-        yardstick = Yardstick(Ours()).prepare(problem)
+        yardstick = SingleGpu(RingFA3()).prepare(problem)
         assert yardstick.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
         assert yardstick.run().shape == (1, 120, 12, 32)
         assert yardstick.outputs is None
-        dense = Dense(Ring(Team())).prepare(problem)
+        dense = DenseRing(Ring(Communicator())).prepare(problem)
         assert dense.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
         assert dense.outputs is None
     four = case_of("lengths", 4)
     problem = make_problem(four, FORWARD, torch.float32, CPU)
-    assert Yardstick(Ours()).prepare(problem).run().shape == (1, 30, 12, 32)
+    assert SingleGpu(RingFA3()).prepare(problem).run().shape == (1, 30, 12, 32)
     window = case_of("window", 4)
-    share = Share(Ours()).prepare(make_problem(window, FORWARD, torch.float32, CPU))
+    share = SingleGpuSameMask(RingFA3()).prepare(make_problem(window, FORWARD, torch.float32, CPU))
     assert share.run().shape == (30, 12, 32)
     assert share.flops == 4 * 12 * 32 * visible(30, window.window[0])
 
 
-def test_a_ring_may_ask_for_a_kind_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_may_ask_for_a_select_forward_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """In its own calls alone."""
     asked: list[str | None] = []
 
@@ -185,10 +195,12 @@ def test_a_ring_may_ask_for_a_kind_of_forward(monkeypatch: pytest.MonkeyPatch) -
         asked.append(os.environ.get(forward_mode.FORWARD_MODE_ENV))
         return q
 
-    monkeypatch.setattr(ring_peers, "ring_attn_func", call)
+    monkeypatch.setattr(implementations, "ring_attn_func", call)
     monkeypatch.delenv(forward_mode.FORWARD_MODE_ENV, raising=False)
     problem = make_problem(case_of("lengths", 1), FORWARD, torch.float32, CPU)
-    rings = [Ring(Team(), "symmetric", kind) for kind in (None, *forward_mode.FORWARD_MODES)]
+    rings = [
+        Ring(Communicator(), "symmetric", kind) for kind in (None, *forward_mode.FORWARD_MODES)
+    ]
     assert [ring.name for ring in rings] == [
         "RingFA3 symmetric", "RingFA3 symmetric gathered", "RingFA3 symmetric hops",
     ]  # fmt: skip
@@ -211,23 +223,23 @@ def unused(*_: object) -> object:
 
 
 def test_what_a_peer_does_not_do_is_refused() -> None:
-    third, fifth = Team(0, 3), Team(0, 5)
-    with pytest.raises(RefusalError, match="no packed documents"):
+    third, fifth = Communicator(0, 3), Communicator(0, 5)
+    with pytest.raises(UnsupportedCaseError, match="no packed documents"):
         Zigzag(third, unused).rows(case_of("documents", 3))
-    with pytest.raises(RefusalError, match="no window"):
+    with pytest.raises(UnsupportedCaseError, match="no window"):
         Zigzag(third, unused).rows(case_of("window", 3))
-    with pytest.raises(RefusalError, match="120 tokens are no multiple of 14"):
-        Zigzag(Team(0, 7), unused).rows(case_of("lengths", 7))
-    with pytest.raises(RefusalError, match="6 KV heads on 5 ranks"):
-        Ulysses(fifth, Ours()).rows(case_of("lengths", 5))
-    with pytest.raises(RefusalError, match="needs a GPU"):
+    with pytest.raises(UnsupportedCaseError, match="120 tokens are no multiple of 14"):
+        Zigzag(Communicator(0, 7), unused).rows(case_of("lengths", 7))
+    with pytest.raises(UnsupportedCaseError, match="6 KV heads on 5 ranks"):
+        Ulysses(fifth, RingFA3()).rows(case_of("lengths", 5))
+    with pytest.raises(UnsupportedCaseError, match="needs a GPU"):
         TorchRing(third).rows(case_of("lengths", 3))
 
 
 def test_a_zigzag_is_the_layout_of_the_plan() -> None:
     for rank in range(4):
         case = RingCase("lengths", "", (64,), 4, 4, 16, CAUSAL, packed=True, world=4)
-        rows = Zigzag(Team(rank, 4), unused).rows(case)
+        rows = Zigzag(Communicator(rank, 4), unused).rows(case)
         begin, end = rank * 8, (7 - rank) * 8
         assert rows.tolist() == [*range(begin, begin + 8), *range(end, end + 8)]
 
@@ -297,14 +309,14 @@ def test_ring_flash_attn_runs_on_the_operators_of_fa3(
     operators: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A package of its structure, whose __init__ cannot be imported, stands in for it."""
-    monkeypatch.setattr(ring_peers, "PACKAGE", "zigzag_of_this_test")
+    monkeypatch.setattr(peers, "PACKAGE", "zigzag_of_this_test")
     monkeypatch.syspath_prepend(tmp_path)
     assert zigzag_function() is None
     folder = tmp_path / "zigzag_of_this_test"
     folder.mkdir()
     (folder / "__init__.py").write_text("import transformers_that_are_not_there")
     (folder / "zigzag_ring_flash_attn.py").write_text("import flash_attn.something_else")
-    with pytest.raises(PeerError, match="ring-flash-attn cannot be imported: No module named"):
+    with pytest.raises(LoadError, match="ring-flash-attn cannot be imported: No module named"):
         zigzag_function()
     path = folder / "zigzag_ring_flash_attn.py"
     path.write_text(PACKAGE)
@@ -313,19 +325,19 @@ def test_ring_flash_attn_runs_on_the_operators_of_fa3(
     function = zigzag_function()
     assert function is not None
     assert {n for n in sys.modules if n not in before} == set()
-    zigzag = Zigzag(Team(), function)
+    zigzag = Zigzag(Communicator(), function)
     for direction in (FORWARD, BACKWARD):
-        row = row_of(case_of("lengths", 1), direction, Team(), Ring(Team()), zigzag)
-        assert row.matches[zigzag.name].stopped is None
-        assert row.matches[zigzag.name].errors == row.errors
+        row = row_of(case_of("lengths", 1), direction, Communicator(), Ring(Communicator()), zigzag)
+        assert row.comparisons[zigzag.name].stopped is None
+        assert row.comparisons[zigzag.name].errors == row.errors
 
 
 def test_without_the_operators_ring_flash_attn_cannot_be_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_peers, "PACKAGE", "zigzag_of_that_test")
+    monkeypatch.setattr(peers, "PACKAGE", "zigzag_of_that_test")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "zigzag_of_that_test").mkdir()
     (tmp_path / "zigzag_of_that_test" / "__init__.py").write_text("")
-    with pytest.raises(PeerError, match=r"not there as torch\.ops\.flash_attn_3"):
+    with pytest.raises(LoadError, match=r"not there as torch\.ops\.flash_attn_3"):
         zigzag_function()

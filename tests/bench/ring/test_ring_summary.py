@@ -7,29 +7,29 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ringfa3.bench.common.cases import (
-    BACKWARD,
+from ringfa3.bench.common.cases import BACKWARD, FORWARD
+from ringfa3.bench.common.plot import draw
+from ringfa3.bench.common.results import Comparison, Results, RingRow, Row
+from ringfa3.bench.ring.cases import (
     CHECKPOINT,
     ERROR,
-    FORWARD,
     HOST,
     LENGTHS,
     MEMORY,
     RING_SETS,
     ring_case,
 )
-from ringfa3.bench.common.plot import draw
-from ringfa3.bench.common.results import Match, Results, RingRow, Row
+from ringfa3.bench.ring.plot import ring_figures
 from ringfa3.bench.ring.summary import ring_lines
 from ringfa3.bench.ring.table import ring_tables
 
-LINEUP = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
+IMPLEMENTATIONS = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
 
 
-def match(ratio: float | None, stopped: str | None = None) -> Match:
+def match(ratio: float | None, stopped: str | None = None) -> Comparison:
     if ratio is None:
-        return Match(stopped=stopped)
-    return Match(
+        return Comparison(stopped=stopped)
+    return Comparison(
         seconds=([1.0], [ratio]),
         tflops=(600.0, 600.0 / ratio),
         ratio=ratio,
@@ -48,29 +48,31 @@ def results() -> Results:
                 for case in make(world, 256):
                     if case.set in (MEMORY, CHECKPOINT) and direction == FORWARD:
                         continue
-                    row = RingRow.of(case, direction, "bfloat16", LINEUP)
-                    row.yardsticks = LINEUP[1:3]
+                    row = RingRow.of(case, direction, "bfloat16", IMPLEMENTATIONS)
+                    row.baselines = IMPLEMENTATIONS[1:3]
                     row.engine, row.transport = "kernels", "symmetric" if world > 1 else None
                     row.gathered = 5 << 20 if case.set in (LENGTHS, MEMORY) and world > 1 else None
-                    row.errors, row.alone = {"out": 2.1e-3}, {"out": 2e-3}
+                    row.errors, row.single_gpu_errors = {"out": 2.1e-3}, {"out": 2e-3}
                     if case.set == HOST:
                         row.host = {"RingFA3": [2.5e-4, 3e-4, 2e-4, 2e-4]}
                     if case.set == MEMORY:
                         row.memory = {"RingFA3": 3 << 30, "Ulysses on FA3": "out of memory"}
                         row.memory |= {"ring-flash-attn on FA3": 4 << 30}
-                        row.kept = {"RingFA3": 1 << 30}
+                        row.retained = {"RingFA3": 1 << 30}
                     if case.set == CHECKPOINT:
-                        row.lineup = ["kept", "recomputed", "stored"]
+                        row.implementations = ["kept", "recomputed", "stored"]
                         row.rings = {"kept": [1, 1], "recomputed": [2, 1], "stored": [1, 1]}
-                        row.memory = dict.fromkeys(row.lineup, 7 << 20)
-                        row.kept = dict(zip(row.lineup, (4 << 20, 2 << 20, 6 << 20), strict=True))
-                        row.matches = {"recomputed": match(1.25), "stored": match(0.75)}
-                        for found in row.matches.values():
+                        row.memory = dict.fromkeys(row.implementations, 7 << 20)
+                        row.retained = dict(
+                            zip(row.implementations, (4 << 20, 2 << 20, 6 << 20), strict=True)
+                        )
+                        row.comparisons = {"recomputed": match(1.25), "stored": match(0.75)}
+                        for found in row.comparisons.values():
                             found.tflops = None
                     if case.set in (HOST, MEMORY, ERROR, CHECKPOINT):
                         rows.append(row)
                         continue
-                    row.matches = {
+                    row.comparisons = {
                         "RingFA3 alone": match(0.97),
                         "FA3 alone": match(0.95),
                         "Ulysses on FA3": match(1.02)
@@ -78,7 +80,7 @@ def results() -> Results:
                         else match(None, "failed: no [answer] (rank 1)"),
                     }
                     rows.append(row)
-    rows[1].matches, rows[1].stopped = {}, "wrong: out is off by 1"
+    rows[1].comparisons, rows[1].stopped = {}, "wrong: out is off by 1"
     machine = {"device": "NVIDIA H200", "date": "2026-11-20"}
     return Results({}, machine, False, [], rows, True, "ring")
 
@@ -90,14 +92,14 @@ def test_json_and_back_is_the_same(results: Results, tmp_path: Path) -> None:
 
 
 def test_the_yardstick_is_the_faster_one() -> None:
-    row = RingRow.of(ring_case("lengths", "16", (16,), 2), FORWARD, "bfloat16", LINEUP)
-    row.yardsticks = LINEUP[1:3]
-    assert row.of_yardstick is None
-    row.matches = {"FA3 alone": match(None, "failed"), "RingFA3 alone": match(0.97)}
-    assert row.of_yardstick is not None
-    assert row.of_yardstick[0] == "RingFA3 alone"
-    row.matches |= {"FA3 alone": match(0.95), "Ulysses on FA3": match(0.5)}
-    assert row.of_yardstick[0] == "FA3 alone"
+    row = RingRow.of(ring_case("lengths", "16", (16,), 2), FORWARD, "bfloat16", IMPLEMENTATIONS)
+    row.baselines = IMPLEMENTATIONS[1:3]
+    assert row.fastest_baseline is None
+    row.comparisons = {"FA3 alone": match(None, "failed"), "RingFA3 alone": match(0.97)}
+    assert row.fastest_baseline is not None
+    assert row.fastest_baseline[0] == "RingFA3 alone"
+    row.comparisons |= {"FA3 alone": match(0.95), "Ulysses on FA3": match(0.5)}
+    assert row.fastest_baseline[0] == "FA3 alone"
 
 
 def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Results) -> None:
@@ -117,7 +119,7 @@ def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Resu
     assert "no [answer]" in said
     assert "3072 (1024)" in said
     assert "out of memory" in said
-    assert "How the plan spreads a case" in said
+    assert "Load balance of the plan" in said
     way = next(x for x in said.splitlines() if "recomputed" in x)
     cells = [cell.strip() for cell in way.split("│")[1:-1]]
     assert cells[2:] == ["recomputed", "1250", "1.250 [1.240, 1.260]", "2", "1", "7 (2)"]
@@ -125,7 +127,9 @@ def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Resu
 
 def test_each_set_has_a_line_at_the_end(results: Results) -> None:
     lengths, documents, _, error, host, memory, block, rest = ring_lines(results)
-    assert lengths.startswith("lengths: forward on 4: 0.950 0.950 0.950 0.950 of the yardstick, ")
+    assert lengths.startswith(
+        "lengths: forward on 4: 0.950 0.950 0.950 0.950 of the single-GPU baseline, "
+    )
     assert "1.020 1.020 1.020 1.020 of Ulysses on FA3" in lengths  # not of the row that stopped
     assert "; backward on 1: 0.950" in lengths
     assert documents.startswith("documents: forward on 4: 0.970 of RingFA3 alone, 0.950 of FA3 al")
@@ -146,17 +150,17 @@ def test_each_set_has_a_line_at_the_end(results: Results) -> None:
 
 
 def test_plots_show_peers_and_both_scalings(results: Results, tmp_path: Path) -> None:
-    from ringfa3.bench.common.plot import _scaling, _worlds
+    from ringfa3.bench.ring.plot import scaling_panels, worlds_grid
 
-    drawn = {path.name for path in draw(results, tmp_path)}
+    drawn = {path.name for path in draw(results, tmp_path, ring_figures)}
     sets = ("lengths", "scaling", "masks")
     assert drawn == {f"{d}-{s}.png" for d in (FORWARD, BACKWARD) for s in sets}
     rows = [r for r in results.rows if isinstance(r, RingRow) and r.direction == BACKWARD]
     whole = [r for r in rows if r.set == LENGTHS]
-    ((four,), (one,)) = _worlds(whole)
+    ((four,), (one,)) = worlds_grid(whole)
     assert four.groups == one.groups == ["64", "128", "256", "512", "1k"]
-    assert [s.name for s in four.series] == LINEUP
-    strong, weak = _scaling(whole)
+    assert [s.name for s in four.series] == IMPLEMENTATIONS
+    strong, weak = scaling_panels(whole)
     assert strong.groups == weak.groups == ["1", "4"]
     assert [s.label for s in weak.series] == ["64 a GPU", "128 a GPU", "256 a GPU"]
     for series in weak.series:

@@ -8,30 +8,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3.bench.common import ranks as team_module
-from ringfa3.bench.common.ranks import LostError, Team, ToldError
+from ringfa3.bench.common import communicator
+from ringfa3.bench.common.communicator import Communicator, RankFailedError, RankLostError
 from ringfa3.bench.common.timing import WallClock, paired
 from tests.support.ranks import sacrifice
 
 
-def team_of(group: dist.ProcessGroup, timeout: float = 20.0) -> Team:
+def communicator_of(group: dist.ProcessGroup, timeout: float = 20.0) -> Communicator:
     store = dist.distributed_c10d._get_default_store().clone()
     cpu = torch.device("cpu")
-    return Team(dist.get_rank(group), dist.get_world_size(group), store, cpu, timeout)
+    return Communicator(dist.get_rank(group), dist.get_world_size(group), store, cpu, timeout)
 
 
 def meetings(group: dist.ProcessGroup) -> list[object]:
-    team = team_of(group)
-    found: list[object] = [team.meet(team.rank), team.largest([team.rank, -team.rank])]
-    for teller in range(team.world):
+    comm = communicator_of(group)
+    found: list[object] = [comm.all_gather(comm.rank), comm.maximum([comm.rank, -comm.rank])]
+    for teller in range(comm.world):
         try:  # one rank is at the end of what it does, the others are still in the middle of it
-            if team.rank == teller:
-                team.meet(problem=f"no from {teller}")
-            team.largest([0.0])
-            team.meet()
-        except ToldError as error:
+            if comm.rank == teller:
+                comm.all_gather(error=f"no from {teller}")
+            comm.maximum([0.0])
+            comm.all_gather()
+        except RankFailedError as error:
             found.append(str(error))
-    return [*found, team.meet(team.rank)]
+    return [*found, comm.all_gather(comm.rank)]
 
 
 def test_a_problem_of_any_rank_reaches_all_at_the_same_meeting() -> None:
@@ -41,15 +41,15 @@ def test_a_problem_of_any_rank_reaches_all_at_the_same_meeting() -> None:
 
 
 def departures(group: dist.ProcessGroup, says: bool) -> str:
-    team = team_of(group)
-    team.meet()
-    team_module.PATIENCE, team_module.FURTHER_S = 0, 1.0  # type: ignore[misc]
-    if team.rank == 1:
+    comm = communicator_of(group)
+    comm.all_gather()
+    communicator.TIMEOUTS_PER_EXCHANGE, communicator.CHECK_SECONDS = 0, 1.0  # type: ignore[misc]
+    if comm.rank == 1:
         if says:
-            team.leave("its GPU fell off")
+            comm.report_loss("its GPU fell off")
         return "gone"
-    with pytest.raises(LostError) as lost:
-        team.meet()
+    with pytest.raises(RankLostError) as lost:
+        comm.all_gather()
     return str(lost.value)
 
 
@@ -67,14 +67,14 @@ Calls = list[tuple[float, float]]  # begin and end, on the clock of the host
 
 
 def in_step(group: dist.ProcessGroup) -> tuple[Calls, list[float], list[float]]:
-    team, calls = team_of(group), []
+    comm, calls = communicator_of(group), []
 
     def call(seconds: float) -> None:
         begin = time.monotonic()
-        time.sleep(seconds * (1 + team.rank))
+        time.sleep(seconds * (1 + comm.rank))
         calls.append((begin, time.monotonic()))
 
-    times = paired(lambda: call(0.004), lambda: call(0.008), 10, WallClock(team))
+    times = paired(lambda: call(0.004), lambda: call(0.008), 10, WallClock(comm))
     return calls, times.a, times.b
 
 
@@ -88,18 +88,18 @@ def test_samples_start_together_and_the_slowest_rank_counts() -> None:
 
 
 def test_one_process_is_a_team_that_waits_for_nobody() -> None:
-    team = Team()
-    assert team.meet("x") == ["x"]
-    assert team.largest([3.0, 1.0]) == [3.0, 1.0]
-    assert team.group("any") is None
-    team.start()
-    team.waited(1e9)
-    with pytest.raises(ToldError, match="wrong"):
-        team.meet(problem="wrong")
+    comm = Communicator()
+    assert comm.all_gather("x") == ["x"]
+    assert comm.maximum([3.0, 1.0]) == [3.0, 1.0]
+    assert comm.process_group("any") is None
+    comm.barrier()
+    comm.check_wait(1e9)
+    with pytest.raises(RankFailedError, match="wrong"):
+        comm.all_gather(error="wrong")
 
 
 def test_a_gpu_that_was_stuck_is_a_failure() -> None:
-    team = Team(0, 2, timeout=10.0)
-    team.waited(4.0)
+    comm = Communicator(0, 2, timeout=10.0)
+    comm.check_wait(4.0)
     with pytest.raises(RuntimeError, match="stuck for 6 s"):
-        team.waited(6.0)
+        comm.check_wait(6.0)

@@ -9,18 +9,29 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ringfa3.bench.common.cases import FORWARD, Case, select
-from ringfa3.bench.common.plot import draw, redraw
-from ringfa3.bench.common.results import Match, Results, ResultsError, Row, one_line, summaries
-from ringfa3.bench.common.table import SMOKE, attention_tables
+from ringfa3.bench.__main__ import plot_only
+from ringfa3.bench.attention.cases import select
+from ringfa3.bench.attention.plot import attention_figures
+from ringfa3.bench.attention.table import attention_tables
+from ringfa3.bench.common.cases import FORWARD, Case
+from ringfa3.bench.common.plot import draw
+from ringfa3.bench.common.results import (
+    Comparison,
+    Results,
+    ResultsError,
+    Row,
+    summaries,
+    summary_line,
+)
+from ringfa3.bench.common.table import SMOKE
 
-LINEUP = ["RingFA3", "FA3", "cuDNN"]
+IMPLEMENTATIONS = ["RingFA3", "FA3", "cuDNN"]
 
 
-def match(tflops: float, ratio: float) -> Match:
+def match(tflops: float, ratio: float) -> Comparison:
     """A at `tflops`, `ratio` times B's."""
     seconds = 1 / tflops
-    return Match(
+    return Comparison(
         seconds=([seconds] * 10, [seconds * ratio] * 10),
         tflops=(tflops, tflops / ratio),
         ratio=ratio,
@@ -36,11 +47,11 @@ def match(tflops: float, ratio: float) -> Match:
 def measured(cases: list[Case], ratio: float = 0.9) -> list[Row]:
     rows = []
     for i, case in enumerate(cases):
-        row = Row.of(case, FORWARD, "bfloat16", LINEUP)
+        row = Row.of(case, FORWARD, "bfloat16", IMPLEMENTATIONS)
         row.errors, row.allowed = {"out": 1e-3}, {"out": 4e-3}
-        row.matches = {
+        row.comparisons = {
             "FA3": match(512 + 7 * i, ratio + 0.01 * i),
-            "cuDNN": Match(stopped="refused: no [window]")
+            "cuDNN": Comparison(stopped="refused: no [window]")
             if case.packed
             else match(500 + 7 * i, 1.2),
         }
@@ -60,7 +71,7 @@ def results() -> Results:
         rows=measured(select(["paper", "gqa", "masks"], shrink=256)),
         complete=True,
     )
-    found.rows[1].matches, found.rows[1].stopped = {}, "out of memory"
+    found.rows[1].comparisons, found.rows[1].stopped = {}, "out of memory"
     return found
 
 
@@ -112,7 +123,7 @@ def test_geometric_means_by_set_and_head_dim(results: Results) -> None:
     found = {(s.set, s.head_dim, s.peer): s for s in summaries(results)}
     assert set(found) == {
         (group, d, peer)
-        for peer in LINEUP[1:]
+        for peer in IMPLEMENTATIONS[1:]
         for group, d in (
             ("paper", 64),
             ("paper", 128),
@@ -130,28 +141,28 @@ def test_geometric_means_by_set_and_head_dim(results: Results) -> None:
 
 
 def test_another_lineup_has_a_table_of_its_own(results: Results) -> None:
-    results.rows[-1].lineup = ["RingFA3", "without overlap"]
+    results.rows[-1].implementations = ["RingFA3", "without overlap"]
     assert [len(table.columns) for table in attention_tables(results)] == [10, 8]
 
 
 def test_the_line_at_the_end_names_the_worst_row(results: Results) -> None:
-    line = one_line(results, "FA3")
+    line = summary_line(results, "FA3")
     assert "\n" not in line
     assert line.startswith("RingFA3 / FA3, geometric means: forward paper d64 0.9")
     assert "worst 0.900 (forward d64 full 2 x 32)" in line
     assert line.endswith("; 1 rows without figures")
-    assert one_line(results, "nobody") == "no row against nobody was measured"
+    assert summary_line(results, "nobody") == "no row against nobody was measured"
 
 
 def test_a_smoke_run_says_so_everywhere(results: Results, tmp_path: Path) -> None:
     results.smoke = True
     assert SMOKE in printed(results)
-    assert one_line(results, "FA3").startswith("SMOKE RUN, no kernel figures: ")
+    assert summary_line(results, "FA3").startswith("SMOKE RUN, no kernel figures: ")
     assert json.loads(results.save(tmp_path).read_text())["smoke"] is True
 
 
 def test_plots_are_drawn_and_redrawn_from_json(results: Results, tmp_path: Path) -> None:
-    drawn = draw(results, tmp_path)
+    drawn = draw(results, tmp_path, attention_figures)
     names = ["forward-paper.png", "forward-gqa.png", "forward-masks.png"]
     assert [path.name for path in drawn] == names
     first = [path.read_bytes() for path in drawn]
@@ -159,19 +170,21 @@ def test_plots_are_drawn_and_redrawn_from_json(results: Results, tmp_path: Path)
     results.save(tmp_path)
     for path in drawn:
         path.unlink()
-    assert [path.read_bytes() for path in redraw(tmp_path / "results.json")] == first
+    assert plot_only(tmp_path / "results.json") == 0
+    assert [path.read_bytes() for path in drawn] == first
 
 
 def test_bars_carry_their_figures_and_what_stopped_them(results: Results) -> None:
     from matplotlib.figure import Figure
 
-    from ringfa3.bench.common.plot import _bars, _grid, _masks
+    from ringfa3.bench.attention.plot import masks_grid, shapes_grid
+    from ringfa3.bench.common.plot import draw_bars
 
     paper = [row for row in results.rows if row.set == "paper"]
-    grid = _grid(paper)
+    grid = shapes_grid(paper)
     assert [len(line) for line in grid] == [3, 3]
     axes = Figure().subplots()
-    _bars(axes, grid[0][0])
+    draw_bars(axes, grid[0][0])
     written = [text.get_text() for text in axes.texts]
     assert written[:2] == ["512", "OOM"]
     assert len(written) == 18
@@ -180,9 +193,9 @@ def test_bars_carry_their_figures_and_what_stopped_them(results: Results) -> Non
     assert heights[1] == 0
 
     masks = [row for row in results.rows if row.set == "masks"]
-    ((panel,),) = _masks(masks)
-    assert [s.name for s in panel.series] == LINEUP + LINEUP
+    ((panel,),) = masks_grid(masks)
+    assert [s.name for s in panel.series] == IMPLEMENTATIONS + IMPLEMENTATIONS
     for series in panel.series[3:]:
-        assert [row.beside for row in series.rows if row] == [
-            row.label for row in masks if row.beside is None
+        assert [row.equal_flops_of for row in series.rows if row] == [
+            row.label for row in masks if row.equal_flops_of is None
         ]

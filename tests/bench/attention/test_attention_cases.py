@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ringfa3.bench.attention.cases import SETS, select
 from ringfa3.bench.common.cases import (
     BACKWARD,
     CAUSAL,
     FORWARD,
     FULL,
-    SETS,
     Case,
     causal_of_equal_flops,
-    select,
 )
 from tests.support.dense import mask
 
@@ -87,11 +86,11 @@ def test_rows_of_a_set_have_names_of_their_own() -> None:
 
 def test_every_mask_stands_beside_a_causal_sequence_of_its_flops() -> None:
     found = select(["masks"])
-    assert [len(c.lengths) for c in found if c.beside is None] == [45, 7, 1, 1]
-    assert [c.window[0] for c in found[4:] if c.beside is None] == [4096, 1024]
+    assert [len(c.lengths) for c in found if c.equal_flops_of is None] == [45, 7, 1, 1]
+    assert [c.window[0] for c in found[4:] if c.equal_flops_of is None] == [4096, 1024]
     for case, causal in zip(found[::2], found[1::2], strict=True):
         assert case.tokens == 131072
-        assert causal.beside == case.label
+        assert causal.equal_flops_of == case.label
         assert causal.causal
         assert len(causal.lengths) == 1
         assert causal.flops(FORWARD) == pytest.approx(case.flops(FORWARD), rel=0.02)

@@ -1,0 +1,128 @@
+"""The cases of `python -m ringfa3.bench attention`, by set."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ringfa3.bench.common.cases import (
+    BACKWARD,
+    CAUSAL,
+    FORWARD,
+    FULL,
+    Case,
+    K,
+    causal_of_equal_flops,
+    documents,
+    short,
+)
+
+# Sets that compare RingFA3 with itself, and the direction of each. They run one at a time.
+ABLATION = "ablation"  # against the kernel without some of its optimisations
+MERGE = "merge"  # against other epilogues of a hop
+DETERMINISTIC = "deterministic"  # with deterministic=True and without
+SELF_COMPARISONS = {ABLATION: FORWARD, MERGE: FORWARD, DETERMINISTIC: BACKWARD}
+HEAD_DIMS = (64, 128, 256)
+MASK_TOKENS = 128 * K
+
+
+def dense(
+    set_name: str, batch: int, seqlen: int, heads: tuple[int, int], d: int, window: tuple[int, int]
+) -> Case:
+    """A batch of equal sequences; `heads` are (query heads, KV heads)."""
+    label = f"{short(seqlen)} x {batch}" if batch > 1 else short(seqlen)
+    return Case(set_name, label, (seqlen,) * batch, *heads, d, window)
+
+
+def paper(shrink: int) -> Iterable[Case]:
+    """FlashAttention-3's protocol: 16k tokens in all, hidden size 2048, full and causal."""
+    for d in HEAD_DIMS:
+        for window in (FULL, CAUSAL):
+            for seqlen in (512, K, 2 * K, 4 * K, 8 * K, 16 * K):
+                heads = 2048 // d
+                yield dense("paper", 16 * K // seqlen, seqlen // shrink, (heads, heads), d, window)
+
+
+def gqa(shrink: int) -> Iterable[Case]:
+    """Long sequences, 32 query heads on 8 KV heads."""
+    for window, longest in ((FULL, 32 * K), (CAUSAL, 128 * K)):
+        seqlen = 8 * K
+        while seqlen <= longest:
+            batch = max(1, 16 * K // seqlen)
+            yield dense("gqa", batch, seqlen // shrink, (32, 8), 128, window)
+            seqlen *= 2
+
+
+def mqa(shrink: int) -> Iterable[Case]:
+    """2 and 1 KV heads: fewer backward tiles than SMs unless the work split cuts them."""
+    for window in (FULL, CAUSAL):
+        for kv_heads in (2, 1):
+            case = dense("mqa", 2, 8 * K // shrink, (32, kv_heads), 128, window)
+            yield replace(case, label=f"{case.label}, {kv_heads} KV")
+
+
+def hops(shrink: int) -> Iterable[Case]:
+    """What a rank of a zigzag ring computes at a hop."""
+    yield hop("hops", shrink)
+
+
+def hop(set_name: str, shrink: int) -> Case:
+    """All rows of a rank on half the keys of another."""
+    rows, keys = 8 * K // shrink, 4 * K // shrink
+    label = f"{short(rows)} on {short(keys)}"
+    return Case(set_name, label, (rows,), 32, 8, 128, FULL, keys=(keys,))
+
+
+def merge(shrink: int) -> Iterable[Case]:
+    """The hop of `hops`, for the epilogues that merge or store its output."""
+    yield hop(MERGE, shrink)
+
+
+def deterministic(shrink: int) -> Iterable[Case]:
+    """Causal sequences of 8k, MHA and GQA."""
+    for d, heads, kv_heads in ((64, 32, 32), (128, 16, 16), (128, 32, 8), (256, 8, 8)):
+        case = dense(DETERMINISTIC, 2, 8 * K // shrink, (heads, kv_heads), d, CAUSAL)
+        yield replace(case, label=f"{case.label}, {heads}:{kv_heads}")
+
+
+def masks(shrink: int) -> Iterable[Case]:
+    """Packed documents and sliding windows, each followed by a causal sequence of equal FLOPs."""
+    tokens, rng = MASK_TOKENS // shrink, random.Random(1)
+    cases = []
+    for low, high in ((128, 16 * K), (K, 64 * K)):
+        lengths = documents(rng, tokens, max(1, low // shrink), high // shrink)
+        label = f"{len(lengths)} documents of {short(low // shrink)}-{short(high // shrink)}"
+        cases.append(Case("masks", label, lengths, 32, 8, 128, CAUSAL, packed=True))
+    for left in (4 * K, K):
+        window = (left // shrink, 0)
+        label = f"window {left // shrink}"
+        cases.append(Case("masks", label, (tokens,), 32, 8, 128, window))
+    for case in cases:
+        yield case
+        yield causal_of_equal_flops(case)
+
+
+def ablation(shrink: int) -> Iterable[Case]:
+    """The shape of FlashAttention-3's Table 2, which the paper measured in fp16."""
+    yield dense(ABLATION, 4, 8448 // shrink, (16, 16), 128, FULL)
+
+
+SETS = {
+    "paper": paper,
+    "gqa": gqa,
+    "mqa": mqa,
+    "hops": hops,
+    "masks": masks,
+    ABLATION: ablation,
+    MERGE: merge,
+    DETERMINISTIC: deterministic,
+}
+
+
+def select(
+    names: Iterable[str], head_dims: Iterable[int] = HEAD_DIMS, shrink: int = 1
+) -> list[Case]:
+    """The cases of the named sets, in order. `shrink` divides every length, for CPU runs."""
+    wanted = set(head_dims)
+    return [case for name in names for case in SETS[name](shrink) if case.head_dim in wanted]

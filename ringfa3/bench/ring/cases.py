@@ -1,0 +1,97 @@
+"""The cases of `python -m ringfa3.bench ring`, by set. `world` is the number of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ringfa3.bench.common.cases import Case, K, documents, short
+
+LENGTHS = "lengths"  # the only set of speed that also runs on fewer ranks
+MEMORY, ERROR, HOST, CHECKPOINT = "memory", "error", "host", "checkpoint"
+UNTIMED = (MEMORY, ERROR, HOST)
+RING_TOKENS = 256 * K  # of packed documents and windows
+SHARD_TOKENS = (4 * K, 16 * K, 64 * K)  # of each rank
+
+
+@dataclass(frozen=True)
+class RingCase(Case):
+    """A case whose tokens are sharded over `world` ranks."""
+
+    world: int = 1
+
+    def flops(self, direction: str) -> int:
+        """The mean over ranks."""
+        return super().flops(direction) // self.world
+
+
+def ring_case(
+    set_name: str, label: str, lengths: tuple[int, ...], world: int, left: int = -1
+) -> RingCase:
+    return RingCase(set_name, label, lengths, 32, 8, 128, (left, 0), packed=True, world=world)
+
+
+def one_sequence(world: int, shrink: int) -> Iterable[RingCase]:
+    """One causal sequence of a growing number of tokens."""
+    for tokens in (16 * K, 32 * K, 64 * K, 128 * K, 256 * K):
+        yield ring_case(LENGTHS, short(tokens // shrink), (tokens // shrink,), world)
+
+
+def packed_documents(world: int, shrink: int) -> Iterable[RingCase]:
+    """Documents of log-uniform lengths."""
+    yield _documents("documents", RING_TOKENS // shrink, K // shrink, 64 * K // shrink, world)
+
+
+def _documents(set_name: str, tokens: int, low: int, high: int, world: int) -> RingCase:
+    lengths = documents(random.Random(1), tokens, max(1, low), high)
+    label = f"{len(lengths)} documents of {short(low)}-{short(high)}"
+    return ring_case(set_name, label, lengths, world)
+
+
+def sliding_window(world: int, shrink: int) -> Iterable[RingCase]:
+    """A sliding window over a long sequence."""
+    left = 4 * K // shrink
+    label = f"window {left} of {short(RING_TOKENS // shrink)}"
+    yield ring_case("window", label, (RING_TOKENS // shrink,), world, left)
+
+
+def memory(world: int, shrink: int) -> Iterable[RingCase]:
+    """Shards of a fixed length on any number of ranks."""
+    for shard in SHARD_TOKENS:
+        if world > 1:
+            label = f"{short(shard // shrink)} a GPU"
+            yield ring_case(MEMORY, label, (shard * world // shrink,), world)
+
+
+def error(world: int, shrink: int) -> Iterable[RingCase]:
+    """Short enough for a float64 reference of every head."""
+    tokens = 8 * K // shrink
+    if world > 1:
+        yield ring_case(ERROR, short(tokens), (tokens,), world)
+        yield _documents(ERROR, tokens, 64 // min(shrink, 16), 4 * K // shrink, world)
+
+
+def host_time(world: int, shrink: int) -> Iterable[RingCase]:
+    """Short enough that the GPU finishes a call sooner than the host starts it."""
+    tokens = max(64, K // shrink)
+    if world > 1:
+        yield ring_case(HOST, f"{short(tokens)} a GPU", (tokens * world,), world)
+
+
+def checkpointed_block(world: int, shrink: int) -> Iterable[RingCase]:
+    """Shards of a fixed length for a transformer block under activation checkpointing."""
+    for shard in SHARD_TOKENS:
+        label = f"{short(shard // shrink)} a GPU"
+        yield ring_case(CHECKPOINT, label, (shard * world // shrink,), world)
+
+
+RING_SETS = {
+    LENGTHS: one_sequence,
+    "documents": packed_documents,
+    "window": sliding_window,
+    MEMORY: memory,
+    ERROR: error,
+    HOST: host_time,
+    CHECKPOINT: checkpointed_block,
+}

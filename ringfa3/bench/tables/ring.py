@@ -1,0 +1,104 @@
+"""The tables of rings: speed, memory, host time, errors, and checkpointed blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ringfa3.bench.common.results import Results, RingRow
+from ringfa3.bench.common.table import figure
+from ringfa3.bench.ring.cases import CHECKPOINT, ERROR, HOST, MEMORY
+from ringfa3.bench.ring.summary import MIB, ring_rows
+from ringfa3.bench.tables.markdown import peer, ratio, speed, table
+
+
+def ring_block(results: Results) -> Iterator[str]:
+    rows = ring_rows(results)
+    for names in dict.fromkeys(
+        (row.direction, tuple(row.implementations)) for row in rows if row.set not in TABLES
+    ):
+        yield from _speed(
+            [row for row in rows if (row.direction, tuple(row.implementations)) == names]
+        )
+    for name, make in TABLES.items():
+        if here := [row for row in rows if row.set == name]:
+            yield from make(here)
+
+
+def _speed(rows: list[RingRow]) -> Iterator[str]:
+    """TFLOP/s of one GPU. `of single GPU` is the speed over the faster baseline's."""
+    first = rows[0]
+    peers = [name for name in first.implementations[1:] if name not in first.baselines]
+    columns = ["direction", "GPUs", "case", f"{first.first}, TFLOP/s a GPU", "of single GPU [95%]"]
+    columns += [f"{name}; {first.first} / {name} [95%]" for name in peers]
+    cells = []
+    for row in rows:
+        baseline = row.fastest_baseline
+        cells.append(
+            [row.direction, str(row.world), row.label, row.stopped or speed(row, row.first)]
+            + [ratio(baseline[1]) if baseline else ""]
+            + [peer(row, name) for name in peers]
+        )
+    yield from table(columns, cells)
+
+
+def _memory(rows: list[RingRow]) -> Iterator[str]:
+    names = list(dict.fromkeys(name for row in rows for name in row.memory))
+    yield "MiB of a forward and backward beyond the inputs, as the device counts them, on the rank"
+    yield "with most; in brackets what remains allocated after the call."
+    yield ""
+    cells = [[str(row.world), row.label, *(_mib(row, name) for name in names)] for row in rows]
+    yield from table(["GPUs", "case", *names], cells)
+
+
+def _mib(row: RingRow, name: str) -> str:
+    used = row.memory.get(name, "")
+    if isinstance(used, str):
+        return used
+    return f"{used / MIB:.0f} ({row.retained.get(name, 0) / MIB:.0f})"
+
+
+def _host(rows: list[RingRow]) -> Iterator[str]:
+    yield "Microseconds of the host to start a call on an idle GPU, by rank."
+    yield ""
+    cells = [
+        [row.direction, row.label, name, ", ".join(f"{1e6 * s:.0f}" for s in seconds)]
+        for row in rows
+        for name, seconds in row.host.items()
+    ]
+    yield from table(["direction", "case", "call", "µs"], cells, 3)
+
+
+def _errors(rows: list[RingRow]) -> Iterator[str]:
+    yield "Largest error of the ring against float64, over that of RingFA3 on one GPU."
+    yield ""
+    cells = []
+    for row in rows:
+        errors = {row.first: row.errors} | {n: c.errors for n, c in row.comparisons.items()}
+        for name, by_output in errors.items():
+            growth = ", ".join(f"{o} {g:.3f}" for o, g in row.growth(by_output).items())
+            cells.append([row.direction, str(row.world), row.label, name, growth])
+    yield from table(["direction", "GPUs", "case", "ring", "error growth"], cells, 4)
+
+
+def _checkpoint(rows: list[RingRow]) -> Iterator[str]:
+    first = rows[0].first
+    yield f"Forward and backward of a transformer block. Ratio above 1: `{first}` is faster. MiB of"
+    yield "tensors beyond the inputs: at the peak, and in brackets between forward and backward."
+    yield ""
+    cells = []
+    for row in rows:
+        for name in row.implementations:
+            forward, backward = row.rings[name]
+            speedup = ratio(row.comparisons[name]) if name in row.comparisons else ""
+            cells.append([str(row.world), row.label, name, figure(row.milliseconds(name)), speedup])
+            cells[-1] += [f"{forward}, {backward}", _mib(row, name)]
+    columns = ["GPUs", "case", "attention", "ms", f"{first}: ratio [95%]", "rings fwd, bwd", "MiB"]
+    yield from table(columns, cells, 3)
+
+
+TABLES: dict[str, Callable[[list[RingRow]], Iterator[str]]] = {
+    MEMORY: _memory,
+    HOST: _host,
+    ERROR: _errors,
+    CHECKPOINT: _checkpoint,
+}

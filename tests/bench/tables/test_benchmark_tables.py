@@ -1,0 +1,144 @@
+"""`python -m ringfa3.bench tables`: the page of figures and the files that it is made from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ringfa3.bench.__main__ import main
+from ringfa3.bench.common.results import FILE, Results
+from ringfa3.bench.tables.provenance import command
+
+DOCS = Path(__file__).parent.parent.parent.parent / "docs"
+PAPER = "attention/nvidia-h200-2026-11-20-bf16-paper-forward"
+RING = "ring/nvidia-h200-x2-2026-11-22-bf16-lengths-and-scaling"
+
+
+def tables(page: Path, *options: str) -> int:
+    return main(["tables", "--page", str(page), *options])
+
+
+def test_the_committed_page_is_what_the_result_files_give() -> None:
+    assert tables(DOCS / "benchmarks.md", "--check") == 0
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """A page of two result files, without tables."""
+    for name in (PAPER, RING):
+        folder = tmp_path / "results" / name
+        folder.mkdir(parents=True)
+        shutil.copy(DOCS / "results" / name / FILE, folder)
+    page = tmp_path / "benchmarks.md"
+    blocks = [f"<!-- results: {name} -->\n<!-- end -->\n" for name in (PAPER, RING)]
+    page.write_text("# Figures\n\n" + "\nProse.\n\n".join(blocks))
+    return page
+
+
+def test_tables_are_written_between_the_markers_alone(page: Path) -> None:
+    empty = page.read_text()
+    assert tables(page, "--check") == 1
+    assert page.read_text() == empty
+    assert tables(page) == 0
+    text = page.read_text()
+    assert re.sub(r"(<!-- results: [^>]*>\n).*?(?=<!-- end)", r"\1", text, flags=re.S) == empty
+    assert tables(page, "--check") == 0
+    assert tables(page) == 0
+    assert page.read_text() == text
+
+
+def test_figures_are_those_of_the_file(page: Path) -> None:
+    """Against the JSON itself: a geometric mean, a row, a ring's share of one GPU."""
+    assert tables(page) == 0
+    text = page.read_text()
+    paper = json.loads((page.parent / "results" / PAPER / FILE).read_text())
+    s = paper["summary"][0]
+    assert f"| {s['geometric_mean']:.3f} | {s['worst']:.3f} ({s['worst_row']}) |" in text
+    row = paper["rows"][5]
+    fa3 = row["matches"]["FA3"]
+    low, high = fa3["interval"]
+    cell = f"| {fa3['tflops'][0]:.0f} | {fa3['tflops'][1]:.0f}, {fa3['ratio']:.3f} "
+    assert f"{cell}[{low:.3f}, {high:.3f}] |" in text
+    row = json.loads((page.parent / "results" / RING / FILE).read_text())["rows"][0]
+    share = min(row["matches"][name]["ratio"] for name in row["yardsticks"])
+    assert f"| {row['direction']} | {row['world']} | {row['label']} | " in text
+    assert f" {share:.3f} [" in text
+    for word in ("NVIDIA H200, 2026-11-20", "inputs N(0,1)", f"`{paper['machine']['sources']}`"):
+        assert word in text
+
+
+def test_a_changed_result_is_noticed(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tables(page) == 0
+    path = page.parent / "results" / PAPER / FILE
+    content = json.loads(path.read_text())
+    content["rows"][3]["matches"]["FA3"]["ratio"] *= 1.01
+    path.write_text(json.dumps(content))
+    assert tables(page, "--check") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"results: {PAPER} differs from its file" in line
+    assert tables(page) == 0
+    assert tables(page, "--check") == 0
+
+
+def test_a_file_or_row_that_no_block_shows_must_be_listed(
+    page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tables(page) == 0
+    text = page.read_text()
+    page.write_text(text.replace(f"results: {RING}", f"results: {RING} direction=forward"))
+    assert tables(page) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"6 of 12 rows of results/{RING}/{FILE} are in no block" in line
+    page.write_text(page.read_text() + f"\n* `{RING}`: its backward is superseded.\n")
+    assert tables(page, "--check") == 0
+    shutil.copytree(page.parent / "results" / PAPER, page.parent / "results" / f"{PAPER}-2")
+    assert tables(page, "--check") == 1
+    assert f"36 of 36 rows of results/{PAPER}-2/{FILE}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ("ring/missing", "there is no such file"),
+        (f"{PAPER} head=64", "unknown filter head=64; known are direction=..., "),
+        (f"{PAPER} direction=sideways", "selects no row"),
+    ],
+)
+def test_a_block_that_cannot_be_made_is_one_line_and_code_2(
+    page: Path, capsys: pytest.CaptureFixture[str], block: str, text: str
+) -> None:
+    page.write_text(f"<!-- results: {block} -->\n<!-- end -->\n")
+    assert tables(page) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
+
+
+def test_a_missing_page_is_one_line_and_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tables(tmp_path / "none.md") == 2
+    assert "tables: [Errno 2]" in capsys.readouterr().err
+
+
+def test_commands_are_those_of_the_settings() -> None:
+    commands = {
+        path.parent.name: command(Results.load(path)) for path in DOCS.glob(f"results/*/*/{FILE}")
+    }
+    assert commands["nvidia-h200-2026-11-20-bf16-paper-forward"] == (
+        "python -m ringfa3.bench attention --set paper --direction fwd --fa3 fa3.so"
+    )
+    assert commands["nvidia-h200-2026-11-20-fp16-ablation"] == (
+        "python -m ringfa3.bench attention --set ablation --dtype fp16 --direction fwd"
+    )
+    assert commands["nvidia-h200-x2-2026-11-22-bf16-lengths-backward"] == (
+        "torchrun --standalone --nproc-per-node 2 -m ringfa3.bench ring --set lengths "
+        "--direction bwd --transport symmetric nccl --worlds 2 --longest 65536 --fa3 fa3.so"
+    )
+    assert commands["nvidia-h200-x4-2026-11-20-bf16-lengths-forward"] == (
+        "torchrun --standalone --nproc-per-node 4 -m ringfa3.bench ring --set lengths "
+        "--direction fwd --transport symmetric nccl --worlds 4 --fa3 fa3.so"
+    )
