@@ -8,29 +8,21 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from train.config import Config, ConfigError
+from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
 from train.data.mixture import training_samples
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED, Piece, pack
 from train.data.shards import Corpus
-from train.engine.checkpoint import (
-    DAMAGED,
-    Checkpoints,
-    find_checkpoint,
-    read_facts,
-    require_shared,
-)
+from train.engine.checkpoint import Checkpoints, read_facts, require_shared
 from train.engine.parallel import (
     ParallelLayout,
     data_parallel,
-    from_rank_0,
     require_agreement,
     sum_over_ranks,
 )
@@ -45,6 +37,7 @@ from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
 from train.tasks.evaluate import Evaluation, evaluate
+from train.tasks.resume import prepare_folder, restore
 from train.tasks.summary import summarise, write_summary
 
 SELF_ONLY = (0, 0)  # attention window (left, right) in which each token sees only itself
@@ -88,53 +81,17 @@ class Trainer:
 
     def _begin(self, config_json: str) -> None:
         """Continue the run in the folder, or start a new one there."""
-        from_rank_0(self.parallel, self._prepare_folder)
+        prepare_folder(self.config, self.folder, self.parallel)
         require_shared(self.parallel, self.folder.checkpoints)
         if self.parallel.rank == 0:
             self.checkpoints.remove_litter()
-        source = self._restore()
+        source = restore(self.config, self.state, self.checkpoints, self.say)
         if self.parallel.rank == 0:
             write_atomically(self.folder.config, config_json + "\n")
             self.corpus.tokenizer.save(str(self.folder.tokenizer))
             wandb = WandbRun(self.config, self.folder, self.say) if self.config.log.wandb else None
             self.recorder = Recorder(self.folder, self.state.step, self.say, wandb)
         self._say_event(source)
-
-    def _prepare_folder(self) -> None:
-        """On rank 0: create the folder, or check that its contents belong to this run."""
-        if not self.parallel.restarted:
-            self.folder.require_fit(self.config)
-            if self.folder.is_replaced_by(self.config):
-                self.folder.clear()
-        self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
-
-    def _restore(self) -> str:
-        """Load the state to continue from, if any; returns a line that names its origin."""
-        options = self.config.checkpoint
-        own = self.checkpoints.choose()
-        if own is None and any(self.folder.checkpoints.glob(f"{DAMAGED}*")):
-            raise ConfigError(
-                f"run.dir={self.config.run.dir}: every checkpoint of this run is damaged "
-                f"(checkpoints/{DAMAGED}*); begin anew in another folder, with "
-                f"run.overwrite=true checkpoint.resume=never, or from another run's checkpoint"
-            )
-        if own is not None:
-            self.state.load(own)
-            self.checkpoints.saved = self.state.step
-            return f"goes on after step {self.state.step}, from {own.name}"
-        origin = options.init_from
-        if options.resume not in ("auto", "never"):
-            origin = options.resume
-        if origin is None:
-            return "starts at step 0"
-        path = from_rank_0(
-            self.parallel, lambda: find_checkpoint(Path(origin).expanduser(), self.say)
-        )
-        if options.init_from is not None:
-            self.state.load_weights(path)
-            return f"starts at step 0 with the weights of {path}"
-        self.state.load(path)
-        return f"goes on after step {self.state.step}, from {path}"
 
     def say(self, text: str) -> None:
         """Print a line on the console of rank 0."""

@@ -240,9 +240,9 @@ def test_a_summary_that_is_torn_or_of_fewer_steps_is_not_the_end(config, left):
     folder.config.write_text(json.dumps(dataclasses.asdict(config)))
     folder.metrics.touch()
     folder.summary.write_text(left)
-    assert not Sweep([])._look_into(folder.path, config)
+    assert not Sweep([])._is_finished(folder.path, config)
     folder.summary.write_text(f'{{"steps": {config.train.steps}}}')
-    assert Sweep([])._look_into(folder.path, config)
+    assert Sweep([])._is_finished(folder.path, config)
 
 
 def test_folders_tell_jobs_apart():

@@ -1,0 +1,62 @@
+"""The start of a run: its folder, and the checkpoint that it continues from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from train.config import Config, ConfigError
+from train.engine.checkpoint import DAMAGED, Checkpoints, find_checkpoint
+from train.engine.parallel import ParallelLayout, from_rank_0
+from train.engine.train_state import TrainState
+from train.run.run_folder import RunFolder
+
+
+def prepare_folder(config: Config, folder: RunFolder, parallel: ParallelLayout) -> None:
+    """Create the run folder, or check that its contents belong to this run. Rank 0 does the work.
+
+    Raises ``ConfigError`` on every rank if the folder contains anything else.
+    """
+
+    def prepare() -> None:
+        if not parallel.restarted:
+            folder.require_fit(config)
+            if folder.is_replaced_by(config):
+                folder.clear()
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    from_rank_0(parallel, prepare)
+
+
+def restore(
+    config: Config, state: TrainState, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> str:
+    """Load the state that the run continues from, if any; returns a line that names its origin.
+
+    A checkpoint of the run itself goes first, then ``checkpoint.resume`` or ``init_from``. Raises
+    ``ConfigError`` if every checkpoint of the run is damaged.
+    """
+    own = checkpoints.choose()
+    if own is None and any(checkpoints.folder.glob(f"{DAMAGED}*")):
+        raise ConfigError(
+            f"run.dir={config.run.dir}: every checkpoint of this run is damaged "
+            f"(checkpoints/{DAMAGED}*); begin anew in another folder, with "
+            f"run.overwrite=true checkpoint.resume=never, or from another run's checkpoint"
+        )
+    if own is not None:
+        state.load(own)
+        checkpoints.saved = state.step
+        return f"goes on after step {state.step}, from {own.name}"
+    origin = config.checkpoint.init_from
+    if config.checkpoint.resume not in ("auto", "never"):
+        origin = config.checkpoint.resume
+    if origin is None:
+        return "starts at step 0"
+    path = from_rank_0(
+        checkpoints.parallel, lambda: find_checkpoint(Path(origin).expanduser(), say)
+    )
+    if config.checkpoint.init_from is not None:
+        state.load_weights(path)
+        return f"starts at step 0 with the weights of {path}"
+    state.load(path)
+    return f"goes on after step {state.step}, from {path}"
