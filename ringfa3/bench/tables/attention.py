@@ -42,7 +42,7 @@ def _means(results: Results, first: str, peers: list[str]) -> Iterator[str]:
 
 def _rows(rows: list[Row], first: str, peers: list[str]) -> Iterator[str]:
     columns = ["direction", "mask", "tokens", "heads", "d", f"{first}, TFLOP/s"]
-    columns += [f"{name}; {first} / {name} [95%]" for name in peers]
+    columns += [f"{name}, ratio [95%]" for name in peers]
     yield from table(columns, [_cells(row, peers) for row in rows], 3)
 
 

@@ -24,7 +24,9 @@ from ringfa3.bench.tables.attention import attention_block
 from ringfa3.bench.tables.provenance import provenance
 from ringfa3.bench.tables.ring import ring_block
 
-BLOCK = re.compile(r"<!-- results: (?P<name>\S+)(?P<filters>[^>]*?) -->\n.*?<!-- end -->", re.S)
+BLOCK = re.compile(
+    r"^<!-- results: (?P<name>\S+)(?P<filters>[^>]*?) -->\n.*?^<!-- end -->", re.S | re.M
+)
 LISTED = re.compile(r"^\* `(?P<name>\S+)`: ", re.M)
 FILTERS = ("direction", "set", "world", "label")
 

@@ -25,11 +25,17 @@ def ring_block(results: Results) -> Iterator[str]:
 
 
 def _speed(rows: list[RingRow]) -> Iterator[str]:
-    """TFLOP/s of one GPU. `of single GPU` is the speed over the faster baseline's."""
+    """TFLOP/s of one GPU. "over single GPU": the ratio to the faster baseline."""
     first = rows[0]
     peers = [name for name in first.implementations[1:] if name not in first.baselines]
-    columns = ["direction", "GPUs", "case", f"{first.first}, TFLOP/s a GPU", "of single GPU [95%]"]
-    columns += [f"{name}; {first.first} / {name} [95%]" for name in peers]
+    columns = [
+        "direction",
+        "GPUs",
+        "case",
+        f"{first.first}, TFLOP/s a GPU",
+        "over single GPU [95%]",
+    ]
+    columns += [f"{name}, ratio [95%]" for name in peers]
     cells = []
     for row in rows:
         baseline = row.fastest_baseline
