@@ -1,0 +1,194 @@
+"""The documentation is true: its code runs as printed, and what it names exists."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ringfa3.bench import __main__ as bench
+from ringfa3.build import __main__ as build
+from ringfa3.build.units import select_units
+from tests.support.markdown import (
+    PAGES,
+    ROOT,
+    anchors,
+    blocks,
+    code_spans,
+    commands,
+    links,
+)
+from train.config import register_schema, schema_key, schema_keys
+from train.pretrain import check_command_line, read_command_line
+
+README = ROOT / "README.md"
+MOST_LINES = 150  # of the README
+FOLDERS = "ringfa3|train|tests|csrc|configs|docs|examples|benchmarks"
+SECTIONS = (
+    "parallel|train|checkpoint|guard|run|log|profile|sweep|generate|eval|data|optim|model\\.rope"
+)
+# Home-made words of earlier versions, in halves, so that they are not found here.
+HOME_MADE = (
+    ("admis", "sions?"),
+    ("cour", "ses?"),
+    ("look", "out"),
+    ("summ", "ons"),
+    ("enclo", "sures?"),
+    ("por", "tions?"),
+    ("hind", "rance"),
+    ("car", "go"),
+)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_readme_prints_its_example() -> None:
+    """The block is the file, which runs in tests/test_examples.py, where its output is compared."""
+    file = (ROOT / "examples" / "attend.py").read_text()
+    code = file[file.index("import os") :]
+    assert [content for language, content in blocks(README) if language == "python"] == [code]
+
+
+def test_the_quickstart_prints_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python blocks run one after the other in one namespace, here on the CPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = [b for b in blocks(ROOT / "docs" / "quickstart.md") if b[0] != "bash"]
+    assert [language for language, _ in found] == ["python", "text"] * (len(found) // 2)
+    namespace: dict[str, object] = {}
+    for (_, code), (_, expected) in zip(found[::2], found[1::2], strict=True):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(compile(code, "quickstart.md", "exec"), namespace)
+        assert said.getvalue() == expected
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not fragment or fragment in anchors(target), f"{page.name} links to {link}"
+
+
+@each_page
+def test_paths_exist(page: Path) -> None:
+    """Every path that begins with a folder of the project, but for those with a NAME in them."""
+    named = re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./*-]*", page.read_text())
+    for path in (name.rstrip(".") for name in named):
+        if re.search(r"[A-Z]{4}|\*", path) is None:
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+@each_page
+def test_modules_and_their_names_exist(page: Path) -> None:
+    """`ringfa3.a.b` is a module, or a name in one."""
+    for dotted in set(re.findall(r"(?<![\w./])ringfa3(?:\.[A-Za-z_]\w*)+", page.read_text())):
+        module, _, name = dotted.rpartition(".")
+        try:
+            importlib.import_module(dotted)
+        except ImportError:
+            assert hasattr(importlib.import_module(module), name), f"{page.name} names {dotted}"
+
+
+@each_page
+def test_commands_can_be_given(page: Path) -> None:
+    """Keys, groups, sets and options of the commands in shell blocks; targets of make."""
+    register_schema()
+    makefile = (ROOT / "Makefile").read_text()
+    for words in commands(page):
+        if "train/pretrain.py" in words:
+            given = [w for w in words[words.index("train/pretrain.py") + 1 :] if w != "..."]
+            check_command_line(read_command_line(given))
+        elif "ringfa3.bench" in words:
+            bench.parser().parse_args(words[words.index("ringfa3.bench") + 1 :])
+        elif "ringfa3.build" in words:
+            asked = build.parser().parse_args(words[words.index("ringfa3.build") + 1 :])
+            assert select_units(asked.units)
+        elif words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.M), f"{page.name}: make {words[1]}"
+
+
+@each_page
+def test_settings_of_the_trainer_exist(page: Path) -> None:
+    known = schema_keys()
+    for span in code_spans(page):
+        for key in re.findall(rf"(?<![\w/.])((?:{SECTIONS})\.[a-z_]+)(?!\w*[./(])", span):
+            if key.rpartition(".")[2] not in ("json", "jsonl", "md", "png", "py", "yaml"):
+                assert schema_key(key) in known or any(k.startswith(f"{key}.") for k in known), (
+                    f"{page.name} names {key}"
+                )
+
+
+def test_every_environment_variable_of_ours_is_documented() -> None:
+    sources = [p for folder in ("ringfa3", "train") for p in (ROOT / folder).rglob("*.py")]
+    read = {v for p in sources for v in re.findall(r'"(RINGFA3_[A-Z_]+)"', p.read_text())}
+    table = (ROOT / "docs" / "install.md").read_text()
+    assert read == set(re.findall(r"^\| `(RINGFA3_[A-Z_]+)`", table, re.M))
+
+
+@cache
+def _literals() -> set[str]:
+    """Constant parts of all strings in the code."""
+    folders = (ROOT / name for name in ("ringfa3", "train"))
+    trees = [ast.parse(p.read_text()) for folder in folders for p in folder.rglob("*.py")]
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def _messages() -> list[str]:
+    """What stands in code in the first cells of the tables in docs/failures.md."""
+    lines = (ROOT / "docs" / "failures.md").read_text().splitlines()
+    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize("message", _messages())
+def test_documented_errors_are_those_of_the_code(message: str) -> None:
+    """At least 0.6 of a message's letters are constant text of the code; the rest are values."""
+    known = [
+        *(text.strip() for text in _literals() if text.strip() in message),
+        *(
+            part.strip()
+            for part in re.split(r"\d+|\.\.\.|=|'\w+'", message)
+            if any(part.strip() in text for text in _literals())
+        ),
+    ]
+    letters = {i for i, letter in enumerate(message) if letter.isalpha()}
+    covered = {
+        i
+        for text in known
+        if len(text) >= 6
+        for match in re.finditer(re.escape(text), message)
+        for i in range(*match.span())
+    }
+    assert len(covered & letters) >= 0.6 * len(letters), f"the code does not say: {message}"
+
+
+def test_no_page_or_source_uses_a_home_made_word() -> None:
+    """Words that only RingFA3 used; the field's stand in their place."""
+    pattern = re.compile(rf"\b({'|'.join(a + b for a, b in HOME_MADE)})\b", re.I)
+    found = []
+    folders = ("ringfa3", "csrc", "train", "tests", "docs", "examples", "configs")
+    files = [*PAGES, *(p for name in folders for p in (ROOT / name).rglob("*"))]
+    for path in files:
+        if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp", ".md", ".yaml"):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                found += [f"{path}:{number}: {line}"] if pattern.search(line) else []
+    assert not found, "\n".join(found)
+
+
+def test_there_is_a_page_for_each_topic() -> None:
+    topics = {p.name for p in (ROOT / "docs").glob("*.md")}
+    for page in topics:
+        assert any(os.path.normpath(link) == f"docs/{page}" for link in links(README)), page
