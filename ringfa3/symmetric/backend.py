@@ -67,7 +67,7 @@ class DriverCalls(NamedTuple):
     """
 
     calls: list[cuda_driver.Call]
-    waits: list[tuple[Stream, list[str], list[cuda_driver.WordOperation]]]
+    waits: list[tuple[Stream, list[str], list[cuda_driver.MemoryOp]]]
 
 
 class _Batch(NamedTuple):
@@ -76,7 +76,7 @@ class _Batch(NamedTuple):
     counts, names  which of them count a wait for a signal, and the names of these waits
     """
 
-    operations: list[cuda_driver.WordOperation]
+    operations: list[cuda_driver.MemoryOp]
     counts: list[int]
     names: list[str]
 
@@ -104,7 +104,7 @@ class SymmetricBackend:
         self.memory = IpcMemory(group.rank, group.world, device, group.gather)
         self.signals = signals(group.rank, group.world, group.gather)
         torch.cuda.synchronize(device)  # makes its context the current one
-        self._enter = [cuda_driver.enter(cuda_driver.context())]
+        self._enter = [cuda_driver.set_context(cuda_driver.current_context())]
         side = (Stream.KV, Stream.GRADIENTS)
         self._streams: dict[Stream, torch.cuda.Stream] = {s: _stream(device) for s in side}
         self._waits = dict.fromkeys(Stream, 0)  # for signals, so far, of each stream
@@ -209,10 +209,10 @@ class SymmetricBackend:
         if isinstance(operation, RecordEvent) and operation.event not in in_kernel:
             return cuda_driver.record(handle, self._event(operation.event))
         if isinstance(operation, WaitEvent):
-            return cuda_driver.await_event(handle, self._event(operation.event))
+            return cuda_driver.wait_event(handle, self._event(operation.event))
         if isinstance(operation, AttendGathered) and operation.blocks[-1].arrived not in in_kernel:
             last = operation.blocks[-1].arrived  # one stream copies all blocks
-            return cuda_driver.await_event(handle, self._event(last))
+            return cuda_driver.wait_event(handle, self._event(last))
         if isinstance(operation, Copy):
             source, target = operation.source, operation.target
             size = (source.end - source.begin) * self._row_bytes[source.buffer]
@@ -223,7 +223,9 @@ class SymmetricBackend:
         if batch.operations:
             if self.captured and batch.names:
                 batch.operations.extend(self._replays.passed(stream))
-            call, read = cuda_driver.batch(self._streams[stream].cuda_stream, batch.operations)
+            call, read = cuda_driver.batch_memory_ops(
+                self._streams[stream].cuda_stream, batch.operations
+            )
             prepared.calls.append(call)
             if batch.counts:
                 counts = [read[i] for i in batch.counts]

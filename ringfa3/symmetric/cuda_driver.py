@@ -1,7 +1,7 @@
 """Calls of the CUDA driver, prepared once and issued often.
 
-Above all, a stream sets or awaits words without a kernel, several in one call; PyTorch has nothing
-of the kind. Streams, events and addresses are plain integers and belong to one context.
+Most are stream memory operations, which PyTorch lacks: a stream sets or waits for words without a
+kernel, several in one call. Streams, events and addresses are integers and belong to one context.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 Call = tuple[Callable[..., int], tuple[object, ...]]  # an entry point, and its arguments in C
 
 
-class WordOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of 32 bits. A call reads it when it is issued."""
+class MemoryOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams for a 32-bit value. The driver reads it when the call is issued."""
 
     _fields_ = (
         ("operation", ctypes.c_int),
         ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),  # a union of 32 and 64 bits; the lower half counts
+        (
+            "value",
+            ctypes.c_uint64,
+        ),  # a union of 32 and 64 bits, of which 32-bit operations read the lower half
         ("flags", ctypes.c_uint),
         ("alias", ctypes.c_uint64),
         ("reserved", ctypes.c_uint64),
@@ -34,7 +37,7 @@ class WordOperation(ctypes.Structure):
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle: memory of one process, for others of the host."""
+    """CUipcMemHandle: memory of one process that others of its host can map."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
@@ -53,93 +56,94 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_Address), ctypes.c_void_p, ctypes.c_uint),
     "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
     "cuMemcpyDtoDAsync_v2": (_Address, _Address, ctypes.c_size_t, _Handle),
-    "cuStreamBatchMemOp_v2": (_Handle, ctypes.c_uint, ctypes.POINTER(WordOperation), ctypes.c_uint),
+    "cuStreamBatchMemOp_v2": (_Handle, ctypes.c_uint, ctypes.POINTER(MemoryOp), ctypes.c_uint),
     "cuStreamWaitEvent": (_Handle, _Handle, ctypes.c_uint),
 }
 
 
 class DriverError(RuntimeError):
-    """The driver is not there, is too old, or refused a call."""
+    """There is no driver, it is too old, or a call failed."""
 
 
 def load() -> None:
-    """Finds the entry points.
+    """Loads the entry points.
 
     Raises:
-        DriverError: there is no driver, or an entry point is not in it.
+        DriverError: there is no driver, or it lacks an entry point.
     """
     _entries()
 
 
-# At once
+# Calls made at once
 
 
-def context() -> int:
-    """The current context. Raises DriverError: this thread has none."""
-    found = _Handle()
-    _now("cuCtxGetCurrent", ctypes.byref(found))
-    if found.value is None:
+def current_context() -> int:
+    """Raises DriverError: this thread has none."""
+    current = _Handle()
+    _now("cuCtxGetCurrent", ctypes.byref(current))
+    if current.value is None:
         raise DriverError("no CUDA context is current")
-    return found.value
+    return current.value
 
 
-def register(address: int, size: int) -> int:
-    """Lets the current device reach host memory; gives its address there."""
+def register_host_memory(address: int, size: int) -> int:
+    """Maps host memory for the current device; returns its address there."""
     _now("cuMemHostRegister_v2", address, size, _MAPPED)
-    there = _Address()
-    _now("cuMemHostGetDevicePointer_v2", ctypes.byref(there), address, 0)
-    return there.value
+    mapped = _Address()
+    _now("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, 0)
+    return mapped.value
 
 
 def allocate(size: int) -> int:
-    """Memory of the current device."""
-    made = _Address()
-    _now("cuMemAlloc_v2", ctypes.byref(made), size)
-    return made.value
+    """The address of `size` new bytes on the current device."""
+    allocated = _Address()
+    _now("cuMemAlloc_v2", ctypes.byref(allocated), size)
+    return allocated.value
 
 
 def free(address: int) -> None:
-    """Frees what `allocate` gave, when the device has done with it."""
+    """Frees memory of `allocate`, after the device's work on it."""
     _now("cuMemFree_v2", address)
 
 
-def share(address: int) -> str:
-    """By what other processes of the host find memory that `allocate` gave."""
+def ipc_handle(address: int) -> str:
+    """A handle by which other processes of the host can map memory of `allocate`."""
     handle = IpcHandle()
     _now("cuIpcGetMemHandle", ctypes.byref(handle), address)
     return bytes(handle).hex()
 
 
-def attach(handle: str) -> int:
-    """The address, for the current device, of what another process has shared."""
-    there = _Address()
+def ipc_open(handle: str) -> int:
+    """Maps another process's memory for the current device; returns its address there."""
+    mapped = _Address()
     memory = IpcHandle.from_buffer_copy(bytes.fromhex(handle))
-    _now("cuIpcOpenMemHandle_v2", ctypes.byref(there), memory, _LAZY_PEER_ACCESS)
-    return there.value
+    _now("cuIpcOpenMemHandle_v2", ctypes.byref(mapped), memory, _LAZY_PEER_ACCESS)
+    return mapped.value
 
 
-def detach(address: int) -> None:
+def ipc_close(address: int) -> None:
+    """Unmaps memory of `ipc_open`."""
     _now("cuIpcCloseMemHandle", address)
 
 
 def new_event() -> int:
-    """An event that has passed."""
-    made = _Handle()
-    _now("cuEventCreate", ctypes.byref(made), _NO_TIMING)
-    assert made.value is not None
-    return made.value
+    """An event that counts as passed until it is recorded."""
+    event = _Handle()
+    _now("cuEventCreate", ctypes.byref(event), _NO_TIMING)
+    assert event.value is not None
+    return event.value
 
 
-# Prepared
+# Calls prepared for `issue`
 
 
-def enter(context: int) -> Call:
-    """Makes a context the current one: a thread may have none before it calls CUDA's runtime."""
+def set_context(context: int) -> Call:
+    """Makes a context current: a thread may have none before it calls CUDA's runtime."""
     return _entries()["cuCtxSetCurrent"], (_Handle(context),)
 
 
 def copy(stream: int, target: int, source: int, size: int) -> Call:
-    """Copies bytes between any two of the mapped devices."""
+    """Copies `size` bytes between any devices whose memory is mapped here."""
     arguments = (_Address(target), _Address(source), ctypes.c_size_t(size), _Handle(stream))
     return _entries()["cuMemcpyDtoDAsync_v2"], arguments
 
@@ -148,23 +152,24 @@ def record(stream: int, event: int) -> Call:
     return _entries()["cuEventRecord"], (_Handle(event), _Handle(stream))
 
 
-def await_event(stream: int, event: int) -> Call:
+def wait_event(stream: int, event: int) -> Call:
     return _entries()["cuStreamWaitEvent"], (_Handle(stream), _Handle(event), ctypes.c_uint(0))
 
 
-def wait(address: int, value: int) -> WordOperation:
-    """A stream goes on when the word is `value`. The word lies in registered memory."""
-    return WordOperation(_WAIT, address, value, _EQUAL)
+def wait(address: int, value: int) -> MemoryOp:
+    """The stream waits until the word, in registered memory, is `value`."""
+    return MemoryOp(_WAIT, address, value, _EQUAL)
 
 
-def write(address: int, value: int) -> WordOperation:
-    """Sets a word, after all that the stream did before."""
-    return WordOperation(_WRITE, address, value)
+def write(address: int, value: int) -> MemoryOp:
+    """The stream sets a word after all its earlier operations."""
+    return MemoryOp(_WRITE, address, value)
 
 
-def batch(stream: int, operations: Sequence[WordOperation]) -> tuple[Call, list[WordOperation]]:
-    """The operations in one call, in order, and what it will read: their values may be changed."""
-    array = (WordOperation * len(operations))(*operations)
+def batch_memory_ops(stream: int, operations: Sequence[MemoryOp]) -> tuple[Call, list[MemoryOp]]:
+    """One call of the operations, in order, and the operations that it reads when it is issued:
+    their values may change until then."""
+    array = (MemoryOp * len(operations))(*operations)
     arguments = (_Handle(stream), ctypes.c_uint(len(array)), array, ctypes.c_uint(0))
     return (_entries()["cuStreamBatchMemOp_v2"], arguments), [array[i] for i in range(len(array))]
 
@@ -173,11 +178,11 @@ def issue(calls: Iterable[Call]) -> None:
     """Makes prepared calls, in order.
 
     Raises:
-        DriverError: one is refused.
+        DriverError: one fails.
     """
     for entry, arguments in calls:
         if status := entry(*arguments):
-            raise _refused(entry.__name__, status)
+            raise _error(entry.__name__, status)
 
 
 @lru_cache(None)
@@ -191,19 +196,20 @@ def _entries() -> dict[str, Callable[..., int]]:
         try:
             entries[name] = getattr(library, name)
         except AttributeError:
-            said = f"the CUDA driver has no {name}: update it to one for CUDA 12 or later"
-            raise DriverError(said) from None
+            raise DriverError(
+                f"the CUDA driver has no {name}: update it to one for CUDA 12 or later"
+            ) from None
         entries[name].argtypes = arguments
     return entries
 
 
 def _now(name: str, *arguments: object) -> None:
     if status := _entries()[name](*arguments):
-        raise _refused(name, status)
+        raise _error(name, status)
 
 
-def _refused(name: str, status: int) -> DriverError:
-    said = ctypes.c_char_p()
-    ctypes.CDLL("libcuda.so.1").cuGetErrorString(status, ctypes.byref(said))
-    text = said.value.decode() if said.value else "unknown"
+def _error(name: str, status: int) -> DriverError:
+    string = ctypes.c_char_p()
+    ctypes.CDLL("libcuda.so.1").cuGetErrorString(status, ctypes.byref(string))
+    text = string.value.decode() if string.value else "unknown"
     return DriverError(f"{name}: CUDA error {status}, {text}")

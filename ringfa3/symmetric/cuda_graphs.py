@@ -78,14 +78,14 @@ class ReplayWaits:
         self._number: dict[str, int] = {}
         self._last = [0] * len(Stream)
 
-    def awaiting(self, stream: Stream, what: str) -> cuda_driver.WordOperation:
+    def awaiting(self, stream: Stream, what: str) -> cuda_driver.MemoryOp:
         """To be issued before a wait."""
         if what not in self._number:
             self._names.append(what)
             self._number[what] = len(self._names)
         return cuda_driver.write(self._signals.counter(stream, AWAITED), self._number[what])
 
-    def passed(self, stream: Stream) -> list[cuda_driver.WordOperation]:
+    def passed(self, stream: Stream) -> list[cuda_driver.MemoryOp]:
         """To be issued after waits that all have different numbers."""
         return [
             cuda_driver.write(self._signals.counter(stream, which), value)

@@ -37,14 +37,14 @@ class IpcAllocation:
             self.address = cuda_driver.allocate(size)
         self._mapped: list[int] = []
         end = weakref.finalize(
-            self, _release, self.address, self._mapped, cuda_driver.free, cuda_driver.detach
+            self, _release, self.address, self._mapped, cuda_driver.free, cuda_driver.ipc_close
         )
         end.atexit = False
 
     @property
     def handle(self) -> str:
         """The IPC handle by which a peer maps it."""
-        return cuda_driver.share(self.address)
+        return cuda_driver.ipc_handle(self.address)
 
     def map(self, handles: Sequence[str], rank: int) -> list[int]:
         """Maps the peers' allocations, each handle once, and returns all addresses, by rank.
@@ -54,14 +54,14 @@ class IpcAllocation:
         addresses: dict[str, int] = {}
         for peer, handle in enumerate(handles):
             if peer != rank and handle not in addresses:
-                addresses[handle] = cuda_driver.attach(handle)
+                addresses[handle] = cuda_driver.ipc_open(handle)
                 self._mapped.append(addresses[handle])
         return [self.address if p == rank else addresses[h] for p, h in enumerate(handles)]
 
     def unmap(self) -> None:
         """Unmaps the peers' allocations, which may then be freed. This device has finished."""
         while self._mapped:
-            cuda_driver.detach(self._mapped.pop())
+            cuda_driver.ipc_close(self._mapped.pop())
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -117,7 +117,7 @@ def _self_test(backend: SymmetricBackend) -> str:
                 owners = [(rank - t) % world for t in range(world)]
                 words = [arrivals[t : t + 1].data_ptr() for t in range(1, world)]
                 waits = [cuda_driver.wait(word, 1) for word in words]
-                cuda_driver.issue([cuda_driver.batch(compute.cuda_stream, waits)[0]])
+                cuda_driver.issue([cuda_driver.batch_memory_ops(compute.cuda_stream, waits)[0]])
             wrong.add_((torch.stack((k, v), 1) != everyone[owners].flatten(0, 1)).sum())
             for gradient, x in ((dk, k), (dv, v)):
                 if gradient is not None:

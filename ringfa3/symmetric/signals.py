@@ -81,7 +81,7 @@ class Signals:
 
     def _map(self, path: str) -> None:
         memory = torch.from_file(path, shared=True, size=self._count, dtype=torch.int32)
-        self._address = cuda_driver.register(memory.data_ptr(), self._count * BYTES)
+        self._address = cuda_driver.register_host_memory(memory.data_ptr(), self._count * BYTES)
         self._received = memory[: self._signals].view(self._shape)[self.rank]
         counters = memory[self._signals :].view(-1, len(Stream) * COUNTERS)[self.rank]
         self._counters = counters.numpy().data  # read often, without a tensor for each

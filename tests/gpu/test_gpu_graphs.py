@@ -27,7 +27,7 @@ H, HK, D = 8, 2, 128
 
 
 class Layer:
-    """Attention on a rank's part of static tensors; `run` gives out, dq, dk, dv of this rank."""
+    """Attention on a rank's shards of static tensors."""
 
     def __init__(self, lengths: list[int], deterministic: bool, layout: str = "zigzag") -> None:
         self.lengths, self.deterministic = lengths, deterministic
@@ -42,7 +42,7 @@ class Layer:
         self.leaves = [x.requires_grad_() for x in (self.q, self.k, self.v)]
 
     def fill(self, seed: int) -> None:
-        """Other numbers, equal on all ranks before they are shared out."""
+        """Fills the shards with other numbers, from whole tensors that are equal on all ranks."""
         torch.manual_seed(seed)
         tokens = sum(self.lengths)
         self.whole = [torch.randn(tokens, n, D, device="cuda").bfloat16() for n in (H, HK, HK, H)]
@@ -54,7 +54,7 @@ class Layer:
         return self.attend(*(x.unsqueeze(0) for x in self.leaves), self.plan)[0]
 
     def expected(self) -> list[torch.Tensor]:
-        """On one device."""
+        """Out, dq, dk, dv of this rank's tokens, computed on one device."""
         *inputs, dout = self.whole
         leaves = [x.detach().requires_grad_() for x in inputs]
         cu = cumulative(self.lengths)
@@ -65,7 +65,7 @@ class Layer:
 
 
 def step(layers: list[Layer]) -> list[list[torch.Tensor]]:
-    """Forward through all layers, then backward."""
+    """Out, dq, dk, dv of each layer; all forwards run first."""
     outs = [layer.forward() for layer in layers]
     results = [
         [out.detach(), *torch.autograd.grad(out, layer.leaves, layer.dout)]
@@ -82,9 +82,9 @@ def captured(layers: list[Layer]) -> tuple[torch.cuda.CUDAGraph, list[list[torch
 
 
 def _graphs(rank: int, world: int) -> None:
-    """Replays of two graphs and eager steps in any order, on other numbers each time; ranks late,
-    collectives of the job beside them. Every third turn each result is one device's within two
-    roundings of bf16; deterministic layers have the bits of an eager step in every turn."""
+    """Replays of two graphs and eager steps in any order, on other numbers each time, with late
+    ranks and collectives of the job beside them. Every third turn each result equals one device
+    within two roundings of bf16; deterministic layers equal an eager step bit for bit."""
     own, shared = random.Random(rank), random.Random(world)
     side, x = torch.cuda.Stream(), torch.zeros(1 << 20, device="cuda")
     dist.all_reduce(x)  # connects
@@ -145,7 +145,7 @@ def _graphs(rank: int, world: int) -> None:
 
 
 def _many(rank: int, world: int) -> None:
-    """ReplayWaits that queue up, without the host in between, end in the bits of an eager step."""
+    """Replays in a queue, without the host in between, equal an eager step bit for bit."""
     layers = [Layer([1024 * world], deterministic=True) for _ in range(2)]
     for number, layer in enumerate(layers):
         layer.fill(number)
@@ -183,7 +183,7 @@ def _stall(rank: int, world: int) -> None:
     start = time.monotonic()
     with pytest.raises(RingError) as raised:  # noqa: PT012
         graph.replay()
-        while True:  # until the queue is full: then the driver holds up every thread that calls it
+        while True:  # until the queue is full: then the driver blocks every thread that calls it
             y.add_(1)
     assert time.monotonic() - start < TIMEOUT_S + 5
     said = str(raised.value)

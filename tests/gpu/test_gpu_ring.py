@@ -25,7 +25,7 @@ def plain_attention(
     lengths: Sequence[int],
     window: tuple[int, int],
 ) -> torch.Tensor:
-    """softmax(Q K^T / sqrt(d)) V with a whole mask, document by document, in the inputs' dtype."""
+    """softmax(Q K^T / sqrt(d)) V with a dense mask, document by document, in the inputs' dtype."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     outs, start = [], 0
@@ -88,6 +88,6 @@ def test_ring_over_nccl_holds_the_single_device_gate(world: int) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
     with socket.socket() as s:
-        s.bind_to_group(("127.0.0.1", 0))
+        s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     mp.spawn(_worker, (world, port), world)

@@ -1,4 +1,4 @@
-"""What a ring survives on GPUs: `pytest -m "gpu and soak" tests/gpu/test_gpu_ring_long.py`."""
+"""Long runs and killed ranks: `pytest -m "gpu and soak" tests/gpu/test_gpu_ring_long.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringfa3 import plan_context, ring_attn_func
-from ringfa3.symmetric.backend import Script, SymmetricBackend
+from ringfa3.symmetric.backend import DriverCalls, SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from tests.gpu.test_gpu_symmetric import Layer
@@ -30,10 +30,10 @@ from tests.support.ranks import free_port
 pytestmark = [pytest.mark.gpu, pytest.mark.soak, pytest.mark.timeout(300)]
 
 STEPS = 500
-SETTLED = 200  # steps after which caches are full
-CHECKED = 10  # every tenth step is
-# Bytes held more at the end than when settled: tensors, the device with the allocator's pieces, and
-# the process's memory.
+WARM = 200  # steps after which caches are full
+CHECK_EVERY = 10  # steps
+# Bytes that may be held more at the end than after WARM steps: tensors, the device with the
+# allocator's fragments, and the process's memory.
 SLACK = (4 << 20, 48 << 20, 64 << 20)
 TIMEOUT_S = 10.0
 LOST = 1  # the rank that is killed
@@ -47,7 +47,7 @@ def _join(rank: int, world: int, port: int, timeout_s: float) -> None:
 
 
 def _held() -> tuple[int, int, int]:
-    """Bytes in tensors, in use on the GPU with nothing cached, and of the process at its most."""
+    """Bytes: in tensors; in use on the GPU with an empty cache; the process's maximum."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -68,12 +68,12 @@ def _wander(rank: int, world: int, port: int, transport: str) -> None:
         layer.transport = transport
         layer.forward()
         layer.backward()
-        if step % CHECKED == 0:
+        if step % CHECK_EVERY == 0:
             layer.check()
         del layer
-        if step == SETTLED:
-            settled = _held()
-    more = [now - then for now, then in zip(_held(), settled, strict=True)]
+        if step == WARM:
+            warm = _held()
+    more = [now - then for now, then in zip(_held(), warm, strict=True)]
     if rank == 0:
         took = f"{STEPS} steps in {time.monotonic() - begin:.0f} s"
         print(f"{took}, then {[x >> 10 for x in more]} KiB more in tensors, GPU, process")
@@ -84,7 +84,7 @@ def _wander(rank: int, world: int, port: int, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["symmetric", "nccl"])
 def test_random_steps_neither_hang_nor_leak(transport: str) -> None:
-    """500 shapes, layouts and documents. Of every tenth out, dq, dk, dv hold the single-device
+    """500 shapes, layouts and documents. In every tenth, out, dq, dk, dv pass the single-device
     gate, max|x - ref| <= 2 max|x_pt - ref| + 1e-5, ref in float64."""
     world = min(4, torch.cuda.device_count())
     if world < 2:
@@ -101,14 +101,14 @@ def _train(rank: int, world: int, port: int, folder: str) -> None:
     x = torch.randn(plan.local_tokens, 8, 128, device="cuda").bfloat16().requires_grad_()
     step, issued = 0, [0]
 
-    whole, all_of = SymmetricRingPass.__init__, SymmetricBackend.issue
+    make_pass, issue_all = SymmetricRingPass.__init__, SymmetricBackend.issue
 
     def begin(ring_pass: SymmetricRingPass, *args: Any, **options: Any) -> None:
         issued[0] = 0 if args[2] == "backward" else -1000
-        whole(ring_pass, *args, **options)
+        make_pass(ring_pass, *args, **options)
 
-    def issue(backend: SymmetricBackend, script: Script) -> None:
-        all_of(backend, script)
+    def issue(backend: SymmetricBackend, prepared: DriverCalls) -> None:
+        issue_all(backend, prepared)
         issued[0] += 1
         if rank == LOST and step == 2 and issued[0] == 4:
             (Path(folder) / "killed").touch()

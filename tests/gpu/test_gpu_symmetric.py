@@ -1,6 +1,6 @@
 """The `symmetric` transport on GPUs that share NVLink: `pytest -m gpu tests/gpu`.
 
-To be run before anything is timed over it.
+Run it before timing anything over this transport.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringfa3 import RingError, flash_attn_func, plan_context, ring_attn_func
-from ringfa3.symmetric.backend import Script, SymmetricBackend
+from ringfa3.symmetric.backend import DriverCalls, SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from ringfa3.symmetric.stream_ops import Copy, Event, Operation, SetSignal, Stream, WaitAndReset
 from tests.gpu.test_gpu_ring import plain_attention
@@ -35,20 +35,20 @@ TIMEOUT_S = 10.0
 
 
 class Slow:
-    """Random delays before operations of any stream, and NaN where a copy is to arrive.
+    """Random delays before operations of any stream, and NaN where a copy will arrive.
 
-    On side streams both are copies from the host: a kernel could find no SM beside one of ours
-    that waits for what comes behind it.
+    On side streams both are copies from the host: a kernel might find no free SM beside one of ours
+    that waits for an operation behind it.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.inner = SymmetricBackend.prepared
+        self.inner = SymmetricBackend.prepare
         self.poison = torch.full((1 << 25,), 0xFF, dtype=torch.uint8).pin_memory()
         self.scratch = torch.empty_like(self.poison, device="cuda")
 
     def sleep(self, side: bool = False) -> None:
-        """On the current stream, up to about a millisecond, now and then; or on the host."""
+        """Sometimes, up to about a millisecond on the current stream, or a while on the host."""
         if self.rng.random() < 0.2:
             if side:
                 size = int(10 ** self.rng.uniform(4, 7.5))
@@ -59,10 +59,13 @@ class Slow:
             time.sleep(self.rng.uniform(0, 0.01))
 
     def prepare(
-        self, backend: SymmetricBackend, operations: Sequence[Operation], inside: frozenset[Event]
-    ) -> Script:
-        """With a call of ours before each operation; or before a few that set and take words."""
-        whole = Script([], [])
+        self,
+        backend: SymmetricBackend,
+        operations: Sequence[Operation],
+        in_kernel: frozenset[Event],
+    ) -> DriverCalls:
+        """With a disturbance before each operation, or before a few on signals."""
+        whole = DriverCalls([], [])
         begin = 0
         while begin < len(operations):
             end = begin + 1
@@ -74,10 +77,10 @@ class Slow:
                 and self.rng.random() < 0.7
             ):
                 end += 1
-            calls, takes = self.inner(backend, operations[begin:end], inside)
+            calls, waits = self.inner(backend, operations[begin:end], in_kernel)
             whole.calls.append((partial(self.disturb, backend, operations[begin]), ()))
             whole.calls.extend(calls)
-            whole.takes.extend(takes)
+            whole.waits.extend(waits)
             begin = end
         return whole
 
@@ -85,10 +88,10 @@ class Slow:
         with torch.cuda.stream(backend._streams[operation.stream]):
             self.sleep(side=operation.stream is not Stream.COMPUTE)
             if isinstance(operation, Copy):
-                place = operation.target
-                row = backend._row_bytes[place.buffer]
-                arriving = backend.local(place.buffer, place.slot)
-                arriving = arriving[place.begin * row : place.end * row]
+                rows = operation.target
+                row_bytes = backend._row_bytes[rows.buffer]
+                arriving = backend.local(rows.buffer, rows.slot)
+                arriving = arriving[rows.begin * row_bytes : rows.end * row_bytes]
                 arriving.copy_(self.poison[: len(arriving)], non_blocking=True)
         return 0
 
@@ -140,9 +143,9 @@ class Layer:
 
 
 def _exact(rank: int, world: int) -> None:
-    """Steps of three layers, forward and backward, ranks meeting only in the ring.
+    """Steps of three layers, forward and backward; ranks meet only in the ring.
 
-    The layers' forwards are gathered, hop by hop, or both in turn.
+    The layers' forwards are gathered, hop by hop, or alternate.
     """
     rng, slow = random.Random(world), Slow(rank)
     for step in range(STEPS):
@@ -163,9 +166,10 @@ def _exact(rank: int, world: int) -> None:
 
 
 def _crowded(rank: int, world: int) -> None:
-    """Gathered forwards on all SMs beside collectives of the job, which one rank awaits before it
-    publishes, and the others begin behind their launch: none hangs, all are one device's, within
-    two roundings of bf16. In every other step each tile awaits a few rows of rank 0."""
+    """Gathered forwards on all SMs beside collectives of the job. One rank waits for its collective
+    before it publishes; the others start theirs after the launch. None hangs, and all equal one
+    device within two roundings of bf16. In every other step each tile waits for a few rows of
+    rank 0."""
     os.environ[FORWARD_MODE_ENV] = "gathered"
     side, x = torch.cuda.Stream(), torch.zeros(1 << 20, device="cuda")
     few = placed([(0, 16, 0)] + [(0, 2048, r) for r in range(1, world)], world, (-1, 0))
@@ -177,11 +181,7 @@ def _crowded(rank: int, world: int) -> None:
         whole = flash_attn_func(q, k, v, causal=True)
         assert isinstance(whole, torch.Tensor)
         cases.append((plan, [plan.shard(y[0]) for y in (q, k, v)], plan.shard(whole[0])))
-    for (
-        plan,
-        mine,
-        _,
-    ) in cases:  # the backend is made, and its memory has grown: ranks meet for that
+    for plan, mine, _ in cases:  # opens the backend and lets its memory grow: ranks meet for that
         ring_attn_func(*mine, plan, transport="symmetric")
     dist.all_reduce(x)
     for step in range(20 * world):
@@ -200,8 +200,8 @@ def _crowded(rank: int, world: int) -> None:
 
 
 def _overlapping(rank: int, world: int) -> None:
-    """Groups that share some of their ranks, in turn and out of step: each finds its own memory, as
-    it grows. Within two roundings of bf16 of one device."""
+    """Groups that share some ranks, in turn and out of step: each has its own memory, which grows.
+    Within two roundings of bf16 of one device."""
     pair = dist.new_group([0, 1])
     for tokens in (512, 4096, 1024):
         for group, size in ((pair, 2), (dist.group.WORLD, world), (pair, 2)):
@@ -221,7 +221,7 @@ def _overlapping(rank: int, world: int) -> None:
 
 
 def _stall(rank: int, world: int, direction: str = "forward", kind: str = "hops") -> None:
-    """Rank 1 does not come to the second call; each other rank raises, naming hop and peer."""
+    """Rank 1 does not enter the second call; each other rank raises, naming hop and peer."""
     os.environ[FORWARD_MODE_ENV] = kind
     plan = plan_context(1024 * world)
     x = torch.randn(plan.local_tokens, 4, 64, device="cuda").bfloat16().requires_grad_()
@@ -245,7 +245,7 @@ def _stall(rank: int, world: int, direction: str = "forward", kind: str = "hops"
             forward()
         else:
             out.sum().backward()
-        while True:  # until the queue is full: then the driver holds up every thread that calls it
+        while True:  # until the queue is full: then the driver blocks every thread that calls it
             y.add_(1)
     assert time.monotonic() - start < TIMEOUT_S + 5
     said = str(raised.value)
@@ -256,7 +256,7 @@ def _stall(rank: int, world: int, direction: str = "forward", kind: str = "hops"
 
 
 def _stall_gathered(rank: int, world: int) -> None:
-    """The same where one kernel is to do all hops."""
+    """The same in a gathered forward."""
     _stall(rank, world, "forward", "gathered")
 
 
@@ -278,7 +278,7 @@ def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None
     "function", [_exact, _crowded, _overlapping, _stall, _stall_gathered, _stall_backward]
 )
 def test_symmetric(world: int, function: Callable[[int, int], None]) -> None:
-    """The single-device gate on slow, poisoned streams; collectives beside kernels that wait; and a
+    """The single-device gate on slow, poisoned streams; collectives beside waiting kernels; a
     rank that stalls."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")

@@ -1,4 +1,4 @@
-"""A rank that dies, stops or fails in mid-hop: the others raise within the timeout and say why."""
+"""A rank dies, stops or fails in mid-hop: the others raise in time and name the cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 def _fail(how: str) -> None:
     if how in SIGNALS:
         os.kill(os.getpid(), SIGNALS[how])
-        time.sleep(60)  # a stopped process goes on a little
+        time.sleep(60)  # a stopped process runs on for a moment
     raise {"RuntimeError": RuntimeError, "ValueError": ValueError}[how]("disk on fire")
 
 
@@ -45,7 +45,7 @@ def _ring(group: Group, victim: int, how: str, direction: str, hop: int):  # typ
     x = torch.randn(plan.local_tokens, 2, 8, requires_grad=True)
     ring_attn_func(x, x, x, plan).sum().backward()  # connections and agreements exist
     dist.barrier(group)
-    said = []
+    outcomes = []
     with mock.patch.object(reference, name, failing if dist.get_rank() == victim else inner):
         for _ in range(2):
             start = time.monotonic()
@@ -54,25 +54,27 @@ def _ring(group: Group, victim: int, how: str, direction: str, hop: int):  # typ
                 ring_attn_func(x, x, x, plan).sum().backward()
             except (RingError, RuntimeError, ValueError) as error:
                 kind, message = type(error).__name__, str(error)
-            said.append((kind, message, time.monotonic() - start))
-    return said
+            outcomes.append((kind, message, time.monotonic() - start))
+    return outcomes
 
 
 def check(results: list[object], world: int, victim: int, direction: str, within: float) -> None:
-    """All but the victim raised RingError in time; messages name hop, direction and peer."""
+    """All ranks but the victim raised RingError in time, naming direction, hop and peer."""
     survivors = [r for r in range(world) if r != victim]
     for rank in survivors:
         assert results[rank] is not None, f"rank {rank} gave no answer"
-        (kind, message, seconds), (later, again, at_once) = results[rank]  # type: ignore[misc]
+        (kind, message, seconds), (later, again, soon) = results[rank]  # type: ignore[misc]
         assert kind == "RingError", (rank, kind, message)
         assert seconds < within, (rank, message)
-        seen = "(forward|backward)" if direction == "forward" else direction  # late: in the next
+        seen = (
+            "(forward|backward)" if direction == "forward" else direction
+        )  # too late for this call: in the next
         assert re.search(rf"{seen} hop \d: (K/V|dK/dV)", message), message
         assert re.search(r"(sending to|receiving from) rank \d", message), message
         assert message.startswith(f"rank {rank}: ")
         assert later == "RingError", (later, again)
-        assert at_once < 0.5
-    # at least one of them points at the victim
+        assert soon < 0.5
+    # at least one of them names the victim
     assert any(re.search(rf"(to|from) rank {victim}\b", results[r][0][1]) for r in survivors)  # type: ignore[index]
 
 
@@ -90,7 +92,7 @@ def check(results: list[object], world: int, victim: int, direction: str, within
 def test_others_raise_within_the_timeout(
     world: int, victim: int, how: str, direction: str, hop: int
 ) -> None:
-    """kill -9 and SIGSTOP in mid-hop: RingError within the timeout + 2 s, later calls at once."""
+    """kill -9 and SIGSTOP in mid-hop: RingError within the timeout + 2 s, then at once."""
     results = sacrifice(world, TIMEOUT_S, _ring, victim, how, direction, hop, lost=victim)
     check(results, world, victim, direction, TIMEOUT_S + SLACK_S)
 
@@ -98,7 +100,7 @@ def test_others_raise_within_the_timeout(
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize(("world", "direction"), [(3, "forward"), (4, "backward")])
 def test_the_rank_that_hosts_the_store_may_fail_too(how: str, world: int, direction: str) -> None:
-    """Rank 0 without torchrun: the side channel goes with it, the timeout still holds."""
+    """Rank 0, without torchrun: the store is lost with it, and the timeout still holds."""
     results = sacrifice(world, TIMEOUT_S, _ring, 0, how, direction, 1, lost=0, hosts=True)
     check(results, world, 0, direction, TIMEOUT_S + SLACK_S)
 
@@ -108,7 +110,7 @@ def test_the_rank_that_hosts_the_store_may_fail_too(how: str, world: int, direct
 def test_an_error_on_one_rank_reaches_the_others_with_its_cause(
     how: str, world: int, direction: str
 ) -> None:
-    """Within 2 s, not at the timeout; the rank itself raises what happened."""
+    """Within 2 s, not after the timeout; the rank itself raises its own error."""
     results = sacrifice(world, 10.0, _ring, 1, how, direction, 1)
     kind, message, _ = results[1][0]
     assert (kind, message) == (how, "disk on fire")
@@ -118,7 +120,7 @@ def test_an_error_on_one_rank_reaches_the_others_with_its_cause(
 
 
 def _stop_before_agreement(group: Group, victim: int) -> tuple[str, str, float]:
-    """The victim stops between two calls; the next needs an agreement."""
+    """The victim stops between two calls, of which the second needs an agreement."""
     x = torch.randn(240 // dist.get_world_size(), 2, 8)
     ring_attn_func(x, x, x, plan_context(240, group))
     dist.barrier(group)
@@ -136,7 +138,7 @@ def _stop_before_agreement(group: Group, victim: int) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize(("victim", "hosts"), [(1, False), (0, True)])
 def test_a_rank_that_stops_before_an_agreement(victim: int, hosts: bool) -> None:
-    """RingError within the timeout + 2 s that names it, also where it hosts the store."""
+    """RingError within the timeout + 2 s, which names the rank unless it hosts the store."""
     results = sacrifice(
         3, TIMEOUT_S, _stop_before_agreement, victim, lost=victim, hosts=hosts, limit=12.0
     )

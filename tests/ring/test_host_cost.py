@@ -1,4 +1,4 @@
-"""What a ring call costs the host once its like has run: counted, for times vary by backend."""
+"""Host cost of a ring call after the first of its kind: counted, because times vary by machine."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ DIRECTIONS = ("forward", "gathered", "backward", "backward", "gathered", "backwa
 
 
 def refused(*_: object) -> None:
-    raise AssertionError("a call whose like has run prepares something")
+    raise AssertionError("a call prepares something again")
 
 
 class Tensors(TorchDispatchMode):
-    """Names of the tensor operations."""
+    """Records the names of tensor operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Tensors(TorchDispatchMode):
 
 
 class Counting(FakeCuda):
-    """Counts the driver's calls of each thread."""
+    """Counts the driver calls of each thread."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -62,33 +62,35 @@ class Counting(FakeCuda):
 
 
 def _steady(group: FakeGroup, meet: threading.Barrier) -> dict[str, tuple[list[str], int]]:
-    """Tensor operations, and calls of the driver, of a forward and a backward."""
+    """Tensor operations and number of driver calls, of a call of each kind."""
     backend = open_backend(group, torch.device("cpu"))  # type: ignore[arg-type]
     assert isinstance(backend, SymmetricBackend)
     plan = laid_out([64], group.world).plans[group.rank]
     x = torch.ones(plan.local_tokens, 1, 2)
     cuda: Any = group.meeting.cuda
-    found = {}
+    costs = {}
     for step, direction in itertools.product(range(STEPS), DIRECTIONS):
         if (step, direction) == (STEPS - 1, "forward"):
-            meet.wait()  # every rank has prepared all of its calls
+            meet.wait()  # every rank has prepared all its calls
         before = cuda.count[threading.get_ident()]
         with Tensors() as tensors:
             ring_pass = SymmetricRingPass(backend, plan, direction)
             ring_pass.start(x, x, waits_in_kernel=direction == "gathered")
             ring_pass.run(lambda *_, **__: None)
-        found[direction] = tensors.names, cuda.count[threading.get_ident()] - before
-    return found
+        costs[direction] = tensors.names, cuda.count[threading.get_ident()] - before
+    return costs
 
 
 @pytest.mark.parametrize(
     ("world", "calls"), [(2, (10, 12, 15)), (3, (14, 14, 25)), (4, (20, 16, 42))]
 )
-def test_a_call_over_symmetric_issues_what_it_has_prepared(
+def test_a_repeated_call_over_symmetric_prepares_nothing(
     world: int, calls: tuple[int, int, int]
 ) -> None:
-    """No schedule, no memory, no tensor but the gradients' sum; so many calls of the driver, on the
-    rank with most of them."""
+    """No schedule, no memory, no tensor but the sum of gradients.
+
+    calls: driver calls of a forward, a gathered forward and a backward, on the rank with most.
+    """
     ranks = Ranks(world)
     ranks.cuda = Counting(0)
     patches = [
@@ -112,25 +114,25 @@ def test_a_call_over_symmetric_issues_what_it_has_prepared(
         mock.patch.stopall()
     publish = ["aten.slice.Tensor", "aten.copy_.default"] * 2
     gradients = ["aten.new_empty.default", "aten.unbind.int"]
-    for found in results:
-        forward, gathered, backward = found["forward"], found["gathered"], found["backward"]
+    for costs in results:
+        forward, gathered, backward = costs["forward"], costs["gathered"], costs["backward"]
         assert forward == (publish, calls[0])
         assert gathered == ([*publish, *["aten.copy_.default"] * 2], calls[1])
         summed = ["aten.slice.Tensor", "aten.add_.Tensor"] * min(world - 1, 2)
         apart = ["aten.add_.Tensor"] * max(world - 3, 0)
         assert backward[0] == [*publish, *gradients, *apart, *summed]
-    assert max(found["backward"][1] for found in results) == calls[2]
+    assert max(costs["backward"][1] for costs in results) == calls[2]
 
 
 def _left_over(group: FakeGroup) -> int:
-    """How many tensors of finished calls still exist."""
+    """Number of tensors of finished calls that still exist."""
     backend = open_backend(group, torch.device("cpu"))  # type: ignore[arg-type]
     assert isinstance(backend, SymmetricBackend)
     plan = laid_out([64], group.world).plans[group.rank]
     x = torch.ones(plan.local_tokens, 1, 2)
     made = []
     for _ in range(STEPS):
-        workspace = torch.zeros(8)  # of a pass, in the closure of its hops
+        workspace = torch.zeros(8)  # held by the closure that computes the hops
         ring_pass = SymmetricRingPass(backend, plan, "backward")
         ring_pass.start(x, x)
         ring_pass.run(lambda *_, held=workspace, **__: None)
@@ -140,7 +142,7 @@ def _left_over(group: FakeGroup) -> int:
 
 
 def test_a_finished_call_holds_no_memory() -> None:
-    """At once, without the garbage collector: a layer's workspace may be gigabytes."""
+    """Freed at once, without the garbage collector: a layer's workspace may have gigabytes."""
     gc.disable()
     try:
         with mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=5.0):
@@ -162,7 +164,7 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
     step()
     dist.barrier(group)
     own = RingGroup.of(group)
-    own.store = None  # type: ignore[assignment]  # whoever touches it fails
+    own.store = None  # type: ignore[assignment]  # any use of it fails
     with (
         mock.patch.object(RingGroup, "_exchange", refused),
         mock.patch.object(prepare_call, "_validate", refused),
@@ -176,6 +178,6 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_call_that_was_agreed_on_meets_nobody(ranks: Processes, world: int) -> None:
-    """Neither the store nor a check nor a tiling, forward and backward."""
+def test_a_repeated_call_needs_no_agreement(ranks: Processes, world: int) -> None:
+    """Forward and backward use no store, no check and no tiling."""
     assert ranks.run(4, _steps, world)[:world] == [[2 + 2 * STEPS]] * world

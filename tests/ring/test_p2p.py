@@ -1,4 +1,4 @@
-"""What `NcclTransport` puts into which order, without a GPU."""
+"""The order in which `NcclTransport` issues its operations, without a GPU."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -21,8 +21,8 @@ class Done:
         pass
 
 
-def test_nccl_has_a_head_start_on_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream pauses behind the messages, and not where there are none."""
+def test_nccl_has_a_head_start_on_later_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream pauses after messages, and only if there are any."""
     order: list[Any] = []
 
     def post(messages: list[Any]) -> list[Done]:

@@ -1,4 +1,4 @@
-"""What a ring call sends, exactly, and the buffers that it makes."""
+"""The bytes that a ring call sends, exactly, and the buffers that it allocates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Group = dist.ProcessGroup
 
 
 class Sent:
-    """Bytes that a rank hands to its transport, by tag and peer, while it is entered."""
+    """As a context manager: bytes that this rank passes to its transport, by tag and peer."""
 
     def __init__(self) -> None:
         self.bytes: Counter[tuple[int, int]] = Counter()
@@ -44,7 +44,7 @@ class Sent:
 
 
 def _bytes(group: Group, lengths: list[int], layout: str, window: tuple[int, int]):  # type: ignore[no-untyped-def]
-    """What a forward and backward in float32 with 2 KV heads of 4 send and receive."""
+    """Bytes that a forward and a backward in bf16 with 2 KV heads of 4 send and receive."""
     plan = plan_context(cumulative(lengths), group, layout, True, window)
     inputs, dout, _ = tensors(0, sum(lengths), (4, 2), 4, torch.bfloat16)
     leaves = [plan.shard(x).requires_grad_() for x in inputs]
@@ -57,8 +57,8 @@ def _bytes(group: Group, lengths: list[int], layout: str, window: tuple[int, int
 
 
 def sent_by(rank: int, rows: np.ndarray, first: np.ndarray) -> list[Counter[tuple[int, int]]]:
-    """[forward, backward] bytes of a rank: the block of owner o goes on at hop t as far as rows
-    say. bf16 K/V: 2 x 2 heads x 4 x 2 bytes a row; float32 dK/dV: twice that."""
+    """[forward, backward] bytes of a rank: rows[o, t + 1] rows of owner o's block go on at hop t.
+    bf16 K/V: 2 x 2 heads x 4 x 2 bytes a row; float32 dK/dV: twice that."""
     world = len(rows)
     kv: Counter[tuple[int, int]] = Counter()
     partial: Counter[tuple[int, int]] = Counter()
@@ -89,8 +89,8 @@ CASES = [
 def test_bytes_sent_are_those_of_the_plan(
     ranks: Ranks, world: int, case: tuple[list[int], str, tuple[int, int]]
 ) -> None:
-    """Exactly, by tag and peer, forward and backward, home-coming rows included; what one sends
-    another receives."""
+    """Exactly, by tag and peer, forward and backward, returned rows included; every message sent is
+    received."""
     results = ranks.run(world, _bytes, *case)
     for rank, ((forward, _, backward, _), rows, first) in enumerate(results):
         assert [forward, backward] == sent_by(rank, rows, first)
@@ -104,11 +104,11 @@ def test_bytes_sent_are_those_of_the_plan(
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_bytes_are_those_of_a_ring(ranks: Ranks, world: int) -> None:
-    """Written out without the plan: one document of 960 tokens, causal, on n ranks.
+    """Written out without the plan: one causal document of 960 tokens on n ranks.
 
-    Forward a rank sends n-1 blocks of K/V; backward those again, and n-1 blocks of float32 dK/dV,
-    each once home in the end. Rank 0's late half is seen by no one else and stays. Documents on
-    one rank send nothing, a window only its width.
+    In a forward a rank sends n-1 blocks of K/V; in a backward these again and n-1 blocks of float32
+    dK/dV. No other rank sees the later half of rank 0's tokens, which it does not send. A document
+    on one rank sends nothing, a window as many rows as it is wide.
     """
     block = 960 // world * 32
     for rank, (moved, _, _) in enumerate(ranks.run(world, _bytes, [960], "zigzag", (-1, -1))):
@@ -125,7 +125,7 @@ def test_bytes_are_those_of_a_ring(ranks: Ranks, world: int) -> None:
 
 
 def _buffers(group: Group, tokens: int) -> tuple[list[int], list[int]]:
-    """Rows of each (rows, 2, hk, d) tensor made by a forward, and by a backward."""
+    """Rows of each (rows, 2, hk, d) tensor that a forward allocates, and a backward."""
     plan = plan_context(tokens, group)
     inputs, dout, _ = tensors(0, tokens, (4, 2), 4, torch.float32)
     rows: list[list[int]] = []
@@ -148,9 +148,9 @@ def _buffers(group: Group, tokens: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_two_buffers_whatever_the_world(ranks: Ranks, world: int) -> None:
-    """Forward two K/V buffers of one block at most; backward those, dK/dV at home, two for
-    partials, of which one may also hold rows that come home, and one for what a hop adds: of no
-    rows between two ranks, where all that is stored is a partial."""
+    """Forward: two K/V buffers of at most one block. Backward: these, the rank's own dK/dV, two
+    buffers of partials, of which one may also hold returned rows, and one of contributions,
+    empty for two ranks."""
     block = 120
     for forward, backward in ranks.run(world, _buffers, block * world):
         assert len(forward) == 2

@@ -1,4 +1,4 @@
-"""One rank that enters a call differently: all raise, soon, naming the rank and the argument."""
+"""One rank enters a call with other arguments: all ranks soon raise and name rank and argument."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def unknown_precision(call: Call, group: Group) -> Call:
     return (*call[:4], {"precision": "fp8"})
 
 
-# how one rank goes wrong, what all are told, and whether it is a TypeError
+# a rank's mistake, the error of all ranks, and whether it is a TypeError
 WRONG: list[tuple[Callable[[Call, Group], Call], str, bool]] = [
     (wrong_tokens, "q has", False),
     (wrong_key_tokens, "k has", False),
@@ -169,7 +169,7 @@ WRONG: list[tuple[Callable[[Call, Group], Call], str, bool]] = [
 IDS = [w[0].__name__ for w in WRONG]
 
 
-def told(call: Call) -> tuple[str, str, float]:
+def outcome_of(call: Call) -> tuple[str, str, float]:
     """(kind of error or "", its message, seconds) of a ring call."""
     start = time.monotonic()
     try:
@@ -182,44 +182,44 @@ def told(call: Call) -> tuple[str, str, float]:
 def _once_wrong(
     _: Group, world: int, rank: int, wrong: Callable[[Call, Group], Call], before: int, after: int
 ) -> tuple[list[str], tuple[str, str, float], list[str]]:
-    """What `before` right calls, one that is wrong on `rank`, and `after` right ones say."""
+    """Outcomes of `before` right calls, one that is wrong on `rank`, and `after` right ones."""
     group = group_of(world, 8.0)
     if dist.get_rank() >= world:
         return [], ("", "", 0.0), []
-    earlier = [told(right(group))[0] for _ in range(before)]
+    earlier = [outcome_of(right(group))[0] for _ in range(before)]
     call = right(group)
-    outcome = told(wrong(call, group) if dist.get_rank() == rank else call)
+    outcome = outcome_of(wrong(call, group) if dist.get_rank() == rank else call)
     dist.barrier(group)
-    return earlier, outcome, ["".join(told(right(group))[:2]) for _ in range(after)]
+    return earlier, outcome, ["".join(outcome_of(right(group))[:2]) for _ in range(after)]
 
 
-def check(results: list[object], world: int, rank: int, said: str, type_error: bool) -> None:
+def check(results: list[object], world: int, rank: int, expected: str, type_error: bool) -> None:
     for _, (kind, message, seconds), _ in results[:world]:  # type: ignore[misc]
         assert kind == ("TypeError" if type_error else "ValueError"), message
         assert f"rank {rank}" in message
         assert seconds < SOON_S
-        assert re.search(said, message), message
+        assert re.search(expected, message), message
 
 
-@pytest.mark.parametrize(("wrong", "said", "type_error"), WRONG, ids=IDS)
+@pytest.mark.parametrize(("wrong", "expected", "type_error"), WRONG, ids=IDS)
 def test_all_raise_at_the_first_call(
-    ranks: Ranks, wrong: Callable[[Call, Group], Call], said: str, type_error: bool
+    ranks: Ranks, wrong: Callable[[Call, Group], Call], expected: str, type_error: bool
 ) -> None:
-    """And the group can be used again afterwards."""
+    """The group can be used again afterwards."""
     results = ranks.run(4, _once_wrong, 3, 1, wrong, 0, 2)
-    check(results, 3, 1, said, type_error)
+    check(results, 3, 1, expected, type_error)
     assert all(later == ["", ""] for _, _, later in results[:3])
 
 
 @pytest.mark.parametrize("before", [1, 2])
-@pytest.mark.parametrize(("wrong", "said", "type_error"), WRONG, ids=IDS)
+@pytest.mark.parametrize(("wrong", "expected", "type_error"), WRONG, ids=IDS)
 def test_all_raise_where_the_others_have_agreed_before(
-    ranks: Ranks, wrong: Callable[[Call, Group], Call], said: str, type_error: bool, before: int
+    ranks: Ranks, wrong: Callable[[Call, Group], Call], expected: str, type_error: bool, before: int
 ) -> None:
-    """The others' settings are known by then, so only one rank enters the agreement."""
+    """The other ranks have agreed on their settings, so only one rank enters the agreement."""
     results = ranks.run(4, _once_wrong, 3, 2, wrong, before, 0)
     assert all(earlier == [""] * before for earlier, _, _ in results[:3])
-    check(results, 3, 2, said, type_error)
+    check(results, 3, 2, expected, type_error)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -235,7 +235,7 @@ def _plan_for_another_world(_: Group, before: int) -> tuple[str, str, float]:
     if rank >= 2:
         return "", "", 0.0
     for _ in range(before):
-        assert told(right(group))[0] == ""
+        assert outcome_of(right(group))[0] == ""
     call = right(group)
     if rank == 1:
         start = time.monotonic()
@@ -243,7 +243,7 @@ def _plan_for_another_world(_: Group, before: int) -> tuple[str, str, float]:
             bind_to_group(plan_context(CU, (1, 3)), group)
         except ValueError as error:
             return "ValueError", str(error), time.monotonic() - start
-    return told(call)
+    return outcome_of(call)
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -253,33 +253,33 @@ def test_a_plan_for_another_world(ranks: Ranks, before: int) -> None:
 
 
 def _no_plan(group: Group, before: int) -> tuple[str, str, float]:
-    """In the default group, for nothing else says where a plan that is none belongs."""
+    """In the default group: without a plan no other is known."""
     for _ in range(before):
-        assert told(right(group))[0] == ""
+        assert outcome_of(right(group))[0] == ""
     call = right(group)
-    outcome = told((*call[:3], "plan", {}) if dist.get_rank() == 1 else call)
+    outcome = outcome_of((*call[:3], "plan", {}) if dist.get_rank() == 1 else call)
     dist.barrier(group)
     return outcome
 
 
-def test_a_plan_that_is_none(ranks: Ranks) -> None:
+def test_a_plan_of_a_wrong_type(ranks: Ranks) -> None:
     results = [([], r, []) for r in ranks.run(4, _no_plan, 0)]
     check(results, 4, 1, "plan must come from plan_context, got str", True)
 
 
 def _new_at_each_step(group: Group) -> None:
-    """New lengths, windows and dtypes at each step, forward and backward: no rank ever raises."""
+    """New lengths, windows and dtypes at each step, forward and backward."""
     for i in range(30):
         lengths = [10 + i, i % 3, 5 * (i % 7)]
         plan = plan_context(cumulative(lengths), group, window_size=(i % 5 * 9 - 1, -1))
         dtype = (torch.float32, torch.float64)[i // 2 % 2]
         x = torch.ones(plan.local_tokens, 2, 4, dtype=dtype, requires_grad=True)
         if dist.get_rank(group) == i % 4:
-            time.sleep(0.02)  # ranks come at different times
+            time.sleep(0.02)  # ranks enter at different times
         ring_attn_func(x, x, x, plan).sum().backward()
 
 
-def test_what_is_new_on_all_ranks_never_raises(ranks: Ranks) -> None:
+def test_new_settings_on_all_ranks_never_raise(ranks: Ranks) -> None:
     ranks.run(4, _new_at_each_step)
 
 
@@ -293,7 +293,7 @@ def _useful_again(everyone: Group, wrong_at: int) -> float:
     wanted = None
     for _ in range(wrong_at):
         wanted = ring_attn_func(x, x, x, plan)
-    bad = x * 100  # whatever is left over from the wrong call shows
+    bad = x * 100  # rows left over from the wrong call would show
     scale = 7.0 if dist.get_rank() == 1 else None
     with pytest.raises(ValueError, match="softmax_scale"):
         ring_attn_func(bad, bad, bad, plan, softmax_scale=scale)
@@ -304,8 +304,8 @@ def _useful_again(everyone: Group, wrong_at: int) -> float:
 
 
 @pytest.mark.parametrize("wrong_at", [0, 1, 2])
-def test_the_group_is_of_use_after_a_refusal(ranks: Ranks, wrong_at: int) -> None:
-    """Bit for bit the result from before, or a RingError: never something else."""
+def test_the_group_can_be_used_after_an_error(ranks: Ranks, wrong_at: int) -> None:
+    """Bit for bit the earlier result."""
     assert max(ranks.run(4, _useful_again, wrong_at)) == 0
 
 
@@ -314,41 +314,41 @@ def test_ring_error_is_a_runtime_error() -> None:
 
 
 def _swapped(_: Group) -> list[tuple[str, str, float]]:
-    """Calls with plans A, B, then A on rank 0 and B on rank 1, then A; all were agreed on."""
+    """Calls with plans A, B, then A on rank 0 and B on rank 1, then A, all agreed on."""
     group = group_of(2, 8.0)
     if dist.get_rank() >= 2:
         return []
     plans = [plan_context(cu, group) for cu in ([0, 40, 41, 150], [0, 70, 71, 150])]
-    said = []
+    outcomes = []
     for i in (0, 1, dist.get_rank(), 0):
         q, k, v = (torch.randn(plans[i].local_tokens, 2, 8) for _ in range(3))
-        said.append(told((q, k, v, plans[i], {})))
+        outcomes.append(outcome_of((q, k, v, plans[i], {})))
         dist.barrier(group)
-    return said
+    return outcomes
 
 
 def test_two_known_plans_are_not_mixed(ranks: Ranks) -> None:
-    """Both ranks say that cu_seqlens differs; the group can be used afterwards."""
-    for said in ranks.run(4, _swapped)[:2]:
-        assert [kind for kind, _, _ in said] == ["", "", "ValueError", ""]
-        assert "plan.cu_seqlens differs" in said[2][1]
-        assert said[2][2] < SOON_S
+    """Both ranks raise that cu_seqlens differs; the group can be used afterwards."""
+    for outcomes in ranks.run(4, _swapped)[:2]:
+        assert [kind for kind, _, _ in outcomes] == ["", "", "ValueError", ""]
+        assert "plan.cu_seqlens differs" in outcomes[2][1]
+        assert outcomes[2][2] < SOON_S
 
 
 def _quiet(_: Group) -> list[tuple[str, str, float]]:
-    """Contiguous and causal: rank 0 receives nothing and ends a call that rank 2 refuses."""
+    """Contiguous and causal: rank 0 receives nothing and ends a call that rank 2 rejects."""
     group = group_of(3, 8.0)
     if dist.get_rank() >= 3:
         return []
     plan = plan_context(96, group, layout="contiguous")
     q, k, v = (torch.randn(plan.local_tokens, 2, 8) for _ in range(3))
-    said = [told((q, k, v, plan, {}))]
+    outcomes = [outcome_of((q, k, v, plan, {}))]
     wrong = {"softmax_scale": 0.5} if dist.get_rank() == 2 else {}
-    said.append(told((q, k, v, plan, wrong)))
+    outcomes.append(outcome_of((q, k, v, plan, wrong)))
     if dist.get_rank() == 0:
         time.sleep(1.0)  # the next layer
-        said.append(told((q, k, v, plan, {})))
-    return said
+        outcomes.append(outcome_of((q, k, v, plan, {})))
+    return outcomes
 
 
 def test_a_rank_that_receives_nothing_raises_at_its_next_call(ranks: Ranks) -> None:

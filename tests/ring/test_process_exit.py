@@ -1,4 +1,4 @@
-"""The end of a process that has run a ring: exit code 0 and nothing on stderr.
+"""A process that has run a ring ends with exit code 0 and prints nothing on stderr.
 
 Python unwinds a thread that is in C++ when Python ends, and the process aborts. So our threads end
 earlier. The store monitor is always in C++ here.

@@ -1,4 +1,4 @@
-"""The ring at worlds 1 to 4: equal to one device, in any group, and bitwise repeatable."""
+"""The ring on 1 to 4 ranks: equal to one device, in any group, and bitwise repeatable."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def _compare(group: Group, seed: int, count: int, sizes: tuple[int, int, int]) -
             everything = tensors(i, sum(lengths), heads, 4)
             got = ring_results(plan, everything, deterministic=bool(i % 2))
             whole = dense_results(lengths, causal, window, everything)
-            found = worst(list(zip(got, shards_of(plan, whole), strict=True)))
-            assert found < EXACT, (found, lengths, layout, causal, window, heads)
-            error = max(error, found)
+            here = worst(list(zip(got, shards_of(plan, whole), strict=True)))
+            assert here < EXACT, (here, lengths, layout, causal, window, heads)
+            error = max(error, here)
     return error
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("sizes", [(8, 8, 256), (8, 12, 5), (128, 128, 256)], ids=str)
 def test_equals_dense_attention(ranks: Ranks, world: int, sizes: tuple[int, int, int]) -> None:
-    """Float64 reference, 1e-12: 25 random cases; small tiles, so that there are many, and ours."""
+    """Float64 reference, 1e-12: 25 random cases; many small tiles, and the default ones."""
     ranks.run(world, _compare, 100 * world + sizes[1], 25, sizes)
 
 
@@ -115,7 +115,7 @@ def test_equals_one_device(ranks: Ranks, world: int, layout: str) -> None:
 
 
 def _gate(group: Group, dtype: torch.dtype) -> list[dict[str, float]]:
-    """[error of the ring, of plain attention] by name, this rank's rows against float64."""
+    """[errors of the ring, of plain attention] by name: this rank's rows against float64."""
     lengths = [300, 1, 0, 211]
     inputs, dout, dlse = tensors(7, 512, (4, 2), 32, dtype)
     zero = torch.zeros_like(dlse)
@@ -132,8 +132,8 @@ def _gate(group: Group, dtype: torch.dtype) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_error_does_not_grow_with_ranks(ranks: Ranks, dtype: torch.dtype) -> None:
-    """The gate 2 max|x_pt - ref| + 1e-5 at every world, and the error at 4 ranks <= 1.5 of that
-    on one, out, lse, dq, dk, dv."""
+    """The gate 2 max|x_pt - ref| + 1e-5 in every world; the error on 4 ranks <= 1.5 times that on
+    one; for out, lse, dq, dk, dv."""
     errors = {}
     for world in (1, 2, 3, 4):
         results = ranks.run(world, _gate, dtype)
@@ -211,7 +211,7 @@ def test_deterministic_is_bitwise_repeatable(ranks: Ranks, world: int, dtype: to
 
 
 def _events(group: Group, kv_heads: int) -> tuple[list[str], list[str]]:
-    """What a forward and a backward do one after the other; messages by their tags."""
+    """The order of what a forward and a backward do; messages by their tags."""
     events: list[str] = []
 
     def noted(name: str, inner: Callable[..., object]) -> Callable[..., object]:
@@ -246,8 +246,8 @@ def _events(group: Group, kv_heads: int) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_blocks_and_partials_move_while_a_hop_is_computed(ranks: Ranks, kv_heads: int) -> None:
-    """In one exchange, awaited after the hop. What comes home last does so beside the own keys of
-    some heads, if there are several."""
+    """In one exchange, awaited after the hop. The last rows return beside some heads of the rank's
+    own keys, if it has several."""
     kv, partial = ["K/V", "compute", "wait"], ["partial", "compute", "wait"]
     both = ["K/V and partial", "compute", "wait"]
     home = ["home", *(["compute"] if kv_heads > 1 else []), "wait"]
@@ -257,25 +257,25 @@ def test_blocks_and_partials_move_while_a_hop_is_computed(ranks: Ranks, kv_heads
 
 
 class Late:
-    """Messages of an exchange that bring nothing before they are awaited."""
+    """An exchange whose messages arrive only when they are awaited."""
 
     def __init__(
         self, transport: GlooTransport, sends: list[Message], receives: list[Message]
     ) -> None:
         self.sends, self.receives = sends, receives
         self.sent = [m.tensor.clone() for m in sends]
-        self.come = [replace(m, tensor=torch.empty_like(m.tensor)) for m in receives]
+        self.arrived = [replace(m, tensor=torch.empty_like(m.tensor)) for m in receives]
         for m in receives:
             m.tensor.fill_(torch.nan)
-        self.exchange = EXCHANGE(transport, sends, self.come)
+        self.exchange = EXCHANGE(transport, sends, self.arrived)
 
     def wait(self) -> None:
         self.exchange.wait()
         for m, before in zip(self.sends, self.sent, strict=True):
             assert torch.equal(m.tensor, before), f"{m.what} was written while it was sent"
-        for m, come in zip(self.receives, self.come, strict=True):
+        for m, arrived in zip(self.receives, self.arrived, strict=True):
             assert m.tensor.isnan().all(), f"{m.what} was written while it was received"
-            m.tensor.copy_(come.tensor)
+            m.tensor.copy_(arrived.tensor)
 
 
 def _poisoned(x: torch.Tensor, size: tuple[int, ...], **options: object) -> torch.Tensor:
@@ -291,8 +291,8 @@ def _compare_late(group: Group, count: int) -> float:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_what_is_under_way_is_left_alone(ranks: Ranks, world: int) -> None:
-    """Messages that are read and written as late as a GPU may; buffers of NaN, float64, 1e-12."""
+def test_buffers_of_messages_under_way_are_not_touched(ranks: Ranks, world: int) -> None:
+    """Messages are read and written as late as a GPU may; new buffers are NaN; float64, 1e-12."""
     ranks.run(world, _compare_late, 25)
 
 
@@ -302,7 +302,7 @@ def _fresh(group: Group) -> float:
 
 
 def test_a_new_group_starts_afresh(ranks: Ranks) -> None:
-    """The same documents again in a group made later: other connections, the same result."""
+    """The same documents in a group made later: other connections, the same result."""
     assert max(ranks.run(4, _fresh)) < EXACT
     assert max(ranks.run(4, _fresh)) < EXACT
 

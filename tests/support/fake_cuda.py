@@ -94,7 +94,7 @@ class FakeCuda:
                 lambda b=begin, n=length: ctypes.memmove(target + b, source + b, n),
             )
 
-    def _words(self, stream: int, operations: list[cuda_driver.WordOperation]) -> None:
+    def _words(self, stream: int, operations: list[cuda_driver.MemoryOp]) -> None:
         for x in operations:
             wait = x.operation == cuda_driver.wait(0, 0).operation
             (self.wait_word if wait else self.write_word)(stream, x.address, x.value)
@@ -106,10 +106,10 @@ class FakeCuda:
     def load(self) -> None:
         pass
 
-    def context(self) -> int:
+    def current_context(self) -> int:
         return 1
 
-    def register(self, address: int, size: int) -> int:
+    def register_host_memory(self, address: int, size: int) -> int:
         return address
 
     def allocate(self, size: int) -> int:
@@ -127,16 +127,16 @@ class FakeCuda:
                 self.torn.append(address)
             del self.memory[address]
 
-    def share(self, address: int) -> str:
+    def ipc_handle(self, address: int) -> str:
         assert address in self.memory
         return f"{address:x}"
 
-    def attach(self, handle: str) -> int:
+    def ipc_open(self, handle: str) -> int:
         with self.lock:
             self.attached.append(int(handle, 16))
         return int(handle, 16)
 
-    def detach(self, address: int) -> None:
+    def ipc_close(self, address: int) -> None:
         with self.lock:
             self.attached.remove(address)
 
@@ -149,7 +149,7 @@ class FakeCuda:
             self.events.append(self.event())
             return len(self.events) - 1
 
-    def enter(self, context: int) -> Call:
+    def set_context(self, context: int) -> Call:
         return (lambda: None), ()
 
     def copy(self, *arguments: int) -> Call:
@@ -158,13 +158,13 @@ class FakeCuda:
     def record(self, stream: int, event: int) -> Call:
         return (lambda: self.events[event].record(self.streams[stream])), ()
 
-    def await_event(self, stream: int, event: int) -> Call:
+    def wait_event(self, stream: int, event: int) -> Call:
         return (lambda: self.streams[stream].wait_event(self.events[event])), ()
 
-    def batch(
-        self, stream: int, operations: list[cuda_driver.WordOperation]
-    ) -> tuple[Call, list[cuda_driver.WordOperation]]:
-        array = (cuda_driver.WordOperation * len(operations))(*operations)
+    def batch_memory_ops(
+        self, stream: int, operations: list[cuda_driver.MemoryOp]
+    ) -> tuple[Call, list[cuda_driver.MemoryOp]]:
+        array = (cuda_driver.MemoryOp * len(operations))(*operations)
         read = [array[i] for i in range(len(array))]
         return (self._words, (stream, read)), read
 

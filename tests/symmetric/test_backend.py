@@ -1,5 +1,5 @@
-"""The `symmetric` transport's backend, on stand-ins for CUDA's streams: addresses, words, growth,
-refusals, and what happens to a rank whose peers do not answer."""
+"""The backend of the `symmetric` transport on stand-ins for CUDA: addresses, signals, growth, the
+self-test, and ranks whose peers do not answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def opened(ranks: Ranks) -> list[object]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_trial_passes_on_a_sound_machine(world: int) -> None:
-    """K/V of every hop and dK/dV at home, both parities, whole numbers, exactly."""
+    """K/V of every hop and the owner's dK/dV, both parities, whole numbers, exactly."""
     assert all(isinstance(m, SymmetricBackend) for m in opened(Ranks(world)))
 
 
@@ -78,7 +78,7 @@ def _layers(
 
 
 class Waiting:
-    """A forward kernel that waits for the words of its spans, as kernels do."""
+    """A forward kernel that waits for the arrivals of its spans, as kernels do."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda, self.awaited = cuda, 0
@@ -95,9 +95,9 @@ class Waiting:
 
 @pytest.mark.parametrize("forward", [*FORWARD_MODES, "gathered, inside"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: str) -> None:
-    """`ring_attention` in float64, 1e-12; three layers, each larger, in other layouts. Hop by hop,
-    gathered for a kernel that cannot wait, and for one that waits inside."""
+def test_attention_equals_one_device_while_the_memory_grows(world: int, forward: str) -> None:
+    """`ring_attention` in float64, 1e-12; three layers in different layouts, each larger. Hop by
+    hop, gathered for a kernel that cannot wait, and gathered for one that waits inside."""
     placements = [
         laid_out([8 * world], world),
         laid_out([30 * world], world, "contiguous"),
@@ -127,8 +127,8 @@ def test_attention_equals_one_device_while_the_arena_grows(world: int, forward: 
         assert not backend.arrivals.any()
 
 
-def _found(group: FakeGroup, placements: list[Placement]) -> list[str]:
-    """What is wrong after backward calls whose kernels find (1 + rank) times what they see."""
+def _returned(group: FakeGroup, placements: list[Placement]) -> list[str]:
+    """Wrong dK/dV of backward calls whose kernels store (1 + rank) times the K/V that they see."""
     backend = open_backend(group, CPU)  # type: ignore[arg-type]
     assert isinstance(backend, SymmetricBackend)
     rank, world, wrong = group.rank, group.world, []
@@ -155,11 +155,11 @@ def _found(group: FakeGroup, placements: list[Placement]) -> list[str]:
 
 @pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_found_comes_home(world: int, seed: int) -> None:
-    """Exactly, in placements where other hops are visited from layer to layer."""
+def test_dkv_return_to_their_owner(world: int, seed: int) -> None:
+    """Exactly, in placements where the visited hops differ from layer to layer."""
     rng = random.Random(seed)
     placements = [scattered(rng, world) for _ in range(6)] + [laid_out([8 * world], world)]
-    wrong = Ranks(world, seed=seed).run(lambda group: _found(group, placements))
+    wrong = Ranks(world, seed=seed).run(lambda group: _returned(group, placements))
     assert wrong == [[]] * world
 
 
@@ -170,37 +170,37 @@ def _parities(group: FakeGroup) -> list[int]:
 
 
 def test_calls_take_turns_with_the_two_slots() -> None:
-    """What the schedule's proof takes for granted."""
+    """The proof of the schedule assumes it."""
     assert Ranks(2).run(_parities) == [[0, 1, 0, 1]] * 2
 
 
-def _agreed(group: dist.ProcessGroup, verdict: str) -> tuple[list[str], list[str]]:
+def _unsupported(group: dist.ProcessGroup, reason: str) -> tuple[list[str], list[str]]:
     """Lines of all ranks in a call, and why there is no backend, asked for twice."""
     own, calls = RingGroup.of(group), []
 
     def opened(*_: object) -> str:
-        calls.append(verdict)
-        return verdict
+        calls.append(reason)
+        return reason
 
-    said = []
+    reasons = []
     own.begin(Settings())
     lines = own.gather(f"I am {own.rank}")
     with mock.patch("ringfa3.ring.group.open_backend", opened):
         for _ in range(2):
             assert own.symmetric_backend(CPU) is None
-            said.append(str(own.unsupported))
-    assert calls == [verdict]
-    return lines, said
+            reasons.append(str(own.unsupported))
+    assert calls == [reason]
+    return lines, reasons
 
 
-def test_a_group_that_cannot_says_why_on_all_ranks(ranks: processes.Ranks) -> None:
+def test_a_group_without_a_backend_knows_why_on_all_ranks(ranks: processes.Ranks) -> None:
     """The self-test runs once; its result is remembered."""
-    for lines, said in ranks.run(3, _agreed, "rank 1: no CUDA driver"):
+    for lines, reasons in ranks.run(3, _unsupported, "rank 1: no CUDA driver"):
         assert lines == ["I am 0", "I am 1", "I am 2"]
-        assert said == 2 * ["rank 1: no CUDA driver"]
+        assert reasons == 2 * ["rank 1: no CUDA driver"]
 
 
-def _moved_by(transport: str, possible: bool) -> object:
+def _transport_of(transport: str, possible: bool) -> object:
     """The transport that `prepare_call` chooses for CUDA tensors."""
     group = mock.Mock(rank=0, unsupported="rank 1: no CUDA driver")
     group.transport.side_effect = lambda name, _: name
@@ -232,25 +232,25 @@ def _moved_by(transport: str, possible: bool) -> object:
 
 
 def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it is not, the first rank says why, once."""
+    """Where it is not, the first rank prints why, once."""
     prepare_call.print_transport.cache_clear()
-    assert _moved_by("auto", possible=True) == "symmetric"
-    assert _moved_by("auto", possible=False) == "nccl"
-    assert _moved_by("auto", possible=False) == "nccl"
-    said = "ringfa3: the ring runs over nccl: rank 1: no CUDA driver\n"
-    assert capsys.readouterr().err == said
-    assert _moved_by("nccl", possible=True) == "nccl"
-    assert _moved_by("symmetric", possible=True) == "symmetric"
+    assert _transport_of("auto", possible=True) == "symmetric"
+    assert _transport_of("auto", possible=False) == "nccl"
+    assert _transport_of("auto", possible=False) == "nccl"
+    line = "ringfa3: the ring runs over nccl: rank 1: no CUDA driver\n"
+    assert capsys.readouterr().err == line
+    assert _transport_of("nccl", possible=True) == "nccl"
+    assert _transport_of("symmetric", possible=True) == "symmetric"
     with pytest.raises(
         ValueError, match=r"not possible here \(rank 1: no CUDA driver\): use 'nccl'"
     ):
-        _moved_by("symmetric", possible=False)
+        _transport_of("symmetric", possible=False)
 
 
 class Lost(FakeCuda):
-    """No word of another rank is set."""
+    """Signals of other ranks are never set."""
 
-    def register(self, address: int, size: int) -> int:
+    def register_host_memory(self, address: int, size: int) -> int:
         self.mapped = [*getattr(self, "mapped", []), range(address, address + size)]
         return address
 
@@ -260,76 +260,73 @@ class Lost(FakeCuda):
 
 
 class Shifted(FakeCuda):
-    """Data come from beside their place."""
+    """Copies read two bytes beside their source."""
 
     def move(self, stream: int, target: int, source: int, size: int) -> None:
         super().move(stream, target, source + 2, size)
 
 
-class Refused(FakeCuda):
+class Failing(FakeCuda):
     def move(self, stream: int, target: int, source: int, size: int) -> None:
         raise cuda_driver.DriverError("cuMemcpyDtoDAsync_v2: CUDA error 1, invalid argument")
 
 
-class RefusedOnOne(Refused):
+class FailingOnOne(Failing):
     def move(self, *arguments: int) -> None:
-        move = Refused.move if threading.current_thread().name == "1" else FakeCuda.move
+        move = Failing.move if threading.current_thread().name == "1" else FakeCuda.move
         move(self, *arguments)
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "problem"),
     [
         (Lost, r"rank 10: .* did not end: backward hop 1: K/V of rank 11: nothing within 2 s"),
         (Shifted, r"rank 10: the self-test read \d+ wrong numbers"),
-        (Refused, r"rank 10: cuMemcpyDtoDAsync_v2: CUDA error 1"),
+        (Failing, r"rank 10: cuMemcpyDtoDAsync_v2: CUDA error 1"),
         (
-            RefusedOnOne,
+            FailingOnOne,
             r"rank 10: the self-test did not end.*; rank 11: cuMemcpyDtoDAsync_v2: CUDA error 1",
         ),
     ],
 )
-def test_a_machine_that_does_not_work_is_refused_on_all_ranks(
-    kind: type[FakeCuda], said: str
-) -> None:
+def test_a_failed_self_test_decides_on_all_ranks(kind: type[FakeCuda], problem: str) -> None:
     ranks = Ranks(2)
     ranks.cuda = kind(0)
     answers = opened(ranks)
     assert answers[0] == answers[1]
-    assert re.match(said, str(answers[0]))
+    assert re.match(problem, str(answers[0]))
 
 
 @pytest.mark.parametrize(
-    ("introductions", "said"),
+    ("introductions", "reason"),
     [
         ([("a", "GPU 0", ""), ("b", "GPU 0", "")], "the group's ranks are on 2 hosts"),
         ([("a", "GPU 0", ""), ("a", "GPU 0", "")], "2 ranks share 1 GPUs"),
         ([("a", "GPU 0", ""), ("a", "GPU 1", "no CUDA driver")], "rank 11: no CUDA driver"),
     ],
 )
-def test_one_rank_that_cannot_speaks_for_all(
-    introductions: list[tuple[str, str, str]], said: str
+def test_one_unsupported_rank_decides_for_all(
+    introductions: list[tuple[str, str, str]], reason: str
 ) -> None:
     ranks = Ranks(2)
     with mock.patch.object(Ranks, "introduction", lambda _, rank: introductions[rank]):
-        assert opened(ranks) == [said, said]
+        assert opened(ranks) == [reason, reason]
 
 
-def test_a_rank_without_room_refuses_for_all() -> None:
+def test_one_rank_without_memory_decides_for_all() -> None:
     def no_room(*_: object) -> None:
         if threading.current_thread().name == "1":
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     ranks = Ranks(2)
     with mock.patch("ringfa3.symmetric.ipc_memory.IpcMemory._allocate", no_room):
-        for said in opened(ranks):
-            assert "room for the shared memory on rank 1 of the group: CUDA out of memory" in str(
-                said
-            )
+        for reason in opened(ranks):
+            expected = "room for the shared memory on rank 1 of the group: CUDA out of memory"
+            assert expected in str(reason)
 
 
-def test_hindrances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One queue, and a backend without a driver."""
+def test_reasons_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One queue for all streams, and no driver."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert "unset it" in str(self_test.unsupported_reason())
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
@@ -343,7 +340,7 @@ def test_hindrances(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stalls(group: FakeGroup, direction: str) -> tuple[list[str], bool]:
-    """Rank 1 does not come, or brings K/V and no more; rank 0's streams go on all the same."""
+    """Rank 1 does not enter the call, or only publishes K/V; rank 0's streams are released."""
     backend = open_backend(group, CPU)  # type: ignore[arg-type]
     assert isinstance(backend, SymmetricBackend)
     plan = laid_out([16], 2).plans[group.rank]
@@ -370,9 +367,9 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(
 ) -> None:
     raised: list[Exception] = []
     with mock.patch("ringfa3.symmetric.backend.raise_in_main_thread", raised.append):
-        said = Ranks(2, timeout_s=4.0).run(lambda group: _stalls(group, direction))
-    (waited, gone_on), (other, _) = said  # type: ignore[misc]
-    assert gone_on
+        results = Ranks(2, timeout_s=4.0).run(lambda group: _stalls(group, direction))
+    (waited, released), (other, _) = results  # type: ignore[misc]
+    assert released
     assert other == []
     assert [str(r) for r in raised] == waited
     assert len(waited) == 1
@@ -380,7 +377,7 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(
 
 
 def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
-    """Whether this rank's watch still waits to raise, when the rank has raised an error itself."""
+    """Whether the watchdog may still raise after this rank has raised an error itself."""
     own = RingGroup.of(group)
     backend = own._backend = object.__new__(SymmetricBackend)
     backend._watchdog, backend.memory = mock.Mock(), mock.Mock()
@@ -392,5 +389,5 @@ def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
 
 
 def test_a_rank_that_raises_in_a_call_raises_once(ranks: processes.Ranks) -> None:
-    """Its streams go on, and no second error comes into its main thread later."""
+    """Its streams are released, and its main thread gets no second error."""
     assert processes.sacrifice(1, 4.0, _lost_in_a_call) == [False]

@@ -1,4 +1,4 @@
-"""Calls of the driver, as a library built with CUDA's own header receives them."""
+"""Driver calls as a library built with CUDA's own header receives them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ CUresult CUDAAPI cuStreamBatchMemOp_v2(
 
 
 @pytest.mark.kernels
-def test_a_batch_of_words_is_laid_out_as_in_cuda_h(
+def test_memory_ops_have_the_layout_of_cuda_h(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Types, addresses, values and flags, also after a value was changed; and the size of a handle
-    between processes."""
+    """Types, addresses, values and flags, also of a value that was changed; the size of an IPC
+    handle."""
     source, library = tmp_path / "receiver.cpp", tmp_path / "receiver.so"
     source.write_text(RECEIVER)
     include = find_compiler()[0].resolve().parent.parent / "include"
@@ -56,7 +56,7 @@ def test_a_batch_of_words_is_laid_out_as_in_cuda_h(
     entry.argtypes = cuda_driver._ARGUMENTS["cuStreamBatchMemOp_v2"]
     monkeypatch.setattr(cuda_driver, "_entries", lambda: {"cuStreamBatchMemOp_v2": entry})
     high, most = 0x7FFF_1234_5678_9ABC, (1 << 32) - 1
-    call, read = cuda_driver.batch(
+    call, read = cuda_driver.batch_memory_ops(
         1, [cuda_driver.wait(high, 1), cuda_driver.write(8, 0), cuda_driver.write(4, 3)]
     )
     read[2].value = most

@@ -1,4 +1,4 @@
-"""Which forward runs over peers' memory: by memory, at the numbers that the rule promises."""
+"""The forward mode over peers' memory: the rule's choice at known amounts of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def qk(h: int, hk: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tenso
     return [torch.empty(1, n, 128, dtype=dtype, device="meta") for n in (h, hk)]
 
 
-def kinds(heads: tuple[int, int], worlds: range, **options: object) -> list[str]:
+def modes(heads: tuple[int, int], worlds: range, **options: object) -> list[str]:
     return [
         select_forward_mode(plan_context(4096 * n, (0, n), **options), *qk(*heads))  # type: ignore[arg-type]
         for n in worlds
@@ -26,32 +26,33 @@ def kinds(heads: tuple[int, int], worlds: range, **options: object) -> list[str]
 def test_it_gathers_where_that_takes_no_more_than_float32_o_and_two_blocks(
     heads: tuple[int, int], last: int
 ) -> None:
-    """One whole sequence: n K/V of a shard against 2 and, at 2 bytes a number, heads / kv_heads."""
-    gathered, hops = kinds(heads, range(2, last + 1)), kinds(heads, range(last + 1, last + 4))
+    """One sequence: K/V of n shards against K/V of 2 and float32 O, as large as K/V of
+    heads / kv_heads shards in bf16."""
+    gathered, hops = modes(heads, range(2, last + 1)), modes(heads, range(last + 1, last + 4))
     assert set(gathered) == {"gathered"}
     assert set(hops) == {"hops"}
 
 
 def test_only_what_is_seen_counts() -> None:
-    """A short window: hardly more than the own K/V, on any number of ranks."""
-    assert set(kinds((32, 8), range(2, 17), window_size=(128, 0))) == {"gathered"}
+    """A short window needs hardly more than the rank's own K/V, on any number of ranks."""
+    assert set(modes((32, 8), range(2, 17), window_size=(128, 0))) == {"gathered"}
     plan = plan_context(4 * 4096, (0, 4), "contiguous", window_size=(128, 0))
     assert gathered_bytes(plan, qk(32, 8)[1]) == (4096 + 128) * 2 * 8 * 128 * 2
 
 
-def test_nothing_is_gathered_where_nothing_travels_or_words_run_out() -> None:
+def test_nothing_is_gathered_if_nothing_is_published_or_arrival_words_run_out() -> None:
     whole = plan_context([0, 4096, 8192], (0, 2), "contiguous")
     assert select_forward_mode(whole, *qk(32, 8)) == "hops"
-    assert kinds((32, 1), range(32, 34)) == ["gathered", "hops"]
+    assert modes((32, 1), range(32, 34)) == ["gathered", "hops"]
 
 
 def test_the_environment_overrides_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked in ("gathered", "hops"):
         monkeypatch.setenv(FORWARD_MODE_ENV, asked)
-        assert set(kinds((32, 8), range(2, 9))) == {asked}
+        assert set(modes((32, 8), range(2, 9))) == {asked}
     monkeypatch.setenv(FORWARD_MODE_ENV, "both")
     with pytest.raises(ValueError, match="RINGFA3_FORWARD='both': allowed are 'gathered', 'hops'"):
-        kinds((32, 8), range(2, 3))
+        modes((32, 8), range(2, 3))
 
 
 @given(case=cases)
@@ -62,8 +63,8 @@ def test_ranks_agree(case: Case) -> None:
 
 
 @given(case=cases)
-def test_gathered_rows_lie_one_block_behind_the_other(case: Case) -> None:
-    """Own rows, then exactly those that are seen of each hop, in the order of the hops."""
+def test_gathered_blocks_are_contiguous(case: Case) -> None:
+    """Own rows, then exactly the visible rows of each hop, in the order of the hops."""
     for plan in case.plans():
         move, end = plan.kv_exchange, plan.local_tokens
         first, rows = move.gathered_layout(plan.rank)

@@ -1,5 +1,5 @@
-"""Enclosed ring calls: what their events order, proven for any sequence of calls and replays, and
-for any order in which a device may run a graph."""
+"""Ring calls that fork and join, proven for any sequence of calls and replays, and for any order in
+which a device may run a graph."""
 
 from __future__ import annotations
 
@@ -27,33 +27,31 @@ def call(
     direction: str,
     parity: int = 0,
     captured: bool = True,
-    fork_join: Callable[[Sequence[Operation], bool], list[Operation]] = fork_join,
+    change: Callable[[Sequence[Operation], bool], list[Operation]] = fork_join,
 ) -> tuple[str, list[list[Operation]]]:
     ranks = range(placement.world)
-    return direction, [
-        fork_join(placement.operations(direction, r, parity), captured) for r in ranks
-    ]
+    return direction, [change(placement.operations(direction, r, parity), captured) for r in ranks]
 
 
 def history(
     rng: random.Random, placements: list[Placement], forwards: tuple[str, ...], settled: bool = True
 ) -> Calls:
-    """A few calls before the first capture; then any calls, in graphs or not, of any parities."""
-    before = layers(placements, forwards)[: rng.randint(0, 6)]
+    """A few calls before the first capture; then any calls, captured or not, of any parities."""
+    earlier = layers(placements, forwards)[: rng.randint(0, 6)]
     world = placements[0].world
     kinds = directions(placements, forwards)
     later = [rng.choice(kinds) for _ in range(6)]
     return [
-        *before,
+        *earlier,
         *([(SETTLED, [[]] * world)] if settled else []),
         *(call(p, d, rng.randrange(2), rng.random() < 0.5) for d, p in later),
     ]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_enclosed_calls_follow_on_each_other_in_any_parity(world: int) -> None:
-    """Graphs that are replayed in any order, also again and again, beside other calls: no hazard,
-    no deadlock, no word set before it was taken; also if all streams share a queue."""
+def test_calls_that_fork_and_join_may_have_any_parities(world: int) -> None:
+    """Graphs are replayed in any order and any number of times, beside other calls: no hazard, no
+    deadlock, no signal set before its last wait; also if all streams share a queue."""
     for seed, placements in enumerate(placements_of(world, 30)):
         calls = history(random.Random(seed), placements, FORWARDS[seed % 3])
         assert problems(calls) == [], seed
@@ -69,45 +67,45 @@ def test_no_device_order_of_a_graph_hangs(world: int, direction: str) -> None:
 
 
 def fork_at_once(operations: Sequence[Operation], captured: bool) -> list[Operation]:
-    """The stream of gradients does not fork behind READY words."""
+    """The gradients' stream forks before KV_READY is set."""
     fork = RecordEvent(Stream.KV, FORKED), WaitEvent(Stream.GRADIENTS, FORKED)
     first: list[Operation] = [RecordEvent(Stream.COMPUTE, FORKED), fork[1]]
     return first + [x for x in fork_join(operations, captured) if x not in fork]
 
 
 def wait_inside(operations: Sequence[Operation], _: bool) -> list[Operation]:
-    """Kernels begin before all is there."""
+    """Kernels start before all blocks have arrived."""
     return fork_join(operations, captured=False)
 
 
 @pytest.mark.parametrize(
-    ("direction", "fork_join"),
+    ("direction", "change"),
     [("backward", fork_at_once), ("gathered", wait_inside)],
 )
 def test_without_a_precaution_some_device_order_hangs(
-    direction: str, fork_join: Callable[[Sequence[Operation], bool], list[Operation]]
+    direction: str, change: Callable[[Sequence[Operation], bool], list[Operation]]
 ) -> None:
-    found = [stuck(*call(s[0], direction, fork_join=fork_join)) for s in placements_of(3, 60)]
+    found = [stuck(*call(s[0], direction, change=change)) for s in placements_of(3, 60)]
     assert any(found)
 
 
 def test_without_a_join_some_history_is_a_hazard() -> None:
-    """Of the K/V stream. The compute stream awaits the other one in each backward."""
+    """Without the join of the KV stream. The gradients' stream joins in every backward."""
 
-    def parted(operations: Sequence[Operation], captured: bool) -> list[Operation]:
+    def without_join(operations: Sequence[Operation], captured: bool) -> list[Operation]:
         joined = WaitEvent(Stream.COMPUTE, JOINED)
         return [x for x in fork_join(operations, captured) if x != joined]
 
     def found(seed: int, placements: list[Placement]) -> list[str]:
         rng = random.Random(seed)
         kinds = rng.choices(directions(placements, FORWARDS[seed % 3]), k=6)
-        return problems([call(p, d, rng.randrange(2), fork_join=parted) for d, p in kinds])
+        return problems([call(p, d, rng.randrange(2), change=without_join) for d, p in kinds])
 
     assert any(found(*x) for x in enumerate(placements_of(4, 30)))
 
 
-def test_before_the_first_capture_calls_must_be_over() -> None:
-    """By the host, which waits for the words that they take."""
+def test_calls_before_the_first_capture_must_have_ended() -> None:
+    """The host waits until their waits for signals are over."""
     assert any(
         problems(history(random.Random(seed), placements, FORWARDS[seed % 3], settled=False))
         for seed, placements in enumerate(placements_of(4, 30))

@@ -1,4 +1,4 @@
-"""What streams in graphs say of their waits, and what is made of it."""
+"""The waits that streams in graphs report, and how they are read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ringfa3.symmetric.signals import Signals
 from ringfa3.symmetric.stream_ops import Stream
 
 
-def perform(operations: list[cuda_driver.WordOperation]) -> None:
+def perform(operations: list[cuda_driver.MemoryOp]) -> None:
     for x in operations:
         ctypes.c_uint32.from_address(x.address).value = x.value
 
 
-def test_progress_is_another_wait_or_the_same_again() -> None:
-    """A look that finds the same wait knows whether it is that of another replay."""
-    with mock.patch.object(cuda_driver, "register", lambda address, _: address):
+def test_progress_is_another_wait_or_the_same_wait_again() -> None:
+    """A poll that reads the same wait knows whether it belongs to another replay."""
+    with mock.patch.object(cuda_driver, "register_host_memory", lambda address, _: address):
         words = Signals(0, 1, lambda line: [line])
     replays = ReplayWaits(words)
     kv = [replays.awaiting(Stream.KV, what) for what in ("hop 1", "hop 2", "hop 1")]
@@ -38,9 +38,9 @@ def test_progress_is_another_wait_or_the_same_again() -> None:
     assert replays.poll() == (False, [])
 
 
-def test_streams_say_nothing_among_the_words_of_ranks() -> None:
-    """Counters of all streams and kinds have words of their own."""
-    with mock.patch.object(cuda_driver, "register", lambda address, _: address):
+def test_counters_and_signals_do_not_overlap() -> None:
+    """Every counter of every stream has a word of its own."""
+    with mock.patch.object(cuda_driver, "register_host_memory", lambda address, _: address):
         ranks = [Signals(0, 1, lambda line: [line])]
     words = ranks[0]
     addresses = [words.counter(stream, kind) for stream in Stream for kind in range(3)]

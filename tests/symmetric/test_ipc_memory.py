@@ -18,21 +18,21 @@ from tests.support.fake_cuda import FakeGroup, Ranks
 CPU = torch.device("cpu")
 
 
-def _write(memory: IpcMemory, value: int, world: int) -> None:
+def _fill(memory: IpcMemory, value: int, world: int) -> None:
     for buffer in SHARED:
         for slot in range(2 if buffer is Buffer.KV_SHARED else min(2, world - 1)):
             memory.local(buffer, slot).fill_(value)
 
 
 def _peer(memory: IpcMemory, ranks: Ranks, rank: int, buffer: Buffer, slot: int) -> int:
-    """The first byte of a slot of another rank."""
+    """The first byte of another rank's slot, by the address that this rank uses."""
     address = memory.address(rank, buffer, slot)
     base, memory = next((b, m) for b, m in ranks.cuda.memory.items() if b <= address < b + len(m))
     return int(memory[address - base])
 
 
-def test_peers_are_found_as_it_grows_and_nothing_is_left_behind() -> None:
-    """Each rank has one region, before and after; its peers read there what it has written."""
+def test_peers_are_mapped_as_it_grows_and_nothing_is_left_mapped() -> None:
+    """Each rank has one allocation, before and after; its peers read there what it has written."""
     ranks = Ranks(3)
 
     def grow(group: FakeGroup) -> IpcMemory:
@@ -40,7 +40,7 @@ def test_peers_are_found_as_it_grows_and_nothing_is_left_behind() -> None:
         for size in (100, 1 << 22, 5):
             memory.reserve(dict.fromkeys(Buffer, size))
             assert memory.holds(dict.fromkeys(Buffer, size))
-            _write(memory, group.rank, group.world)
+            _fill(memory, group.rank, group.world)
             group.gather("")
             assert len(ranks.cuda.memory) == 3
             assert len(ranks.cuda.attached) == 6
@@ -50,16 +50,16 @@ def test_peers_are_found_as_it_grows_and_nothing_is_left_behind() -> None:
             group.gather("")
         return memory
 
-    arenas = ranks.run(grow)
+    memories = ranks.run(grow)
     assert not ranks.cuda.torn
-    arenas.clear()
+    memories.clear()
     gc.collect()
     assert not ranks.cuda.memory
     assert not ranks.cuda.attached
 
 
-def test_a_rank_without_room_is_said_by_all_and_the_next_may_fit() -> None:
-    """Once PyTorch's cache is empty, too: after the first failure the second try succeeds."""
+def test_all_ranks_raise_if_one_has_no_room_and_a_later_try_may_succeed() -> None:
+    """PyTorch's cache counts as room: after a failure it is freed, and the second try succeeds."""
     ranks = Ranks(2)
     real, failures = ranks.cuda.allocate, {"left": 0}
 
@@ -85,7 +85,7 @@ def test_a_rank_without_room_is_said_by_all_and_the_next_may_fit() -> None:
         failures["left"] = 1
         group.gather("")
         memory.reserve({Buffer.KV_SHARED: 1 << 24})
-        _write(memory, group.rank, group.world)
+        _fill(memory, group.rank, group.world)
         group.gather("")
         assert _peer(memory, ranks, 1 - group.rank, Buffer.KV_SHARED, 0) == 1 - group.rank
         group.gather("")
@@ -97,7 +97,7 @@ def test_a_rank_without_room_is_said_by_all_and_the_next_may_fit() -> None:
         ranks.run(grow)
 
 
-def test_what_is_kept_stays_mapped_when_it_grows() -> None:
+def test_pinned_memory_stays_mapped_when_it_grows() -> None:
     ranks = Ranks(2)
     kept: list[object] = []
 
@@ -105,7 +105,7 @@ def test_what_is_kept_stays_mapped_when_it_grows() -> None:
         memory = IpcMemory(group.rank, group.world, CPU, group.gather)
         memory.reserve({Buffer.KV_SHARED: 5, Buffer.KV_RECV: 5})
         memory.pin()
-        _write(memory, group.rank, group.world)
+        _fill(memory, group.rank, group.world)
         before = memory.address(1 - group.rank, Buffer.KV_SHARED, 0)
         memory.reserve({Buffer.KV_SHARED: 1 << 24})
         group.gather("")
@@ -122,7 +122,7 @@ def test_what_is_kept_stays_mapped_when_it_grows() -> None:
 
 
 def test_slots_lie_apart() -> None:
-    """All that a call uses at a time, on two ranks and on three; ALL is over what is private."""
+    """Slots that a call uses together, for 2 and 3 ranks; KV_GATHERED covers private buffers."""
     for world in (2, 3):
 
         def fill(group: FakeGroup) -> None:

@@ -1,7 +1,7 @@
-"""The `symmetric` transport's schedule: proven race-free, and run in every order a seed can draw.
+"""The schedule of the `symmetric` transport: proven free of hazards, and run in random orders.
 
 The proof (`happens_before`) holds for any speeds of the streams. The runs (`simulation`) execute
-`ring_pass` on memory that is NaN wherever nothing valid lies, and compare what comes out.
+`ring_pass` on memory that is NaN wherever it has no valid data, and compare the results.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ FORWARDS: list[Forwards] = [("forward",), ("gathered",), ("gathered", "forward",
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("forwards", FORWARDS, ids=str)
 def test_no_order_of_events_is_a_hazard(kind: str, world: int, forwards: Forwards) -> None:
-    """Two steps of training: no deadlock, no word set before it was taken, no rows that one
-    operation writes while another touches them, no kernel that waits for more than copies; also if
+    """Two steps of training: no deadlock, no signal set before its last wait, no rows that one
+    operation writes while another accesses them, no kernel that waits for more than copies; also if
     all streams share a queue."""
     calls = 2 * layers(step(kind, world), forwards)
     assert problems(calls) == []
@@ -72,7 +72,7 @@ MANY = (pytest.mark.soak, pytest.mark.timeout(1800))
     [*((n, 15) for n in (2, 3, 4, 5)), *(pytest.param(n, 500, marks=MANY) for n in range(2, 9))],
 )
 def test_no_order_is_a_hazard_for_any_placement(world: int, count: int) -> None:
-    """Documents in pieces on ranks of any order, another placement in each layer."""
+    """Documents in pieces on ranks in random order, another placement in each layer."""
     for seed in range(count):
         rng = random.Random(seed)
         placements = [scattered(rng, world) for _ in range(rng.randint(1, 3))]
@@ -83,7 +83,7 @@ def test_no_order_is_a_hazard_for_any_placement(world: int, count: int) -> None:
 
 @cache
 def every_wait() -> list[tuple[Forwards, Label]]:
-    """Of calls on 4 ranks: of forward and backward hop by hop, and of gathered forwards."""
+    """Waits of calls on 4 ranks: of forward and backward hop by hop, and of gathered forwards."""
     found = {
         forwards: dict.fromkeys(
             itertools.chain(*(waits(layers(step(k, 4), forwards)) for k in KINDS))
@@ -107,21 +107,21 @@ def steps_of_4() -> list[list[Placement]]:
 
 
 def test_every_wait_is_known_by_name() -> None:
-    """No placement has a wait that the tests below do not take out."""
+    """The tests below leave out every wait that any placement has."""
     found = {w for s in steps_of_4() for f in FORWARDS for w in waits(layers(s, f))}
     assert found == {wait for _, wait in every_wait()}
 
 
 @pytest.mark.parametrize(("forwards", "wait"), every_wait(), ids=str)
 def test_no_wait_can_be_left_out(forwards: Forwards, wait: Label) -> None:
-    """Without it, there is an example in which two operations may meet, or a kernel holds the SMs
-    that another rank's may need."""
+    """Without it, some placement has a hazard, or a kernel that occupies SMs which another rank's
+    kernel may need."""
     assert any(problems(2 * layers(s, forwards), without=wait) for s in steps_of_4())
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_call_prepares_beside_its_first_transfers(direction: str) -> None:
-    """Both pulls are issued by then, and the compute stream has only waited for SRC."""
+def test_start_issues_the_first_transfers(direction: str) -> None:
+    """Both pulls; meanwhile the compute stream has waited for KV_SHARED alone."""
     operations = laid_out([64], 4).operations(direction, 1, 0)
     before = operations[: operations.index(EndStart())]
     assert sum(isinstance(x, Copy) for x in before) == 2
@@ -135,7 +135,7 @@ def test_a_call_prepares_beside_its_first_transfers(direction: str) -> None:
 class Ledger:
     """Two steps of training on simulated ranks, with whole numbers in place of attention.
 
-    A kernel notes which K/V it sees, and finds (1 + its rank) times them as their dK/dV.
+    A kernel checks the K/V that it sees and stores (1 + its rank) times them as their dK/dV.
     """
 
     def __init__(
@@ -161,13 +161,13 @@ class Ledger:
         mine = keys[rank].view(-1, 1, 1)
         ring_pass = SymmetricRingPass(backend, plan, direction)
         ring_pass.start(mine, -mine)
-        leaving = [keys[r][p.kv_exchange.published] for r, p in enumerate(placement.plans)]
+        published = [keys[r][p.kv_exchange.published] for r, p in enumerate(placement.plans)]
         between = plan.kv_exchange.visible.tolist()
 
         def attend(hop: int, k: Tensor, v: Tensor, *dkv: Tensor, **_: object) -> None:
             if direction == "gathered":
                 owners = [(rank - t) % self.size for t in range(1, self.size)]
-                parts = [leaving[o][slice(*between[o][t])] for t, o in enumerate(owners, 1)]
+                parts = [published[o][slice(*between[o][t])] for t, o in enumerate(owners, 1)]
                 expected = torch.cat([keys[rank], *parts])
                 if not (torch.equal(k.flatten(), expected) and torch.equal(v.flatten(), -expected)):
                     self.wrong.append(f"call {number}, rank {rank}: gathered K/V")
@@ -175,7 +175,7 @@ class Ledger:
             owner = (rank - hop) % self.size
             seen = slice(*between[owner][hop]) if hop else slice(None)
             if hop:
-                expected = leaving[owner][seen]
+                expected = published[owner][seen]
                 for x, sign in ((k, 1), (v, -1)):
                     if not torch.equal(x[seen].flatten() * sign, expected):
                         self.wrong.append(f"call {number}, rank {rank}, hop {hop}: K/V")
@@ -197,7 +197,7 @@ class Ledger:
             backend.then(check)
 
     def run(self, seed: int) -> list[str]:
-        """What was wrong."""
+        """Everything that was wrong."""
         try:
             self.world.run(random.Random(seed))
         except DeadlockError as stuck:
@@ -222,9 +222,11 @@ class Ledger:
 def test_every_hop_sees_what_it_should(
     kind: str, world: int, forwards: Forwards, options: dict[str, bool]
 ) -> None:
-    """Exactly: K/V at each hop, dK/dV at home, the sum of what its visitors have added. Also with
-    the streams of a rank in one queue, and beside collectives of the job; and fork_join, in any
-    parities."""
+    """Exactly: K/V at each hop, and the owner's dK/dV, the sum of its visitors' contributions.
+
+    Also with the streams of a rank in one queue, beside collectives of the job, and with fork and
+    join in any parities.
+    """
     assert Ledger(step(kind, world), forwards, **options).run(world) == []
 
 
@@ -241,8 +243,8 @@ def test_every_hop_sees_what_it_should_on_any_placement(world: int, count: int) 
 
 @pytest.mark.parametrize(("forwards", "wait"), every_wait(), ids=str)
 def test_without_a_wait_something_goes_wrong(forwards: Forwards, wait: Label) -> None:
-    """In one of some runs at least, on placements where the proof fails too: something stale is
-    read, or a kernel waits on the SMs for a rank that waits for a collective of the job."""
+    """In at least one run, on placements where the proof fails too: stale data are read, or a
+    kernel waits on the SMs for a rank that waits for a collective of the job."""
     crowded = "all_published" in wait
     for placements in steps_of_4():
         if problems(2 * layers(placements, forwards), without=wait):
@@ -263,7 +265,7 @@ def attention_step(
     for layer, (forward, placement) in enumerate(
         directions(placements, forwards)[: len(placements)]
     ):
-        kv_heads = 1 + size % 2  # one, which is not parted, or two
+        kv_heads = 1 + size % 2  # one, which is not split, or two
         inputs, dout, dlse = tensors(layer, sum(placement.lengths), (2 * kv_heads, kv_heads), 2)
         allowed = mask(placement.lengths, placement.lengths, *placement.band)
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -287,7 +289,7 @@ def attention_step(
 
 
 class Rank:
-    """One layer on one rank, as `ring.op` runs it; `out` and `lse` are filled by the run."""
+    """One layer on one rank, as `ring.op` runs it. The run fills `out` and `lse`."""
 
     def __init__(self, backend: SimulatedBackend, plan: ContextPlan, q: Tensor, k: Tensor,
                  v: Tensor) -> None:  # fmt: skip
@@ -333,5 +335,5 @@ class Rank:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_equals_one_device(kind: str, world: int, forwards: Forwards) -> None:
-    """Three layers, forward and backward, float64, 1e-12; poison in every row not yet here."""
+    """Three layers, forward and backward, float64, 1e-12; rows that have not arrived are NaN."""
     assert attention_step(step(kind, world), forwards, 0) < 1e-12

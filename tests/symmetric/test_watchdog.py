@@ -1,4 +1,4 @@
-"""The watch over streams: what it says, when, and to whom."""
+"""The watchdog over streams: its messages, their time and their receiver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringfa3.symmetric.watchdog import Watchdog, raise_in_main_thread
 
 
 class Counts(dict[str, int]):
-    """Waits that are over, by stream."""
+    """Numbers of waits that are over, by stream."""
 
     def reached(self, stream: str, count: int) -> bool:
         return self.get(stream, 0) >= count
@@ -21,8 +21,8 @@ def until(happens: object) -> None:
         time.sleep(0.01)
 
 
-def test_a_watch_minds_progress_on_any_stream() -> None:
-    """What comes puts its verdict off; then it speaks once and releases until all has come."""
+def test_progress_on_any_stream_restarts_the_timeout() -> None:
+    """Then it calls lost once, and release until all waits are over."""
     said: list[str] = []
     released: list[float] = []
     over = Counts()
@@ -45,7 +45,7 @@ def test_a_watch_minds_progress_on_any_stream() -> None:
     assert len(released) == count
 
 
-def test_a_watch_hears_of_another_ranks_failure_at_once() -> None:
+def test_it_reports_another_ranks_failure_at_once() -> None:
     said: list[str] = []
     watchdog = Watchdog(
         60.0, Counts().reached, lambda: "rank 2: disk on fire", said.append, lambda: None
@@ -55,7 +55,7 @@ def test_a_watch_hears_of_another_ranks_failure_at_once() -> None:
     assert said == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
 
 
-def test_a_watch_that_gave_up_releases_and_says_nothing() -> None:
+def test_after_give_up_it_only_releases() -> None:
     said: list[str] = []
     released: list[bool] = []
     over = Counts()
@@ -73,40 +73,40 @@ def test_a_watch_that_gave_up_releases_and_says_nothing() -> None:
     over["kv"] = 1
 
 
-class Looks:
-    """What a stream in graphs says, for a test to change."""
+class GraphWaits:
+    """The waits of a stream in graphs, for a test to change."""
 
     def __init__(self) -> None:
-        self.over, self.awaited = False, [""]
+        self.passed, self.awaited = False, [""]
 
     def poll(self) -> tuple[bool, list[str]]:
-        over, self.over = self.over, False
-        return over, [x for x in self.awaited if x]
+        passed, self.passed = self.passed, False
+        return passed, [x for x in self.awaited if x]
 
 
-def test_a_watch_looks_at_what_graphs_wait_for() -> None:
-    """While nothing is awaited no time runs; one that waits for the same again and again, and is
-    answered, is not stuck; nor is what was posted, while graphs go on."""
+def test_it_polls_the_waits_of_graphs() -> None:
+    """Without waits no time runs. A stream that passes the same wait again and again is not stuck,
+    and graphs that make progress keep posted waits from timing out."""
     said: list[str] = []
     released: list[bool] = []
-    over, looks = Counts(), Looks()
+    over, graphs = Counts(), GraphWaits()
     watchdog = Watchdog(0.6, over.reached, lambda: None, said.append, lambda: released.append(True))
-    watchdog.poll_graphs(looks.poll)
+    watchdog.poll_graphs(graphs.poll)
     time.sleep(0.9)
-    looks.awaited = ["hop 1"]
+    graphs.awaited = ["hop 1"]
     watchdog.post("kv", ["hop 2"])
     for _ in range(5):
         time.sleep(0.3)
-        looks.over = True
+        graphs.passed = True
     assert said == []
     until(lambda: released)
     assert said == ["hop 2; hop 1: nothing within 0.6 s; is that rank stopped?"]
-    looks.awaited, over["kv"] = [""], 1
+    graphs.awaited, over["kv"] = [""], 1
     time.sleep(0.3)
     count = len(released)
     time.sleep(0.3)
     assert len(released) == count
-    looks.awaited = ["hop 3"]  # of a replay after the loss: it is let go
+    graphs.awaited = ["hop 3"]  # of a replay after the loss: it is released
     until(lambda: len(released) > count)
     assert len(said) == 1
     watchdog.end()
@@ -118,7 +118,7 @@ class LostError(RuntimeError):
 
 
 def test_the_error_is_raised_in_the_main_thread() -> None:
-    """In its Python, with its kind and text, although another thread has found it."""
+    """With its type and text, although another thread has detected it."""
     watchdog = Watchdog(
         0.2,
         Counts().reached,
