@@ -1,4 +1,4 @@
-"""`RingFA3Attention`: the ring as a layer; `keep_attention`: no ring twice under a checkpoint."""
+"""`RingFA3Attention`, the ring as a layer, and `keep_attention`, for activation checkpoints."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _Contexts: TypeAlias = tuple[AbstractContextManager[object], AbstractContextMana
 def keep_attention() -> _Contexts:
     """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=keep_attention)`.
 
-    Saves every (out, lse), of the ring and of one device; all else is computed again.
+    The checkpoint keeps (out, lse) of every attention, on one device or a ring, and recomputes the
+    rest: no attention runs twice.
     """
-    kept = [attention, ring_attention]
-    contexts: _Contexts = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
+    ops = [attention, ring_attention]
+    contexts: _Contexts = create_selective_checkpoint_contexts(ops)  # type: ignore[no-untyped-call]
     return contexts
 
 
@@ -42,13 +43,13 @@ class RingFA3Attention(nn.Module):
 
     Args:
         num_heads, num_kv_heads, head_dim: of q and of k and v; num_heads % num_kv_heads == 0.
-        causal, window_size, layout: the mask and layout where no plan is given.
+        causal, window_size, layout: the mask and layout of calls without a plan.
         softmax_scale: positive; default head_dim ** -0.5.
-        group: as in `plan_context`; plans made from (rank, world) run in it.
+        group: as in `plan_context`; plans that were made from (rank, world) run in it.
         precision, transport, deterministic: as in `ring_attn_func`.
 
     Raises:
-        ValueError: naming the argument, its value and what is allowed.
+        ValueError: an argument is wrong; the message names it and what is allowed.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class RingFA3Attention(nn.Module):
 
         Args:
             q: (b, s, h, d) or (t, h, d), the rank's shard; k, v: the same with h_kv heads.
-            plan: which tokens these are, b * s or t of them. None: b dense sequences, of each of
-                which every rank holds s tokens in the layout of `plan_context(world * s)`.
+            plan: which tokens these are, b * s or t of them. None: b sequences of world * s tokens,
+                of each of which this rank holds s, in the layout of `plan_context(world * s)`.
 
         Returns:
             The shape and dtype of q.
@@ -133,7 +134,7 @@ class RingFA3Attention(nn.Module):
         plan: ContextPlan | None,
         world: int,
     ) -> None:
-        """Raises TypeError or ValueError for what only the layer can know to be wrong."""
+        """Raises TypeError or ValueError: inputs do not fit the layer."""
         if plan is not None:
             check_plan(plan)
             if plan.world != world:
@@ -141,13 +142,13 @@ class RingFA3Attention(nn.Module):
         check_layer_inputs(q, k, v, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def __deepcopy__(self, memo: dict[int, object]) -> RingFA3Attention:
-        """A copy in the same group: process groups are shared, not copied."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
+        """A copy that shares the process group, which cannot be copied."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
         if self.group is not None:
             memo[id(self.group)] = self.group
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def _one_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = flash_attn_func(

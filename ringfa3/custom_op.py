@@ -1,7 +1,7 @@
-"""Ops that a compiler, a checkpoint's policy and autocast see as one node, and their gradients.
+"""Custom ops: one node for a compiler and for a checkpoint's policy, with a fake and a gradient.
 
-What `torch.library.custom_op` and its `register_autograd` do, at less than half of the host's time:
-no check that results are new tensors, which they are, and no look at the schema in each call.
+As `torch.library.custom_op`, at less than half of its host time: a call does not check that outputs
+are new tensors, and does not read the schema.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo  # does not import the compiler, as its public name does
+from torch._compile import _disable_dynamo  # the public name would import the compiler
 from torch.library import Library
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -19,7 +19,7 @@ _library: Any = Library("ringfa3", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def custom_op(kernel: F) -> F:
-    """The op ringfa3::NAME of a function that changes no argument and returns none of them."""
+    """Decorator: the op ringfa3::NAME of a function that changes no argument and returns none."""
     name = kernel.__name__
     schema = torch.library.infer_schema(kernel, mutates_args=())
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -29,7 +29,7 @@ def custom_op(kernel: F) -> F:
 
 
 def register_fake(op: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates what gives an op's results for tensors without data."""
+    """Decorator: the function gives an op's outputs for fake tensors, which have no data."""
     overload: Any = op
     register: Callable[..., Any] = torch.library.register_fake(overload, lib=_library)
     return register
@@ -40,10 +40,12 @@ def register_autograd(
     save: Callable[[Any, tuple[Any, ...], tuple[torch.Tensor, ...]], None],
     gradients: Callable[..., tuple[torch.Tensor, ...]],
 ) -> None:
-    """Gives an op its gradient, once differentiable.
+    """Registers an op's gradient, which is not differentiable itself.
 
-    save(ctx, inputs, outputs), then gradients(ctx, *grads), of the leading inputs; a grad is None
-    where an output has none, which spares a tensor of zeros.
+    Args:
+        save: save(ctx, inputs, outputs) runs in the forward.
+        gradients: gradients(ctx, *grads) gives the gradients of the leading inputs. A grad is None
+            for an output without gradient, in place of a tensor of zeros.
     """
     overload: Any = op
     twice = f"{overload} can be differentiated once, not twice".encode()
@@ -62,11 +64,11 @@ def register_autograd(
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
             with torch.no_grad():
-                found = gradients(ctx, *grads)
-            if torch.is_grad_enabled():  # someone may differentiate them again
-                refuse = torch._C._functions.DelayedError(twice, len(found))
-                found = refuse(*(x.detach().requires_grad_() for x in found))
-            return (None, *found, *none[len(found) :])
+                results = gradients(ctx, *grads)
+            if torch.is_grad_enabled():  # create_graph=True: a second derivative raises
+                raises = torch._C._functions.DelayedError(twice, len(results))
+                results = raises(*(x.detach().requires_grad_() for x in results))
+            return (None, *results, *none[len(results) :])
 
     def run(keys: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
@@ -78,9 +80,9 @@ def register_autograd(
 
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Under autocast the tensors in its dtype, else as they are; float64 stays float64.
+    """Casts tensors as autocast does for PyTorch's attention: float64 stays, others get its dtype.
 
-    The same rule as that of PyTorch's attention.
+    Without autocast they come back as they are.
     """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

@@ -1,10 +1,10 @@
-"""What RingFA3 raises beside ValueError and TypeError."""
+"""The exceptions of RingFA3 besides ValueError and TypeError, and texts that two modules share."""
 
 from __future__ import annotations
 
 
 class RingError(RuntimeError):
-    """A ring call could not be finished: a peer died, stopped, or gave up first."""
+    """A ring call cannot finish: a peer died, stopped, or gave up first."""
 
 
 class BuildError(RuntimeError):
@@ -12,7 +12,7 @@ class BuildError(RuntimeError):
 
 
 class StepError(RuntimeError):
-    """A step that all ranks take together has failed on one; all know, and raise the same."""
+    """A step that all ranks take together failed on one rank; every rank raises this."""
 
 
 def first_line(problem: Exception) -> str:
@@ -20,10 +20,10 @@ def first_line(problem: Exception) -> str:
 
 
 def timed_out(what: str, seconds: float) -> str:
-    """The message of a rank that has waited for `what` in vain."""
+    """The message of a rank that waited for `what` in vain."""
     return f"{what}: nothing within {seconds:g} s; is that rank stopped?"
 
 
 def gave_up(what: str, failure: str) -> str:
-    """The message of a rank that stops to wait for `what` because another rank has failed."""
+    """The message of a rank that stops waiting for `what` because another rank failed."""
     return f"{what}: gave up because {failure}"

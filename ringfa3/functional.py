@@ -1,8 +1,7 @@
 """Attention on one device: the functions, and the custom op behind them.
 
-The op is functional and opaque: its plan is made inside from shapes and cumulative lengths, so
-that `torch.compile(fullgraph=True)`, autocast and selective activation checkpointing see one node
-with outputs (out, lse).
+The op makes its plan itself, from shapes and cumulative lengths. So `torch.compile(fullgraph=True)`
+and selective activation checkpointing see one node with outputs (out, lse).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def flash_attn_func(
         q: (b, s, h, d); k, v: (b, s_k, h_kv, d) with h % h_kv == 0. Any float dtype on the CPU,
             bfloat16 or float16 on the GPU; last dim contiguous.
         softmax_scale: positive; default d ** -0.5.
-        causal: hide keys to the right of the diagonal; s != s_k aligns at the bottom right.
+        causal: hide keys to the right of the diagonal, which ends at the bottom right if s != s_k.
         window_size: (left, right) keys around the diagonal that a query sees, -1 for unlimited.
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
@@ -61,7 +60,7 @@ def flash_attn_func(
         and gradient 0.
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed.
+        TypeError, ValueError: an argument is wrong; the message names it and what is allowed.
     """
     check_precision(precision)
     left, right = effective_window(causal, check_window(window_size))
@@ -93,14 +92,14 @@ def flash_attn_varlen_func(
 
     Args:
         q: (t, h, d); k, v: (t_k, h_kv, d). Query sequence i sees key sequence i.
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) cumulative lengths from 0 to t and t_k, best
-            on the CPU: on the GPU each costs one synchronisation, remembered by identity and
-            version, and is an error under CUDA graph capture.
-        max_seqlen_q, max_seqlen_k: not needed; accepted as other libraries do.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) cumulative lengths from 0 to t and t_k, as
+            lists or integer tensors, best on the CPU. A tensor on the GPU costs one synchronisation
+            for each version of it, and is an error under CUDA graph capture.
+        max_seqlen_q, max_seqlen_k: ignored; callers of other libraries pass them.
 
-    The rest, the errors and the results are those of `flash_attn_func`; lse is (h, t).
+    Other arguments, results and errors as in `flash_attn_func`; lse is (h, t).
     """
-    del max_seqlen_q, max_seqlen_k  # the plan knows every length
+    del max_seqlen_q, max_seqlen_k  # the plan has every length
     check_precision(precision)
     left, right = effective_window(causal, check_window(window_size))
     check_tensors(q, k, v)
@@ -120,12 +119,12 @@ def _plan(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], left: int, rig
     return plan_local(np.array(q_lengths, np.int64), np.array(k_lengths, np.int64), left, right)
 
 
-# Lengths read from cu_seqlens tensors that live on a GPU: id -> (tensor, version, lengths)
+# Lengths of cu_seqlens tensors on a GPU, each read once: id -> (tensor, version, lengths)
 _read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
 
 
 def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
-    """Lengths of packed sequences from `cu`, which must end at `tokens`."""
+    """Lengths of packed sequences of `tokens` tokens. Raises ValueError: `cu` does not fit them."""
     check_cu_seqlens(name, cu)
     known = _read.get(id(cu))
     if known is not None and known[0]() is cu and known[1] == cu._version:
@@ -137,7 +136,7 @@ def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
                 "the CPU"
             )
         lengths = sequence_lengths(name, cu.tolist())
-        if cu.is_cuda and not cu.is_inference():  # which have no version
+        if cu.is_cuda and not cu.is_inference():  # inference tensors have no version
             key = id(cu)
             _read[key] = (weakref.ref(cu, lambda _: _read.pop(key, None)), cu._version, lengths)
     if sum(lengths) != tokens:
@@ -186,7 +185,7 @@ def attention(
     right: int,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of checked inputs: dense without cumulative lengths, packed with them."""
+    """(out, lse) of validated inputs: (b, s, h, d), or with cu_q and cu_k packed (t, h, d)."""
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     packed = _packed(out)
@@ -232,9 +231,9 @@ def attention_backward(
     with torch.autocast(q.device.type, enabled=False):
         kernel = select_backward(qp)
         tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
-        run = kernel.make_pass(dp, dlse, qp, op, lse, plan, scale, deterministic)
-        run.hop(kp, vp, tiling, _packed(dk), _packed(dv))
-    return run.dq().view(q.shape), dk, dv
+        backward = kernel.make_pass(dp, dlse, qp, op, lse, plan, scale, deterministic)
+        backward.hop(kp, vp, tiling, _packed(dk), _packed(dv))
+    return backward.dq().view(q.shape), dk, dv
 
 
 @register_fake(attention_backward)
@@ -249,7 +248,7 @@ def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
 
 def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
-    dout = torch.zeros_like(saved[3]) if dout is None else dout  # of out
+    dout = torch.zeros_like(saved[3]) if dout is None else dout  # saved[3] is out
     return attention_backward(dout, dlse, *saved, *ctx.settings)
 
 

@@ -1,4 +1,4 @@
-"""The CPU cores next to a GPU, as Linux shows them."""
+"""The NUMA node of a GPU and its CPU cores, as Linux lists them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any
 import torch
 
 SYSTEM = Path("/sys")
-FEWEST = 4  # cores of a node, on which ranks and their threads find room
+MIN_CORES = 4  # of a node, for a rank and its threads
 
 
 def move_near(device: torch.device) -> int | None:
-    """Keeps this process on the cores of its GPU's NUMA node, which it gives.
+    """Binds this process to the cores of its GPU's NUMA node, and returns the node.
 
-    None where nobody knows them, or it may use hardly any: then it stays where it may run.
+    None, and nothing changes, if the node is unknown or the process may use too few of its cores.
     """
     node = node_of(pci_address(device)) if device.type == "cuda" else None
     near = cores_of(node) if node is not None else set()
-    if len(near) < FEWEST:
+    if len(near) < MIN_CORES:
         return None
     os.sched_setaffinity(0, near)
     return node
 
 
 def pci_address(device: torch.device) -> str:
-    """A GPU's place on the bus, as the kernel writes it."""
+    """A GPU's PCI address, as Linux writes it."""
     gpu: Any = torch.cuda.get_device_properties(device)
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def node_of(address: str) -> int | None:
-    """The NUMA node of the device at a PCI address; None where nobody knows."""
+    """The NUMA node of the device at a PCI address; None if unknown."""
     try:
         node = int((SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    return node if node >= 0 else None  # the kernel says -1 on a host without nodes
+    return node if node >= 0 else None  # -1 on a host without nodes
 
 
 def cores_of(node: int) -> set[int]:
-    """The cores of a NUMA node that this process may use; empty where nobody knows."""
+    """The cores of a NUMA node that this process may use; empty if unknown."""
     try:
         listed = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()
         return parse_cores(listed) & os.sched_getaffinity(0)
@@ -50,7 +50,7 @@ def cores_of(node: int) -> set[int]:
 
 
 def parse_cores(listed: str) -> set[int]:
-    """The numbers in a list as the kernel writes it: ``0-3,8,10-11``."""
+    """The numbers in a list as Linux writes it: ``0-3,8,10-11``."""
     cores: set[int] = set()
     for part in filter(None, listed.strip().split(",")):
         first, _, last = part.partition("-")

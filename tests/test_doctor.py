@@ -1,4 +1,4 @@
-"""The survey of a machine, on stand-ins for what it asks: each finding seen, good and bad."""
+"""Every check of the doctor, passed and failed, on stand-ins for the machine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import doctor
-from ringfa3.build import cutlass, toolchain
+from ringfa3.build import toolchain
 from ringfa3.build.compile import default_jobs, ensure_library
 from ringfa3.build.units import UNITS
-from ringfa3.doctor import Finding
+from ringfa3.doctor import Check
 from tests.support import fake_tools
 
 
 @pytest.fixture
 def hopper(tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine on which all is well: two H200, a compiler, every unit built."""
+    """A machine without a fault: two H200, a compiler, every unit built."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 27, 5)))
@@ -49,13 +49,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: names[capabilities[i]])
 
 
-def findings() -> dict[str, Finding]:
-    return {finding.name: finding for finding in doctor.survey()[0]}
+def checks() -> dict[str, Check]:
+    return {check.name: check for check in doctor.check_machine()[0]}
 
 
 def verdict() -> tuple[bool, bool]:
     """(can build, can run)"""
-    return doctor.survey()[1:]
+    return doctor.check_machine()[1:]
 
 
 def test_a_good_machine(hopper: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_a_good_machine(hopper: Path, capsys: pytest.CaptureFixture[str]) -> Non
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == "This machine can build: yes; run the kernels: yes."
     assert all(line.startswith("ok ") for line in lines)
-    text = {name: finding.text for name, finding in findings().items()}
+    text = {name: check.text for name, check in checks().items()}
     number, user = len(UNITS), pwd.getpwuid(os.getuid()).pw_name
     assert text["python"].startswith(sys.version.split()[0])
     assert text["torch"] == f"{torch.__version__}, CUDA 13.0"
@@ -85,11 +85,11 @@ def test_a_good_machine(hopper: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_torch_without_cuda_can_build_and_not_run(
     hopper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's CPU build is not asked about GPUs."""
+    """The doctor does not ask PyTorch's CPU build about GPUs."""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delattr(torch.cuda, "is_available")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    found = findings()
+    found = checks()
     assert found["torch"].state == found["gpu"].state == "missing"
     assert found["torch"].text == f"{torch.__version__}, without CUDA"
     assert found["gpu"].text == "PyTorch sees none"
@@ -97,10 +97,10 @@ def test_torch_without_cuda_can_build_and_not_run(
     assert verdict() == (True, False)
 
 
-def test_the_gpu_is_hidden(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_gpu(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert findings()["gpu"].state == "missing"
-    assert "CUDA_VISIBLE_DEVICES" in findings()["gpu"].remedy
+    assert checks()["gpu"].state == "missing"
+    assert "CUDA_VISIBLE_DEVICES" in checks()["gpu"].remedy
     assert verdict() == (True, False)
 
 
@@ -119,9 +119,9 @@ def test_other_gpus(
     text: str,
 ) -> None:
     gpus(monkeypatch, *capabilities)
-    found = findings()["gpu"]
-    assert (found.state, found.text) == (state, text)
-    assert "compute capability 9.0" in found.remedy
+    check = checks()["gpu"]
+    assert (check.state, check.text) == (state, text)
+    assert "compute capability 9.0" in check.remedy
     assert verdict() == (True, state != "missing")
 
 
@@ -130,13 +130,13 @@ def test_an_old_or_missing_driver(
     hopper: Path, monkeypatch: pytest.MonkeyPatch, version: int | None, text: str
 ) -> None:
     monkeypatch.setattr(doctor, "driver_cuda", lambda: version)
-    found = findings()["driver"]
-    assert (found.state, found.text) == ("missing", text)
-    assert "driver 580 or later" in found.remedy
+    check = checks()["driver"]
+    assert (check.state, check.text) == ("missing", text)
+    assert "driver 580 or later" in check.remedy
     assert verdict() == (True, False)
 
 
-def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(version: ctypes.c_int) -> int:
         version._obj.value = 13020
         return 0
@@ -151,7 +151,7 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=lambda version: 100)
     )
-    assert doctor.driver_cuda() is None  # it has failed
+    assert doctor.driver_cuda() is None  # the call failed
 
     def fail(name: str) -> None:
         raise OSError("cannot open shared object file")
@@ -160,78 +160,78 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.driver_cuda() is None
 
 
-def test_one_queue_is_refused(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_queue_blocks_kernels(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert findings()["queues"].state == "missing"
-    assert findings()["queues"].remedy.startswith("unset it")
+    assert checks()["queues"].state == "missing"
+    assert checks()["queues"].remedy.startswith("unset it")
     assert verdict() == (True, False)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert findings()["queues"] == Finding("queues", "CUDA_DEVICE_MAX_CONNECTIONS = 8")
+    assert checks()["queues"] == Check("queues", "CUDA_DEVICE_MAX_CONNECTIONS = 8")
 
 
-def test_an_old_nvcc_cannot_build_but_what_is_built_runs(hopper: Path) -> None:
+def test_an_old_nvcc_blocks_builds_but_not_built_units(hopper: Path) -> None:
     fake_tools.nvcc(hopper, "12.8.93")
-    found = findings()["nvcc"]
-    assert found.state == "missing"
-    assert found.text.endswith(f"found {hopper}/bin/nvcc (V12.8.93)")
-    assert found.remedy == "pip install 'ringfa3[build]', or set CUDA_HOME to a toolkit that has it"
+    check = checks()["nvcc"]
+    assert check.state == "missing"
+    assert check.text.endswith(f"found {hopper}/bin/nvcc (V12.8.93)")
+    assert check.remedy == "pip install 'ringfa3[build]', or set CUDA_HOME to a toolkit that has it"
     assert verdict() == (False, True)
 
 
-def test_without_cplusplus_nothing_can_be_built(hopper: Path) -> None:
+def test_a_missing_cplusplus_compiler_blocks_builds(hopper: Path) -> None:
     (hopper / "host/g++").unlink()
-    assert findings()["c++"].state == "missing"
-    assert "apt-get install g++" in findings()["c++"].remedy
+    assert checks()["c++"].state == "missing"
+    assert "apt-get install g++" in checks()["c++"].remedy
     assert verdict() == (False, True)
 
 
-def test_without_cuobjdump_only_the_check_cannot_run(hopper: Path) -> None:
+def test_a_missing_cuobjdump_is_a_warning(hopper: Path) -> None:
     (hopper / "bin/cuobjdump").unlink()
     toolchain.find_program.cache_clear()
-    assert findings()["cuobjdump"].state == "warning"
+    assert checks()["cuobjdump"].state == "warning"
     assert verdict() == (True, True)
 
 
-def test_headers(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong CUTLASS_PATH; none, which pip can fetch; none and no pip."""
+def test_cutlass_headers(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong CUTLASS_PATH; no headers, and pip can fetch them; no headers and no pip."""
     monkeypatch.setenv("CUTLASS_PATH", "/nowhere")
-    assert findings()["cutlass"].state == "missing"
-    assert findings()["cutlass"].text.startswith("CUTLASS_PATH=/nowhere has no include")
+    assert checks()["cutlass"].state == "missing"
+    assert checks()["cutlass"].text.startswith("CUTLASS_PATH=/nowhere has no include")
     assert verdict() == (False, True)
     monkeypatch.delenv("CUTLASS_PATH")
-    monkeypatch.setattr(cutlass, "find_include_folder", lambda: None)
+    monkeypatch.setattr(doctor, "find_include_folder", lambda: None)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "pip")
-    assert findings()["cutlass"].state == "warning"
-    assert "python -m ringfa3.build --headers" in findings()["cutlass"].remedy
+    assert checks()["cutlass"].state == "warning"
+    assert "python -m ringfa3.build --headers" in checks()["cutlass"].remedy
     assert verdict() == (True, True)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    assert findings()["cutlass"].state == "missing"
-    assert "CUTLASS_PATH" in findings()["cutlass"].remedy
+    assert checks()["cutlass"].state == "missing"
+    assert "CUTLASS_PATH" in checks()["cutlass"].remedy
     assert verdict() == (False, True)
 
 
-def test_memory(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_and_a_wrong_max_jobs(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_memory", lambda: 5 << 30)
-    assert findings()["memory"].state == "warning"
+    assert checks()["memory"].state == "warning"
     assert verdict() == (True, True)
     monkeypatch.setenv("MAX_JOBS", "many")
-    assert findings()["memory"].state == "missing"
+    assert checks()["memory"].state == "missing"
     assert verdict() == (False, True)
 
 
 def test_a_cache_that_others_can_write(hopper: Path) -> None:
     (hopper / "cache").chmod(0o777)
-    found = findings()
+    found = checks()
     assert found["cache"].state == "missing"
     assert ", mode 0777, " in found["cache"].text
     assert found["cache"].remedy == "chmod 700 it, or set RINGFA3_CACHE"
     assert verdict() == (False, False)
 
 
-def test_a_cache_that_is_not_made_yet(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not made by asking."""
+def test_a_missing_cache(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor does not create it."""
     monkeypatch.setenv("RINGFA3_CACHE", str(hopper / "a/b"))
-    found = findings()
+    found = checks()
     assert found["cache"].state == "ok"
     assert found["cache"].text.startswith(f"{hopper}/a/b, not made yet, ")
     assert not (hopper / "a").exists()
@@ -241,45 +241,43 @@ def test_a_cache_that_is_not_made_yet(hopper: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_a_folder_that_cannot_be_written(
-    hopper: Path, monkeypatch: pytest.MonkeyPatch, made: bool
-) -> None:
-    """What is built in it runs."""
+def test_a_read_only_cache(hopper: Path, monkeypatch: pytest.MonkeyPatch, made: bool) -> None:
+    """Units in it still run."""
     if not made:
         monkeypatch.setenv("RINGFA3_CACHE", str(hopper / "a"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert findings()["cache"].state == "missing"
-    assert findings()["cache"].text.endswith("not writable")
+    assert checks()["cache"].state == "missing"
+    assert checks()["cache"].text.endswith("not writable")
     assert verdict() == (False, made)
 
 
 def test_a_full_disk(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20 << 20))
-    assert findings()["cache"].state == "missing"
-    assert findings()["cache"].remedy.startswith("make room")
+    assert checks()["cache"].state == "missing"
+    assert checks()["cache"].remedy.startswith("make room")
     assert verdict() == (False, True)
 
 
 def test_units_without_a_compiler(hopper: Path) -> None:
-    """Some are there: those run. None is: nothing does."""
+    """One that the cache has runs; without any, none does."""
     (hopper / "bin/nvcc").unlink()
     toolchain.find_program.cache_clear()
     first, *rest = UNITS
     for unit in rest:
         shutil.rmtree(ensure_library(unit).parent)
-    found = findings()["units"]
-    assert (found.state, found.text) == (
+    check = checks()["units"]
+    assert (check.state, check.text) == (
         "warning",
         f"1 of {len(UNITS)} built: {first.name}",
     )
     assert verdict() == (False, True)
     shutil.rmtree(ensure_library(first).parent)
-    assert findings()["units"].state == "missing"
+    assert checks()["units"].state == "missing"
     assert verdict() == (False, False)
 
 
 def test_the_program_on_this_machine(tools: Path) -> None:
-    """A line for each finding, remedies, a last sentence; as a program of its own, without GPUs."""
+    """The program prints a line for each check, remedies, a last sentence; without GPUs."""
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "ringfa3.doctor"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=hidden)
