@@ -30,8 +30,8 @@ def test_random_sequences_hold_the_gate(unit: Unit) -> None:
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_more_tiles_than_ctas_hold_the_gate(unit: Unit, deterministic: bool) -> None:
-    """Whole tiles, several for each CTA, and one CTA for all."""
+def test_ctas_with_several_tiles_hold_the_gate(unit: Unit, deterministic: bool) -> None:
+    """All SMs with several whole tiles each, and one CTA that runs all tiles."""
     p = checks.problem(3, unit, "cuda", [(1000, 1000)] * 3, (16, 8), (-1, 0))
     most = launch.num_ctas(p.q.device) - 1
     for free in (0, most):
@@ -73,9 +73,9 @@ def test_the_public_function_runs_on_the_kernels(unit: Unit) -> None:
 
 
 @pytest.mark.parametrize("unit", BF16)
-def test_a_step_in_a_graph_has_the_bits_of_an_eager_one(unit: Unit) -> None:
-    """Forward and backward, whose kernels begin before the ones before them end; replays that queue
-    up, on other numbers."""
+def test_a_step_in_a_graph_equals_an_eager_step_bit_by_bit(unit: Unit) -> None:
+    """Forward and backward are programmatic dependent launches. Up to three replays queue up, on
+    fresh inputs each turn."""
     p = checks.problem(1, unit, "cuda", [(700, 700), (2000, 2000)], (4, 2), (-1, 0))
     leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
     cu = [0, 700, 2700]

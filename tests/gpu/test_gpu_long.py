@@ -1,4 +1,4 @@
-"""The kernels on long sequences: `pytest -m "gpu and soak" tests/gpu/test_gpu_long.py`."""
+"""Long sequences on a Hopper GPU: `pytest -m "gpu and soak" tests/gpu/test_gpu_long.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_up_to_16k_tokens_hold_the_gate(dtype: torch.dtype, d: int) -> None:
         rng = random.Random(2000 * d + case)
         torch.manual_seed(case)
         lengths, left = [], rng.choice((2001, 5003, 16383))
-        while left:  # the longest documents first
+        while left:  # from the longest document to the shortest
             lengths.append(rng.randint(left // 2, left) or 1)
             left -= lengths[-1]
         window, (h, hk) = rng.choice(WINDOWS), rng.choice(((1, 1), (2, 1), (2, 2)))
@@ -36,11 +36,11 @@ def test_up_to_16k_tokens_hold_the_gate(dtype: torch.dtype, d: int) -> None:
         assert isinstance(out, torch.Tensor)
         dout = torch.randn_like(out)
         got = [out, *torch.autograd.grad(out, leaves, dout)]
-        seen = torch.from_numpy(dense.mask(lengths, lengths, *window)).cuda()
+        mask = torch.from_numpy(dense.mask(lengths, lengths, *window)).cuda()
         results = []
         for kind in (torch.float64, dtype):
             again = [x.detach().to(kind).requires_grad_() for x in leaves]
-            outputs = dense.attention(*again, seen)
+            outputs = dense.attention(*again, mask)
             gradients = dense.gradients(again, outputs, dout.to(kind))
             results.append([outputs[0].detach(), *gradients])
             del outputs

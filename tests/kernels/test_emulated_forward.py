@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from ringfa3 import flash_attn_varlen_func
-from tests.gpu.test_gpu_forward import (
-    WINDOWS,
-    hold_apart,
-    hold_gate,
-    hold_many_keys_before,
-    hold_merge,
-    hold_rising,
-    inputs,
-)
+from tests.support import forward_checks as checks
 from tests.support.emulation import Machine, machine, unit
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
@@ -30,7 +22,6 @@ SHAPES = [(torch.bfloat16, 128)] + [
     for d in (64, 128, 256)
     if (dtype, d) != (torch.bfloat16, 128)
 ]
-LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300)
 EAGERNESS = (0.0, 0.02, 0.3, 1.0)
 
 
@@ -47,18 +38,18 @@ def test_random_sequences_hold_the_gate(emulated: Machine, dtype: torch.dtype, d
         rng = random.Random(1000 * d + case)
         torch.manual_seed(case)
         lengths = [
-            (n, n if case % 2 else rng.choice(LENGTHS))
-            for n in (rng.choice(LENGTHS) for _ in range(rng.randint(1, 4)))
+            (n, n if case % 2 else rng.choice(checks.LENGTHS))
+            for n in (rng.choice(checks.LENGTHS) for _ in range(rng.randint(1, 4)))
         ]
         if not all(map(sum, zip(*lengths, strict=True))):
             continue
-        window = rng.choice(WINDOWS)
+        window = rng.choice(checks.WINDOWS)
         emulated.settings(case, EAGERNESS[case % 4])
-        q, k, v = inputs(rng, dtype, d, lengths, "cpu")
+        q, k, v = checks.inputs(rng, dtype, d, lengths, "cpu")
         cu_q, cu_k = (list(accumulate(n, initial=0)) for n in zip(*lengths, strict=True))
         out, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, window_size=window, return_lse=True)
         what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"
-        hold_gate((out, lse), (q, k, v), lengths, window, what)
+        checks.hold_gate((out, lse), (q, k, v), lengths, window, what)
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)
@@ -66,14 +57,14 @@ def test_rising_and_falling_scores(emulated: Machine, dtype: torch.dtype, d: int
     """Each block raises the shift of the one before, or none does; the same gate."""
     torch.manual_seed(0)
     emulated.settings(0)
-    hold_rising(dtype, d, "cpu")
+    checks.rising_scores_hold_the_gate(dtype, d, "cpu")
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)
 def test_bits_do_not_depend_on_a_neighbour(emulated: Machine, dtype: torch.dtype, d: int) -> None:
     torch.manual_seed(0)
     emulated.settings(0)
-    hold_apart(dtype, d, "cpu")
+    checks.bits_do_not_depend_on_neighbours(dtype, d, "cpu")
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)
@@ -102,7 +93,9 @@ def test_hops_merge_wherever_their_scores_lie(
 ) -> None:
     torch.manual_seed(0)
     emulated.settings(0)
-    hold_merge(unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu")
+    checks.hops_with_offset_scores_hold_the_gate(
+        unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)
@@ -111,4 +104,6 @@ def test_few_keys_count_beside_many_of_earlier_hops(
 ) -> None:
     torch.manual_seed(0)
     emulated.settings(0)
-    hold_many_keys_before(unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu")
+    checks.few_keys_after_many_are_counted(
+        unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu"
+    )

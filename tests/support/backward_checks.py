@@ -1,6 +1,6 @@
-"""What the backward kernels must do, on a GPU or in emulation: against float64 and bit by bit.
+"""Checks of the backward kernels, on a GPU or in emulation: against float64, and bit by bit.
 
-Every check takes a unit and a device, makes fresh inputs and asserts.
+Each check takes a unit and a device, makes its own inputs and asserts.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Gradients = list[torch.Tensor]  # dq, dk, dv
 
 @dataclass
 class Problem:
-    """Packed sequences with the results of their forward and gradients into these."""
+    """Packed sequences, their forward's results, the gradients dout and dlse, and references."""
 
-    lengths: list[tuple[int, int]]  # of queries and keys
+    lengths: list[tuple[int, int]]  # queries and keys of each sequence
     window: tuple[int, int]
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
-    dlse: torch.Tensor | None  # None: zeros, and the kernel does not read them
-    out: torch.Tensor  # in the dtype of q, from float64
+    dlse: torch.Tensor | None  # None: zeros that the kernel does not read
+    out: torch.Tensor  # computed in float64, in the dtype of q
     lse: torch.Tensor
-    reference: Gradients  # float64
-    plain: Gradients  # PyTorch in the dtype of q
-    seen: torch.Tensor  # (t, n) bool
+    reference: Gradients  # of PyTorch in float64
+    plain: Gradients  # of PyTorch in the dtype of q
+    mask: torch.Tensor  # (t, n) bool, True where a query attends to a key
 
     @property
     def plan(self) -> Plan:
@@ -63,7 +63,7 @@ def problem(
     window: tuple[int, int],
     with_dlse: bool = True,
 ) -> Problem:
-    """With `heads` query and KV heads; Q, K and V are views of one tensor for odd seeds."""
+    """A random problem; `heads` is (h, hk). For odd seeds q, k and v are views of one tensor."""
     torch.manual_seed(seed)
     dtype, d = getattr(torch, unit.dtype), unit.head_dim
     t, n = (sum(x) for x in zip(*lengths, strict=True))
@@ -77,24 +77,24 @@ def problem(
         )
     dout = torch.randn(t, h, d, device=device).to(dtype)
     dlse = torch.randn(h, t, device=device) * with_dlse
-    seen = torch.from_numpy(dense.mask(*zip(*lengths, strict=True), *window)).to(device)
+    mask = torch.from_numpy(dense.mask(*zip(*lengths, strict=True), *window)).to(device)
     results = []
     for kind in (torch.float64, dtype):
         leaves = [x.detach().to(kind, copy=True).requires_grad_() for x in (q, k, v)]
-        outputs = dense.attention(*leaves, seen)
+        outputs = dense.attention(*leaves, mask)
         gradients = dense.gradients(leaves, outputs, dout.to(kind), dlse.to(kind))
         results.append((outputs, gradients))
     (out, lse), reference = results[0]
     return Problem(
         list(lengths), window, q, k, v, dout, dlse if with_dlse else None,
-        out.detach().to(dtype), lse.detach().float(), reference, results[1][1], seen,
+        out.detach().to(dtype), lse.detach().float(), reference, results[1][1], mask,
     )  # fmt: skip
 
 
 def differentiate(
     unit: Unit, p: Problem, deterministic: bool = False, free_sms: int = 0
 ) -> Gradients:
-    """[dq, dk, dv] of the kernels; dk and dv are poisoned beforehand. free_sms: see `leave_sms`."""
+    """[dq, dk, dv] of the kernels. dk and dv hold NaN before; `free_sms` as for `leave_sms`."""
     tiling = p.plan.backward(unit.tile_n, unit.tile_m, deterministic)[0]
     dk, dv = (
         torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (p.k, p.v)
@@ -106,20 +106,27 @@ def differentiate(
 
 
 def hold_gate(got: Gradients, p: Problem, what: str) -> None:
-    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5; what nothing sees has gradient 0."""
+    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5 for dq, dk, dv; masked rows have gradient 0.
+
+    ref is computed in float64, x_pt by PyTorch in the dtype of q.
+    """
     for name, x, ref, pt in zip(("dq", "dk", "dv"), got, p.reference, p.plain, strict=True):
         if not x.numel():
             continue
         error = (x.double() - ref).abs().max().item()
         bound = 2 * (pt.double() - ref).abs().max().item() + 1e-5
         assert error <= bound, f"{what}: {name} is off by {error:.2e}, allowed {bound:.2e}"
-    blind, unseen = ~p.seen.any(1), ~p.seen.any(0)
-    for name, x, rows in zip(("dq", "dk", "dv"), got, (blind, unseen, unseen), strict=True):
-        assert (x[rows] == 0).all(), f"{what}: {name} of what is not seen is not 0"
+    no_keys, no_queries = ~p.mask.any(1), ~p.mask.any(0)
+    masked = (no_keys, no_queries, no_queries)
+    for name, x, rows in zip(("dq", "dk", "dv"), got, masked, strict=True):
+        assert (x[rows] == 0).all(), f"{what}: {name} of a masked row is not 0"
 
 
 def random_problem(case: int, unit: Unit, device: str, longest: int = 0) -> Problem | None:
-    """One of a sweep; lengths from LENGTHS and, up to `longest`, between."""
+    """A problem for each `case`: lengths from LENGTHS and random ones up to `longest`.
+
+    None if the case has no query or no key.
+    """
     rng = random.Random(1000 * unit.head_dim + case)
 
     def length() -> int:
@@ -136,7 +143,7 @@ def random_problem(case: int, unit: Unit, device: str, longest: int = 0) -> Prob
 
 
 def nan_and_inf_stay_in_their_document(unit: Unit, device: str) -> None:
-    """Blocks and tiles hold foreign rows where documents end; the others' gradients stay."""
+    """NaN and inf in a document do not reach others, which share its tiles: within 2e-2."""
     lengths = [40, 7, 128, 30, 1, 90]
     clean = problem(0, unit, device, [(n, n) for n in lengths], (2, 1), (-1, 0))
     expected = differentiate(unit, clean)
@@ -155,9 +162,11 @@ def nan_and_inf_stay_in_their_document(unit: Unit, device: str) -> None:
 
 
 def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
-    """Three ranks, one after the other on one device: dQ over all hops; each stores its dK and dV,
-    in buffers of NaN, for all keys from the first that it sees to the last. Of the own keys one KV
-    head comes first, and the other last."""
+    """Three ranks of a ring, run one after another on one device.
+
+    dQ is summed over all hops. Each hop stores dK and dV in buffers of NaN, from the first to the
+    last key that the rank sees. The local keys' first KV head runs first, the second last.
+    """
     lengths, world, heads = [300, 1, 140, 64], 3, (4, 2)
     p = problem(5, unit, device, [(n, n) for n in lengths], heads, (-1, 0))
     plans = [plan_context(dense.cumulative(lengths), (r, world)) for r in range(world)]
@@ -188,7 +197,10 @@ def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
 
 
 def same_bits(unit: Unit, device: str, repeats: int, reseed: Callable[[int], object]) -> None:
-    """Deterministic gradients, `reseed(n)` before the n-th run; up to eight tiles add to a row."""
+    """Deterministic gradients have the same bits in each run. `reseed(n)` is called before run n.
+
+    Up to eight tiles add to a row of dQ.
+    """
     p = problem(7, unit, device, [(200, 900), (65, 200)], (2, 1), (-1, 0))
     first = None
     for n in range(repeats):

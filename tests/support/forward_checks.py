@@ -1,0 +1,176 @@
+"""Checks of the forward kernels, on a GPU or in emulation: against float64, and bit by bit.
+
+Each check makes its own inputs on a device and asserts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import accumulate, product
+
+import numpy as np
+import torch
+
+from ringfa3 import flash_attn_varlen_func
+from ringfa3.build.units import Unit
+from ringfa3.kernels import forward
+from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
+
+WINDOWS = ((-1, -1), (-1, 0), (100, 0), (64, 64), (0, 0), (300, -1))
+LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300)
+
+
+def plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[tuple[int, int]],
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by PyTorch in the inputs' dtype, one sequence at a time with its whole mask."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    out = torch.zeros_like(q)
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf)
+    a = b = 0
+    for n, m in lengths:
+        if n and m:
+            rows, keys = slice(a, a + n), slice(b, b + m)
+            s = torch.einsum("qhd,khd->hqk", q[rows], k[keys]) * q.shape[-1] ** -0.5
+            diagonal = torch.arange(m, device=q.device) - torch.arange(n, device=q.device)[:, None]
+            left, right = (m + n if w < 0 else w for w in window)
+            hidden = (diagonal - (m - n) < -left) | (diagonal - (m - n) > right)
+            s = s.masked_fill(hidden, -torch.inf)
+            p = s.softmax(-1).masked_fill(hidden.all(1)[None, :, None], 0)
+            out[rows] = torch.einsum("hqk,khd->qhd", p, v[keys])
+            lse[:, rows] = s.logsumexp(-1)
+        a, b = a + n, b + m
+    return out, lse
+
+
+def inputs(
+    rng: random.Random,
+    dtype: torch.dtype,
+    d: int,
+    lengths: Sequence[tuple[int, int]],
+    device: str = "cuda",
+) -> list[torch.Tensor]:
+    """q, k, v with random numbers of heads; in half of the cases views of one tensor."""
+    kv_heads = rng.choice((1, 2, 4))
+    heads = kv_heads * rng.choice((1, 2, 4, 16 // kv_heads))
+    t, tk = (sum(n) for n in zip(*lengths, strict=True))
+    if t == tk and rng.random() < 0.5:
+        fused = torch.randn(t, heads + 2 * kv_heads, d, device=device).to(dtype)
+        return list(fused.split((heads, kv_heads, kv_heads), dim=1))
+    shapes = ((t, heads), (tk, kv_heads), (tk, kv_heads))
+    return [torch.randn(*shape, d, device=device).to(dtype) for shape in shapes]
+
+
+def hold_gate(
+    got: tuple[torch.Tensor, torch.Tensor],
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: Sequence[tuple[int, int]],
+    window: tuple[int, int],
+    what: str,
+) -> None:
+    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5 for out, ref in float64, x_pt in the inputs' dtype;
+    LSE to 1e-3."""
+    out, lse = got
+    ref, ref_lse = plain(*(x.double() for x in qkv), lengths, window)
+    pt, _ = plain(*qkv, lengths, window)
+    error = (out.double() - ref).abs().max().item()
+    bound = 2 * (pt.double() - ref).abs().max().item() + 1e-5
+    assert error <= bound, f"{what}: off by {error:.2e}, allowed {bound:.2e}"
+    seen = ref_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen), what
+    assert (lse.double() - ref_lse)[seen].abs().max().item() < 1e-3, what
+
+
+def rising_scores_hold_the_gate(dtype: torch.dtype, d: int, device: str = "cuda") -> None:
+    """The gate where the scores of each key block are far above or below the previous block's."""
+    lengths = [(300, 700), (70, 500)]
+    cu_q, cu_k = (list(accumulate(n, initial=0)) for n in zip(*lengths, strict=True))
+    place = torch.cat([torch.linspace(0, 1, n) for _, n in lengths]).to(device)[:, None, None]
+    for factor in (1 + 40 * place, 41 - 40 * place, 1 + 40 * (8 * place).sin().abs()):
+        q, k, v = (torch.randn(cu[-1], 2, d, device=device) for cu in (cu_q, cu_k, cu_k))
+        q, k, v = (x.to(dtype) for x in (q, k * factor, v))
+        for window in ((-1, -1), (-1, 0), (100, 0), (64, 64)):
+            call = (q, k, v, cu_q, cu_k)
+            out, lse = flash_attn_varlen_func(*call, window_size=window, return_lse=True)
+            hold_gate((out, lse), (q, k, v), lengths, window, f"window {window}")
+
+
+def bits_do_not_depend_on_neighbours(dtype: torch.dtype, d: int, device: str = "cuda") -> None:
+    """NaN in a document's queries changes no bit of the document that shares a tile with them."""
+    cu = [0, 300, 400]
+    q, k, v = (torch.randn(400, 1, d, device=device) for _ in range(3))
+    q, k, v = (x.to(dtype) for x in (4 * q, k, v))
+    outs = []
+    for spoilt in (False, True):
+        if spoilt:
+            q[300:] = torch.nan
+        out, lse = flash_attn_varlen_func(q, k, v, cu, cu, causal=True, return_lse=True)
+        outs.append((out[:300].clone(), lse[:, :300].clone()))
+    assert all(map(torch.equal, *outs))
+
+
+def split_into_hops(whole: Tiling, pieces: Sequence[tuple[int, int]]) -> list[Tiling]:
+    """The tiling of one document split into hops over keys [a, b) of `pieces`."""
+    reach = whole.tiles["row0"] + whole.tiles["rows"] + whole.spans["hi"]  # (tiles,)
+    seen = np.array([reach > a for a, _ in pieces])
+    hops = []
+    for i, (a, b) in enumerate(pieces):
+        spans, tiles = whole.spans.copy(), whole.tiles.copy()
+        spans["k0"], spans["k1"] = a, b
+        spans["lo"] -= a
+        spans["hi"] -= a
+        tiles["flags"] = FIRST * ~seen[:i].any(0) + LAST * ~seen[i + 1 :].any(0)
+        hops.append(Tiling(whole.size, tiles[seen[i]], spans, whole.earlier))
+    return hops
+
+
+def hops_with_offset_scores_hold_the_gate(unit: Unit, device: str = "cuda") -> None:
+    """The gate for three hops whose scores are offset by up to 100 nats.
+
+    With the causal mask 20 rows attend to no key at any hop, and others to no key at some hops.
+    """
+    t, n, heads, d, dtype = 500, 480, 2, unit.head_dim, getattr(torch, unit.dtype)
+    pieces = ((0, 60), (60, 290), (290, n))
+    last_block = slice(n - 128, n)  # of keys; the causal rows that reach it visit it first
+    q, k, v = (torch.randn(m, heads, d, device=device).to(dtype) for m in (t, n, n))
+    q[..., 0] = 8
+    for offsets in ((0, 0, 0), (0, -8, -30), (0, -100, 0), (-100, 0, -100)):
+        for right, tail, order in product((-1, 0), (0, -100), (1, -1)):
+            nats = torch.cat(
+                [torch.full((b - a,), x) for x, (a, b) in zip(offsets, pieces, strict=True)]
+            )
+            nats[last_block] += tail
+            k[..., 0] = (nats / (8 * d**-0.5)).to(k)[:, None]
+            whole = plan_local(np.array([t]), np.array([n]), -1, right).forward(unit.tile_m)[0]
+            out, running = torch.full_like(q, torch.nan), torch.full(q.shape, torch.nan).to(device)
+            lse = torch.full((heads, t), torch.nan, device=device)
+            for hop in split_into_hops(whole, pieces[::order]):
+                forward.attend(unit, q, k, v, hop, d**-0.5, out, running, lse)
+            what = f"{offsets}, last block {tail}, window {right}, order {order}"
+            hold_gate((out, lse), (q, k, v), [(t, n)], (-1, right), what)
+
+
+def few_keys_after_many_are_counted(unit: Unit, device: str = "cuda") -> None:
+    """300 keys after 2^20 keys of equal scores: LSE to 1e-5, O to 1e-6.
+
+    On a GPU O to 5e-6: tensor cores truncate sums, which costs 2.7e-6 on an H200.
+    """
+    t, before, n, d = 200, 2**20, 300, unit.head_dim
+    q, k, v = (torch.zeros(m, 1, d, dtype=getattr(torch, unit.dtype)) for m in (t, n, n))
+    v.normal_(1, 1)
+    old = torch.rand(t, 1, d)
+    ref = (before * old.double() + v.double().sum(0)) / (before + n)
+    q, k, v, running = (x.to(device) for x in (q, k, v, old))
+    lse = torch.full((1, t), math.log(before), device=device)
+    hop = plan_local(np.array([t]), np.array([n]), -1, -1).forward(unit.tile_m)[0]
+    hop.tiles["flags"] = 0
+    forward.attend(unit, q, k, v, hop, d**-0.5, torch.empty_like(q), running, lse)
+    assert (running.cpu().double() - ref).abs().max() < (5e-6 if running.is_cuda else 1e-6)
+    assert (lse - math.log(before + n)).abs().max().item() < 1e-5
