@@ -1,8 +1,9 @@
-"""A ring of many GPUs on two: both play the same rank of it, and each is all peers of the other.
+"""The speed of a ring of many GPUs, measured on two that both execute the same rank of it.
 
-What a rank finds at distance d, the other GPU has for it at distance -d. So the copies, signals and
-kernels of a call go as on so many GPUs in step, over the links that there are; what is computed
-means nothing, for all blocks of peers are one.
+Each GPU takes the place of all peers of the other: where the rank exchanges with the peer at
+distance d, it exchanges with the other GPU, which serves distance -d. Copies, signals and kernels
+are those of a ring whose GPUs run in step. The outputs are meaningless: all peers send the same
+block.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from ringfa3.symmetric.watchdog import raise_in_main_thread
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
-FEWEST_TOKENS = 64  # of a rank
+MIN_TOKENS = 64  # of a rank
 
 
 @dataclass(frozen=True)
 class Options:
-    """ranks: of the ring; plays: which of them both GPUs are; tokens: of a rank."""
+    """ranks: of the ring; plays: the rank that both GPUs execute; tokens: of a rank, by case."""
 
     ranks: int
     plays: int
@@ -54,22 +55,27 @@ class Options:
     out: Path
 
 
-class Stage:
-    """`ringfa3.symmetric.backend.Group` of one that plays rank `rank` of `world`.
+class RehearsalGroup:
+    """The `ringfa3.symmetric.backend.Group` of a GPU that executes rank `rank` of `world`.
 
-    side   which of the two GPUs this is, 0 or 1
-    lines  what both GPUs say, on both
+    side        0 or 1: which of the two GPUs this is
+    all_gather  gathers a line from both GPUs
     """
 
     def __init__(
-        self, side: int, rank: int, world: int, timeout_s: float, lines: Callable[[str], list[str]]
+        self,
+        side: int,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        all_gather: Callable[[str], list[str]],
     ) -> None:
         self.side, self.rank, self.world, self.timeout_s = side, rank, world, timeout_s
-        self.ranks, self.lines = list(range(world)), lines
+        self.ranks, self.all_gather = list(range(world)), all_gather
         self.failure: str | None = None
 
     def gather(self, line: str) -> list[str]:
-        lines = self.lines(line)
+        lines = self.all_gather(line)
         return [lines[self.side if r == self.rank else 1 - self.side] for r in self.ranks]
 
     def peer_failure(self) -> str | None:
@@ -83,19 +89,19 @@ class Stage:
         def lost(message: str) -> None:
             raise_in_main_thread(self.fail(message))
 
-        return SymmetricBackend(self, device, self.timeout_s, lost, partial(Mirrored, self))
+        return SymmetricBackend(self, device, self.timeout_s, lost, partial(MirroredSignals, self))
 
 
-class Mirrored(Signals):
-    """Words of two sides: who is at distance d for one is the other, at distance -d.
+class MirroredSignals(Signals):
+    """Signals of two GPUs: the peer at distance d is the other GPU, at distance -d.
 
-    All that one side sets the other takes if the rank visits keys at the hops at which its own are
-    visited: so it is in a causal zigzag document of some tokens a rank.
+    Every signal that one GPU sets is awaited by the other if the rank visits keys at the hops at
+    which its own keys are visited, as in one causal zigzag sequence of `MIN_TOKENS` a rank.
     """
 
-    def __init__(self, stage: Stage, rank: int, world: int, _: Gather) -> None:
+    def __init__(self, group: RehearsalGroup, rank: int, world: int, _: Gather) -> None:
         self._plays, self._world = rank, world
-        super().__init__(stage.side, world, stage.lines)
+        super().__init__(group.side, world, group.all_gather)
 
     def address(self, signal: Signal) -> int:
         sets = signal.sender == self._plays
@@ -105,9 +111,9 @@ class Mirrored(Signals):
 
 
 def rehearse(options: Options) -> int:
-    """Times each case beside one GPU without communication, prints and writes. The exit code.
+    """Time each case against one GPU without communication, print and write; the exit code.
 
-    Raises BenchError, on both ranks, where nothing can be measured.
+    Raises BenchError, on both ranks, where the run cannot start.
     """
     rank, world, local = job_ranks()
     if world != 2 or not 0 <= options.plays < options.ranks or options.ranks < 2:
@@ -115,8 +121,8 @@ def rehearse(options: Options) -> int:
             f"rank {options.plays} of {options.ranks} on {world} processes: give 2 processes "
             "(torchrun --nproc-per-node 2), --ranks 2 or more, and --plays below that"
         )
-    if min(options.tokens) < FEWEST_TOKENS:
-        raise BenchError(f"--tokens {min(options.tokens)}: {FEWEST_TOKENS} or more are possible")
+    if min(options.tokens) < MIN_TOKENS:
+        raise BenchError(f"--tokens {min(options.tokens)}: {MIN_TOKENS} or more are possible")
     settings = protocol(options.pairs)
     device = machine.find_device("cuda", local)
     for direction in DIRECTIONS[options.direction]:
@@ -127,19 +133,19 @@ def rehearse(options: Options) -> int:
     move_near(device)
     store = join_job(device, options.timeout)
     comm = Communicator(rank, world, store, device, options.timeout)
-    stage = Stage(rank, options.plays, options.ranks, options.timeout, comm.all_gather)
-    cuda = stage.backend(device)
+    group = RehearsalGroup(rank, options.plays, options.ranks, options.timeout, comm.all_gather)
+    backend = group.backend(device)
     rows = []
     for tokens in options.tokens:
         for direction in DIRECTIONS[options.direction]:
-            row = _row(cuda, tokens, direction, options, comm)
+            row = _row(backend, tokens, direction, options, comm)
             rows.append(row)
             if rank == 0:
-                said = "{tokens} a GPU, {direction}: {tflops:.0f} TFLOP/s, {share:.3f} of one alone"
-                print(said.format(**row), flush=True)
+                line = "{tokens} a GPU, {direction}: {tflops:.0f} TFLOP/s, {share:.3f} of one alone"
+                print(line.format(**row), flush=True)
     if rank == 0:
         options.out.mkdir(parents=True, exist_ok=True)
-        about = {
+        case = {
             "ranks": options.ranks,
             "plays": options.plays,
             "dtype": options.dtype,
@@ -147,26 +153,26 @@ def rehearse(options: Options) -> int:
             "transport": "symmetric",
             "yardstick": "RingFA3 on one GPU, full, as many keys as a query sees on average",
         }
-        found = {
-            "settings": settings | about,
+        content = {
+            "settings": settings | case,
             "machine": machine.describe(device, []),
             "rows": rows,
         }
-        (options.out / "rehearsal.json").write_text(json.dumps(found, indent=1) + "\n")
+        (options.out / "rehearsal.json").write_text(json.dumps(content, indent=1) + "\n")
     return 0
 
 
 def _row(
-    cuda: SymmetricBackend, tokens: int, direction: str, options: Options, comm: Communicator
+    backend: SymmetricBackend, tokens: int, direction: str, options: Options, comm: Communicator
 ) -> dict[str, object]:
-    """Of a causal sequence; the yardstick is as in `baselines.SingleGpu`."""
+    """One causal sequence, against the baseline of `baselines.SingleGpu`."""
     ranks, whole = options.ranks, options.ranks * tokens
     plan = plan_context(whole, (options.plays, ranks))
     keys = round((whole + 1) / 2)
     dtype = DTYPES[options.dtype]
-    ring = _ring(cuda, plan, direction, dtype)
-    alone = _alone(tokens, keys, direction, dtype, cuda.device)
-    times = paired(ring, alone, options.pairs, CudaStopwatch(comm))
+    ring = _ring(backend, plan, direction, dtype)
+    single = _single_gpu(tokens, keys, direction, dtype, backend.device)
+    times = paired(ring, single, options.pairs, CudaStopwatch(comm))
     ratio = compare(times.a, times.b)
     flops = MATMULS[direction] * whole * (whole + 1) // 2 // ranks * HEADS * HEAD_DIM
     return {
@@ -182,13 +188,13 @@ def _row(
 
 
 def _ring(
-    cuda: SymmetricBackend, plan: ContextPlan, direction: str, dtype: torch.dtype
+    backend: SymmetricBackend, plan: ContextPlan, direction: str, dtype: torch.dtype
 ) -> Callable[[], object]:
     q, k, v, dout = (
-        torch.randn(plan.local_tokens, h, HEAD_DIM, device=cuda.device).to(dtype)
+        torch.randn(plan.local_tokens, h, HEAD_DIM, device=backend.device).to(dtype)
         for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
-    make_pass = partial(SymmetricRingPass, cuda)
+    make_pass = partial(SymmetricRingPass, backend)
     forward = PreparedCall(plan, pass_kind(FORWARD, select_forward_mode(plan, q, k)), make_pass)
     if direction == FORWARD:
         return lambda: run_forward(q, k, v, SCALE, forward)
@@ -197,7 +203,7 @@ def _ring(
     return lambda: run_backward(dout, None, q, k, v, out, lse, SCALE, False, backward)
 
 
-def _alone(
+def _single_gpu(
     tokens: int, keys: int, direction: str, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
     q, k, v = (

@@ -18,8 +18,10 @@ def provenance(name: str, results: Results, rows: Sequence[Row]) -> Iterator[str
     m, s = results.machine, results.settings
     gpus = f"{m['ranks']} x " if "ranks" in m else ""
     versions = [f"PyTorch {m['torch']}"]
-    if m.get("nccl"):
-        versions.append(f"NCCL {m['nccl']}")
+    if nccl := m.get("nccl"):
+        versions.append(f"NCCL {nccl}")
+    if cudnn := m.get("cudnn"):
+        versions.append(f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}")
     kernels = f"commit `{m['git']}`, " if m.get("git") else ""
     yield (
         f"[`{name.partition('/')[2]}`](results/{name}/{FILE}): {gpus}{m['device']}, "

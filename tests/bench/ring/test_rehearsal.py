@@ -14,7 +14,7 @@ import torch
 from ringfa3.bench import __main__ as bench
 from ringfa3.bench.common.timing import Call, Paired
 from ringfa3.bench.ring import rehearsal
-from ringfa3.bench.ring.rehearsal import Mirrored, Stage
+from ringfa3.bench.ring.rehearsal import MirroredSignals, RehearsalGroup
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.stream_ops import Purpose, Signal
 from tests.support.fake_cuda import FakeGroup, Ranks
@@ -23,14 +23,14 @@ from tests.support.placements import laid_out
 CPU = torch.device("cpu")
 
 
-def _stage(group: FakeGroup, plays: int, ranks: int) -> Stage:
-    return Stage(group.rank, plays, ranks, 60.0, group.gather)  # type: ignore[arg-type]
+def _rehearsal_group(group: FakeGroup, plays: int, ranks: int) -> RehearsalGroup:
+    return RehearsalGroup(group.rank, plays, ranks, 60.0, group.gather)  # type: ignore[arg-type]
 
 
 def _calls(group: FakeGroup, plays: int, ranks: int) -> list[str]:
-    """What is wrong after calls of each kind whose kernels look at the K/V that they get."""
-    stage = _stage(group, plays, ranks)
-    backend = stage.backend(CPU)
+    """Errors of calls in both directions whose kernels compare the K/V that they receive."""
+    rehearsal_group = _rehearsal_group(group, plays, ranks)
+    backend = rehearsal_group.backend(CPU)
     plan = laid_out([8 * ranks], ranks).plans[plays]
     wrong: list[str] = []
     hops = 0
@@ -59,8 +59,12 @@ def _calls(group: FakeGroup, plays: int, ranks: int) -> list[str]:
         ring_pass.run(attend)
     group.gather("")
     if backend.signals._received.any():  # type: ignore[attr-defined]
-        wrong.append("a word was not taken")
-    return wrong + [stage.failure] * (stage.failure is not None) + ["no hop"] * (not hops)
+        wrong.append("a signal was not consumed")
+    return (
+        wrong
+        + [rehearsal_group.failure] * (rehearsal_group.failure is not None)
+        + ["no hop"] * (not hops)
+    )
 
 
 @pytest.mark.parametrize(("ranks", "plays"), [(2, 0), (2, 1), (3, 1), (4, 0), (4, 1), (4, 3)])
@@ -70,11 +74,11 @@ def test_calls_end_and_all_that_comes_is_the_others(ranks: int, plays: int) -> N
 
 
 def _addresses(group: FakeGroup) -> dict[Signal, int]:
-    stage = _stage(group, 1, 4)
-    words = Mirrored(stage, 1, 4, stage.gather)
-    begin = words._address
+    rehearsal_group = _rehearsal_group(group, 1, 4)
+    signals = MirroredSignals(rehearsal_group, 1, 4, rehearsal_group.gather)
+    begin = signals._address
     return {
-        Signal(a, b, purpose, 0): words.address(Signal(a, b, purpose, 0)) - begin
+        Signal(a, b, purpose, 0): signals.address(Signal(a, b, purpose, 0)) - begin
         for a, b, purpose in itertools.product(range(4), range(4), Purpose)
         if 1 in (a, b) and a != b
     }

@@ -26,6 +26,7 @@ from ringfa3.bench.ring import checkpoint, memory
 from ringfa3.bench.ring import run as ring
 from ringfa3.bench.ring import run_plan as run_plan
 from ringfa3.bench.ring.cases import (
+    CHECKPOINT,
     ERROR,
     HOST,
     LENGTHS,
@@ -84,53 +85,49 @@ def test_a_job_of_two_ranks_from_end_to_end(tmp_path: Path) -> None:
     assert (out / names[0]).exists()
 
 
-def test_errors_host_times_and_memory_have_sets_of_their_own(tmp_path: Path) -> None:
+def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
+    """Errors, host times, checkpointed blocks, and memory, which only a GPU has."""
     out = tmp_path / "out"
-    done = torchrun(2, "--device", "cpu", "--set", "error", "host", "memory", "--out", out)
+    sets = ("error", "host", "memory", "checkpoint")
+    done = torchrun(2, "--device", "cpu", "--set", *sets, "--out", out)
     assert done.returncode == 0, done.stderr
     found = Results.load(out / "results.json")
     assert found.left_out == ["memory: only a GPU counts it"]
     assert found.settings["numa_nodes"] == [None, None]
+    assert all(isinstance(row, RingRow) and row.stopped is None for row in found.rows)
     rows = [row for row in found.rows if isinstance(row, RingRow)]
+    blocks = [row for row in rows if row.set == CHECKPOINT]
+    rows = [row for row in rows if row.set != CHECKPOINT]
     assert [(row.set, row.direction) for row in rows] == [
         (ERROR, FORWARD), (ERROR, FORWARD), (HOST, FORWARD),
         (ERROR, BACKWARD), (ERROR, BACKWARD), (HOST, BACKWARD),
     ]  # fmt: skip
     for row in rows:
-        assert row.stopped is None
         assert row.first_timed is None
         if row.set == ERROR:
-            assert row.single_gpu_errors.keys() == row.errors.keys() == row.error_growth.keys()
+            outputs = row.single_gpu_errors.keys()
+            assert outputs == row.errors.keys() == row.error_growth.keys()
         else:
             assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row.host.values())
+    assert [(row.direction, row.world, row.label, row.transport) for row in blocks] == [
+        (BACKWARD, world, f"{shard} a GPU", "gloo" if world == 2 else None)
+        for world in (2, 1)
+        for shard in (4, 16, 64)
+    ]
+    for row in blocks:
+        assert row.implementations == ["kept", "recomputed", "stored"]
+        assert row.rings == {"kept": [1, 1], "recomputed": [2, 1], "stored": [1, 1]}
+        assert row.comparisons.keys() == {"recomputed", "stored"}
+        assert all(len(c.seconds[0]) == len(c.seconds[1]) == 10 for c in row.comparisons.values())
+        assert row.memory == {}  # which only a GPU has
     assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
-    error, host = done.stdout.splitlines()[-2:]
+    error, host, block = done.stdout.splitlines()[-3:]
     assert "error: on 2 ranks over one, against float64: RingFA3 out " in error
     assert " dv " in error
     assert "host: µs to start a call, by rank: forward RingFA3 without gradients " in host
     assert "; backward RingFA3 " in host
-
-
-def test_a_checkpointed_block_has_a_set_of_its_own(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    longest = ("--longest", "8192")  # the shortest case of two ranks
-    done = torchrun(2, "--device", "cpu", "--set", "checkpoint", *longest, "--out", out)
-    assert done.returncode == 0, done.stderr
-    found = Results.load(out / "results.json")
-    rows = [row for row in found.rows if isinstance(row, RingRow)]
-    assert [(row.direction, row.world, row.label, row.transport) for row in rows] == [
-        (BACKWARD, 2, "4 a GPU", "gloo"), (BACKWARD, 1, "4 a GPU", None),
-    ]  # fmt: skip
-    for row in rows:
-        assert row.stopped is None
-        assert row.implementations == ["kept", "recomputed", "stored"]
-        assert row.rings == {"kept": [1, 1], "recomputed": [2, 1], "stored": [1, 1]}
-        assert row.comparisons.keys() == {"recomputed", "stored"}
-        assert all(len(m.seconds[0]) == len(m.seconds[1]) == 10 for m in row.comparisons.values())
-        assert row.memory == {}  # which only a GPU has
-    assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
-    assert "checkpoint: kept / recomputed / stored: 4 a GPU on 2: kept " in done.stdout
-    assert done.stdout.splitlines()[-1].endswith(" of stored, 1 / 2 / 1 rings forward")
+    assert "checkpoint: kept / recomputed / stored: 4 a GPU on 2: kept " in block
+    assert block.endswith(" of stored, 1 / 2 / 1 rings forward")
 
 
 def _other_weights(block: Callable[..., torch.Tensor], *inputs: torch.Tensor, **_: object) -> Any:
