@@ -1,0 +1,114 @@
+"""Times two builds of the kernels against each other: `compare_speed.py OLD_CACHE NEW_CACHE`.
+
+For changes that alter machine code but should not alter speed. Both caches are folders that
+`python -m ringfa3.build` has filled; both builds take the argument structs of this checkout. Needs
+a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, hidden size 2048.
+
+Runs alternate, old and new, `--pairs` times. Prints one line per unit and mask: the median of the
+paired ratios and their quartiles. A ratio is old time over new time: above 1 the new build is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringfa3 import flash_attn_func
+from ringfa3.build.units import Unit, select_units
+from ringfa3.kernels import launch
+
+TOKENS, HIDDEN = 16384, 2048
+SAMPLE_MS = 20.0  # of a run: so many calls are queued that it takes about as long
+
+
+def library(cache: Path, unit: Unit) -> ctypes.CDLL:
+    """The latest library of a unit in a cache folder."""
+    found = sorted(cache.glob(f"{unit.name}-*/kernel.so"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise SystemExit(f"compare_speed: {cache} has no build of {unit.name}")
+    return ctypes.CDLL(str(found[-1]))
+
+
+class Switch:
+    """Chooses the build that `ringfa3.kernels.launch` calls."""
+
+    def __init__(self, old: Path, new: Path) -> None:
+        self.caches, self.current = {"old": old, "new": new}, "old"
+        self._libraries: dict[tuple[str, Unit], ctypes.CDLL] = {}
+
+    def entry(self, unit: Unit, name: str) -> Callable[..., int]:
+        key = self.current, unit
+        if key not in self._libraries:
+            self._libraries[key] = library(self.caches[self.current], unit)
+        function: Any = getattr(self._libraries[key], f"ringfa3_{name}")
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        return function
+
+
+def milliseconds(call: Callable[[], object], repeats: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def ratios(switch: Switch, call: Callable[[], object], pairs: int) -> list[float]:
+    """Old time over new time, pair by pair; the build that runs first alternates."""
+    for switch.current in ("old", "new"):
+        milliseconds(call, 2)
+    repeats = max(1, round(SAMPLE_MS / milliseconds(call, 3)))
+    result = []
+    for pair in range(pairs):
+        times = {}
+        for switch.current in ("old", "new") if pair % 2 else ("new", "old"):
+            times[switch.current] = milliseconds(call, repeats)
+        result.append(times["old"] / times["new"])
+    return result
+
+
+def operation(unit: Unit, causal: bool) -> Callable[[], object]:
+    """One call of the unit's direction on fresh random tensors."""
+    dtype, heads = getattr(torch, unit.dtype), HIDDEN // unit.head_dim
+    shape = (1, TOKENS, heads, unit.head_dim)
+    q, k, v, dout = (torch.randn(shape, device="cuda").to(dtype) for _ in range(4))
+    if unit.direction == "forward":
+        return lambda: flash_attn_func(q, k, v, causal=causal)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, causal=causal)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("old", type=Path, metavar="OLD_CACHE")
+    parser.add_argument("new", type=Path, metavar="NEW_CACHE")
+    parser.add_argument("--units", nargs="+", default=["bf16"], help="as in ringfa3.build")
+    parser.add_argument("--pairs", type=int, default=15)
+    asked = parser.parse_args()
+    switch = Switch(asked.old, asked.new)
+    launch._entry = switch.entry  # type: ignore[assignment]
+    os.environ["RINGFA3_CACHE"] = str(asked.new)  # nothing is compiled
+    print(torch.cuda.get_device_name(), flush=True)
+    for unit in select_units(asked.units):
+        for causal in (False, True):
+            found = ratios(switch, operation(unit, causal), asked.pairs)
+            low, middle, high = statistics.quantiles(found, n=4)
+            mask = "causal" if causal else "full"
+            print(f"{unit.name} {mask}: {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
