@@ -5,7 +5,7 @@ For changes that alter machine code but should not alter speed. Both caches are 
 a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, hidden size 2048.
 
 Runs alternate, old and new, `--pairs` times. Prints one line per unit and mask: the median of the
-paired ratios and their quartiles. A ratio is old time over new time: above 1 the new build is faster.
+paired ratios, old time over new time, and their quartiles: above 1 the new build is faster.
 """
 
 from __future__ import annotations
