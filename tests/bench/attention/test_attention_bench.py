@@ -36,10 +36,12 @@ def test_a_run_on_the_cpu_from_end_to_end(
 ) -> None:
     out = tmp_path / "out"
     assert run("--device", "cpu", "--set", "all", "--out", out) == 0
-    said = capsys.readouterr()
-    assert "SMOKE RUN" in said.out
-    assert said.out.splitlines()[-1].startswith("SMOKE RUN, no kernel figures: RingFA3 executor /")
-    assert len([x for x in said.err.splitlines() if x.startswith(("forward", "backward"))]) == 4
+    printed = capsys.readouterr()
+    assert "SMOKE RUN" in printed.out
+    assert printed.out.splitlines()[-1].startswith(
+        "SMOKE RUN, no kernel figures: RingFA3 executor /"
+    )
+    assert len([x for x in printed.err.splitlines() if x.startswith(("forward", "backward"))]) == 4
     names = {f"{d}-{s}.png" for d in ("forward", "backward") for s in ("paper", "masks")}
     assert {path.name for path in out.iterdir()} == names | {"results.json", "table.txt"}
     found = Results.load(out / "results.json")
@@ -64,9 +66,9 @@ def test_a_run_on_the_cpu_from_end_to_end(
 def test_quiet_is_one_line(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--device", "cpu", "--direction", "fwd", "--out", tmp_path, "-q")
     assert run(*arguments) == 0
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == 1
-    assert said.err == ""
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 1
+    assert printed.err == ""
 
 
 def test_the_default_folder_is_a_new_one(
@@ -82,7 +84,7 @@ def test_the_default_folder_is_a_new_one(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "no CUDA GPU is visible; --device cpu tries the machinery"),
         (("--device", "cpu", "--pairs", "9"), "--pairs 9: an interval needs 10 or more"),
@@ -95,7 +97,7 @@ def test_the_default_folder_is_a_new_one(
 )
 def test_what_cannot_be_done_is_one_line_and_code_2(
     arguments: tuple[str, ...],
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,7 +105,7 @@ def test_what_cannot_be_done_is_one_line_and_code_2(
     assert run(*arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert said in lines[0]
+    assert message in lines[0]
     assert lines[0].startswith("ringfa3.bench: ")
 
 
@@ -212,7 +214,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "more", "said"),
+    ("sets", "more", "message"),
     [
         (["ablation"], [], "--set ablation compiles kernels: it needs a GPU"),
         (["merge", "paper"], [], "--set merge measures RingFA3 against itself: it stands alone"),
@@ -223,10 +225,14 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     ids=str,
 )
 def test_sets_of_ringfa3_against_itself_stand_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sets: list[str], more: list[str], said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sets: list[str],
+    more: list[str],
+    message: str,
 ) -> None:
     assert run("--device", "cpu", "--set", *sets, *more, "--out", tmp_path / "out") == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -236,9 +242,9 @@ def test_the_ablation_says_where_its_kernels_are_absent(
     """As in a wheel: one line, with what to do."""
     monkeypatch.setattr("ringfa3.bench.attention.run.ablation_folder", lambda: tmp_path / "absent")
     assert run("--device", "cpu", "--set", "ablation", "--out", tmp_path / "out") == 2
-    said = capsys.readouterr().err.strip()
-    assert "which does not exist: run it from a checkout of the repository" in said
-    assert "\n" not in said
+    printed = capsys.readouterr().err.strip()
+    assert "which does not exist: run it from a checkout of the repository" in printed
+    assert "\n" not in printed
 
 
 @pytest.mark.parametrize(
@@ -262,5 +268,5 @@ def test_sets_on_the_cpu_from_end_to_end(
         assert all(row.comparisons[peer].ratio is not None for peer in lineup[1:])
         assert row.keys == ([16] if name in ("merge", "hops") else None)
     assert (tmp_path / f"{direction}-{name}.png").exists()
-    told = [line for line in found.left_out if line.startswith("cuDNN: ")]
-    assert bool(told) is (name == "deterministic")
+    notes = [line for line in found.left_out if line.startswith("cuDNN: ")]
+    assert bool(notes) is (name == "deterministic")

@@ -84,7 +84,7 @@ def test_rows_of_a_set_have_names_of_their_own() -> None:
         assert len({(c.head_dim, c.mask, c.label) for c in found}) == len(found)
 
 
-def test_every_mask_stands_beside_a_causal_sequence_of_its_flops() -> None:
+def test_every_mask_is_followed_by_a_causal_sequence_of_its_flops() -> None:
     found = select(["masks"])
     assert [len(c.lengths) for c in found if c.equal_flops_of is None] == [45, 7, 1, 1]
     assert [c.window[0] for c in found[4:] if c.equal_flops_of is None] == [4096, 1024]
@@ -112,7 +112,7 @@ def test_sets_shrink_and_are_selected_by_head_dim() -> None:
     assert all(min(c.lengths) > 0 for c in select(list(SETS), shrink=256))
 
 
-def test_a_short_yardstick_is_no_multiple_of_128() -> None:
+def test_a_short_sequence_of_equal_flops_is_no_multiple_of_128() -> None:
     case = Case("any", "any", (50, 50), 1, 1, 64, CAUSAL, packed=True)
     assert causal_of_equal_flops(case).lengths == (71,)
 

@@ -93,16 +93,16 @@ def test_json_and_back_is_the_same(results: Results, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "is no JSON"),
         ("[]", "is no result"),
         ('{"benchmark": "attention", "format": 99}', "has format 99"),
     ],
 )
-def test_a_file_of_another_kind_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ResultsError, match=said):
+    with pytest.raises(ResultsError, match=message):
         Results.load(tmp_path / "x.json")
 
 
@@ -137,10 +137,10 @@ def test_geometric_means_by_set_and_head_dim(results: Results) -> None:
     assert d64.geometric_mean == pytest.approx(math.prod(ratios) ** (1 / 11))
     assert (d64.rows, d64.worst, d64.worst_row) == (11, 0.9, "full 2 x 32")
     masks = [r for r in results.rows if r.set == "masks"]
-    assert found["masks", 128, "FA3"].rows == len(masks) / 2  # without the yardsticks
+    assert found["masks", 128, "FA3"].rows == len(masks) / 2  # without the causal sequences
 
 
-def test_another_lineup_has_a_table_of_its_own(results: Results) -> None:
+def test_other_implementations_have_a_table_of_their_own(results: Results) -> None:
     results.rows[-1].implementations = ["RingFA3", "without overlap"]
     assert [len(table.columns) for table in attention_tables(results)] == [10, 8]
 

@@ -84,7 +84,7 @@ def row(
 
 @pytest.mark.parametrize("case", [DENSE, PACKED, WINDOW, WHOLE, HOP, CORNER], ids=lambda c: c.label)
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
-def test_the_truth_of_a_part_is_that_of_dense_attention(
+def test_the_reference_of_a_part_is_that_of_dense_attention(
     case: Case, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Float64 to 1e-12, in runs of few rows, for the last KV head of every sequence."""
@@ -158,7 +158,7 @@ WRONG: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("how", WRONG)
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_a_wrong_result_of_ours_stops_the_row_untimed(how: str, direction: str) -> None:
-    case = WHOLE  # one KV head: all of it is held against float64
+    case = WHOLE  # one KV head: every head is compared with float64
     found = row(case, Changed(WRONG[how]), MATH, direction=direction, stopwatch=Untimed())
     assert str(found.stopped).startswith("wrong: ")
     assert "from float64, allowed" in str(found.stopped)
@@ -185,7 +185,7 @@ def test_a_wrong_place_outside_the_checked_parts_is_found_by_comparison() -> Non
     assert "of the two differs by" in str(found.comparisons["math"].stopped)
 
 
-def test_the_gate_is_twice_pytorchs_error() -> None:
+def test_the_bound_is_twice_pytorchs_error() -> None:
     problem = make_problem(DENSE, FORWARD, torch.bfloat16, CPU)
     check = AccuracyCheck(problem)
     plain = [part_of_attention(problem, p, torch.bfloat16)["out"] for p in check.parts]
@@ -205,7 +205,7 @@ def test_the_gate_is_twice_pytorchs_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
         (UnsupportedCaseError("no window"), "refused: no window"),
@@ -214,16 +214,16 @@ def test_the_gate_is_twice_pytorchs_error() -> None:
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_what_stops_a_peer_is_said_and_the_row_goes_on(error: Exception, said: str) -> None:
+def test_what_stops_a_peer_is_recorded_and_the_row_goes_on(error: Exception, message: str) -> None:
     found = row(DENSE, RingFA3(), Failing(error), MATH)
-    assert found.comparisons["failing"].stopped == said
-    assert found.stop_reason("failing") == said
+    assert found.comparisons["failing"].stopped == message
+    assert found.stop_reason("failing") == message
     assert found.comparisons["math"].ratio is not None
     assert found.tflops("RingFA3") == found.comparisons["math"].tflops[0]  # type: ignore[index]
-    assert row(DENSE, Failing(error), MATH).stopped == said
+    assert row(DENSE, Failing(error), MATH).stopped == message
 
 
-def test_a_lost_device_hands_back_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_is_raised_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(device: torch.device) -> None:
         raise DeviceLostError("the GPU no longer answers: an illegal memory access was encountered")
 

@@ -1,4 +1,4 @@
-"""The ways into each implementation, against `dense` attention in float32."""
+"""Every implementation against `dense` attention in float32."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def check(implementation: Implementation, case: Case, direction: str) -> None:
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.label)
-class TestEveryWayIn:
+class TestEveryImplementation:
     def test_ours(self, case: Case, direction: str) -> None:
         check(RingFA3(), case, direction)
 

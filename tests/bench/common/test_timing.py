@@ -1,4 +1,4 @@
-"""Paired timing with a stopwatch that only writes down what it is asked; statistics."""
+"""Paired timing, with a stopwatch that records its calls; statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringfa3.bench.common.timing import Call, Paired, Reading, WallClock, compar
 
 
 class Recorder:
-    """Says that A's calls take 2 ms and B's 5 ms; `log` has (call, calls, head start)."""
+    """A stopwatch by which A's calls take 2 ms and B's 5 ms; `log`: (call, calls, head start)."""
 
     asynchronous = True
     sample_seconds = 0.020
@@ -41,7 +41,7 @@ class Recorder:
 def test_samples_are_taken_in_turn_without_a_pause() -> None:
     recorder = Recorder()
     times = paired(recorder.call("a"), recorder.call("b"), 12, recorder)
-    timed = recorder.log[2:]  # two that say how long a call takes
+    timed = recorder.log[2:]  # without the two that estimate the time of a call
     assert [name for name, _, _ in timed] == ["a", "b"] * 13
     assert {calls for _, calls, _ in timed} == {4}  # 20 ms at the slower one's 5 ms
     assert recorder.waits[-2:] == [2, 28]
@@ -57,7 +57,7 @@ def test_everything_is_warm_before_the_first_sample() -> None:
 
 
 def test_long_calls_are_not_repeated_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls to warm up, of which the second says how long one takes, then the pairs."""
+    """Two calls to warm up, of which the second is timed, then the pairs."""
     recorder = Recorder()
     recorder.seconds = {"a": 0.2, "b": 0.3}
     second = timing._second_call

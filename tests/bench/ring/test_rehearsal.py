@@ -1,4 +1,4 @@
-"""A ring of several ranks on two GPUs, on stand-ins: who is whose peer, and that calls end."""
+"""The rehearsal of a ring on two GPUs, on a fake CUDA: which GPU is which peer; calls end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _calls(group: FakeGroup, plays: int, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("ranks", "plays"), [(2, 0), (2, 1), (3, 1), (4, 0), (4, 1), (4, 3)])
-def test_calls_end_and_all_that_comes_is_the_others(ranks: int, plays: int) -> None:
+def test_calls_end_and_receive_the_other_gpus_block(ranks: int, plays: int) -> None:
     two = Ranks(2, seed=ranks + plays)
     assert two.run(lambda group: _calls(group, plays, ranks)) == [[], []]
 
@@ -84,7 +84,7 @@ def _addresses(group: FakeGroup) -> dict[Signal, int]:
     }
 
 
-def test_what_one_sets_for_a_peer_is_what_the_other_takes_of_the_opposite() -> None:
+def test_a_signal_that_one_gpu_sets_is_one_that_the_other_awaits() -> None:
     first, second = Ranks(2).run(_addresses)
     assert isinstance(first, dict)
     assert isinstance(second, dict)
@@ -98,8 +98,8 @@ def test_what_one_sets_for_a_peer_is_what_the_other_takes_of_the_opposite() -> N
 def test_a_rehearsal_writes_a_row_for_each_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both sides from end to end, on stand-ins of the device and of the clock, by which the ring
-    takes twice as long as one alone."""
+    """Both GPUs from end to end, on a fake device and clock: the ring takes twice as long as one
+    GPU."""
     sides: dict[int, FakeGroup] = {}
     timed: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The command, `python -m ringfa3.bench ring`: a job under torchrun, and what it leaves."""
+"""The command `python -m ringfa3.bench ring`: jobs under torchrun, and their files."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ def _other_weights(block: Callable[..., torch.Tensor], *inputs: torch.Tensor, **
 
 
 @pytest.mark.parametrize(
-    ("name", "stand_in", "said"),
+    ("name", "stand_in", "message"),
     [
         ("keep_attention", lambda: create_selective_checkpoint_contexts([]), "kept ran the ring 2"),
         ("checkpoint", _other_weights, "kept and stored differ in the gradient of x, norm, wq, "),
     ],
 )
-def test_a_block_that_does_not_keep_what_it_promises_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[..., object], said: str
+def test_a_block_that_recomputes_or_has_other_gradients_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[..., object], message: str
 ) -> None:
     monkeypatch.setattr(checkpoint, name, stand_in)
     monkeypatch.setattr(checkpoint, "paired", None)
@@ -152,11 +152,11 @@ def test_a_block_that_does_not_keep_what_it_promises_is_not_timed(
         case, Ring(Communicator()), torch.bfloat16, device, 10, WallClock()
     )
     assert row.stopped is not None
-    assert row.stopped.startswith(f"wrong: {said}")
+    assert row.stopped.startswith(f"wrong: {message}")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "no CUDA GPU is visible; --device cpu tries the machinery"),
         (("--device", "cpu", "--worlds", "2"), "--worlds 2: there are 1 ranks; start it under tor"),
@@ -169,7 +169,7 @@ def test_a_block_that_does_not_keep_what_it_promises_is_not_timed(
 )
 def test_what_cannot_be_done_is_one_line_and_code_2(
     arguments: tuple[str, ...],
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -177,7 +177,7 @@ def test_what_cannot_be_done_is_one_line_and_code_2(
     assert main(["ring", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ringfa3.bench: ")
-    assert said in line
+    assert message in line
 
 
 def test_without_torchrun_it_is_one_rank_and_says_so(
@@ -185,8 +185,8 @@ def test_without_torchrun_it_is_one_rank_and_says_so(
 ) -> None:
     longest = ("--longest", "16384")
     assert main(["ring", "--device", "cpu", *longest, "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert "left out: several ranks: this is one process without torchrun" in said.err
+    printed = capsys.readouterr()
+    assert "left out: several ranks: this is one process without torchrun" in printed.err
     found = Results.load(tmp_path / "results.json")
     assert [(row.direction, row.label) for row in found.rows] == [
         (FORWARD, "16"), (BACKWARD, "16"),
@@ -238,7 +238,7 @@ def test_the_sets_have_the_sizes_of_their_names() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "left"), [((48,), -1), ((40, 1, 17, 30), -1), ((64,), 5)])
-def test_a_spread_is_that_of_a_count(lengths: tuple[int, ...], left: int) -> None:
+def test_load_balance_equals_a_count(lengths: tuple[int, ...], left: int) -> None:
     """Against the whole mask and the ranks' tokens, for tiles of 4 rows."""
     world, tile_m = 3, 4
     case = ring_case("any", "any", lengths, world, left)
@@ -278,41 +278,41 @@ def test_a_window_moves_in_proportion_to_itself() -> None:
 
 
 class Gpu:
-    """A device's memory: what the allocator holds, and what an arena does."""
+    """A device's memory: of the caching allocator, and of IPC."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cached = self.arena = 0
-        monkeypatch.setattr(memory, "used", lambda device: 1000 + self.cached + self.arena)
+        self.cached = self.ipc = 0
+        monkeypatch.setattr(memory, "used", lambda device: 1000 + self.cached + self.ipc)
         monkeypatch.setattr(memory, "release_memory", lambda device: self.call(0))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
-    def call(self, cached: int, arena: int = 0) -> None:
-        self.cached, self.arena = cached, max(self.arena, arena)
+    def call(self, cached: int, ipc: int = 0) -> None:
+        self.cached, self.ipc = cached, max(self.ipc, ipc)
 
 
-def test_memory_is_the_peak_with_what_was_kept_from_earlier_calls(
+def test_memory_is_the_peak_with_what_earlier_calls_retain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, meter = Gpu(monkeypatch), MemoryMeter(torch.device("cpu"))
 
-    def weigh(name: str, cached: int, arena: int = 0) -> MemoryUse:
-        return meter.measure(name, lambda: gpu.call(cached, arena))
+    def measure(name: str, cached: int, ipc: int = 0) -> MemoryUse:
+        return meter.measure(name, lambda: gpu.call(cached, ipc))
 
-    assert weigh("ours", 5, 3) == MemoryUse(8, 3)
+    assert measure("ours", 5, 3) == MemoryUse(8, 3)
     meter.reset("ours")
-    assert weigh("ours", 50, 30) == MemoryUse(77, 27)
-    assert weigh("peer", 60) == MemoryUse(60, 0)
-    assert weigh("ours", 50, 30) == MemoryUse(77, 27)  # the arena is there already, and still ours
-    assert weigh("ours", 100, 60) == MemoryUse(157, 57)
+    assert measure("ours", 50, 30) == MemoryUse(77, 27)
+    assert measure("peer", 60) == MemoryUse(60, 0)
+    assert measure("ours", 50, 30) == MemoryUse(77, 27)  # IPC memory of the first call counts
+    assert measure("ours", 100, 60) == MemoryUse(157, 57)
 
 
-def test_what_only_a_first_call_takes_is_not_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_a_first_call_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, meter = Gpu(monkeypatch), MemoryMeter(torch.device("cpu"))
     peaks = iter((90, 50))
     assert meter.measure("ours", lambda: gpu.call(next(peaks), 30)) == MemoryUse(80, 30)
 
 
-def test_a_block_is_weighed_at_its_peak_and_between_forward_and_backward(
+def test_a_block_is_measured_at_its_peak_and_between_forward_and_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, most = 100, 900  # bytes; the latter of something earlier
@@ -324,7 +324,7 @@ def test_a_block_is_weighed_at_its_peak_and_between_forward_and_backward(
     class Block:
         dy = torch.empty(0)
 
-        def forward(self, way: str) -> None:
+        def forward(self, mode: str) -> None:
             allocate(150)
             allocate(130)
 
@@ -343,7 +343,7 @@ def test_a_block_is_weighed_at_its_peak_and_between_forward_and_backward(
     assert checkpoint._memory(Block(), "kept") == [70, 30]  # type: ignore[arg-type]
 
 
-def test_both_forwards_over_peers_memory_take_part_where_they_differ() -> None:
+def test_both_forward_modes_are_measured_where_they_differ() -> None:
     options = run_plan.Options(
         [], "bf16", None, 0, 0, "both", ["symmetric", "nccl"], 10, 60.0, None, "cuda", None, False
     )

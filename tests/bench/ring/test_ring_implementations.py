@@ -119,7 +119,7 @@ class Peer:
 
 
 class Late:
-    """Speaks to nobody, and fails on rank 1 while it is timed: the others are a step ahead then."""
+    """Exchanges nothing, and fails on rank 1 while it is timed: the others are a step ahead."""
 
     name = "late"
 
@@ -131,7 +131,8 @@ class Late:
 
         def run() -> object:
             self.runs += 1
-            if self.comm.rank == 1 and self.runs > 6:  # three to warm up, three that say how long
+            # Three calls warm up, three estimate the time.
+            if self.comm.rank == 1 and self.runs > 6:
                 raise RuntimeError("a late bug")
             return prepared.run()
 
@@ -167,14 +168,14 @@ def test_a_peer_that_fails_or_hangs_on_one_rank_holds_up_nobody() -> None:
     assert after.comparisons["Ulysses on RingFA3"].ratio is not None
 
 
-def test_yardstick_and_dense_do_as_many_flops() -> None:
+def test_baselines_have_equal_flops() -> None:
     for kind in ("lengths", "documents", "window"):
         case = case_of(kind, 1)
         problem = make_problem(case, FORWARD, torch.float32, CPU)
-        yardstick = SingleGpu(RingFA3()).prepare(problem)
-        assert yardstick.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
-        assert yardstick.run().shape == (1, 120, 12, 32)
-        assert yardstick.outputs is None
+        single = SingleGpu(RingFA3()).prepare(problem)
+        assert single.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
+        assert single.run().shape == (1, 120, 12, 32)
+        assert single.outputs is None
         dense = DenseRing(Ring(Communicator())).prepare(problem)
         assert dense.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
         assert dense.outputs is None
@@ -188,7 +189,7 @@ def test_yardstick_and_dense_do_as_many_flops() -> None:
 
 
 def test_a_ring_may_ask_for_a_select_forward_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its own calls alone."""
+    """The environment variable is set during its calls only."""
     asked: list[str | None] = []
 
     def call(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -219,7 +220,7 @@ def visible(tokens: int, left: int) -> int:
 
 
 def unused(*_: object) -> object:
-    raise AssertionError("only the layout is asked for")
+    raise AssertionError("only the layout is needed")
 
 
 def test_what_a_peer_does_not_do_is_refused() -> None:

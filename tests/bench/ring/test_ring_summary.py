@@ -91,7 +91,7 @@ def test_json_and_back_is_the_same(results: Results, tmp_path: Path) -> None:
     assert all(isinstance(row, RingRow) for row in found.rows)
 
 
-def test_the_yardstick_is_the_faster_one() -> None:
+def test_the_baseline_is_the_faster_one() -> None:
     row = RingRow.of(ring_case("lengths", "16", (16,), 2), FORWARD, "bfloat16", IMPLEMENTATIONS)
     row.baselines = IMPLEMENTATIONS[1:3]
     assert row.fastest_baseline is None
@@ -107,20 +107,20 @@ def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Resu
     with console.capture() as captured:
         for table in ring_tables(results):
             console.print(table)
-    said = captured.get()
-    assert "forward, bfloat16, TFLOP/s of one GPU" in said
+    printed = captured.get()
+    assert "forward, bfloat16, TFLOP/s of one GPU" in printed
     ran = "RingFA3 ran on kernels and symmetric (hop by hop), kernels and symmetric (one launch)"
-    assert ran in " ".join(said.split())
-    assert any(x.split("│")[-2].strip() == "5" for x in said.splitlines() if "3072 (1024)" in x)
-    line = next(x for x in said.splitlines() if " 4 │ 64 " in x)
+    assert ran in " ".join(printed.split())
+    assert any(x.split("│")[-2].strip() == "5" for x in printed.splitlines() if "3072 (1024)" in x)
+    line = next(x for x in printed.splitlines() if " 4 │ 64 " in x)
     for cell in ("600", "0.950 [0.940, 0.960]", "588 (1.020)", "1.05", "250"):
         assert cell in line
-    assert "wrong: out is off by 1" in said
-    assert "no [answer]" in said
-    assert "3072 (1024)" in said
-    assert "out of memory" in said
-    assert "Load balance of the plan" in said
-    way = next(x for x in said.splitlines() if "recomputed" in x)
+    assert "wrong: out is off by 1" in printed
+    assert "no [answer]" in printed
+    assert "3072 (1024)" in printed
+    assert "out of memory" in printed
+    assert "Load balance of the plan" in printed
+    way = next(x for x in printed.splitlines() if "recomputed" in x)
     cells = [cell.strip() for cell in way.split("│")[1:-1]]
     assert cells[2:] == ["recomputed", "1250", "1.250 [1.240, 1.260]", "2", "1", "7 (2)"]
 
