@@ -78,7 +78,7 @@ class RingGroup:
         self.unsupported: str | None = None  # why this group cannot use `symmetric`
         self._alive = partial(alive, group)
         self._monitor: StoreMonitor | None = None
-        self.moved_by: str | None = None  # the transport of the latest call
+        self.last_transport: str | None = None  # the transport of the latest call
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RingGroup:
@@ -122,7 +122,7 @@ class RingGroup:
                 self._transports[name] = P2P_TRANSPORTS[name](self, p2p)
             except RuntimeError as problem:
                 raise self.fail(f"connecting over {name}: {first_line(problem)}") from None
-        self.moved_by = name
+        self.last_transport = name
         return self._transports[name]
 
     def symmetric_backend(self, device: torch.device) -> SymmetricBackend | None:
@@ -138,7 +138,7 @@ class RingGroup:
             else:
                 self._backend = opened
         if self._backend is not None:
-            self.moved_by = "symmetric"
+            self.last_transport = "symmetric"
         return self._backend
 
     @property
@@ -205,7 +205,7 @@ class RingGroup:
 
         Raises:
             ValueError, TypeError: naming the rank, the argument and its value.
-            RingError: a rank did not come within the timeout.
+            RingError: a rank did not enter within the timeout.
         """
         if error is None and settings.key in self._agreed:
             return

@@ -83,8 +83,8 @@ def ring_attn_func(
     return (out, lse) if return_lse else out
 
 
-def _failures_told(plan: ContextPlan) -> AbstractContextManager[None]:
-    """Around the hops of a call: an error on this rank reaches its peers."""
+def _report_errors(plan: ContextPlan) -> AbstractContextManager[None]:
+    """Around the hops of a call: reports an error on this rank to its peers."""
     return nullcontext() if plan.group is None else RingGroup.of(plan.group)
 
 
@@ -120,7 +120,7 @@ def run_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: PreparedCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ring_attention` after `prepare_call`."""
-    with _failures_told(call.plan), _on(q.device), _without_autocast(q.device):
+    with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
         kernel = select_forward(q)
         hops = call.hops
         tilings = hops.forward(kernel.tile_m)
@@ -189,7 +189,7 @@ def run_backward(
     call: PreparedCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`ring_attention_backward` after `prepare_call`."""
-    with _failures_told(call.plan), _on(q.device), _without_autocast(q.device):
+    with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
         kernel = select_backward(q)
         ring_pass = call.ring_pass()
         ring_pass.start(k, v)

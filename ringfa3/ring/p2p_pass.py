@@ -1,4 +1,4 @@
-"""A ring pass by messages between neighbours: K/V blocks, and dK/dV partials that return home.
+"""A ring pass by messages: K/V blocks between neighbours, dK/dV partials also to their owners.
 
 K/V and the float32 dK/dV partials have two buffers each, for even and odd hops, whatever the world
 size. Row counts come from the plan's `KVExchange`.
@@ -20,7 +20,7 @@ from ringfa3.planning.kv_exchange import first_heads
 from ringfa3.ring.p2p import Exchange, Message, Transport
 from ringfa3.ring_pass import Attend
 
-KV, PARTIAL, HOME = 0, 1, 2  # message tags
+KV, PARTIAL, RETURN = 0, 1, 2  # message tags
 
 Messages: TypeAlias = tuple[list[Message], list[Message]]  # sends and receives; some may be empty
 
@@ -155,11 +155,11 @@ class GradBuffers:
         return (
             [
                 Message(here[:on], (rank + 1) % world, what, PARTIAL),
-                Message(here[complete:held], owner, what + " going home", HOME),
+                Message(here[complete:held], owner, what + " returning", RETURN),
             ],
             [
                 Message(there[:into], (rank - 1) % world, what, PARTIAL),
-                Message(returned, (rank + last) % world, what + " coming home", HOME),
+                Message(returned, (rank + last) % world, what + " returning", RETURN),
             ],
         )
 

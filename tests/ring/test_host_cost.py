@@ -32,7 +32,7 @@ STEPS = 3
 DIRECTIONS = ("forward", "gathered", "backward", "backward", "gathered", "backward")
 
 
-def refused(*_: object) -> None:
+def unexpected(*_: object) -> None:
     raise AssertionError("a call prepares something again")
 
 
@@ -94,12 +94,12 @@ def test_a_repeated_call_over_symmetric_prepares_nothing(
     ranks = Ranks(world)
     ranks.cuda = Counting(0)
     patches = [
-        mock.patch.object(schedule, "forward", refused),
-        mock.patch.object(schedule, "gathered", refused),
-        mock.patch.object(schedule, "backward", refused),
-        mock.patch.object(SymmetricBackend, "prepare", refused),
-        mock.patch.object(IpcMemory, "_allocate", refused),
-        mock.patch.object(BufferSpec, "__init__", refused),
+        mock.patch.object(schedule, "forward", unexpected),
+        mock.patch.object(schedule, "gathered", unexpected),
+        mock.patch.object(schedule, "backward", unexpected),
+        mock.patch.object(SymmetricBackend, "prepare", unexpected),
+        mock.patch.object(IpcMemory, "_allocate", unexpected),
+        mock.patch.object(BufferSpec, "__init__", unexpected),
     ]
 
     def refuse() -> None:
@@ -166,11 +166,12 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
     own = RingGroup.of(group)
     own.store = None  # type: ignore[assignment]  # any use of it fails
     with (
-        mock.patch.object(RingGroup, "_exchange", refused),
-        mock.patch.object(prepare_call, "_validate", refused),
-        mock.patch.object(prepare_call, "_settings", refused),
-        mock.patch.object(Plan, "_forward", refused),
-        mock.patch.object(Plan, "_backward", refused),
+        mock.patch.object(RingGroup, "_exchange", unexpected),
+        mock.patch.object(prepare_call, "_validate", unexpected),
+        mock.patch.object(prepare_call, "_settings", unexpected),
+        mock.patch.object(prepare_call, "select_forward_mode", unexpected),
+        mock.patch.object(Plan, "_forward", unexpected),
+        mock.patch.object(Plan, "_backward", unexpected),
     ):
         for _ in range(STEPS):
             step()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ringfa3 import plan_context, ring_attn_func
 from ringfa3.ring.p2p import GlooTransport, Message
-from ringfa3.ring.p2p_pass import HOME, KV, PARTIAL
+from ringfa3.ring.p2p_pass import KV, PARTIAL, RETURN
 from tests.support.dense import cumulative, tensors
 from tests.support.ranks import Ranks
 
@@ -69,7 +69,7 @@ def sent_by(rank: int, rows: np.ndarray, first: np.ndarray) -> list[Counter[tupl
         if hop >= 1:
             carried = on if hop >= first[owner] else 0
             partial[PARTIAL, (rank + 1) % world] += 64 * carried
-            partial[HOME, owner] += 64 * int(rows[owner, hop] - on)
+            partial[RETURN, owner] += 64 * int(rows[owner, hop] - on)
     return [+kv, +(kv + partial)]
 
 

@@ -16,14 +16,14 @@ from ringfa3 import ContextPlan, flash_attn_varlen_func, plan_context, ring_attn
 from ringfa3.kernels import reference
 from ringfa3.ring import p2p
 from ringfa3.ring.p2p import GlooTransport, Message
-from ringfa3.ring.p2p_pass import HOME, KV, PARTIAL
+from ringfa3.ring.p2p_pass import KV, PARTIAL, RETURN
 from tests.support.dense import attention, band, cumulative, gradients, mask, tensors, worst
 from tests.support.ranks import Ranks, group_of
 
 EXACT = 1e-12  # float64
 Group = dist.ProcessGroup
 NAMES = ("out", "lse", "dq", "dk", "dv")
-TAGS = {KV: "K/V", PARTIAL: "partial", HOME: "home"}
+TAGS = {KV: "K/V", PARTIAL: "partial", RETURN: "return"}
 EXCHANGE = GlooTransport.exchange
 
 
@@ -250,10 +250,10 @@ def test_blocks_and_partials_move_while_a_hop_is_computed(ranks: Ranks, kv_heads
     own keys, if it has several."""
     kv, partial = ["K/V", "compute", "wait"], ["partial", "compute", "wait"]
     both = ["K/V and partial", "compute", "wait"]
-    home = ["home", *(["compute"] if kv_heads > 1 else []), "wait"]
+    returned = ["return", *(["compute"] if kv_heads > 1 else []), "wait"]
     for forward, backward in ranks.run(4, _events, kv_heads):
         assert forward == [*kv, *kv, *kv, "compute"]
-        assert backward == [*kv, *kv, *both, *partial, *home]
+        assert backward == [*kv, *kv, *both, *partial, *returned]
 
 
 class Late:

@@ -253,20 +253,20 @@ def without_join(operations: Sequence[Operation], captured: bool) -> list[Operat
 
 
 @pytest.mark.parametrize(
-    ("direction", "fork_join", "said"),
+    ("direction", "change", "problem"),
     [
         ("backward", lambda x, _: x, "an event from outside is awaited"),
         ("forward", without_join, "1 captured streams have not"),
     ],
 )
 def test_a_call_without_fork_and_join_cannot_be_captured(
-    direction: str, fork_join: Callable[[Sequence[Operation], bool], list[Operation]], said: str
+    direction: str, change: Callable[[Sequence[Operation], bool], list[Operation]], problem: str
 ) -> None:
     """The stand-in raises where CUDA does."""
     placement = laid_out([24], 3)
-    with mock.patch("ringfa3.symmetric.backend.fork_join", fork_join):
-        for problem in Ranks(3).run(lambda group: _without_fork_join(group, placement, direction)):
-            assert said in str(problem)
+    with mock.patch("ringfa3.symmetric.backend.fork_join", change):
+        for error in Ranks(3).run(lambda group: _without_fork_join(group, placement, direction)):
+            assert problem in str(error)
 
 
 def _stalled(group: FakeGroup, placement: Placement, direction: str) -> tuple[list[str], float]:
@@ -300,10 +300,10 @@ def test_a_replay_that_waits_in_vain_names_hop_and_peer_and_goes_on(direction: s
         raised.append((str(error), time.monotonic()))
 
     with mock.patch("ringfa3.symmetric.backend.raise_in_main_thread", hear):
-        said = Ranks(2, timeout_s=4.0).run(
+        results = Ranks(2, timeout_s=4.0).run(
             lambda group: _stalled(group, laid_out([16], 2), direction)
         )
-    (waited, last), (other, _) = said  # type: ignore[misc]
+    (waited, last), (other, _) = results  # type: ignore[misc]
     assert other == []
     assert [message for message, _ in raised] == waited
     assert len(waited) == 1

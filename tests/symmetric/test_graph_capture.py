@@ -35,7 +35,7 @@ def _capture_errors(group: FakeGroup) -> list[str]:
     q, k = torch.zeros(plan.local_tokens, 4, 64), torch.zeros(plan.local_tokens, 1, 64)
     forward = pass_kind("forward", select_forward_mode(plan, q, k))
 
-    def said(kind: str) -> str:
+    def error(kind: str) -> str:
         return str(capture_error(backend.memory, BufferSpec(plan, kind, k), known=True))
 
     def run(kind: str) -> None:
@@ -43,11 +43,11 @@ def _capture_errors(group: FakeGroup) -> list[str]:
         ring_pass.start(k, k)
         ring_pass.run(lambda *_, **__: None)
 
-    found = [said(forward), said("backward")]
+    errors = [error(forward), error("backward")]
     run("gathered")
-    found += [said(forward), said("backward")]
+    errors += [error(forward), error("backward")]
     run("backward")
-    return [*found, said("backward")]
+    return [*errors, error("backward")]
 
 
 def test_memory_must_not_have_to_grow() -> None:
@@ -55,9 +55,9 @@ def test_memory_must_not_have_to_grow() -> None:
         mock.patch.dict(os.environ, {FORWARD_MODE_ENV: "gathered"}),
         mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64),
     ):
-        for found in Ranks(2).run(_capture_errors):
-            assert [x == "None" for x in found] == [False, False, True, False, True]  # type: ignore[attr-defined]
-            assert "the group's memory would have to grow: run a call" in found[0]  # type: ignore[index]
+        for errors in Ranks(2).run(_capture_errors):
+            assert [x == "None" for x in errors] == [False, False, True, False, True]  # type: ignore[attr-defined]
+            assert "the group's memory would have to grow: run a call" in errors[0]  # type: ignore[index]
 
 
 class Entered:

@@ -99,7 +99,7 @@ def test_all_ranks_raise_if_one_has_no_room_and_a_later_try_may_succeed() -> Non
 
 def test_pinned_memory_stays_mapped_when_it_grows() -> None:
     ranks = Ranks(2)
-    kept: list[object] = []
+    pinned: list[object] = []
 
     def grow(group: FakeGroup) -> None:
         memory = IpcMemory(group.rank, group.world, CPU, group.gather)
@@ -114,9 +114,9 @@ def test_pinned_memory_stays_mapped_when_it_grows() -> None:
         assert memory.address(1 - group.rank, Buffer.KV_SHARED, 0) != before
         group.gather("")
 
-    with mock.patch("ringfa3.symmetric.ipc_memory._pinned", kept):
+    with mock.patch("ringfa3.symmetric.ipc_memory._pinned", pinned):
         ranks.run(grow)
-    assert len(kept) == 2
+    assert len(pinned) == 2
     gc.collect()
     assert len(ranks.cuda.memory) == 2
 

@@ -23,11 +23,11 @@ def until(happens: object) -> None:
 
 def test_progress_on_any_stream_restarts_the_timeout() -> None:
     """Then it calls lost once, and release until all waits are over."""
-    said: list[str] = []
+    messages: list[str] = []
     released: list[float] = []
     over = Counts()
     watchdog = Watchdog(
-        0.6, over.reached, lambda: None, said.append, lambda: released.append(time.monotonic())
+        0.6, over.reached, lambda: None, messages.append, lambda: released.append(time.monotonic())
     )
     watchdog.post("kv", ["hop 0", "hop 1", "hop 2"])
     watchdog.post("kv", ["hop 3"])
@@ -35,9 +35,9 @@ def test_progress_on_any_stream_restarts_the_timeout() -> None:
     for count in (1, 2, 3):
         time.sleep(0.4)
         over["kv"] = count
-        assert said == []
+        assert messages == []
     until(lambda: len(released) >= 3)
-    assert said == ["hop 3; dK/dV: nothing within 0.6 s; is that rank stopped?"]
+    assert messages == ["hop 3; dK/dV: nothing within 0.6 s; is that rank stopped?"]
     over.update(kv=4, partial=1)
     until(lambda: not any(waits.ahead for waits in watchdog._streams.values()))
     count = len(released)
@@ -46,30 +46,30 @@ def test_progress_on_any_stream_restarts_the_timeout() -> None:
 
 
 def test_it_reports_another_ranks_failure_at_once() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     watchdog = Watchdog(
-        60.0, Counts().reached, lambda: "rank 2: disk on fire", said.append, lambda: None
+        60.0, Counts().reached, lambda: "rank 2: disk on fire", messages.append, lambda: None
     )
     watchdog.post("kv", ["backward hop 2: K/V of rank 3"])
-    until(lambda: said)
-    assert said == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
+    until(lambda: messages)
+    assert messages == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
 
 
 def test_after_give_up_it_only_releases() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     released: list[bool] = []
     over = Counts()
     watchdog = Watchdog(
         0.1,
         over.reached,
         lambda: "rank 2: disk on fire",
-        said.append,
+        messages.append,
         lambda: released.append(True),
     )
     watchdog.give_up()
     watchdog.post("kv", ["hop 1"])
     until(lambda: len(released) >= 2)
-    assert said == []
+    assert messages == []
     over["kv"] = 1
 
 
@@ -87,10 +87,12 @@ class GraphWaits:
 def test_it_polls_the_waits_of_graphs() -> None:
     """Without waits no time runs. A stream that passes the same wait again and again is not stuck,
     and graphs that make progress keep posted waits from timing out."""
-    said: list[str] = []
+    messages: list[str] = []
     released: list[bool] = []
     over, graphs = Counts(), GraphWaits()
-    watchdog = Watchdog(0.6, over.reached, lambda: None, said.append, lambda: released.append(True))
+    watchdog = Watchdog(
+        0.6, over.reached, lambda: None, messages.append, lambda: released.append(True)
+    )
     watchdog.poll_graphs(graphs.poll)
     time.sleep(0.9)
     graphs.awaited = ["hop 1"]
@@ -98,9 +100,9 @@ def test_it_polls_the_waits_of_graphs() -> None:
     for _ in range(5):
         time.sleep(0.3)
         graphs.passed = True
-    assert said == []
+    assert messages == []
     until(lambda: released)
-    assert said == ["hop 2; hop 1: nothing within 0.6 s; is that rank stopped?"]
+    assert messages == ["hop 2; hop 1: nothing within 0.6 s; is that rank stopped?"]
     graphs.awaited, over["kv"] = [""], 1
     time.sleep(0.3)
     count = len(released)
@@ -108,7 +110,7 @@ def test_it_polls_the_waits_of_graphs() -> None:
     assert len(released) == count
     graphs.awaited = ["hop 3"]  # of a replay after the loss: it is released
     until(lambda: len(released) > count)
-    assert len(said) == 1
+    assert len(messages) == 1
     watchdog.end()
     assert not watchdog.is_alive()
 

@@ -1,0 +1,43 @@
+"""Both ring passes have the interface of `ringfa3.ring_pass`, and no caller asks for their type."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import ringfa3
+from ringfa3.ring.p2p_pass import P2PRingPass
+from ringfa3.ring_pass import RingPass
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+
+PASSES = (P2PRingPass, SymmetricRingPass)
+
+
+def parameters(function: object) -> list[tuple[str, object]]:
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    return [(name, p.default) for name, p in signature.parameters.items()]
+
+
+@pytest.mark.parametrize("method", ["start", "run"])
+@pytest.mark.parametrize("kind", PASSES)
+def test_signatures_are_those_of_the_interface(kind: type, method: str) -> None:
+    assert parameters(getattr(kind, method)) == parameters(getattr(RingPass, method))
+
+
+def test_constructors_differ_in_the_transport_alone() -> None:
+    first, second = (parameters(kind.__init__)[2:] for kind in PASSES)
+    assert first == second
+
+
+@pytest.mark.parametrize("module", ["op", "prepare_call"])
+def test_no_caller_asks_for_the_type_of_a_pass_or_transport(module: str) -> None:
+    source = (Path(ringfa3.__file__).parent / "ring" / f"{module}.py").read_text()
+    asked = {
+        ast.unparse(node.args[1])
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+    }
+    assert asked <= {"ContextPlan", "int"}
