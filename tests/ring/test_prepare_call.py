@@ -211,14 +211,22 @@ def test_all_raise_at_the_first_call(
     assert all(later == ["", ""] for _, _, later in results[:3])
 
 
-@pytest.mark.parametrize("before", [1, 2])
 @pytest.mark.parametrize(("wrong", "expected", "type_error"), WRONG, ids=IDS)
 def test_all_raise_where_the_others_have_agreed_before(
-    ranks: Ranks, wrong: Callable[[Call, Group], Call], expected: str, type_error: bool, before: int
+    ranks: Ranks, wrong: Callable[[Call, Group], Call], expected: str, type_error: bool
 ) -> None:
     """The other ranks have agreed on their settings, so only one rank enters the agreement."""
-    results = ranks.run(4, _once_wrong, 3, 2, wrong, before, 0)
-    assert all(earlier == [""] * before for earlier, _, _ in results[:3])
+    results = ranks.run(4, _once_wrong, 3, 2, wrong, 1, 0)
+    assert all(earlier == [""] for earlier, _, _ in results[:3])
+    check(results, 3, 2, expected, type_error)
+
+
+@pytest.mark.parametrize("number", [IDS.index("wrong_tokens"), IDS.index("other_scale")])
+def test_all_raise_after_several_calls(ranks: Ranks, number: int) -> None:
+    """An error of one rank's own check, and a difference, after two calls of one agreement."""
+    wrong, expected, type_error = WRONG[number]
+    results = ranks.run(4, _once_wrong, 3, 2, wrong, 2, 0)
+    assert all(earlier == ["", ""] for earlier, _, _ in results[:3])
     check(results, 3, 2, expected, type_error)
 
 
