@@ -20,7 +20,7 @@ demo: setup
 	  train/pretrain.py experiment=demo parallel.cp=2
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Settings of the property tests, and the pool of ranks."""
+"""Settings of the property tests, and the fixtures that several folders share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringfa3.build import toolchain
 from tests.support import fake_tools
 from tests.support.ranks import Ranks
 
-# The same examples in every run; HYPOTHESIS_PROFILE=explore tries many fresh ones.
+# Every run has the same examples; HYPOTHESIS_PROFILE=explore tries many new ones.
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "suite", deadline=None, derandomize=True, max_examples=200, suppress_health_check=slow
@@ -23,23 +23,23 @@ settings.register_profile(
 settings.register_profile(
     "explore", deadline=None, max_examples=2000, print_blob=True, suppress_health_check=slow
 )
-# PyTorch's store asks a name server who connects; a lost answer may cost a test 1 s, not 5.
+# PyTorch's store looks up the names of its clients. A lost answer costs 1 s instead of 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-torch.set_num_threads(1)  # small tensors; and the ranks of the pool need the cores
+torch.set_num_threads(1)  # tensors are small, and the ranks of the pool need the cores
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
-# A suite that was started in the background ignores Ctrl-C, and so would all that it starts.
+# A shell starts background jobs with SIGINT ignored, and their child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests of the CPU path are that on any machine; `-m gpu` selects the others."""
-    if config.getoption("-m") == "not gpu":
+    """Hides the GPUs from tests of the CPU path, also on a machine that has some."""
+    if "not gpu" in config.getoption("-m"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Four processes that talk over gloo, shared by all tests."""
+    """A pool of four gloo ranks, shared by all tests of a worker."""
     pool = Ranks(4)
     yield pool
     pool.close()
@@ -47,7 +47,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in nvcc and CUTLASS, an empty cache; gives their folder."""
+    """A folder with a fake nvcc and CUTLASS and an empty build cache, which the build uses."""
     for name in ("MAX_JOBS", "LOCAL_RANK", "NVCC_CCBIN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))

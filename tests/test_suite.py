@@ -1,8 +1,9 @@
-"""The suite itself: pytest collects every test file, each has a docstring, GPU tests are marked."""
+"""The suite itself: pytest collects every file, each has a docstring, GPU tests are marked."""
 
 from __future__ import annotations
 
 import ast
+import os
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -28,6 +29,11 @@ def marks(path: Path) -> set[str]:
     }
 
 
+def test_the_cpu_suite_sees_no_gpu(request: pytest.FixtureRequest) -> None:
+    selected = request.config.getoption("-m")
+    assert "not gpu" not in selected or os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_pytest_collects_every_folder(request: pytest.FixtureRequest) -> None:
     """Pytest passes over folders that match `norecursedirs`; `build` is in its default."""
     ignored = request.config.getini("norecursedirs")
@@ -42,5 +48,7 @@ def test_every_file_has_a_docstring(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_gpu_tests_are_marked_and_lie_in_one_folder(path: Path) -> None:
-    assert ("gpu" in marks(path)) == (path.parent.name == "gpu")
+def test_files_of_gpu_tests_are_marked_and_named(path: Path) -> None:
+    """`pytest -m gpu` selects test_gpu_*.py, and nothing else of the file runs on a CPU."""
+    assert ("gpu" in marks(path)) == path.name.startswith("test_gpu_")
+    assert path.name.startswith("test_gpu_") or path.parent.name != "gpu"

@@ -17,7 +17,7 @@ from ringfa3.build.compile import ensure_library, find_library, library_stem
 from ringfa3.build.units import UNITS
 from ringfa3.errors import BuildError
 from tests.support import fake_tools
-from tests.support.fake_tools import BUILD_ONE, WAIT_FOR_GO, runs, start, until
+from tests.support.fake_tools import WAIT_FOR_GO, runs, start, start_build, until
 
 NAME = UNITS[0].name
 
@@ -44,7 +44,7 @@ def a_dead_pid() -> int:
 
 def test_eight_processes_build_once(tools: Path) -> None:
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
-    processes = [start(BUILD_ONE) for _ in range(8)]
+    processes = [start_build() for _ in range(8)]
     until(lambda: runs(tools))
     (tools / "go").touch()
     said = [p.communicate() for p in processes]
@@ -61,9 +61,9 @@ def test_eight_processes_build_once(tools: Path) -> None:
 def test_one_that_waits_says_for_whom(tools: Path) -> None:
     """At each NOTICE; then it takes what was built."""
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
-    maker = start(BUILD_ONE)
+    maker = start_build()
     until(lambda: runs(tools))
-    waiter = start(f"from ringfa3.build import cache; cache.NOTICE = 0.05; {BUILD_ONE}")
+    waiter = start_build("from ringfa3.build import cache; cache.NOTICE = 0.05")
     assert waiter.stderr is not None
     lines = [waiter.stderr.readline() for _ in range(2)]
     (tools / "go").touch()
@@ -93,7 +93,7 @@ def test_two_ranks_of_a_host_speak(
 
 def test_a_killed_build_is_begun_anew_and_swept(tools: Path) -> None:
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
-    killed = start(BUILD_ONE)
+    killed = start_build()
     until(lambda: runs(tools))
     os.kill(killed.pid, signal.SIGKILL)  # its nvcc goes on
     killed.wait()
@@ -116,10 +116,10 @@ def test_a_build_that_fails_leaves_nothing(tools: Path) -> None:
 def test_those_that_waited_fail_with_the_one_that_built(tools: Path) -> None:
     """And do not try in turn. Who comes later does try."""
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools) + "; echo no room >&2; exit 1")
-    hasty = f"from ringfa3.build import cache; cache.NOTICE = 0.05; {BUILD_ONE}"
-    maker = start(BUILD_ONE)
+    hasty = "from ringfa3.build import cache; cache.NOTICE = 0.05"
+    maker = start_build()
     until(lambda: runs(tools))
-    waiters = [start(hasty) for _ in range(3)]
+    waiters = [start_build(hasty) for _ in range(3)]
     for waiter in waiters:
         assert waiter.stderr is not None
         assert "waiting for" in waiter.stderr.readline()
@@ -153,7 +153,7 @@ def test_without_locks_two_builds_do_no_harm(tools: Path, lock: str) -> None:
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
     does = {"refused": "raise OSError(37, 'No locks available')", "lost": "pass"}[lock]
     broken = f"import filelock\ndef acquire(*_, **__): {does}\nfilelock.FileLock.acquire = acquire"
-    processes = [start(f"{broken}\n{BUILD_ONE}") for _ in range(2)]
+    processes = [start_build(broken) for _ in range(2)]
     until(lambda: runs(tools) == 2)
     assert len(works(tools)) == 2
     (tools / "go").touch()

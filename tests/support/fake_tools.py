@@ -23,10 +23,17 @@ echo library > "$2"
 WAIT_FOR_GO = (  # ends after a minute, so that a failed test leaves no process
     'n=0; while [ ! -e "{0}/go" ] && [ $n -lt 1200 ]; do n=$((n + 1)); sleep 0.05; done'
 )
-BUILD_ONE = (
-    "from ringfa3.build.compile import ensure_library; from ringfa3.build.units import UNITS; "
-    "print(ensure_library(UNITS[0]))"
-)
+# Builds the first unit. An empty module replaces the package, whose __init__ imports PyTorch: the
+# import would take most of the process's time, and the build does not use it.
+BUILD_ONE = f"""
+import sys, types
+package = sys.modules["ringfa3"] = types.ModuleType("ringfa3")
+package.__path__ = [{str(Path(toolchain.__file__).parents[1])!r}]
+{{before}}
+from ringfa3.build.compile import ensure_library
+from ringfa3.build.units import UNITS
+print(ensure_library(UNITS[0]))
+"""
 
 
 def nvcc(folder: Path, version: str = "13.2.5", body: str = ":") -> Path:
@@ -79,6 +86,11 @@ def start(code: str, **more: object) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, start_new_session=True, **pipes, **more)  # type: ignore[call-overload]
+
+
+def start_build(before: str = "") -> subprocess.Popen[str]:
+    """Starts a process that runs `before` and builds the first unit; it prints the library."""
+    return start(BUILD_ONE.format(before=before))
 
 
 def until(happens: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Processes that talk over gloo: a pool for many short tests, and throw-away ones to kill."""
+"""Ranks on gloo: a pool of processes for many short tests, and disposable ones for fault tests."""
 
 from __future__ import annotations
 
@@ -26,23 +26,27 @@ from ringfa3.ring.group import RingGroup
 TIMEOUT_S = 20.0  # of the pool's process groups
 LIMIT_S = 25.0  # for one call of `run`
 
-# Forked from a server that has imported torch, and has run nothing: a rank starts in no time.
+# Ranks are forked from a server that has imported these and has no threads. PyTorch imports
+# torch._dynamo, which takes a second, at the first call of a custom op.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["ringfa3", "pytest", "hypothesis"])
+_context.set_forkserver_preload(["ringfa3", "torch._dynamo", "pytest", "hypothesis"])
 
 
 class RankError(AssertionError):
-    """A function raised on some ranks, or a rank died or hung: with the tracebacks."""
+    """A function raised on some ranks, or a rank died or hung; the message has the tracebacks."""
 
 
 def group_of(world: int, timeout: float = 4.0) -> dist.ProcessGroup:
-    """On all ranks of the pool: a fresh group of the first `world`, which may be lost."""
+    """A new group of the first `world` ranks, for tests that break their group.
+
+    All ranks of the pool must call it.
+    """
     group = dist.new_group(list(range(world)), timedelta(seconds=timeout))
     assert isinstance(group, dist.ProcessGroup) or dist.get_rank() >= world
     return group
 
 
-def _enter(rank: int, world: int, port: int, timeout: float, hosts: bool) -> None:
+def _init_process_group(rank: int, world: int, port: int, timeout: float, hosts: bool) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
     store = dist.TCPStore("127.0.0.1", port, None, hosts and rank == 0, limit, False)
@@ -50,12 +54,12 @@ def _enter(rank: int, world: int, port: int, timeout: float, hosts: bool) -> Non
 
 
 def _warm_up() -> None:
-    """One call on this process alone: PyTorch imports much at its first, which takes seconds."""
+    """A call on this process alone, so that no time limit includes what happens only once."""
     x = torch.randn(1, 4, 1, 8, requires_grad=True)
     flash_attn_func(x, x, x).sum().backward()  # type: ignore[union-attr]
 
 
-def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
+def _call(function: Callable[..., Any], *args: Any) -> bytes:
     """The pickled (True, result) or (False, traceback)."""
     try:
         return pickle.dumps((True, function(*args)))
@@ -64,35 +68,35 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
-    """A pool's process: runs what it is sent until it is sent nothing."""
+    """The main function of a pool's process: runs jobs until it receives an empty one."""
     try:
         _warm_up()
-        _enter(rank, world, port, TIMEOUT_S, hosts=False)
+        _init_process_group(rank, world, port, TIMEOUT_S, hosts=False)
         groups = {n: dist.new_group(list(range(n))) for n in range(1, world)}
         groups[world] = dist.group.WORLD
-        kept = [group.group_name for n, group in groups.items() if rank < n]
-        gc.freeze()  # what is here stays
+        permanent = [group.group_name for n, group in groups.items() if rank < n]
+        gc.freeze()  # the collector need not look at the imported modules
         while job := pipe.recv_bytes():
             faulthandler.dump_traceback_later(LIMIT_S - 5)
             size, function, args = pickle.loads(job)
-            pipe.send_bytes(_attempt(function, groups[size], *args))
-            _end_groups(kept)
+            pipe.send_bytes(_call(function, groups[size], *args))
+            _destroy_groups(permanent)
             faulthandler.cancel_dump_traceback_later()
-    except EOFError:  # the suite is over
+    except EOFError:  # the suite has ended
         pass
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(0)  # an orderly end could wait for a lost peer
+        os._exit(0)  # a normal exit could wait for a lost peer
 
 
-def _end_groups(kept: list[str]) -> None:
-    """Ends all process groups but those of these names, and what RingFA3 has made for them.
+def _destroy_groups(permanent: list[str]) -> None:
+    """Destroys all process groups except the permanent ones, and RingFA3's state for them.
 
-    A group over gloo has threads that wake up a hundred times a second, for as long as it lives.
+    A gloo group has threads that wake up a hundred times a second until it is destroyed.
     """
     for group in list(c10d._world.pg_map):
-        if group.group_name.partition("/ringfa3/")[0] not in kept:
+        if group.group_name.partition("/ringfa3/")[0] not in permanent:
             dist.destroy_process_group(group)
     RingGroup.close_ended()
     context_plan._cached_plan.cache_clear()
@@ -102,15 +106,18 @@ def _end_groups(kept: list[str]) -> None:
 def _once(
     rank: int, world: int, port: int, timeout: float, hosts: bool, pipe: Connection, job: bytes
 ) -> None:
-    """A throw-away process: runs one function and stays, so that its peers see no end of it."""
+    """The main function of a disposable process: runs one job, then stays alive.
+
+    Its peers therefore see no closed connection.
+    """
     try:
         _warm_up()
-        pipe.send_bytes(b"")  # ready; short timeouts count from when all are
+        pipe.send_bytes(b"")  # ready; the short timeouts begin when all ranks are
         pipe.recv_bytes()
-        _enter(rank, world, port, timeout, hosts)
+        _init_process_group(rank, world, port, timeout, hosts)
         function, args = pickle.loads(job)
         faulthandler.dump_traceback_later(15)
-        pipe.send_bytes(_attempt(function, dist.group.WORLD, *args))
+        pipe.send_bytes(_call(function, dist.group.WORLD, *args))
         faulthandler.cancel_dump_traceback_later()
         pipe.recv_bytes()
     finally:
@@ -118,7 +125,7 @@ def _once(
 
 
 class Ranks:
-    """Processes 0 to size - 1, started at the first use, and again after one was lost."""
+    """A pool of `size` ranks. They start at the first use, and again after a failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -127,10 +134,10 @@ class Ranks:
         self._store: dist.TCPStore | None = None
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls function(group, *args) on ranks 0 to world - 1; their results.
+        """Calls function(group, *args) on ranks 0 to world - 1. Returns their results.
 
         Raises:
-            RankError: it raised on a rank, or a rank died or did not answer in time.
+            RankError: the function raised on a rank, or a rank died or did not answer in time.
         """
         if not self._processes:
             self._start()
@@ -141,20 +148,20 @@ class Ranks:
                 try:
                     pipe.send_bytes(job)
                 except OSError:
-                    raise RankError(f"rank {rank} ended after the job before") from None
+                    raise RankError(f"rank {rank} ended after the previous job") from None
             deadline = time.monotonic() + LIMIT_S
             for rank, pipe in enumerate(self._pipes[:world]):
                 answers.append(_answer(rank, pipe, deadline))
         finally:
             if len(answers) < world or not all(ok for ok, _ in answers):
-                self.close()  # its groups are in no known state
-        wrong = [f"rank {r}:\n{said}" for r, (ok, said) in enumerate(answers) if not ok]
-        if wrong:
-            raise RankError("\n".join(wrong))
+                self.close()  # the state of its groups is unknown
+        errors = [f"rank {r}:\n{answer}" for r, (ok, answer) in enumerate(answers) if not ok]
+        if errors:
+            raise RankError("\n".join(errors))
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Kills all processes."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -192,11 +199,15 @@ def sacrifice(
     hosts: bool = False,
     limit: float = 20.0,
 ) -> list[Any]:
-    """Calls function(group, *args) on processes of their own; None for ranks that give no result.
+    """Calls function(group, *args) on disposable processes. The result of a dead rank is None.
 
-    timeout: of the process group. lost: a rank that is not waited for. hosts: rank 0 hosts the
-    store, as it does without torchrun. Returns once every other rank has answered or died, or
-    after `limit`; all are killed then.
+    Returns when all ranks except `lost` have answered or died, or after `limit` seconds, and kills
+    all processes.
+
+    Args:
+        timeout: seconds, of the process group.
+        lost: a rank that the caller expects to hang.
+        hosts: rank 0 hosts the store, as without torchrun.
     """
     store = None if hosts else dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     port = free_port() if store is None else store.port
@@ -226,7 +237,7 @@ def sacrifice(
 def _results(pipes: list[Connection], lost: int, limit: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     open_pipes = dict(enumerate(pipes))
-    wrong = []
+    errors = []
     deadline = time.monotonic() + limit
     while set(open_pipes) - {lost} and time.monotonic() < deadline:
         for rank, pipe in list(open_pipes.items()):
@@ -234,19 +245,19 @@ def _results(pipes: list[Connection], lost: int, limit: float) -> list[Any]:
                 continue
             del open_pipes[rank]
             try:
-                ok, said = pickle.loads(pipe.recv_bytes())
+                ok, answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionError):
                 continue
-            results[rank] = said if ok else None
+            results[rank] = answer if ok else None
             if not ok:
-                wrong.append(f"rank {rank}:\n{said}")
-    if wrong:
-        raise RankError("\n".join(wrong))
+                errors.append(f"rank {rank}:\n{answer}")
+    if errors:
+        raise RankError("\n".join(errors))
     return results
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """A free TCP port of this host."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]
