@@ -24,7 +24,7 @@ from ringfa3.kernels.launch import (
 )
 from ringfa3.kernels.streams import Stream
 from ringfa3.kernels.uploads import Uploads, upload
-from ringfa3.planning.tiling import Plan, Tiling, ramps
+from ringfa3.planning.tiling import Plan, Tiling, concat_ranges
 from ringfa3.planning.work_split import SHARED, split_work
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
@@ -298,6 +298,6 @@ def grid_blocks(plan: Plan, tile_m: int) -> npt.NDArray[np.int32]:
     length = plan.queries.length
     count = -(-length // tile_m)
     segment = np.repeat(np.arange(len(count)), count)
-    start = ramps(np.zeros(len(count), np.int64), count) * tile_m
+    start = concat_ranges(np.zeros(len(count), np.int64), count) * tile_m
     rows = np.minimum(tile_m, length[segment] - start)
     return np.stack([plan.queries.row[segment] + start, rows], axis=1).astype(np.int32)

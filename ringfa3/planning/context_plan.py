@@ -1,4 +1,4 @@
-"""The plan of a context group, as its users see it: who holds which tokens."""
+"""`plan_context` and its `ContextPlan`: how documents are spread over a context group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ringfa3.planning.kv_exchange import plan_ring
 from ringfa3.planning.row_index import RowIndex
-from ringfa3.planning.sharding import Ints, Segments, partition, work_before
-from ringfa3.planning.tiling import Plan, ramps
+from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
+from ringfa3.planning.tiling import Plan, concat_ranges
 from ringfa3.validation import (
     LAYOUTS,
     check_choice,
@@ -27,8 +27,8 @@ from ringfa3.validation import (
 )
 
 Group = dist.ProcessGroup | tuple[int, int] | None
-MAX_TOKENS = 1 << 31  # of all ranks together: rows are int32 in the tables of a plan
-PLANS_KEPT = 64  # most recent plans kept alive by `plan_context`
+MAX_TOKENS = 1 << 31  # of all ranks together: tables of a plan hold rows as int32
+PLANS_KEPT = 64  # the most recent plans, which `plan_context` returns again
 
 _handles = itertools.count(1)
 _alive: weakref.WeakValueDictionary[int, ContextPlan] = weakref.WeakValueDictionary()
@@ -42,9 +42,9 @@ class ContextPlan:
         group: the ProcessGroup, or None if made from (rank, world).
         layout, causal, window_size: as given to `plan_context`.
         total_tokens: tokens of all documents.
-        local_tokens: of them on this rank.
+        local_tokens: tokens on this rank.
         tokens_per_rank: list of int.
-        handle: int that names this plan to the compiler; the plan must be kept alive for it.
+        handle: int that stands for the plan in custom ops, as long as the plan is alive.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ContextPlan:
         window_size: tuple[int, int],
         implicit: bool = False,
     ) -> None:
-        self.implicit = implicit  # for one process because torch.distributed was not initialised
+        self.implicit = implicit  # one process, because torch.distributed is not initialised
         self.lengths, self.shards = lengths, shards
         self.rank, self.world, self.group = rank, len(shards), group
         self.layout, self.causal, self.window_size = layout, causal, window_size
@@ -69,7 +69,7 @@ class ContextPlan:
         self.hops, self.kv_exchange = plan_ring(shards, rank, *self.band)
 
     def _register(self) -> None:
-        """What belongs to this process alone."""
+        """Sets the attributes that a copy in another process must not have."""
         self._bound: dict[int, ContextPlan] = {}
         self._published: dict[torch.device, RowIndex] = {}
         self.handle = next(_handles)
@@ -99,7 +99,7 @@ class ContextPlan:
         return plan
 
     def bound_to(self, group: dist.ProcessGroup) -> ContextPlan:
-        """This plan with a process group, for one that was made from (rank, world)."""
+        """A plan that was made from (rank, world), with a process group."""
         key = id(group)
         if key not in self._bound:
             self._bound[key] = copy.copy(self)  # the tables are shared
@@ -124,10 +124,10 @@ class ContextPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of everything that must be equal on all ranks."""
+        """Hash of all that must be equal on all ranks."""
         h = hashlib.sha256(repr((self.world, self.layout, *self.band)).encode())
         h.update(self.lengths.tobytes())
-        for s in self.shards:  # dense sequences and packed documents may lie differently
+        for s in self.shards:  # the same lengths may be laid out dense or packed
             h.update(np.stack((s.sequence, s.position, s.length)).tobytes())
         return h.hexdigest()[:16]
 
@@ -137,15 +137,15 @@ class ContextPlan:
         work = []
         for s in self.shards:
             length = self.lengths[s.sequence]
-            pairs = work_before(s.position + s.length, length, *self.band)
-            work.append(int((pairs - work_before(s.position, length, *self.band)).sum()))
+            pairs = pairs_before(s.position + s.length, length, *self.band)
+            work.append(int((pairs - pairs_before(s.position, length, *self.band)).sum()))
         return work
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """(local_tokens,) int64: position of each local token inside its document."""
         mine = self.shards[self.rank]
-        return torch.from_numpy(ramps(mine.position, mine.length))
+        return torch.from_numpy(concat_ranges(mine.position, mine.length))
 
     @cached_property
     def token_index(self) -> torch.Tensor:
@@ -155,7 +155,7 @@ class ContextPlan:
     def _index_of(self, rank: int) -> torch.Tensor:
         s = self.shards[rank]
         start = np.cumsum(self.lengths) - self.lengths
-        return torch.from_numpy(ramps(start[s.sequence] + s.position, s.length))
+        return torch.from_numpy(concat_ranges(start[s.sequence] + s.position, s.length))
 
     def shard(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """This rank's tokens of a tensor that holds all of them along `dim`.
@@ -172,8 +172,8 @@ class ContextPlan:
     def unshard(self, x_local: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """All tokens from every rank's local ones: the inverse of `shard`, on every rank.
 
-        Differentiable: every rank is taken to compute the same from the result, so the gradient
-        of `x_local` is `shard` of the result's gradient.
+        Differentiable. All ranks must compute the same from the result: the gradient of `x_local`
+        is this rank's shard of its own gradient of the result, not a sum over ranks.
 
         Raises:
             ValueError: x_local.shape[dim] is not `local_tokens`, or the plan was made from
@@ -243,14 +243,14 @@ def plan_context(
         cu_seqlens: cumulative document lengths from 0 to the total, as a list or an integer
             tensor on the CPU; or one int, the length of a single document. A tensor on the GPU
             costs one synchronisation.
-        group: a ProcessGroup; None for the default group, or for one process where
+        group: a ProcessGroup; None for the default group, or for one process if
             torch.distributed is not initialised; or (rank, world), in a data loader.
         layout: "zigzag" balances work, "contiguous" keeps tokens in order.
         causal: hide later keys of a document.
         window_size: (left, right) keys around a query that it sees, -1 for unlimited.
 
     Raises:
-        ValueError, TypeError: naming the argument, its value and what is allowed.
+        ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
     """
     if isinstance(cu_seqlens, torch.Tensor):
         check_cu_seqlens("cu_seqlens", cu_seqlens)
@@ -274,7 +274,7 @@ def dense_plan(
     causal: bool,
     window_size: tuple[int, int],
 ) -> ContextPlan:
-    """`batch` sequences, each laid out over the group like one document of its own.
+    """The plan of `batch` equal sequences, each laid out over the group like one document.
 
     A rank's local tokens are its `local_tokens` of the first sequence, then of the second, ...
     """
@@ -286,7 +286,10 @@ def dense_plan(
 
 
 def place(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
-    """(rank, world, process group) of any form of `group`."""
+    """(rank, world, process group) of a `group` as in `plan_context`.
+
+    Raises TypeError, ValueError: it has another form, or this process is no member.
+    """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return 0, 1, None

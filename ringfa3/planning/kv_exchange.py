@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringfa3.planning.sharding import Ints, Segments
-from ringfa3.planning.tiling import Plan, band, pair_sequences, ramps
+from ringfa3.planning.tiling import Plan, band, concat_ranges, pair_sequences
 
 # Tokens of a rank up to which its backward splits the heads of its own keys. Measured: 2 H200 gain
 # 3% at 8k tokens and lose 5% at 16k; 2 H200 that rehearse 4 ranks gain 4% at 4k and 0 to 3% at 8k.
@@ -172,7 +172,7 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     np.maximum.at(visible[..., 1], at, (buffer_row + end - first)[bands.key[far]])
     visible[visible[..., 1] == 0] = 0
     mine = run[owner[run] == rank]
-    published = ramps(everything.row[mine] + first[mine], (end - first)[mine])
+    published = concat_ranges(everything.row[mine] + first[mine], (end - first)[mine])
 
     # this rank's key segments: its own, then hop by hop the runs within the visible rows
     home = owner == rank

@@ -1,16 +1,16 @@
-"""Which rank holds which tokens: documents cut into segments, segments placed on ranks.
+"""Shards: documents are cut into segments, and segments placed on ranks.
 
 A *segment* is a run of consecutive tokens of one document on one rank. Two layouts exist:
 
 ``contiguous``
     the packed tokens in order, the same number to every rank;
 ``zigzag``
-    work and tokens balanced. A document is cut only where balance needs it: into 2m chunks of
-    which owner i takes chunks i and 2m-1-i, so that under a causal mask every owner gets an early
-    and a late chunk. All other documents stay whole, largest first on the least loaded rank.
+    work and tokens balanced. A document is cut only if balance needs it, into 2m chunks; owner i
+    takes chunks i and 2m-1-i, so under a causal mask every owner gets an early and a late chunk.
+    Other documents stay whole; each goes, largest first, to the rank with the least load.
 
-Both give every rank the same number of tokens, off by one where the world does not divide the
-total. Cuts favour multiples of `CUT`, so that tiles stay full.
+Both give every rank the same number of tokens, off by one if the world does not divide the total.
+Cuts favour multiples of `CUT`, so that tiles stay full.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-CUT = 128  # tokens; the row tile that cuts favour
-SHARES = (1.0, 1 / 16, 1 / 64, 0.0)  # of a rank's mean work: documents of more are cut; 0: all
-BALANCED = 1.015  # most work of a rank over the mean at which a placement is taken
+CUT = 128  # tokens of a row tile, at whose multiples cuts are favoured
+# Shares of a rank's mean work, tried in turn: longer documents are cut; 0: all documents are.
+SHARES = (1.0, 1 / 16, 1 / 64, 0.0)
+BALANCED = 1.015  # a placement is accepted if the maximum work over ranks is this many means
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,23 @@ class Segments:
 
 
 def whole_sequences(lengths: Ints) -> Segments:
-    """Every sequence as one segment, packed one behind the other; empty ones have none."""
+    """Every sequence as one segment, packed in order; an empty sequence has no segment."""
     (sequence,) = np.nonzero(lengths)
     length = lengths[sequence]
     return Segments(np.cumsum(length) - length, length, sequence, np.zeros_like(length))
 
 
-def work_before(p: Ints, length: Ints, left: int, right: int) -> Ints:
+def pairs_before(p: Ints, length: Ints, left: int, right: int) -> Ints:
     """Allowed (query, key) pairs of the first `p` rows of a self-attending document.
 
     Row r sees keys [max(r - left, 0), min(r + right, length - 1)]; -1 stands for unlimited.
     """
     reach = length if right < 0 else np.minimum(right, length)
-    inside: Ints = np.clip(length - reach, 0, p)  # rows whose right end lies inside the document
+    inside: Ints = np.clip(length - reach, 0, p)  # rows whose last visible key lies inside
     ends: Ints = inside * (inside - 1) // 2 + inside * reach + (p - inside) * (length - 1)
     if left < 0:
         return ends + p
-    started: Ints = np.maximum(p - 1 - left, 0)  # rows whose left end lies behind the first key
+    started: Ints = np.maximum(p - 1 - left, 0)  # rows that do not see the first key
     return ends + p - started * (started + 1) // 2
 
 
@@ -81,7 +82,7 @@ def partition(
         lengths: (documents,) int64, tokens per document, zeros allowed.
         world: number of ranks.
         layout: one of `validation.LAYOUTS`.
-        left, right: the window, -1 for unlimited; causal is right = 0. Only balance depends on it.
+        left, right: the window, -1 for unlimited; causal is right = 0. It matters for balance only.
     """
     total = int(lengths.sum())
     quota = total // world + (np.arange(world) < total % world)  # (world,) tokens
@@ -95,7 +96,7 @@ def partition(
 def _by_rank(
     world: int, rank: Ints, sequence: Ints, position: Ints, length: Ints
 ) -> list[Segments]:
-    """Chunks in any order to one `Segments` a rank, neighbouring chunks of a document joined."""
+    """Chunks in any order as one `Segments` a rank; adjacent chunks of a document are joined."""
     keep = length > 0
     rank, sequence, position, length = (x[keep] for x in (rank, sequence, position, length))
     order = np.lexsort((position, sequence, rank))
@@ -122,22 +123,22 @@ def _contiguous(lengths: Ints, quota: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     rank_start = np.cumsum(quota) - quota
     cuts = np.unique(np.concatenate((document_start, rank_start, [int(lengths.sum())])))
     start, length = cuts[:-1], np.diff(cuts)
-    # the last document that starts at or before a cut: empty documents before it are passed over
+    # the last document that starts at or before a cut: empty ones start there, too
     sequence = np.searchsorted(document_start, start, side="right") - 1
     rank = np.searchsorted(rank_start, start, side="right") - 1
     return rank, sequence, start - document_start[sequence], length
 
 
 def _zigzag(lengths: Ints, quota: Ints, left: int, right: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """The first placement that is balanced, from few cuts to every document cut on all ranks."""
-    total = int(work_before(lengths, lengths, left, right).sum())
+    """The first balanced placement of SHARES, else the best one."""
+    total = int(pairs_before(lengths, lengths, left, right).sum())
     best, best_peak = None, np.inf
     for share in SHARES:
         placement = _Placement(lengths, quota, (left, right), share)
         placement.level()
         rank, sequence, position, length = placement.chunks()
-        pairs = work_before(position + length, lengths[sequence], left, right)
-        pairs -= work_before(position, lengths[sequence], left, right)
+        pairs = pairs_before(position + length, lengths[sequence], left, right)
+        pairs -= pairs_before(position, lengths[sequence], left, right)
         peak = np.bincount(rank, pairs, len(quota)).max(initial=0)
         if peak < best_peak:
             best, best_peak = (rank, sequence, position, length), peak
@@ -153,12 +154,12 @@ class _Placement:
     whole   (documents,) rank of a document that is not cut, else -1
     cut     document -> its owners' tokens, {rank: tokens}, in zigzag order
     sliced  document -> (rank, tokens, at_end): a whole document that gave its first or last
-            tokens to a second rank, so that token counts come out equal
+            tokens to a second rank, to make token counts equal
     """
 
     def __init__(self, lengths: Ints, quota: Ints, window: tuple[int, int], share: float) -> None:
         self.lengths, self.quota, self.window = lengths, quota, window
-        self.work = work_before(lengths, lengths, *window)
+        self.work = pairs_before(lengths, lengths, *window)
         self.whole = np.full(len(lengths), -1, np.int64)
         self.cut: dict[int, dict[int, int]] = {}
         self.sliced: dict[int, tuple[int, int, bool]] = {}
@@ -167,20 +168,20 @@ class _Placement:
         self._place(share)
 
     def _place(self, share: float) -> None:
-        """Largest first, each piece where it adds least to the sum of squares of loads.
+        """Places documents largest first, each part where the sum of squared loads grows least.
 
-        A load is the pair (work, tokens) over its mean, so long documents balance the work and
-        the short ones, which hold little of it, the tokens.
+        A load is the pair (work, tokens) over its mean. So long documents balance the work, and
+        short ones, which hold little work, the tokens.
         """
         ranks = range(len(self.quota))
         mean_work = max(float(self.work.sum()) / len(ranks), 1.0)
         mean_tokens = max(float(self.lengths.sum()) / len(ranks), 1.0)
         load, tokens = self.load, self.tokens
         relative = self.work / mean_work
-        pieces = self._pieces(relative, share)
-        shares = _even_shares(self.lengths, pieces, self.window)
+        parts = self._parts(relative, share)
+        shares = _even_shares(self.lengths, parts, self.window)
         for d in np.argsort(-self.work, kind="stable").tolist():
-            length, n = int(self.lengths[d]), int(pieces[d])
+            length, n = int(self.lengths[d]), int(parts[d])
             if length == 0:
                 break
             w, t = float(relative[d]) / n, length / n / mean_tokens / mean_tokens
@@ -201,13 +202,13 @@ class _Placement:
                 load[r] += w / mean_work
                 tokens[r] += h
 
-    def _pieces(self, relative: npt.NDArray[np.float64], share: float) -> Ints:
-        """Owners of each document: as many as bring a piece's work under `share`."""
+    def _parts(self, relative: npt.NDArray[np.float64], share: float) -> Ints:
+        """(documents,) owners of each: enough to bring the work of a part under `share`."""
         world = len(self.quota)
-        pieces = np.ceil(relative / (share or SHARES[-2]))
+        parts = np.ceil(relative / (share or SHARES[-2]))
         if share == 0:
-            pieces = np.where(self.lengths >= 2 * world * CUT, world, pieces)
-        return np.clip(pieces, 1, np.clip(self.lengths, 1, world)).astype(np.int64)
+            parts = np.where(self.lengths >= 2 * world * CUT, world, parts)
+        return np.clip(parts, 1, np.clip(self.lengths, 1, world)).astype(np.int64)
 
     def level(self) -> None:
         """Moves tokens until every rank holds its quota."""
@@ -220,7 +221,7 @@ class _Placement:
                     spare[b] += moved
 
     def _move(self, a: int, b: int, tokens: int) -> int:
-        """Gives up to `tokens` tokens of rank a to rank b with the fewest new cuts; how many."""
+        """Moves up to `tokens` tokens from rank a to b with few new cuts; returns the number."""
         shared = [d for d, held in self.cut.items() if a in held and b in held]
         donor = max(shared, key=lambda d: self.cut[d][a], default=-1)
         if donor >= 0 and self.cut[donor][a] >= 4 * tokens:
@@ -236,7 +237,7 @@ class _Placement:
             return int(self.lengths[d])
         if len(candidates):
             return self._slice(a, b, tokens, candidates)
-        for d in [d for d in self.sliced if self.whole[d] == a]:  # a third rank makes it a cut one
+        for d in [d for d in self.sliced if self.whole[d] == a]:  # a third owner: a cut document
             rank, held, _ = self.sliced.pop(d)
             self.whole[d] = -1
             self.cut[d] = {a: int(self.lengths[d]) - held, rank: held}
@@ -248,9 +249,9 @@ class _Placement:
         return moved
 
     def _slice(self, a: int, b: int, tokens: int, candidates: Ints) -> int:
-        """Cuts `tokens` off a whole document of rank a, so that work evens out as well.
+        """Moves `tokens` tokens of one whole document from rank a to b, chosen to balance the work.
 
-        The work of a document's first x tokens is about (x/L)^2 of it, of its last 1 - (1-x/L)^2.
+        The first x of L tokens hold about (x/L)^2 of a document's work, the last x 1 - (1-x/L)^2.
         """
         wanted = (self.load[a] - self.load[b]) / 2 * float(self.work.sum()) / len(self.quota)
         fraction = tokens / self.lengths[candidates]
@@ -295,33 +296,33 @@ class _Placement:
 
 
 def _head(tokens: Ints) -> Ints:
-    """The early chunk of owners' tokens: half, at a multiple of CUT where that is near.
+    """Tokens of each owner's early chunk: half of all, or the multiple of CUT near it.
 
-    Unequal halves h and t - h tilt the work of the owners by up to |2h - t| / t: under 1% here.
+    Unequal halves h and t - h change the owners' work by up to |2h - t| / t: here less than 1%.
     """
     near = (tokens // 2 + CUT // 2) // CUT * CUT
     return np.where(np.abs(2 * near - tokens) * CUT <= tokens, near, tokens // 2)
 
 
 def _even_shares(
-    lengths: Ints, pieces: Ints, window: tuple[int, int]
+    lengths: Ints, parts: Ints, window: tuple[int, int]
 ) -> dict[int, tuple[list[int], list[int]]]:
-    """For every document of several pieces: the tokens and the work of each, in zigzag order."""
-    (cut,) = np.nonzero(pieces > 1)
-    n = pieces[cut]
+    """For every document of several parts: the tokens and the work of each, in zigzag order."""
+    (cut,) = np.nonzero(parts > 1)
+    n = parts[cut]
     document = np.repeat(cut, n)
     i = np.arange(len(document)) - np.repeat(np.cumsum(n) - n, n)
     length = lengths[document]
-    tokens = length // pieces[document] + (i < length % pieces[document])
+    tokens = length // parts[document] + (i < length % parts[document])
     head = _head(tokens)
-    before = np.cumsum(head) - head  # then counted from each document's first piece
+    before = np.cumsum(head) - head  # in all documents; `start` counts inside one
     first = np.repeat(np.cumsum(n) - n, n)
     start = before - before[first]
     behind = np.cumsum(tokens - head)
     end = length - (behind - (behind - (tokens - head))[first]) + (tokens - head)
-    work = work_before(start + head, length, *window) - work_before(start, length, *window)
-    work += work_before(end, length, *window)
-    work -= work_before(end - (tokens - head), length, *window)
+    work = pairs_before(start + head, length, *window) - pairs_before(start, length, *window)
+    work += pairs_before(end, length, *window)
+    work -= pairs_before(end - (tokens - head), length, *window)
     bounds = zip(cut.tolist(), (np.cumsum(n) - n).tolist(), np.cumsum(n).tolist(), strict=True)
     held, pairs = tokens.tolist(), work.tolist()
     return {d: (held[a:b], pairs[a:b]) for d, a, b in bounds}

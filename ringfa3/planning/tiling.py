@@ -1,15 +1,15 @@
-"""What every output tile has to visit: spans, and the tiles that kernels and executor fetch.
+"""Spans, which describe a mask, and tilings, which list the tiles that a launch fetches.
 
 A *span* is a rectangle of the score matrix with a diagonal band on it: row r of [q0, q1) sees
 column c of [k0, k1) iff lo <= (c - k0) - (r - q0) <= hi. Every mask is a list of spans.
 
-A plan has two levels. Spans know nothing of a kernel; *tilings* are derived from them for one
-direction and tile shape. A forward tile is a run of query rows and visits spans' columns; a
-backward tile is a run of keys and visits spans' rows. Device code has no schedule of its own: it
-takes the tiles in the order given here.
+A plan has two levels. Spans are independent of kernels. A *tiling* is derived from them for one
+direction and tile shape: a forward tile is a run of query rows and visits the columns of spans, a
+backward tile is a run of keys and visits their rows. Kernels fetch tiles in the order of the tiling
+and have no schedule of their own.
 
-A plan covers all *hops* of one rank. At hop t the rank works on the K/V rows that came from rank
-(rank - t) % world; hop 0 is its own.
+A plan covers all *hops* of one rank. At hop t the rank attends to K/V of rank (rank - t) % world;
+hop 0 is its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPAN = np.dtype(
         ("k1", np.int32),
         ("lo", np.int32),  # band, always finite: -(q1-q0-1) <= lo <= hi <= k1-k0-1
         ("hi", np.int32),
-        ("arrival", np.int32),  # number of the word that these keys wait for, 0: already here
+        ("arrival", np.int32),  # the arrival word that these keys wait for; 0: none
         ("grid_q0", np.int32),  # q0 in padded rows, see `Plan.row_grid`
     ]
 )
@@ -45,8 +45,9 @@ TILE = np.dtype(
         ("grid_row0", np.int32),  # forward: row0 in padded rows; backward: row0
     ]
 )
-# Forward, of the tile's rows over all hops. FIRST: nothing to merge with, store. LAST: also write
-# the output dtype. Backward tiles have no flags: a hop stores dK/dV of its keys, zeros if not seen.
+# Flags of a forward tile. FIRST: no earlier hop visits its rows, so it stores instead of merging.
+# LAST: no later hop visits them, so it also writes the output dtype. Backward tiles have no flags: a
+# hop stores dK/dV of all its keys, zeros for keys that no query sees.
 FIRST, LAST = 1, 2
 
 Table = npt.NDArray[np.void]
@@ -54,14 +55,13 @@ Table = npt.NDArray[np.void]
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """Tiles of one hop in the order in which they are fetched, and the spans that they index.
+    """Tiles of one hop, in fetch order, and the spans that they index.
 
     size     rows of a full tile
     tiles    (num_tiles,) TILE
     spans    (num_spans,) SPAN
-    earlier  (num_spans,) int32: the span of the same query rows whose key tiles are all fetched
-             just before this span's in descending order, -1 for none; empty unless the tiling is
-             of a deterministic backward
+    earlier  deterministic backward: (num_spans,) int32, the span of the same query rows whose key
+             tiles come right before those of this span in fetch order, -1 for none; else empty
     """
 
     size: int
@@ -72,7 +72,7 @@ class Tiling:
     def visited_columns(self) -> Ints:
         """(num_tiles,) columns that each tile of a forward visits."""
         tile = np.repeat(np.arange(len(self.tiles)), self.tiles["num_spans"])
-        span = self.spans[ramps(self.tiles["first_span"], self.tiles["num_spans"])]
+        span = self.spans[concat_ranges(self.tiles["first_span"], self.tiles["num_spans"])]
         here = self.tiles[tile]
         i = here["row0"].astype(np.int64) - span["q0"]
         begin = np.maximum(0, i + span["lo"])
@@ -81,7 +81,7 @@ class Tiling:
         return columns.astype(np.int64)
 
     def visited(self, span: int, block: int, tile_m: int) -> tuple[int, int]:
-        """Key tiles [first, end) of a span that visit its `block`-th run of tile_m rows."""
+        """Backward: key tiles [first, end) of a span that visit its row block number `block`."""
         s = self.spans[span]
         rows, keys = int(s["q1"] - s["q0"]), int(s["k1"] - s["k0"])
         i = block * tile_m
@@ -90,7 +90,7 @@ class Tiling:
         return (begin // self.size, -(-end // self.size)) if begin < end else (0, 0)
 
     def turn(self, span: int, key_tile: int, block: int, tile_m: int) -> int:
-        """How many tiles add to a dQ block before a span's `key_tile`-th, in descending order."""
+        """Deterministic backward: tiles that add to a dQ block before `key_tile` of a span."""
         turn = self.visited(span, block, tile_m)[1] - 1 - key_tile
         other = int(self.earlier[span])
         while other >= 0:
@@ -102,7 +102,10 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Band:
-    """Pairs of a query and a key segment that see each other, and how; arrays of one length."""
+    """Pairs of a query and a key segment, and the band in which they see each other.
+
+    All arrays have one length; lo and hi as in SPAN.
+    """
 
     query: Ints  # index of the query segment
     key: Ints  # index of the key segment
@@ -117,20 +120,20 @@ class Band:
 
 
 def pair_sequences(q: Segments, k: Segments) -> tuple[Ints, Ints]:
-    """All (query segment, key segment) of one sequence; `k.sequence` must be sorted."""
+    """All (query segment, key segment) of the same sequence; `k.sequence` must be sorted."""
     begin = np.searchsorted(k.sequence, q.sequence, side="left")
     count = np.searchsorted(k.sequence, q.sequence, side="right") - begin
     query = np.repeat(np.arange(len(q)), count)
-    return query, ramps(begin, count)
+    return query, concat_ranges(begin, count)
 
 
 def band(
     q: Segments, k: Segments, query: Ints, key: Ints, shift: Ints | int, left: int, right: int
 ) -> Band:
-    """The bands of segment pairs, pairs that see nothing of each other dropped.
+    """The bands of segment pairs, without pairs of which no row sees a column.
 
-    `shift` (per sequence, or one number) is key length minus query length: sequences of unequal
-    length align at the bottom right. left, right: window, -1 for unlimited.
+    shift: key length minus query length, per sequence or one number; the diagonals of sequences of
+    unequal length end at the bottom right. left, right: window, -1 for unlimited.
     """
     nq, nk = q.length[query], k.length[key]
     delta = q.position[query] - k.position[key]
@@ -141,8 +144,8 @@ def band(
     return Band(query[seen], key[seen], lo[seen], hi[seen])
 
 
-def ramps(begin: Ints, count: Ints) -> Ints:
-    """begin[i], begin[i]+1, ... count[i] numbers each, one run behind the other."""
+def concat_ranges(begin: Ints, count: Ints) -> Ints:
+    """The ranges [begin[i], begin[i] + count[i]), concatenated."""
     offset = np.repeat(begin - (np.cumsum(count) - count), count)
     return offset + np.arange(len(offset))
 
@@ -158,9 +161,9 @@ class Plan:
     queries    local query segments
     keys       key segments of all hops, hop by hop; rows count within their hop's buffer
     key_hop    (len(keys),) hop of each key segment
-    bands      which of them see each other
-    num_hops   of which some may have no keys
-    arrival    (len(keys),) number of the word that each key segment waits for; default none
+    bands      the pairs that see each other
+    num_hops   hops without keys included
+    arrival    (len(keys),) arrival word that each key segment waits for; default 0, none
     """
 
     def __init__(
@@ -182,9 +185,9 @@ class Plan:
         self._single: dict[int, bool] = {}
 
     def gathered(self, first_row: Ints) -> Plan:
-        """All hops as one, for the forward: K/V of hop t lie from row first_row[t] of one buffer.
+        """All hops as one, for the forward: K/V of hop t start at row first_row[t] of one buffer.
 
-        Spans of hop t wait for word t; a tile visits them in the order of the hops.
+        Spans of hop t wait for arrival word t; a tile visits them in the order of the hops.
         """
         k, hop = self.keys, self.key_hop
         keys = Segments(k.row + first_row[hop], k.length, k.sequence, k.position)
@@ -192,9 +195,9 @@ class Plan:
         return Plan(self.queries, keys, none, self.bands, 1, hop)
 
     def row_grid(self, tile_m: int) -> Ints:
-        """(segments + 1,) padded row at which each query segment starts; the last is the total.
+        """(segments + 1,) padded row at which each query segment starts; the last is their total.
 
-        One grid for all hops: LSE, D and the fp32 dQ of the kernels live in it.
+        All hops share the grid: LSE, D and the fp32 dQ of the backward live in it.
         """
         padded = -(-self.queries.length // tile_m) * tile_m
         return np.concatenate(([0], np.cumsum(padded)))
@@ -210,20 +213,20 @@ class Plan:
         return spans
 
     def forward(self, tile_m: int) -> list[Tiling]:
-        """Tiles of `tile_m` query rows, one tiling a hop, longest first."""
+        """A tiling for each hop: tiles of `tile_m` query rows, those with most columns first."""
         return self._cached((tile_m,), lambda: self._forward(tile_m))
 
     def single_hop(self, tile_m: int) -> bool:
-        """Whether each forward tile has all its keys in one hop, and merges with nothing."""
+        """Whether every forward tile has all its keys in one hop, so that none merges."""
         if tile_m not in self._single:
             flags = (tiling.tiles["flags"] for tiling in self.forward(tile_m))
             self._single[tile_m] = all(bool((f == FIRST | LAST).all()) for f in flags)
         return self._single[tile_m]
 
     def backward(self, tile_n: int, tile_m: int, deterministic: bool = False) -> list[Tiling]:
-        """Tiles of `tile_n` keys, one tiling a hop; `tile_m` is the row grid.
+        """A tiling for each hop: tiles of `tile_n` keys; `tile_m` is the row grid.
 
-        Longest first, or with `deterministic` in descending order of their keys, in which
+        Tiles with most rows first; with `deterministic` in descending order of their keys, in which
         `Tiling.turn` counts the additions to a dQ block.
         """
         key = (tile_n, tile_m, int(deterministic))
@@ -245,7 +248,7 @@ class Plan:
             tile_m, b.lo, b.hi, q.length[b.query], self.keys.length[b.key], hops * num_rows,
         )  # fmt: skip
         seen = (count > 0).reshape(hops, num_rows)
-        first_hop = seen.argmax(axis=0)  # 0 where no hop sees the tile: it is stored there
+        first_hop = seen.argmax(axis=0)  # 0 for a tile that sees nothing: hop 0 stores it
         last_hop = np.where(seen.any(axis=0), hops - 1 - seen[::-1].argmax(axis=0), 0)
         tile = np.arange(num_rows)
         flags = np.zeros((hops, num_rows), np.int32)
@@ -275,7 +278,7 @@ class Plan:
 
     def _backward(self, tile_n: int, tile_m: int, deterministic: bool) -> list[Tiling]:
         k, hops = self.keys, self.num_hops
-        order = np.argsort(self.bands.key, kind="stable")  # spans of a key tile side by side
+        order = np.argsort(self.bands.key, kind="stable")  # the spans of a key tile are adjacent
         b = self.bands.take(order)
         per_segment = -(-k.length // tile_n)
         base = np.cumsum(per_segment) - per_segment
@@ -307,7 +310,10 @@ class Plan:
 
 
 def _earlier(hop: Ints, query: Ints, offset: Ints) -> npt.NDArray[np.int32]:
-    """For each span the next one of the same hop and query segment, within the hop, or -1."""
+    """`Tiling.earlier`: per span the next one of the same hop and query segment, or -1.
+
+    offset: (hops,) first span of each hop; the result counts from it.
+    """
     order = np.lexsort((np.arange(len(hop)), query, hop))
     following = np.full(len(hop), -1, np.int64)
     same = (hop[order][1:] == hop[order][:-1]) & (query[order][1:] == query[order][:-1])
@@ -318,30 +324,35 @@ def _earlier(hop: Ints, query: Ints, offset: Ints) -> npt.NDArray[np.int32]:
 def _visits(
     base: Ints, size: int, lo: Ints, hi: Ints, rows: Ints, columns: Ints, num_tiles: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Which spans each tile of `size` rows visits, and at what cost.
+    """The spans that each tile of `size` rows visits, and the cost of the tile.
 
-    Per span: the number of its segment's first tile, band, rows and columns. A tile of m rows
-    from row i of the span visits columns [max(0, i+lo), min(columns, i+m+hi)). Returns per tile
-    the first span, the number of spans from there on, and the columns visited.
+    A tile of m rows from row i of a span visits columns [max(0, i+lo), min(columns, i+m+hi)).
+
+    Args:
+        base: (spans,) number of the first tile of the span's segment.
+        lo, hi, rows, columns: (spans,) band and size of each span.
+
+    Returns:
+        (num_tiles,) each: the first span, the number of spans from there on, the columns visited.
     """
     begin = np.maximum(0, -hi // size)
     end = np.minimum(-(-rows // size), -((lo - columns) // size))
     span = np.repeat(np.arange(len(base)), end - begin)
-    index = ramps(begin, end - begin)
+    index = concat_ranges(begin, end - begin)
     i = index * size
     m = np.minimum(size, rows[span] - i)
     visited = np.minimum(columns[span], i + m + hi[span]) - np.maximum(0, i + lo[span])
     tile = base[span] + index
     first = np.zeros(num_tiles, np.int64)
     last = np.full(num_tiles, -1, np.int64)
-    first[tile[::-1]] = span[::-1]  # the last assignment stays: the lowest span
+    first[tile[::-1]] = span[::-1]  # of several spans the last assignment stays: the lowest
     last[tile] = span
     cost = np.bincount(tile, visited, num_tiles).astype(np.int64)
     return first, last - first + 1, cost
 
 
 def plan_local(q_lengths: Ints, k_lengths: Ints, left: int, right: int) -> Plan:
-    """The plan of sequences on one device: one hop, whole sequences.
+    """The plan of whole sequences on one device: one hop.
 
     Args:
         q_lengths, k_lengths: (sequences,) int64 tokens of each sequence, zeros allowed.

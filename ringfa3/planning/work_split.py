@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ringfa3.planning.sharding import Ints
-from ringfa3.planning.tiling import Table, Tiling, ramps
+from ringfa3.planning.tiling import Table, Tiling, concat_ranges
 
 WORK_UNIT = np.dtype(
     [
@@ -82,7 +82,7 @@ def visited_blocks(tiling: Tiling, tile_m: int) -> Ints:
     """(num_tiles,) blocks of `tile_m` rows that each key tile visits, for one head."""
     tiles = tiling.tiles
     tile = np.repeat(np.arange(len(tiles)), tiles["num_spans"])
-    span = tiling.spans[ramps(tiles["first_span"], tiles["num_spans"])]
+    span = tiling.spans[concat_ranges(tiles["first_span"], tiles["num_spans"])]
     here = tiles[tile]
     j = here["row0"].astype(np.int64) - span["k0"]
     begin = np.maximum(0, j - span["hi"])
@@ -102,7 +102,7 @@ def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: int) -> Tab
     row_parts = np.minimum(blocks, rows)
     count = row_parts * heads
     tile = np.repeat(np.arange(len(count)), count)
-    index = ramps(np.zeros(len(count), np.int64), count)
+    index = concat_ranges(np.zeros(len(count), np.int64), count)
     head, row = index // row_parts[tile], index % row_parts[tile]
     table = np.zeros(len(tile), WORK_UNIT)
     for name in ("row0", "rows", "first_span"):

@@ -1,4 +1,4 @@
-"""`plan_context`: what its users see, what it refuses, and how long it takes."""
+"""`plan_context`: its public behaviour, its errors, and its cost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_positions_count_from_each_documents_start(case: Case) -> None:
 
 
 @given(case=cases, dim=st.sampled_from([0, 1, -1]))
-def test_shards_put_together_again_are_the_whole(case: Case, dim: int) -> None:
+def test_concatenated_shards_are_all_tokens(case: Case, dim: int) -> None:
     x = torch.arange(6 * sum(case.lengths)).view(-1, 6).movedim(0, dim)
     back = torch.empty_like(x).movedim(dim, 0)
     for p in case.plans():
@@ -96,7 +96,7 @@ def test_no_group_means_one_process() -> None:
     assert (plan.rank, plan.world, plan.group, plan.local_tokens) == (0, 1, None, 10)
 
 
-def test_a_plan_is_found_by_its_handle_while_it_lives() -> None:
+def test_a_handle_gives_its_plan_while_the_plan_is_alive() -> None:
     plan = plan_context(11, (0, 2))
     assert ContextPlan.from_handle(plan.handle) is plan
     gone = plan_context(12, (0, 2)).handle
@@ -115,7 +115,7 @@ def test_the_cache_forgets_old_plans() -> None:
 
 @given(case=cases, other=cases)
 def test_equal_digests_mean_equal_documents_and_settings(case: Case, other: Case) -> None:
-    """The digest is the same on every rank, and differs where anything else does."""
+    """The digest is the same on every rank, and differs if any document or setting differs."""
     digests = {p.digest for p in case.plans()}
     assert len(digests) == 1
     mine = (case.lengths, case.world, case.layout, case.band)
@@ -123,7 +123,7 @@ def test_equal_digests_mean_equal_documents_and_settings(case: Case, other: Case
     assert (mine == theirs) == (other.plan(0).digest in digests)
 
 
-def test_dense_sequences_and_packed_documents_of_one_length_are_told_apart() -> None:
+def test_dense_sequences_and_packed_documents_of_one_length_have_other_digests() -> None:
     """The same lengths and token counts on every rank, but other tokens."""
     dense = dense_plan(64, 50, (0, 2), "zigzag", True, (-1, -1))
     packed = plan_context(cumulative([100] * 64), (0, 2))
@@ -136,7 +136,7 @@ def test_dense_sequences_and_packed_documents_of_one_length_are_told_apart() -> 
 def test_dense_plan_lays_every_sequence_out_alike(
     batch: int, tokens: int, world: int, layout: str
 ) -> None:
-    """Each rank holds of sequence i what `plan_context` gives it of one document, i-th."""
+    """A rank has the same tokens of each sequence as of one document in `plan_context`."""
     for rank in range(world):
         plan = dense_plan(batch, tokens, (rank, world), layout, True, (-1, -1))
         one = plan_context(tokens * world, (rank, world), layout)
@@ -165,7 +165,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "kind", "call"), REFUSED)
-def test_a_refusal_names_the_argument(
+def test_errors_name_the_argument(
     name: str, kind: type[Exception], call: Callable[[], object]
 ) -> None:
     with pytest.raises(kind, match=name):
@@ -239,8 +239,8 @@ def sum_of_pairs(lengths: np.ndarray, left: int, right: int) -> int:
 def test_planning_is_quick(
     shape: Callable[[int, np.random.Generator], np.ndarray], documents: int
 ) -> None:
-    """Cold, all hops in both directions: <= 15 ms a rank; again: <= 0.1 ms. Best of several, in
-    the thread's own time: other processes may hold the cores, and nothing here waits."""
+    """Cold, all hops in both directions: <= 15 ms a rank; again: <= 0.1 ms. The best of several, in
+    CPU time of the thread: planning never waits, and other processes may use the cores."""
     cu = cumulative(shape(documents, np.random.default_rng(0)).tolist())
 
     def plan(rank: int) -> float:
@@ -259,8 +259,8 @@ def test_planning_is_quick(
         assert min(plan(rank) for _ in range(20)) <= 0.1
 
 
-def test_a_pickled_plan_is_a_plan_of_its_own() -> None:
-    """Handles belong to a process: a copy gets another one, and the same tables."""
+def test_a_pickled_plan_gets_a_handle_of_its_own() -> None:
+    """A handle belongs to one process: a copy gets another handle, and equal tables."""
     plan = plan_context([0, 5, 9, 30], (1, 3))
     twin = pickle.loads(pickle.dumps(plan))
     assert twin.handle != plan.handle

@@ -1,4 +1,4 @@
-"""Who holds which tokens: counts, completeness, balance, and the work that balance counts."""
+"""Shards: token counts, completeness, order, and balance of work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringfa3.planning.sharding import Segments, partition, whole_sequences, work_before
+from ringfa3.planning.sharding import Segments, pairs_before, partition, whole_sequences
 from tests.support.dense import mask
 from tests.support.strategies import layouts, lengths, windows
 
@@ -29,7 +29,7 @@ def held(segments: Segments) -> list[tuple[int, int]]:
 def test_every_token_lies_on_one_rank_and_counts_are_equal(
     documents: list[int], world: int, layout: str, window: tuple[int, int]
 ) -> None:
-    """Counts differ by one at most, earlier ranks holding more; local rows have no gaps."""
+    """Counts differ by one at most, and earlier ranks have more; local rows have no gaps."""
     shards = partition(np.array(documents, np.int64), world, layout, *window)
     total = sum(documents)
     counts = [s.tokens for s in shards]
@@ -45,7 +45,7 @@ def test_every_token_lies_on_one_rank_and_counts_are_equal(
 def test_segments_are_in_order_and_as_long_as_they_can_be(
     documents: list[int], world: int, layout: str, window: tuple[int, int]
 ) -> None:
-    """By document, then position; two that touch would be one."""
+    """By document, then position; no two segments are adjacent tokens."""
     for s in partition(np.array(documents, np.int64), world, layout, *window):
         starts = list(zip(s.sequence.tolist(), s.position.tolist(), strict=True))
         assert starts == sorted(starts)
@@ -63,7 +63,7 @@ def test_contiguous_keeps_tokens_in_order(documents: list[int], world: int) -> N
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_one_long_document_is_the_classic_zigzag(world: int) -> None:
-    """2n chunks of whole tiles, rank r holding chunks r and 2n-1-r."""
+    """2n chunks of whole tiles; rank r has chunks r and 2n-1-r."""
     chunk = 256
     shards = partition(np.array([2 * world * chunk]), world, "zigzag")
     for r, s in enumerate(shards):
@@ -82,7 +82,7 @@ def test_one_long_document_is_the_classic_zigzag(world: int) -> None:
 def test_work_before_counts_allowed_pairs(length: int, window: tuple[int, int], rows: int) -> None:
     """Reference: the mask's first rows, exactly."""
     rows = min(rows, length)
-    counted = work_before(np.array([rows]), np.array([length]), *window)
+    counted = pairs_before(np.array([rows]), np.array([length]), *window)
     assert counted[0] == mask([length], [length], *window)[:rows].sum()
 
 
@@ -112,7 +112,7 @@ def work_of(shards: list[Segments], documents: list[int], window: tuple[int, int
 def test_zigzag_balances_work_where_documents_are_long(
     seed: int, world: int, window: tuple[int, int]
 ) -> None:
-    """Most work of a rank over the mean, for 40 documents of log-uniform length: <= 1.02."""
+    """40 documents of log-uniform length: the maximum work of a rank is <= 1.02 of the mean."""
     rng = np.random.default_rng(seed)
     documents = np.exp(rng.uniform(np.log(64), np.log(16384), 40)).astype(np.int64).tolist()
     shards = partition(np.array(documents), world, "zigzag", *window)

@@ -1,4 +1,4 @@
-"""Plans against a brute-force mask: every allowed pair once, and what tiles promise to kernels."""
+"""Plans against a brute-force mask: every allowed pair once; invariants that kernels rely on."""
 
 from __future__ import annotations
 
@@ -130,10 +130,8 @@ def test_span_bounds_are_finite_and_inside_the_rectangle(case: Case, m: int) -> 
 
 
 @given(case=cases, m=tiles)
-def test_every_row_is_first_once_before_and_last_once_after_its_other_hops(
-    case: Case, m: int
-) -> None:
-    """FIRST in a row's first fetch and LAST in its last, also in a row that sees nothing."""
+def test_every_row_has_first_at_its_first_hop_and_last_at_its_last(case: Case, m: int) -> None:
+    """Each once, also for a row that sees nothing."""
     for plan in case.plans():
         fetched = [[] for _ in range(plan.local_tokens)]
         for tiling in plan.hops.forward(m):
@@ -148,10 +146,10 @@ def test_every_row_is_first_once_before_and_last_once_after_its_other_hops(
 
 
 @given(case=cases, m=tiles, n=tiles, deterministic=st.booleans())
-def test_every_backward_hop_stores_all_that_it_sees(
+def test_a_backward_hop_stores_every_row_that_it_sees(
     case: Case, m: int, n: int, deterministic: bool
 ) -> None:
-    """Each row of dK/dV once, visited or not: of hop 0 all, then those of `KVExchange.visible`."""
+    """Each row of dK/dV once, visited or not: all of hop 0, then `KVExchange.visible`."""
     for plan in case.plans():
         for hop, tiling in enumerate(plan.hops.backward(n, m, deterministic)):
             rows = [np.arange(t["row0"], t["row0"] + t["rows"]) for t in tiling.tiles]
@@ -163,7 +161,7 @@ def test_every_backward_hop_stores_all_that_it_sees(
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_no_tile_of_a_long_document_sees_nothing(world: int) -> None:
-    """Causal and zigzag, so that no backward hop has anything to fill with zeros."""
+    """Causal and zigzag: no backward hop fills rows with zeros."""
     for rank in range(world):
         for tiling in plan_context(world << 10, (rank, world)).hops.backward(128, 128):
             assert len(tiling.tiles)
@@ -192,7 +190,7 @@ def test_row_grid_is_the_same_in_every_hop(case: Case, m: int) -> None:
 
 
 def columns_visited(tiling: Tiling, tile: np.void, mode: str) -> int:
-    """Length of all runs that a tile walks over, from first to last allowed column (or row)."""
+    """Columns (or rows) that a tile visits: per span from the first allowed one to the last."""
     total = 0
     for _, _, _, allowed in rectangles(tiling, tile, mode):
         (at,) = np.nonzero(allowed.any(0 if mode == "forward" else 1))
@@ -210,7 +208,7 @@ def test_longest_tiles_come_first(mode: str, case: Case, m: int, n: int) -> None
 
 
 @given(case=cases, m=tiles, n=tiles)
-def test_deterministic_turns_follow_the_order_of_fetching(case: Case, m: int, n: int) -> None:
+def test_deterministic_turns_follow_the_fetch_order(case: Case, m: int, n: int) -> None:
     """Key tiles descend, rows ascend; each dQ block counts 0, 1, 2 ... as tiles are fetched.
 
     So the earliest unfinished tile never waits for one that is fetched after it.
@@ -236,7 +234,7 @@ def test_deterministic_turns_follow_the_order_of_fetching(case: Case, m: int, n:
                 assert starts == sorted(starts), "rows of a tile must ascend"
 
 
-def test_tilings_are_made_once() -> None:
+def test_tilings_are_cached() -> None:
     plan = plan_context([0, 300, 1000], (1, 3)).hops
     assert plan.forward(64) is plan.forward(64)
     assert plan.backward(64, 32) is plan.backward(64, 32)
@@ -246,7 +244,7 @@ def test_tilings_are_made_once() -> None:
 
 
 def test_four_million_tokens_fit_the_records() -> None:
-    """One document, full mask, pairs pass 2^31: all rows fetched at all hops, bounds whole."""
+    """One document, full mask, over 2^31 pairs: every hop fetches all rows, and bounds fit int32."""
     plan = plan_context(1 << 22, (3, 4), causal=False)
     forward, backward = plan.hops.forward(128), plan.hops.backward(128, 128)
     for hop, both in enumerate(zip(forward, backward, strict=True)):
