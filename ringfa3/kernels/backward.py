@@ -1,4 +1,4 @@
-"""The backward kernels, called: workspace and device tables of a plan, and what crosses into C.
+"""The backward kernels: preprocess, the hops, postprocess, with their workspace and tables.
 
 The structures mirror csrc/params.h field by field.
 """
@@ -110,28 +110,26 @@ class BackwardPass:
         self.unit, self.scale, self.deterministic = unit, scale, deterministic
         (self.q, q_fields), (self.dout, dout_fields) = tma_addressable(q), tma_addressable(dout)
         out, out_fields = tma_addressable(out)
-        self._rows_of = q_fields, dout_fields
-        lse = _rows_in_order(lse)
-        dlse = None if dlse is None else _rows_in_order(dlse)
+        self._row_fields = q_fields, dout_fields
+        lse = _contiguous_rows(lse)
+        dlse = None if dlse is None else _contiguous_rows(dlse)
         (tokens, heads, head_dim), device = q.shape, q.device
         self.num_ctas = num_ctas(device)
         self.stream = stream = Stream.current(device)  # of all hops
         self.blocks = _grid_blocks(plan, unit.tile_m, stream)  # (num_blocks, 2)
         count = self.blocks.shape[0]
-        # LSE, then D
-        self._rows = torch.empty(2, heads, count, unit.tile_m, device=device)
+        self._rows = torch.empty(2, heads, count, unit.tile_m, device=device)  # LSE, then D
         self._dq = torch.empty(heads, count, unit.tile_m * head_dim, device=device)
         turns = self._dq.numel() // DQ_TILE if deterministic else 0
-        # A row for each call of `hop`, of which the own keys may take two: the counter from which
-        # its work is fetched, then its turns.
+        # A row for each call of `hop`, of which the rank's own keys may take two: its work counter,
+        # then its turns.
         self._words = torch.zeros(plan.num_hops + 1, 1 + turns, dtype=torch.int32, device=device)
         self._hop = 0
-        # Q, dO and dQ of a KV head, which all its work units read.
+        # of Q, dO and dQ, which all work units of a KV head use
         self._bytes_per_head = head_dim * (4 * tokens + 4 * count * unit.tile_m)
         lse_grid, blocks = self._rows.data_ptr(), self.blocks.data_ptr()
         delta_grid = lse_grid + self._rows.nbytes // 2
-        # The fields of a RowGrid.
-        self.grid = blocks, lse_grid, delta_grid, self._dq.data_ptr(), count
+        self.grid = blocks, lse_grid, delta_grid, self._dq.data_ptr(), count  # as in RowGrid
         if count:
             args = _pack_preprocess(
                 *out_fields,
@@ -154,10 +152,10 @@ class BackwardPass:
         first_head: int = 0,
         num_heads: int | None = None,
     ) -> None:
-        """One hop, or a part of one; arguments as `reference.BackwardPass.hop`.
+        """One hop, or a part of its heads; arguments as `reference.BackwardPass.hop`.
 
-        Raises ValueError: turns are kept, and the tiling is in another order; more calls than the
-        plan has hops, and one.
+        Raises ValueError: the pass is deterministic and the tiling is not; there are more calls
+        than hops of the plan, plus one.
         """
         if self.deterministic and len(tiling.earlier) != len(tiling.spans):
             raise ValueError("tiling has no turns: take one of plan.backward(deterministic=True)")
@@ -206,13 +204,13 @@ class BackwardPass:
             dk.copy_(sums[0]), dv.copy_(sums[1])
 
     def _of_heads(self, first: int, count: int) -> Iterator[int]:
-        """The fields of Q and dO, of heads [first, first + count)."""
-        for begin, tokens, _, token_stride, head_stride in self._rows_of:
+        """The fields of Q and dO for heads [first, first + count)."""
+        for begin, tokens, _, token_stride, head_stride in self._row_fields:
             yield from (begin + first * head_stride * self.q.element_size(), tokens, count)
             yield from (token_stride, head_stride)
 
     def _grid_from(self, head: int) -> tuple[int, ...]:
-        """The fields of the RowGrid, from a head on."""
+        """The fields of the RowGrid for heads from `head` on."""
         blocks, lse, delta, dq, count = self.grid
         rows = head * count * self.unit.tile_m * WORD
         return blocks, lse + rows, delta + rows, dq + rows * self.q.shape[2], count
@@ -226,27 +224,27 @@ class BackwardPass:
         return dq
 
 
-def _rows_in_order(x: torch.Tensor) -> torch.Tensor:
-    """(h, t), in which the rows of a head follow on each other."""
+def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (h, t), or a copy in which the rows of a head are contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _clear(dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Fills (rows, hk, d) each with zeros, at once where a row of one follows on that of the other.
+    """Fills dk and dv, (rows, hk, d) each, with zeros.
 
-    So they lie in a ring: (rows, 2, hk, d).
+    In a ring they are the halves of one (rows, 2, hk, d) tensor, filled by one launch.
     """
     rows, heads, d = dk.shape
     row = heads * d
-    in_turn = dk.stride() == dv.stride() == (2 * row, d, 1)
-    if in_turn and rows > 1 and dv.data_ptr() - dk.data_ptr() == row * dk.element_size():
+    interleaved = dk.stride() == dv.stride() == (2 * row, d, 1)
+    if interleaved and rows > 1 and dv.data_ptr() - dk.data_ptr() == row * dk.element_size():
         dk.as_strided((rows, 2 * row), (2 * row, 1)).zero_()
     else:
         dk.zero_(), dv.zero_()
 
 
 class _Tables(NamedTuple):
-    kept: tuple[torch.Tensor, ...]  # whose memory the addresses are
+    tensors: tuple[torch.Tensor, ...]  # that own the memory at `addresses`
     addresses: tuple[int, ...]  # work_units, spans and earlier of BackwardArgs
     num_work_units: int
     shared: bool  # whether tiles are split
@@ -267,34 +265,34 @@ def _on_device(
 ) -> _Tables:
     """A tiling's work units and spans in device memory."""
 
-    def made() -> _Tables:
+    def make() -> _Tables:
         table = split_work(tiling, tile_m, group, kv_heads, num_ctas, whole)
-        kept = tuple(upload(x, stream.device) for x in (table, tiling.spans, tiling.earlier))
+        tensors = tuple(upload(x, stream.device) for x in (table, tiling.spans, tiling.earlier))
         return _Tables(
-            kept,
-            tuple(x.data_ptr() for x in kept),
+            tensors,
+            tuple(x.data_ptr() for x in tensors),
             len(table),
             bool((table["flags"] & SHARED).any()),
             len(np.unique(table["row0"])) < len(tiling.tiles),
         )
 
-    return _tables.get(tiling, stream, (group, kv_heads, num_ctas, whole), made)
+    return _tables.get(tiling, stream, (group, kv_heads, num_ctas, whole), make)
 
 
 _grids: Uploads[torch.Tensor] = Uploads()
 
 
 def _grid_blocks(plan: Plan, tile_m: int, stream: Stream) -> torch.Tensor:
-    """(num_blocks, 2) first token and number of tokens of the row grid's blocks."""
+    """`grid_blocks` in device memory."""
 
-    def made() -> torch.Tensor:
+    def make() -> torch.Tensor:
         return upload(grid_blocks(plan, tile_m), stream.device).view(-1, 2)
 
-    return _grids.get(plan, stream, (tile_m,), made)
+    return _grids.get(plan, stream, (tile_m,), make)
 
 
 def grid_blocks(plan: Plan, tile_m: int) -> npt.NDArray[np.int32]:
-    """(num_blocks, 2) as `_grid_blocks`, in the order of `Plan.row_grid`."""
+    """(num_blocks, 2): first token and number of tokens of each block of `Plan.row_grid`."""
     length = plan.queries.length
     count = -(-length // tile_m)
     segment = np.repeat(np.arange(len(count)), count)

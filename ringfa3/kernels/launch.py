@@ -1,8 +1,8 @@
 """Starts kernels: finds their entry points, packs their arguments, addresses their tensors.
 
-The structures mirror csrc/params.h field by field. A ring launches many kernels, so the host's cost
-of a launch is kept to a few microseconds: arguments are packed as bytes in one step, and PyTorch is
-asked for numbers rather than objects.
+The structures mirror csrc/params.h field by field. A ring launches many kernels, so a launch may
+cost the host a few microseconds only: this module packs arguments as bytes in one step, and takes
+numbers from PyTorch rather than objects.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The executor: runs a plan with PyTorch ops, as the kernels will run it.
+"""The executor: runs a plan with PyTorch ops, tile by tile, as the kernels run it.
 
-Forward is FlashAttention's online softmax over a tile's blocks (FlashAttention-3, Algorithm 1)
-with an epilogue that stores, or merges with what previous hops left. Backward recomputes
-P = exp(S - LSE) per block (Appendix B.1). Nothing of the size of a whole score matrix exists.
+The forward is FlashAttention's online softmax over the blocks of a tile (FlashAttention-3,
+Algorithm 1); its epilogue stores, or merges with the results of earlier hops. The backward
+recomputes P = exp(S - LSE) per block (Appendix B.1). No tensor has the size of the score matrix.
 
-Statistics, O between hops and all gradients are float32, or float64 for float64 inputs. It runs
-on any device and is what tensors get that have no kernel.
+Statistics, O between hops and all gradients are float32, or float64 for float64 inputs. It runs on
+any device; `dispatch` selects it for tensors without a kernel.
 
 Shapes: t query rows, n key rows of a hop; h heads, hk KV heads, g = h // hk; d head dim.
 """
@@ -26,7 +26,7 @@ Span = tuple[int, int, int, int, int, int]  # q0, q1, k0, k1, lo, hi
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which softmax statistics and accumulators of `dtype` inputs are kept."""
+    """The dtype of softmax statistics and accumulators for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -37,7 +37,7 @@ def attend(
     tiling: Tiling,
     scale: float,
     out: torch.Tensor,
-    running: torch.Tensor,
+    partial_out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
     """One hop of the forward pass: fills or merges the rows of every tile.
@@ -45,9 +45,9 @@ def attend(
     Args:
         q: (t, h, d); k, v: (n, hk, d).
         out: (t, h, d) in the output dtype, written for rows whose LAST hop this is.
-        running: (t, h, d) statistics dtype, O between hops; untouched by rows that are FIRST and
-            LAST at once, and may be empty if all are.
-        lse: (h, t) statistics dtype, natural logarithm; -inf for a row that has seen nothing.
+        partial_out: (t, h, d) statistics dtype, O between hops. Rows that are FIRST and LAST at
+            once do not use it; it may be empty if all rows are.
+        lse: (h, t) statistics dtype, natural logarithm; -inf for a row that has seen no key.
     """
     hk, d = k.shape[1:]
     for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():
@@ -57,12 +57,12 @@ def attend(
         o = o.view(hk, -1, rows, d).permute(2, 0, 1, 3).reshape(rows, -1, d)
         tile_lse = tile_lse.view(-1, rows)  # (h, rows)
         if not flags & FIRST:
-            o, tile_lse = merge(running[here], lse[:, here], o, tile_lse)
+            o, tile_lse = merge(partial_out[here], lse[:, here], o, tile_lse)
         lse[:, here] = tile_lse
         if flags & LAST:
             out[here] = o
         else:
-            running[here] = o
+            partial_out[here] = o
 
 
 def merge(
@@ -70,8 +70,8 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint key sets, from the parts' (O, LSE).
 
-    o1, o2: (rows, h, d); lse1, lse2: (h, rows). A part that saw nothing (-inf) weighs nothing,
-    also when both have.
+    o1, o2: (rows, h, d); lse1, lse2: (h, rows). A part without keys (LSE -inf) has weight 0, also
+    if the other has none either.
     """
     lse = torch.logaddexp(lse1, lse2)
     finite = lse.masked_fill(lse == -torch.inf, 0)
@@ -98,7 +98,7 @@ def _attend_tile(
         for j, end in _blocks(max(0, i + lo), min(k1 - k0, i + rows + hi)):
             keys = slice(k0 + j, k0 + end)
             s = q_tile @ _by_kv_head(k[keys], hk).mT  # (hk, g * rows, end - j)
-            _hide(s, rows, i, j, end, lo, hi)
+            _apply_mask(s, rows, i, j, end, lo, hi)
             new_high = torch.maximum(high, s.amax(-1))
             shift = new_high.masked_fill(new_high == -torch.inf, 0)
             p = s.sub_(shift.unsqueeze(-1)).exp_()
@@ -112,11 +112,11 @@ def _attend_tile(
 
 
 class BackwardPass:
-    """A backward pass over all hops of a plan: prepares at once, then takes the hops in any order.
+    """A backward pass over all hops of a plan: preprocesses at once, then takes hops in any order.
 
     Args:
         dout, q, out: (t, h, d).
-        dlse, lse: (h, t) statistics dtype, natural logarithm; dlse may be None, zeros.
+        dlse, lse: (h, t) statistics dtype, natural logarithm; a dlse of None stands for zeros.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class BackwardPass:
         scale: float,
         deterministic: bool,
     ) -> None:
-        del plan, deterministic  # tokens are addressed as they are, and one after the other
+        del plan, deterministic  # no row grid, and one order of additions
         self._dout, self._q, self._scale = dout, q, scale
         self._lse, self._delta = preprocess(dout, out, lse, dlse)
         self._dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
@@ -145,14 +145,14 @@ class BackwardPass:
         first_head: int = 0,
         num_heads: int | None = None,
     ) -> None:
-        """One hop, or what `num_heads` query heads from `first_head` on have in it.
+        """One hop, for all query heads or `num_heads` of them from `first_head` on.
 
         Args:
             k, v: (n, hk, d), the KV heads of these query heads.
             tiling: of the plan's backward, with the tiles of `select_backward`.
-            dk, dv: (n, hk, d), or fewer rows if the tiles have no more: stored in the rows of the
-                tiles, others may be anything. Statistics dtype, or that of k if no other rank has
-                anything to add.
+            dk, dv: (n, hk, d), or only the rows up to the last tile. The rows of tiles are stored;
+                other rows may hold anything. Statistics dtype, or the dtype of k if no other rank
+                adds to them.
         """
         end = self._q.shape[1] if num_heads is None else first_head + num_heads
         heads = slice(first_head, end)
@@ -200,7 +200,7 @@ def attend_backward(
                 q_block = _by_kv_head(q[at], hk)  # (hk, g * m, d)
                 do_block = _by_kv_head(dout[at], hk)
                 s = (q_block * scale) @ k_tile.mT  # (hk, g * m, rows)
-                _hide(s, m, i, j, j + rows, lo, hi)
+                _apply_mask(s, m, i, j, j + rows, lo, hi)
                 p = s.sub_(lse[:, at].reshape(hk, g * m, 1)).exp_()
                 ds = do_block @ v_tile.mT
                 ds.sub_(delta[:, at].reshape(hk, g * m, 1)).mul_(p)
@@ -216,7 +216,7 @@ def preprocess(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(LSE, D) for `attend_backward`, (h, t) each, once per backward; dlse is (h, t).
 
-    D = rowsum(dO * O) - dLSE. In a row that sees nothing LSE is +inf, so that P = 0, and D is 0,
+    D = rowsum(dO * O) - dLSE. For a row that sees no key LSE is +inf, so that P = 0, and D is 0
     whatever its gradients are.
     """
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
@@ -227,7 +227,7 @@ def preprocess(
 
 
 def _by_kv_head(x: torch.Tensor, hk: int) -> torch.Tensor:
-    """(rows, h, d) to (hk, g * rows, d) in the statistics dtype: heads of a group side by side."""
+    """(rows, h, d) as (hk, g * rows, d) in the statistics dtype: heads of a group are joined."""
     rows, h, d = x.shape
     x = x.to(statistics_dtype(x.dtype))
     return x.view(rows, hk, h // hk, d).permute(1, 2, 0, 3).reshape(hk, h // hk * rows, d)
@@ -243,10 +243,10 @@ def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + BLOCK, end)
 
 
-def _hide(s: torch.Tensor, rows: int, i: int, j: int, end: int, lo: int, hi: int) -> None:
-    """Sets -inf where row r of [i, i + rows) must not see column c of [j, end).
+def _apply_mask(s: torch.Tensor, rows: int, i: int, j: int, end: int, lo: int, hi: int) -> None:
+    """Sets S to -inf where row r of [i, i + rows) must not see column c of [j, end).
 
-    s: (hk, g * rows, end - j). A block that lies inside the band is left as it is.
+    s: (hk, g * rows, end - j); unchanged if the whole block lies inside the band.
     """
     if lo <= j - (i + rows - 1) and end - 1 - i <= hi:
         return

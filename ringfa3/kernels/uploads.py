@@ -17,8 +17,8 @@ import torch
 from ringfa3.kernels.streams import Stream, finish, record_event
 from ringfa3.planning.tiling import Table
 
-# Copies that are kept: of the tables of an owner, and counters. Enough for all streams of PyTorch's
-# pools. A program that makes more streams, or threads with a default stream each, drops the oldest.
+# Most tables of an owner, and most counters. Enough for all streams of PyTorch's pools; the oldest
+# goes where a program makes more streams, or threads with a default stream each.
 MAX_COPIES = 256
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Counters:
         self.of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     def get(self, stream: Stream) -> torch.Tensor:
-        """The counter of a launch, to be kept until the launch is in its stream."""
+        """The counter of a launch; hold the tensor until the launch is enqueued."""
         if stream.captured:
             return torch.zeros(1, dtype=torch.int32, device=stream.device)
         key = stream.device, stream.id

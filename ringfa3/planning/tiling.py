@@ -46,8 +46,8 @@ TILE = np.dtype(
     ]
 )
 # Flags of a forward tile. FIRST: no earlier hop visits its rows, so it stores instead of merging.
-# LAST: no later hop visits them, so it also writes the output dtype. Backward tiles have no flags: a
-# hop stores dK/dV of all its keys, zeros for keys that no query sees.
+# LAST: no later hop visits them, so it also writes the output dtype. Backward tiles have no flags:
+# a hop stores dK/dV of all its keys, zeros for keys that no query sees.
 FIRST, LAST = 1, 2
 
 Table = npt.NDArray[np.void]

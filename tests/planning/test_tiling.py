@@ -244,7 +244,7 @@ def test_tilings_are_cached() -> None:
 
 
 def test_four_million_tokens_fit_the_records() -> None:
-    """One document, full mask, over 2^31 pairs: every hop fetches all rows, and bounds fit int32."""
+    """One document, full mask, over 2^31 pairs: hops fetch all rows, and bounds fit int32."""
     plan = plan_context(1 << 22, (3, 4), causal=False)
     forward, backward = plan.hops.forward(128), plan.hops.backward(128, 128)
     for hop, both in enumerate(zip(forward, backward, strict=True)):
