@@ -103,7 +103,8 @@ def _subtitle(results: Results) -> str:
         "commit": m.get("git"),
     }
     named = [f"{name} {value}" for name, value in versions.items() if value]
-    return ", ".join([str(m.get("device")), str(m.get("date", ""))[:10], *named])
+    inputs = f"inputs {results.inputs}"
+    return ", ".join([str(m.get("device")), str(m.get("date", ""))[:10], inputs, *named])
 
 
 def draw_bars(axes: Axes, panel: Panel) -> None:

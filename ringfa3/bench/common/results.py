@@ -15,6 +15,7 @@ from ringfa3.bench.common.cases import Case
 
 FORMAT = 1
 FILE = "results.json"
+INPUTS = {"standard normal": "N(0,1)"}  # distributions by their name in `Results.settings`
 SELF = "itself"  # a row's comparison where no other implementation has figures
 # Attributes of `Row` and `RingRow` that have another key in files of format 1.
 KEYS = {
@@ -226,6 +227,12 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     complete: bool = False
     benchmark: str = "attention"
+
+    @property
+    def inputs(self) -> str:
+        """The distribution of q, k, v and dout."""
+        name = str(self.settings.get("inputs", "unknown"))
+        return INPUTS.get(name, name)
 
     def save(self, folder: Path) -> Path:
         """Write `results.json`; an earlier one is replaced atomically."""

@@ -10,8 +10,6 @@ from ringfa3.bench.common.cases import DIRECTIONS
 from ringfa3.bench.common.results import FILE, Results, RingRow, Row
 from ringfa3.bench.ring.cases import LENGTHS, RING_TOKENS
 
-INPUTS = {"standard normal": "N(0,1)"}
-
 
 def provenance(name: str, results: Results, rows: Sequence[Row]) -> Iterator[str]:
     """Lines of Markdown for some rows of a result file; name: its folder below results/."""
@@ -26,7 +24,7 @@ def provenance(name: str, results: Results, rows: Sequence[Row]) -> Iterator[str
     yield (
         f"[`{name.partition('/')[2]}`](results/{name}/{FILE}): {gpus}{m['device']}, "
         f"{str(m['date'])[:10]}, {', '.join(versions)}; kernels: {kernels}"
-        f"sources `{m['sources']}`; {rows[0].dtype}; inputs {INPUTS.get(s['inputs'], s['inputs'])};"
+        f"sources `{m['sources']}`; {rows[0].dtype}; inputs {results.inputs};"
         f" {s['pairs']} pairs."
         + ("" if results.complete else " The run was stopped before its last row.")
     )
