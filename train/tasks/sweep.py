@@ -33,8 +33,6 @@ from rich.console import Console
 from rich.table import Table
 
 from train.config import Config, ConfigError, resolve
-from train.engine.parallel import choose_device
-from train.log.plots import plot_sweep
 from train.run.checks import check
 from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
 from train.run.run_folder import RunFolder
@@ -111,6 +109,9 @@ class Sweep:
         finished = self._is_finished(folder, config)
         if not finished:
             check(config, world=config.sweep.nproc_per_node or 1)
+            # Imports torch, which takes seconds: an invalid sweep ends without it.
+            from train.engine.parallel import choose_device
+
             choose_device(config)
         command = [sys.executable, str(SCRIPT), *self.arguments, *own]
         if config.sweep.nproc_per_node is not None:
@@ -199,6 +200,8 @@ class Sweep:
             status = f"{job.status}: {job.error}" if job.error else job.status
             table.add_row(*(job.choices.get(key, "") for key in keys), result, seconds, status)
         self.console.print(table)
+        from train.log.plots import plot_sweep
+
         try:
             plot_sweep(self.folder, [job.row() for job in self.sorted_jobs()])
         except ModuleNotFoundError as error:
