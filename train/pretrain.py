@@ -196,21 +196,23 @@ def main() -> None:
         check(config, world=int(os.environ.get("WORLD_SIZE", "1")))
 
         # torch is imported after all checks, and after the stopper has blocked signals
-        if config.mode == "generate":
+        if config.mode == "train":
+            stopper = Stopper()
+            from train.tasks import train
+
+            train.run(config, stopper)
+        elif config.mode == "generate":
             from train.tasks import generate
 
             generate.run(config)
-        if config.mode == "eval":
+        elif config.mode == "eval":
             from train.tasks import text_loss
 
             text_loss.run(config)
-        if config.mode == "train":
-            stopper = Stopper()
-        from train.tasks.train import check_only, run
+        else:
+            from train.tasks import check as check_mode
 
-        if stopper is not None:
-            run(config, stopper)
-        check_only(config)
+            check_mode.run(config)
     except KeyboardInterrupt:
         os._exit(130)
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:

@@ -67,9 +67,17 @@ class Job:
             time.sleep(0.01)
 
     def end(self, limit: float = HANG_S) -> tuple[int, str]:
-        """Exit code and all output, within ``limit`` seconds."""
-        said, _ = self.process.communicate(timeout=limit)
-        return self.process.returncode, said
+        """Wait at most ``limit`` seconds for the end; returns the exit code and the output."""
+        output, _ = self.process.communicate(timeout=limit)
+        return self.process.returncode, output
+
+    def finish(self) -> str:
+        """Wait for a clean end and return the output: exit code 0, no abort, no process left."""
+        code, output = self.end()
+        assert code == 0, output
+        assert "terminate called" not in output
+        assert not any(is_alive(pid) for pid in self.pids())
+        return output
 
 
 def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:

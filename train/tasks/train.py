@@ -1,4 +1,4 @@
-"""``mode=train`` and ``mode=check`` in one process: from its device to its exit code."""
+"""``mode=train`` in one process: from its device to its exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from train.config import Config, ConfigError
-from train.data.corpus import find_files
 from train.data.shards import open_corpus
 from train.engine.deterministic import make_deterministic
 from train.engine.parallel import ParallelLayout, choose_device, from_rank_0, join, shutdown
@@ -64,14 +63,6 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
             report.report(error, folder.log(rank), config)
         finally:
             shutdown(parallel, 1, closers)
-
-
-def check_only(config: Config) -> None:
-    """Check the device and the files of the corpus; rank 0 prints the result."""
-    require_profilable(config.profile, choose_device(config))
-    files = find_files(config.data)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"The settings are valid; the corpus has {len(files)} files. Nothing was started.")
 
 
 def write_ranks(folder: RunFolder, parallel: ParallelLayout) -> None:
