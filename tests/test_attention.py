@@ -1,4 +1,4 @@
-"""`RingFA3Attention`: dense without a plan, packed with one, and inside what trains a model."""
+"""`RingFA3Attention`: dense without a plan, packed with one, and in models that train."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _dense(group: Group, batch: int, local: int, layout: str, causal: bool) -> f
     ref = torch.autograd.grad(wanted, whole, weights)
     pairs = [(out, one.shard(wanted, 1))]
     pairs += [(g, one.shard(r, 1)) for g, r in zip(got, ref, strict=True)]
-    if batch == 1:  # without a batch dim: the same
+    if batch == 1:  # equal without a batch dim
         assert torch.equal(attn(*(x[0] for x in shards)), out[0])
     return worst(pairs)
 
@@ -72,7 +72,7 @@ def test_dense_without_a_plan_equals_one_device(
 def _packed(group: Group) -> float:
     lengths = [30, 1, 0, 65]
     plan = plan_context(cumulative(lengths), group)
-    attn = RingFA3Attention(4, 2, 8, group=group, causal=False)  # the plan's mask is what counts
+    attn = RingFA3Attention(4, 2, 8, group=group, causal=False)  # the plan has the mask
     whole = [x[0] for x in inputs_of(1, 96)]
     cu = cumulative(lengths)
     wanted = plan.shard(flash_attn_varlen_func(*whole, cu, cu, causal=True))
@@ -103,12 +103,12 @@ def _autocast(group: Group) -> None:
 
 
 def test_autocast(ranks: Ranks) -> None:
-    """Bit for bit as inputs cast by hand."""
+    """The bits of inputs cast by hand."""
     ranks.run(2, _autocast)
 
 
 class Block(nn.Module):
-    """A layer: projections around the attention."""
+    """A transformer layer's attention: projections around `RingFA3Attention`."""
 
     def __init__(self, group: Group | None) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers, each checkpointed if asked."""
+    """Two layers, checkpointed according to `mode`."""
 
     def __init__(self, group: Group | None, mode: str = "plain") -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Model(nn.Module):
 
 @contextmanager
 def counting_rings() -> Iterator[list[str]]:
-    """The directions of rings that ran."""
+    """Collects the direction of every ring pass that runs."""
     ran: list[str] = []
     start = P2PRingPass.start
 
@@ -180,7 +180,7 @@ def _checkpoint(group: Group, mode: str) -> tuple[list[str], bool]:
 def test_selective_checkpointing_runs_the_ring_once_a_layer(
     ranks: Ranks, world: int, mode: str, forwards: int
 ) -> None:
-    """Two layers; plain checkpointing runs the ring twice. Gradients bit for bit the same."""
+    """Two layers; plain checkpointing runs the ring twice. Gradients have the same bits."""
     for ran, equal in ranks.run(world, _checkpoint, mode):
         assert ran.count("forward") == forwards
         assert ran.count("backward") == 2
@@ -188,7 +188,7 @@ def test_selective_checkpointing_runs_the_ring_once_a_layer(
 
 
 def _ddp(group: Group, mode: str) -> float:
-    """Error of DDP's gradients, which are averaged over ranks, against one device."""
+    """Error of DDP's gradients, averages over ranks, against one device."""
     cu = [0, 30, 31, 96]
     plan = plan_context(cu, group)
     model = DistributedDataParallel(Model(group, mode), process_group=group)
@@ -202,7 +202,7 @@ def _ddp(group: Group, mode: str) -> float:
 @pytest.mark.parametrize("mode", ["plain", "selective"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_ddp_around_a_model(ranks: Ranks, world: int, mode: str) -> None:
-    """Float64: 1e-11, a sum over tokens more."""
+    """Float64, 1e-11: gradients of weights sum over tokens."""
     assert max(ranks.run(world, _ddp, mode)) < 1e-11
 
 
@@ -224,7 +224,7 @@ def _compiled(group: Group, mode: str, fullgraph: bool) -> float:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_model(ranks: Ranks, world: int, mode: str, fullgraph: bool) -> None:
-    """aot_eager, plans that change: gradients as eager to 1e-12."""
+    """aot_eager, a new plan each step: gradients as eager to 1e-12."""
     assert max(ranks.run(world, _compiled, mode, fullgraph)) < EXACT
 
 
@@ -244,14 +244,14 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
 
 
 @pytest.mark.parametrize(("said", "kind", "wrong"), REFUSED, ids=[r[0] for r in REFUSED])
-def test_a_refusal_names_the_argument_and_its_value(
+def test_errors_name_the_argument_and_its_value(
     said: str, kind: type[Exception], wrong: Callable[[], object]
 ) -> None:
     with pytest.raises(kind, match=said):
         wrong()
 
 
-def test_the_layer_has_no_parameters_and_says_what_it_is() -> None:
+def test_the_layer_has_no_parameters_and_prints_its_arguments() -> None:
     attn = RingFA3Attention(4, 2, 8, window_size=(5, 0))
     assert not list(attn.parameters())
     assert not attn.state_dict()

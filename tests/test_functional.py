@@ -1,4 +1,4 @@
-"""The functions for one device: values, gradients, shapes, compilers, refusals."""
+"""The functions for one device: values, gradients, dtypes, compilers, checkpoints, errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dense_inputs(
 
 
 def both(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """A scalar that gives out and lse gradients that differ from element to element."""
+    """A scalar whose gradients into out and lse differ from element to element."""
     some = torch.where(lse == -torch.inf, 0, lse.sin())
     return (out * out.cos()).sum() + some.sum()
 
@@ -85,7 +85,7 @@ def test_varlen_equals_the_reference(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_dense_equals_pytorchs_own_attention(causal: bool) -> None:
+def test_dense_equals_pytorchs_attention(causal: bool) -> None:
     """`scaled_dot_product_attention` with GQA, float64, out and gradients to 1e-12."""
     inputs = dense_inputs(2, 300, 300, (4, 2), 16)
     out = flash_attn_func(*inputs, causal=causal)
@@ -99,7 +99,7 @@ def test_dense_equals_pytorchs_own_attention(causal: bool) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (2, -1), (1, 2)])
 def test_gradcheck(window: tuple[int, int]) -> None:
-    """Finite differences in float64 of out and lse; every row sees a key."""
+    """Out and lse against finite differences, float64; every row sees a key."""
     inputs = dense_inputs(2, 4, 6, (4, 2), 3)
     assert torch.autograd.gradcheck(
         lambda *x: flash_attn_func(*x, window_size=window, return_lse=True), inputs
@@ -114,8 +114,8 @@ def test_gradcheck(window: tuple[int, int]) -> None:
     )
 
 
-def test_blind_rows_are_zero_with_zero_gradients() -> None:
-    """5 queries on 3 keys, causal: the first two rows see nothing."""
+def test_rows_without_keys_are_zero_with_zero_gradients() -> None:
+    """5 queries on 3 keys, causal: the first two rows see no key."""
     q, k, v = dense_inputs(1, 5, 3)
     out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
     assert (out[:, :2] == 0).all()
@@ -141,7 +141,7 @@ def strided(x: torch.Tensor, how: str) -> torch.Tensor:
     "how", ["heads first", "slice of a fused projection", "padded rows", "expanded"]
 )
 def test_strided_inputs(how: str) -> None:
-    """As contiguous copies to 1e-12, float64, gradients too, and gradients that are strided."""
+    """Out and gradients as of contiguous copies, float64, 1e-12; strided output gradients, too."""
     leaves = dense_inputs(2, 33, 33)
     views = [strided(x, how) for x in leaves]
     assert not any(x.is_contiguous() for x in views)
@@ -165,7 +165,7 @@ def test_dtypes_of_results(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_autocast(dtype: torch.dtype) -> None:
-    """Bit for bit as inputs cast by hand, float64 left alone; gradients in the leaves' dtype."""
+    """The bits of inputs cast by hand; float64 stays; gradients have the dtype of the leaves."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in dense_inputs(2, 40, 40)]
     with torch.autocast("cpu", torch.bfloat16):
         out = flash_attn_func(*leaves, causal=True)
@@ -198,7 +198,7 @@ def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor)
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_as_one_graph(dynamic: bool) -> None:
-    """fullgraph, forward and backward, at several lengths: to 1e-12 as eager."""
+    """fullgraph, forward and backward, several lengths: as eager to 1e-12."""
     torch._dynamo.reset()
     compiled = torch.compile(_dense, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for s in (16, 33, 50):
@@ -244,8 +244,8 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.ringfa3.attention_backward.default, args)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    """Rather than taken for zero."""
+def test_a_second_derivative_raises() -> None:
+    """It must not count as zero."""
     inputs = dense_inputs(1, 5, 5)
     out = flash_attn_func(*inputs)
     (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
@@ -253,8 +253,8 @@ def test_a_second_derivative_is_refused() -> None:
         dq.sum().backward()
 
 
-def test_a_result_without_a_gradient_costs_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of LSE, as nearly always; the other way round, of out, float64, to 1e-12."""
+def test_an_output_without_a_gradient_costs_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unused lse gives dLSE None. An unused out gives the right gradients, float64, 1e-12."""
     given = []
     begin = reference.BackwardPass
 
@@ -278,7 +278,7 @@ def test_a_result_without_a_gradient_costs_no_zeros(monkeypatch: pytest.MonkeyPa
 def test_selective_checkpointing_runs_the_forward_once(
     monkeypatch: pytest.MonkeyPatch, selective: bool, runs: int
 ) -> None:
-    """Calls of the executor's forward are counted; plain checkpointing runs it twice."""
+    """The test counts calls of the executor's forward; plain checkpointing runs it twice."""
     count = 0
     inner = reference.attend
 
@@ -344,7 +344,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
 
 
 @pytest.mark.parametrize(("said", "kind", "wrong"), REFUSED, ids=[r[0] for r in REFUSED])
-def test_a_refusal_names_the_argument_and_its_value(
+def test_errors_name_the_argument_and_its_value(
     said: str, kind: type[Exception], wrong: Callable[[], object]
 ) -> None:
     with pytest.raises(kind, match=said):

@@ -1,4 +1,4 @@
-"""Entries are made once, whole, and without a working lock too. A script stands in for nvcc."""
+"""The cache makes an entry once and whole, also if locks fail. A script stands in for nvcc."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.fake_tools import WAIT_FOR_GO, runs, start, start_build, unti
 NAME = UNITS[0].name
 
 
-def works(tools: Path) -> list[Path]:
-    """Folders in which something is being made."""
+def working_folders(tools: Path) -> list[Path]:
+    """Folders of entries in the making."""
     return list((tools / "cache").glob(".*@*"))
 
 
 def unfinished(tools: Path, host: str, pid: int, task: str = NAME, age: float = 0.0) -> Path:
-    """The folder of a maker, as another process leaves it."""
+    """The working folder of another process."""
     folder = cache.cache_folder() / f".{task}@{host}@{pid}@abcdefgh"
     (folder / "entry").mkdir(parents=True)
     then = time.time() - age
@@ -58,8 +58,8 @@ def test_eight_processes_build_once(tools: Path) -> None:
     ]
 
 
-def test_one_that_waits_says_for_whom(tools: Path) -> None:
-    """At each NOTICE; then it takes what was built."""
+def test_a_waiting_process_names_the_maker(tools: Path) -> None:
+    """Once every NOTICE; then it takes the maker's library."""
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
     maker = start_build()
     until(lambda: runs(tools))
@@ -75,10 +75,10 @@ def test_one_that_waits_says_for_whom(tools: Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 2), ("2", 0), ("7", 0)])
-def test_two_ranks_of_a_host_speak(
+def test_only_two_ranks_of_a_host_print(
     tools: Path, monkeypatch: pytest.MonkeyPatch, rank: str | None, lines: int
 ) -> None:
-    """One of the two waits; the others wait in silence."""
+    """One of the two waits for sure; the others print nothing."""
     if rank is not None:
         monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(cache, "NOTICE", 0.05)
@@ -91,17 +91,17 @@ def test_two_ranks_of_a_host_speak(
     assert len(said) == lines
 
 
-def test_a_killed_build_is_begun_anew_and_swept(tools: Path) -> None:
+def test_a_killed_build_starts_again_and_its_folder_goes(tools: Path) -> None:
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
     killed = start_build()
     until(lambda: runs(tools))
     os.kill(killed.pid, signal.SIGKILL)  # its nvcc goes on
     killed.wait()
-    assert len(works(tools)) == 1
+    assert len(working_folders(tools)) == 1
     assert find_library(UNITS[0]) is None
     fake_tools.nvcc(tools)
     assert ensure_library(UNITS[0]).read_text() == "library\n"
-    assert works(tools) == []
+    assert working_folders(tools) == []
     os.killpg(killed.pid, signal.SIGKILL)
 
 
@@ -109,12 +109,12 @@ def test_a_build_that_fails_leaves_nothing(tools: Path) -> None:
     fake_tools.nvcc(tools, body="echo no such instruction >&2; exit 1")
     with pytest.raises(BuildError, match="no such instruction"):
         ensure_library(UNITS[0])
-    assert works(tools) == []
+    assert working_folders(tools) == []
     assert find_library(UNITS[0]) is None
 
 
-def test_those_that_waited_fail_with_the_one_that_built(tools: Path) -> None:
-    """And do not try in turn. Who comes later does try."""
+def test_waiting_processes_fail_with_the_maker(tools: Path) -> None:
+    """They do not try in turn. A process that starts later does."""
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools) + "; echo no room >&2; exit 1")
     hasty = "from ringfa3.build import cache; cache.NOTICE = 0.05"
     maker = start_build()
@@ -136,11 +136,11 @@ def test_those_that_waited_fail_with_the_one_that_built(tools: Path) -> None:
     assert not list((tools / "cache").glob("*.failed"))
 
 
-def test_another_entrys_failure_is_none_of_ours(
+def test_the_failure_of_another_entry_does_not_count(
     tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same unit, from other sources."""
-    monkeypatch.setattr(time, "time", lambda: 0.0)  # as if it came while we waited
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # as if it failed while we waited
     failure = cache.cache_folder() / f"{NAME}.failed"
     failure.write_text("another\nno room")
     assert ensure_library(UNITS[0]).is_file()
@@ -149,44 +149,40 @@ def test_another_entrys_failure_is_none_of_ours(
 
 @pytest.mark.parametrize("lock", ["refused", "lost"])
 def test_without_locks_two_builds_do_no_harm(tools: Path, lock: str) -> None:
-    """As on network folders: flock fails, or two hosts get it at once."""
+    """As on network folders: flock fails, or two hosts hold it at once."""
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
     does = {"refused": "raise OSError(37, 'No locks available')", "lost": "pass"}[lock]
     broken = f"import filelock\ndef acquire(*_, **__): {does}\nfilelock.FileLock.acquire = acquire"
     processes = [start_build(broken) for _ in range(2)]
     until(lambda: runs(tools) == 2)
-    assert len(works(tools)) == 2
+    assert len(working_folders(tools)) == 2
     (tools / "go").touch()
     said = [p.communicate() for p in processes]
     assert [p.returncode for p in processes] == [0, 0], said
     assert len({out for out, _ in said}) == 1
     assert len(list((tools / "cache").glob(f"{NAME}-*/kernel.so"))) == 1
-    assert works(tools) == []
+    assert working_folders(tools) == []
 
 
-def test_a_lock_that_nobody_builds_under_is_not_waited_for(
-    tools: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_without_a_maker_stops_nobody(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead host's lock, or a file system that grants none."""
     monkeypatch.setattr(cache, "NOTICE", 0.05)
     with FileLock(cache.cache_folder() / f"{NAME}.lock"):
         assert ensure_library(UNITS[0]).is_file()
 
 
-def test_a_maker_that_is_stuck_is_not_waited_for(
-    tools: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stuck_maker_stops_nobody(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "NOTICE", 0.05)
     stuck = unfinished(tools, "elsewhere", 1, age=cache.PATIENCE + 10)
     with FileLock(cache.cache_folder() / f"{NAME}.lock"):
         assert ensure_library(UNITS[0]).is_file()
-    assert works(tools) == [stuck]
+    assert working_folders(tools) == [stuck]
 
 
-def test_what_another_host_made_meanwhile_is_taken(
+def test_an_entry_that_appears_during_the_wait_counts(
     tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the lock is held: over a shared folder entries appear without it."""
+    """Another host adds it to a shared folder, without our lock."""
     monkeypatch.setattr(cache, "NOTICE", 0.05)
     unfinished(tools, "elsewhere", 1)
     entry = cache.cache_folder() / f"{library_stem(UNITS[0])}-12345678"
@@ -202,7 +198,7 @@ def test_what_another_host_made_meanwhile_is_taken(
     assert runs(tools) == 0
 
 
-def test_only_folders_of_dead_makers_are_swept(tools: Path) -> None:
+def test_only_folders_of_dead_makers_are_removed(tools: Path) -> None:
     here, dead = socket.gethostname(), a_dead_pid()
     gone = [
         unfinished(tools, here, dead),
@@ -216,7 +212,7 @@ def test_only_folders_of_dead_makers_are_swept(tools: Path) -> None:
     ]
     ensure_library(UNITS[0])
     assert not any(folder.exists() for folder in gone)
-    assert sorted(works(tools)) == sorted(kept)
+    assert sorted(working_folders(tools)) == sorted(kept)
 
 
 def test_a_damaged_entry_does_not_stop_a_build(tools: Path) -> None:
@@ -228,12 +224,12 @@ def test_a_damaged_entry_does_not_stop_a_build(tools: Path) -> None:
     assert runs(tools) == 2
 
 
-def test_the_folder_is_the_users_own(tools: Path) -> None:
+def test_the_folder_belongs_to_the_user_alone(tools: Path) -> None:
     assert cache.cache_folder().stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-def test_a_folder_that_others_can_write_is_refused(tools: Path, mode: int) -> None:
+def test_a_folder_that_others_can_write_to_raises(tools: Path, mode: int) -> None:
     built = ensure_library(UNITS[0])
     os.chmod(tools / "cache", mode)
     with pytest.raises(BuildError, match="can be written by others: chmod 700"):

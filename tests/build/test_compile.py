@@ -1,4 +1,4 @@
-"""The build without a compiler's help: scripts stand in for nvcc and cuobjdump."""
+"""The build and its command line. Scripts stand in for nvcc and cuobjdump."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_another_source_is_another_library(tools: Path, monkeypatch: pytest.Monk
 def test_a_source_in_any_folder_makes_another_library(
     tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bytes count, and its path."""
+    """Bytes and paths of sources count."""
     sources = tools / "csrc"
     (sources / "hopper").mkdir(parents=True)
     (sources / "plan").mkdir()
@@ -72,10 +72,10 @@ def test_a_source_in_any_folder_makes_another_library(
     assert len(set(stems)) == 3
 
 
-def test_a_variant_compiles_the_benchmark_s_folder_with_the_product_s_headers(
+def test_a_variant_compiles_the_ablation_with_the_headers_of_the_product(
     tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sources count for variants alone; where they are absent the error says what to do."""
+    """Sources of the ablation count for variants only; without them the error says what to do."""
     folder = tools / "ablation"
     monkeypatch.setattr("ringfa3.build.compile.ablation_folder", lambda: folder)
     product = UNITS[0]
@@ -98,7 +98,7 @@ def test_a_variant_compiles_the_benchmark_s_folder_with_the_product_s_headers(
 
 
 def test_the_first_use_says_what_it_does(tools: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A line at the beginning, with the time it takes, and one at the end; then it is silent."""
+    """A line at the start, with the time, and one at the end. A later use prints nothing."""
     name = UNITS[0].name
     ensure_library(UNITS[0])
     began, ended = capfd.readouterr().err.splitlines()
@@ -108,8 +108,8 @@ def test_the_first_use_says_what_it_does(tools: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_nvcc_writes_elsewhere_goes_with_a_killed_build(tools: Path) -> None:
-    """Its temporary files: they would stay in /tmp."""
+def test_temporary_files_of_nvcc_lie_in_the_working_folder(tools: Path) -> None:
+    """A killed nvcc would leave them in /tmp."""
     fake_tools.nvcc(tools, body=f'echo "$TMPDIR" > {tools}/where')
     made = ensure_library(UNITS[0])
     assert Path((tools / "where").read_text().strip()).parent == made.parent.parent
@@ -124,11 +124,11 @@ def test_what_nvcc_writes_elsewhere_goes_with_a_killed_build(tools: Path) -> Non
         (["fp16"], ["forward-d64-fp16", "forward-d128-fp16", "forward-d256-fp16"]),
     ],
 )
-def test_units_are_chosen_by_parts_of_their_names(selectors: list[str], names: list[str]) -> None:
+def test_selectors_are_parts_of_names(selectors: list[str], names: list[str]) -> None:
     assert [u.name for u in select_units(selectors) if u.direction == "forward"] == names
 
 
-def test_main_builds_what_is_missing(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_builds_missing_units(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ensure_library(select_units(["forward-d64-bf16"])[0])
     with pytest.raises(SystemExit) as ended:
         main(["--units", "forward-d64-bf16", "forward-d128-bf16"])
@@ -138,8 +138,8 @@ def test_main_builds_what_is_missing(tools: Path, capsys: pytest.CaptureFixture[
     assert re.fullmatch(rf"2 units in {tools}/cache: 1 compiled in \d+ s, 1 were there\n", out)
 
 
-def test_units_compile_at_once_as_many_as_told(tools: Path) -> None:
-    """Two, of which each waits for the other to begin."""
+def test_two_jobs_compile_two_units_at_once(tools: Path) -> None:
+    """Each compile waits until the other has started."""
     both = (
         f'n=0; while [ "$(wc -l < {tools}/log)" -lt 2 ]; do n=$((n + 1)); '
         "[ $n -lt 400 ] || exit 1; sleep 0.05; done"
@@ -151,7 +151,7 @@ def test_units_compile_at_once_as_many_as_told(tools: Path) -> None:
     assert ended.value.code == 0
 
 
-def test_units_compile_no_more_at_once_than_told(tools: Path) -> None:
+def test_one_job_compiles_one_unit_at_a_time(tools: Path) -> None:
     alone = f"mkdir {tools}/busy || exit 1; sleep 0.2; rmdir {tools}/busy"
     fake_tools.nvcc(tools, body=alone)
     with pytest.raises(SystemExit) as ended:
@@ -162,21 +162,21 @@ def test_units_compile_no_more_at_once_than_told(tools: Path) -> None:
 def test_a_failed_compile_ends_the_build_with_its_last_lines(
     tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1; units that had not begun do not; those that were built are kept."""
+    """Exit code 1. No further unit starts; built units stay."""
     fails = 'case "$arguments" in *HEAD_DIM=128*) seq 1 40 >&2; echo no room >&2; exit 2;; esac'
     fake_tools.link(tools / "host", "seq")
     fake_tools.nvcc(tools, body=fails)
     with pytest.raises(SystemExit) as ended:
         main(["--units", "forward-d64-bf16", "forward-d128-bf16", "forward-d256", "-j", "1"])
-    said = str(ended.value.code)  # of a string: Python prints it and exits with 1
-    first, *last = said.splitlines()
+    message = str(ended.value.code)  # Python prints a string and exits with 1
+    first, *last = message.splitlines()
     assert first == "ringfa3: forward-d128-bf16 does not compile, nvcc ended with 2:"
     assert last == [*map(str, range(22, 41)), "no room"]
     assert runs(tools) == 2
     assert find_library(select_units(["forward-d64-bf16"])[0])
 
 
-def test_exit_codes_and_messages_of_the_program(tools: Path) -> None:
+def test_exit_codes_and_messages_of_the_command_line(tools: Path) -> None:
     fake_tools.nvcc(tools, body="echo no such instruction >&2; exit 1")
     for arguments, code, said in (
         (["--units", "d128-bf16"], 1, "nvcc ended with 1:\nno such instruction"),
@@ -191,8 +191,8 @@ def test_exit_codes_and_messages_of_the_program(tools: Path) -> None:
 
 
 @pytest.mark.parametrize("compiles_too", [True, False])
-def test_an_interrupted_build_begins_nothing_more(tools: Path, compiles_too: bool) -> None:
-    """Control-C reaches the compiles too, `kill -INT` does not. Nothing unfinished is left."""
+def test_an_interrupted_build_starts_no_further_unit(tools: Path, compiles_too: bool) -> None:
+    """Control-C reaches nvcc too, `kill -INT` does not. No working folder stays."""
     fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
     running = start("from ringfa3.build.__main__ import main; main(['-j', '2'])")
     until(lambda: runs(tools) == 2)
@@ -223,13 +223,13 @@ def test_jobs_by_memory_and_cores(
 
 
 @pytest.mark.parametrize("told", ["0", "-1", "many", "2.5"])
-def test_a_wrong_max_jobs_is_refused(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+def test_a_wrong_max_jobs_raises(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     monkeypatch.setenv("MAX_JOBS", told)
     with pytest.raises(BuildError, match=f"MAX_JOBS={told}: it must be a positive integer"):
         default_jobs()
 
 
-def test_free_memory_is_the_machines_or_the_groups(tmp_path: Path) -> None:
+def test_free_memory_of_the_machine_or_the_control_group(tmp_path: Path) -> None:
     machine, group = tmp_path / "meminfo", tmp_path / "group"
     machine.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 4000 kB\n")
     assert free_memory(machine, group) == 4000 << 10
@@ -257,7 +257,7 @@ def test_check_judges_remarks_and_machine_code(
     listing: str,
     fault: str | None,
 ) -> None:
-    """Also of units that were there before, whose remarks were kept."""
+    """The second run judges a library that the cache has, from its stored remarks."""
     (tools / "remarks").write_text(remarks)
     (tools / "listing").write_text(listing)
     fake_tools.link(tools / "host", "cat")
@@ -280,7 +280,7 @@ def test_check_without_cuobjdump_fails(tools: Path) -> None:
 
 
 def test_variants_are_units_of_their_own() -> None:
-    """With a name, flags and a library that no product shares, and built only when asked for."""
+    """Names, flags and libraries differ from the product's; `all` does not include them."""
     product = UNITS[0]
     for name, define in VARIANTS.items():
         variant = replace(product, variant=name)

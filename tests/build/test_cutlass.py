@@ -1,4 +1,4 @@
-"""CUTLASS's headers: where they are taken from, and their one download. pip is real, offline."""
+"""CUTLASS's headers: their sources in order, and the one download, by the real pip, offline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILES = {
 
 @pytest.fixture
 def index(tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that pip finds wheels in, and nothing else; no headers on this machine."""
+    """The only folder in which pip finds wheels; the machine has no headers."""
     folder = tools / "index"
     folder.mkdir()
     monkeypatch.delenv("CUTLASS_PATH")
@@ -49,7 +49,7 @@ def offer(index: Path, files: dict[str, str] = FILES) -> Path:
     return path
 
 
-def test_one_wheel_is_fetched_once_and_only_its_headers_are_kept(
+def test_one_wheel_is_downloaded_once_and_only_its_headers_stay(
     tools: Path, index: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wheel = offer(index)
@@ -77,9 +77,7 @@ def test_one_wheel_is_fetched_once_and_only_its_headers_are_kept(
     ]
 
 
-def test_where_pip_cannot_what_was_tried_is_said_with_two_remedies(
-    tools: Path, index: Path
-) -> None:
+def test_the_error_of_pip_names_its_command_and_two_remedies(tools: Path, index: Path) -> None:
     with pytest.raises(BuildError) as error:
         cutlass.include_folder()
     said = str(error.value)
@@ -90,7 +88,7 @@ def test_where_pip_cannot_what_was_tried_is_said_with_two_remedies(
     assert left == ["cutlass-4.2.failed", "cutlass-4.2.lock"]
 
 
-def test_a_wheel_without_headers_is_refused(index: Path) -> None:
+def test_a_wheel_without_headers_raises(index: Path) -> None:
     offer(index, {k: v for k, v in FILES.items() if not k.endswith("tensor.hpp")})
     with pytest.raises(BuildError, match="has no CUTLASS headers"):
         cutlass.include_folder()
@@ -107,7 +105,7 @@ def test_an_installed_package_is_used(
     assert cutlass.include_folder() == tmp_path / "site/cutlass_library/source/include"
 
 
-def test_cutlass_path_comes_first_and_is_not_passed_over(
+def test_cutlass_path_comes_first_and_a_wrong_one_raises(
     tools: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(index)

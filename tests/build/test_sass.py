@@ -1,4 +1,4 @@
-"""The judge of machine code, on what compilers really wrote and on faults put into it."""
+"""Faults in machine code: listings and remarks of real compilers, as they are and spoilt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def without(*addresses: str) -> str:
 
 
 def after(address: str, instruction: str) -> str:
-    """The listing with one more instruction."""
+    """The listing with one more instruction behind an address."""
     more = f"        /*{int(address, 16) + 8:04x}*/        {instruction} ;\n"
     lines = LISTING.splitlines(keepends=True)
     return "".join(line + more * (f"/*{address}*/" in line) for line in lines)
@@ -30,12 +30,12 @@ def test_serialised_wgmmas_are_a_fault(code: str) -> None:
 
 
 @pytest.mark.parametrize("code", ["C7508", "C7510", "C7512", "C7517"])
-def test_its_code_alone_is_enough(code: str) -> None:
+def test_the_code_of_a_remark_is_enough(code: str) -> None:
     line = f"ptxas info    : ({code}) Potential Performance Loss: in other words"
     assert sass.ptxas_faults(line + "\n" + REMARKS) == [line]
 
 
-def test_its_words_alone_are_enough() -> None:
+def test_the_words_of_a_remark_are_enough() -> None:
     line = ADVISORIES["C7511"].replace("C7511", "C7599")
     assert sass.ptxas_faults(REMARKS + line) == [line]
 
@@ -44,7 +44,7 @@ def test_its_words_alone_are_enough() -> None:
     ("stores", "loads", "fault"), [(32, 32, False), (36, 0, True), (0, 36, True)]
 )
 def test_more_than_32_bytes_of_spill_are_a_fault(stores: int, loads: int, fault: bool) -> None:
-    """Of any kernel of the library: here of the first of two."""
+    """Of any kernel of the library, here the first of two."""
     spill = f"{stores} bytes spill stores, {loads} bytes spill loads"
     remarks = REMARKS.replace("0 bytes spill stores, 0 bytes spill loads", spill) + REMARKS
     assert sass.ptxas_faults(remarks) == fault * [
@@ -58,8 +58,8 @@ def test_no_remarks_are_a_fault() -> None:
     ]
 
 
-def test_the_steady_loop_is_that_over_blocks() -> None:
-    """With its wait behind the kernel's end; not the tile loop around it, nor the code between."""
+def test_the_steady_loop_is_the_loop_over_blocks() -> None:
+    """It includes the wait behind the kernel's end, and neither the tile loop nor code between."""
     (code,) = sass._kernels(LISTING)
     (loop,) = sass.steady_loops(code)
     addresses = [code[i].address for i in sorted(loop)]
@@ -69,7 +69,7 @@ def test_the_steady_loop_is_that_over_blocks() -> None:
 
 
 def test_spills_of_other_warps_are_no_fault_of_the_loop() -> None:
-    """The warps that fetch have local loads and stores, by addresses inside jumps back."""
+    """Producer warps have local loads and stores, at addresses between the loop's."""
     assert "STL" in LISTING
     assert sass.sass_faults(LISTING) == []
 
@@ -85,7 +85,7 @@ def test_local_memory_in_the_steady_loop_is_a_fault(address: str, instruction: s
 
 
 @pytest.mark.parametrize("address", ["1280", "79a0", "8f60", "fad0"])
-def test_local_memory_once_a_tile_is_none(address: str) -> None:
+def test_local_memory_once_a_tile_is_no_fault(address: str) -> None:
     assert sass.sass_faults(after(address, "LDL R3, [R1+0xc]")) == []
 
 
@@ -95,13 +95,13 @@ def test_every_kernel_of_a_library_is_judged() -> None:
 
 
 def test_a_branch_under_two_conditions_may_fall_through() -> None:
-    """`BRA P1, 0x..` without a guard: taken for a jump, it would cut the loop in two."""
+    """`BRA P1, 0x..` without a guard. As an unconditional jump it would cut the loop in two."""
     listing = LISTING.replace("@!P0 BRA P1, 0x5b30", "     BRA P1, 0xf680")
     (code,) = sass._kernels(listing)
     assert sass.steady_loops(code) == sass.steady_loops(next(iter(sass._kernels(LISTING))))
 
 
-def test_nothing_to_judge_is_a_fault() -> None:
+def test_a_listing_without_wgmmas_is_a_fault() -> None:
     assert sass.sass_faults("") == ["no kernel in the listing has a wgmma"]
     assert sass.sass_faults(LISTING.replace("HGMMA", "HADD")) == [
         "no kernel in the listing has a wgmma"

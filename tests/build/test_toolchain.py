@@ -1,4 +1,4 @@
-"""Which compiler is taken, and what is said where none will do. Scripts stand in for nvcc."""
+"""The choice of a compiler, and the errors without one. Scripts stand in for nvcc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support import fake_tools
 
 
 def test_cuda_home_then_path_then_the_wheel(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that is gone or too old hides none of the later ones."""
+    """A missing or old one does not hide the next."""
     home = tools / "bin/nvcc"
     path = fake_tools.nvcc(tools / "path")
     wheel = fake_tools.nvcc(tools / "wheels", "13.5.37")
@@ -27,7 +27,7 @@ def test_cuda_home_then_path_then_the_wheel(tools: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("version", ["13.0.88", "12.8.93"])
-def test_an_old_compiler_is_named_with_its_place_and_the_remedy(tools: Path, version: str) -> None:
+def test_the_error_names_an_old_compiler_its_path_and_the_remedy(tools: Path, version: str) -> None:
     fake_tools.nvcc(tools, version)
     with pytest.raises(BuildError) as error:
         toolchain.find_compiler()
@@ -37,8 +37,8 @@ def test_an_old_compiler_is_named_with_its_place_and_the_remedy(tools: Path, ver
     )
 
 
-def test_an_nvcc_beside_other_headers_is_passed_over(tools: Path) -> None:
-    """As pip leaves them where PyTorch pins an older runtime: the headers refuse that nvcc."""
+def test_an_nvcc_beside_headers_of_another_cuda_does_not_count(tools: Path) -> None:
+    """pip installs such a pair if PyTorch pins an older runtime; the headers reject that nvcc."""
     wheel = fake_tools.nvcc(tools / "wheels", "13.5.37")
     api = tools / "include/cuda_runtime_api.h"
     api.write_text("/** */\n#define CUDART_VERSION  13020\n")
@@ -52,13 +52,13 @@ def test_an_nvcc_beside_other_headers_is_passed_over(tools: Path) -> None:
         toolchain.find_compiler()
 
 
-def test_no_compiler_says_where_it_was_sought(tools: Path) -> None:
+def test_the_error_without_a_compiler_names_the_places(tools: Path) -> None:
     (tools / "bin/nvcc").unlink()
     with pytest.raises(BuildError, match="none was found in CUDA_HOME, PATH or the wheels: pip"):
         toolchain.find_compiler()
 
 
-def test_the_wheels_are_found_where_they_unpack(
+def test_wheel_folders_are_where_wheels_unpack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [m for m in sys.modules if m.partition(".")[0] == "nvidia"]:

@@ -34,7 +34,7 @@ def emulated() -> Iterator[Machine]:
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_random_sequences_hold_the_gate(emulated: Machine, unit: Unit) -> None:
-    """dq, dk, dv with and without a gradient into LSE; what nothing sees has gradient 0."""
+    """dq, dk, dv with and without dLSE; keys that no query sees have gradient 0."""
     for case in range(20):
         p = checks.random_problem(case, unit, "cpu")
         if p is None:
@@ -47,8 +47,8 @@ def test_random_sequences_hold_the_gate(emulated: Machine, unit: Unit) -> None:
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("group", [2, 1])
-def test_a_cut_tile_holds_the_gate(emulated: Machine, unit: Unit, group: int) -> None:
-    """One tile for three CTAs: cut between two query heads, or between the blocks of one."""
+def test_a_split_tile_holds_the_gate(emulated: Machine, unit: Unit, group: int) -> None:
+    """One tile for three CTAs, split between two query heads, or between the blocks of one."""
     emulated.settings(0, 0.3)
     p = checks.problem(2, unit, "cpu", [(700, unit.tile_n)], (group, 1), (-1, -1))
     tiling = p.plan.backward(unit.tile_n, unit.tile_m)[0]
@@ -74,21 +74,21 @@ def test_hops_hold_the_gate(emulated: Machine, unit: Unit, deterministic: bool) 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_deterministic_gradients_have_the_same_bits(emulated: Machine, unit: Unit) -> None:
-    """Whatever the order in which threads and asynchronous work run."""
+    """In any order of threads and asynchronous operations."""
     checks.same_bits(unit, "cpu", 4, lambda n: emulated.settings(n, EAGERNESS[n]))
 
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("resident", [1, 2])
-def test_turns_end_while_few_ctas_find_room(emulated: Machine, unit: Unit, resident: int) -> None:
-    """Of three; other kernels have the rest of the GPU, and may wait for this one."""
+def test_turns_end_with_few_resident_ctas(emulated: Machine, unit: Unit, resident: int) -> None:
+    """Fewer than the three of the launch; other kernels, which may wait for it, have the rest."""
     emulated.settings(0, 0.3, resident_ctas=resident)
     p = checks.problem(7, unit, "cpu", [(65, 700)], (1, 1), (-1, 0))
     checks.hold_gate(checks.differentiate(unit, p, deterministic=True), p, f"{resident} resident")
 
 
-def test_turns_need_tiles_in_their_order(emulated: Machine) -> None:
-    """In another order the kernel might wait for ever."""
+def test_turns_need_tiles_in_deterministic_order(emulated: Machine) -> None:
+    """In another order the kernel could wait for ever."""
     emulated.settings(0)
     (unit,) = select_units(["backward-d128-bf16"])
     p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
@@ -97,8 +97,8 @@ def test_turns_need_tiles_in_their_order(emulated: Machine) -> None:
         run.hop(p.k, p.v, p.plan.backward(unit.tile_n, unit.tile_m)[0], p.k, p.v)
 
 
-def test_a_pass_refuses_a_call_too_many(emulated: Machine) -> None:
-    """It has counters for each hop of the plan and one more, the own keys in two parts."""
+def test_one_call_of_hop_too_many_raises(emulated: Machine) -> None:
+    """A pass has counters for the hops of the plan and one more: own keys may take two calls."""
     emulated.settings(0)
     (unit,) = select_units(["backward-d128-bf16"])
     p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
@@ -118,7 +118,7 @@ def test_a_pass_refuses_a_call_too_many(emulated: Machine) -> None:
 def test_kernels_that_start_early_wait(
     emulated: Machine, unit: Unit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preprocess, backward and postprocess queued together, as programmatic launches overlap."""
+    """Preprocess, backward and postprocess overlap, as programmatic launches do."""
     for seed in range(4):
         emulated.settings(seed, EAGERNESS[seed])
         p = checks.problem(seed, unit, "cpu", [(200, 200)], (2, 1), (-1, 0))
@@ -132,7 +132,7 @@ def test_kernels_that_start_early_wait(
 def test_the_public_function_runs_on_the_kernels(
     emulated: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward in emulation, against the executor's."""
+    """Forward and backward in emulation, against the executor."""
     p = checks.problem(
         1, select_units(["backward-d128-bf16"])[0], "cpu", [(90, 90)], (2, 1), (-1, 0)
     )

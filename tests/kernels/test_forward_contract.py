@@ -1,4 +1,4 @@
-"""What the forward kernel waits for and touches, emulated on the CPU at head dim 128."""
+"""Arrival words, CTAs, counters, masks and stores of the forward, emulated at head dim 128."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cpu() -> Iterator[Machine]:
 
 @dataclass
 class Problem:
-    """Packed sequences of (queries, keys) tokens, and what attention gives for them in float64."""
+    """Random inputs of packed sequences of (queries, keys) tokens."""
 
     lengths: list[tuple[int, int]]
     window: tuple[int, int] = (-1, -1)
@@ -55,7 +55,7 @@ class Problem:
     def run(
         self, tiling: Tiling | None = None, unit: Unit | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of the kernel, poisoned before."""
+        """(out, lse) of the kernel, into outputs full of NaN."""
         out = torch.full_like(self.q, torch.nan)
         lse = torch.full((self.heads, self.rows), torch.nan)
         inputs = (self.q, self.k, self.v, tiling or self.tiling, D**-0.5)
@@ -63,7 +63,7 @@ class Problem:
         return out, lse
 
     def check(self, out: torch.Tensor, lse: torch.Tensor, rows: slice = slice(None)) -> None:
-        """In these rows; bfloat16 rounds P and O to 2^-9."""
+        """Compares `rows` with float64; bfloat16 rounds P and O to 2^-9."""
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
         ref, ref_lse = torch.empty_like(q), torch.empty(lse.shape, dtype=torch.float64)
         reference.attend(q, k, v, self.tiling, D**-0.5, ref, ref[:0], ref_lse)
@@ -75,7 +75,7 @@ THREE = [(200, 300), (70, 150), (130, 170)]  # sequences, of a span each
 
 
 def waiting(tiling: Tiling, numbers: list[int]) -> Tiling:
-    """The tiling with spans that wait for the words of these numbers."""
+    """The tiling, its spans waiting for these arrival words."""
     spans = tiling.spans.copy()
     spans["arrival"] = numbers
     return Tiling(tiling.size, tiling.tiles, spans, tiling.earlier)
@@ -107,7 +107,7 @@ def test_keys_are_read_when_their_word_is_set(cpu: Machine) -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_gathered_plan_reads_each_block_behind_its_word(cpu: Machine, rank: int) -> None:
-    """Blocks come one after the other beside the kernel, whose tiles see several of them."""
+    """Blocks arrive one by one while the kernel runs; its tiles see several of them."""
     lengths, world = np.array([300, 1, 450]), 3
     plans = [plan_context([0, *np.cumsum(lengths).tolist()], (r, world)) for r in range(world)]
     plan = plans[rank]
@@ -176,7 +176,7 @@ def test_a_span_that_was_called_off_is_not_read(
         (torch.zeros(6, dtype=torch.int32)[::2], "must be contiguous int32"),
     ],
 )
-def test_arrival_words_that_do_not_fit_are_refused(
+def test_arrival_words_that_do_not_fit_raise(
     cpu: Machine, words: torch.Tensor | None, said: str
 ) -> None:
     problem = Problem(THREE)
@@ -185,10 +185,10 @@ def test_arrival_words_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("free", [0, 1, PROCESSORS - 1])
-def test_any_number_of_ctas_gives_the_same(
+def test_any_number_of_ctas_is_right(
     cpu: Machine, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
-    """Down to one, which takes every tile."""
+    """All, all but one, and a single CTA that takes every tile."""
     problem = Problem(THREE, window=(-1, 0))
     entry, ctas = launch._entry(UNIT, "forward"), []
 
@@ -203,8 +203,8 @@ def test_any_number_of_ctas_gives_the_same(
     assert ctas == [PROCESSORS - free]
 
 
-def test_a_launch_leaves_its_counter_as_it_was(cpu: Machine) -> None:
-    """Zero, for the next launch on the stream; more tiles than CTAs, some of them blind."""
+def test_a_launch_resets_its_counter(cpu: Machine) -> None:
+    """To zero, for the next launch on the stream; more tiles than CTAs, some without keys."""
     problem = Problem([(200, 300), (150, 0), (1, 150)])
     cpu.settings(seed=4)
     for _ in range(3):
@@ -215,16 +215,16 @@ def test_a_launch_leaves_its_counter_as_it_was(cpu: Machine) -> None:
 @pytest.mark.parametrize(
     "window", [(0, 0), (1, -1), (30, 30), (-1, 0), (33, 64), (127, 1)], ids=str
 )
-def test_masks_hide_exactly_what_they_must(cpu: Machine, window: tuple[int, int]) -> None:
-    """Bands that begin and end in every bit of a word; sequences that end within a block."""
+def test_masks_are_exact(cpu: Machine, window: tuple[int, int]) -> None:
+    """Bands that begin and end at every bit of a mask word; sequences that end inside a block."""
     problem = Problem([(190, 190), (64, 157), (150, 131)], window)
     cpu.settings(seed=5)
     problem.check(*problem.run())
 
 
 @pytest.mark.parametrize("keys", [(100, 80), (80, 100)], ids=str)
-def test_hops_merge_where_rows_see_nothing(cpu: Machine, keys: tuple[int, int]) -> None:
-    """At one hop or at both; what is NaN at one stays NaN."""
+def test_hops_merge_rows_without_keys(cpu: Machine, keys: tuple[int, int]) -> None:
+    """Rows without keys at one hop or at both; a row that is NaN at one hop stays NaN."""
     problem = Problem([(200, 100)], heads=1)
     problem.q[110] = torch.nan  # which sees nothing of 80 keys
     cpu.settings(seed=6)
@@ -249,8 +249,8 @@ def test_hops_merge_where_rows_see_nothing(cpu: Machine, keys: tuple[int, int]) 
     close(lse.double(), expected_lse, atol=1e-4, rtol=0)
 
 
-def test_tiles_store_their_own_rows_alone(cpu: Machine) -> None:
-    """Of documents of any length: rows beside them keep their poison."""
+def test_tiles_store_their_rows_only(cpu: Machine) -> None:
+    """Documents of any length; neighbouring rows keep their NaN."""
     lengths = [(200, 130), (17, 129), (16, 128), (1, 128), (130, 128)]
     problem = Problem(lengths)
     bounds = list(accumulate((n for n, _ in lengths), initial=0))
@@ -276,10 +276,10 @@ def test_tiles_store_their_own_rows_alone(cpu: Machine) -> None:
         for name in VARIANTS
     ],
 )
-def test_variants_of_the_ablation_are_right(
+def test_variants_of_the_ablation_are_exact(
     cpu: Machine, monkeypatch: pytest.MonkeyPatch, variant: str, dims: int
 ) -> None:
-    """Full, causal and windows; blind tiles, many spans; orders drawn at random; one CTA or all."""
+    """Full, causal and windows; tiles without keys, many spans; random orders; one CTA or all."""
     monkeypatch.setitem(globals(), "D", dims)
     whole = unit("forward", torch.empty(0, 1, dims, dtype=torch.bfloat16))
     monkeypatch.setitem(globals(), "UNIT", whole)

@@ -1,4 +1,4 @@
-"""What crosses from Python into C++: ctypes and numpy records against csrc/params.h."""
+"""Structures and records that Python passes to C++, against csrc/params.h."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECORDS = {"Span": tiling.SPAN, "Tile": tiling.TILE, "WorkUnit": work_split.WORK
 
 
 def offsets() -> dict[str, dict[str, int]]:
-    """Of every field of every structure as Python has them; "" is the size of the whole."""
+    """Python's offset of every field of every structure; "" is the size of the structure."""
     known = {m.__name__: {name: getattr(m, name).offset for name, _ in m._fields_} for m in MIRRORS}
     known |= {
         name: {field: r.fields[field][1] for field in r.names or ()}  # type: ignore[index]
@@ -56,7 +56,7 @@ def test_fields_are_those_of_the_header_in_order() -> None:
 
 @pytest.mark.parametrize("structure", MIRRORS, ids=lambda m: m.__name__)
 def test_packed_bytes_are_those_of_the_structure(structure: type[ctypes.Structure]) -> None:
-    """Its fields, read from them, are the numbers in their order; padding is zero."""
+    """The structure, read from the bytes, has the numbers in order; padding is zero."""
     size = ctypes.sizeof(structure)
     scalars = list(launch._scalars(structure))
     numbers = [
@@ -72,7 +72,7 @@ def test_packed_bytes_are_those_of_the_structure(structure: type[ctypes.Structur
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_a_compiler_puts_them_where_python_does(tmp_path: Path) -> None:
+def test_a_compiler_lays_structures_out_as_python_does(tmp_path: Path) -> None:
     """Offsets and sizes in bytes, exactly."""
     known = offsets()
     prints = [

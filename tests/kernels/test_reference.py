@@ -22,13 +22,13 @@ EXACT = 1e-12  # float64; sums of up to 720 terms of size 1
 
 
 def poisoned(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """What an output holds before: NaN, so that a row left out shows."""
+    """An output full of NaN: rows that no tile writes show."""
     return torch.full(shape, torch.nan, dtype=dtype or like.dtype)
 
 
 def run(case: Case, inputs: list[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor, m: int,
         n: int, deterministic: bool = False) -> list[torch.Tensor]:  # fmt: skip
-    """[out, lse, dq, dk, dv] of all tokens: all ranks and hops of a ring, without moving anything.
+    """[out, lse, dq, dk, dv] of all tokens: all ranks and hops of a ring, without communication.
 
     What the hops store of the dK and dV of each rank's keys is added up in their order.
     """
@@ -99,7 +99,7 @@ def test_all_hops_together_equal_dense_attention(
 def test_unequal_lengths_equal_dense_attention(
     lengths: list[tuple[int, int]], window: tuple[int, int], heads: tuple[int, int], block: int
 ) -> None:
-    """Float64, bottom-right alignment, 1e-12; rows that see nothing: 0, -inf and gradient 0."""
+    """Float64, bottom-right alignment, 1e-12; rows without keys: 0, -inf and gradient 0."""
     nq, nk = ([x[i] for x in lengths] for i in range(2))
     h, hk = heads
     g = torch.Generator().manual_seed(sum(nq))
@@ -124,8 +124,8 @@ def test_unequal_lengths_equal_dense_attention(
     assert (dq[blind] == 0).all()
 
 
-def test_a_blind_row_gives_no_gradient_whatever_comes_back_to_its_lse() -> None:
-    """A function of an LSE of -inf easily has a NaN gradient: it must not reach dq, dk, dv."""
+def test_a_row_without_keys_has_gradient_zero_whatever_its_dlse() -> None:
+    """A function of an LSE of -inf often has a NaN gradient, which must not reach dq, dk, dv."""
     plan = plan_local(torch.tensor([5]).numpy(), torch.tensor([3]).numpy(), -1, 0)
     (q, k, v), dout, dlse = tensors(0, 5, (2, 1), 4)
     k, v = k[:3], v[:3]
@@ -140,9 +140,9 @@ def test_a_blind_row_gives_no_gradient_whatever_comes_back_to_its_lse() -> None:
     assert all(g.isfinite().all() for g in grads)
 
 
-def test_preprocess_makes_blind_rows_harmless() -> None:
-    """LSE -inf comes back as +inf, so that exp(S - LSE) is 0 in every block that a kernel's row
-    grid rounds into, and D = 0 whatever dLSE is there; elsewhere rowsum(dO * O) - dLSE, 1e-6."""
+def test_preprocess_neutralises_rows_without_keys() -> None:
+    """LSE -inf becomes +inf, so that exp(S - LSE) is 0, and D is 0 whatever dLSE is. For other rows
+    D = rowsum(dO * O) - dLSE, 1e-6."""
     out, dout = torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(0)).unbind()
     lse, dlse = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).unbind()
     lse[0, 2] = lse[1, 4] = -torch.inf
@@ -156,7 +156,7 @@ def test_preprocess_makes_blind_rows_harmless() -> None:
 
 
 def test_merge_is_attention_over_both_key_sets() -> None:
-    """Against dense attention, 1e-14, where one part, the other, both or neither saw a row."""
+    """Against dense attention, 1e-14, for rows with keys in one part, the other, both or none."""
     (q, k, v), _, _ = tensors(1, 12, (4, 2), 8)
     allowed = torch.rand(12, 12, generator=torch.Generator().manual_seed(0)) < 0.5
     allowed[0, :6] = allowed[1, 6:] = allowed[2] = False
@@ -168,8 +168,8 @@ def test_merge_is_attention_over_both_key_sets() -> None:
     assert (got[1][:, 2] == -torch.inf).all()
 
 
-def test_merge_holds_where_one_part_dwarfs_the_other() -> None:
-    """LSEs 2,000 apart: exactly the larger part, no overflow."""
+def test_merge_with_a_far_larger_part() -> None:
+    """LSEs 2,000 apart: exactly the larger part, without overflow."""
     o1, o2 = torch.full((1, 1, 2), 3.0), torch.full((1, 1, 2), 5.0)
     for a, b, o in ((1000.0, -1000.0, o1), (-1000.0, 1000.0, o2)):
         out, lse = merge(o1, torch.tensor([[a]]), o2, torch.tensor([[b]]))
@@ -179,8 +179,8 @@ def test_merge_holds_where_one_part_dwarfs_the_other() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "dout"])
-def test_what_one_document_holds_never_reaches_another(tensor: str, bad: float) -> None:
-    """A document of NaN or Inf between two others, bit for bit as without it."""
+def test_nan_and_inf_stay_in_their_document(tensor: str, bad: float) -> None:
+    """Two documents around one of NaN or Inf have the same bits as without it."""
     case = Case([37, 20, 41], 2, "contiguous", False, (-1, -1))
     inputs, dout, dlse = tensors(3, 98, (4, 2), 8)
     clean = run(case, inputs, dout, dlse, 16, 16)
@@ -216,7 +216,7 @@ def test_low_precision_passes_the_gate(
 
 
 def test_a_window_wider_than_the_document_changes_nothing() -> None:
-    """Bit for bit: the band is clipped before anything is computed."""
+    """The same bits: planning clips the band."""
     inputs, dout, dlse = tensors(0, 90, (2, 2), 8)
     wide = run(Case([90], 1, "zigzag", False, (1 << 20, 0)), inputs, dout, dlse, 16, 16)
     none = run(Case([90], 1, "zigzag", True, (-1, -1)), inputs, dout, dlse, 16, 16)
@@ -232,8 +232,8 @@ def test_large_scores_do_not_overflow() -> None:
     assert all(x.isfinite().all() for x in got)
 
 
-def test_the_running_output_is_not_needed_where_rows_are_first_and_last_at_once() -> None:
-    """A document on one rank: no float32 round trip, so nothing to hold one."""
+def test_rows_that_are_first_and_last_at_once_need_no_partial_output() -> None:
+    """A document on one rank makes no float32 round trip: `partial_out` may be empty."""
     plan = plan_context(cumulative([30] * 64), (0, 2))
     (q, k, v), _, _ = tensors(0, plan.local_tokens, (1, 1), 4)
     out, lse = poisoned(q, *q.shape), poisoned(q, 1, len(q))

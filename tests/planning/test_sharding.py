@@ -79,7 +79,7 @@ def test_one_long_document_is_the_classic_zigzag(world: int) -> None:
     window=st.tuples(st.integers(-1, 45), st.integers(-1, 45)),
     rows=st.integers(0, 40),
 )
-def test_work_before_counts_allowed_pairs(length: int, window: tuple[int, int], rows: int) -> None:
+def test_pairs_before_counts_allowed_pairs(length: int, window: tuple[int, int], rows: int) -> None:
     """Reference: the mask's first rows, exactly."""
     rows = min(rows, length)
     counted = pairs_before(np.array([rows]), np.array([length]), *window)
