@@ -6,6 +6,7 @@ upload that it reads, and the allocator gives dropped memory to later work of th
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -22,6 +23,7 @@ from ringfa3.planning.tiling import Table
 MAX_COPIES = 256
 
 T = TypeVar("T")
+_lock = threading.Lock()
 
 
 class _First(Generic[T]):
@@ -114,9 +116,10 @@ K = TypeVar("K")
 
 def _store(known: dict[K, T], key: K, value: T) -> None:
     """Adds an entry of a stream, and drops the oldest entry of too many."""
-    known[key] = value
-    if len(known) > MAX_COPIES:
-        known.pop(next(iter(known)), None)
+    with _lock:  # threads may add at the same time
+        known[key] = value
+        if len(known) > MAX_COPIES:
+            del known[next(iter(known))]
 
 
 def upload(table: Table | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:

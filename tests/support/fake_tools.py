@@ -23,12 +23,14 @@ echo library > "$2"
 WAIT_FOR_GO = (  # ends after a minute, so that a failed test leaves no process
     'n=0; while [ ! -e "{0}/go" ] && [ $n -lt 1200 ]; do n=$((n + 1)); sleep 0.05; done'
 )
-# Builds the first unit. An empty module replaces the package, whose __init__ imports PyTorch: the
-# import would take most of the process's time, and the build does not use it.
-BUILD_ONE = f"""
+# Makes ringfa3.build importable without PyTorch, whose import would take most of a process's time:
+# an empty module replaces the package ringfa3.
+WITHOUT_PYTORCH = f"""
 import sys, types
 package = sys.modules["ringfa3"] = types.ModuleType("ringfa3")
 package.__path__ = [{str(Path(toolchain.__file__).parents[1])!r}]
+"""
+BUILD_ONE = f"""{WITHOUT_PYTORCH}
 {{before}}
 from ringfa3.build.compile import ensure_library
 from ringfa3.build.units import UNITS
