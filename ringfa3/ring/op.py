@@ -58,9 +58,9 @@ def ring_attn_func(
 
     Raises:
         ValueError, TypeError: on every rank of the group, naming the rank, the argument, its
-            value and what is allowed. Ranks agree on new settings before anything is sent. A rank
-            whose settings differ from the agreed ones raises in mid-call, and one that receives
-            nothing in that call raises at its next call.
+            value and what is allowed. Ranks agree on new settings before anything is sent. If one
+            rank deviates from settings that were agreed on earlier, all raise during the call; a
+            rank that receives nothing in it raises at its next call.
         RuntimeError: on every rank, if one has no room for the shared memory; the group can be used
             afterwards.
         RingError: a peer died or stopped: within the group's timeout, naming hop and peer.

@@ -38,9 +38,9 @@ class KVBuffers:
             k.new_empty((max(held[parity::2], default=0), 2, *k.shape[1:])) for parity in range(2)
         ]
         if world > 1 and held[0]:
-            own = plan.published_rows(k.device)
+            published = plan.published_rows(k.device)
             for i, x in enumerate((k, v)):
-                own.gather(x, self.buffers[0][: held[0], i])
+                published.gather(x, self.buffers[0][: held[0], i])
 
     def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V (rows, hk, d) of a hop."""

@@ -18,12 +18,12 @@ from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import first_heads
 from ringfa3.planning.row_index import copy_rows, view_16_bytes
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring_pass import Attend as AttendFunction
+from ringfa3.ring_pass import Attend
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.stream_ops import (
     AddToSum,
-    Attend,
     AttendGathered,
+    AttendHop,
     Buffer,
     BufferSlice,
     CopyLocal,
@@ -155,7 +155,7 @@ class SymmetricRingPass:
         self._issue(recipe.start)
         self._rest = recipe.run
 
-    def run(self, attend: AttendFunction) -> None:
+    def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes last; some of its KV heads may come first.
 
         The peers' contributions to dK/dV are added behind it.
@@ -176,13 +176,13 @@ class SymmetricRingPass:
     def _do(self, work: Work, tensors: tuple[Any, ...]) -> None:
         """Performs `work` on the tensors that `_recipe` has made for it."""
         if isinstance(work, Publish):
-            own, *rows = tensors
+            published, *rows = tensors
             for x, out in zip(self._local, rows, strict=True):
-                own.gather(x, out)
+                published.gather(x, out)
         elif isinstance(work, CopyLocal):
             for x, out in zip(self._local, tensors, strict=True):
                 copy_rows(x, out)
-        elif isinstance(work, Attend):
+        elif isinstance(work, AttendHop):
             self._do_hop(work, tensors)
         elif isinstance(work, AttendGathered):
             k, v, *arrivals = tensors
@@ -191,10 +191,10 @@ class SymmetricRingPass:
             for total, rows in zip(tensors[::2], tensors[1::2], strict=True):
                 total.add_(rows)
         else:
-            for own, rows in zip(tensors[::2], tensors[1::2], strict=True):
-                own.add(rows, self.dkv)
+            for index, rows in zip(tensors[::2], tensors[1::2], strict=True):
+                index.add(rows, self.dkv)
 
-    def _do_hop(self, work: Attend, tensors: tuple[Any, ...]) -> None:
+    def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...]) -> None:
         if work.kv is not None:
             self._attend(work.hop, *tensors)
             return
@@ -218,7 +218,7 @@ def _recipe(
     waits_in_kernel: bool,
 ) -> CallRecipe:
     """The steps of a call on the memory that the backend has now."""
-    own = plan.published_rows(device)
+    published = plan.published_rows(device)
     operations = getattr(schedule, kind)(plan.kv_exchange, plan.rank, parity)
     operations = backend.adapt(operations)
     in_kernel = frozenset(_arrivals(operations) if waits_in_kernel else ())
@@ -231,24 +231,24 @@ def _recipe(
         return memory.view(spec.dtypes[part.buffer]).view(-1, *spec.row)
 
     def tensors(work: Work) -> tuple[Any, ...]:
-        """Publish: own rows, K, V. CopyLocal: K, V. Attend: K, V, dK, dV. AttendGathered: K, V,
-        arrivals. AddToSum: for each slice its sum and itself. AddToLocal: for each slice its own
-        rows and itself."""
+        """Publish: row index, K, V. CopyLocal: K, V. AttendHop: K, V, dK, dV. AttendGathered: K, V,
+        arrivals. AddToSum: for each slice its sum and itself. AddToLocal: for each slice its row
+        index and itself."""
         if isinstance(work, Publish):
-            return own, *(own.as_out(x) for x in rows(work.target).unbind(1))
+            return published, *(published.as_out(x) for x in rows(work.target).unbind(1))
         if isinstance(work, CopyLocal):
             return tuple(view_16_bytes(x) for x in rows(work.target).unbind(1))
         if isinstance(work, AttendGathered):
             both = rows(work.own, plan.kv_exchange.gathered_layout(plan.rank)[1]).unbind(1)
             return *both, *((backend.arrivals,) if waits_in_kernel else ())
-        if isinstance(work, Attend):
+        if isinstance(work, AttendHop):
             count = int(plan.kv_exchange.rows[(plan.rank - work.hop) % plan.world, work.hop])
             slices = [x for x in (work.kv, work.dkv) if x is not None]
             return tuple(x for part in slices for x in rows(part, count).unbind(1))
         if isinstance(work, AddToSum):
             sums = (part._replace(buffer=Buffer.DKV_SUM) for part in work.slices)
             return tuple(rows(x) for both in zip(sums, work.slices, strict=True) for x in both)
-        return tuple(x for p in work.slices for x in (own.part(p.begin, p.end), rows(p)))
+        return tuple(x for p in work.slices for x in (published.part(p.begin, p.end), rows(p)))
 
     steps: list[Step] = []
     count = 0

@@ -2,8 +2,8 @@
 
 Data only: lists of the operations of `stream_ops`.
 
-Forward, hop t = 0..n-1: rank r's K/V are in its KV_SHARED. Rank r copies the pieces of rank r-t
-that its queries see into a KV_RECV buffer and attends to them. No rank forwards what it receives.
+Forward, hop t = 0..n-1: rank r's K/V are in its KV_SHARED. Rank r copies the rows of
+rank r-t that its queries see into a KV_RECV buffer and attends to them. No rank forwards K/V.
 
 Gathered, the forward in one launch: the rank copies all K/V that its queries see behind its own, in
 the order of the hops, and one kernel waits for each block as it needs it. A kernel that waits
@@ -29,8 +29,8 @@ from ringfa3.planning.kv_exchange import GradReturn, KVExchange
 from ringfa3.symmetric.stream_ops import (
     AddToLocal,
     AddToSum,
-    Attend,
     AttendGathered,
+    AttendHop,
     Block,
     Buffer,
     BufferSlice,
@@ -57,7 +57,7 @@ def forward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
     call = _Builder(exchange, rank, parity, "forward")
     call.publish()
     call.start_pulls()
-    call.add(Attend(0))
+    call.add(AttendHop(0))
     for i, hop in enumerate(call.visits):
         call.attend(hop)
         call.pull(i + 2)
@@ -80,7 +80,7 @@ def gathered(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
             ResetArrivals(tuple(block.arrived for block in blocks)),
         )
     else:
-        call.add(EndStart(), Attend(0))
+        call.add(EndStart(), AttendHop(0))
     call.wait_for_readers()
     return call.operations
 
@@ -95,7 +95,7 @@ def backward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
     call.publish()
     call.start_pulls()
     if call.visits or call.returns:
-        call.add(Attend(0, part=Part.FIRST))
+        call.add(AttendHop(0, part=Part.FIRST))
     for hop in range(1, call.world):
         if hop in call.visits:
             call.attend(hop, call.dkv_out(hop))
@@ -217,7 +217,7 @@ class _Builder:
     def attend(self, hop: int, dkv: BufferSlice | None = None) -> None:
         self.add(
             WaitEvent(Stream.COMPUTE, Event("kv_received", hop)),
-            Attend(hop, self._kv_recv(hop), dkv),
+            AttendHop(hop, self._kv_recv(hop), dkv),
         )
         if dkv is not None or hop in self.visits[:-2]:  # another stream waits for it
             self.add(RecordEvent(Stream.COMPUTE, Event("attended", hop)))
@@ -294,11 +294,11 @@ class _Builder:
         if self.visits or self.returns:
             self.add(
                 RecordEvent(Stream.GRADIENTS, exchanged),
-                Attend(0, part=Part.LAST),
+                AttendHop(0, part=Part.LAST),
                 WaitEvent(Stream.COMPUTE, exchanged),
             )
         else:
-            self.add(Attend(0))
+            self.add(AttendHop(0))
         if self.returns:
             rows = int(self.exchange.rows[self.rank, 1])
             total = BufferSlice(self.rank, Buffer.DKV_SUM, 0, 0, rows)

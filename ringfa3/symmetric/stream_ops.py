@@ -151,7 +151,7 @@ class Part(IntEnum):
 
 
 @dataclass(frozen=True)
-class Attend:
+class AttendHop:
     """The kernel of one hop.
 
     kv    K/V of a peer; None for the rank's own
@@ -211,7 +211,7 @@ class AddToLocal:
 
 
 # Operations on the caller's tensors
-Work: TypeAlias = Publish | CopyLocal | Attend | AttendGathered | AddToSum | AddToLocal
+Work: TypeAlias = Publish | CopyLocal | AttendHop | AttendGathered | AddToSum | AddToLocal
 Operation: TypeAlias = (
     RecordEvent | WaitEvent | SetSignal | WaitAndReset | Copy | EndStart | ResetArrivals | Work
 )

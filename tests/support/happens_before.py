@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from ringfa3.symmetric.stream_ops import (
     AddToLocal,
     AddToSum,
-    Attend,
     AttendGathered,
+    AttendHop,
     Buffer,
     BufferSlice,
     Copy,
@@ -170,7 +170,7 @@ class _Order:
                 self._access(node, rows, False)
                 if isinstance(operation, AddToSum):
                     self._access(node, rows._replace(buffer=Buffer.DKV_SUM), True)
-        elif isinstance(operation, Attend):
+        elif isinstance(operation, AttendHop):
             if operation.kv is not None:
                 self._access(node, operation.kv, False)
             if operation.dkv is not None:
@@ -212,21 +212,30 @@ class _Order:
             for setter, reset in zip(arrived[1:], self.reset[event], strict=False):
                 if not before[setter] >> reset & 1:
                     found.append(f"{event} may arrive before: {self.names[reset]}")
-        for accesses in self.accesses.values():
-            for (a, mine, writes), (b, other, writes_too) in itertools.combinations(accesses, 2):
-                if not (writes or writes_too) or not _overlap(mine, other):
-                    continue
-                if not (before[a] >> b & 1 or before[b] >> a & 1):
-                    found.append(f"at once: {self.names[a]} and {self.names[b]}")
+        for a, b in self._conflicts():
+            if not (before[b] >> a & 1 or before[a] >> b & 1):
+                found.append(f"at once: {self.names[a]} and {self.names[b]}")
         for begin, end in self.waiting:
-            awaited = before[end] & ~before[begin] & ~(1 << begin)
-            for node, (rank, operation) in enumerate(self.operations):
-                own = self.operations[begin] == (rank, operation) or (
-                    rank == self.operations[begin][0] and isinstance(operation, (Copy, RecordEvent))
-                )
-                if awaited >> node & 1 and not own:
+            own_rank = self.operations[begin][0]
+            for node in _bits(before[end] & ~before[begin] & ~(1 << begin)):
+                rank, operation = self.operations[node]
+                copies = rank == own_rank and isinstance(operation, (Copy, RecordEvent))
+                if not copies and self.operations[begin] != (rank, operation):
                     found.append(f"{self.names[begin]} occupies the SMs before {self.names[node]}")
         return found
+
+    def _conflicts(self) -> Iterator[tuple[int, int]]:
+        """Pairs of nodes that access common bytes, of which one writes."""
+        for accesses in self.accesses.values():
+            slots: dict[tuple[Buffer, int], list[tuple[int, BufferSlice, bool]]] = defaultdict(list)
+            for access in accesses:
+                slots[access[1].buffer, access[1].slot].append(access)
+            pairs = [itertools.combinations(slot, 2) for slot in slots.values()]
+            gathered = slots.pop((Buffer.KV_GATHERED, 0), [])
+            pairs += [itertools.product(gathered, slot) for slot in slots.values()]
+            for (a, mine, writes), (b, other, writes_too) in itertools.chain(*pairs):
+                if (writes or writes_too) and _overlap(mine, other):
+                    yield a, b
 
     def stuck(self) -> list[str]:
         before = self._before()
@@ -266,6 +275,14 @@ class _Order:
                 if not missing[later]:
                     ready.append(later)
         return before if done == len(self.after) else None
+
+
+def _bits(numbers: int) -> Iterator[int]:
+    """The numbers of the bits that are 1."""
+    while numbers:
+        lowest = numbers & -numbers
+        yield lowest.bit_length() - 1
+        numbers ^= lowest
 
 
 def _overlap(a: BufferSlice, b: BufferSlice) -> bool:

@@ -22,8 +22,8 @@ from ringfa3.symmetric.ring_pass import BufferSpec, CallRecipes
 from ringfa3.symmetric.stream_ops import (
     AddToLocal,
     AddToSum,
-    Attend,
     AttendGathered,
+    AttendHop,
     Buffer,
     BufferSlice,
     Copy,
@@ -202,7 +202,7 @@ class SimulatedBackend:
         elif isinstance(operation, AddToLocal):
             task = self._in_parts(list(operation.slices), [], work)
         else:
-            assert isinstance(operation, Attend)
+            assert isinstance(operation, AttendHop)
             reads = [operation.kv] if operation.kv is not None else []
             writes = [operation.dkv] if operation.dkv is not None else []
             task = self._in_parts(reads, writes, work)
