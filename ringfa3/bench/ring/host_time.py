@@ -13,7 +13,7 @@ from ringfa3.bench.common.problem import Problem
 from ringfa3.bench.common.timing import median
 from ringfa3.bench.ring.implementations import Distributed
 
-RUNS = 20
+RUNS, SMOKE_RUNS = 20, 3  # on a GPU and on a CPU
 CALLS = 10  # of a run; the launch queue has room for all of them
 WARM_UP_RUNS = 3
 
@@ -47,8 +47,9 @@ def host_seconds(
 
 
 def _seconds(call: Callable[[], object], comm: Communicator, device: torch.device) -> float:
-    runs = []
-    for _ in range(WARM_UP_RUNS + RUNS):
+    seconds = []
+    runs = RUNS if device.type == "cuda" else SMOKE_RUNS
+    for _ in range(WARM_UP_RUNS + runs):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         comm.barrier()
@@ -57,7 +58,7 @@ def _seconds(call: Callable[[], object], comm: Communicator, device: torch.devic
         begin = time.perf_counter()
         for _ in range(CALLS):
             call()
-        runs.append((time.perf_counter() - begin) / CALLS)
+        seconds.append((time.perf_counter() - begin) / CALLS)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return median(runs[WARM_UP_RUNS:])
+    return median(seconds[WARM_UP_RUNS:])
