@@ -126,9 +126,9 @@ _read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
 def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
     """Lengths of packed sequences of `tokens` tokens. Raises ValueError: `cu` does not fit them."""
     check_cu_seqlens(name, cu)
-    known = _read.get(id(cu))
-    if known is not None and known[0]() is cu and known[1] == cu._version:
-        lengths = known[2]
+    earlier = _read.get(id(cu))
+    if earlier is not None and earlier[0]() is cu and earlier[1] == cu._version:
+        lengths = earlier[2]
     else:
         if cu.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(

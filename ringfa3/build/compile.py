@@ -1,4 +1,4 @@
-"""Compiles units: each into one shared library, an entry of the cache, once and outside import.
+"""Compiles units, once and outside import. The library of a unit is an entry of the cache.
 
 The name of an entry holds the hashes of sources and flags, and of the tools.
 """

@@ -1,8 +1,7 @@
-"""Whether the compiler made of a kernel what was meant: ptxas's remarks and the machine code.
+"""Checks compiled kernels for faults that cost speed and raise no error at run time.
 
-Three things cost speed without a word at run time, so they are faults here: wgmmas that ptxas has
-serialised, registers spilled beyond a few, and local memory touched in the loop that runs for every
-block of keys.
+ptxas's remarks show serialised wgmmas and spilled registers. The machine code shows loads and
+stores of local memory in the steady loop, which runs for every block of keys.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from ringfa3.build.toolchain import find_program
 from ringfa3.errors import BuildError
 
 SERIALISED = r"\(C75(08|10|11|12|14|15|17)\)|wgmma\S* instructions are serialized"
-SPILL_BYTES = 32  # of stores, and of loads, that a kernel may have
+SPILL_BYTES = 32  # that a kernel may store, and load
 
 
 def ptxas_faults(remarks: str) -> list[str]:
-    """What is wrong by ptxas's remarks (`-Xptxas=-v`); empty if nothing is."""
+    """Faults in ptxas's remarks (`-Xptxas=-v`); empty if there are none."""
     faults = [line for line in remarks.splitlines() if re.search(SERIALISED, line)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", remarks)
     if not spills:
@@ -37,7 +36,7 @@ def ptxas_faults(remarks: str) -> list[str]:
 
 
 def sass_faults(listing: str) -> list[str]:
-    """What is wrong by the machine code (`cuobjdump -sass`); empty if nothing is."""
+    """Faults in machine code (`cuobjdump -sass`); empty if there are none."""
     kernels = [code for code in _kernels(listing) if any(c.wgmma for c in code)]
     if not kernels:
         return ["no kernel in the listing has a wgmma"]
@@ -45,7 +44,7 @@ def sass_faults(listing: str) -> list[str]:
 
 
 def disassemble(library: Path) -> str:
-    """The machine code of a library. Raises BuildError where cuobjdump is missing or fails."""
+    """The machine code of a library. Raises BuildError: cuobjdump is missing, or fails."""
     cuobjdump, _ = find_program("cuobjdump")
     done = subprocess.run(
         [cuobjdump, "-sass", library], capture_output=True, text=True, check=False
@@ -73,7 +72,7 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> int | None:
-        """Where it may jump to. BSSY names the place where its branches meet: no jump."""
+        """The address it may jump to. BSSY names a reconvergence point and does not jump."""
         if self.opcode.partition(".")[0] not in ("BRA", "JMP", "CALL", "WARPSYNC"):
             return None
         address = re.search(r"0x([0-9a-f]+)$", self.operands)
@@ -81,10 +80,10 @@ class Instruction(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether the next instruction is never reached from here."""
+        """Whether control never falls through to the next instruction."""
         if self.guard:
             return False
-        if self.opcode in ("BRA", "JMP"):  # `BRA P1, 0x1230` has a condition too
+        if self.opcode in ("BRA", "JMP"):  # `BRA P1, 0x1230` is conditional
             return "," not in self.operands
         return self.opcode.partition(".")[0] in ("EXIT", "RET", "BRX", "JMX")
 
@@ -117,8 +116,8 @@ def _kernel_faults(code: Sequence[Instruction]) -> Iterator[str]:
 def steady_loops(code: Sequence[Instruction]) -> list[frozenset[int]]:
     """The innermost loops that hold a wgmma, as indices into `code`.
 
-    Loops of the control flow, not stretches of addresses: ptxas puts the waits of a loop behind the
-    kernel's end and jumps back from there, over code that is in no loop at all.
+    Loops of the control-flow graph, not ranges of addresses: ptxas moves the waits of a loop behind
+    the kernel's end and jumps back from there, over code that belongs to no loop.
     """
     follows = _successors(code)
     precedes: list[list[int]] = [[] for _ in code]
@@ -129,7 +128,7 @@ def steady_loops(code: Sequence[Instruction]) -> list[frozenset[int]]:
     loops: dict[int, set[int]] = {}
     for i, after in enumerate(follows):
         for head in after:
-            if dominators[i] >> head & 1:  # a jump back: whatever reaches it without the head
+            if dominators[i] >> head & 1:  # a back edge; the body reaches it without the head
                 body = loops.setdefault(head, {head})
                 open_ends = [i]
                 while open_ends:
@@ -150,7 +149,7 @@ def _successors(code: Sequence[Instruction]) -> list[list[int]]:
 
 
 def _dominators(precedes: Sequence[Sequence[int]]) -> list[int]:
-    """For every instruction the set, as bits, of those on each way to it; 0 if there is no way."""
+    """Per instruction its dominators, as a bit set; 0 if it is unreachable."""
     sets = [0] * len(precedes)
     changed = True
     while changed:

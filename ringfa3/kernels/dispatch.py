@@ -59,7 +59,7 @@ def select_backward(q: torch.Tensor) -> BackwardKernel:
 
 
 def _select_unit(direction: str, q: torch.Tensor) -> Unit | None:
-    """The unit to run; None for the executor, which users of a GPU are told."""
+    """The unit to run; None for the executor, and on a GPU a line that says so."""
     reason = executor_reason(direction, q)
     if reason is None:
         return unit_for(direction, q)

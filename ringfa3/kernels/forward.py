@@ -147,7 +147,7 @@ class _Tables(NamedTuple):
         Raises ValueError: a tile has spans, and no key to visit in any of them. Its consumers would
         wait for a block that never comes. Plans make no such tile: they give a tile that sees
         nothing no spans, at the one hop where it is stored. A tile of another hop must not be
-        fetched at all, so what the caller meant cannot be told.
+        fetched at all, so the intended result is unknown.
         """
         empty = (tiling.tiles["num_spans"] > 0) & (tiling.visited_columns() == 0)
         if empty.any():

@@ -80,9 +80,9 @@ def _handle(device: int) -> int:
 
 
 def _stream_id(handle: int) -> int:
-    found = ctypes.c_uint64()
-    _call("cuStreamGetId", ctypes.c_void_p(handle), ctypes.byref(found))
-    return found.value
+    number = ctypes.c_uint64()
+    _call("cuStreamGetId", ctypes.c_void_p(handle), ctypes.byref(number))
+    return number.value
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -82,8 +82,8 @@ class Uploads(Generic[T]):
         return table
 
     def clear(self) -> None:
-        for known in (self._first, self._of_streams, self._captured):
-            known.clear()
+        for tables in (self._first, self._of_streams, self._captured):
+            tables.clear()
 
 
 class Counters:
@@ -114,12 +114,12 @@ class Counters:
 K = TypeVar("K")
 
 
-def _store(known: dict[K, T], key: K, value: T) -> None:
+def _store(copies: dict[K, T], key: K, value: T) -> None:
     """Adds an entry of a stream, and drops the oldest entry of too many."""
     with _lock:  # threads may add at the same time
-        known[key] = value
-        if len(known) > MAX_COPIES:
-            del known[next(iter(known))]
+        copies[key] = value
+        if len(copies) > MAX_COPIES:
+            del copies[next(iter(copies))]
 
 
 def upload(table: Table | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Shards: documents are cut into segments, and segments placed on ranks.
+"""Shards: which tokens of which documents each rank holds, as segments.
 
 A *segment* is a run of consecutive tokens of one document on one rank. Two layouts exist:
 
@@ -24,9 +24,9 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 CUT = 128  # tokens of a row tile, at whose multiples cuts are favoured
-# Shares of a rank's mean work, tried in turn: longer documents are cut; 0: all documents are.
+# Shares of a rank's mean work, tried in turn: documents with more work are cut; 0: all are.
 SHARES = (1.0, 1 / 16, 1 / 64, 0.0)
-BALANCED = 1.015  # a placement is accepted if the maximum work over ranks is this many means
+BALANCED = 1.015  # accepted maximum of a rank's work, over the mean
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class _Placement:
         self.whole = np.full(len(lengths), -1, np.int64)
         self.cut: dict[int, dict[int, int]] = {}
         self.sliced: dict[int, tuple[int, int, bool]] = {}
-        self.load = [0.0] * len(quota)  # work, the mean over ranks being 1
+        self.load = [0.0] * len(quota)  # work over its mean
         self.tokens = [0] * len(quota)
         self._place(share)
 

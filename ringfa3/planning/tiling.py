@@ -156,7 +156,7 @@ def _hop_slices(hop: Ints, num_hops: int) -> list[slice]:
 
 
 class Plan:
-    """Spans of one rank over all its hops, and tilings of them, made on demand and kept.
+    """Spans of one rank over all its hops, and their tilings, which are made on demand and cached.
 
     queries    local query segments
     keys       key segments of all hops, hop by hop; rows count within their hop's buffer
