@@ -12,13 +12,13 @@ SYSTEM = Path("/sys")
 MIN_CORES = 4  # of a node, for a rank and its threads
 
 
-def move_near(device: torch.device) -> int | None:
+def bind_to_numa_node(device: torch.device) -> int | None:
     """Binds this process to the cores of its GPU's NUMA node, and returns the node.
 
     None, and nothing changes, if the node is unknown or the process may use too few of its cores.
     """
-    node = node_of(pci_address(device)) if device.type == "cuda" else None
-    near = cores_of(node) if node is not None else set()
+    node = numa_node_of(pci_address(device)) if device.type == "cuda" else None
+    near = cores_of_node(node) if node is not None else set()
     if len(near) < MIN_CORES:
         return None
     os.sched_setaffinity(0, near)
@@ -31,7 +31,7 @@ def pci_address(device: torch.device) -> str:
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
-def node_of(address: str) -> int | None:
+def numa_node_of(address: str) -> int | None:
     """The NUMA node of the device at a PCI address; None if unknown."""
     try:
         node = int((SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
@@ -40,7 +40,7 @@ def node_of(address: str) -> int | None:
     return node if node >= 0 else None  # -1 on a host without nodes
 
 
-def cores_of(node: int) -> set[int]:
+def cores_of_node(node: int) -> set[int]:
     """The cores of a NUMA node that this process may use; empty if unknown."""
     try:
         listed = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from ringfa3.numa import move_near, node_of, pci_address
+from ringfa3.numa import bind_to_numa_node, numa_node_of, pci_address
 from train.config import ParallelConfig
 
 
@@ -16,10 +16,10 @@ def set_affinity(config: ParallelConfig, device: torch.device) -> None:
     Local process n uses GPU n. Processes whose GPUs share a NUMA node share its cores.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    node = move_near(device) if config.numa else None
+    node = bind_to_numa_node(device) if config.numa else None
     if node is not None:
         addresses = [pci_address(torch.device("cuda", gpu)) for gpu in range(processes)]
-        processes = sum(node_of(address) == node for address in addresses)
+        processes = sum(numa_node_of(address) == node for address in addresses)
     torch.set_num_threads(threads(config, len(os.sched_getaffinity(0)), processes))
 
 

@@ -24,7 +24,7 @@ from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.timing import CudaStopwatch, compare, median, paired, protocol
 from ringfa3.bench.ring.run_plan import query
 from ringfa3.kernels.dispatch import executor_reason
-from ringfa3.numa import move_near
+from ringfa3.numa import bind_to_numa_node
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring.op import run_backward, run_forward
 from ringfa3.ring.prepare_call import PreparedCall, pass_kind
@@ -130,7 +130,7 @@ def rehearse(options: Options) -> int:
             raise BenchError(f"{direction}: {reason}, and the executor is not timed in its place")
     if reason := unsupported_reason():
         raise BenchError(reason)
-    move_near(device)
+    bind_to_numa_node(device)
     store = join_job(device, options.timeout)
     comm = Communicator(rank, world, store, device, options.timeout)
     group = RehearsalGroup(rank, options.plays, options.ranks, options.timeout, comm.all_gather)

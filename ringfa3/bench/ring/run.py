@@ -56,7 +56,7 @@ from ringfa3.bench.ring.run_plan import Options, planned_rows, query, world_size
 from ringfa3.bench.ring.summary import ring_lines, ring_row_line
 from ringfa3.bench.ring.table import ring_tables
 from ringfa3.kernels.dispatch import executor_reason, select_forward
-from ringfa3.numa import move_near
+from ringfa3.numa import bind_to_numa_node
 from ringfa3.symmetric.forward_mode import FORWARD_MODES, gathered_bytes, select_forward_mode
 
 PRESENTATION = Presentation(ring_tables, ring_lines, ring_figures, ring_row_line)
@@ -82,7 +82,7 @@ def run(options: Options) -> int:
     settings = _settings(options)
     rank, world, local = job_ranks()
     device = machine.find_device(options.device, local)
-    node = move_near(device)  # torchrun does not bind processes to cores
+    node = bind_to_numa_node(device)  # torchrun does not bind processes to cores
     store = join_job(device, options.timeout)
     everyone = Communicator(rank, world, store, device, options.timeout)
     worlds = world_sizes(options.worlds, world)

@@ -119,7 +119,7 @@ def test_a_rehearsal_writes_a_row_for_each_case(
         "CudaStopwatch": lambda _: None,
         "executor_reason": lambda *_: None,
         "unsupported_reason": lambda: None,
-        "move_near": lambda _: None,
+        "bind_to_numa_node": lambda _: None,
         "paired": by_the_clock,
     }
     for name, stand_in in stand_ins.items():
