@@ -248,7 +248,7 @@ def test_the_ablation_says_where_its_kernels_are_absent(
 
 
 @pytest.mark.parametrize(
-    ("name", "direction", "lineup"),
+    ("name", "direction", "names"),
     [
         ("merge", "forward", ["merge", "store", "store in float32", "merge and store"]),
         ("deterministic", "backward", ["RingFA3 deterministic", "RingFA3"]),
@@ -257,15 +257,15 @@ def test_the_ablation_says_where_its_kernels_are_absent(
     ],
 )
 def test_sets_on_the_cpu_from_end_to_end(
-    tmp_path: Path, name: str, direction: str, lineup: list[str]
+    tmp_path: Path, name: str, direction: str, names: list[str]
 ) -> None:
     arguments = ("--device", "cpu", "--set", name, "--head-dim", "128", "-q")
     assert run(*arguments, "--direction", direction[0] + "wd", "--out", tmp_path) == 0
     found = Results.load(tmp_path / "results.json")
     assert found.rows
     for row in found.rows:
-        assert (row.direction, row.implementations, row.stopped) == (direction, lineup, None)
-        assert all(row.comparisons[peer].ratio is not None for peer in lineup[1:])
+        assert (row.direction, row.implementations, row.stopped) == (direction, names, None)
+        assert all(row.comparisons[peer].ratio is not None for peer in names[1:])
         assert row.keys == ([16] if name in ("merge", "hops") else None)
     assert (tmp_path / f"{direction}-{name}.png").exists()
     notes = [line for line in found.left_out if line.startswith("cuDNN: ")]
