@@ -16,6 +16,7 @@ GPU_DTYPES = (torch.bfloat16, torch.float16)
 PRECISIONS = ("native", "fp8")
 LAYOUTS = ("zigzag", "contiguous")
 TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
+TRANSPORTS_OF = {"cuda": ("nccl", "symmetric"), "cpu": ("gloo",)}  # by type of device
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -37,7 +38,7 @@ def check_precision(precision: str) -> None:
 def check_transport(transport: str, device: torch.device) -> None:
     """Whether `transport` exists and can move tensors on `device`."""
     check_choice("transport", transport, TRANSPORTS)
-    fitting = ("nccl", "symmetric") if device.type == "cuda" else ("gloo",)
+    fitting = TRANSPORTS_OF.get(device.type, ("gloo",))
     if transport not in ("auto", *fitting):
         raise ValueError(
             f"transport={transport!r} cannot move {device.type} tensors: use "

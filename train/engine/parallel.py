@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringfa3.ring.process_group import rendezvous
+from ringfa3.validation import TRANSPORTS_OF
 from train.config import Config, ConfigError, ParallelConfig
 
 
@@ -84,7 +85,7 @@ def choose_device(config: Config) -> torch.device:
             "train.precision=float32: attention on the GPU computes in 16 bits; nearest valid: "
             "train.precision=bfloat16 (or parallel.device=cpu)"
         )
-    allowed = ("nccl", "symmetric") if cuda else ("gloo",)
+    allowed = TRANSPORTS_OF[device.type]
     if config.parallel.transport not in ("auto", *allowed):
         raise ConfigError(
             f"parallel.transport={config.parallel.transport} cannot move {device.type} tensors; "

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from ringfa3.validation import LAYOUTS, TRANSPORTS, TRANSPORTS_OF
 from train.config import ConfigError, SourceConfig, get
-from train.run.checks import check
+from train.run.checks import CHOICES, check
 
 
 def test_sources_and_their_weights_must_fit(config, text_folder):
@@ -112,3 +113,10 @@ def test_wandb_must_be_there_before_it_is_switched_on(config, monkeypatch, tmp_p
     (tmp_path / "wandb" / "__init__.py").touch()
     importlib.invalidate_caches()
     check(config, world=1)
+
+
+def test_layouts_and_transports_are_those_of_ringfa3():
+    """The checks list them again, for they run without importing PyTorch."""
+    assert set(CHOICES["parallel.layout"]) == set(LAYOUTS)
+    assert set(CHOICES["parallel.transport"]) == set(TRANSPORTS)
+    assert set(TRANSPORTS) == {"auto"}.union(*TRANSPORTS_OF.values())
