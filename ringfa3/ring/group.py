@@ -1,8 +1,8 @@
 """One rank's view of a context group: agreement before a call, connections during it.
 
 Ranks agree over the group's store: each writes an entry, its settings or its error; no rank raises
-before it has read all entries, and then all raise or none. Tensors travel on a process group of our
-own, apart from the user's collectives.
+before it has read all entries, and then all raise or none. Tensors use a process group of our own,
+apart from the user's collectives.
 
 A rank that waits for a peer also polls the store. So an error reaches every rank with its cause,
 even if only one rank has entered an agreement.

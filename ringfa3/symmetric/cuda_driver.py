@@ -26,10 +26,7 @@ class MemoryOp(ctypes.Structure):
     _fields_ = (
         ("operation", ctypes.c_int),
         ("address", ctypes.c_uint64),
-        (
-            "value",
-            ctypes.c_uint64,
-        ),  # a union of 32 and 64 bits, of which 32-bit operations read the lower half
+        ("value", ctypes.c_uint64),  # a union: 32-bit operations read the lower half
         ("flags", ctypes.c_uint),
         ("alias", ctypes.c_uint64),
         ("reserved", ctypes.c_uint64),

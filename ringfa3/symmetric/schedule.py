@@ -231,7 +231,7 @@ class _Builder:
         for hop in self.visits:
             self.set(Stream.KV, self.owner(hop), Purpose.KV_CONSUMED, self.parity)
         for hop, reader in self.readers():
-            what = f"hop {hop}: K/V taken by"
+            what = f"hop {hop}: K/V consumed by"
             self.wait(Stream.KV, reader, Purpose.KV_CONSUMED, self.parity, what)
         self.add(RecordEvent(Stream.KV, Event("kv_shared_free", self.parity)))
 
@@ -249,7 +249,7 @@ class _Builder:
         self.set(Stream.GRADIENTS, self.owner(hop), Purpose.DKV_READY, self.parity)
 
     def wait_until_consumed(self, hop: int) -> None:
-        what = f"hop {hop}: dK/dV taken by"
+        what = f"hop {hop}: dK/dV consumed by"
         self.wait(Stream.GRADIENTS, self.owner(hop), Purpose.DKV_CONSUMED, self.parity, what)
         if hop in self.visits[:-2]:
             self.add(RecordEvent(Stream.GRADIENTS, Event("dkv_consumed", hop)))

@@ -141,12 +141,12 @@ def test_a_rank_killed_in_mid_backward_ends_the_others(world: int, tmp_path: Pat
         killed = (tmp_path / "killed").stat().st_mtime
         for rank, process in enumerate(ranks):
             process.join(max(0.1, killed + TIMEOUT_S + 5 - time.time()))
-            said = (tmp_path / f"{rank}.log").read_text()
-            assert process.exitcode is not None, f"rank {rank} goes on; {said}"
+            log = (tmp_path / f"{rank}.log").read_text()
+            assert process.exitcode is not None, f"rank {rank} still runs; {log}"
             if rank != LOST:
-                assert process.exitcode != 0, said
-                found = re.search(r"RingError: rank \d: .*(hop \d: d?K/d?V|gave up because)", said)
-                assert found, said
+                assert process.exitcode != 0, log
+                error = re.search(r"RingError: rank \d: .*(hop \d: d?K/d?V|gave up because)", log)
+                assert error, log
         print(f"the others ended {time.time() - killed:.1f} s after the kill")
     finally:
         for process in ranks:

@@ -105,8 +105,10 @@ def test_the_rank_that_hosts_the_store_may_fail_too(how: str, world: int, direct
     check(results, world, 0, direction, TIMEOUT_S + SLACK_S)
 
 
-@pytest.mark.parametrize("how", ["RuntimeError", "ValueError"])
-@pytest.mark.parametrize(("world", "direction"), [(3, "forward"), (4, "backward")])
+@pytest.mark.parametrize(
+    ("how", "world", "direction"),
+    [("RuntimeError", 3, "forward"), ("ValueError", 4, "backward")],
+)
 def test_an_error_on_one_rank_reaches_the_others_with_its_cause(
     how: str, world: int, direction: str
 ) -> None:

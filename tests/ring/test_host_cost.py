@@ -102,11 +102,11 @@ def test_a_repeated_call_over_symmetric_prepares_nothing(
         mock.patch.object(BufferSpec, "__init__", unexpected),
     ]
 
-    def refuse() -> None:
+    def forbid_preparation() -> None:
         for patch in patches:
             patch.start()
 
-    meet = threading.Barrier(world, refuse, timeout=20.0)
+    meet = threading.Barrier(world, forbid_preparation, timeout=20.0)
     try:
         with mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=5.0):
             results = ranks.run(lambda group: _steady(group, meet))

@@ -246,8 +246,8 @@ def _events(group: Group, kv_heads: int) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_blocks_and_partials_move_while_a_hop_is_computed(ranks: Ranks, kv_heads: int) -> None:
-    """In one exchange, awaited after the hop. The last rows return beside some heads of the rank's
-    own keys, if it has several."""
+    """In one exchange, which ends after the hop. The last rows return beside some heads of the
+    rank's own keys, if it has several."""
     kv, partial = ["K/V", "compute", "wait"], ["partial", "compute", "wait"]
     both = ["K/V and partial", "compute", "wait"]
     returned = ["return", *(["compute"] if kv_heads > 1 else []), "wait"]
@@ -257,7 +257,7 @@ def test_blocks_and_partials_move_while_a_hop_is_computed(ranks: Ranks, kv_heads
 
 
 class Late:
-    """An exchange whose messages arrive only when they are awaited."""
+    """An exchange whose messages arrive only in `wait`."""
 
     def __init__(
         self, transport: GlooTransport, sends: list[Message], receives: list[Message]

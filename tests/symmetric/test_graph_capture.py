@@ -112,7 +112,7 @@ def test_a_call_whose_like_has_run_is_captured(entered: Entered) -> None:
 
 
 def test_the_first_call_of_its_kind_is_not_captured(entered: Entered) -> None:
-    """Nor the second, if the first was refused."""
+    """Nor the second, if the first has raised."""
     for _ in range(2):
         with pytest.raises(ValueError, match=FIRST):
             entered.call(captured=True)
