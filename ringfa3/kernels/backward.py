@@ -178,7 +178,7 @@ class BackwardPass:
             if dk.dtype != torch.float32:
                 sums = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in sums)
             _clear(*sums)
-        elif tables.unseen:
+        elif tables.without_work:
             _clear(dk, dv)
         if not tables.num_work_units:
             return
@@ -248,7 +248,7 @@ class _Tables(NamedTuple):
     addresses: tuple[int, ...]  # work_units, spans and earlier of BackwardArgs
     num_work_units: int
     shared: bool  # whether tiles are split
-    unseen: bool  # whether some tiles have no work unit
+    without_work: bool  # whether some tiles have no work unit
 
 
 _tables: Uploads[_Tables] = Uploads()

@@ -222,8 +222,8 @@ def preprocess(
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
     if dlse is not None:
         delta = delta - dlse
-    blind = lse == -torch.inf
-    return lse.masked_fill(blind, torch.inf), delta.masked_fill(blind, 0)
+    no_keys = lse == -torch.inf
+    return lse.masked_fill(no_keys, torch.inf), delta.masked_fill(no_keys, 0)
 
 
 def _by_kv_head(x: torch.Tensor, hk: int) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Tiling:
         columns = np.bincount(tile, np.maximum(0, end - begin), len(self.tiles))
         return columns.astype(np.int64)
 
-    def visited(self, span: int, block: int, tile_m: int) -> tuple[int, int]:
+    def visiting_key_tiles(self, span: int, block: int, tile_m: int) -> tuple[int, int]:
         """Backward: key tiles [first, end) of a span that visit its row block number `block`."""
         s = self.spans[span]
         rows, keys = int(s["q1"] - s["q0"]), int(s["k1"] - s["k0"])
@@ -91,10 +91,10 @@ class Tiling:
 
     def turn(self, span: int, key_tile: int, block: int, tile_m: int) -> int:
         """Deterministic backward: tiles that add to a dQ block before `key_tile` of a span."""
-        turn = self.visited(span, block, tile_m)[1] - 1 - key_tile
+        turn = self.visiting_key_tiles(span, block, tile_m)[1] - 1 - key_tile
         other = int(self.earlier[span])
         while other >= 0:
-            begin, end = self.visited(other, block, tile_m)
+            begin, end = self.visiting_key_tiles(other, block, tile_m)
             turn += end - begin
             other = int(self.earlier[other])
         return turn
