@@ -22,7 +22,7 @@ class Stream(NamedTuple):
     """The current stream of a device.
 
     captured  whether a CUDA graph captures it
-    id        the driver's stream id; 0 if captured: a graph may replay on any stream
+    id        the driver's stream id; 0 if captured: the driver gives none during a capture
     """
 
     device: torch.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,15 +63,25 @@ def test_every_stream_has_tables_of_its_own(events: Events) -> None:
     assert read(some, on(1, handle=8)) is one
 
 
-def test_a_captured_launch_waits_for_the_upload_that_it_reads(events: Events) -> None:
-    """Once: the first upload, of whatever stream; an event was recorded right behind it."""
+def test_a_captured_launch_waits_for_the_upload_that_it_reads(
+    events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the first upload, of whatever stream, with an event recorded behind it."""
+
+    def upload(*arguments: Any) -> torch.Tensor:
+        events.log.append(("upload", 0))
+        return uploads.upload(*arguments)
+
+    monkeypatch.setattr(forward, "upload", upload)
     some = tiling()
     first = read(some, on(1))
-    assert events.log == [("record", 0)]
+    expected = [("upload", 0), ("upload", 0), ("record", 0)]
+    assert events.log == expected
     read(some, on(2))
+    expected += [("upload", 0), ("upload", 0)]
     for stream in (1, 2):
         assert read(some, on(stream, captured=True)) is first
-    assert events.log == [("record", 0), ("finish", 0)]
+    assert events.log == [*expected, ("finish", 0)]
 
 
 @pytest.mark.parametrize("captured", [False, True])
