@@ -1,18 +1,19 @@
-// One unit of the backward: compiled once per element type and head dim, see ringfa3/build.py.
+// A unit of the backward: one element type and head dim, defined by ringfa3/build/compile.py.
 #include "backward/kernel.cuh"
+#include "backward/postprocess.cuh"
 #include "backward/preprocess.cuh"
 
-using Traits =
-    ringfa3::BackwardTraits<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_M, RINGFA3_TILE_N>;
+using Shapes =
+    ringfa3::BackwardShapes<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_M, RINGFA3_TILE_N>;
 
 extern "C" int ringfa3_preprocess(ringfa3::PreprocessArgs const* args, void* stream) {
-  return ringfa3::launch_preprocess<Traits>(*args, static_cast<cudaStream_t>(stream));
+  return ringfa3::launch_preprocess<Shapes>(*args, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int ringfa3_backward(ringfa3::BackwardArgs const* args, void* stream) {
-  return ringfa3::launch_backward<Traits>(*args, static_cast<cudaStream_t>(stream));
+  return ringfa3::launch_backward<Shapes>(*args, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int ringfa3_postprocess(ringfa3::PostprocessArgs const* args, void* stream) {
-  return ringfa3::launch_postprocess<Traits>(*args, static_cast<cudaStream_t>(stream));
+  return ringfa3::launch_postprocess<Shapes>(*args, static_cast<cudaStream_t>(stream));
 }

@@ -1,25 +1,31 @@
-// What crosses from Python into a kernel: plain data, mirrored field by field in
-// ringfa3/kernels.py.
+// Plain data that crosses from Python into the kernels. ringfa3/planning/tiling.py,
+// ringfa3/planning/work_split.py and ringfa3/kernels/{launch,backward}.py mirror it field by field.
 #pragma once
 
 #include <cstdint>
 
 namespace ringfa3 {
 
-// A rectangle of scores with a band: row r of [q0, q1) sees column c of [k0, k1)
-// iff lo <= (c - k0) - (r - q0) <= hi. See ringfa3/plan.py.
+// A rectangle of scores with a diagonal band: row r of [q0, q1) sees column c of [k0, k1) iff
+// lo <= (c - k0) - (r - q0) <= hi.
 struct Span {
-  int32_t q0, q1, k0, k1, lo, hi, arrival, grid_q0;
+  int32_t q0, q1, k0, k1, lo, hi;
+  int32_t arrival;  // the word that these keys wait for; 0: they are here
+  int32_t grid_q0;  // q0 in padded rows, see RowGrid
 };
 
-// Rows [row0, row0 + rows) and the spans that they visit.
+// Rows [row0, row0 + rows), which visit spans [first_span, first_span + num_spans).
 struct Tile {
-  int32_t row0, rows, first_span, num_spans, flags, grid_row0;
+  int32_t row0, rows, first_span, num_spans;
+  int32_t flags;      // TileFlags
+  int32_t grid_row0;  // row0 in padded rows
 };
 
+// Of the rows over all hops. kFirst: there is no partial output to merge with. kLast: store the
+// output dtype.
 enum TileFlags : int32_t { kFirst = 1, kLast = 2 };
 
-// A (tokens, heads, head_dim) tensor; strides in elements, the last is 1.
+// A (tokens, heads, head_dim) tensor; strides in elements, the last one is 1.
 struct Tensor3 {
   void* data;
   int64_t tokens, heads;
@@ -35,36 +41,39 @@ struct ForwardArgs {
   Span const* spans;
   int32_t const* arrivals;  // word n, n < 32: > 0 once the keys of spans with that number are here,
                             // < 0 if they never will be; may be null if no span has a number
-  uint32_t* counter;        // pieces of work taken; 0 before the launch and after it
+  uint32_t* counter;        // work items fetched; 0 before and after the launch
   int32_t num_tiles;
-  int32_t head_section;  // query heads whose tiles run together, whole groups
+  int32_t head_section;  // query heads that run together, whole groups
   int32_t num_ctas;
   float softmax_scale;
 };
 
-// Rows of one block of the row grid: tokens [row0, row0 + rows), the rest is padding.
+// A block of the row grid: tokens [row0, row0 + rows), then padding up to M rows.
 struct GridBlock {
   int32_t row0, rows;
 };
 
-// The padded rows in which LSE, D and the float32 dQ of a backward live through all its hops:
-// blocks of M rows, every query segment begins with one. See `Plan.row_grid` in ringfa3/plan.py.
+// The padded rows of a backward: LSE, D and the float32 dQ keep their place in it over all hops.
+// Every query segment begins with a new block of M rows, see `Plan.row_grid`.
 struct RowGrid {
   GridBlock const* blocks;
-  float* lse;    // (heads, num_blocks, M), to base 2; +inf in rows that see nothing, and in padding
+  float* lse;    // (heads, num_blocks, M), base 2; +inf in rows that see nothing, and in padding
   float* delta;  // (heads, num_blocks, M), D = rowsum(dO * O) - dLSE
-  float* dq;     // (heads, num_blocks, M * D), pieces of (64, 64) as the accumulators hold them
+  float* dq;     // (heads, num_blocks, M * D), dQ tiles of (64, 64) in the accumulators' order
   int64_t num_blocks;
 };
 
-// What one CTA does of a key tile: query heads [first_head, first_head + num_heads) of every KV
-// head's group, and of the blocks of rows that the tile visits, in order, [skip, skip + blocks), at
-// least one.
+// A key tile, or a part of one: query heads [first_head, first_head + num_heads) of a KV head's
+// group, and blocks [skip, skip + blocks) of the row blocks that the tile visits.
 struct WorkUnit {
-  int32_t row0, rows, first_span, flags, first_head, num_heads, skip, blocks;
+  int32_t row0, rows, first_span;
+  int32_t flags;  // WorkUnitFlags
+  int32_t first_head, num_heads;
+  int32_t skip, blocks;  // blocks >= 1
 };
 
-enum WorkUnitFlags : int32_t { kShared = 4 };  // the only one: other work units add to these keys
+// kShared: other work units add to the same keys.
+enum WorkUnitFlags : int32_t { kShared = 4 };
 
 struct PreprocessArgs {
   Tensor3 out, dout;
@@ -76,15 +85,15 @@ struct PreprocessArgs {
 
 struct BackwardArgs {
   Tensor3 q, dout, k, v;
-  Tensor3 dk, dv;  // float32 where `float32_grads`, else the dtype of k
+  Tensor3 dk, dv;  // float32 if `float32_grads`, else the dtype of k
   RowGrid grid;
   WorkUnit const* work_units;  // in the order in which they are fetched
   Span const* spans;
-  int32_t const* earlier;  // per span, see `Tiling.turn`
-  int32_t* counter;        // the next piece of work; zero before the launch
-  int32_t* turns;          // (heads, num_blocks, pieces) zeros before the launch; null: no turns
+  int32_t const* earlier;  // (spans,), see `Tiling.earlier`
+  int32_t* counter;        // work items fetched; 0 before the launch
+  int32_t* turns;  // (heads, num_blocks, dQ tiles), zeros before the launch; null: dQ in any order
   int32_t num_work_units;
-  int32_t head_section;  // KV heads whose work units run together
+  int32_t head_section;  // KV heads that run together
   int32_t num_ctas;
   int32_t float32_grads;
   float softmax_scale;

@@ -8,27 +8,27 @@
 
 namespace ringfa3 {
 
-template <class Traits>
-struct WithoutOverlap : Traits {
+template <class Shapes>
+struct WithoutOverlap : Shapes {
   static constexpr bool Overlap = false;
 };
 
-template <class Traits>
-struct WithoutPingPong : Traits {
+template <class Shapes>
+struct WithoutPingPong : Shapes {
   static constexpr bool PingPong = false;
 };
 
 }  // namespace ringfa3
 
 extern "C" int ringfa3_forward(ringfa3::ForwardArgs const* args, void* stream) {
-  using Traits = ringfa3::ForwardTraits<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_N,
+  using Shapes = ringfa3::ForwardShapes<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_N,
                                         RINGFA3_TILE_M / 64>;
   auto const on = static_cast<cudaStream_t>(stream);
 #if defined(RINGFA3_UNSPECIALISED)
-  return ringfa3::launch_unspecialised<Traits>(*args, on);
+  return ringfa3::launch_unspecialised<Shapes>(*args, on);
 #elif defined(RINGFA3_WITHOUT_OVERLAP)
-  return ringfa3::launch_forward<ringfa3::WithoutOverlap<Traits> >(*args, on);
+  return ringfa3::launch_forward<ringfa3::WithoutOverlap<Shapes> >(*args, on);
 #elif defined(RINGFA3_WITHOUT_PING_PONG)
-  return ringfa3::launch_forward<ringfa3::WithoutPingPong<Traits> >(*args, on);
+  return ringfa3::launch_forward<ringfa3::WithoutPingPong<Shapes> >(*args, on);
 #endif
 }

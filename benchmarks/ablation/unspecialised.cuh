@@ -1,7 +1,7 @@
-// The forward without warps that only load: the thread that gives a stage back fills it again.
+// The forward without warp specialisation: a consumer thread that releases a stage refills it.
 //
-// For the benchmark's ablation (Table 2 of the paper). Consumers, their order and their softmax are
-// those of forward.cuh. Work is not fetched from the counter: every CTA takes its share of it.
+// Consumers, their turns and their softmax are the product's. Work items are not fetched from the
+// counter: CTA i runs items i, i + CTAs, ...
 #pragma once
 
 #include "forward/kernel.cuh"
@@ -10,59 +10,59 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Which loads of a CTA come next. One thread's, in shared memory: it has no registers to spare.
-template <class Traits>
-struct Course {
-  static constexpr int kBehind = 2 * Traits::Stages;
-  BlockIterator<Traits::N> block;   // whose K was loaded last
-  StageState<Traits::Stages> k, v;  // blocks whose K, and whose V, have been loaded
-  StageState<Traits::QStages> q;    // tiles whose Q has
-  StageState<kWorkDepth> taken;     // pieces of work that have been decoded, the end among them
-  uint32_t piece;                   // that `block` is of
-  int32_t next;                     // piece of work to take
-  uint32_t here;                    // bit n: the keys of word n have arrived
-  int2 behind[kBehind];             // (row, KV head) of blocks whose V is to be loaded
-  bool over;                        // the last one taken was the end
+// The next loads of a CTA. One thread uses it; it lies in shared memory to save registers.
+template <class Shapes>
+struct LoadState {
+  static constexpr int kPending = 2 * Shapes::Stages;
+  BlockIterator<Shapes::N> block;  // whose K was loaded last
+  Pipeline<Shapes::Stages> k, v;   // blocks whose K, and whose V, have been loaded
+  Pipeline<Shapes::QStages> q;     // tiles whose Q has been loaded
+  Pipeline<kWorkDepth> decoded;    // work items, and behind the last one an end mark
+  uint32_t item;                   // the number of the work item of `block`
+  int32_t next;                    // the work item that is decoded next
+  uint32_t arrived;                // bit n: the keys of word n have arrived
+  int2 pending[kPending];          // (row, KV head) of blocks whose V is loaded next
+  bool ended;                      // the end mark has been set
 };
 
-template <class Traits>
-struct Unspecialised : Traits {
+template <class Shapes>
+struct Unspecialised : Shapes {
   static constexpr int Producers = 0;
-  static constexpr int Threads = kWarpgroup * Traits::Consumers;
-  struct SharedStorage : Traits::SharedStorage {
-    Course<Traits> course;
+  static constexpr int Threads = kWarpgroup * Shapes::Consumers;
+  struct SharedStorage : Shapes::SharedStorage {
+    LoadState<Shapes> load_state;
   };
 };
 
-// Fills what `attend_tiles` gives back, one call for each stage. A thread of the last warpgroup
-// does it: the others' turns came before, so they have given the stage back too, or will whatever
-// is loaded later.
-template <class Traits>
+// Refills the stages that `ForwardConsumer` releases, one call for each. A thread of the last
+// warpgroup does it: the other warpgroups had their turns before, so they have released the stage,
+// or will do so without waiting for a later load.
+template <class Shapes>
 struct Refill {
-  static constexpr int M = Traits::M, N = Traits::N, D = Traits::D;
-  static constexpr int kLoader = kWarpgroup * (Traits::Consumers - 1);
-  ForwardParams<Traits> const& p;
-  typename Traits::SharedStorage& smem;
+  static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
+  static constexpr int kLoader = kWarpgroup * (Shapes::Consumers - 1);
+  ForwardParams<Shapes> const& p;
+  typename Shapes::SharedStorage& smem;
 
-  // All threads, once: Q of the first tiles, K and V of the first blocks.
+  // All threads, once: loads Q of the first tiles, K and V of the first blocks.
   CUTE_DEVICE void begin() const {
     if (threadIdx.x != kLoader) return;
-    auto& c = smem.course;
-    c.k = c.v = {}, c.q = {}, c.taken = {};
-    c.next = blockIdx.x, c.here = 1, c.over = false, c.piece = 0;
-    if (!taken(0)) return;
+    auto& c = smem.load_state;
+    c.k = c.v = {}, c.q = {}, c.decoded = {};
+    c.next = blockIdx.x, c.arrived = 1, c.ended = false, c.item = 0;
+    if (!has_item(0)) return;
     c.block = BlockIterator<N>(smem.work[0], p.args.spans);
     q();
-    for (int i = 0; i < Traits::Stages; ++i) k();
-    for (int i = 0; i < Traits::Stages; ++i) v();
-    for (int i = 1; i < Traits::QStages; ++i) q();
+    for (int i = 0; i < Shapes::Stages; ++i) k();
+    for (int i = 0; i < Shapes::Stages; ++i) v();
+    for (int i = 1; i < Shapes::QStages; ++i) q();
   }
 
   CUTE_DEVICE void q() const {
     if (threadIdx.x != kLoader) return;
-    auto& state = smem.course.q;
-    if (!taken(state.count)) return;
-    Work const& work = smem.work[state.count % kWorkDepth];
+    auto& state = smem.load_state.q;
+    if (!has_item(state.count)) return;
+    WorkItem const& work = smem.work[state.count % kWorkDepth];
     int const i = state.index();
     smem.q_empty[i].wait(state.phase() ^ 1);
     load_box<M, D>(p.q, smem.q_full[i], smem.q + i * M * D, work.tile.row0, work.head);
@@ -70,32 +70,32 @@ struct Refill {
   }
 
   CUTE_DEVICE void k() const {
-    auto& c = smem.course;
+    auto& c = smem.load_state;
     if (threadIdx.x != kLoader || !next_block()) return;
-    Work& work = smem.work[c.piece % kWorkDepth];
-    Visit const visit = c.block.visit();
-    int row = visit.key_row + c.block.start;
-    if (!(c.here >> visit.arrival & 1)) {
-      if (wait_for_arrival(p.args.arrivals + visit.arrival)) {
-        asm volatile("fence.proxy.async;" ::: "memory");  // before TMA loads what has arrived
-        c.here |= 1u << visit.arrival;
+    WorkItem& work = smem.work[c.item % kWorkDepth];
+    SpanColumns const columns = c.block.columns();
+    int row = columns.key_row + c.block.start;
+    if (!(c.arrived >> columns.arrival & 1)) {
+      if (wait_for_arrival(p.args.arrivals + columns.arrival)) {
+        asm volatile("fence.proxy.async;" ::: "memory");  // before TMA reads these keys
+        c.arrived |= 1u << columns.arrival;
       } else {
-        row = static_cast<int>(p.args.k.tokens);  // nothing is read past the last row
+        row = static_cast<int>(p.args.k.tokens);  // TMA reads zeros past the last row
         work.called_off = true;
       }
     }
     int const i = c.k.index();
     smem.k_empty[i].wait(c.k.phase() ^ 1);
     load_box<N, D>(p.k, smem.k_full[i], smem.k + i * N * D, row, work.kv_head);
-    c.behind[c.k.count % c.kBehind] = make_int2(row, work.kv_head);
+    c.pending[c.k.count % c.kPending] = make_int2(row, work.kv_head);
     c.k.advance();
-    c.block.done();
+    c.block.complete();
   }
 
   CUTE_DEVICE void v() const {
-    auto& c = smem.course;
+    auto& c = smem.load_state;
     if (threadIdx.x != kLoader || c.v.count == c.k.count) return;
-    int2 const at = c.behind[c.v.count % c.kBehind];
+    int2 const at = c.pending[c.v.count % c.kPending];
     int const i = c.v.index();
     smem.v_empty[i].wait(c.v.phase() ^ 1);
     load_box<N, D>(p.v, smem.v_full[i], smem.v + i * N * D, at.x, at.y);
@@ -105,61 +105,62 @@ struct Refill {
  private:
   // Goes to the block whose K is loaded next; false if there is none.
   CUTE_DEVICE bool next_block() const {
-    auto& c = smem.course;
-    if (!taken(c.piece)) return false;
+    auto& c = smem.load_state;
+    if (!has_item(c.item)) return false;
     if (c.block.next()) return true;
-    if (!taken(++c.piece)) return false;
-    c.block.begin_work(smem.work[c.piece % kWorkDepth]);
+    if (!has_item(++c.item)) return false;
+    c.block.begin_tile(smem.work[c.item % kWorkDepth]);
     return true;
   }
 
-  // Whether there is an n-th piece of work of this CTA; it is in shared memory then.
-  CUTE_DEVICE bool taken(uint32_t n) const {
-    auto& c = smem.course;
-    while (c.taken.count <= n && !c.over) take();
-    return n + c.over < c.taken.count;
+  // Whether this CTA has an n-th work item; if so, it is in shared memory afterwards.
+  CUTE_DEVICE bool has_item(uint32_t n) const {
+    auto& c = smem.load_state;
+    while (c.decoded.count <= n && !c.ended) decode();
+    return n + c.ended < c.decoded.count;
   }
 
-  // Decodes the next piece of work for all consumers, or tells them that there is none.
-  CUTE_DEVICE void take() const {
-    auto& c = smem.course;
-    int const i = c.taken.index();
-    smem.work_empty[i].wait(c.taken.phase() ^ 1);
-    Work& work = smem.work[i];
+  // Decodes the next work item for all consumers, or sets the end mark.
+  CUTE_DEVICE void decode() const {
+    auto& c = smem.load_state;
+    int const i = c.decoded.index();
+    smem.work_empty[i].wait(c.decoded.phase() ^ 1);
+    WorkItem& work = smem.work[i];
     work.head = -1;
     for (; work.head < 0 && c.next < p.num_work; c.next += gridDim.x) {
-      int head;
-      Tile const tile = piece_of(p, c.next, head);
+      auto const [number, head] =
+          decode_work(c.next, p.args.num_tiles, p.heads, p.args.head_section);
+      Tile const tile = p.args.tiles[number];
       if (tile.num_spans == 0) {
-        for (int lane = 0; lane < kWarp; ++lane) store_nothing<Traits>(p.args, tile, head, lane);
+        for (int lane = 0; lane < kWarp; ++lane) store_empty_tile<Shapes>(p.args, tile, head, lane);
         continue;
       }
-      for (int span = 0; span < min(tile.num_spans, kVisits); ++span) {
-        work.visits[span] = Visit(tile, p.args.spans[tile.first_span + span]);
+      for (int span = 0; span < min(tile.num_spans, kDecodedSpans); ++span) {
+        work.spans[span] = SpanColumns(tile, p.args.spans[tile.first_span + span]);
       }
       work.tile = tile, work.head = head, work.kv_head = head / p.group, work.called_off = false;
     }
-    c.over = work.head < 0;
+    c.ended = work.head < 0;
     smem.work_full[i].arrive();
-    c.taken.advance();
+    c.decoded.advance();
   }
 };
 
-template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads, 1)
-    unspecialised_kernel(__grid_constant__ ForwardParams<Traits> const p) {
+template <class Shapes>
+__global__ void __launch_bounds__(Shapes::Threads, 1)
+    unspecialised_kernel(__grid_constant__ ForwardParams<Shapes> const p) {
   extern __shared__ __align__(1024) char raw[];
-  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
-  if (threadIdx.x == 0) begin_barriers<Traits>(p, smem);
+  auto& smem = *reinterpret_cast<typename Shapes::SharedStorage*>(raw);
+  if (threadIdx.x == 0) init_barriers<Shapes>(p, smem);
   __syncthreads();
-  Refill<Traits> const refill{p, smem};
+  Refill<Shapes> const refill{p, smem};
   refill.begin();
-  attend_tiles<Traits>(p, smem, refill);
+  consume_tiles<Shapes>(p, smem, refill);
 }
 
-template <class Traits>
+template <class Shapes>
 cudaError_t launch_unspecialised(ForwardArgs const& a, cudaStream_t stream) {
-  using Without = Unspecialised<Traits>;
+  using Without = Unspecialised<Shapes>;
   return launch_forward<Without>(a, stream, unspecialised_kernel<Without>);
 }
 

@@ -1,4 +1,4 @@
-// The end of a work unit: dK and dV, stored or added to those of other work units.
+// The end of a work unit: storing dK and dV, or adding them to those of other units.
 #pragma once
 
 #include "backward/shapes.cuh"
@@ -8,14 +8,14 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Puts one warpgroup's dK or dV (64, D) of the keys from `first` of the tile where it belongs. A
-// quad of lanes holds two keys: `key` and `key + 8`.
-template <class Traits, class Accumulator>
+// Stores one warpgroup's dK or dV (64, D): in the dtype of k, or in float32, to which a kShared
+// unit adds. A quad of lanes holds the tile's keys `key` and `key + 8`.
+template <class Shapes, class Accumulator>
 CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
                                 WorkUnit const& unit, int kv_head, int key, int lane,
                                 Accumulator const& x) {
-  using Element = typename Traits::Element;
-  constexpr int D = Traits::D;
+  using Element = typename Shapes::Element;
+  constexpr int D = Shapes::D;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     bool const stored = key + 8 * r < unit.rows;
@@ -25,21 +25,21 @@ CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
       store_row<Element, D>(static_cast<Element*>(gradient.data) + offset, x, r, lane, stored);
     } else if (stored) {
       float* const to = static_cast<float*>(gradient.data) + offset + 2 * (lane % 4);
-      auto each = [&](auto put) {
+      auto for_each_pair = [&](auto put) {
         CUTE_UNROLL
         for (int n = 2 * r; n < D / 2; n += 4) {
           put(reinterpret_cast<float2*>(to + 2 * (n - 2 * r)), make_float2(x(n), x(n + 1)));
         }
       };
       if (unit.flags & kShared) {
-        each([](float2* at, float2 mine) {
+        for_each_pair([](float2* at, float2 mine) {
           asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};"
                        :
                        : "l"(at), "f"(mine.x), "f"(mine.y)
                        : "memory");
         });
       } else {
-        each([](float2* at, float2 mine) { *at = mine; });
+        for_each_pair([](float2* at, float2 mine) { *at = mine; });
       }
     }
   }

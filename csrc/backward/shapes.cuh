@@ -8,73 +8,70 @@
 #include <cutlass/cutlass.h>
 #include <cutlass/numeric_types.h>
 
-#include "hopper/pipeline.cuh"
+#include "backward/policy.h"
 #include "hopper/tma.cuh"
+#include "hopper/warp.cuh"
+#include "plan/work_queue.h"
 
 namespace ringfa3 {
 
 using namespace cute;
 
-// dQ leaves in pieces of (64, 64) floats, in the order in which a warpgroup's accumulators hold
-// them: (8 groups of columns, 128 threads, 4).
+// dQ is added to global memory in tiles of (64, 64) floats, in the order in which a warpgroup's
+// accumulators hold them: (8 groups of columns, 128 threads, 4).
 constexpr int kDqTile = 64 * 64;
 
-// A work unit for one KV head.
-struct KeyWork {
-  int32_t kv_head;  // -1: no more
+// A work item of the backward: a work unit for one KV head.
+struct KeyWorkItem {
+  int32_t kv_head;  // -1: no more work
   WorkUnit unit;
 };
 
-// A block of rows to load and to work on.
+// A block of query rows that a work unit visits, for one query head.
 struct RowBlock {
-  int32_t head;       // -1: no more
+  int32_t head;       // -1: no more blocks
   int32_t token;      // its first row
   int32_t key_row;    // the tile's first key
-  int32_t low, high;  // key n of the tile is seen by rows [n + low, n + high] of the block,
-  int32_t rows;       // of which these belong to the span, and
-  int32_t keys;       // so many keys to the tile
-  int32_t target;     // number of the block in LSE, D and dQ
+  int32_t low, high;  // rows [n + low, n + high] of the block see key n of the tile
+  int32_t rows;       // of the block that belong to the span
+  int32_t keys;       // of the tile
+  int32_t target;     // the block's number in LSE, D and dQ
   int32_t span;       // its number in the plan
-  int32_t turn;       // how many tiles add to its dQ before this one, where turns are kept
+  int32_t turn;       // tiles that add to its dQ earlier, if turns are kept
   int32_t flags;      // BlockFlags
 };
 
-// masked: some of its pairs must not be seen. foreign: its last rows are a neighbour's. first,
-// last: of the work unit.
+// kMasked: some pairs of the block must not be seen. kForeign: its last rows are a neighbour's.
+// kFirstBlock, kLastBlock: of the work unit.
 enum BlockFlags : int32_t { kMasked = 1, kForeign = 2, kFirstBlock = 4, kLastBlock = 8 };
 constexpr int kBlockFlagBits = 4;
 
-// A piece of dQ on its way out: its number, -1 for no more, and its turn.
+// A dQ tile in shared memory.
 struct DqTile {
-  int32_t number, turn;
+  int32_t number;  // in dQ; -1: no more tiles
+  int32_t turn;    // of its block
 };
 
 template <class Element_, int HeadDim_, int TileM_, int TileN_>
-struct BackwardTraits {
+struct BackwardShapes {
   using Element = Element_;
   static constexpr int D = HeadDim_;
   static constexpr int M = TileM_;
   static constexpr int N = TileN_;
-  static constexpr int Consumers = 2;
+  static constexpr BackwardPolicy kPolicy = kBackwardPolicy<D>;
+  static_assert(kPolicy.role_split == (N == 64));
+  static constexpr int Consumers = 2;  // warpgroups
   static constexpr int Threads = kWarpgroup * (Consumers + 1);
-  static constexpr int ConsumerRegisters = 240;
-  static constexpr int ProducerRegisters = 24;
-  // Either each warpgroup has 64 keys, or, where a tile has no more, one has dV and one has dK.
-  static constexpr bool Roles = N == 64;
-  static constexpr int QStages = D == 128 ? 3 : 2;
-  static constexpr int DoutStages = D < 256 ? 2 : 1;
-  static constexpr int DsStages = Roles ? 2 : 3;
-  static constexpr int BlockDepth = 4;  // blocks that are decoded, or not yet done with
-  // LSE and D are read while the products that they are for still run: registers are left for that.
-  static constexpr bool ReadsAhead = M == 64;
-  // A block's flags are looked up while the one before it is weighed, where a register is left.
-  static constexpr bool LooksAhead = D == 64;
-  static constexpr int DqTiles = M * D / kDqTile;          // of a block of dQ
+  static constexpr int QStages = kPolicy.q_stages;
+  static constexpr int DoutStages = kPolicy.dout_stages;
+  static constexpr int DsStages = kPolicy.ds_stages;
+  static constexpr int BlockDepth = 4;                     // decoded blocks, until they are done
+  static constexpr int DqTiles = M * D / kDqTile;          // of a block
   static constexpr int DqTilesEach = DqTiles / Consumers;  // of a warpgroup, side by side
 
-  // One warpgroup's products: S^T (64, M) = K (64, D) Q^T, dP^T = V dO^T alike,
-  // dV (64, D) += P^T (64, M) dO, dK += dS^T Q alike, both of registers, and a piece of dQ (64, 64)
-  // = dS (64, N) K.
+  // One warpgroup's products: S^T (64, M) = K (64, D) Q^T and dP^T (64, M) = V (64, D) dO^T;
+  // dV (64, D) += P^T (64, M) dO and dK (64, D) += dS^T (64, M) Q, with A in registers; a dQ tile
+  // (64, 64) = dS (64, N) K.
   using MmaS = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<M>, Int<D>>, GMMA::Major::K,
                            GMMA::Major::K>()));
@@ -90,7 +87,7 @@ struct BackwardTraits {
   using SmemQ = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<D>, Int<QStages>>{}));
   using SmemDout = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<D>, Int<DoutStages>>{}));
   using SmemK = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<D>>{}));  // and V
-  // The same bytes transposed, (D, M, S) and (D, N), as the other products' B want them.
+  // The same bytes transposed, (D, M, S) and (D, N): B operands of dK, dV and dQ.
   using SmemQt =
       decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<M>, Int<QStages>>{}, Step<_2, _1, _3>{}));
   using SmemDoutT = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<M>, Int<DoutStages>>{},
@@ -105,13 +102,13 @@ struct BackwardTraits {
     alignas(1024) Element dout[cosize_v<SmemDout>];
     alignas(1024) Element ds[cosize_v<SmemDs>];
     alignas(128) float dq[Consumers][kDqTile];
-    alignas(128) float p[Roles ? 64 * M : 1];  // P^T on its way from one warpgroup to the other
+    alignas(128) float p[kPolicy.role_split ? 64 * M : 1];  // P^T, from one warpgroup to the other
     alignas(128) float lse[QStages][M];
     alignas(128) float delta[DoutStages][M];
     RowBlock blocks[BlockDepth];
     DqTile dq_tiles[Consumers];
-    KeyWork work[kWorkDepth];
-    int32_t next_work;  // of the thread that plans
+    KeyWorkItem work[kWorkDepth];
+    int32_t next_work;  // of the thread that fetches
     alignas(16) cutlass::arch::ClusterTransactionBarrier k_full, v_full;
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier block_ready[BlockDepth], block_done[BlockDepth];
@@ -126,7 +123,9 @@ struct BackwardTraits {
 struct BackwardParams {
   CUtensorMap q, dout, k, v;
   BackwardArgs args;
-  int32_t group, kv_heads, num_work;
+  int32_t group;  // query heads of a KV head
+  int32_t kv_heads;
+  int32_t num_work;  // work items: work units x KV heads
 };
 
 }  // namespace ringfa3

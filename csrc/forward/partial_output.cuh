@@ -1,4 +1,4 @@
-// O and LSE of rows between hops, in global memory: O normalised, in float32.
+// The partial output between hops, in global memory: normalised O in float32, and LSE.
 #pragma once
 
 #include "forward/shapes.cuh"
@@ -7,20 +7,20 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Where a lane has its part of two rows of a tile, `row` and `row + 8`: element 4 * j + 2 * r + c
-// of an accumulator is column 8 * j + 2 * (lane % 4) + c of row r.
-template <class Traits>
+// Addresses of a lane's part of rows `row` and `row + 8` of a tile. Element 4j + 2r + c of an
+// accumulator is column 8j + 2 (lane % 4) + c of row r.
+template <class Shapes>
 struct PartialRows {
-  static constexpr int kSize = Traits::D / 2;  // of the accumulator
-  float* lse;                                  // of the first; the other's is 8 on
-  float* o;                                    // the first column
-  int64_t offset;                              // from the first row of O to the other
+  static constexpr int kSize = Shapes::D / 2;  // of the accumulator
+  float* lse;                                  // of `row`; that of `row + 8` is 8 floats on
+  float* o;                                    // the lane's first column of `row`
+  int64_t offset;                              // from `row` to `row + 8` of O, in floats
 
-  CUTE_DEVICE PartialRows(ForwardParams<Traits> const& p, Work const& work, int row, int lane) {
+  CUTE_DEVICE PartialRows(ForwardParams<Shapes> const& p, WorkItem const& work, int row, int lane) {
     int64_t const token = work.tile.row0 + row;
     lse = p.args.lse + work.head * p.args.lse_head_stride + token;
-    o = p.args.partial_out + (token * p.heads + work.head) * Traits::D + 2 * (lane % 4);
-    offset = int64_t{8} * p.heads * Traits::D;
+    o = p.args.partial_out + (token * p.heads + work.head) * Shapes::D + 2 * (lane % 4);
+    offset = int64_t{8} * p.heads * Shapes::D;
   }
 
   template <class Output>
@@ -42,12 +42,12 @@ struct PartialRows {
   }
 };
 
-// The O and LSE that earlier hops left of a thread's rows, `row` and `row + 8` of the tile. Of rows
-// past its end O keeps what it has, and the LSE is -inf.
-template <class Traits, class Output>
-CUTE_DEVICE void load_partial(ForwardParams<Traits> const& p, Work const& work, int row, int lane,
-                              Output& o, float (&lse)[2]) {
-  PartialRows<Traits> const at(p, work, row, lane);
+// Loads O and LSE of earlier hops for rows `row` and `row + 8` of the tile. In rows past its end O
+// is left unchanged and LSE is -inf.
+template <class Shapes, class Output>
+CUTE_DEVICE void load_partial(ForwardParams<Shapes> const& p, WorkItem const& work, int row,
+                              int lane, Output& o, float (&lse)[2]) {
+  PartialRows<Shapes> const at(p, work, row, lane);
   lse[0] = lse[1] = -INFINITY;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {

@@ -1,17 +1,18 @@
-// Which piece of work comes next: one warp takes it from a counter and decodes it.
+// The forward's work queue: one warp fetches work items from a counter and decodes them.
 #pragma once
 
 #include "forward/shapes.cuh"
+#include "hopper/pipeline.cuh"
 
 namespace ringfa3 {
 
 using namespace cute;
 
-// Warp-wide: O = 0 and LSE = -inf for the rows of a tile.
-template <class Traits>
-CUTE_DEVICE void store_nothing(ForwardArgs const& a, Tile const& tile, int head, int lane) {
-  constexpr int kEights = Traits::D / 8;  // of 16 bytes in a row of O
-  auto* const out = static_cast<typename Traits::Element*>(a.out.data) + head * a.out.head_stride;
+// Warp-wide: stores O = 0 and LSE = -inf for the rows of a tile that sees nothing.
+template <class Shapes>
+CUTE_DEVICE void store_empty_tile(ForwardArgs const& a, Tile const& tile, int head, int lane) {
+  constexpr int kEights = Shapes::D / 8;  // of a row of O, 16 bytes each
+  auto* const out = static_cast<typename Shapes::Element*>(a.out.data) + head * a.out.head_stride;
 #pragma unroll 1  // few registers
   for (int i = lane; i < tile.rows * kEights; i += kWarp) {
     int64_t const token = tile.row0 + i / kEights;
@@ -24,44 +25,32 @@ CUTE_DEVICE void store_nothing(ForwardArgs const& a, Tile const& tile, int head,
   }
 }
 
-// The tile of piece of work w, and its query head.
-template <class Traits>
-CUTE_DEVICE Tile piece_of(ForwardParams<Traits> const& p, int w, int& head) {
-  ForwardArgs const& a = p.args;
-  int const per_section = a.num_tiles * a.head_section;
-  int const section = w / per_section;
-  int const rest = w - section * per_section;
-  int const width = min(a.head_section, p.heads - section * a.head_section);
-  head = section * a.head_section + rest % width;
-  return a.tiles[rest / width];
-}
-
-// Warp-wide: takes and decodes the next piece of work while the last blocks of this one are on
-// their way. Not earlier: whoever is free first should get the next one. Every piece is followed by
-// one turn of the counter, and the last of these turns it back to 0 for the next launch.
-template <class Traits>
-CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::SharedStorage& smem) {
+// Warp-wide: fetches and decodes the next work item while the last blocks of this one are loaded.
+// Not earlier, so that the CTA that is free first gets it. One increment of the counter follows
+// each item, so the last increment of a launch wraps it to 0 for the next launch.
+template <class Shapes>
+CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem) {
   int const lane = threadIdx.x % kWarp;
   ForwardArgs const& a = p.args;
-  StageState<kWorkDepth> state;
+  Pipeline<kWorkDepth> stage;
   uint32_t wanted_phase = 0;
   int w = blockIdx.x;
   while (true) {
-    smem.work_empty[state.index()].wait(state.phase() ^ 1);
-    Work& work = smem.work[state.index()];
+    smem.work_empty[stage.index()].wait(stage.phase() ^ 1);
+    WorkItem& work = smem.work[stage.index()];
     if (w >= p.num_work) {
       if (lane == 0) work.head = -1;
     } else {
-      int head;
-      Tile const tile = piece_of(p, w, head);
-      if (tile.num_spans == 0) {  // sees nothing at any hop
-        store_nothing<Traits>(a, tile, head, lane);
+      auto const [number, head] = decode_work(w, a.num_tiles, p.heads, a.head_section);
+      Tile const tile = a.tiles[number];
+      if (tile.num_spans == 0) {  // at any hop
+        store_empty_tile<Shapes>(a, tile, head, lane);
         if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);
         w = __shfl_sync(0xffffffff, w, 0);
         continue;
       }
-      if (lane < min(tile.num_spans, kVisits)) {
-        work.visits[lane] = Visit(tile, a.spans[tile.first_span + lane]);
+      if (lane < min(tile.num_spans, kDecodedSpans)) {
+        work.spans[lane] = SpanColumns(tile, a.spans[tile.first_span + lane]);
       }
       if (lane == 0) {
         work.tile = tile;
@@ -71,9 +60,9 @@ CUTE_DEVICE void fetch_work(ForwardParams<Traits> const& p, typename Traits::Sha
       }
     }
     __syncwarp();
-    if (lane == 0) smem.work_full[state.index()].arrive();
+    if (lane == 0) smem.work_full[stage.index()].arrive();
     if (w >= p.num_work) return;
-    state.advance();
+    stage.advance();
     smem.work_wanted.wait(wanted_phase);
     wanted_phase ^= 1;
     if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);

@@ -1,4 +1,4 @@
-// What a launch takes of the host.
+// Host side of a launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +8,8 @@
 
 namespace ringfa3 {
 
-// Lets a kernel have `bytes` of dynamic shared memory on the current device. The runtime is asked
-// once for each device: bit d of `allowed`, which is the kernel's own, says that it was for d.
+// Allows a kernel `bytes` of dynamic shared memory on the current device. `allowed` belongs to the
+// kernel; bit d says that the runtime has been asked for device d.
 template <class Kernel>
 cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t>& allowed) {
   int device;
@@ -22,8 +22,8 @@ cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t>& allowe
   return status;
 }
 
-// Launches a kernel that may begin before the one ahead of it in the stream has ended, by
-// programmatic dependent launch: the kernel itself waits, see `wait_for_earlier_kernels`.
+// Programmatic dependent launch: the kernel may begin before the one ahead of it in the stream has
+// ended, and calls `wait_for_earlier_kernels` itself.
 template <class Kernel, class Params>
 cudaError_t launch_early(Kernel kernel, dim3 grid, int threads, int shared_bytes,
                          cudaStream_t stream, Params const& params) {

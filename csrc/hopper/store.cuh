@@ -1,4 +1,4 @@
-// Rows of an accumulator on their way to global memory.
+// Stores of accumulator rows to global memory.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,7 +8,8 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Columns 8j + 2q, 8j + 2q + 1 of row r of the two that a quad of lanes holds, q its lane.
+// Two neighbouring columns of an accumulator, converted: 8j + 2q and 8j + 2q + 1, where q is the
+// lane in its quad, of row r = 0 or 1 of the two rows that a quad holds.
 template <class Element, class Accumulator>
 CUTE_DEVICE uint32_t packed(Accumulator const& o, int r, int j) {
   cutlass::Array<float, 2> pair;
@@ -17,9 +18,9 @@ CUTE_DEVICE uint32_t packed(Accumulator const& o, int r, int j) {
   return reinterpret_cast<uint32_t const&>(both);
 }
 
-// Stores a quad's row r of an accumulator (rows, D). Neighbouring lanes trade halves, so that a
-// quad writes whole 32-byte sectors. With `Fixed` the address is computed once and held; the
-// compiler would compute each store's anew, in a branch of its own.
+// Stores row r of the two rows (D columns) that a quad holds, if `stored`. Neighbouring lanes
+// exchange pairs, so that a quad writes whole 32-byte sectors. `Fixed` computes the address once
+// and keeps it; otherwise the compiler computes it for every store, inside the branch.
 template <class Element, int D, bool Fixed = false, class Accumulator>
 CUTE_DEVICE void store_row(Element* out, Accumulator const& o, int r, int lane, bool stored) {
   bool const odd = lane & 1;
@@ -31,8 +32,8 @@ CUTE_DEVICE void store_row(Element* out, Accumulator const& o, int r, int lane, 
   CUTE_UNROLL
   for (int j = 0; j < D / 8; j += 2) {
     uint32_t const a = packed<Element>(o, r, j), b = packed<Element>(o, r, j + 1);
-    uint32_t const got = __shfl_xor_sync(0xffffffff, odd ? a : b, 1);
-    uint2 const eight = odd ? make_uint2(got, b) : make_uint2(a, got);
+    uint32_t const other = __shfl_xor_sync(0xffffffff, odd ? a : b, 1);
+    uint2 const eight = odd ? make_uint2(other, b) : make_uint2(a, other);
     if (stored) *reinterpret_cast<uint2*>(out + 8 * j) = eight;
   }
 }

@@ -1,4 +1,4 @@
-// Boxes of rows of one head, (rows, D), between a (tokens, heads, D) tensor and shared memory.
+// TMA: boxes of rows of one head, (rows, D), between a (tokens, heads, D) tensor and shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -14,13 +14,14 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// A box lies in shared memory in slabs of (rows, 64), each swizzled by 128 bytes: what the layouts
-// of traits.cuh say of Q and K, and of V transposed.
+// A box in shared memory consists of slabs of (rows, 64) elements with a 128-byte swizzle, as the
+// GMMA layouts SW128 of Q, K and V describe them.
 constexpr int kSlab = 64;
 
 using MapEncoder = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, asked for once so that nothing links libcuda; null if it has none.
+// cuTensorMapEncodeTiled from the driver's entry points, so that nothing links libcuda; null if the
+// driver has none. Looked up once.
 inline MapEncoder map_encoder() {
   static auto const found = [] {
     void* function = nullptr;
@@ -33,8 +34,8 @@ inline MapEncoder map_encoder() {
   return found;
 }
 
-// The map of a 16-bit tensor for boxes of `rows` rows; false if the driver refuses it. Rows past
-// the last token read as zero.
+// Encodes the map of a 16-bit tensor for boxes of `rows` rows. Rows past the last token read as
+// zero. Returns false if the driver refuses the tensor.
 template <class Element>
 bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int head_dim) {
   static_assert(sizeof(Element) == 2);
@@ -52,7 +53,7 @@ bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int head_dim) {
                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// One thread: loads rows [row, row + Rows) of a head to `to` and counts their bytes on `full`.
+// One thread: loads rows [row, row + Rows) of a head to `to`; the bytes complete `full`.
 template <int Rows, int D, class Element>
 CUTE_DEVICE void load_box(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& full,
                           Element* to, int row, int head) {

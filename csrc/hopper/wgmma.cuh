@@ -1,4 +1,4 @@
-// Matrix products of a warpgroup: issued, and chained through registers.
+// wgmma: issuing the products of a warpgroup, and chaining them through registers.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,7 +8,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// C = A B, or C += A B; asynchronous.
+// Issues C = A B, or C += A B if `add`, as one asynchronous wgmma group.
 template <class Mma, class A, class B, class C>
 CUTE_DEVICE void issue(Mma& mma, A const& a, B const& b, C& c, bool add) {
   mma.accumulate_ = add ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
@@ -22,16 +22,17 @@ CUTE_DEVICE void issue(Mma& mma, A const& a, B const& b, C& c, bool add) {
   warpgroup_commit_batch();
 }
 
-// The same operand of shared memory; what the compiler computes of it is not kept in registers from
-// one use to the next.
+// The same shared-memory operand, whose descriptors the compiler computes anew: it does not keep
+// them in registers between two uses.
 template <class Operand>
 CUTE_DEVICE Operand opaque(Operand a) {
   asm volatile("" : "+l"(a.data().desc_.desc_));
   return a;
 }
 
-// Elements [Begin, End) of an accumulator (rows, columns), or all, in the registers of another
-// product's A operand: its pairs, in the same order.
+// Converts elements [Begin, End) of an accumulator (rows, columns), or all of them, to the A
+// operand of another product. The operand's registers hold the accumulator's pairs in the same
+// order.
 template <class Element, int Begin = 0, int End = -1, class Accumulator, class Operand>
 CUTE_DEVICE void to_operand(Accumulator const& c, Operand& a) {
   constexpr int kEnd = End < 0 ? int(decltype(size(c))::value) : End;

@@ -1,0 +1,57 @@
+// The producer: streams row blocks, and the K and V of work units, into shared memory.
+#pragma once
+
+#include "backward/shapes.cuh"
+#include "hopper/pipeline.cuh"
+#include "plan/row_blocks.h"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// One thread: loads Q, LSE, dO and D of every block as soon as a stage is free. With the first
+// block of a work unit come V, once the unit before has issued its last dP, and K, once it has
+// ended.
+template <class Shapes>
+CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedStorage& smem) {
+  constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
+  Pipeline<1> kv;
+  for (uint32_t count = 0;; ++count) {
+    Pipeline<Shapes::QStages> const q{count};
+    Pipeline<Shapes::DoutStages> const dout{count};
+    Pipeline<Shapes::BlockDepth> const stage{count};
+    smem.block_ready[stage.index()].wait(stage.phase());
+    RowBlock& block = smem.blocks[stage.index()];
+    if (block.head < 0) return;
+    if (p.args.turns) {
+      block.turn =
+          dq_turn<M, N>(p.args.spans, p.args.earlier, block.span, block.token, block.key_row);
+    }
+    bool const first = block.flags & kFirstBlock;
+    smem.q_empty[q.index()].wait(q.phase() ^ 1);
+    auto& q_full = smem.q_full[q.index()];
+    load_box<M, D>(p.q, q_full, smem.q + q.index() * M * D, block.token, block.head);
+    q_full.arrive_and_expect_tx(M * sizeof(float));
+    SM90_BULK_COPY_G2S::copy(p.args.grid.lse + static_cast<int64_t>(block.target) * M,
+                             reinterpret_cast<uint64_t*>(&q_full), smem.lse[q.index()],
+                             M * sizeof(float));
+    if (first) {
+      smem.v_empty.wait(kv.phase() ^ 1);
+      load_box<N, D>(p.v, smem.v_full, smem.v, block.key_row, block.head / p.group);
+    }
+    smem.dout_empty[dout.index()].wait(dout.phase() ^ 1);
+    auto& dout_full = smem.dout_full[dout.index()];
+    load_box<M, D>(p.dout, dout_full, smem.dout + dout.index() * M * D, block.token, block.head);
+    dout_full.arrive_and_expect_tx(M * sizeof(float));
+    SM90_BULK_COPY_G2S::copy(p.args.grid.delta + static_cast<int64_t>(block.target) * M,
+                             reinterpret_cast<uint64_t*>(&dout_full), smem.delta[dout.index()],
+                             M * sizeof(float));
+    if (first) {
+      smem.k_empty.wait(kv.phase() ^ 1);
+      load_box<N, D>(p.k, smem.k_full, smem.k, block.key_row, block.head / p.group);
+      kv.advance();
+    }
+  }
+}
+
+}  // namespace ringfa3

@@ -1,0 +1,81 @@
+// The producer: streams Q, K and V of a CTA's work items into shared memory.
+//
+// Letters in shapes: M rows of a tile, N keys of a block, D head dim, S stages.
+#pragma once
+
+#include "forward/shapes.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/sync.cuh"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// One thread. V comes one block behind K, in the order in which consumers read them.
+template <class Shapes>
+CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem) {
+  constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
+  Pipeline<Shapes::Stages> k_stage;
+  Pipeline<Shapes::QStages> q_stage;
+  Pipeline<kWorkDepth> work_stage;
+  uint32_t arrived = 1;  // bit n: the keys of word n have arrived; 0 is no word
+  while (true) {
+    smem.work_full[work_stage.index()].wait(work_stage.phase());
+    WorkItem& work = smem.work[work_stage.index()];
+    if (work.head < 0) return;
+    auto load_q = [&] {
+      smem.q_empty[q_stage.index()].wait(q_stage.phase() ^ 1);
+      load_box<M, D>(p.q, smem.q_full[q_stage.index()], smem.q + q_stage.index() * M * D,
+                     work.tile.row0, work.head);
+      q_stage.advance();
+    };
+    if constexpr (Shapes::QStages > 1) load_q();
+    auto load_v = [&](int row) {
+      auto const v_stage = k_stage.previous();
+      smem.v_empty[v_stage.index()].wait(v_stage.phase() ^ 1);
+      load_box<N, D>(p.v, smem.v_full[v_stage.index()], smem.v + v_stage.index() * N * D, row,
+                     work.kv_head);
+    };
+    BlockIterator<N> block(work, p.args.spans);
+    int span = -1, key_row = 0;  // of the block
+    int v_row = -1;              // of the block before, whose V is loaded next
+    bool requested = false;      // the next work item
+    while (block.next()) {
+      if (!requested && block.nearly_done(kBlocksAhead)) {
+        smem.work_wanted.arrive();
+        requested = true;
+      }
+      if (span != block.index) {
+        span = block.index;
+        SpanColumns const c = block.columns();
+        key_row = c.key_row;
+        if (!(arrived >> c.arrival & 1)) {
+          if (wait_for_arrival(p.args.arrivals + c.arrival)) {
+            asm volatile("fence.proxy.async;" ::: "memory");  // before TMA reads these keys
+            arrived |= 1u << c.arrival;
+          } else {
+            key_row = static_cast<int>(p.args.k.tokens);  // TMA reads zeros past the last row
+            work.called_off = true;
+          }
+        }
+      }
+      int const row = key_row + block.start;
+      smem.k_empty[k_stage.index()].wait(k_stage.phase() ^ 1);
+      load_box<N, D>(p.k, smem.k_full[k_stage.index()], smem.k + k_stage.index() * N * D, row,
+                     work.kv_head);
+      if (v_row >= 0) {
+        load_v(v_row);
+      } else if constexpr (Shapes::QStages == 1) {
+        load_q();  // behind the first K: a stage of K is free before the last tile releases Q
+      }
+      k_stage.advance();
+      v_row = row;
+      block.complete();
+    }
+    load_v(v_row);
+    smem.work_empty[work_stage.index()].arrive();
+    work_stage.advance();
+  }
+}
+
+}  // namespace ringfa3

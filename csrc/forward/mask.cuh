@@ -1,0 +1,35 @@
+// The forward's mask: scores outside a span's band become -inf.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "hopper/column_mask.cuh"
+#include "plan/spans.h"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// Sets S to -inf where rows `row` and `row + 8` of the tile, which the thread holds, must not see
+// the block's columns.
+template <int N, class Scores>
+CUTE_DEVICE void apply_mask(Scores& s, BlockIterator<N> const& block, int row, int lane) {
+  constexpr int kColumns = decltype(size(s))::value / 2;
+  SpanColumns const c = block.columns();
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    int const offset = block.start + 2 * (lane % 4);
+    int const first = columns_before(c.low + row + 8 * r - offset);
+    int const end = columns_before(min(block.end, c.high + row + 8 * r + 1) - offset);
+    CUTE_UNROLL
+    for (int base = 0; base < kColumns; base += 32) {
+      uint32_t const seen = low_bits(end - base) & ~low_bits(first - base);
+      CUTE_UNROLL
+      for (int i = base; i < min(kColumns, base + 32); ++i) {
+        if (!(seen & 1u << (i - base))) s(i / 2 * 4 + 2 * r + i % 2) = -INFINITY;
+      }
+    }
+  }
+}
+
+}  // namespace ringfa3

@@ -1,0 +1,36 @@
+// The forward's choices that depend on the head dim.
+#pragma once
+
+namespace ringfa3 {
+
+// stages            of K and V: one block is read while the next one is loaded.
+// q_stages          of Q: two load the next tile's Q during this tile; d256 has no room for two.
+// boxed_o           O leaves through shared memory by TMA, where shared memory has room for it.
+// early_elements    of a thread's S: they become P before the wait for P V of the block before.
+//                   Registers limit it.
+// releases_q_early, looks_ahead
+//                   release Q, and look up the next tile, before the softmax of a tile's last block
+//                   and not behind it. Measured: both pay where tiles are short or wait for Q.
+struct ForwardPolicy {
+  int stages, q_stages;
+  bool boxed_o;
+  int early_elements;
+  bool releases_q_early, looks_ahead;
+};
+
+// clang-format off
+template <int HeadDim> constexpr ForwardPolicy kForwardPolicy{};
+template <> constexpr ForwardPolicy kForwardPolicy< 64>{2, 2, true,  16, true,  true};
+template <> constexpr ForwardPolicy kForwardPolicy<128>{2, 2, true,  32, false, false};
+template <> constexpr ForwardPolicy kForwardPolicy<256>{2, 1, false, 16, true,  false};
+// clang-format on
+
+// Registers of a thread: a CTA has 65,536, of which two or three consumer warpgroups take most.
+struct RegisterSplit {
+  int producer, consumer;
+};
+constexpr RegisterSplit register_split(int consumers) {
+  return consumers == 2 ? RegisterSplit{24, 240} : RegisterSplit{32, 160};
+}
+
+}  // namespace ringfa3

@@ -1,0 +1,100 @@
+// Forward: the columns that a tile needs of each span, as one flat sequence of blocks of N keys.
+#pragma once
+
+#include "params.h"
+#include "plan/portable.h"
+
+namespace ringfa3 {
+
+constexpr int kDecodedSpans = 8;  // of a tile, in shared memory
+
+// The columns [begin, end) of one span that a tile needs; row r of the tile sees
+// [low + r, high + r] of them.
+struct SpanColumns {
+  int32_t begin, end, low, high;
+  int32_t key_row;  // the span's first key
+  int32_t keys;     // of the span
+  int32_t arrival;  // the word that they wait for, or 0
+  SpanColumns() = default;
+  RINGFA3_DEVICE SpanColumns(Tile const& tile, Span const& s) {
+    int const i = tile.row0 - s.q0;
+    low = i + s.lo, high = i + s.hi, key_row = s.k0, keys = s.k1 - s.k0;
+    arrival = s.arrival;
+    begin = max(0, low);
+    end = min(keys, tile.rows + high);
+  }
+};
+
+// A work item of the forward: a tile for one query head.
+struct WorkItem {
+  int32_t head;  // -1: no more work
+  int32_t kv_head;
+  bool called_off;  // keys of this tile will not arrive
+  Tile tile;
+  SpanColumns spans[kDecodedSpans];  // the first ones; the rest are decoded from the plan
+};
+
+// The blocks of a tile, span by span, each span from its last column down. The lowest block of a
+// span starts at the span's first column and masks the columns that the block above has covered, so
+// no block reads past a span that has at least N keys.
+template <int N>
+struct BlockIterator {
+  WorkItem const* work;
+  Span const* plan_spans;
+  int index = -1;                  // of the span in the tile
+  int end = 0, begin = 0;          // its columns that remain
+  int seen_from = 0, seen_to = 0;  // every row sees columns [seen_from, seen_to)
+  int keys = 0;                    // of the span
+  int start = 0;                   // the block's first column
+
+  BlockIterator() = default;
+  RINGFA3_DEVICE BlockIterator(WorkItem const& work, Span const* plan_spans)
+      : work(&work), plan_spans(plan_spans) {}
+
+  // Starts at the first block of another tile.
+  RINGFA3_DEVICE void begin_tile(WorkItem const& other) {
+    work = &other, index = -1, begin = end = 0;
+    next();
+  }
+
+  RINGFA3_DEVICE SpanColumns columns() const {
+    return index < kDecodedSpans
+               ? work->spans[index]
+               : SpanColumns(work->tile, plan_spans[work->tile.first_span + index]);
+  }
+
+  // Goes to the next block; false behind the last one. The caller has called `complete`.
+  RINGFA3_DEVICE bool next() {
+    while (end <= begin) {
+      if (++index >= work->tile.num_spans) return false;
+      SpanColumns const c = columns();
+      begin = c.begin, end = c.end;
+      seen_from = c.low + work->tile.rows - 1, seen_to = c.high + 1, keys = c.keys;
+    }
+    start = max(end - N, 0);
+    return true;
+  }
+
+  // The columns from `start` on are done.
+  RINGFA3_DEVICE void complete() { end = start; }
+
+  RINGFA3_DEVICE bool masked() const { return start < seen_from || start + N > min(end, seen_to); }
+
+  // Blocks from this one on that need no mask.
+  RINGFA3_DEVICE int unmasked_blocks() const {
+    return masked() ? 0 : (start - max(seen_from, 0)) / N + 1;
+  }
+
+  // `complete` and `next` within a run of unmasked blocks.
+  RINGFA3_DEVICE void next_unmasked_block() { end = start, start -= N; }
+
+  // Rows of the block's K and V that belong to the span; those behind them are a neighbour's.
+  RINGFA3_DEVICE int own_rows() const { return min(N, keys - start); }
+
+  // Whether at most `blocks` blocks of the tile remain, this one included.
+  RINGFA3_DEVICE bool nearly_done(int blocks) const {
+    return index + 1 >= work->tile.num_spans && end - begin <= blocks * N;
+  }
+};
+
+}  // namespace ringfa3
