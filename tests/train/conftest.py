@@ -20,7 +20,7 @@ WORDS = ["ring", "attention", "keeps", "every", "token", "of", "a", "long", "tal
 
 
 def make_text(seed: int, words: int) -> str:
-    """The same ``words`` words for the same seed, with line breaks."""
+    """``words`` words with line breaks, a function of the seed."""
     chosen = random.Random(seed).choices(WORDS, k=words)
     return " ".join(w + ("\n" if i % 9 == 8 else "") for i, w in enumerate(chosen))
 
@@ -53,7 +53,7 @@ def config(text_folder: Path, tmp_path: Path) -> Config:
 
 @pytest.fixture(scope="session")
 def make_documents() -> Callable[[Sequence[int]], Documents]:
-    """Builds documents of given lengths without a disk: token i of the corpus is the number i."""
+    """Builds documents of given lengths in memory: token i of the corpus is the number i."""
 
     def make(lengths: Sequence[int]) -> Documents:
         sizes = np.array(lengths, np.int64)
@@ -90,8 +90,8 @@ def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def settings(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A small model on the small corpus, clipped at a norm that is exceeded at every step."""
+def overrides(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides for a small model on the small corpus; gradients are clipped at every step."""
     return [
         f"data.path={text_folder}",
         f"data.cache_dir={tmp_path_factory.mktemp('cache')}",

@@ -1,4 +1,4 @@
-"""Training jobs under torchrun, to watch, to signal and to kill."""
+"""Training jobs under torchrun that tests watch, signal and kill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.ranks import free_port
 
 ROOT = Path(__file__).absolute().parents[2]
-HANG_S = 300.0  # what takes longer hangs, however slow the machine
+HANG_S = 300.0  # a job that takes longer hangs, even on a slow machine
 
 
 class Job:
@@ -41,7 +41,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing of the job survives the test."""
+        """Kill all processes of the job."""
         for pid in [*self.pids(), self.process.pid]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -50,16 +50,16 @@ class Job:
         self.process.wait()
 
     def pids(self) -> list[int]:
-        """Process of each rank of the newest attempt; none before there is one."""
+        """Process of each rank of the latest attempt; empty before the first."""
         path = self.folder / "ranks.json"
         return [rank["pid"] for rank in json.loads(path.read_text())] if path.exists() else []
 
     def await_step(self, step: int, limit: float = HANG_S) -> None:
-        """Returns when ``step`` optimiser steps are recorded."""
+        """Wait until ``step`` optimiser steps are recorded."""
         self.until(lambda: len(steps(self.folder)) >= step, limit)
 
     def until(self, true: Callable[[], bool], limit: float = HANG_S) -> None:
-        """Returns when it is ``true``; fails after ``limit`` seconds, or if the job ends before."""
+        """Wait until ``true()``; fails after ``limit`` seconds, or if the job ends first."""
         deadline = time.monotonic() + limit
         while not true():
             assert time.monotonic() < deadline
@@ -83,7 +83,7 @@ class Job:
 def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
     """One rank per command (the arguments of ``train/pretrain.py``), without torchrun.
 
-    It would end the survivors of a failure, and hide their own exit codes.
+    torchrun would end the survivors of a failure and hide their exit codes.
     """
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     return [
@@ -106,10 +106,10 @@ def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
 
 
 def one_line_of(rank: int, process: subprocess.Popen[str], timeout: float) -> str:
-    """The only line in which a failed rank speaks of itself; it must exit 1 within ``timeout``."""
-    _, said = process.communicate(timeout=timeout)
-    assert process.returncode == 1, said
-    (line,) = [line for line in said.splitlines() if line.startswith(f"rank {rank}, ")]
+    """The one line that a failed rank prints about itself; it must exit 1 within ``timeout``."""
+    _, output = process.communicate(timeout=timeout)
+    assert process.returncode == 1, output
+    (line,) = [line for line in output.splitlines() if line.startswith(f"rank {rank}, ")]
     return line
 
 
@@ -124,14 +124,14 @@ def steps(folder: Path) -> list[tuple[int, float, float]]:
 
 
 def events(folder: Path) -> list[str]:
-    """What happened in a run, in order."""
+    """The events of a run, in order."""
     return [json.loads(line)["event"] for line in (folder / "events.jsonl").open()]
 
 
 def event_times(folder: Path) -> list[float]:
-    """When they happened, in whole seconds since the epoch."""
-    said = [json.loads(line)["time"] for line in (folder / "events.jsonl").open()]
-    return [datetime.fromisoformat(time).timestamp() for time in said]
+    """The times of the events, in whole seconds since the epoch."""
+    output = [json.loads(line)["time"] for line in (folder / "events.jsonl").open()]
+    return [datetime.fromisoformat(time).timestamp() for time in output]
 
 
 def is_alive(pid: int) -> bool:

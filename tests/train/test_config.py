@@ -1,4 +1,4 @@
-"""Settings: how a wrong one is explained, and that the files agree with the schema."""
+"""Configs: errors are explained, and the files agree with the schema."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ ROOT = Path(__file__).absolute().parents[2]
         ("data.sources={a.b:{path: /}}", "data.sources.a.b", "letters, digits, _ and - only"),
     ],
 )
-def test_a_wrong_setting_exits_2_naming_key_and_remedy(pretrain, argument, key, valid):
+def test_an_invalid_value_exits_2_naming_key_and_remedy(pretrain, argument, key, valid):
     done = pretrain(argument)
-    said = done.stdout + done.stderr
+    message = done.stdout + done.stderr
     assert done.returncode == 2
-    assert len(said.splitlines()) <= 5
-    assert key in said
-    assert valid in said
+    assert len(message.splitlines()) <= 5
+    assert key in message
+    assert valid in message
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "model: {n_headz: 3}",
@@ -65,18 +65,18 @@ def test_a_wrong_setting_exits_2_naming_key_and_remedy(pretrain, argument, key, 
     ],
     ids=["key", "type", "interpolation", "syntax", "source", "source type"],
 )
-def test_a_wrong_file_is_explained_like_a_wrong_argument(pretrain, tmp_path, text, said):
+def test_a_wrong_file_is_explained_like_a_wrong_argument(pretrain, tmp_path, text, message):
     folder = tmp_path / "experiment"
     folder.mkdir()
     (folder / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
     done = pretrain("--config-dir", str(tmp_path), "experiment=mine")
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_what_is_wrong_is_said_the_same_once_signals_are_taken(pretrain, text_folder, tmp_path):
-    """A tokenizer that only turns out to be none when the corpus is opened."""
+def test_an_error_after_the_stopper_has_started_is_explained_alike(pretrain, text_folder, tmp_path):
+    """An invalid tokenizer file: the error comes when the corpus is opened."""
     (tmp_path / "bad.json").write_text("{}")
     place = [f"data.path={text_folder}", f"data.cache_dir={tmp_path}", f"run.dir={tmp_path}/run"]
     done = pretrain(*place, f"data.tokenizer={tmp_path}/bad.json")
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_said_the_same_once_signals_are_taken(pretrain, text_fo
     assert "bad.json is not a tokenizer.json" in line
 
 
-def test_under_torchrun_one_process_speaks_and_all_exit_2(pretrain):
+def test_under_torchrun_one_process_prints_and_all_exit_2(pretrain):
     done = pretrain("parallel.cp=3", processes=2)
     assert done.stderr.count("pretrain.py: parallel.cp=3") == 1
     assert set(re.findall(r"exitcode\s*: (\d+)", done.stderr)) == {"2"}
@@ -99,7 +99,7 @@ def test_check_mode_starts_nothing(pretrain, text_folder, tmp_path):
     assert not folder.exists()
 
 
-def test_sources_are_given_on_the_command_line_and_in_files(pretrain, text_folder, tmp_path):
+def test_sources_come_from_the_command_line_and_from_files(pretrain, text_folder, tmp_path):
     """A file names two sources; the command line changes one of them and adds a third."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
@@ -117,7 +117,7 @@ def test_sources_are_given_on_the_command_line_and_in_files(pretrain, text_folde
     assert "1 files" in done.stdout
 
 
-def test_a_mixture_of_no_sources_is_refused(pretrain):
+def test_a_mixture_without_sources_is_rejected(pretrain):
     done = pretrain("mode=check", "data=mixture")
     assert done.returncode == 2
     assert "data.path has no value yet" in done.stderr
@@ -131,7 +131,7 @@ def test_help_shows_groups_and_keys(pretrain):
         assert expected in done.stdout
 
 
-def test_nearest_knows_sections_and_swapped_letters():
+def test_nearest_handles_wrong_sections_and_swapped_letters():
     assert nearest("seq_len", schema_keys()) == "data.seq_len"
     assert nearest("train.lr", schema_keys()) == "optim.lr"
     assert nearest("modle", ["mode", "model"]) == "model"

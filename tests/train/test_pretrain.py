@@ -1,4 +1,4 @@
-"""Whole runs of ``train/pretrain.py``: the same curve however the work is spread; a dead peer."""
+"""Whole runs of ``train/pretrain.py``: the same curve for every layout; dead peers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def metrics(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def alone(settings, tmp_path_factory) -> dict[int, Path]:
+def alone(overrides, tmp_path_factory) -> dict[int, Path]:
     """Run folders of one process without a process group, by accumulation."""
     folders = {}
     for accumulation in (1, 2):
         folder = folders[accumulation] = tmp_path_factory.mktemp("alone") / "run"
-        command = [sys.executable, "train/pretrain.py", *settings, f"run.dir={folder}"]
+        command = [sys.executable, "train/pretrain.py", *overrides, f"run.dir={folder}"]
         command.append(f"train.accumulation={accumulation}")
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def alone(settings, tmp_path_factory) -> dict[int, Path]:
     [(2, 2, 1, 1), (3, 3, 1, 1), (3, 3, 2, 2), (2, 1, 1, 2), (4, 2, 1, 2)],
     ids=["cp 2", "cp 3", "cp 3 accumulating 2", "dp 2", "dp 2 x cp 2"],
 )
-def test_curves_agree(pretrain, settings, alone, tmp_path, processes, cp, accumulation, same_as):
+def test_curves_agree(pretrain, overrides, alone, tmp_path, processes, cp, accumulation, same_as):
     """Loss and gradient norm of every step, clipped, within 1e-5 of one process's (float32).
 
     AdamW hides the scale of gradients, their norm does not. Two data-parallel groups read the
@@ -49,7 +49,7 @@ def test_curves_agree(pretrain, settings, alone, tmp_path, processes, cp, accumu
     """
     folder = tmp_path / "run"
     spread = [f"parallel.cp={cp}", f"train.accumulation={accumulation}", f"run.dir={folder}"]
-    done = pretrain(*settings, *spread, processes=processes)
+    done = pretrain(*overrides, *spread, processes=processes)
     assert done.returncode == 0, done.stderr
     expected, got = metrics(alone[same_as]), metrics(folder)
     assert [record["step"] for record in got] == list(range(1, STEPS + 1))
@@ -63,22 +63,22 @@ def test_curves_agree(pretrain, settings, alone, tmp_path, processes, cp, accumu
         assert own[key] == pytest.approx(other[key], rel=1e-4)
 
 
-def test_a_rank_without_tokens_trains_along(pretrain, settings, tmp_path):
-    """Samples of two tokens over three ranks: the same curve as on one, to 1e-5."""
+def test_a_rank_without_tokens_takes_part(pretrain, overrides, tmp_path):
+    """Samples of two tokens over three ranks: the same curve as on one rank, to 1e-5."""
     short = ["data.seq_len=2", "data.piece_len=2", "train.steps=3", "train.final_eval_bytes=1"]
     short += ["train.eval_every=0", "train.accumulation=4"]
     curves = []
     for processes in (None, 3):
         folder = tmp_path / f"run{processes}"
         spread = [f"parallel.cp={processes or 1}", f"run.dir={folder}"]
-        done = pretrain(*settings, *short, *spread, processes=processes)
+        done = pretrain(*overrides, *short, *spread, processes=processes)
         assert done.returncode == 0, done.stderr
         curves.append([(r["loss"], r["grad_norm"]) for r in metrics(folder)])
     for one, other in zip(*curves, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
 
 
-def test_a_run_leaves_its_files_and_its_words(alone):
+def test_a_run_leaves_its_files(alone):
     folder = alone[1]
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json", ".lock"),
@@ -100,16 +100,18 @@ def test_a_run_leaves_its_files_and_its_words(alone):
     assert summary["nats_per_byte"] == evaluations[-1]["nats_per_byte"]
 
 
-def test_a_mixture_is_evaluated_by_source(pretrain, settings, text_folder, tmp_path):
-    """Two processes that share each sample; each source in every record, the sum of the parts."""
+def test_a_mixture_is_evaluated_by_source(pretrain, overrides, text_folder, tmp_path):
+    """Two processes share each sample; every record has each source."""
     lines = [json.dumps({"text": f"{number} " * 40}) for number in range(60)]
     (tmp_path / "numbers.jsonl").write_text("\n".join(lines))
     folder = tmp_path / "run"
-    mixed = [s for s in settings if not s.startswith("data.path=")]
+    mixed = [s for s in overrides if not s.startswith("data.path=")]
     mixed += [f"data.sources.words.path={text_folder}", "data.sources.words.weight=0.25"]
     mixed += [f"data.sources.numbers.path={tmp_path}/numbers.jsonl", f"run.dir={folder}"]
-    done = pretrain(*mixed, "data=mixture", "parallel.cp=2", processes=2)
+    mixed += ["data=mixture", "parallel.cp=2", "train.deterministic=true"]
+    done = pretrain(*mixed, processes=2)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("deterministic: torch.use_deterministic_algorithms") == 1
     evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     for record in (*evaluations, summary):
@@ -118,9 +120,9 @@ def test_a_mixture_is_evaluated_by_source(pretrain, settings, text_folder, tmp_p
         assert min(by_source.values()) < record["nats_per_byte"] < max(by_source.values())
 
 
-def test_a_damaged_corpus_is_one_line_with_the_remedy(settings, pretrain, tmp_path):
-    """Found before there is a run folder."""
-    own = [*settings, f"data.cache_dir={tmp_path}", f"run.dir={tmp_path / 'run'}"]
+def test_a_damaged_corpus_is_one_line_with_the_remedy(overrides, pretrain, tmp_path):
+    """The error comes before the run folder is made."""
+    own = [*overrides, f"data.cache_dir={tmp_path}", f"run.dir={tmp_path / 'run'}"]
     assert pretrain(*own, "train.steps=2", "train.final_eval_bytes=1").returncode == 0
     (path,) = tmp_path.glob("*/train/00000.bin")
     os.truncate(path, 10)
@@ -133,23 +135,23 @@ def test_a_damaged_corpus_is_one_line_with_the_remedy(settings, pretrain, tmp_pa
     assert "DamagedError" in (tmp_path / "new" / "logs" / "rank0.log").read_text()
 
 
-def test_a_file_may_have_any_name(settings, pretrain, text_folder, tmp_path):
-    """One that is left out and whose name is not UTF-8: told after the corpus is made."""
+def test_a_file_may_have_any_name(overrides, pretrain, text_folder, tmp_path):
+    """A skipped file whose name is not UTF-8 is reported after the corpus is built."""
     folder = tmp_path / "text"
     shutil.copytree(text_folder, folder)
     (folder / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"\xff")
     own = [f"data.path={folder}", f"data.cache_dir={tmp_path}", f"run.dir={tmp_path / 'run'}"]
-    done = pretrain(*settings, *own, "train.steps=2", "train.final_eval_bytes=1")
+    done = pretrain(*overrides, *own, "train.steps=2", "train.final_eval_bytes=1")
     assert done.returncode == 0, done.stderr
     assert f"left out, not UTF-8: {folder}/caf\\udce9.txt" in done.stdout
 
 
-def test_a_bad_line_is_named_by_whoever_tokenises(settings, tmp_path):
-    """Rank 1 alone, as if it held the lock: it speaks, and does not wait for the first rank."""
+def test_the_process_that_tokenises_names_a_bad_line(overrides, tmp_path):
+    """Rank 1 alone, as if it held the lock: it prints the error without waiting for rank 0."""
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "good"}\n{"text": "caf\xe9"}\n')
     done = subprocess.run(
-        [sys.executable, "train/pretrain.py", *settings, f"data.path={path}"],
+        [sys.executable, "train/pretrain.py", *overrides, f"data.path={path}"],
         cwd=ROOT,
         env={**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
         capture_output=True,
@@ -160,17 +162,17 @@ def test_a_bad_line_is_named_by_whoever_tokenises(settings, tmp_path):
     assert f"pretrain.py: data.path: {path}:2 is not UTF-8" in done.stderr
 
 
-def test_a_repeated_run_is_bit_equal(settings, alone, tmp_path):
+def test_a_repeated_run_is_bit_equal(overrides, alone, tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "train/pretrain.py", *settings, f"run.dir={folder}"]
+    command = [sys.executable, "train/pretrain.py", *overrides, f"run.dir={folder}"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=HANG_S)
     for one, other in zip(metrics(folder), metrics(alone[1]), strict=True):
         assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
 
 
-def test_survivors_of_a_killed_rank_name_themselves_and_exit_1(settings, tmp_path):
+def test_survivors_of_a_killed_rank_report_and_exit_1(overrides, tmp_path):
     folder = tmp_path / "run"
-    command = [*settings, f"run.dir={folder}", "train.steps=100000", "parallel.cp=3"]
+    command = [*overrides, f"run.dir={folder}", "train.steps=100000", "parallel.cp=3"]
     ranks = start_ranks(*[[*command, "parallel.timeout_s=20"]] * 3)
     try:
         recorded = folder / "metrics.jsonl"
@@ -187,8 +189,8 @@ def test_survivors_of_a_killed_rank_name_themselves_and_exit_1(settings, tmp_pat
             process.kill()
 
 
-def test_ranks_started_with_other_settings_are_told_so(settings, tmp_path):
-    command = [*settings, f"run.dir={tmp_path / 'run'}", "parallel.cp=2"]
+def test_ranks_with_different_configs_fail(overrides, tmp_path):
+    command = [*overrides, f"run.dir={tmp_path / 'run'}", "parallel.cp=2"]
     ranks = start_ranks([*command, "train.seed=1"], [*command, "train.seed=2"])
     try:
         for rank in (0, 1):

@@ -36,7 +36,7 @@ def run_process(command: list[str]) -> tuple[int, list[str]]:
 
     The job has its own session, so that a signal of the terminal reaches it once, through
     ``Stopped``: it gets the signal, and ``SECONDS_TO_STOP`` to end. Then, or at a second signal, it
-    is killed with every process that it started, in whatever session (torchrun gives each of its
+    is killed with every process that it started, in any session (torchrun gives each of its
     workers one).
     """
     stderr: deque[str] = deque(maxlen=200)

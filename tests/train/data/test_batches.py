@@ -1,4 +1,4 @@
-"""A rank's share of a sample, and the thread that makes it ahead of its use."""
+"""A rank's shard of a sample, and the thread that prefetches it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_next_item_is_made_while_one_is_in_use():
     assert list(prefetch(make, 3, 3)) == []
 
 
-def test_an_error_is_raised_where_its_item_is_asked_for():
+def test_an_error_is_raised_when_its_item_is_requested():
     def make(index: int) -> float:
         return 1 / (2 - index)
 

@@ -1,4 +1,4 @@
-"""Files to documents, and the split that depends on names alone."""
+"""Files to documents, and the split by their names alone."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_documents_are_named_by_file_and_row(tmp_path):
     assert [d.name for d in documents] == ["b.jsonl:1", "b.jsonl:3", "deep/a.txt"]
 
 
-def test_sources_have_their_own_settings_or_those_of_data(tmp_path):
-    """In the order of their names; a document's split does not depend on its source."""
+def test_sources_have_their_own_keys_or_those_of_data(tmp_path):
+    """Sorted by name; a document's split does not depend on its source."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(name)
@@ -76,7 +76,7 @@ def test_sources_have_their_own_settings_or_those_of_data(tmp_path):
         find_files(data)
 
 
-def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
+def test_a_name_need_not_be_utf8(tmp_path):
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("a")
     files = find_files(data_at(tmp_path))
     assert len(fingerprint(files)) == 64
@@ -91,7 +91,7 @@ def test_the_split_depends_on_the_name_and_meets_its_share():
     assert is_held_out("json/encoder.py", 1.0)
 
 
-def test_the_default_corpus_leaves_out_what_installations_differ_in():
+def test_the_default_corpus_excludes_files_that_installations_may_lack():
     files = find_files(DataConfig(path=None))
     names = [file.name for file in files]
     assert len(names) > 300

@@ -1,4 +1,4 @@
-"""Tokenised splits: read as written, refused when the index errs, errors that name the document."""
+"""Tokenised splits: read as written, rejected if the index is wrong, errors name the document."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tokens_are_read_from_any_thread(folder):
 
 
 def test_a_file_cut_while_in_use_names_the_document(folder):
-    """Where the file is mapped, this ends the process with SIGBUS."""
+    """With a mapped file this would end the process with SIGBUS."""
     documents = reopen(folder)
     path = folder / "00001.bin"
     content = path.read_bytes()
@@ -117,7 +117,7 @@ def test_a_token_outside_of_the_vocabulary_names_the_document(folder):
         ("row", -1, "document 3 is of no row"),
     ],
 )
-def test_an_index_that_points_outside_is_refused(folder, column, value, problem):
+def test_an_index_that_points_outside_is_rejected(folder, column, value, problem):
     with np.load(folder / "index.npz") as index:
         columns = dict(index)
     columns[column][3] = value
@@ -128,7 +128,7 @@ def test_an_index_that_points_outside_is_refused(folder, column, value, problem)
 
 
 @pytest.mark.parametrize("how", ["missing", "dtype", "length", "shape", "empty", "absent", "text"])
-def test_an_index_of_another_form_is_refused(folder, how):
+def test_an_index_of_another_form_is_rejected(folder, how):
     path = folder / "index.npz"
     with np.load(path) as index:
         columns = dict(index)
@@ -172,7 +172,7 @@ def test_nothing_in_an_index_is_executed(folder, monkeypatch, tmp_path, whole):
     assert not (tmp_path / "trap").exists()
 
 
-def test_token_files_of_another_type_are_refused(folder):
+def test_token_files_of_another_type_are_rejected(folder):
     with pytest.raises(DamagedError, match="tokens of type object"):
         reopen(folder, dtype="object")
     (folder / "00002.bin").write_bytes(b"abc")

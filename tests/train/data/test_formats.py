@@ -1,4 +1,4 @@
-"""Files to texts: every format, and what is said of a file that cannot be used."""
+"""Files to texts: every format, and the errors for files that cannot be used."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_bad_row_group_is_named_after_the_good_ones_are_read(tmp_path):
         read(path)
 
 
-def test_a_parquet_file_without_the_column_says_what_it_has(tmp_path):
+def test_a_parquet_file_without_the_column_lists_its_columns(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["x"])
     with pytest.raises(ConfigError, match=r"data\.text_field=body: .*it has: id \(int64\), text"):
         read(path, "body")
@@ -127,7 +127,7 @@ def test_a_parquet_file_without_the_column_says_what_it_has(tmp_path):
 
 
 def test_only_a_few_rows_of_one_column_are_in_memory(tmp_path):
-    """Beside the text stands a column of 40 MB in one row group of 20 MB of text."""
+    """The row group has 20 MB of text, and another column of 40 MB."""
     pyarrow = pytest.importorskip("pyarrow")
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Manifests: what was written is found again, and any difference is named."""
+"""Manifests: they are read as written, and name any difference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FACTS = {"step": 12, "loss": 0.1, "names": ["a", "λ"], "by_rank": {"10": 1, "9"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two files, one of them in a folder below, and their manifest."""
+    """Two files, one of them in a subfolder, and their manifest."""
     folder = tmp_path / "kept"
     (folder / "deep").mkdir(parents=True)
     (folder / "a.bin").write_bytes(b"ring" * 100)
@@ -34,12 +34,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def seal(folder: Path, body: dict) -> None:
-    """Write ``body`` as a manifest with a right checksum of itself."""
+    """Write ``body`` as a manifest with a correct checksum of itself."""
     crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     (folder / "manifest.json").write_text(json.dumps({**body, "crc32": crc32}))
 
 
-def test_facts_sizes_and_checksums_are_found_again(folder):
+def test_facts_sizes_and_checksums_are_read_back(folder):
     found = read_manifest(folder)
     assert found == verify(folder)
     assert found.facts == FACTS
@@ -50,7 +50,7 @@ def test_facts_sizes_and_checksums_are_found_again(folder):
     assert {path.name for path in folder.iterdir()} == {"a.bin", "deep", "manifest.json"}
 
 
-def test_a_manifest_written_again_lists_neither_itself_nor_what_a_killed_one_left(folder):
+def test_a_rewritten_manifest_lists_neither_itself_nor_temporary_files(folder):
     (folder / "manifest.json.tmp").write_text("half")
     write_manifest(folder, {"step": 13})
     assert verify(folder).facts == {"step": 13}
@@ -69,7 +69,7 @@ def test_only_the_given_files_are_listed_and_only_from_below(folder):
 
 
 def test_everything_is_on_the_disk_before_the_manifest_has_its_name(folder, monkeypatch):
-    """The order of fsync and rename, as the operating system is asked for them."""
+    """The order of the calls of fsync and rename."""
     (folder / "manifest.json").unlink()
     done: list[int | str] = []
     fsync, replace = os.fsync, Path.replace
@@ -155,7 +155,7 @@ def test_damage_is_named(folder, how, name, problem):
     assert str(raised.value) == f"{folder / name} {raised.value.problem}"
 
 
-def test_contents_are_compared_where_asked(folder):
+def test_contents_are_compared_on_request(folder):
     _damage(folder, "flipped")
     verify(folder, contents=False)
     verify(folder, contents=lambda name: name != "a.bin")

@@ -1,4 +1,4 @@
-"""Mixing by weight, against what it promises: shares, no gaps, no repeats, one pure function."""
+"""Mixing by weight: exact shares, no gaps, no repeats, a pure function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def located(mixture: Mixture, stop: int) -> np.ndarray:
 @example(weights=[0.5, 0.5, 0.01953125], seed=0, scale=1.0)  # 1.2 samples of the last in 64
 @settings(deadline=None, max_examples=60)
 def test_shares_streams_and_purity(weights, seed, scale):
-    """At every block's end each source is within one sample of its weight; its stream is whole."""
+    """At the end of each block every source is within one sample of its share, without gaps."""
     mixture = Mixture(weights, seed)
     assert mixture.block >= MIN_BLOCK
     blocks = max(3, 600 // mixture.block)
@@ -44,7 +44,7 @@ def test_shares_streams_and_purity(weights, seed, scale):
         assert again.locate(int(index)) == tuple(found[index])
 
 
-def test_a_small_share_is_not_lost():
+def test_a_small_share_still_gets_samples():
     mixture = Mixture([1e-4, 1.0], seed=0)
     found = located(mixture, 4 * mixture.block)
     assert mixture.block == 20_002
@@ -62,7 +62,7 @@ def test_the_order_in_a_block_depends_on_seed_and_block():
     assert all(sorted(order) == [0] * 32 + [1] * 32 for order in orders.values())
 
 
-def test_sample_numbers_far_out_are_found_at_once():
+def test_large_sample_numbers_are_located_at_once():
     mixture = Mixture([0.7, 0.2, 0.1], seed=3)
     far = 10**12
     counts = [0, 0, 0]
@@ -83,7 +83,7 @@ def two_sources(make_documents):
 
 
 @pytest.mark.parametrize(("dp", "accumulation"), [(1, 1), (1, 6), (2, 3), (3, 2), (6, 1)])
-def test_the_same_samples_however_the_work_is_spread(two_sources, dp, accumulation):
+def test_the_samples_do_not_depend_on_dp_and_accumulation(two_sources, dp, accumulation):
     """The trainer's numbering: (step * accumulation + m) * dp + dp_rank."""
     whole = training_samples(two_sources, 32, 25, seed=1)
     expected = [whole[index].tokens for index in range(60)]
@@ -95,7 +95,7 @@ def test_the_same_samples_however_the_work_is_spread(two_sources, dp, accumulati
             np.testing.assert_array_equal(own[index].tokens, expected[index])
 
 
-def test_a_sample_is_of_one_source_and_each_source_is_read_as_if_alone(two_sources):
+def test_a_sample_has_one_source_and_each_stream_is_that_of_its_source_alone(two_sources):
     samples = training_samples(two_sources, 32, 25, seed=1)
     streams = [
         TrainingSamples(two_sources.of_source(number), 32, 25, seed=1) for number in range(2)
@@ -109,8 +109,8 @@ def test_a_sample_is_of_one_source_and_each_source_is_read_as_if_alone(two_sourc
     assert samples[0].cu_seqlens[-1] == 32
 
 
-def test_one_source_is_the_stream_it_always_was(make_documents):
-    """Written down from the trainer before it knew mixtures: the same samples for the same seed."""
+def test_one_source_gives_the_recorded_stream(make_documents):
+    """Samples recorded without mixtures: the same seed must give the same samples."""
     samples = training_samples(make_documents([61, 1, 2, 40, 300]), 257, 90, seed=3)
     assert isinstance(samples, TrainingSamples)
     assert [tuple(piece) for piece in samples.pieces(1000)] == [

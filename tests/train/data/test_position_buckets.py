@@ -38,7 +38,7 @@ def test_sums_by_bucket_are_exact_and_keep_a_nan_to_itself():
 
 
 def test_sums_by_bucket_have_a_fixed_order_on_every_device():
-    """No operation is used that adds by index, which a GPU does in any order."""
+    """No operation adds by index: a GPU does that in no fixed order."""
     used: set[str] = set()
 
     class Watch(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Packing, against what it promises: every token of an epoch once, boundaries, labels."""
+"""Packing: every token of an epoch once, boundaries, labels."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_evaluation_documents_reach_the_budget(make_documents):
     assert evaluation_documents(documents, 10_000) == [0, 1, 2]
 
 
-def test_a_budget_is_shared_out_by_weight(make_documents):
+def test_a_budget_is_divided_by_weight(make_documents):
     """Of 120 bytes, 90 are for the first source (30, 60, 90 bytes), 30 for the second (3 x 15)."""
     documents = make_documents([10, 20, 30, 5, 5, 5])
     documents = replace(documents, sources={"a": 3.0, "b": 1.0}, bounds=(0, 3, 6))

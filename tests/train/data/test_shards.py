@@ -1,4 +1,4 @@
-"""Tokenised corpora: lossless, made once, made again when something changes, checked when read."""
+"""Tokenised corpora: lossless, built once, rebuilt after changes, verified when opened."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_both_splits_hold_every_text_unchanged(config):
     assert len(expected["held_out"]) > 3
 
 
-def test_a_corpus_is_made_once_by_one_of_many(config, monkeypatch):
+def test_one_of_many_processes_builds_the_corpus_once(config, monkeypatch):
     builds = []
     build = shards._build
     monkeypatch.setattr(shards, "_build", lambda *args: (builds.append(1), build(*args)))
@@ -55,7 +55,7 @@ def test_a_corpus_is_made_once_by_one_of_many(config, monkeypatch):
     assert len(builds) == 1
 
 
-def test_a_changed_file_or_setting_makes_a_new_corpus(config, tmp_path):
+def test_a_changed_file_or_config_gives_a_new_corpus(config, tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(20):
@@ -81,13 +81,13 @@ def test_a_changed_file_or_setting_makes_a_new_corpus(config, tmp_path):
         ("pattern", "deep/*"),
     ],
 )
-def test_every_setting_that_changes_tokens_changes_the_key(config, name, value):
+def test_every_value_that_changes_tokens_changes_the_key(config, name, value):
     before = shards.cache_key(config.data, find_files(config.data))
     setattr(config.data, name, value)
     assert shards.cache_key(config.data, find_files(config.data)) != before
 
 
-def test_what_a_killed_build_left_is_replaced(config):
+def test_the_files_of_a_killed_build_are_replaced(config):
     key = shards.cache_key(config.data, find_files(config.data))
     leftover = Path(config.data.cache_dir) / f"{key}.{socket.gethostname()}.tmp"
     (leftover / "train").mkdir(parents=True)
@@ -129,7 +129,7 @@ def _damage(folder: Path, how: str) -> None:
     "how",
     ["truncated", "missing", "flipped bit", "index", "manifest", "format", "sources"],
 )
-def test_a_damaged_corpus_is_refused_with_the_remedy(config, how):
+def test_a_damaged_corpus_is_rejected_with_the_remedy(config, how):
     open_corpus(config.data)
     folder = the_folder(config)
     _damage(folder, how)
@@ -154,7 +154,7 @@ def line_of(number: int) -> str:
 
 @pytest.fixture
 def mixture(config, text_folder, tmp_path):
-    """Two sources with a file name in common, one of them a ``.jsonl``."""
+    """Two sources that share a file name; one of them is a ``.jsonl``."""
     lines = [json.dumps({"body": line_of(n)}) for n in range(60)]
     (tmp_path / "lines").mkdir()
     (tmp_path / "lines" / "1.txt").write_text("the same name, in another source")
@@ -187,7 +187,7 @@ def test_a_mixture_is_one_corpus_in_the_order_of_the_names(mixture):
     assert stored["lines/1.txt"] != stored["zoo/1.txt"]
 
 
-def test_weights_change_no_token_and_every_other_setting_of_a_source_does(mixture, text_folder):
+def test_weights_change_no_token_but_every_other_key_of_a_source_does(mixture, text_folder):
     def key() -> str:
         return shards.cache_key(mixture.data, find_files(mixture.data))
 
@@ -227,7 +227,7 @@ def test_a_document_that_cannot_be_tokenised_is_named(mixture, monkeypatch):
 
 
 def test_of_two_hosts_that_build_at_once_the_first_to_finish_wins(config, monkeypatch):
-    """The other host's folder appears while this one writes, as its lock is not seen here."""
+    """The other host's lock is not visible: its folder appears while this one writes."""
     write = shards._write
 
     def write_while_another_finishes(data, files, folder, console):

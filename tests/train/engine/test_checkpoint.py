@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, verified, the same on any number of ranks."""
+"""Checkpoints: complete or absent, verified, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALONE = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
-    """Some tensors of several sizes, one of them without dimensions."""
+    """Tensors of several sizes, one of them a scalar."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(40, 30), (7,), (), (3, 0), (100, 10)]
     return {f"t{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
@@ -43,22 +43,22 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def checkpoints(tmp_path, said) -> Checkpoints:
+def checkpoints(tmp_path, messages) -> Checkpoints:
     """Of steps 1, 2 and 3, with the tensors of seeds 1, 2 and 3."""
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=3, keep_every=None, say=said.append)
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=3, keep_every=None, say=messages.append)
     for step in (1, 2, 3):
         checkpoints.begin(step, tensors(step), {"samples": 10 * step})
     checkpoints.wait()
-    assert not said
+    assert not messages
     return checkpoints
 
 
-def test_what_was_saved_is_loaded(checkpoints):
+def test_saved_tensors_are_loaded(checkpoints):
     assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
     path = checkpoints.choose()
     assert path.name == "step-00000003"
@@ -68,8 +68,8 @@ def test_what_was_saved_is_loaded(checkpoints):
     assert equal(loaded, tensors(3))
 
 
-def test_tensors_may_change_while_they_are_written(tmp_path, said):
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=said.append)
+def test_tensors_may_change_while_they_are_written(tmp_path, messages):
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
     live = tensors(1)
     checkpoints.begin(1, live, {})
     for tensor in live.values():
@@ -80,8 +80,8 @@ def test_tensors_may_change_while_they_are_written(tmp_path, said):
     assert equal(loaded, tensors(1))
 
 
-def test_the_newest_and_every_so_manieth_are_kept(tmp_path, said):
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=2, keep_every=3, say=said.append)
+def test_the_newest_and_every_keep_every_th_are_kept(tmp_path, messages):
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=2, keep_every=3, say=messages.append)
     for step in range(1, 9):
         checkpoints.begin(step, tensors(step), {})
     checkpoints.wait()
@@ -108,12 +108,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_set_aside_and_the_one_before_it_used(checkpoints, said, damage):
+def test_a_damaged_one_is_set_aside_and_its_predecessor_used(checkpoints, messages, damage):
     hurt, problem = DAMAGES[damage]
     hurt(checkpoints.folder / "step-00000003")
     path = checkpoints.choose()
     assert path.name == "step-00000002"
-    (line,) = said
+    (line,) = messages
     assert problem in line
     assert "set aside as damaged-step-00000003" in line
     assert len(list(checkpoints.folder.glob("damaged-step-00000003*"))) == 1
@@ -122,24 +122,24 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_it_used(checkpoints, said
     assert equal(loaded, tensors(2))
 
 
-def test_with_all_damaged_there_is_none(checkpoints, said):
+def test_if_all_are_damaged_there_is_none(checkpoints, messages):
     for path in checkpoints_in(checkpoints.folder).values():
         flip(path / ".metadata")
     assert checkpoints.choose() is None
-    assert len(said) == 3
+    assert len(messages) == 3
 
 
-def test_what_a_killed_process_left_half_written_is_no_checkpoint(checkpoints):
+def test_a_half_written_checkpoint_does_not_count(checkpoints):
     shutil.copytree(checkpoints.folder / "step-00000003", checkpoints.folder / ".step-00000004")
     assert checkpoints.choose().name == "step-00000003"
     checkpoints.remove_litter()
     assert not list(checkpoints.folder.glob(".*"))
 
 
-def test_what_others_could_write_by_the_umask_they_cannot(tmp_path, said):
+def test_others_cannot_write_to_it_under_any_umask(tmp_path, messages):
     before = os.umask(0o002)
     try:
-        checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=said.append)
+        checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
         checkpoints.begin(1, tensors(1), {})
         checkpoints.wait()
     finally:
@@ -147,7 +147,7 @@ def test_what_others_could_write_by_the_umask_they_cannot(tmp_path, said):
     assert checkpoints.choose().name == "step-00000001"
 
 
-def test_a_disk_that_cannot_be_read_today_is_no_damage(checkpoints, said, monkeypatch):
+def test_a_disk_that_cannot_be_read_is_not_damage(checkpoints, messages, monkeypatch):
     def fail(path: Path) -> int:
         raise OSError(5, "Input/output error")
 
@@ -157,14 +157,14 @@ def test_a_disk_that_cannot_be_read_today_is_no_damage(checkpoints, said, monkey
     assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
 
 
-def test_another_runs_checkpoints_are_never_renamed(checkpoints, said):
+def test_another_runs_checkpoints_are_never_renamed(checkpoints, messages):
     flip(checkpoints.folder / "step-00000003" / "__0_0.distcp")
-    assert find_checkpoint(checkpoints.folder, said.append).name == "step-00000002"
+    assert find_checkpoint(checkpoints.folder, messages.append).name == "step-00000002"
     assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
-    assert "damaged checkpoint passed over" in said[0]
+    assert "damaged checkpoint passed over" in messages[0]
 
 
-def test_one_that_others_can_write_is_not_read(checkpoints):
+def test_a_checkpoint_that_others_can_write_is_not_read(checkpoints):
     newest = checkpoints.folder / "step-00000003"
     newest.chmod(0o775)
     with pytest.raises(ConfigError, match="others may write to it; its metadata is a pickle"):
@@ -175,7 +175,7 @@ def test_one_that_others_can_write_is_not_read(checkpoints):
         checkpoints.choose()
 
 
-def test_one_of_another_user_is_not_read(checkpoints, monkeypatch):
+def test_a_checkpoint_of_another_user_is_not_read(checkpoints, monkeypatch):
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(ConfigError, match=f"user {own}'s"):
@@ -190,24 +190,24 @@ def test_tensors_that_do_not_fit_are_named(checkpoints):
         load_tensors(path, {"t9": torch.zeros(1)})
 
 
-def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, said):
+def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages):
     folder = tmp_path / "run" / "checkpoints"
-    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=said.append)
+    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=messages.append)
     folder.mkdir(parents=True)
     for step in (1, 2):
         checkpoints.begin(step, tensors(step), {})
     checkpoints.wait()
     newest = folder / "step-00000002"
     for path in (tmp_path / "run", folder, newest):
-        assert find_checkpoint(path, said.append) == newest
+        assert find_checkpoint(path, messages.append) == newest
     flip(newest / ".metadata")
     with pytest.raises(ConfigError, match=r"damaged: .*\.metadata differs .*choose another"):
-        find_checkpoint(newest, said.append)
+        find_checkpoint(newest, messages.append)
     with pytest.raises(ConfigError, match="holds no checkpoint"):
-        find_checkpoint(tmp_path, said.append)
+        find_checkpoint(tmp_path, messages.append)
 
 
-def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, said):
+def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
@@ -215,7 +215,7 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, said):
         checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    (line,) = said
+    (line,) = messages
     assert line.startswith("checkpoint of step 4 failed (1 so far), training goes on: ")
     assert "File too large" in line
     assert checkpoints.saved == 3
@@ -225,7 +225,7 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, said):
     assert checkpoints.choose().name == "step-00000005"
 
 
-def test_ranks_write_about_as_many_bytes_each():
+def test_ranks_write_about_equal_numbers_of_bytes():
     model = {f"w{i}": torch.zeros(100 + i) for i in range(31)}
     shares = [own_share(model, rank, 4) for rank in range(4)]
     assert sorted(name for share in shares for name in share) == sorted(model)
@@ -234,12 +234,12 @@ def test_ranks_write_about_as_many_bytes_each():
 
 
 def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str]:
-    said: list[str] = []
+    messages: list[str] = []
     rank, world = group.rank(), group.size()
     parallel = ParallelLayout(
         rank, world, 1, torch.device("cpu"), host_group=group, save_group=group
     )
-    checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, say=said.append)
+    checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, say=messages.append)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if rank == fails:
@@ -252,7 +252,7 @@ def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str
     assert checkpoints.failures == (fails is not None)
     chosen = checkpoints.choose()
     assert (chosen is None) == (fails is not None)
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -266,10 +266,10 @@ def test_any_number_of_ranks_writes_what_one_reads(ranks: Ranks, tmp_path, world
 
 
 @pytest.mark.parametrize("fails", [0, 2])
-def test_a_disk_that_is_full_for_one_rank_fails_the_checkpoint_on_all(ranks, tmp_path, fails):
-    said = ranks.run(3, _save, tmp_path, fails)
-    assert f"rank {fails}: " in said[0][0]
-    assert "File too large" in said[0][0]
+def test_a_full_disk_of_one_rank_fails_the_checkpoint_on_all(ranks, tmp_path, fails):
+    messages = ranks.run(3, _save, tmp_path, fails)
+    assert f"rank {fails}: " in messages[0][0]
+    assert "File too large" in messages[0][0]
     assert not list(tmp_path.iterdir())
 
 
@@ -285,7 +285,7 @@ def _refused(group: dist.ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_what_rank_0_decides_holds_for_all(ranks: Ranks):
+def test_from_rank_0_gives_all_ranks_its_value_or_its_error(ranks: Ranks):
     assert ranks.run(3, _refused) == ["rank 0 says no"] * 3
 
 
@@ -305,6 +305,8 @@ def _shared(group: dist.ProcessGroup, folder: Path) -> str | None:
     return None
 
 
-def test_a_folder_that_a_host_does_not_share_is_refused_on_all(ranks: Ranks, tmp_path):
-    for said in ranks.run(3, _shared, tmp_path):
-        assert re.search(r"rank 2 on .* does not see what rank 0 writes to .*all hosts share", said)
+def test_a_folder_that_a_host_does_not_share_fails_on_all_ranks(ranks: Ranks, tmp_path):
+    for error in ranks.run(3, _shared, tmp_path):
+        assert re.search(
+            r"rank 2 on .* does not see what rank 0 writes to .*all hosts share", error
+        )

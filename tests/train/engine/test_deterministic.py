@@ -1,4 +1,4 @@
-"""``train.deterministic``: what it sets, what it leaves to the user, and that attention knows."""
+"""``train.deterministic``: the settings that it changes or keeps, and the attention modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _restored(monkeypatch) -> Iterator[None]:
     cudnn.deterministic = False
 
 
-def test_a_gpu_run_sets_and_says_all_that_is_needed():
+def test_a_gpu_run_sets_and_prints_all_settings():
     line = make_deterministic(torch.device("cuda", 0))
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()  # an error, not a warning
@@ -41,7 +41,7 @@ def test_a_gpu_run_sets_and_says_all_that_is_needed():
     assert "from the environment" not in line
 
 
-def test_what_the_user_has_set_stays(monkeypatch):
+def test_variables_of_the_user_keep_their_values(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     line = make_deterministic(torch.device("cuda", 0))
@@ -59,7 +59,7 @@ def test_on_the_cpu_no_variable_is_set():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_attention_takes_turns_in_its_backward(config: Config, deterministic):
+def test_every_attention_module_is_deterministic(config: Config, deterministic):
     config.model.n_layers, config.train.deterministic = 2, deterministic
     model = build_model(config, 300, torch.device("cpu"))
     found = [m.deterministic for m in model.modules() if isinstance(m, RingFA3Attention)]

@@ -43,7 +43,7 @@ def arguments(tmp_path_factory) -> list[str]:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """A run to its end; what it printed."""
+    """Run to the end; returns the output."""
     with Job(folder, min(torch.cuda.device_count(), 2), *arguments) as job:
         code, output = job.end(limit=400)
         assert code == 0, output

@@ -21,11 +21,11 @@ def taught(sigma: float | None = 3.0) -> Guard:
 
 
 @pytest.mark.parametrize("figures", [(math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0)])
-def test_what_is_not_finite_is_never_taken(figures):
+def test_a_step_that_is_not_finite_is_never_accepted(figures):
     assert "is" in Guard(GuardConfig()).objection(*figures)
 
 
-def test_a_spike_of_either_figure_is_found_above_and_not_below():
+def test_a_spike_lies_above_the_mean_not_below():
     guard = taught()
     assert guard.objection(4.99, 1.0) is None
     assert "loss 5.01 is a spike" in guard.objection(5.01, 1.0)
@@ -53,7 +53,7 @@ def test_skips_in_a_row_exhaust_it():
     assert guard.skipped == 3
 
 
-def test_its_state_passes_through_json_exactly():
+def test_its_state_survives_json_exactly():
     guard = Guard(GuardConfig(sigma=1.0, window=3))
     for i in range(5):
         guard.accept(1 / (i + 3), math.pi**i)

@@ -1,4 +1,4 @@
-"""The end of the process groups: which barriers, on which device, and in which order."""
+"""``shutdown``: its barriers and their devices, and the end of the process groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FakeGroup:
 
 @pytest.fixture
 def end(monkeypatch) -> list[str]:
-    """What ``shutdown`` does last, recorded; PyTorch takes this machine for one with GPUs."""
+    """Records the last actions of ``shutdown``; PyTorch sees an accelerator of type cuda."""
     done: list[str] = []
 
     def leave(code: int) -> None:
@@ -57,7 +57,7 @@ def layout(device: torch.device, backend: str, monkeypatch) -> tuple[ParallelLay
 
 
 def test_nccl_barriers_name_their_device_and_nothing_warns(end, monkeypatch):
-    """PyTorch's own ``barrier`` runs, over fake groups: with no device id it would warn."""
+    """PyTorch's own ``barrier`` over fake groups: without a device id it warns."""
     place, groups = layout(torch.device("cuda", 1), "nccl", monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -76,7 +76,7 @@ def test_gloo_barriers_stay_on_the_cpu(end, monkeypatch):
     assert end == ["destroyed", "exit 0"]
 
 
-def test_a_failed_rank_waits_for_nobody(end, monkeypatch):
+def test_a_failed_rank_does_not_wait(end, monkeypatch):
     place, groups = layout(torch.device("cuda", 0), "nccl", monkeypatch)
     closed: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Lines survive a torn end, a resumed run and a disk that takes no more."""
+"""JSON lines after a torn end, a resumed run and a full disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.log.metrics import Recorder
 from train.run.run_folder import RunFolder
 
 
-def test_a_run_that_goes_on_has_every_step_once(tmp_path):
+def test_a_resumed_run_has_every_step_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path, 0)
     for step in (1, 2, 3, 4):
@@ -34,7 +34,7 @@ def test_a_new_run_starts_empty(tmp_path):
     assert path.read_text() == ""
 
 
-def test_what_is_not_finite_is_null(tmp_path):
+def test_numbers_that_are_not_finite_become_null(tmp_path):
     """At any depth."""
     lines = JsonLines(tmp_path / "a.jsonl", 0)
     lines.write(
@@ -49,13 +49,13 @@ def test_what_is_not_finite_is_null(tmp_path):
 
 @pytest.fixture
 def file_limit():
-    """Lets the test set how many bytes a file may have; the system then refuses as a full disk."""
+    """Sets the maximum size of a file; the system then fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_what_the_disk_refuses_is_written_later(tmp_path, file_limit):
+def test_lines_that_a_full_disk_rejects_are_written_later(tmp_path, file_limit):
     lines = JsonLines(tmp_path / "a.jsonl", 0)
     lines.write({"step": 1})
     file_limit(20)
@@ -72,7 +72,7 @@ def steps_in(path) -> list[int]:
     return [record["step"] for record in read_lines(path)]
 
 
-def test_closing_writes_what_has_room_by_then(tmp_path, file_limit):
+def test_close_writes_the_pending_lines_that_fit(tmp_path, file_limit):
     lines = JsonLines(tmp_path / "a.jsonl", 0)
     file_limit(15)
     for step in (1, 2, 3):
@@ -85,7 +85,7 @@ def test_closing_writes_what_has_room_by_then(tmp_path, file_limit):
 
 
 @pytest.mark.parametrize("room", [0, 15, 30])
-def test_a_full_disk_does_not_keep_a_run_from_going_back(tmp_path, file_limit, room):
+def test_a_full_disk_does_not_prevent_a_roll_back(tmp_path, file_limit, room):
     """Three lines of twelve bytes; ``room`` for none, for one and a torn one, for two."""
     path = tmp_path / "a.jsonl"
     lines = JsonLines(path, 0)
@@ -103,7 +103,7 @@ def test_a_full_disk_does_not_keep_a_run_from_going_back(tmp_path, file_limit, r
     assert steps_in(path) == [1, 2, 3]
 
 
-def test_no_step_is_there_twice_where_the_disk_cannot_even_cut(tmp_path):
+def test_no_step_is_written_twice_if_truncation_fails(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = JsonLines(path, 0)
     for step in (1, 2, 3, 4):
@@ -123,7 +123,7 @@ def test_no_step_is_there_twice_where_the_disk_cannot_even_cut(tmp_path):
 
 
 class Refusing:
-    """A file on a disk that takes nothing."""
+    """A file on a disk that rejects every write."""
 
     closed = False
 
@@ -133,7 +133,7 @@ class Refusing:
     truncate = write
 
 
-def test_lines_that_stay_behind_a_removed_one_stay(tmp_path):
+def test_lines_after_a_removed_one_are_kept(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 5, 2, 6, 3)))
     JsonLines(path, 4)
@@ -141,10 +141,10 @@ def test_lines_that_stay_behind_a_removed_one_stay(tmp_path):
 
 
 def test_threads_write_whole_lines(tmp_path):
-    """Slices of a line could mix where a write takes only a part of it."""
+    """Slices of a line could interleave if a write accepts only some of its bytes."""
 
     class Slow:
-        """Takes three bytes at a time, and lets other threads run."""
+        """Accepts three bytes at a time, and lets other threads run."""
 
         closed = False
 
@@ -171,17 +171,17 @@ def test_threads_write_whole_lines(tmp_path):
     assert sorted(steps_in(path)) == [100 * t + n for t in range(3) for n in range(20)]
 
 
-def test_a_recorder_goes_back_on_a_full_disk(config, file_limit, monkeypatch):
-    """Steps 1 to 3, back to 1, then 2 and 3 anew; what is lost at the end is said."""
+def test_a_recorder_rolls_back_on_a_full_disk(config, file_limit, monkeypatch):
+    """Steps 1 to 3, back to 1, then 2 and 3 again; lines lost at the end are reported."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr("train.log.metrics.SummaryWriter", refuse)
     folder = RunFolder(config)
     folder.path.mkdir()
-    recorder = Recorder(folder, 0, said.append)
+    recorder = Recorder(folder, 0, messages.append)
     for step in (1, 2, 3):
         recorder.step({"step": step}, [1.0])
     size = folder.metrics.stat().st_size
@@ -189,12 +189,12 @@ def test_a_recorder_goes_back_on_a_full_disk(config, file_limit, monkeypatch):
     recorder.roll_back(1)
     recorder.step({"step": 2}, [1.0])
     recorder.event(2, "back")
-    assert any("metrics.jsonl: File too large" in line for line in said)
-    assert said.count("TensorBoard is off from step 2: [Errno 28] No space left on device") == 1
+    assert any("metrics.jsonl: File too large" in line for line in messages)
+    assert messages.count("TensorBoard is off from step 2: [Errno 28] No space left on device") == 1
     file_limit(resource.RLIM_INFINITY)
     recorder.step({"step": 3}, [1.0])
     file_limit(size // 3)
     recorder.close()
     file_limit(resource.RLIM_INFINITY)
     assert steps_in(folder.metrics) == [1, 2, 3]
-    assert any(line.endswith("the newest lines are not in the file") for line in said)
+    assert any(line.endswith("the newest lines are not in the file") for line in messages)

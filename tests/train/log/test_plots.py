@@ -1,4 +1,4 @@
-"""What a sweep's plot shows."""
+"""The curves in the plot of a sweep."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ def row(result: float | None, **choices: str) -> dict:
     return {"status": status, "nats_per_byte": result, "choices": choices}
 
 
-def test_a_sweep_is_drawn_over_its_number_with_a_line_per_other_choice():
+def test_the_x_axis_is_a_number_and_other_choices_are_lines():
     rows = [
         *(row(3.0 + s, lr="0.003", seed=str(s), model="tiny") for s in range(3)),
         *(row(2.0 + s, lr="1e-3", seed=str(s), model="tiny") for s in range(3)),
         row(None, lr="0.01", seed="0", model="tiny"),
     ]
     across, lines = sweep_lines(rows)
-    assert across == "lr"  # although the seeds are more
+    assert across == "lr"  # although there are more seeds
     assert lines == {f"seed={s} model=tiny": [(0.001, 2.0 + s), (0.003, 3.0 + s)] for s in range(3)}
 
 
-def test_seeds_are_drawn_where_there_is_nothing_else_and_words_never():
+def test_the_x_axis_is_a_seed_only_without_other_numbers_and_never_text():
     assert sweep_lines([row(1.0, seed="1"), row(2.0, seed="0")]) == (
         *("seed", {"": [(0.0, 2.0), (1.0, 1.0)]}),
     )

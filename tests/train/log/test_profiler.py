@@ -1,4 +1,4 @@
-"""Profiling: which steps a trace holds, which ranks write one, and when nothing runs at all."""
+"""Profiling: the steps in a trace, the ranks that write one, and no profiler at all when off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def run_steps(profile: ProfileConfig, folder: Path, rank: int = 0, first: int = 1, last: int = 6):
-    """Steps ``first`` to ``last``; step n adds a tensor of n * 1000 rows, to be found by shape."""
+    """Steps ``first`` to ``last``; step n adds a tensor of n * 1000 rows, its mark in the trace."""
     with profiled(profile, folder, rank, CPU, first - 1) as step_done:
         for step in range(first, last + 1):
             torch.ones(step * 1000) + 1
@@ -48,7 +48,7 @@ def test_the_trace_holds_exactly_the_steps(tmp_path, steps, begin, expected):
     assert traced_steps(path) == expected
 
 
-def test_a_failing_step_leaves_what_was_traced(tmp_path):
+def test_a_failing_step_leaves_the_trace_so_far(tmp_path):
     def fail_in_step_3() -> None:
         with profiled(ProfileConfig(steps=[2, 5]), tmp_path, 0, CPU, 0) as step_done:
             for step in (1, 2, 3):
@@ -71,7 +71,7 @@ def test_a_failing_step_leaves_what_was_traced(tmp_path):
     ],
     ids=["off", "another rank", "steps long done"],
 )
-def test_off_means_nothing_is_started(tmp_path, monkeypatch, profile, rank, first):
+def test_off_starts_no_profiler(tmp_path, monkeypatch, profile, rank, first):
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: pytest.fail("a profiler was made"))
     run_steps(profile, tmp_path / "profile", rank, first)
     assert not (tmp_path / "profile").exists()
@@ -84,7 +84,7 @@ def test_a_memory_history_needs_cuda():
 
 
 def test_the_history_covers_the_profiled_steps_and_ends_once(tmp_path, monkeypatch):
-    """Against a recording stand-in for torch's allocator calls."""
+    """Against a fake that records torch's allocator calls."""
     calls, step = [], 0
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda **kw: calls.append((step, kw)))
@@ -109,7 +109,7 @@ def test_a_memory_snapshot_on_the_gpu(tmp_path):
     assert (tmp_path / "memory.pickle").stat().st_size > 1000
 
 
-def test_a_training_is_traced_by_its_own_steps(config):
+def test_a_trace_of_training_has_its_own_steps(config):
     """Steps 2 and 3 of a run of four: the optimiser's op is in the trace twice."""
     config.model.dim, config.model.ffn_dim, config.model.n_layers = 32, 64, 1
     config.train.steps, config.optim.warmup_steps, config.train.eval_every = 4, 1, 0

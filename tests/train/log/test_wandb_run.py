@@ -1,4 +1,4 @@
-"""W&B: what is sent, that a run goes on under its id, and that its errors end nothing.
+"""W&B: the data sent, the id of a resumed run, and errors that must not end training.
 
 Against a recording stand-in for the package.
 """
@@ -50,7 +50,7 @@ class FakeRun:
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """The package as a recorder; ``fails`` names the call that raises."""
+    """A fake package that records its calls; ``fails`` names the call that raises."""
     module = types.ModuleType("wandb")
     module.calls, module.runs, module.fails = [], [], None
 
@@ -67,9 +67,9 @@ def wandb(monkeypatch):
 
 
 def test_scalars_config_and_id_are_sent(wandb, config, folder):
-    said = []
+    messages = []
     config.log.wandb_project = "tales"
-    run = WandbRun(config, folder, said.append)
+    run = WandbRun(config, folder, messages.append)
     run.log({"train/loss": 2.5, "train/lr": 1e-3}, step=7)
     run.close()
     (settings,), (sent,) = wandb.calls, wandb.runs
@@ -80,10 +80,10 @@ def test_scalars_config_and_id_are_sent(wandb, config, folder):
     assert sent.logged == [{"train/loss": 2.5, "train/lr": 1e-3, "step": 7}]
     assert ("*", {"step_metric": "step"}) in sent.metrics
     assert sent.finished
-    assert said == []
+    assert messages == []
 
 
-def test_a_run_that_goes_on_keeps_its_id(wandb, config, tmp_path):
+def test_a_resumed_run_keeps_its_id(wandb, config, tmp_path):
     for name in "aab":
         config.run.dir = str(tmp_path / name)
         Path(config.run.dir).mkdir(exist_ok=True)
@@ -94,20 +94,20 @@ def test_a_run_that_goes_on_keeps_its_id(wandb, config, tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["init", "log", "finish"])
-def test_an_error_is_said_once_and_ends_nothing(wandb, config, folder, fails):
-    said = []
+def test_an_error_is_reported_once_and_ends_nothing(wandb, config, folder, fails):
+    messages = []
     wandb.fails = fails
-    run = WandbRun(config, folder, said.append)
+    run = WandbRun(config, folder, messages.append)
     for step in (1, 2, 3):
         run.log({"train/loss": 1.0}, step)
     run.close()
     run.log({"train/loss": 1.0}, 4)
-    (line,) = said
+    (line,) = messages
     assert line.startswith("W&B is off from here on: ")
     assert "\n" not in line
 
 
-def test_a_training_sends_what_tensorboard_gets_and_goes_on_as_the_same_run(wandb, config):
+def test_training_sends_the_scalars_of_tensorboard_and_resumes_the_same_run(wandb, config):
     """Every scalar of every step, to the precision of TensorBoard's float32."""
     config.model.dim, config.model.ffn_dim, config.model.n_layers = 32, 64, 1
     config.optim.warmup_steps, config.train.eval_every, config.log.wandb = 1, 2, True

@@ -1,4 +1,4 @@
-"""A cache of keys and values: what comes back, and attention with it."""
+"""The KV cache: its contents, and attention with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.model.kv_cache import KVCache
 from train.model.transformer import Transformer
 
 
-def test_pieces_come_back_as_one():
+def test_appended_pieces_are_returned_as_one():
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 7, 3, 4, generator=generator)
     cache = KVCache(capacity=7)
@@ -23,8 +23,8 @@ def test_pieces_come_back_as_one():
         cache.append(k[:1], v[:1])
 
 
-def test_hidden_states_do_not_depend_on_how_the_tokens_come():
-    """A document whole, through the ring layer, and in pieces of 9, 1, 1 and 5 tokens: 1e-5."""
+def test_hidden_states_are_the_same_for_pieces_and_for_the_whole():
+    """A whole document through the ring layer, against pieces of 9, 1, 1 and 5 tokens: 1e-5."""
     model = ModelConfig(n_layers=2, dim=32, ffn_dim=48, n_heads=4, n_kv_heads=2, zero_init=False)
     transformer = Transformer(model, vocab_size=50, seed=0)
     tokens = torch.randint(50, (16,), generator=torch.Generator().manual_seed(1))

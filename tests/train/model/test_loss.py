@@ -28,7 +28,7 @@ def test_losses_and_gradients_equal_cross_entropy(chunk):
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_no_token_still_reaches_the_weights():
+def test_without_tokens_the_weights_still_get_a_gradient():
     hidden = torch.zeros(0, 16, requires_grad=True)
     weight = torch.randn(50, 16, requires_grad=True)
     token_losses(hidden, weight, torch.zeros(0, dtype=torch.int64), chunk=8).sum().backward()
@@ -37,7 +37,7 @@ def test_no_token_still_reaches_the_weights():
 
 
 def test_logits_exist_for_one_chunk_at_a_time():
-    """No operation makes more than a chunk of them, and the graph keeps none for the backward."""
+    """No operation returns more than a chunk of them, and the graph saves none for the backward."""
     chunk, vocabulary, largest, kept = 32, 300, 0, 0
 
     class Watch(TorchDispatchMode):

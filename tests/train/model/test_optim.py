@@ -1,4 +1,4 @@
-"""The schedule against values worked out by hand; which parameters decay."""
+"""The schedule against values computed by hand; which parameters have weight decay."""
 
 from __future__ import annotations
 

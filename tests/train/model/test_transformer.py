@@ -25,7 +25,7 @@ SMALL = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "dim": 32, "ffn_dim": 48}
 
 
 def packed_sample(lengths: list[int], vocabulary: int = VOCABULARY) -> Sample:
-    """Random tokens in documents of ``lengths``; labels inside each, the last of each ignored."""
+    """Random tokens in documents of ``lengths``; the last label of each document is ignored."""
     rng = np.random.default_rng(0)
     cu_seqlens = [0, *np.cumsum(lengths).tolist()]
     tokens = rng.integers(0, vocabulary, cu_seqlens[-1])
@@ -71,7 +71,7 @@ def reference_hidden(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def build(recompute: str = "none", attention: str = "ringfa3", **changes) -> LanguageModel:
-    """A small model whose norms are not at their start, so that a missing one shows."""
+    """A small model with random norm gains, so that a missing norm fails the test."""
     transformer = Transformer(
         ModelConfig(**{**SMALL, "zero_init": False, **changes}),
         VOCABULARY,
@@ -126,7 +126,7 @@ def test_packed_losses_and_gradients_equal_the_reference(changes):
 
 
 def test_sdpa_attends_under_the_window_of_the_plan():
-    """Against RingFA3, float32, 1e-5; the last evaluation has tokens that see themselves alone."""
+    """Against RingFA3, float32, 1e-5, for the causal window and for the one of a single token."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(40, 4, 16, generator=generator)
     k, v = torch.randn(2, 40, 2, 16, generator=generator)
@@ -140,7 +140,7 @@ def test_sdpa_attends_under_the_window_of_the_plan():
             SdpaAttention()(q, k, v, plan_context([0, 40], (0, 1), **given))
 
 
-def test_sdpa_never_takes_a_part_of_a_sample():
+def test_sdpa_rejects_a_sharded_sample():
     transformer = build(attention="sdpa").transformer
     plan = plan_context([0, 40, 64], group=(0, 2))
     with pytest.raises(ValueError, match="a plan of 2 ranks"):
@@ -149,7 +149,7 @@ def test_sdpa_never_takes_a_part_of_a_sample():
 
 @pytest.mark.parametrize(("recompute", "rings"), [("full", 4), ("attention-saving", 2)])
 def test_recompute_changes_work_but_not_gradients(recompute, rings):
-    """Two layers: the ring runs twice in each when all is computed again, once when it is kept."""
+    """Two layers: the ring runs twice in each with full recomputation, else once."""
     sample = packed_sample([40, 25])
     batch = make_batch(sample, None, "zigzag")
     plain, saving = build(), build(recompute)
@@ -186,7 +186,7 @@ def test_weights_depend_on_the_seed_alone():
     one, same, other = (
         Transformer(ModelConfig(**SMALL, zero_init=False), VOCABULARY, seed) for seed in (1, 1, 2)
     )
-    torch.rand(3)  # the global generator plays no part
+    torch.rand(3)  # the global generator has no influence
     for a, b, c in zip(one.parameters(), same.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert a.ndim == 1 or not torch.equal(a, c)
@@ -202,7 +202,7 @@ def test_zero_init_starts_at_the_uniform_distribution():
 
 
 def test_tied_embeddings_do_not_start_at_zero():
-    """Zero would be the head's start alone; here it would be the end of every gradient."""
+    """An untied head may start at zero. A tied one may not: all gradients would be zero."""
     transformer = Transformer(ModelConfig(**SMALL, tied_embeddings=True), VOCABULARY, seed=0)
     assert transformer.head is transformer.embedding.weight
     assert float(transformer.head.detach().std()) == pytest.approx(1.0, rel=0.05)
@@ -226,7 +226,7 @@ def test_the_first_loss_is_that_of_the_uniform_distribution(path, tied):
 
 
 def llama3_frequency(frequency: float, rope: RopeConfig) -> float:
-    """The scaling as Llama 3's own code states it, one frequency at a time."""
+    """Llama 3's scaling, for one frequency."""
     wavelength = 2 * math.pi / frequency
     if wavelength < rope.original_len / rope.high_freq_factor:
         return frequency
@@ -249,7 +249,7 @@ def test_rope_frequencies_equal_llama_3():
 
 
 def test_rotated_products_depend_on_the_distance_alone():
-    """Also beyond 2^24, where float32 no longer tells neighbouring positions apart: 1e-5."""
+    """Also beyond 2^24, where float32 cannot represent every position: 1e-5."""
     frequencies = rope_frequencies(32, RopeConfig())
     q, k = torch.randn(2, 1, 1, 32, generator=torch.Generator().manual_seed(0))
     products = []

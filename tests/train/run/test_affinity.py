@@ -22,7 +22,7 @@ def test_lists_of_cores_as_the_kernel_writes_them():
 @pytest.mark.parametrize(
     ("wished", "processes", "setting", "expected"),
     [
-        ("1", 4, None, 4),  # torchrun's own 1
+        ("1", 4, None, 4),  # torchrun's default of 1
         ("", 4, None, 4),
         ("6", 4, None, 6),
         ("6", 4, 3, 3),
@@ -36,7 +36,7 @@ def test_threads_share_the_cores(monkeypatch, wished, processes, setting, expect
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """A host as ``/sys`` shows it: the node of each GPU and the cores of each node.
+    """A fake ``/sys``: the node of each GPU and the cores of each node.
 
     The fixture makes it, and returns what the process has set: its cores and its threads.
     """
@@ -74,7 +74,7 @@ TWO_NODES = {0: "0-15,32-47", 1: "16-31,48-63"}
         ([0, 0, 0, 1], 4, 0, TWO_NODES[0], 10),
         ([0, 0, 0, 1], 4, 3, TWO_NODES[1], 32),
         ([0, 0, 1, 1], 2, 1, TWO_NODES[0], 16),  # two of the GPUs are not used
-        ([-1, -1], 2, 1, "0-63", 32),  # no nodes: all cores, shared by all
+        ([-1, -1], 2, 1, "0-63", 32),  # no nodes: all processes share all cores
     ],
 )
 def test_processes_of_one_node_share_its_cores(host, gpus, processes, gpu, near, expected):
@@ -83,7 +83,7 @@ def test_processes_of_one_node_share_its_cores(host, gpus, processes, gpu, near,
     assert done == {"cores": parse_cores(near), "threads": expected}
 
 
-def test_without_numa_the_whole_host_is_shared_by_all(host):
+def test_without_numa_all_processes_share_the_host(host):
     done = host([0, 1], TWO_NODES, 2)
     affinity.set_affinity(ParallelConfig(numa=False), torch.device("cuda", 0))
     assert done == {"cores": set(range(64)), "threads": 32}

@@ -1,4 +1,4 @@
-"""Settings that do not fit: what is refused, and the nearest that would be taken."""
+"""Config values that cannot work, and the nearest valid ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"checkpoint.init_from": "/nowhere"}, "checkpoint.init_from=/nowhere must be the folder"),
     ],
 )
-def test_values_that_do_not_fit_are_refused(config, changes, message):
+def test_invalid_values_are_rejected(config, changes, message):
     check(config, world=1)
     for key, value in changes.items():
         section, _, name = key.rpartition(".")
@@ -90,7 +90,7 @@ def test_context_group_must_divide_the_world(config):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_sdpa_is_refused_where_processes_share_a_sample(config, mode):
+def test_sdpa_is_rejected_if_processes_share_a_sample(config, mode):
     config.train.attention, config.mode = "sdpa", mode
     check(config, world=4)
     config.parallel.cp = 2
@@ -98,8 +98,8 @@ def test_sdpa_is_refused_where_processes_share_a_sample(config, mode):
         check(config, world=4)
 
 
-def test_wandb_must_be_there_before_it_is_switched_on(config, monkeypatch, tmp_path):
-    """A folder ``wandb`` that the package has left in the working directory is not the package."""
+def test_wandb_must_be_installed_to_be_switched_on(config, monkeypatch, tmp_path):
+    """A folder ``wandb`` in the working directory is not the package."""
     config.log.wandb = True
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)

@@ -1,4 +1,4 @@
-"""The process of a job: what it leaves as its reason, and that nothing of it survives a kill."""
+"""A job as a child process: the line that explains its failure, and a kill of all its processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from train.run.child_process import Stopped, failure_line, run_process
         ("import sys; sys.exit('rank 0: Oops: x')", "rank 0: Oops: x"),
     ],
 )
-def test_a_job_that_ends_itself_leaves_a_reason(code, says):
+def test_a_failed_job_is_explained_in_one_line(code, says):
     assert failure_line(*run_process([sys.executable, "-c", code])) == says
 
 
@@ -46,15 +46,15 @@ while depth != 1 or not (folder / "0.pid").exists():
 """
 
 
-def test_nothing_of_a_killed_job_goes_on(tmp_path, monkeypatch):
-    """The job, its child, which has ended, and its grandchild. Another process is left alone."""
+def test_a_kill_ends_every_process_of_a_job(tmp_path, monkeypatch):
+    """The job, its child, which has ended, and its grandchild; another process is not killed."""
     monkeypatch.setattr(child_process, "SECONDS_TO_STOP", 0.2)
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)
     files = [tmp_path / f"{depth}.pid" for depth in (2, 1, 0)]
 
     class Interrupted:
-        """Standard error that raises what a signal would, once all processes are there."""
+        """A stderr that raises ``Stopped``, as a signal would, when all processes exist."""
 
         def write(self, _: str) -> None:
             while not all(file.exists() for file in files) or is_alive(int(files[1].read_text())):
@@ -72,6 +72,6 @@ def test_nothing_of_a_killed_job_goes_on(tmp_path, monkeypatch):
         run_process([*command, str(script), str(tmp_path), "2"])
     pids = [int(file.read_text()) for file in files]
     deadline = time.monotonic() + 10
-    while any(is_alive(pid) for pid in pids):  # a killed process is still there for a moment
+    while any(is_alive(pid) for pid in pids):  # a killed process exists for another moment
         assert time.monotonic() < deadline, [is_alive(pid) for pid in pids]
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What is said of a rank that fails."""
+"""The report of a failed rank."""
 
 from __future__ import annotations
 
@@ -22,33 +22,31 @@ def report(tmp_path, monkeypatch):
     return path
 
 
-def test_the_words_of_a_killed_rank_are_there_before(report):
-    words = FailureReport(3, io.StringIO())
+def test_the_report_of_a_killed_rank_is_written_in_advance(report):
+    failure = FailureReport(3, io.StringIO())
     assert not report.exists()
-    words.begin_step(8)
-    said = json.loads(report.read_text())
-    assert said["message"].startswith("rank 3, step 8: killed from outside")
-    assert abs(said["timestamp"] - time.time()) < 5
+    failure.begin_step(8)
+    content = json.loads(report.read_text())
+    assert content["message"].startswith("rank 3, step 8: killed from outside")
+    assert abs(content["timestamp"] - time.time()) < 5
 
 
-def test_torchrun_reports_an_error_and_nobody_else_unless_it_restarts(
-    report, tmp_path, monkeypatch, config
-):
+def test_only_torchrun_prints_an_error_unless_it_restarts(report, tmp_path, monkeypatch, config):
     console = io.StringIO()
-    words = FailureReport(1, console)
-    words.begin_step(2)
+    failure = FailureReport(1, console)
+    failure.begin_step(2)
     log = tmp_path / "rank1.log"
-    words.report(ValueError("no\n such"), log, config)
+    failure.report(ValueError("no\n such"), log, config)
     message = json.loads(report.read_text())["message"]
     assert message == f"rank 1, step 2: ValueError: no such (traceback: {log})"
     assert "ValueError: no\n such" in log.read_text()
     assert console.getvalue() == ""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    words.report(ValueError("no such"), log, config)
+    failure.report(ValueError("no such"), log, config)
     assert console.getvalue() == f"{message}\n"
 
 
-def test_without_torchrun_the_rank_says_it_itself(tmp_path, monkeypatch, config):
+def test_without_torchrun_the_rank_prints_the_error(tmp_path, monkeypatch, config):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     console = io.StringIO()
     log = tmp_path / "logs" / "rank0.log"  # a run that fails at once has no folder yet
@@ -57,27 +55,27 @@ def test_without_torchrun_the_rank_says_it_itself(tmp_path, monkeypatch, config)
     assert console.getvalue().startswith("rank 0, before the first step: KeyError: 'x'")
 
 
-def test_a_consequence_is_never_the_first_failure(report, tmp_path, config):
-    """torchrun takes the earliest whole second for the cause."""
-    words = FailureReport(0, io.StringIO())
+def test_a_consequence_is_never_the_root_cause(report, tmp_path, config):
+    """torchrun takes the earliest failure, in whole seconds, for the root cause."""
+    failure = FailureReport(0, io.StringIO())
     begin = int(time.time())
-    words.report(RingError("rank 1 is gone"), tmp_path / "log", config)
+    failure.report(RingError("rank 1 is gone"), tmp_path / "log", config)
     assert json.loads(report.read_text())["timestamp"] > begin
 
 
-def test_a_rank_that_is_stopped_without_saving_is_no_cause(report, capsys):
-    """Its step has begun long before; the failure that has led to the stop must come first."""
-    words = FailureReport(0, io.StringIO())
-    words.begin_step(9)
+def test_a_rank_that_stops_without_saving_is_not_the_root_cause(report, capsys):
+    """Its step began long ago; the failure that led to the stop must come first."""
+    failure = FailureReport(0, io.StringIO())
+    failure.begin_step(9)
     begin = int(time.time())
-    words.not_saved("SIGTERM, but nothing was saved: no answer from rank 1")
-    said = json.loads(report.read_text())
-    assert said["timestamp"] > begin
-    assert said["message"].startswith("rank 0, step 9: SIGTERM, but nothing was saved")
+    failure.not_saved("SIGTERM, but nothing was saved: no answer from rank 1")
+    content = json.loads(report.read_text())
+    assert content["timestamp"] > begin
+    assert content["message"].startswith("rank 0, step 9: SIGTERM, but nothing was saved")
     assert "rank 0, step 9: SIGTERM" in capsys.readouterr().err
 
 
-def test_what_a_console_cannot_print_is_still_said(report, tmp_path, config):
+def test_characters_that_a_console_cannot_print_are_escaped(report, tmp_path, config):
     FailureReport(1, io.StringIO()).report(OSError("no \udcff"), tmp_path / "log", config)
     assert "no \\udcff" in json.loads(report.read_text())["message"]
 
@@ -88,25 +86,25 @@ def test_a_full_disk_does_not_hide_the_error(report, tmp_path, config):
     assert "KeyError: 'x'" in json.loads(report.read_text())["message"]
 
 
-def test_whose_errors_a_peer_can_cause():
+def test_errors_that_a_peer_can_cause():
     gloo = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection reset by peer")
     for error in (RingError("x"), dist.DistStoreError("x"), ConnectionResetError(), gloo):
         assert is_of_a_peer(error)
     assert not is_of_a_peer(RuntimeError("shape mismatch"))
 
 
-def test_advice_at_out_of_memory_names_settings_that_help(config):
+def test_advice_when_out_of_memory_names_helpful_values(config):
     config.train.loss_chunk = 4096
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
-    said = explain(caught.value, config)
+    content = explain(caught.value, config)
     for setting in ("loss_chunk=1024", "recompute=attention-saving", "cp=2", "seq_len=128"):
-        assert setting in said
+        assert setting in content
     config.train.recompute = "full"
     assert "recompute" not in explain(torch.OutOfMemoryError("x"), config)
     config.train.recompute, config.train.attention = "none", "sdpa"
-    said = explain(torch.OutOfMemoryError("x"), config)
-    assert "recompute=full" in said
-    assert not any(setting in said for setting in ("attention-saving", "cp="))
+    content = explain(torch.OutOfMemoryError("x"), config)
+    assert "recompute=full" in content
+    assert not any(setting in content for setting in ("attention-saving", "cp="))
     assert "out of memory" not in explain(ValueError("x"), config)

@@ -1,4 +1,4 @@
-"""Settings of a finished run: read back as they were, with the command line's before them."""
+"""The config of an existing run: read back, with the command line's values on top."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.run.run_config import read_config, with_run_config
 
 @pytest.fixture
 def run(config) -> Config:
-    """The settings of a run, and its folder."""
+    """The config of a run, and its folder."""
     config.model.dim, config.model.head_dim, config.optim.betas = 96, 48, [0.8, 0.9]
     config.sweep.dir = "elsewhere"
     folder = Path(config.run.dir)
@@ -23,11 +23,11 @@ def run(config) -> Config:
     return config
 
 
-def test_what_was_written_comes_back(run):
+def test_a_config_is_read_as_written(run):
     assert read_config(Path(run.run.dir) / "config.json") == run
 
 
-def test_a_run_brings_its_model_and_the_command_line_goes_before(run):
+def test_the_run_gives_the_model_and_the_command_line_wins(run):
     asked = Config(mode="eval")
     asked.run.dir, asked.data.piece_len, asked.parallel.cp = run.run.dir, 32, 2
     asked.model.rope.factor, asked.train.seed = 4.0, 9
@@ -37,10 +37,10 @@ def test_a_run_brings_its_model_and_the_command_line_goes_before(run):
         *("eval", 2, 32, 4.0),
     )
     assert (got.model.dim, got.data.seq_len, got.optim) == (96, run.data.seq_len, run.optim)
-    assert got.train.seed == run.train.seed  # not given: 9 came from elsewhere
+    assert got.train.seed == run.train.seed  # not on the command line: the run's value wins
 
 
-def test_another_group_is_refused(run):
+def test_a_group_on_the_command_line_is_rejected(run):
     with pytest.raises(ConfigError, match=r"model=\.\.\.: mode=train takes .* from the run"):
         with_run_config(run, ["model"])
 

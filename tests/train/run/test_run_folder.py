@@ -1,4 +1,4 @@
-"""What may begin, or go on, in a folder that holds something."""
+"""Which runs may start or continue in an existing folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.run.run_folder import RunFolder, write_atomically
 
 @pytest.fixture
 def folder(config) -> RunFolder:
-    """The folder of a run of ``config`` that has made some steps."""
+    """The folder of an unfinished run of ``config``."""
     folder = RunFolder(config)
     folder.checkpoints.mkdir(parents=True)
     folder.config.write_text(json.dumps(dataclasses.asdict(config)))
@@ -22,7 +22,7 @@ def folder(config) -> RunFolder:
     return folder
 
 
-def test_a_new_an_empty_and_its_own_folder_fit(config, folder):
+def test_a_new_an_empty_and_its_own_folder_are_valid(config, folder):
     folder.require_fit(config)
     config.run.dir += "-new"
     new = RunFolder(config)
@@ -47,7 +47,7 @@ def test_a_file_is_no_folder(config):
         folder.require_fit(config)
 
 
-def test_another_run_is_refused_with_the_setting_that_differs(config, folder):
+def test_another_run_is_rejected_naming_the_key_that_differs(config, folder):
     config.optim.lr = 0.5
     with pytest.raises(ConfigError, match=r"optim\.lr=0\.003 \(now 0\.5\).*run\.overwrite=true"):
         folder.require_fit(config)
@@ -55,7 +55,7 @@ def test_another_run_is_refused_with_the_setting_that_differs(config, folder):
     folder.require_fit(config)
 
 
-def test_what_a_run_may_change(config, folder):
+def test_keys_that_a_run_may_change(config, folder):
     config.parallel.cp = 2
     config.train.steps += 1
     config.train.accumulation = 2
@@ -65,7 +65,7 @@ def test_what_a_run_may_change(config, folder):
 
 
 @pytest.mark.parametrize("key", ["model.rope.theta", "model.n_layers", "train.seed", "data.path"])
-def test_what_a_run_computes_may_not_change(config, folder, key):
+def test_keys_that_a_run_may_not_change(config, folder, key):
     section, _, name = key.rpartition(".")
     value = get(config, key)
     setattr(get(config, section), name, f"{value}2" if isinstance(value, str) else value + 1)
@@ -73,7 +73,7 @@ def test_what_a_run_computes_may_not_change(config, folder, key):
         folder.require_fit(config)
 
 
-def test_overwriting_replaces_what_is_complete_or_other_and_never_a_stopped_run(config, folder):
+def test_overwrite_replaces_complete_and_other_runs_but_never_a_stopped_one(config, folder):
     config.run.overwrite = True
     assert not folder.is_replaced_by(config)
     config.checkpoint.resume = "never"
@@ -99,7 +99,7 @@ def test_one_job_at_a_time(config, folder, monkeypatch):
     RunFolder(config).lock().release()
 
 
-def test_a_file_is_written_whole_or_stays(tmp_path):
+def test_a_file_is_replaced_whole_or_unchanged(tmp_path):
     path = tmp_path / "config.json"
     write_atomically(path, "old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -112,13 +112,13 @@ def test_a_file_is_written_whole_or_stays(tmp_path):
     assert path.read_text() == "old"
 
 
-def test_never_refuses_a_run(config, folder):
+def test_resume_never_rejects_a_run(config, folder):
     config.checkpoint.resume = "never"
     with pytest.raises(ConfigError, match=r"already holds a run and checkpoint\.resume=never"):
         folder.require_fit(config)
 
 
-def test_a_complete_run_goes_on_only_for_more_steps(config, folder):
+def test_a_complete_run_continues_only_for_more_steps(config, folder):
     folder.summary.write_text(json.dumps({"steps": config.train.steps}))
     with pytest.raises(ConfigError, match=r"complete after 300 steps; raise train\.steps"):
         folder.require_fit(config)
@@ -126,13 +126,13 @@ def test_a_complete_run_goes_on_only_for_more_steps(config, folder):
     folder.require_fit(config)
 
 
-def test_a_run_without_its_settings_is_refused(config, folder):
+def test_a_run_without_its_config_is_rejected(config, folder):
     folder.config.unlink()
     with pytest.raises(ConfigError, match=r"without its settings, config\.json"):
         folder.require_fit(config)
 
 
-def test_clear_leaves_what_is_not_of_a_run(folder):
+def test_clear_keeps_files_that_are_not_of_a_run(folder):
     (folder.path / "notes.txt").write_text("mine")
     for name in ("eval-book.json", "eval-book.png", "tokenizer.json", "wandb-id.txt"):
         (folder.path / name).touch()

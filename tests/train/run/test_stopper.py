@@ -33,7 +33,7 @@ if "slow start" in sys.argv:
     time.sleep(1.5)
 if "never armed" not in sys.argv:
     late = time.monotonic() + 0.5 if "deadline" in sys.argv else None
-    fail = lambda said: print("failed:", said, flush=True)
+    fail = lambda why: print("failed:", why, flush=True)
     stopper.arm(Run(0, 1, None, updates, save, say, fail, lambda: print("closed"), late))
 for _ in range(3000):
     with updates.update():
@@ -42,7 +42,7 @@ for _ in range(3000):
 
 
 def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
-    """Exit code and lines of a process that gets ``signum`` once it takes signals."""
+    """Exit code and output lines of a process that gets ``signum`` when its stopper runs."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, *how], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -52,14 +52,14 @@ def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
             if "slow start" not in how:
                 time.sleep(0.3)
             process.send_signal(signum)
-        said, _ = process.communicate(timeout=20)
-        return process.returncode, said.splitlines()
+        lines, _ = process.communicate(timeout=20)
+        return process.returncode, lines.splitlines()
     finally:
         process.kill()
 
 
 @pytest.mark.parametrize(
-    ("signum", "how", "code", "said"),
+    ("signum", "how", "code", "lines"),
     [
         (signal.SIGTERM, [], 0, ["saves", "SIGTERM: saved", "closed"]),
         (signal.SIGINT, [], 130, ["saves", "Ctrl-C: saved", "closed"]),
@@ -73,5 +73,5 @@ def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
         (signal.SIGINT, ["never armed"], 130, []),
     ],
 )
-def test_ends(signum, how, code, said):
-    assert ended(signum, *how) == (code, said)
+def test_ends(signum, how, code, lines):
+    assert ended(signum, *how) == (code, lines)

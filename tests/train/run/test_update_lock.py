@@ -60,7 +60,7 @@ def test_a_frozen_lock_allows_a_given_number_of_updates():
     updates.freeze_after(3, timeout=5)
     thread.join(5)
     assert not thread.is_alive()
-    assert not updates.freeze_after(4, timeout=0.05)  # nobody makes a fourth
+    assert not updates.freeze_after(4, timeout=0.05)  # there is no fourth
 
 
 def test_an_update_that_fails_does_not_count_and_releases_the_lock():

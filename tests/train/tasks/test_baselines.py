@@ -1,4 +1,4 @@
-"""The baselines on examples small enough to work out by hand."""
+"""The baselines on examples computed by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_unigram_and_bigram_by_hand():
     assert bigram == pytest.approx(-(math.log(after_bos) + math.log(after_one)) / 2)
 
 
-def test_pairs_and_tokens_never_seen_have_a_probability():
+def test_unseen_pairs_and_tokens_have_a_probability():
     train = documents_of([[0, 1, 2]], [2])
     held_out = documents_of([[0, 3, 3]], [2])
     unigram, bigram = count_nats_per_byte(train, held_out, [0], vocab_size=4)
@@ -70,7 +70,7 @@ def test_gzip_counts_utf8_bytes_of_all_texts_together():
     assert gzip_nats_per_byte(texts) == pytest.approx(expected)
 
 
-def test_baselines_are_taken_over_no_more_than_a_part_of_a_large_split():
+def test_baselines_use_only_the_first_documents_of_a_large_split():
     documents = documents_of([[0, 1]] * 10, [100] * 10)
     for max_bytes in (1, 250, 1000, None):
         whole = evaluation_documents(documents, max_bytes)
@@ -83,7 +83,7 @@ def test_baselines_are_taken_over_no_more_than_a_part_of_a_large_split():
 
 
 def test_all_baselines_are_of_the_same_bytes(config):
-    """Of the files themselves, in whole and cut; gzip against gzip of what the files hold."""
+    """Those of the files, whole and limited; gzip against gzip of the files' contents."""
     corpus = open_corpus(config.data)
     texts = [
         document.text.encode()

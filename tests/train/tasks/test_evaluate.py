@@ -1,4 +1,4 @@
-"""Evaluation: every byte and token counted once, and what a window of one token means."""
+"""Evaluation: every byte and token counts once; a window of one token sees nothing else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, piece_le
 
 @pytest.mark.parametrize("dp", [1, 3])
 def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
-    """Those of evaluating it alone, to 1e-6, and together their mean by bytes; any dp."""
+    """Each is that of its source alone (1e-6); the total is their mean by bytes."""
     config.model.zero_init = False
     model, parallel = model_of(config, corpus)
     documents = corpus.held_out
@@ -53,7 +53,7 @@ def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
     parts = [evaluate(model, mixed.of_source(k), config, parallel, None) for k in range(2)]
     monkeypatch.setattr(evaluation, "sum_over_ranks", lambda parallel, values: values)
     ranks = [replace(parallel, rank=rank, world=dp) for rank in range(dp)]
-    whole = [evaluate(model, mixed, config, rank, None) for rank in ranks]  # not yet added up
+    whole = [evaluate(model, mixed, config, rank, None) for rank in ranks]  # not summed
     by_source = {
         name: sum(result.nats_per_byte_by_source[name] for result in whole) for name in ("a", "b")
     }
@@ -66,7 +66,7 @@ def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
     assert sum(result.tokens for result in whole) == sum(part.tokens for part in parts)
 
 
-def test_a_budget_takes_whole_documents(config, corpus):
+def test_a_budget_counts_whole_documents(config, corpus):
     model, parallel = model_of(config, corpus)
     first = int(corpus.held_out.n_bytes[0])
     result = evaluate(model, corpus.held_out, config, parallel, max_bytes=1)
@@ -74,8 +74,8 @@ def test_a_budget_takes_whole_documents(config, corpus):
     assert result.tokens == int(corpus.held_out.lengths[0]) - 1
 
 
-def test_alone_a_token_sees_nothing_of_the_others(config, corpus):
-    """Exchanging a document's first words leaves its other losses bitwise the same, if alone."""
+def test_in_a_window_of_one_token_no_other_token_counts(config, corpus):
+    """With the window (0, 0), replacing a document's first words changes no later loss by a bit."""
     config.model.zero_init = False
     model, parallel = model_of(config, corpus)
     results = [

@@ -1,4 +1,4 @@
-"""Generation: the cache changes no token, the draw follows its definition, text comes whole."""
+"""Generation: the cache changes no token, sampling follows its definition, text is complete."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def model():
-    settings = ModelConfig(n_layers=2, dim=32, ffn_dim=48, zero_init=False)
-    return LanguageModel(Transformer(settings, VOCABULARY, seed=3), torch.float32, 64)
+    options = ModelConfig(n_layers=2, dim=32, ffn_dim=48, zero_init=False)
+    return LanguageModel(Transformer(options, VOCABULARY, seed=3), torch.float32, 64)
 
 
 def greedy(model: LanguageModel, prompt: list[int], tokens: int) -> list[int]:
-    """The most probable tokens after ``prompt``; each runs all before it through the ring layer."""
+    """The most probable tokens after ``prompt``; each recomputes all tokens before it."""
     known = list(prompt)
     for _ in range(tokens):
         plan = plan_context([0, len(known)])
@@ -46,26 +46,26 @@ def greedy(model: LanguageModel, prompt: list[int], tokens: int) -> list[int]:
 
 
 def test_greedy_with_cache_is_greedy_by_full_recomputation(model):
-    """Token for token; the reference runs all tokens again through the ring layer at each step."""
+    """Token by token; the reference recomputes all tokens through the ring layer at each step."""
     prompt = [0, 7, 11]
-    settings = GenerateConfig(tokens=40, temperature=0.0)
-    got = list(continuation(model, prompt, settings, sample=0, never=0))
+    options = GenerateConfig(tokens=40, temperature=0.0)
+    got = list(continuation(model, prompt, options, sample=0, never=0))
     assert got == greedy(model, prompt, 40)
     assert len(set(got)) > 5
 
 
-def test_the_same_seed_writes_the_same_text(model):
+def test_the_same_seed_gives_the_same_text(model):
     def write(seed: int, sample: int) -> list[int]:
-        settings = GenerateConfig(tokens=20, temperature=1.0, seed=seed)
-        return list(continuation(model, [0, 5], settings, sample, never=0))
+        options = GenerateConfig(tokens=20, temperature=1.0, seed=seed)
+        return list(continuation(model, [0, 5], options, sample, never=0))
 
     assert write(1, 0) == write(1, 0)
     assert len({tuple(write(seed, sample)) for seed in (1, 2) for sample in (0, 1)}) == 4
 
 
-def test_the_token_that_starts_documents_is_never_written(model):
-    settings = GenerateConfig(tokens=300, temperature=50.0)  # nearly uniform over 60 tokens
-    written = list(continuation(model, [0], settings, sample=0, never=0))
+def test_the_token_that_starts_documents_is_never_generated(model):
+    options = GenerateConfig(tokens=300, temperature=50.0)  # nearly uniform over 60 tokens
+    written = list(continuation(model, [0], options, sample=0, never=0))
     assert 0 not in written
     assert len(set(written)) > 40
 
@@ -89,7 +89,7 @@ def direct(logits, temperature, top_k, top_p):
 @pytest.mark.parametrize("top_k", [None, 1, 5, 1000])
 @pytest.mark.parametrize("top_p", [None, 0.3, 0.9, 1.0])
 def test_top_k_and_top_p_follow_their_definition(temperature, top_k, top_p):
-    """Against a direct computation, 1e-12, over logits that are no ties."""
+    """Against a direct computation, 1e-12, over logits without ties."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(5)).double()
     got = probabilities(logits, temperature, top_k, top_p)
     expected = direct(logits.tolist(), temperature, top_k, top_p)
@@ -99,15 +99,15 @@ def test_top_k_and_top_p_follow_their_definition(temperature, top_k, top_p):
 def test_draws_follow_the_probabilities():
     """20,000 draws: each frequency within 5 standard deviations."""
     logits, generator = torch.tensor([0.0, 1.0, 2.0, -1.0]), torch.Generator().manual_seed(0)
-    settings, n = GenerateConfig(temperature=1.0, top_k=3), 20_000
-    drawn = [choose(logits, settings, generator) for _ in range(n)]
+    options, n = GenerateConfig(temperature=1.0, top_k=3), 20_000
+    drawn = [choose(logits, options, generator) for _ in range(n)]
     for token, share in enumerate(probabilities(logits, 1.0, 3, None).tolist()):
         spread = math.sqrt(n * share * (1 - share))
         assert abs(drawn.count(token) - n * share) <= 5 * spread
 
 
-def test_pieces_of_text_are_whole_characters_and_add_up():
-    """Texts of many-byte characters, and random tokens that are no UTF-8."""
+def test_streamed_pieces_are_whole_characters_and_sum_to_the_text():
+    """Texts of multi-byte characters, and random tokens that are not UTF-8."""
     text = "naïve λ, 日本語 🜚 \n" * 3
     tokenizer = train_tokenizer(["plain words only"], 300, "<|endoftext|>")
     ids = tokenizer.encode(text).ids
@@ -120,8 +120,8 @@ def test_pieces_of_text_are_whole_characters_and_add_up():
         assert "".join(as_text(tokenizer, iter(ids))) == tokenizer.decode(ids)
 
 
-def test_a_run_writes_what_its_weights_say(pretrain, trained_run):
-    """Greedy text on stdout, and nothing else there, against full recomputation here."""
+def test_generated_text_is_that_of_the_weights(pretrain, trained_run):
+    """Greedy text, alone on stdout, against full recomputation in this process."""
     done = pretrain(
         *("mode=generate", f"run.dir={trained_run}", "generate.temperature=0"),
         *("generate.tokens=30", "generate.prompt='ring, attention'"),
@@ -133,7 +133,7 @@ def test_a_run_writes_what_its_weights_say(pretrain, trained_run):
     trained = load_model(config, RunFolder(config), parallel, None, print)
     prompt = [0, *trained.tokenizer.encode("ring, attention").ids]
     expected = greedy(trained.model, prompt, 30)
-    assert len(set(expected)) > 1  # an untrained head is zero and always says the same
+    assert len(set(expected)) > 1  # an untrained head is zero and repeats one token
     assert done.stdout == trained.tokenizer.decode(expected) + "\n"
     assert f"{trained.checkpoint}; a prompt of {len(prompt) - 1} tokens" in done.stderr
 
@@ -153,7 +153,7 @@ def test_a_prompt_comes_from_stdin_and_samples_differ(trained_run):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "world", "said"),
+    ("arguments", "world", "message"),
     [
         ([], "2", "mode=generate under torchrun: one process writes text"),
         (["model=tiny"], "1", "takes the model and its settings from the run"),
@@ -163,10 +163,12 @@ def test_a_prompt_comes_from_stdin_and_samples_differ(trained_run):
     ],
     ids=["torchrun", "group", "checkpoint", "shape", "top_p"],
 )
-def test_what_cannot_be_written_exits_2(pretrain, trained_run, monkeypatch, arguments, world, said):
+def test_an_impossible_generation_exits_2(
+    pretrain, trained_run, monkeypatch, arguments, world, message
+):
     monkeypatch.setenv("WORLD_SIZE", world)
     done = pretrain("mode=generate", f"run.dir={trained_run}", *arguments)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) <= 2
     assert done.stdout == ""

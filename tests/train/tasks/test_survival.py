@@ -1,7 +1,7 @@
-"""Killed, stopped and damaged runs: they go on, and compute what an undisturbed run computes.
+"""Killed, stopped and damaged runs continue, and compute the same as an undisturbed run.
 
-The reference is a run that nobody disturbs: the loss and the gradient norm of each step must be the
-same bits. ``pytest -m soak`` repeats what is random here with other seeds.
+The reference is an undisturbed run: the loss and the gradient norm of each step must be bit-equal.
+``pytest -m soak`` repeats the random tests with other seeds.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ SPREAD = {"cp 1": (2, 1), "cp 2": (2, 2), "dp 2 x cp 2": (4, 2)}  # processes, c
 
 
 @pytest.fixture(scope="module")
-def settings(settings) -> list[str]:
+def overrides(overrides) -> list[str]:
     changed = [f"train.steps={STEPS}", "checkpoint.every=7", "train.eval_every=0"]
-    return [*settings, *changed, "train.final_eval_bytes=1"]
+    return [*overrides, *changed, "train.final_eval_bytes=1"]
 
 
 class Undisturbed:
-    """Runs that nobody disturbs, by number of processes and cp; each runs at most once."""
+    """Undisturbed runs by number of processes and cp; each runs at most once."""
 
-    def __init__(self, settings: list[str], make_folder: Callable[[str], Path]) -> None:
-        self.settings, self.make_folder = settings, make_folder
+    def __init__(self, overrides: list[str], make_folder: Callable[[str], Path]) -> None:
+        self.overrides, self.make_folder = overrides, make_folder
         self.folders: dict[tuple[int, int], Path] = {}
 
     def folder(self, processes: int, cp: int) -> Path:
         if (processes, cp) not in self.folders:
             folder = self.folders[processes, cp] = self.make_folder("undisturbed") / "run"
-            with Job(folder, processes, *self.settings, f"parallel.cp={cp}") as job:
+            with Job(folder, processes, *self.overrides, f"parallel.cp={cp}") as job:
                 job.finish()
             assert [step for step, _, _ in steps(folder)] == list(range(1, STEPS + 1))
         return self.folders[processes, cp]
@@ -54,11 +54,11 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings, tmp_path_factory) -> Undisturbed:
-    return Undisturbed(settings, tmp_path_factory.mktemp)
+def undisturbed(overrides, tmp_path_factory) -> Undisturbed:
+    return Undisturbed(overrides, tmp_path_factory.mktemp)
 
 
-# One trial of the first two in the suite, ten of each by hand.
+# The suite runs one trial of the first two; `-m soak` runs ten of each.
 TRIALS = [
     pytest.param(spread, trial, marks=pytest.mark.soak if trial or "dp" in spread else ())
     for spread in SPREAD
@@ -67,14 +67,14 @@ TRIALS = [
 
 
 @pytest.mark.parametrize(("spread", "trial"), TRIALS)
-def test_a_killed_rank_costs_nothing_but_time(settings, undisturbed, tmp_path, spread, trial):
+def test_a_run_with_a_killed_rank_is_bit_equal(overrides, undisturbed, tmp_path, spread, trial):
     """SIGKILL of a random rank after a random step, under ``--max-restarts 1``."""
     processes, cp = SPREAD[spread]
     dice = random.Random(f"{spread} {trial}")
     victim, when = dice.randrange(processes), dice.randrange(1, STEPS - 5)
     launcher = ("--standalone", "--max-restarts", "1")
     folder = tmp_path / "run"
-    with Job(folder, processes, *settings, f"parallel.cp={cp}", launcher=launcher) as job:
+    with Job(folder, processes, *overrides, f"parallel.cp={cp}", launcher=launcher) as job:
         job.await_step(when)
         first = job.pids()
         os.kill(first[victim], signal.SIGKILL)
@@ -91,20 +91,20 @@ def test_a_killed_rank_costs_nothing_but_time(settings, undisturbed, tmp_path, s
     [(4, ["parallel.cp=4"]), (2, ["parallel.cp=1", "train.accumulation=1"])],
     ids=["cp 4", "dp 2"],
 )
-def test_a_run_goes_on_at_another_cp_and_dp(settings, undisturbed, tmp_path, processes, spread):
-    """Stopped at cp 2: within 1e-4 for 20 steps elsewhere.
+def test_a_run_continues_at_another_cp_and_dp(overrides, undisturbed, tmp_path, processes, spread):
+    """Stopped at cp 2, continued elsewhere: 20 further steps within 1e-4.
 
-    The run that goes on at dp 2 used two micro-batches before, so that its steps stay the same.
+    The run that continues at dp 2 used two micro-batches before, so its steps are the same.
     """
     folder = tmp_path / "run"
     accumulation = "train.accumulation=" + ("2" if processes == 2 else "1")
-    with Job(folder, 2, *settings, "parallel.cp=2", accumulation) as job:
+    with Job(folder, 2, *overrides, "parallel.cp=2", accumulation) as job:
         job.await_step(10)
         job.process.send_signal(signal.SIGTERM)
         job.end()
     stopped = len(steps(folder))
     assert 10 <= stopped < STEPS - 20
-    with Job(folder, processes, *settings, *spread) as job:
+    with Job(folder, processes, *overrides, *spread) as job:
         job.finish()
     expected = undisturbed(2, 1) if processes == 2 else undisturbed(2, 2)
     compared = stopped + 20
@@ -113,9 +113,9 @@ def test_a_run_goes_on_at_another_cp_and_dp(settings, undisturbed, tmp_path, pro
         assert own == pytest.approx(other, rel=1e-4)
 
 
-def stop(folder: Path, settings: list[str], whom: str, after: int) -> int:
+def stop(folder: Path, overrides: list[str], whom: str, after: int) -> int:
     """SIGTERM to ``whom`` after step ``after``: the last finished step is saved, and returned."""
-    with Job(folder, 2, *settings, "parallel.cp=2") as job:
+    with Job(folder, 2, *overrides, "parallel.cp=2") as job:
         starts = len(events(folder)) if (folder / "events.jsonl").exists() else 0
         job.until(lambda: (folder / "events.jsonl").exists() and len(events(folder)) > starts)
         job.await_step(after)
@@ -132,17 +132,17 @@ def stop(folder: Path, settings: list[str], whom: str, after: int) -> int:
     return done
 
 
-def test_sigterm_saves_the_last_finished_step(settings, undisturbed, tmp_path):
+def test_sigterm_saves_the_last_finished_step(overrides, undisturbed, tmp_path):
     """To rank 1, rank 0 and torchrun in turn. The last checkpoint is damaged: it is set aside, and
     the run continues from the one before."""
     folder = tmp_path / "run"
-    done = stop(folder, settings, "rank 1", 5)
+    done = stop(folder, overrides, "rank 1", 5)
     for whom in ("rank 0", "torchrun"):
-        before, done = done, stop(folder, settings, whom, done + 3)
+        before, done = done, stop(folder, overrides, whom, done + 3)
         assert events(folder)[-2] == f"goes on after step {before}, from step-{before:08d}"
     newest = max((folder / "checkpoints").glob("step-*"))
     os.truncate(newest / "__1_0.distcp", 1000)
-    with Job(folder, 2, *settings, "parallel.cp=2") as job:
+    with Job(folder, 2, *overrides, "parallel.cp=2") as job:
         output = job.finish()
     assert re.search(rf"set aside as damaged-{newest.name}.*__1_0.distcp has 1000 bytes", output)
     assert re.match(r"goes on after step \d+", events(folder)[-1])
@@ -157,15 +157,15 @@ def await_lines(path: Path, count: int, ranks: list[subprocess.Popen[str]]) -> N
         time.sleep(0.02)
 
 
-def test_sigterm_in_the_middle_of_a_slow_step(settings, undisturbed, tmp_path):
-    """A step of minutes: all ranks exit 0 within 25 s with the step before it saved."""
+def test_sigterm_in_the_middle_of_a_slow_step(overrides, undisturbed, tmp_path):
+    """A step takes minutes: all ranks exit 0 within 25 s, and the step before it is saved."""
     folder = tmp_path / "run"
     shutil.copytree(undisturbed.folder(2, 2), folder)
     before = len(events(folder))
     slow = ["parallel.cp=2", "train.steps=99", "train.accumulation=4000", "checkpoint.every=0"]
-    ranks = start_ranks(*[[*settings, *slow, f"run.dir={folder}"]] * 2)
+    ranks = start_ranks(*[[*overrides, *slow, f"run.dir={folder}"]] * 2)
     try:
-        await_lines(folder / "events.jsonl", before + 1, ranks)  # it goes on after the last step
+        await_lines(folder / "events.jsonl", before + 1, ranks)  # resumed
         time.sleep(3)
         begin = time.monotonic()
         for rank in ranks:
@@ -180,9 +180,9 @@ def test_sigterm_in_the_middle_of_a_slow_step(settings, undisturbed, tmp_path):
     assert events(folder)[-1].startswith(f"SIGTERM: stopped after step {STEPS}, which is saved")
 
 
-def test_ctrl_c_saves_and_exits_130(settings, tmp_path):
+def test_ctrl_c_saves_and_exits_130(overrides, tmp_path):
     folder = tmp_path / "run"
-    (rank,) = start_ranks([*settings, "train.steps=100000", f"run.dir={folder}"])
+    (rank,) = start_ranks([*overrides, "train.steps=100000", f"run.dir={folder}"])
     try:
         await_lines(folder / "metrics.jsonl", 3, [rank])
         rank.send_signal(signal.SIGINT)
@@ -193,11 +193,11 @@ def test_ctrl_c_saves_and_exits_130(settings, tmp_path):
     assert events(folder)[-1].startswith("Ctrl-C: stopped after step ")
 
 
-def test_with_a_peer_gone_nothing_is_saved(settings, tmp_path):
-    """Rank 1 is stopped, then rank 0 told to end: it exits 1 and leaves the checkpoints alone."""
+def test_with_a_peer_gone_nothing_is_saved(overrides, tmp_path):
+    """SIGSTOP to rank 1, then SIGTERM to rank 0: it exits 1 and changes no checkpoint."""
     folder = tmp_path / "run"
     ranks = start_ranks(
-        *[[*settings, "parallel.cp=2", "train.steps=100000", f"run.dir={folder}"]] * 2
+        *[[*overrides, "parallel.cp=2", "train.steps=100000", f"run.dir={folder}"]] * 2
     )
     try:
         await_lines(folder / "metrics.jsonl", 10, ranks)
@@ -205,38 +205,38 @@ def test_with_a_peer_gone_nothing_is_saved(settings, tmp_path):
         time.sleep(0.5)
         before = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
         ranks[0].send_signal(signal.SIGTERM)
-        _, said = ranks[0].communicate(timeout=25)
+        _, output = ranks[0].communicate(timeout=25)
         assert ranks[0].returncode == 1
         words = (
             r"rank 0, step \d+: SIGTERM, but nothing was saved: no answer from rank 1 within 8 s"
         )
-        assert re.search(words, said)
+        assert re.search(words, output)
         assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == before
     finally:
         for rank in ranks:
             rank.kill()
 
 
-def test_the_wall_time_is_kept(settings, tmp_path):
-    """From the first step on: how long processes take to start is the machine's."""
+def test_the_wall_time_is_kept(overrides, tmp_path):
+    """Measured from the start of the run: the start-up time depends on the machine."""
     folder = tmp_path / "run"
     long = ["train.steps=100000", "train.max_wall_time=5", "checkpoint.every=0"]
-    with Job(folder, 2, *settings, "parallel.cp=2", *long) as job:
-        code, said = job.end()
+    with Job(folder, 2, *overrides, "parallel.cp=2", *long) as job:
+        code, output = job.end()
         end = time.time()
-        assert code == 0, said
+        assert code == 0, output
     assert re.match(r"train.max_wall_time is over: stopped after step \d+", events(folder)[-1])
     starts, *_, stops = event_times(folder)
     assert stops - starts < 15
     assert end - stops < 15
 
 
-def test_two_agents_survive_the_kill_of_a_worker(settings, undisturbed, tmp_path):
-    """Two agents as on two hosts: only one of them counts an attempt that failed."""
+def test_two_agents_survive_the_kill_of_a_worker(overrides, undisturbed, tmp_path):
+    """Two agents as on two hosts: only one of them counts the failed attempt."""
     rendezvous = ("--nnodes", "2", "--max-restarts", "2", "--rdzv-backend", "c10d")
     rendezvous += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two")
     folder = tmp_path / "run"
-    arguments = [*settings, "parallel.cp=2"]
+    arguments = [*overrides, "parallel.cp=2"]
     with (
         Job(folder, 1, *arguments, launcher=rendezvous) as one,
         Job(folder, 1, *arguments, launcher=rendezvous) as other,
@@ -250,20 +250,20 @@ def test_two_agents_survive_the_kill_of_a_worker(settings, undisturbed, tmp_path
     assert steps(folder) == undisturbed(2, 2)
 
 
-def test_the_last_lines_name_the_dead_rank_once(settings, tmp_path):
-    """torchrun's report names rank 1, its step and what ended it; nobody else says it too."""
+def test_the_last_lines_name_the_dead_rank_once(overrides, tmp_path):
+    """torchrun's report names rank 1, its step and the cause; nothing else prints them."""
     folder = tmp_path / "run"
-    arguments = [*settings, "parallel.cp=2", "train.steps=100000"]
+    arguments = [*overrides, "parallel.cp=2", "train.steps=100000"]
     with Job(folder, 2, *arguments) as job:
         job.await_step(10)
         os.kill(job.pids()[1], signal.SIGKILL)
-        code, said = job.end()
+        code, output = job.end()
     expected = r"rank 1, step \d+: killed from outside, or by the system for lack of memory"
     assert code == 1
-    cause = said[said.index("Root Cause") :]
+    cause = output[output.index("Root Cause") :]
     assert re.search(r"rank +: 1 ", cause)
     assert re.search(expected, cause)
-    assert len(re.findall(expected, said)) == 1
+    assert len(re.findall(expected, output)) == 1
 
 
 TEARDOWNS = [
@@ -273,10 +273,10 @@ TEARDOWNS = [
 
 
 @pytest.mark.parametrize("times", TEARDOWNS)
-def test_runs_of_four_processes_end_cleanly(settings, tmp_path, times):
+def test_runs_of_four_processes_end_cleanly(overrides, tmp_path, times):
     """``Job.finish`` has the conditions, here as after every other run that ends by itself."""
     for number in range(times):
         folder = tmp_path / f"run{number}"
-        with Job(folder, 4, *settings, "parallel.cp=2", "train.steps=2") as job:
+        with Job(folder, 4, *overrides, "parallel.cp=2", "train.steps=2") as job:
             job.finish()
         assert json.loads((folder / "summary.json").read_text())["steps"] == 2

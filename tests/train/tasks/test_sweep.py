@@ -1,4 +1,4 @@
-"""Sweeps: what is refused before anything starts, what one job's end means for the others."""
+"""Sweeps: errors before anything starts, and the effect of one job's end on the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).absolute().parents[3]
 
 
 @pytest.fixture
-def settings(text_folder: Path, tmp_path: Path, tmp_path_factory) -> list[str]:
+def overrides(text_folder: Path, tmp_path: Path, tmp_path_factory) -> list[str]:
     """A tiny model, three steps; the sweep goes to ``tmp_path/sweep``."""
     return [
         f"data.path={text_folder}",
@@ -40,7 +40,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["-m", "train.seeed=0,1"], "the nearest valid one is train.seed"),
         (["-m", "train.seed=0,1", "model=tiny,tinny"], "did you mean model=tiny?"),
@@ -56,40 +56,40 @@ def rows(folder: Path) -> list[dict]:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_wrong_sweep_exits_2_before_anything_starts(
-    pretrain, settings, tmp_path, arguments, said
+    pretrain, overrides, tmp_path, arguments, message
 ):
-    settings = [s for s in settings if s.partition("=")[0] not in " ".join(arguments)]
-    done = pretrain(*settings, *arguments)
+    overrides = [s for s in overrides if s.partition("=")[0] not in " ".join(arguments)]
+    done = pretrain(*overrides, *arguments)
     assert done.returncode == 2, done.stdout
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) <= 2
     assert done.stdout == ""
     assert not (tmp_path / "sweep").exists()
 
 
-def test_a_sweep_under_torchrun_is_told_how(pretrain, settings, monkeypatch):
+def test_a_sweep_under_torchrun_exits_2_with_advice(pretrain, overrides, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = pretrain(*settings, "-m", "train.seed=0,1")
+    done = pretrain(*overrides, "-m", "train.seed=0,1")
     assert done.returncode == 2
     assert "sweep outside, torchrun inside" in done.stderr
     assert "sweep.nproc_per_node=N" in done.stderr
 
 
-def test_check_mode_checks_every_job_and_starts_none(pretrain, settings, tmp_path):
-    done = pretrain(*settings, "-m", "train.seed=range(0,3)", "mode=check")
+def test_check_mode_checks_every_job_and_starts_none(pretrain, overrides, tmp_path):
+    done = pretrain(*overrides, "-m", "train.seed=range(0,3)", "mode=check")
     assert done.returncode == 0, done.stderr
     assert "3 jobs: the settings are valid" in done.stdout
     assert not (tmp_path / "sweep").exists()
 
 
-def test_results_are_sorted_and_failures_are_rows(pretrain, settings, tmp_path):
+def test_results_are_sorted_and_failures_are_rows(pretrain, overrides, tmp_path):
     """Two learning rates, each with a tokenizer that works and one that cannot be read.
 
-    The same command again runs only what has not finished; other settings are refused.
+    The same command again runs only unfinished jobs; another config is rejected.
     """
     (tmp_path / "bad.json").write_text("{}")
     sweep = [f"data.tokenizer=null,{tmp_path}/bad.json", "-m", "optim.lr=1e-3,3e-2"]
-    done = pretrain(*settings, *sweep)
+    done = pretrain(*overrides, *sweep)
     assert done.returncode == 1, done.stderr
     folder = tmp_path / "sweep"
     first, second, *failed = rows(folder)
@@ -110,21 +110,21 @@ def test_results_are_sorted_and_failures_are_rows(pretrain, settings, tmp_path):
 
     written = folder / first["folder"] / "metrics.jsonl"
     before = written.stat().st_mtime_ns
-    again = pretrain(*settings, *sweep, "run.overwrite=true")  # replaces other runs only
+    again = pretrain(*overrides, *sweep, "run.overwrite=true")  # replaces other runs only
     assert again.returncode == 1
     assert again.stdout.count("finished before") == 2
     assert written.stat().st_mtime_ns == before
     assert [row["status"] for row in rows(folder)] == ["finished"] * 2 + ["failed"] * 2
 
-    other = pretrain(*settings, *sweep, "data.held_out=0.3")
+    other = pretrain(*overrides, *sweep, "data.held_out=0.3")
     assert other.returncode == 2
     assert re.search(r"holds (a|another) run.*data\.held_out=0\.2.*now 0\.3", other.stderr)
     assert written.stat().st_mtime_ns == before
 
 
-def test_ctrl_c_stops_the_job_and_prints_what_is_done(settings, tmp_path):
-    settings = [s for s in settings if not s.startswith("train.steps")]
-    command = [sys.executable, "train/pretrain.py", *settings, "-m", "train.steps=2,100000,3"]
+def test_ctrl_c_stops_the_job_and_prints_what_is_done(overrides, tmp_path):
+    overrides = [s for s in overrides if not s.startswith("train.steps")]
+    command = [sys.executable, "train/pretrain.py", *overrides, "-m", "train.steps=2,100000,3"]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -134,22 +134,22 @@ def test_ctrl_c_stops_the_job_and_prints_what_is_done(settings, tmp_path):
             assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=HANG_S)
+        message, _ = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert process.returncode == 130
     statuses = {row["choices"]["train.steps"]: row["status"] for row in rows(tmp_path / "sweep")}
     assert statuses == {"2": "finished", "100000": "stopped", "3": "waiting"}
-    assert "stopped" in said[said.rindex("┏━") :]
+    assert "stopped" in message[message.rindex("┏━") :]
     assert list((metrics.parent / "checkpoints").glob("step-*")), "nothing was saved"
     lines = metrics.read_text().count("\n")
     time.sleep(0.5)
     assert metrics.read_text().count("\n") == lines, "the job still runs"
 
 
-def test_every_job_may_have_a_torchrun_of_its_own(pretrain, settings, tmp_path):
+def test_every_job_may_run_under_its_own_torchrun(pretrain, overrides, tmp_path):
     spread = ["sweep.nproc_per_node=2", "parallel.cp=2"]
-    done = pretrain(*settings, *spread, "-m", "train.seed=4")
+    done = pretrain(*overrides, *spread, "-m", "train.seed=4")
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "sweep" / "run" / "summary.json").read_text())
     assert (summary["world_size"], summary["cp"]) == (2, 2)
@@ -182,13 +182,13 @@ class ProbeSweeper(Sweeper):
 """
 
 
-def test_a_sweeper_of_a_plugin_gets_each_result(pretrain, settings, tmp_path, monkeypatch):
-    """One that asks for a second job once it has the first one's result."""
+def test_a_sweeper_of_a_plugin_gets_each_result(pretrain, overrides, tmp_path, monkeypatch):
+    """It launches a second job after it has the first one's result."""
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "probe.py").write_text(PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PROBE", str(tmp_path / "results.json"))
-    done = pretrain(*settings, "-m", "hydra/sweeper=probe")
+    done = pretrain(*overrides, "-m", "hydra/sweeper=probe")
     assert done.returncode == 0, done.stderr
     got = json.loads((tmp_path / "results.json").read_text())
     expected = {
@@ -200,7 +200,7 @@ def test_a_sweeper_of_a_plugin_gets_each_result(pretrain, settings, tmp_path, mo
 
 @pytest.fixture
 def job(config, monkeypatch) -> Job:
-    """A job of 600 steps whose process ends with 0 and does nothing."""
+    """A job of 600 steps whose process does nothing and exits 0."""
     monkeypatch.setattr("train.tasks.sweep.run_process", lambda command: (0, []))
     folder = Path(config.run.dir)
     folder.mkdir()
@@ -217,7 +217,7 @@ def job(config, monkeypatch) -> Job:
     ],
 )
 def test_a_job_that_was_stopped_early_has_no_result(job, left):
-    """A summary of fewer steps, or one that is torn, is none of this job's."""
+    """A torn summary, or one of fewer steps, is not the result of this job."""
     if left is not None:
         (job.folder / "summary.json").write_text(left)
     Sweep([])._run(job)
@@ -225,7 +225,7 @@ def test_a_job_that_was_stopped_early_has_no_result(job, left):
     assert job.error == "not complete; the same sweep goes on with it"
 
 
-def test_a_job_that_has_done_its_steps_has_one(job):
+def test_a_job_that_has_finished_its_steps_has_a_result(job):
     (job.folder / "summary.json").write_text(
         '{"steps": 600, "nats_per_byte": 1.5, "train_seconds": 2.0}'
     )
@@ -234,7 +234,7 @@ def test_a_job_that_has_done_its_steps_has_one(job):
 
 
 @pytest.mark.parametrize("left", ['{"steps": 30', '{"steps": 100}'])
-def test_a_summary_that_is_torn_or_of_fewer_steps_is_not_the_end(config, left):
+def test_a_torn_summary_or_one_of_fewer_steps_does_not_finish_a_job(config, left):
     folder = RunFolder(config)
     folder.path.mkdir()
     folder.config.write_text(json.dumps(dataclasses.asdict(config)))
@@ -245,7 +245,7 @@ def test_a_summary_that_is_torn_or_of_fewer_steps_is_not_the_end(config, left):
     assert Sweep([])._is_finished(folder.path, config)
 
 
-def test_folders_tell_jobs_apart():
+def test_every_job_has_its_own_folder_name():
     plain = ["train.seed=0", "optim.lr=0.001"]
     assert folder_name(plain) == "train.seed=0,optim.lr=0.001"
     odd = [["data.path=/a/b"], ["data.path=/a_b"], ["data.path=_a_b"], ["x=" + "y" * 300], []]
@@ -257,6 +257,6 @@ def test_folders_tell_jobs_apart():
 @pytest.mark.parametrize(
     "value", ["/plain", "/with space, and='quotes'", "back\\slash", "\\'", "a\\"]
 )
-def test_quoted_values_come_back(value):
+def test_quoted_values_are_parsed_unchanged(value):
     (override,) = OverridesParser.create().parse_overrides([f"run.dir={quoted(value)}"])
     assert override.value() == value

@@ -1,4 +1,4 @@
-"""The loss of a checkpoint on any text: the run's own, one file, one process or several."""
+"""``mode=eval``: the run's held-out text or a file, in one process or several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def result(folder: Path, name: str) -> dict:
     return json.loads((folder / f"eval-{name}.json").read_text())
 
 
-def test_the_held_out_split_costs_what_the_run_said(pretrain, trained_run):
+def test_the_held_out_loss_is_that_of_the_summary(pretrain, trained_run):
     """The final evaluation in ``summary.json``, to 1e-6: the same weights over the same bytes."""
     done = pretrain("mode=eval", f"run.dir={trained_run}")
     assert done.returncode == 0, done.stderr
@@ -40,8 +40,8 @@ def test_the_held_out_split_costs_what_the_run_said(pretrain, trained_run):
     assert (trained_run / "eval-held-out.png").stat().st_size > 10_000
 
 
-def test_one_text_costs_the_same_over_two_ranks(pretrain, trained_run, tmp_path):
-    """A file that the run never saw, under torchrun with cp 2: every bucket to 1e-5."""
+def test_the_loss_of_a_text_is_the_same_over_two_ranks(pretrain, trained_run, tmp_path):
+    """A file outside the run's corpus, under torchrun with cp 2: every bucket to 1e-5."""
     text = tmp_path / "tale.txt"
     text.write_text("a long tale of λ rings\n" * 60)
     common = ["mode=eval", f"run.dir={trained_run}", f"eval.path={text}"]
@@ -58,8 +58,8 @@ def test_one_text_costs_the_same_over_two_ranks(pretrain, trained_run, tmp_path)
         assert a["nats_per_token"] == pytest.approx(b["nats_per_token"], rel=1e-5)
 
 
-def test_a_text_in_memory_is_its_documents(text_folder, trained_run):
-    """Against encoding each document by itself; a single file and a folder of them."""
+def test_a_tokenised_text_holds_its_documents(text_folder, trained_run):
+    """Against encoding each document by itself, for a single file and for a folder."""
     tokenizer = load_tokenizer(trained_run / "tokenizer.json")
     for path in (text_folder / "7.txt", text_folder / "deep"):
         data = DataConfig(path=str(path))
@@ -73,7 +73,7 @@ def test_a_text_in_memory_is_its_documents(text_folder, trained_run):
             assert documents.n_bytes[number] == len(text.encode())
 
 
-def test_a_text_that_cannot_be_measured_is_refused(text_folder, trained_run, tmp_path, config):
+def test_a_text_that_cannot_be_evaluated_is_rejected(text_folder, trained_run, tmp_path, config):
     tokenizer = load_tokenizer(trained_run / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"binary\.dat is not UTF-8"):
         tokenised(DataConfig(path=str(text_folder)), tokenizer)
@@ -82,9 +82,7 @@ def test_a_text_that_cannot_be_measured_is_refused(text_folder, trained_run, tmp
         tokenised(DataConfig(path=str(tmp_path / "empty.txt")), tokenizer)
 
 
-def test_a_corpus_that_has_changed_since_is_not_taken_for_the_runs_own(
-    config, trained_run, tmp_path
-):
+def test_a_corpus_that_has_changed_is_rejected(config, trained_run, tmp_path):
     tokenizer = load_tokenizer(trained_run / "tokenizer.json")
     documents, _ = read_text(config, tokenizer)
     assert len(documents) > 0
@@ -97,7 +95,7 @@ def test_a_corpus_that_has_changed_since_is_not_taken_for_the_runs_own(
 
 
 def test_the_text_of_a_run_must_be_the_same_to_the_byte(config, trained_run, tmp_path):
-    """With a tokenizer that is given, and so stays the same whatever the files are."""
+    """With a given tokenizer, which does not change with the files."""
     own = shutil.copytree(config.data.path, tmp_path / "text")
     config.data.path = str(own)
     config.data.tokenizer = str(trained_run / "tokenizer.json")
@@ -125,7 +123,7 @@ def test_a_changed_text_ends_the_evaluation(pretrain, trained_run, tmp_path):
     assert not (folder / "eval-held-out.json").exists()
 
 
-def test_what_is_wrong_with_the_text_is_said_of_its_own_setting(trained_run, tmp_path):
+def test_errors_about_the_text_name_eval_path(trained_run, tmp_path):
     """The field and the pattern of its files are still those of ``data``."""
     tokenizer = load_tokenizer(trained_run / "tokenizer.json")
     path = tmp_path / "a.jsonl"

@@ -1,4 +1,4 @@
-"""The trainer in process: steps that are skipped, going back, and where a run begins."""
+"""The trainer in process: skipped steps, roll-backs, and the state that a run starts from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(config: Config, parallel: ParallelLayout | None = None) -> Trainer:
 
 
 def spoil(trainer: Trainer, wrong: dict[int, float]) -> None:
-    """Multiply the losses of the samples that begin the given steps of the stream."""
+    """Multiply the losses of the given steps (by their first sample) by the given factors."""
     whole, batches = trainer.model.forward, trainer._batches
 
     def make_batches(sample: int) -> list:
@@ -92,7 +92,7 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
     trainer.step = step
     trainer.train()
     trainer.close()
-    assert torch.equal(*before)  # not even the step's decay of the weights was taken
+    assert torch.equal(*before)  # not even weight decay was applied
     return weights(trainer).tolist(), trainer.state.guard.skipped, steps(Path(config.run.dir))
 
 
@@ -125,8 +125,8 @@ def test_ringfa3_and_sdpa_take_the_same_steps(config):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
 
 
-def test_too_many_skips_lead_back_and_past_the_data(config):
-    """Samples 5, 6 and 7 are bad: back to step 4, and on with sample 8."""
+def test_too_many_skips_roll_back_and_pass_the_bad_data(config):
+    """Samples 5, 6 and 7 are bad: roll back to step 4, continue with sample 8."""
     config.guard.patience = 3
     trainer = make(config)
     used = []
@@ -143,7 +143,7 @@ def test_too_many_skips_lead_back_and_past_the_data(config):
     assert trainer.state.samples == 16
     assert trainer.state.guard.skipped == 3
     assert [sample for sample in used if sample > 8][-1] == 15
-    assert used.count(8) == 2  # once read ahead, once used
+    assert used.count(8) == 2  # once prefetched, once used
 
 
 def test_a_spike_is_skipped(config):
@@ -158,7 +158,7 @@ def test_a_spike_is_skipped(config):
 
 
 @pytest.mark.parametrize(("every", "patience"), [(0, 2), (4, 2), (1, 3), (2, 5)])
-def test_a_run_that_cannot_get_better_ends_with_advice(config, every, patience):
+def test_a_run_that_a_roll_back_does_not_help_ends_with_advice(config, every, patience):
     """Also where a checkpoint would be due in the middle of the skipped steps."""
     config.guard.patience, config.checkpoint.every = patience, every
     config.train.steps = 50
@@ -187,7 +187,7 @@ def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
     other.close()
 
 
-def test_a_new_run_takes_the_whole_state_or_the_weights_of_another(config, tmp_path):
+def test_a_new_run_starts_from_the_state_or_the_weights_of_another(config, tmp_path):
     trainer = make(config)
     trainer.train()
     trainer.close()
@@ -206,7 +206,7 @@ def test_a_new_run_takes_the_whole_state_or_the_weights_of_another(config, tmp_p
     assert not any(t.any() for n, t in novice.state.tensors().items() if n.startswith("optimizer"))
 
 
-def test_another_corpus_is_refused_but_not_for_its_weights(config):
+def test_another_corpus_is_rejected_unless_only_weights_are_loaded(config):
     trainer = make(config)
     trainer.train()
     trainer.close()
@@ -225,7 +225,7 @@ def test_another_corpus_is_refused_but_not_for_its_weights(config):
     make(config).close()
 
 
-def test_another_model_is_refused(config):
+def test_a_checkpoint_of_another_model_is_rejected(config):
     make(config).train()
     origin = config.run.dir
     config.run.dir += "-2"
@@ -235,11 +235,11 @@ def test_another_model_is_refused(config):
         make(config)
 
 
-def test_overwriting_begins_anew(config):
+def test_overwrite_starts_anew_unless_the_run_was_stopped(config):
     make(config).train()
     config.run.overwrite = True
     going_on = make(config)
-    assert going_on.state.step == 12  # a run that was stopped is never thrown away unasked
+    assert going_on.state.step == 12  # overwrite keeps a stopped run
     going_on.close()
     config.optim.lr /= 2
     trainer = make(config)
@@ -249,11 +249,11 @@ def test_overwriting_begins_anew(config):
     trainer.close()
 
 
-def test_a_run_with_nothing_but_damaged_checkpoints_is_left_to_people(config):
+def test_a_run_with_only_damaged_checkpoints_does_not_start(config):
     make(config).train()
     for path in checkpoints_in(RunFolder(config).checkpoints).values():
         (path / ".metadata").unlink()
-    for _ in range(2):  # the second time they have been set aside
+    for _ in range(2):  # the second time they are already set aside
         with pytest.raises(ConfigError, match="every checkpoint of this run is damaged"):
             make(config)
     assert steps(Path(config.run.dir))[-1][0] == 12
@@ -262,7 +262,7 @@ def test_a_run_with_nothing_but_damaged_checkpoints_is_left_to_people(config):
 def test_a_run_whose_last_step_cannot_be_saved_is_not_complete(config):
     trainer = make(config)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    steps_of, limit = trainer.step, (20_000, before[1])  # more than the metrics, less than weights
+    steps_of, limit = trainer.step, (20_000, before[1])  # metrics fit, weights do not
 
     def step(batches: list, begin: float) -> dict:
         if trainer.state.step == 4:
