@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+
+from ringfa3.planning.kv_exchange import first_heads
 
 
 class Attend(Protocol):
@@ -30,6 +32,33 @@ class Attend(Protocol):
         first_head: int = 0,
         arrivals: torch.Tensor | None = None,
     ) -> None: ...
+
+
+class LocalHeads(NamedTuple):
+    """The split of the KV heads of a rank's own keys in a backward.
+
+    first  number of heads that run before the hops; the others run after them. 0: no split
+    """
+
+    first: int
+
+    @classmethod
+    def of(cls, k: torch.Tensor) -> LocalHeads:
+        """For k (local_tokens, hk, d)."""
+        tokens, kv_heads, _ = k.shape
+        return cls(first_heads(kv_heads, tokens))
+
+    def attend_first(self, attend: Attend, *tensors: torch.Tensor) -> None:
+        """Calls `attend` with the first heads of k, v, dk, dv, if there is a split."""
+        if self.first:
+            attend(0, *(x[:, : self.first] for x in tensors))
+
+    def attend_last(self, attend: Attend, *tensors: torch.Tensor) -> None:
+        """Calls `attend` with the other heads, or with all if there is no split."""
+        if self.first:
+            attend(0, *(x[:, self.first :] for x in tensors), first_head=self.first)
+        else:
+            attend(0, *tensors)
 
 
 class RingPass(Protocol):

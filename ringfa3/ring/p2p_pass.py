@@ -16,9 +16,8 @@ import torch
 
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.kv_exchange import first_heads
 from ringfa3.ring.p2p import Exchange, Message, Transport
-from ringfa3.ring_pass import Attend
+from ringfa3.ring_pass import Attend, LocalHeads
 
 KV, PARTIAL, RETURN = 0, 1, 2  # message tags
 
@@ -187,12 +186,9 @@ class P2PRingPass:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
         self._kv = KVBuffers(k, v, self._plan, self._kind)
         self._grads = GradBuffers(k, self._plan) if self._kind == "backward" else None
-        # KV heads of the rank's own keys that run first; the others run beside the last messages.
-        # None, for all heads, where returned rows are added before the end.
-        self._first: int | None = None
-        if self._grads is not None and self._grads.returned_at_the_end:
-            tokens, kv_heads, _ = k.shape
-            self._first = first_heads(kv_heads, tokens) or None
+        # No split where rows return earlier: they would be added to heads that are not yet stored.
+        split = self._grads is not None and self._grads.returned_at_the_end
+        self._heads = LocalHeads.of(k) if split else LocalHeads(0)
 
     @property
     def dkv(self) -> torch.Tensor:
@@ -203,26 +199,26 @@ class P2PRingPass:
         """As `RingPass.run`. Hop 0 comes first; some of its KV heads may come last."""
         for hop in range(self._plan.world):
             exchange = self._exchange(hop)
-            self._attend(attend, hop, slice(0, self._first) if hop == 0 else slice(None))
+            if hop == 0 and self._heads.first:
+                self._heads.attend_first(attend, *self._tensors(0))
+            else:
+                attend(hop, *self._tensors(hop))
             if exchange is not None:
                 exchange.wait()
             if self._grads is not None:
                 self._grads.add(hop)
         if self._grads is not None:
             exchange = self._exchange(self._plan.world)
-            if self._first is not None:
-                self._attend(attend, 0, slice(self._first, None))
+            if self._heads.first:
+                self._heads.attend_last(attend, *self._tensors(0))
             if exchange is not None:
                 exchange.wait()
             self._grads.add(self._plan.world)
 
-    def _attend(self, attend: Attend, hop: int, heads: slice) -> None:
-        k, v = (x[:, heads] for x in self._kv.block(hop))
-        if self._grads is None:
-            attend(hop, k, v)
-        else:
-            dk, dv = (x[:, heads] for x in self._grads.block(hop))
-            attend(hop, k, v, dk, dv, first_head=heads.start or 0)
+    def _tensors(self, hop: int) -> tuple[torch.Tensor, ...]:
+        """K and V of a hop, in a backward also dK and dV."""
+        grads = () if self._grads is None else self._grads.block(hop)
+        return *self._kv.block(hop), *grads
 
     def _exchange(self, hop: int) -> Exchange | None:
         """Starts all messages that move beside a hop's kernel; None if there are none."""

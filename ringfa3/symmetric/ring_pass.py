@@ -15,10 +15,9 @@ import torch
 
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.kv_exchange import first_heads
 from ringfa3.planning.row_index import copy_rows, view_16_bytes
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring_pass import Attend
+from ringfa3.ring_pass import Attend, LocalHeads
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.stream_ops import (
     AddToSum,
@@ -198,14 +197,13 @@ class SymmetricRingPass:
         if work.kv is not None:
             self._attend(work.hop, *tensors)
             return
-        tokens, kv_heads, _ = self._local[0].shape
-        own, first = (*self._local, *self._grads), first_heads(kv_heads, tokens)
-        if work.part is Part.ALL or (work.part is Part.LAST and not first):
-            self._attend(0, *own)
-        elif work.part is Part.LAST:
-            self._attend(0, *(x[:, first:] for x in own), first_head=first)
-        elif first:
-            self._attend(0, *(x[:, :first] for x in own))
+        local = (*self._local, *self._grads)
+        if work.part is Part.ALL:
+            self._attend(0, *local)
+        elif work.part is Part.FIRST:
+            LocalHeads.of(local[0]).attend_first(self._attend, *local)
+        else:
+            LocalHeads.of(local[0]).attend_last(self._attend, *local)
 
 
 def _recipe(
