@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringfa3.build import compile
+from ringfa3.build.compile import source_folder
 from ringfa3.planning.tiling import Table
 from ringfa3.planning.work_split import split_work, visited_blocks
 from tests.planning.test_tiling import rectangles
@@ -34,7 +34,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("device_plan") / "device_plan.so"
     options = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
     source = Path(__file__).with_name("device_plan.cpp")
-    command = ["g++", *options, f"-I{compile.sources()}", source, "-o", library]
+    command = ["g++", *options, f"-I{source_folder()}", source, "-o", library]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 
