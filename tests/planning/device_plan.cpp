@@ -31,11 +31,13 @@ auto with_size(int size, F const& f) {
 
 extern "C" {
 
-// (span, block, blocks left) of the row blocks of a work unit; returns how many there are.
-int row_blocks(int m, WorkUnit const* unit, Span const* spans, int32_t* out) {
+// (span, block, blocks left) of the row blocks of a work unit; returns how many there are. Ends
+// with the tile's last span, which the kernel does not know.
+int row_blocks(int m, WorkUnit const* unit, Span const* spans, int num_spans, int32_t* out) {
   int count = 0;
   with_size(m, [&](auto size) {
     for (RowBlockIterator<size()> at(*unit); at.left > 0; at.next_span()) {
+      if (at.index == unit->first_span + num_spans) return;
       for (at.begin_span(*unit, spans[at.index]); at.in_span(); at.next()) {
         out[3 * count] = at.index, out[3 * count + 1] = at.block, out[3 * count + 2] = at.left;
         ++count;

@@ -73,12 +73,12 @@ def test_a_work_unit_iterates_over_the_blocks_that_python_counts(
             found = defaultdict(list)
             for i in range(len(table)):
                 unit = table[i : i + 1]
-                visits = records(device.row_blocks, 3, m, address(unit), spans)
+                (tile,) = np.nonzero(tiling.tiles["row0"] == unit["row0"][0])[0]
+                num_spans = int(tiling.tiles[tile]["num_spans"])
+                visits = records(device.row_blocks, 3, m, address(unit), spans, num_spans)
                 assert [left for *_, left in visits] == list(range(int(unit["blocks"][0]), 0, -1))
                 key = int(unit["row0"][0]), int(unit["first_head"][0])
                 found[key] += [(span, block) for span, block, _ in visits]
-                (tile,) = np.nonzero(tiling.tiles["row0"] == unit["row0"][0])[0]
-                num_spans = int(tiling.tiles[tile]["num_spans"])
                 whole = device.visited_blocks(m, address(unit), spans, num_spans)
                 assert whole == counts[tile]
             for tile in tiling.tiles:
@@ -103,7 +103,9 @@ def test_turns_are_those_of_the_tiling(device: ctypes.CDLL, case: Case, m: int, 
             for i in range(len(table)):
                 unit = table[i : i + 1]
                 row0 = int(unit["row0"][0])
-                for span, block, _ in records(device.row_blocks, 3, m, address(unit), spans):
+                last = len(tiling.spans) - int(unit["first_span"][0])
+                visits = records(device.row_blocks, 3, m, address(unit), spans, last)
+                for span, block, _ in visits:
                     key_tile = (row0 - int(tiling.spans[span]["k0"])) // n
                     token = int(tiling.spans[span]["q0"]) + block * m
                     found = device.turn(m, n, spans, earlier, span, token, row0)
