@@ -39,8 +39,8 @@ struct ForwardArgs {
   int64_t lse_head_stride;
   Tile const* tiles;  // in the order in which they are fetched
   Span const* spans;
-  int32_t const* arrivals;  // word n, n < 32: > 0 once the keys of spans with that number are here,
-                            // < 0 if they never will be; may be null if no span has a number
+  int32_t const* arrivals;  // word n, n < 32: not 0 once the keys of spans with that number are
+                            // here; null if no span has a number
   uint32_t* counter;        // work items fetched; 0 before and after the launch
   int32_t num_tiles;
   int32_t head_section;  // query heads that run together, whole groups

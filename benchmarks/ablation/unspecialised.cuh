@@ -74,15 +74,11 @@ struct Refill {
     if (threadIdx.x != kLoader || !next_block()) return;
     WorkItem& work = smem.work[c.item % kWorkDepth];
     SpanColumns const columns = c.block.columns();
-    int row = columns.key_row + c.block.start;
+    int const row = columns.key_row + c.block.start;
     if (!(c.arrived >> columns.arrival & 1)) {
-      if (wait_for_arrival(p.args.arrivals + columns.arrival)) {
-        asm volatile("fence.proxy.async;" ::: "memory");  // before TMA reads these keys
-        c.arrived |= 1u << columns.arrival;
-      } else {
-        row = static_cast<int>(p.args.k.tokens);  // TMA reads zeros past the last row
-        work.called_off = true;
-      }
+      wait_for_arrival(p.args.arrivals + columns.arrival);
+      asm volatile("fence.proxy.async;" ::: "memory");  // before TMA reads these keys
+      c.arrived |= 1u << columns.arrival;
     }
     int const i = c.k.index();
     smem.k_empty[i].wait(c.k.phase() ^ 1);
@@ -138,7 +134,7 @@ struct Refill {
       for (int span = 0; span < min(tile.num_spans, kDecodedSpans); ++span) {
         work.spans[span] = SpanColumns(tile, p.args.spans[tile.first_span + span]);
       }
-      work.tile = tile, work.head = head, work.kv_head = head / p.group, work.called_off = false;
+      work.tile = tile, work.head = head, work.kv_head = head / p.group;
     }
     c.ended = work.head < 0;
     smem.work_full[i].arrive();

@@ -41,7 +41,7 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box
 }
 
 // Stores the LSE of rows whose last block is in P, and computes the factor `weight` that normalises
-// O after the last product. NaN if keys did not arrive.
+// O after the last product.
 template <class Shapes>
 CUTE_DEVICE void store_lse(ForwardParams<Shapes> const& p, WorkItem const& work, int row, int lane,
                            OnlineSoftmax const& rows, float (&weight)[2]) {
@@ -51,7 +51,6 @@ CUTE_DEVICE void store_lse(ForwardParams<Shapes> const& p, WorkItem const& work,
     float total = rows.total[r];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    if (work.called_off) total = NAN;
     weight[r] = total == 0.f ? 0.f : 1.f / total;
     float const lse = total == 0.f ? -INFINITY : (rows.shift[r] + __log2f(total)) * kLn2;
     if (lane % 4 == 0 && row + 8 * r < work.tile.rows) lse_at[8 * r] = lse;

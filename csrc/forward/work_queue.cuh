@@ -56,7 +56,6 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.tile = tile;
         work.head = head;
         work.kv_head = head / p.group;
-        work.called_off = false;
       }
     }
     __syncwarp();

@@ -25,13 +25,12 @@ CUTE_DEVICE void signal_turn(int32_t* word, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// One thread: blocks until the word is not 0. Another GPU may set it. Returns whether the keys have
-// arrived: a negative word says that they never will.
-CUTE_DEVICE bool wait_for_arrival(int32_t const* word) {
+// One thread: blocks until the word is not 0. Another GPU may set it.
+CUTE_DEVICE void wait_for_arrival(int32_t const* word) {
   int32_t now;
   while (true) {
     asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
-    if (now != 0) return now > 0;
+    if (now != 0) return;
     __nanosleep(100);
   }
 }

@@ -146,24 +146,6 @@ def test_the_kernel_waits_for_arrival_words(d: int) -> None:
         assert torch.equal(lse, expected_lse), f"run {number}"
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_a_span_that_is_called_off_ends_the_wait(d: int) -> None:
-    """Its document is NaN, the others are as without it."""
-    _, out, lse, call = waiting(d)
-    call(torch.tensor([0, 1, 1], dtype=torch.int32, device="cuda"))
-    expected = out.clone()
-    words, side = torch.zeros(3, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
-    said = torch.tensor([0, 1, -1], dtype=torch.int32).pin_memory()
-    torch.cuda.synchronize()
-    call(words)
-    with torch.cuda.stream(side):
-        words.copy_(said, non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(out[:3700], expected[:3700])
-    assert out[3700:].isnan().all()
-    assert lse[:, 3700:].isnan().all()
-
-
 def test_fewer_ctas_change_no_bit() -> None:
     """The same tiles on all SMs, on all but eight, on one."""
     lengths = np.array([3000, 700, 2000])
