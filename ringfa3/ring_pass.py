@@ -1,4 +1,4 @@
-"""The interface of a ring pass: moves K/V, and dK/dV, between ranks while attention is computed."""
+"""The interface of a ring pass, which moves K/V and dK/dV between ranks while attention runs."""
 
 from __future__ import annotations
 
