@@ -25,7 +25,7 @@ test: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files "csrc/*" "benchmarks/*.cu*" "tests/emulator/*.cpp" "tests/emulator/*.h")
+	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files "csrc/*" "benchmarks/*.cu*" "tests/planning/*.cpp" "tests/emulator/*.cpp" "tests/emulator/*.h")
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports.py tests/train/test_train_imports.py
 
