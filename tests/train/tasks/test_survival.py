@@ -86,33 +86,6 @@ def test_a_run_with_a_killed_rank_is_bit_equal(overrides, undisturbed, tmp_path,
     )
 
 
-@pytest.mark.parametrize(
-    ("processes", "spread"),
-    [(4, ["parallel.cp=4"]), (2, ["parallel.cp=1", "train.accumulation=1"])],
-    ids=["cp 4", "dp 2"],
-)
-def test_a_run_continues_at_another_cp_and_dp(overrides, undisturbed, tmp_path, processes, spread):
-    """Stopped at cp 2, continued elsewhere: 20 further steps within 1e-4.
-
-    The run that continues at dp 2 used two micro-batches before, so its steps are the same.
-    """
-    folder = tmp_path / "run"
-    accumulation = "train.accumulation=" + ("2" if processes == 2 else "1")
-    with Job(folder, 2, *overrides, "parallel.cp=2", accumulation) as job:
-        job.await_step(10)
-        job.process.send_signal(signal.SIGTERM)
-        job.end()
-    stopped = len(steps(folder))
-    assert 10 <= stopped < STEPS - 20
-    with Job(folder, processes, *overrides, *spread) as job:
-        job.finish()
-    expected = undisturbed(2, 1) if processes == 2 else undisturbed(2, 2)
-    compared = stopped + 20
-    assert len(steps(folder)) == len(expected) == STEPS
-    for own, other in zip(steps(folder)[:compared], expected[:compared], strict=True):
-        assert own == pytest.approx(other, rel=1e-4)
-
-
 def stop(folder: Path, overrides: list[str], whom: str, after: int) -> int:
     """SIGTERM to ``whom`` after step ``after``: the last finished step is saved, and returned."""
     with Job(folder, 2, *overrides, "parallel.cp=2") as job:
@@ -132,11 +105,46 @@ def stop(folder: Path, overrides: list[str], whom: str, after: int) -> int:
     return done
 
 
-def test_sigterm_saves_the_last_finished_step(overrides, undisturbed, tmp_path):
-    """To rank 1, rank 0 and torchrun in turn. The last checkpoint is damaged: it is set aside, and
-    the run continues from the one before."""
+@pytest.fixture(scope="module")
+def stopped(overrides, tmp_path_factory) -> tuple[Path, int]:
+    """The folder of a run at cp 2 that SIGTERM to rank 1 has stopped, and its last step."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    return folder, stop(folder, overrides, "rank 1", 10)
+
+
+@pytest.mark.parametrize(
+    ("processes", "spread"),
+    [(4, ["parallel.cp=4"]), (2, ["parallel.cp=1", "train.accumulation=1"])],
+    ids=["cp 4", "dp 2"],
+)
+def test_a_run_continues_at_another_cp_and_dp(
+    overrides, undisturbed, stopped, tmp_path, processes, spread
+):
+    """Stopped at cp 2, continued elsewhere: 20 further steps within 1e-4.
+
+    The run that continues at dp 2 used two micro-batches before, so its steps are the same.
+    """
     folder = tmp_path / "run"
-    done = stop(folder, overrides, "rank 1", 5)
+    if processes == 2:
+        last = stop(folder, [*overrides, "train.accumulation=2"], "torchrun", 10)
+    else:
+        last = stopped[1]
+        shutil.copytree(stopped[0], folder)
+    assert 10 <= last < STEPS - 20
+    with Job(folder, processes, *overrides, *spread) as job:
+        job.finish()
+    expected = undisturbed(2, 1) if processes == 2 else undisturbed(2, 2)
+    compared = last + 20
+    assert len(steps(folder)) == len(expected) == STEPS
+    for own, other in zip(steps(folder)[:compared], expected[:compared], strict=True):
+        assert own == pytest.approx(other, rel=1e-4)
+
+
+def test_sigterm_saves_the_last_finished_step(overrides, undisturbed, stopped, tmp_path):
+    """To rank 1, rank 0 and torchrun in turn. The last checkpoint is then damaged: it is set aside,
+    and the run continues from the one before."""
+    folder, done = tmp_path / "run", stopped[1]
+    shutil.copytree(stopped[0], folder)
     for whom in ("rank 0", "torchrun"):
         before, done = done, stop(folder, overrides, whom, done + 3)
         assert events(folder)[-2] == f"goes on after step {before}, from step-{before:08d}"
