@@ -1,4 +1,4 @@
-"""From text on disk to batches: tokenised once per host, mixed and packed by closed forms.
+"""From text on disk to batches: tokenised once per host, then mixed and packed.
 
 In: ``config.data``. Out: a rank's ``Batch`` of any step, with the plan of its attention.
 Imports: config.

@@ -23,9 +23,9 @@ ENVIRONMENT = {
 def make_deterministic(device: torch.device) -> str:
     """Choose deterministic algorithms for this process; returns a line that lists the settings.
 
-    Call it before the first CUDA operation and before any process group is made. Variables that the
-    user has set keep their values. An operation without a deterministic algorithm raises
-    ``RuntimeError``.
+    Call it before the first matrix product and before any process group is made. Variables that the
+    user has set keep their values. PyTorch then raises ``RuntimeError`` for any operation without a
+    deterministic algorithm.
     """
     torch.use_deterministic_algorithms(True)
     # The flag would also fill every new tensor, which costs time and changes no result.
