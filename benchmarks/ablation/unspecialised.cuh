@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
   __syncthreads();
   Refill<Shapes> const refill{p, smem};
   refill.begin();
-  consume_tiles<Shapes>(p, smem, refill);
+  ForwardConsumer<Shapes, Refill<Shapes>>(p, smem, refill).run();
 }
 
 template <class Shapes>

@@ -80,9 +80,9 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     if constexpr (Shapes::kPolicy.role_split) {
-      consume_role_split<Shapes>(p, smem);
+      RoleSplitConsumer<Shapes>(p, smem).run();
     } else {
-      consume_key_split<Shapes>(p, smem);
+      KeySplitConsumer<Shapes>(p, smem).run();
     }
   }
 }

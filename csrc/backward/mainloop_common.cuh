@@ -17,6 +17,28 @@ using namespace cute;
 // Named barriers of the consumers: kTurn + w is the turn of warpgroup w.
 constexpr int kCleared = 1, kTurn = 2;
 
+// B operands in shared memory, all of Q, dO or their transposes: (M, D, S) or (D, M, S).
+template <class Mma, class Layout, class Element>
+CUTE_DEVICE auto row_operand(Element* rows, int thread) {
+  return Mma{}.get_slice(thread).partition_fragment_B(make_tensor(make_smem_ptr(rows), Layout{}));
+}
+
+// A operand of dQ: 64 rows of dS, (64, N, S).
+template <class Shapes>
+CUTE_DEVICE auto ds_operand(typename Shapes::Element* ds, int part, int thread) {
+  Tensor x = make_tensor(make_smem_ptr(ds), typename Shapes::SmemDs{});  // (M, N, S)
+  return typename Shapes::MmaQ{}.get_slice(thread).partition_fragment_A(
+      local_tile(x, Shape<_64, Int<Shapes::N>>{}, make_coord(part, _0{}, _)));
+}
+
+// B operand of dQ: 64 columns of K, transposed, (64, N).
+template <class Shapes>
+CUTE_DEVICE auto key_columns_operand(typename Shapes::Element* keys, int part, int thread) {
+  Tensor x = make_tensor(make_smem_ptr(keys), typename Shapes::SmemKt{});  // (D, N)
+  return typename Shapes::MmaQ{}.get_slice(thread).partition_fragment_B(
+      local_tile(x, Shape<_64, Int<Shapes::N>>{}, make_coord(part, _0{})));
+}
+
 // A thread's accumulator (64 keys, M rows): element 4j + 2r + c is of key `key` + 8r of the tile
 // and row 8j + 2 (lane % 4) + c of the block.
 
@@ -131,13 +153,18 @@ CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
   }
 }
 
-// One consumer warpgroup: runs the work items of the CTA. `run_unit(unit, block)` runs work unit
-// number `unit`, whose first block is number `block` of all; it waits for V, releases K and V,
-// leaves no product in flight, and returns the number of the block after its last. Returns the
-// number of blocks.
-template <class Shapes, class Clear, class Run, class Store>
-CUTE_DEVICE uint32_t run_work_items(typename Shapes::SharedStorage& smem, Clear const& clear_sums,
-                                    Run const& run_unit, Store const& store_sums) {
+// One consumer warpgroup: runs the work items of the CTA. `consumer` has three methods:
+//
+//   clear_sums()         zeroes dK and dV
+//   run_unit(unit, block)  runs work unit number `unit`, whose first block is number `block` of
+//   all;
+//                        waits for V, releases K and V, leaves no product in flight, and returns
+//                        the number of the block after its last
+//   store_sums(unit, kv_head)
+//
+// Returns the number of blocks.
+template <class Shapes, class Consumer>
+CUTE_DEVICE uint32_t run_work_items(typename Shapes::SharedStorage& smem, Consumer& consumer) {
   int const lane = threadIdx.x % kWarp;
   uint32_t units = 0, blocks = 0;
   while (true) {
@@ -145,11 +172,11 @@ CUTE_DEVICE uint32_t run_work_items(typename Shapes::SharedStorage& smem, Clear 
     smem.work_full[work_stage.index()].wait(work_stage.phase());
     KeyWorkItem const& work = smem.work[work_stage.index()];
     if (work.kv_head < 0) return blocks;
-    clear_sums();
+    consumer.clear_sums();
     smem.k_full.wait(Pipeline<1>{units}.phase());
     if (work.unit.rows < Shapes::N) clear_foreign<Shapes, Shapes::N>(smem.k, work.unit.rows);
-    blocks = run_unit(units++, blocks);
-    store_sums(work.unit, work.kv_head);
+    blocks = consumer.run_unit(units++, blocks);
+    consumer.store_sums(work.unit, work.kv_head);
     __syncwarp();
     if (lane == 0) smem.work_empty[work_stage.index()].arrive();
   }

@@ -21,173 +21,114 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// State and operations of one warpgroup; `run_unit` has the loop over blocks. The operations are
-// lambdas and not methods: for a struct that holds the state nvcc emits other code.
+// A operand of S^T, and of dP^T: the warpgroup's 64 keys of K, or of V, (64, D).
 template <class Shapes>
-CUTE_DEVICE void consume_key_split(BackwardParams const& p, typename Shapes::SharedStorage& smem) {
+CUTE_DEVICE auto key_operand(typename Shapes::Element* keys, int warpgroup, int thread) {
+  Tensor x = make_tensor(make_smem_ptr(keys), typename Shapes::SmemK{});  // (N, D)
+  return typename Shapes::MmaS{}.get_slice(thread).partition_fragment_A(
+      local_tile(x, Shape<_64, Int<Shapes::D>>{}, make_coord(warpgroup, _0{})));
+}
+
+template <class Shapes>
+struct KeySplitConsumer {
+  using Element = typename Shapes::Element;
+  using Shared = typename Shapes::SharedStorage;
+  using MmaS = typename Shapes::MmaS;
+  using MmaKV = typename Shapes::MmaKV;
+  using MmaQ = typename Shapes::MmaQ;
+  static constexpr BackwardPolicy kPolicy = Shapes::kPolicy;
+  static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
+  // Of dQ (M, D) a warpgroup computes 64 rows, or with M = 64, half of the columns.
+  static constexpr bool kRowHalves = M > 64;
   using QStage = Pipeline<Shapes::QStages>;
   using DoutStage = Pipeline<Shapes::DoutStages>;
   using DsStage = Pipeline<Shapes::DsStages>;
   using BlockStage = Pipeline<Shapes::BlockDepth>;
-  using Element = typename Shapes::Element;
-  constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
-  int const thread = threadIdx.x % kWarpgroup;
-  int const warpgroup = cutlass::canonical_warp_group_idx() - 1;  // uniform
-  int const lane = thread % kWarp;
-  int const warp_key = 64 * warpgroup + thread / kWarp * 16;  // the warp's first key in the tile
-  int const key = warp_key + lane / 4;                        // and key + 8
-  float const scale_log2 = p.args.softmax_scale * kLog2e;
+  using FragmentS = decltype(partition_fragment_C(MmaS{}, Shape<_64, Int<M>>{}));
+  using FragmentKV = decltype(partition_fragment_C(MmaKV{}, Shape<_64, Int<D>>{}));
+  using FragmentQ = decltype(partition_fragment_C(MmaQ{}, Shape<_64, _64>{}));
+  using FragmentP = decltype(make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{}));
 
-  typename Shapes::MmaS mma_s;
-  typename Shapes::MmaKV mma_kv;
-  typename Shapes::MmaQ mma_q;
-  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Shapes::SmemK{});           // (N, D)
-  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemK{});           // (N, D)
-  Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Shapes::SmemQ{});           // (M, D, S)
-  Tensor sDO = make_tensor(make_smem_ptr(smem.dout), typename Shapes::SmemDout{});    // (M, D, S)
-  Tensor sKt = make_tensor(make_smem_ptr(smem.k), typename Shapes::SmemKt{});         // (D, N)
-  Tensor sQt = make_tensor(make_smem_ptr(smem.q), typename Shapes::SmemQt{});         // (D, M, S)
-  Tensor sDOt = make_tensor(make_smem_ptr(smem.dout), typename Shapes::SmemDoutT{});  // (D, M, S)
-  Tensor sDS = make_tensor(make_smem_ptr(smem.ds), typename Shapes::SmemDs{});        // (M, N, S)
-  // Of dQ (M, D) a warpgroup computes 64 rows, or with M = 64, half of the columns.
-  constexpr bool kRowHalves = M > 64;
-  auto thread_s = mma_s.get_slice(thread);
-  auto thread_kv = mma_kv.get_slice(thread);
-  auto thread_q = mma_q.get_slice(thread);
-  Tensor fK = thread_s.partition_fragment_A(
-      local_tile(sK, Shape<_64, Int<D>>{}, make_coord(warpgroup, _0{})));
-  Tensor fV = thread_s.partition_fragment_A(
-      local_tile(sV, Shape<_64, Int<D>>{}, make_coord(warpgroup, _0{})));
-  Tensor fQ = thread_s.partition_fragment_B(sQ);
-  Tensor fDO = thread_s.partition_fragment_B(sDO);
-  Tensor fQt = thread_kv.partition_fragment_B(sQt);
-  Tensor fDOt = thread_kv.partition_fragment_B(sDOt);
-  Tensor fDS = thread_q.partition_fragment_A(
-      local_tile(sDS, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? warpgroup : 0, _0{}, _)));
-  Tensor fKt = thread_q.partition_fragment_B(
-      local_tile(sKt, Shape<_64, Int<N>>{}, make_coord(kRowHalves ? 0 : warpgroup, _0{})));
-  Tensor dk = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});  // dK (64, D)
-  Tensor dv = partition_fragment_C(mma_kv, Shape<_64, Int<D>>{});  // dV (64, D)
+  BackwardParams const& p;
+  Shared& smem;
+  int const thread, warpgroup, lane;
+  int const warp_key;  // the warp's first key in the tile
+  int const key;       // the thread holds this one and key + 8
+  float const scale_log2;
 
-  auto clear_sums = [&] {
-    clear(dk);
-    clear(dv);
-  };
-  auto* const to_ds = ds_address<Shapes>(smem, warp_key, lane);
-  // A operands of dV and dK: P^T and dS^T, (64, M).
-  Tensor fP = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{});
-  Tensor fOwnDS = make_tensor_like(fP);
-
-  auto await_turn = [&] {
-    cutlass::arch::NamedBarrier::sync(Shapes::Consumers * kWarpgroup, kTurn + warpgroup);
-  };
-  auto pass_turn = [&] {
-    cutlass::arch::NamedBarrier::arrive(Shapes::Consumers * kWarpgroup, kTurn + 1 - warpgroup);
-  };
-  if (warpgroup == 1) pass_turn();
-  auto block_at = [&](uint32_t count) -> RowBlock const& {
-    return smem.blocks[BlockStage{count}.index()];
-  };
+  MmaS mma_s;
+  MmaKV mma_kv;
+  MmaQ mma_q;
+  decltype(key_operand<Shapes>(smem.k, 0, 0)) fK, fV;                           // (64, D)
+  decltype(row_operand<MmaS, typename Shapes::SmemQ>(smem.q, 0)) fQ;            // (M, D, S)
+  decltype(row_operand<MmaS, typename Shapes::SmemDout>(smem.dout, 0)) fDO;     // (M, D, S)
+  decltype(row_operand<MmaKV, typename Shapes::SmemQt>(smem.q, 0)) fQt;         // (D, M, S)
+  decltype(row_operand<MmaKV, typename Shapes::SmemDoutT>(smem.dout, 0)) fDOt;  // (D, M, S)
+  decltype(ds_operand<Shapes>(smem.ds, 0, 0)) fDS;                              // (64, N, S)
+  decltype(key_columns_operand<Shapes>(smem.k, 0, 0)) fKt;                      // (64, N)
+  FragmentKV dk, dv;                                                            // (64, D)
+  Element* const to_ds;  // where the lane stores dS^T
+  FragmentP fP;          // P^T (64, M), the A operand of dV
+  FragmentP fOwnDS;      // dS^T (64, M), the A operand of dK
   // BlockFlags of the block whose P is computed next; where the policy looks ahead, those of the
   // block after it in the bits above.
   int flags = 0;
-  auto flags_of = [&](uint32_t count) {
-    BlockStage const stage{count};
-    smem.block_ready[stage.index()].wait(stage.phase());
-    return block_at(count).flags;
-  };
-  auto look_ahead = [&](uint32_t count) {
-    if constexpr (Shapes::kPolicy.looks_ahead) {
-      if (!(flags & kLastBlock)) flags |= flags_of(count) << kBlockFlagBits;
+
+  CUTE_DEVICE KeySplitConsumer(BackwardParams const& p, Shared& smem)
+      : p(p),
+        smem(smem),
+        thread(threadIdx.x % kWarpgroup),
+        warpgroup(cutlass::canonical_warp_group_idx() - 1),  // uniform
+        lane(thread % kWarp),
+        warp_key(64 * warpgroup + thread / kWarp * 16),
+        key(warp_key + lane / 4),
+        scale_log2(p.args.softmax_scale * kLog2e),
+        fK(key_operand<Shapes>(smem.k, warpgroup, thread)),
+        fV(key_operand<Shapes>(smem.v, warpgroup, thread)),
+        fQ(row_operand<MmaS, typename Shapes::SmemQ>(smem.q, thread)),
+        fDO(row_operand<MmaS, typename Shapes::SmemDout>(smem.dout, thread)),
+        fQt(row_operand<MmaKV, typename Shapes::SmemQt>(smem.q, thread)),
+        fDOt(row_operand<MmaKV, typename Shapes::SmemDoutT>(smem.dout, thread)),
+        fDS(ds_operand<Shapes>(smem.ds, kRowHalves ? warpgroup : 0, thread)),
+        fKt(key_columns_operand<Shapes>(smem.k, kRowHalves ? 0 : warpgroup, thread)),
+        to_ds(ds_address<Shapes>(smem, warp_key, lane)) {}
+
+  CUTE_DEVICE void run() {
+    if (warpgroup == 1) pass_turn();
+    uint32_t const blocks = run_work_items<Shapes>(smem, *this);
+    end_dq<Shapes>(smem, warpgroup, blocks);
+    if (warpgroup == 0) await_turn();  // the last turn, which nobody else takes
+  }
+
+  // See `run_work_items`. No product is in flight at the start of an iteration.
+  __device__ uint32_t run_unit(uint32_t unit, uint32_t count) {
+    uint32_t const begin = count;
+    {
+      FragmentS s, dp;
+      flags = flags_of(count);
+      if (flags & kForeign) clear_block(count);
+      await_turn();
+      issue_s(count, s);
+      smem.v_full.wait(Pipeline<1>{unit}.phase());
+      issue_dp(count, dp);
+      pass_turn();
+      look_ahead(count + 1);
+      softmax_backward(count, s, dp);
     }
-  };
-  auto next_flags = [&](uint32_t count) {
-    flags = Shapes::kPolicy.looks_ahead ? flags >> kBlockFlagBits : flags_of(count);
-  };
-  // Both warpgroups, neither in its turn: zeroes rows of Q and dO that are a neighbour's.
-  auto clear_block = [&](uint32_t count) {
-    QStage const q_stage{count};
-    DoutStage const dout_stage{count};
-    smem.q_full[q_stage.index()].wait(q_stage.phase());
-    smem.dout_full[dout_stage.index()].wait(dout_stage.phase());
-    clear_foreign<Shapes, M>(smem.q + q_stage.index() * M * D, block_at(count).rows);
-    clear_foreign<Shapes, M>(smem.dout + dout_stage.index() * M * D, block_at(count).rows);
-  };
-  auto issue_s = [&](uint32_t count, auto& s) {
-    QStage const q_stage{count};
-    smem.q_full[q_stage.index()].wait(q_stage.phase());
-    issue(mma_s, fK, fQ(_, _, _, q_stage.index()), s, false);
-  };
-  auto issue_dp = [&](uint32_t count, auto& dp) {
-    DoutStage const dout_stage{count};
-    smem.dout_full[dout_stage.index()].wait(dout_stage.phase());
-    // Descriptors of V are computed anew, or registers spill. For K it would cost more than it
-    // saves.
-    issue(mma_s, opaque(fV), fDO(_, _, _, dout_stage.index()), dp, false);
-  };
-  // S^T and dP^T, the last two products in flight, become P^T and dS^T. dS has three stages: the
-  // other warpgroup has read this one in its last turn.
-  auto softmax_backward = [&](uint32_t count, auto& s, auto& dp) {
-    DsStage const ds_stage{count};
-    float const* const lse = smem.lse[QStage{count}.index()];
-    float const* const delta = smem.delta[DoutStage{count}.index()];
-    bool const masked = flags & kMasked;
-    BlockMask mask;
-    if (masked) mask = BlockMask(block_at(count), key, lane);
-    RowValues<M> of_rows;
-    if constexpr (Shapes::kPolicy.reads_ahead) of_rows = RowValues<M>(lse, lane);
-    warpgroup_wait<1>();
-    warpgroup_fence_operand(s);
-    if constexpr (!Shapes::kPolicy.reads_ahead) of_rows = RowValues<M>(lse, lane);
-    compute_p(s, of_rows, scale_log2);
-    if (masked) apply_mask<M>(s, mask);
-    to_operand<Element>(s, fP);
-    if constexpr (Shapes::kPolicy.reads_ahead) of_rows = RowValues<M>(delta, lane);
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(dp);
-    if constexpr (!Shapes::kPolicy.reads_ahead) of_rows = RowValues<M>(delta, lane);
-    compute_ds(s, dp, of_rows);
-    if (masked) apply_mask<M>(dp, mask);
-    to_operand<Element>(dp, fOwnDS);
-    store_ds<M>(fOwnDS, to_ds + ds_stage.index() * (M * N));
-    __syncwarp();
-    if (lane == 0) smem.ds_full[ds_stage.index()].arrive();
-  };
-  auto issue_dv = [&](uint32_t count) {
-    issue(mma_kv, fP, fDOt(_, _, _, DoutStage{count}.index()), dv, true);
-  };
-  auto issue_dk = [&](uint32_t count) {
-    issue(mma_kv, fOwnDS, fQt(_, _, _, QStage{count}.index()), dk, true);
-  };
-  auto finish_dv = [&](uint32_t count) {
-    warpgroup_fence_operand(dv);
-    if (lane == 0) smem.dout_empty[DoutStage{count}.index()].arrive();
-  };
-  auto finish_dk = [&](uint32_t count) {
-    warpgroup_fence_operand(dk);
-    if (lane == 0) smem.q_empty[QStage{count}.index()].arrive();
-  };
-  auto issue_dq = [&](uint32_t count, auto& dq) {
-    DsStage const ds_stage{count};
-    smem.ds_full[ds_stage.index()].wait(ds_stage.phase());
-    cutlass::arch::fence_view_async_shared();  // after the stores of both warpgroups
-    issue(mma_q, fDS(_, _, _, ds_stage.index()), fKt, dq, false);
-  };
-  auto send = [&](uint32_t count, auto& dq) {
-    warpgroup_fence_operand(dq);
-    send_dq<Shapes>(smem, dq, block_at(count), count, 0, warpgroup);
-    if (lane == 0) smem.block_done[BlockStage{count}.index()].arrive();
-  };
+    for (; !(flags & kLastBlock); ++count) next_block(count == begin, count);
+    if (lane == 0) smem.v_empty.arrive();
+    return finish_unit(begin, count);
+  }
+
   // dV and dK of block `count`, dQ of the block before unless it is the `first`, S and dP of the
   // block after.
-  auto next_block = [&](bool first, uint32_t count) {
-    Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-    Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
+  __device__ void next_block(bool first, uint32_t count) {
+    FragmentS s, dp;
     next_flags(count + 1);
     if (flags & kForeign) clear_block(count + 1);
     await_turn();
     issue_dv(count);
-    Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
+    FragmentQ dq;
     if (!first) issue_dq(count - 1, dq);
     issue_dk(count);
     warpgroup_wait<1>();
@@ -200,26 +141,11 @@ CUTE_DEVICE void consume_key_split(BackwardParams const& p, typename Shapes::Sha
     pass_turn();
     look_ahead(count + 2);
     softmax_backward(count + 1, s, dp);
-  };
-  // See `run_work_items`. No product is in flight at the start of an iteration.
-  auto run_unit = [&](uint32_t unit_number, uint32_t count) {
-    uint32_t const begin = count;
-    {
-      Tensor s = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-      Tensor dp = partition_fragment_C(mma_s, Shape<_64, Int<M>>{});
-      flags = flags_of(count);
-      if (flags & kForeign) clear_block(count);
-      await_turn();
-      issue_s(count, s);
-      smem.v_full.wait(Pipeline<1>{unit_number}.phase());
-      issue_dp(count, dp);
-      pass_turn();
-      look_ahead(count + 1);
-      softmax_backward(count, s, dp);
-    }
-    for (; !(flags & kLastBlock); ++count) next_block(count == begin, count);
-    if (lane == 0) smem.v_empty.arrive();
-    Tensor dq = partition_fragment_C(mma_q, Shape<_64, _64>{});
+  }
+
+  // dV, dK and dQ of the unit's last block, and dQ of the block before it. Returns the next block.
+  CUTE_DEVICE uint32_t finish_unit(uint32_t begin, uint32_t count) {
+    FragmentQ dq;
     await_turn();
     if (count > begin) {
       issue_dv(count);
@@ -243,16 +169,131 @@ CUTE_DEVICE void consume_key_split(BackwardParams const& p, typename Shapes::Sha
     if (lane == 0) smem.k_empty.arrive();
     send(count, dq);
     return count + 1;
-  };
-  auto store_sums = [&](WorkUnit const& unit, int kv_head) {
+  }
+
+  // S^T and dP^T, the last two products in flight, become P^T and dS^T. dS has three stages: the
+  // other warpgroup has read this stage in its last turn.
+  __device__ void softmax_backward(uint32_t count, FragmentS& s, FragmentS& dp) {
+    DsStage const ds_stage{count};
+    float const* const lse = smem.lse[QStage{count}.index()];
+    float const* const delta = smem.delta[DoutStage{count}.index()];
+    bool const masked = flags & kMasked;
+    BlockMask mask;
+    if (masked) mask = BlockMask(block_at(count), key, lane);
+    RowValues<M> of_rows;
+    if constexpr (kPolicy.reads_ahead) of_rows = RowValues<M>(lse, lane);
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(s);
+    if constexpr (!kPolicy.reads_ahead) of_rows = RowValues<M>(lse, lane);
+    compute_p(s, of_rows, scale_log2);
+    if (masked) apply_mask<M>(s, mask);
+    to_operand<Element>(s, fP);
+    if constexpr (kPolicy.reads_ahead) of_rows = RowValues<M>(delta, lane);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(dp);
+    if constexpr (!kPolicy.reads_ahead) of_rows = RowValues<M>(delta, lane);
+    compute_ds(s, dp, of_rows);
+    if (masked) apply_mask<M>(dp, mask);
+    to_operand<Element>(dp, fOwnDS);
+    store_ds<M>(fOwnDS, to_ds + ds_stage.index() * (M * N));
+    __syncwarp();
+    if (lane == 0) smem.ds_full[ds_stage.index()].arrive();
+  }
+
+  __device__ void issue_s(uint32_t count, FragmentS& s) {
+    QStage const stage{count};
+    smem.q_full[stage.index()].wait(stage.phase());
+    issue(mma_s, fK, fQ(_, _, _, stage.index()), s, false);
+  }
+
+  // Descriptors of V are computed anew, or registers spill; for K, too, it would cost more than it
+  // saves.
+  __device__ void issue_dp(uint32_t count, FragmentS& dp) {
+    DoutStage const stage{count};
+    smem.dout_full[stage.index()].wait(stage.phase());
+    issue(mma_s, opaque(fV), fDO(_, _, _, stage.index()), dp, false);
+  }
+
+  __device__ void issue_dv(uint32_t count) {
+    issue(mma_kv, fP, fDOt(_, _, _, DoutStage{count}.index()), dv, true);
+  }
+
+  __device__ void issue_dk(uint32_t count) {
+    issue(mma_kv, fOwnDS, fQt(_, _, _, QStage{count}.index()), dk, true);
+  }
+
+  __device__ void issue_dq(uint32_t count, FragmentQ& dq) {
+    DsStage const stage{count};
+    smem.ds_full[stage.index()].wait(stage.phase());
+    cutlass::arch::fence_view_async_shared();  // after the stores of both warpgroups
+    issue(mma_q, fDS(_, _, _, stage.index()), fKt, dq, false);
+  }
+
+  __device__ void finish_dv(uint32_t count) {
+    warpgroup_fence_operand(dv);
+    if (lane == 0) smem.dout_empty[DoutStage{count}.index()].arrive();
+  }
+
+  __device__ void finish_dk(uint32_t count) {
+    warpgroup_fence_operand(dk);
+    if (lane == 0) smem.q_empty[QStage{count}.index()].arrive();
+  }
+
+  __device__ void send(uint32_t count, FragmentQ& dq) {
+    warpgroup_fence_operand(dq);
+    send_dq<Shapes>(smem, dq, block_at(count), count, 0, warpgroup);
+    if (lane == 0) smem.block_done[BlockStage{count}.index()].arrive();
+  }
+
+  __device__ RowBlock const& block_at(uint32_t count) {
+    return smem.blocks[BlockStage{count}.index()];
+  }
+
+  __device__ int flags_of(uint32_t count) {
+    BlockStage const stage{count};
+    smem.block_ready[stage.index()].wait(stage.phase());
+    return block_at(count).flags;
+  }
+
+  __device__ void look_ahead(uint32_t count) {
+    if constexpr (kPolicy.looks_ahead) {
+      if (!(flags & kLastBlock)) flags |= flags_of(count) << kBlockFlagBits;
+    }
+  }
+
+  __device__ void next_flags(uint32_t count) {
+    flags = kPolicy.looks_ahead ? flags >> kBlockFlagBits : flags_of(count);
+  }
+
+  // Both warpgroups, neither in its turn: zeroes rows of Q and dO that are a neighbour's.
+  __device__ void clear_block(uint32_t count) {
+    QStage const q_stage{count};
+    DoutStage const dout_stage{count};
+    smem.q_full[q_stage.index()].wait(q_stage.phase());
+    smem.dout_full[dout_stage.index()].wait(dout_stage.phase());
+    clear_foreign<Shapes, M>(smem.q + q_stage.index() * M * D, block_at(count).rows);
+    clear_foreign<Shapes, M>(smem.dout + dout_stage.index() * M * D, block_at(count).rows);
+  }
+
+  __device__ void clear_sums() {
+    clear(dk);
+    clear(dv);
+  }
+
+  __device__ void store_sums(WorkUnit const& unit, int kv_head) {
     CUTE_UNROLL
     for (int n = 0; n < D / 2; ++n) dk(n) *= p.args.softmax_scale;
     store_gradient<Shapes>(p.args, p.args.dk, unit, kv_head, key, lane, dk);
     store_gradient<Shapes>(p.args, p.args.dv, unit, kv_head, key, lane, dv);
-  };
-  uint32_t const blocks = run_work_items<Shapes>(smem, clear_sums, run_unit, store_sums);
-  end_dq<Shapes>(smem, warpgroup, blocks);
-  if (warpgroup == 0) await_turn();  // the last turn, which nobody else takes
-}
+  }
+
+  __device__ void await_turn() {
+    cutlass::arch::NamedBarrier::sync(Shapes::Consumers * kWarpgroup, kTurn + warpgroup);
+  }
+
+  __device__ void pass_turn() {
+    cutlass::arch::NamedBarrier::arrive(Shapes::Consumers * kWarpgroup, kTurn + 1 - warpgroup);
+  }
+};
 
 }  // namespace ringfa3

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Shapes::kRegisters.consumer>();
-    consume_tiles<Shapes>(p, smem);
+    ForwardConsumer<Shapes>(p, smem, NoRefill{}).run();
   }
 }
 
