@@ -31,7 +31,7 @@ FLAGS = (
     "--expt-extended-lambda",
     "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",
     "-Xptxas=-v",  # its remarks are stored beside the library
-    "-Xcompiler=-fPIC",
+    "-Xcompiler=-fPIC,-fno-gnu-unique",  # unique: two builds of a unit would share state
     "-shared",
     "-cudart=static",
 )
