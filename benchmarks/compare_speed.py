@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compare_sass import latest
 
 from ringfa3 import flash_attn_func
 from ringfa3.build.units import Unit, select_units
@@ -25,14 +26,6 @@ from ringfa3.kernels import dispatch, launch
 
 TOKENS, HIDDEN = 16384, 2048
 SAMPLE_MS = 20.0  # of a run: so many calls are queued that it takes about as long
-
-
-def library(cache: Path, unit: Unit) -> ctypes.CDLL:
-    """The latest library of a unit in a cache folder."""
-    found = sorted(cache.glob(f"{unit.name}-*/kernel.so"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise SystemExit(f"compare_speed: {cache} has no build of {unit.name}")
-    return ctypes.CDLL(str(found[-1]))
 
 
 class Switch:
@@ -45,7 +38,9 @@ class Switch:
     def entry(self, unit: Unit, name: str) -> Callable[..., int]:
         key = self.current, unit
         if key not in self._libraries:
-            self._libraries[key] = library(self.caches[self.current], unit)
+            self._libraries[key] = ctypes.CDLL(
+                str(latest(self.caches[self.current], unit) / "kernel.so")
+            )
         function: Any = getattr(self._libraries[key], f"ringfa3_{name}")
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         return function

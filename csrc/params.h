@@ -1,5 +1,5 @@
-// Plain data that crosses from Python into the kernels. ringfa3/planning/tiling.py,
-// ringfa3/planning/work_split.py and ringfa3/kernels/{launch,backward}.py mirror it field by field.
+// Plain data that crosses from Python into the kernels. ringfa3/planning/{tiling,work_split}.py and
+// ringfa3/kernels/{launch,forward,backward}.py mirror it field by field.
 #pragma once
 
 #include <cstdint>

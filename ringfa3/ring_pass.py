@@ -65,7 +65,8 @@ class RingPass(Protocol):
     """One rank's forward or backward pass over the ring, over any transport."""
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
-        """Starts the first transfers. What the caller computes before `run` overlaps with them.
+        """Prepares the pass. Over `symmetric` the first transfers start here, and what the caller
+        computes before `run` overlaps with them. Over messages `run` starts all transfers.
 
         Args:
             k, v: (local_tokens, hk, d), the rank's own.

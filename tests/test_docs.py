@@ -34,7 +34,7 @@ FOLDERS = "ringfa3|train|tests|csrc|configs|docs|examples|benchmarks"
 SECTIONS = (
     "parallel|train|checkpoint|guard|run|log|profile|sweep|generate|eval|data|optim|model\\.rope"
 )
-# Home-made words of earlier versions, in halves, so that they are not found here.
+# Words that are not the field's, in halves, so that they are not found here.
 HOME_MADE = (
     ("admis", "sions?"),
     ("cour", "ses?"),

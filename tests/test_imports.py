@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -108,3 +109,13 @@ def test_a_package_says_what_it_is_for_what_it_takes_and_what_it_imports(package
     _, takes, imports = (line for line in docstring.splitlines() if line)
     assert takes.startswith("In: ")
     assert imports.startswith("Imports ")
+    if package == "bench":  # it may import everything
+        return
+    actual = {
+        name.split(".")[1]
+        for module in MODULES
+        if module.startswith(f"ringfa3.{package}.")
+        for name in imported(module)
+        if name.startswith("ringfa3.")
+    }
+    assert actual - {package} == set(re.findall(r"`(\w+)`", imports))

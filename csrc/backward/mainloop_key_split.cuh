@@ -5,9 +5,8 @@
 // products, so that each computes P and dS while the other's products run. dQ(j) reads the dS of
 // both warpgroups, so it is issued one turn later:
 //
-//   warpgroup 0 | dV(j) dQ(j-1) dK(j) S(j+1) dP(j+1) | P, dS of j+1                       |
-//   dV(j+1).. warpgroup 1 | P, dS of j                         | dV(j) dQ(j-1) dK(j) S(j+1) dP(j+1)
-//   | P, dS ..
+//   warpgroup 0 | dV(j) dQ(j-1) dK(j) S(j+1) dP(j+1) | P, dS of j+1
+//   warpgroup 1 | P, dS of j                         | dV(j) dQ(j-1) dK(j) S(j+1) dP(j+1)
 //
 // Inside a warpgroup, computing P overlaps dP. P and dS stay in registers for dV and dK; only dQ
 // reads dS from shared memory.

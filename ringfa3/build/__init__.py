@@ -1,5 +1,5 @@
 """`python -m ringfa3.build`: compiles the CUDA kernels into a cache, outside import.
 
 In: a unit (direction, dtype, head dim). Out: the path of its shared library.
-Imports `ringfa3.errors` only.
+Imports `errors`.
 """

@@ -1,7 +1,8 @@
 """Device memory that outlives a launch: tables of plans, and work counters.
 
 Each stream has its own copy, by stream id, so stream order protects it: a launch runs after the
-upload that it reads, and the allocator gives dropped memory to later work of the same stream.
+upload that it reads. PyTorch's allocator knows streams by handles, which CUDA reuses, so memory of
+a destroyed stream may serve another stream at once. Counters are therefore never freed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch
 from ringfa3.kernels.streams import Stream, finish, record_event
 from ringfa3.planning.tiling import Table
 
-# Most tables of an owner, and most counters. Enough for all streams of PyTorch's pools; the oldest
-# goes where a program makes more streams, or threads with a default stream each.
-MAX_COPIES = 256
+# Most tables of an owner: more than PyTorch's pools have streams. Beyond that the oldest is freed,
+# which must not happen before its stream has finished.
+MAX_TABLES = 256
 
 T = TypeVar("T")
 _lock = threading.Lock()
@@ -35,8 +36,9 @@ class _First(Generic[T]):
 
     def finished(self) -> T:
         """The table, its upload done: replays are not ordered behind the stream of the upload."""
-        if self._event is not None:
-            finish(self._event)
+        event = self._event  # another thread may clear it meanwhile
+        if event is not None:
+            finish(event)
             self._event = None
         return self.value
 
@@ -72,13 +74,17 @@ class Uploads(Generic[T]):
         tables = self._of_streams.get(owner)
         if tables is None:
             tables = self._of_streams.setdefault(owner, {})
-        table = tables.get((*key, stream.id))
+        place = (*key, stream.id)
+        table = tables.get(place)
         if table is None:
             table = make()
             firsts = self._first.setdefault(owner, {})
             if key not in firsts:
                 firsts.setdefault(key, _First(table, record_event(stream.device)))
-            _store(tables, (*key, stream.id), table)
+            with _lock:  # threads may upload at the same time
+                tables[place] = table
+                if len(tables) > MAX_TABLES:
+                    del tables[next(iter(tables))]
         return table
 
     def clear(self) -> None:
@@ -91,6 +97,7 @@ class Counters:
 
     A kernel leaves its counter at 0, so launches that run one after the other share one: those of
     one stream. A captured launch has its own, zeroed in the graph: graphs may replay on any stream.
+    Each takes 512 bytes of the allocator.
     """
 
     def __init__(self) -> None:
@@ -104,22 +111,11 @@ class Counters:
         counter = self.of_streams.get(key)
         if counter is None:
             counter = torch.zeros(1, dtype=torch.int32, device=stream.device)
-            _store(self.of_streams, key, counter)
+            counter = self.of_streams.setdefault(key, counter)
         return counter
 
     def clear(self) -> None:
         self.of_streams.clear()
-
-
-K = TypeVar("K")
-
-
-def _store(copies: dict[K, T], key: K, value: T) -> None:
-    """Adds an entry of a stream, and drops the oldest entry of too many."""
-    with _lock:  # threads may add at the same time
-        copies[key] = value
-        if len(copies) > MAX_COPIES:
-            del copies[next(iter(copies))]
 
 
 def upload(table: Table | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:

@@ -154,7 +154,7 @@ def wait_event(stream: int, event: int) -> Call:
 
 
 def wait(address: int, value: int) -> MemoryOp:
-    """The stream waits until the word, in registered memory, is `value`."""
+    """The stream waits until the word, in memory that the device addresses, is `value`."""
     return MemoryOp(_WAIT, address, value, _EQUAL)
 
 

@@ -222,7 +222,7 @@ class Transformer(nn.Module):
             # A tied head starts aligned with the embedding of the input token. With rows of std s
             # and the gain g of the last norm, that token's logit is s * g * dim and all others are
             # N(0, s^2 * g^2 * dim): GPT-2's s = 0.02, g = 1 begins dim 768 at a loss of 15. Here
-            # s = 1 and g = 1 / dim (the output multiplier of muP, as a learned gain).
+            # s = 1 and g = 1 / dim. The gain is learned: Adam's first steps are larger than it.
             self.norm.weight.fill_(1 / self.config.dim)
 
 

@@ -141,20 +141,27 @@ def test_a_run_continues_at_another_cp_and_dp(
 
 
 def test_sigterm_saves_the_last_finished_step(overrides, undisturbed, stopped, tmp_path):
-    """To rank 1, rank 0 and torchrun in turn. The last checkpoint is then damaged: it is set aside,
+    """To rank 1, rank 0 and torchrun in turn. Where the last checkpoint is damaged it is set aside,
     and the run continues from the one before."""
     folder, done = tmp_path / "run", stopped[1]
     shutil.copytree(stopped[0], folder)
     for whom in ("rank 0", "torchrun"):
         before, done = done, stop(folder, overrides, whom, done + 3)
         assert events(folder)[-2] == f"goes on after step {before}, from step-{before:08d}"
-    newest = max((folder / "checkpoints").glob("step-*"))
-    os.truncate(newest / "__1_0.distcp", 1000)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
     with Job(folder, 2, *overrides, "parallel.cp=2") as job:
+        job.finish()
+    assert events(folder)[-1] == f"goes on after step {done}, from step-{done:08d}"
+    assert steps(folder) == undisturbed(2, 2)
+    *_, older, newest = sorted((damaged / "checkpoints").glob("step-*"))
+    os.truncate(newest / "__1_0.distcp", 1000)
+    with Job(damaged, 2, *overrides, "parallel.cp=2") as job:
         output = job.finish()
     assert re.search(rf"set aside as damaged-{newest.name}.*__1_0.distcp has 1000 bytes", output)
-    assert re.match(r"goes on after step \d+", events(folder)[-1])
-    assert steps(folder) == undisturbed(2, 2)
+    expected = f"goes on after step {int(older.name.removeprefix('step-'))}, from {older.name}"
+    assert events(damaged)[-1] == expected
+    assert steps(damaged) == undisturbed(2, 2)
 
 
 def await_lines(path: Path, count: int, ranks: list[subprocess.Popen[str]]) -> None:
@@ -275,7 +282,7 @@ def test_the_last_lines_name_the_dead_rank_once(overrides, tmp_path):
 
 
 TEARDOWNS = [
-    pytest.param(1),
+    pytest.param(3),
     pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
 ]
 
