@@ -22,7 +22,7 @@ from ringfa3.kernels.launch import (
     tensor3,
     tma_addressable,
 )
-from ringfa3.kernels.streams import Stream
+from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Uploads, upload
 from ringfa3.planning.tiling import Plan, Tiling, concat_ranges
 from ringfa3.planning.work_split import SHARED, split_work
@@ -115,7 +115,7 @@ class BackwardPass:
         dlse = None if dlse is None else _contiguous_rows(dlse)
         (tokens, heads, head_dim), device = q.shape, q.device
         self.num_ctas = num_ctas(device)
-        self.stream = stream = Stream.current(device)  # of all hops
+        self.stream = stream = CurrentStream.of(device)  # of all hops
         self.blocks = _grid_blocks(plan, unit.tile_m, stream)  # (num_blocks, 2)
         count = self.blocks.shape[0]
         self._rows = torch.empty(2, heads, count, unit.tile_m, device=device)  # LSE, then D
@@ -256,7 +256,7 @@ _tables: Uploads[_Tables] = Uploads()
 
 def _on_device(
     tiling: Tiling,
-    stream: Stream,
+    stream: CurrentStream,
     tile_m: int,
     group: int,
     kv_heads: int,
@@ -282,7 +282,7 @@ def _on_device(
 _grids: Uploads[torch.Tensor] = Uploads()
 
 
-def _grid_blocks(plan: Plan, tile_m: int, stream: Stream) -> torch.Tensor:
+def _grid_blocks(plan: Plan, tile_m: int, stream: CurrentStream) -> torch.Tensor:
     """`grid_blocks` in device memory."""
 
     def make() -> torch.Tensor:

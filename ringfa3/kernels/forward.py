@@ -17,7 +17,7 @@ from ringfa3.kernels.launch import (
     tma_addressable,
     tma_fields,
 )
-from ringfa3.kernels.streams import Stream
+from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Counters, Uploads, upload
 from ringfa3.planning.tiling import Tiling
 
@@ -89,7 +89,7 @@ def attend(
     if out_fields is None:
         raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
     heads, (tokens, kv_heads, head_dim) = q.shape[1], k.shape
-    stream = Stream.current(q.device)
+    stream = CurrentStream.of(q.device)
     tables = _tables.get(tiling, stream, (), lambda: _Tables.of(tiling, q.device))
     if tables.last_word:
         _check_arrivals(arrivals, tables.last_word, k, v)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from ringfa3.kernels.streams import Stream, on
+from ringfa3.kernels.streams import CurrentStream, on
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -69,7 +69,7 @@ def tensor3(x: torch.Tensor) -> Fields:
     return x.data_ptr(), tokens, heads, token_stride, head_stride
 
 
-def launch(unit: Unit, name: str, args: bytes, stream: Stream) -> None:
+def launch(unit: Unit, name: str, args: bytes, stream: CurrentStream) -> None:
     """Calls ringfa3_NAME of a unit's library. Raises RuntimeError: CUDA refuses the launch."""
     with on(stream.device):
         status = _entry(unit, name)(args, stream.handle)

@@ -18,7 +18,7 @@ import torch
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-class Stream(NamedTuple):
+class CurrentStream(NamedTuple):
     """The current stream of a device.
 
     captured  whether a CUDA graph captures it
@@ -31,7 +31,7 @@ class Stream(NamedTuple):
     id: int
 
     @classmethod
-    def current(cls, device: torch.device) -> Stream:
+    def of(cls, device: torch.device) -> CurrentStream:
         with on(device):
             handle, captured = _handle(device.index), torch.cuda.is_current_stream_capturing()
             return cls(device, handle, captured, 0 if captured else _stream_id(handle))

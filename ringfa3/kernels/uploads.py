@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringfa3.kernels.streams import Stream, finish, record_event
+from ringfa3.kernels.streams import CurrentStream, finish, record_event
 from ringfa3.planning.tiling import Table
 
 # Most tables of an owner: more than PyTorch's pools have streams. Beyond that the oldest is freed,
@@ -58,7 +58,7 @@ class Uploads(Generic[T]):
         self._captured: set[object] = set()
 
     def get(
-        self, owner: object, stream: Stream, key: tuple[object, ...], make: Callable[[], T]
+        self, owner: object, stream: CurrentStream, key: tuple[object, ...], make: Callable[[], T]
     ) -> T:
         """The table of an owner and key on a stream; `make` uploads it the first time.
 
@@ -103,7 +103,7 @@ class Counters:
     def __init__(self) -> None:
         self.of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
 
-    def get(self, stream: Stream) -> torch.Tensor:
+    def get(self, stream: CurrentStream) -> torch.Tensor:
         """The counter of a launch; hold the tensor until the launch is enqueued."""
         if stream.captured:
             return torch.zeros(1, dtype=torch.int32, device=stream.device)

@@ -38,7 +38,7 @@ def test_only_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) ->
     unit = UNITS[0]
     for index, expected in ((0, []), (1, [1, 1])):
         device = torch.device("cuda", index)
-        stream = streams.Stream.current(device)
+        stream = streams.CurrentStream.of(device)
         assert stream == (device, index + 40, index == 1, 1040 if index == 0 else 0)
         launch.launch(unit, "forward", b"", stream)
         assert switches == expected
@@ -90,19 +90,19 @@ def test_streams_are_told_apart_by_the_id_of_the_driver(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     handle = 40
     monkeypatch.setattr(streams, "_handle", lambda _: handle)
-    first = streams.Stream.current(device)
-    assert streams.Stream.current(device) == first
+    first = streams.CurrentStream.of(device)
+    assert streams.CurrentStream.of(device) == first
     driver.generation[40] = 1
-    assert streams.Stream.current(device).id != first.id
+    assert streams.CurrentStream.of(device).id != first.id
     handle = 2
-    ids = [streams.Stream.current(device).id]
-    thread = threading.Thread(target=lambda: ids.append(streams.Stream.current(device).id))
+    ids = [streams.CurrentStream.of(device).id]
+    thread = threading.Thread(target=lambda: ids.append(streams.CurrentStream.of(device).id))
     thread.start()
     thread.join()
     assert ids[0] != ids[1]
     handle = 77
     with pytest.raises(RuntimeError, match="cuStreamGetId failed: CUDA driver error 400"):
-        streams.Stream.current(device)
+        streams.CurrentStream.of(device)
 
 
 def test_the_host_waits_for_an_event_in_relaxed_mode(driver: Driver) -> None:

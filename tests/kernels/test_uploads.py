@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringfa3.kernels import forward, uploads
-from ringfa3.kernels.streams import Stream
+from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning.tiling import Tiling, plan_local
 
 CPU = torch.device("cpu")
@@ -41,11 +41,11 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     return made
 
 
-def on(stream: int, captured: bool = False, handle: int = 7) -> Stream:
-    return Stream(CPU, handle, captured, 0 if captured else stream)
+def on(stream: int, captured: bool = False, handle: int = 7) -> CurrentStream:
+    return CurrentStream(CPU, handle, captured, 0 if captured else stream)
 
 
-def read(tiling: Tiling, stream: Stream) -> forward._Tables:
+def read(tiling: Tiling, stream: CurrentStream) -> forward._Tables:
     return forward._tables.get(tiling, stream, (), lambda: forward._Tables.of(tiling, CPU))
 
 
