@@ -5,7 +5,8 @@ For changes that alter machine code but should not alter speed. Both caches are 
 a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, hidden size 2048.
 
 Runs alternate, old and new, `--pairs` times. Prints one line per unit and mask: the median of the
-paired ratios, old time over new time, and their quartiles: above 1 the new build is faster.
+paired ratios, old time over new time, and their quartiles: above 1 the new build is faster. Exits
+with 1 if a cache has no build of a unit, or there is no such GPU.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from __future__ import annotations
 import argparse
 import ctypes
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from compare_sass import latest
 
+from benchmarks.compare_sass import latest
 from ringfa3 import flash_attn_func
 from ringfa3.build.units import Unit, select_units
+from ringfa3.errors import BuildError
 from ringfa3.kernels import dispatch, launch
 
 TOKENS, HIDDEN = 16384, 2048
@@ -82,7 +85,7 @@ def operation(unit: Unit, causal: bool) -> Callable[[], object]:
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
@@ -91,12 +94,22 @@ def main() -> None:
     parser.add_argument("new", type=Path, metavar="NEW_CACHE")
     parser.add_argument("--units", nargs="+", default=["bf16"], help="as in ringfa3.build")
     parser.add_argument("--pairs", type=int, default=15)
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
+    if asked.pairs < 2:
+        parser.error(f"--pairs {asked.pairs}: quartiles need at least 2")
+    try:
+        units = select_units(asked.units)
+        for unit in units:  # before anything is timed
+            latest(asked.old, unit), latest(asked.new, unit)
+    except BuildError as error:
+        sys.exit(f"compare_speed: {error}")
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
+        sys.exit("compare_speed: the kernels run on Hopper GPUs only, and there is none here")
     switch = Switch(asked.old, asked.new)
     launch._entry = switch.entry  # type: ignore[assignment]
     dispatch._build_problem = lambda _: None  # type: ignore[assignment]  # nothing is compiled
     print(torch.cuda.get_device_name(), flush=True)
-    for unit in select_units(asked.units):
+    for unit in units:
         for causal in (False, True):
             found = ratios(switch, operation(unit, causal), asked.pairs)
             low, middle, high = statistics.quantiles(found, n=4)
