@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ringfa3.bench.attention.cases import HEAD_DIMS, SELF_COMPARISONS, SETS
+from ringfa3.bench.attention.cases import HEAD_DIMS, PEERS, SELF_COMPARISONS, SETS
+from ringfa3.bench.common.timing import SAMPLE_MS
 from ringfa3.bench.ring.cases import RING_SETS
 from ringfa3.validation import TRANSPORTS
 
-ATTENTION = "Attention on one GPU against FlashAttention-3 and cuDNN."
+ATTENTION = "Attention on one GPU against FlashAttention-3, FlashAttention-4 and cuDNN."
 RING = (
     "Ring attention over the ranks of a torchrun job, and over the first 1, 2, 4, ... of them: "
     "TFLOP/s of one GPU against the same FLOPs without communication, ring-flash-attn and Ulysses "
@@ -62,6 +63,10 @@ def attention(given: argparse.Namespace) -> int:
             device=given.device,
             out=given.out,
             quiet=given.quiet,
+            fa4=given.fa4,
+            peers=given.peers,
+            sample_ms=given.sample_ms,
+            errors_only=given.errors_only,
         )
     )
 
@@ -155,17 +160,33 @@ def print_error(line: str) -> None:
 def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser("python -m ringfa3.bench", description="RingFA3's benchmarks")
     add = whole.add_subparsers(required=True, metavar="BENCHMARK").add_parser
-    p = add("attention", help="one GPU against FlashAttention-3 and cuDNN", description=ATTENTION)
+    p = add("attention", help="one GPU against FlashAttention and cuDNN", description=ATTENTION)
     p.set_defaults(run=attention)
     p.add_argument(
         "--set", nargs="+", choices=[*SETS, "all"], default=["paper", "gqa"], metavar="SET",
         help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), mqa "
-        "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), all of "
-        "these; or one that compares RingFA3 with itself: ablation (the kernel without parts of "
-        "it; the paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic (the "
-        "deterministic backward); default paper gqa",
+        "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), scores "
+        "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one that compares "
+        "RingFA3 with itself: ablation (the kernel without parts of it; the paper's Table 2 has "
+        "--dtype fp16), merge (epilogues of a hop), deterministic (the deterministic backward); "
+        "default paper gqa",
     )  # fmt: skip
     p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))
+    p.add_argument(
+        "--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME",
+        help=f"libraries to compare with: {', '.join(PEERS)}; default all",
+    )  # fmt: skip
+    p.add_argument(
+        "--fa4", type=Path, metavar="DIR", help="folder of the unpacked wheels of FlashAttention-4 "
+        "and of what it requires; by default the package flash_attn.cute, where it is installed",
+    )  # fmt: skip
+    p.add_argument(
+        "--sample-ms", type=float, default=SAMPLE_MS, metavar="MS",
+        help=f"minimum length of a timed sample on a GPU; default {SAMPLE_MS:g}",
+    )  # fmt: skip
+    p.add_argument(
+        "--errors-only", action="store_true", help="time nothing: the rms errors of --set scores"
+    )
     add_common_options(p, "attention")
     p = add("ring", help="1 to 8 GPUs against other rings, under torchrun", description=RING)
     p.set_defaults(run=ring)

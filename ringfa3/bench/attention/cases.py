@@ -17,13 +17,16 @@ from ringfa3.bench.common.cases import (
     documents,
     short,
 )
+from ringfa3.bench.common.scores import TIMED, UNTIMED
 
 # Sets that compare RingFA3 with itself, and the direction of each. They run one at a time.
 ABLATION = "ablation"  # against the kernel without some of its optimisations
 MERGE = "merge"  # against other epilogues of a hop
 DETERMINISTIC = "deterministic"  # with deterministic=True and without
 SELF_COMPARISONS = {ABLATION: FORWARD, MERGE: FORWARD, DETERMINISTIC: BACKWARD}
+SCORES = "scores"
 HEAD_DIMS = (64, 128, 256)
+PEERS = ("fa3", "fa4", "cudnn")  # the other libraries, as options name them
 MASK_TOKENS = 128 * K
 
 
@@ -46,12 +49,10 @@ def paper(shrink: int) -> Iterable[Case]:
 
 def gqa(shrink: int) -> Iterable[Case]:
     """Long sequences, 32 query heads on 8 KV heads."""
-    for window, longest in ((FULL, 32 * K), (CAUSAL, 128 * K)):
-        seqlen = 8 * K
-        while seqlen <= longest:
+    for window in (FULL, CAUSAL):
+        for seqlen in (8 * K, 16 * K, 32 * K, 64 * K, 128 * K):
             batch = max(1, 16 * K // seqlen)
             yield dense("gqa", batch, seqlen // shrink, (32, 8), 128, window)
-            seqlen *= 2
 
 
 def mqa(shrink: int) -> Iterable[Case]:
@@ -103,6 +104,22 @@ def masks(shrink: int) -> Iterable[Case]:
         yield causal_of_equal_flops(case)
 
 
+def scores(shrink: int) -> Iterable[Case]:
+    """One sequence of 16k with each distribution of scores, 4k where only errors are measured."""
+    shapes = [(2048 // d, d, window) for d in HEAD_DIMS for window in (FULL, CAUSAL)]
+    for heads, d, window in shapes:
+        for name in TIMED:
+            case = dense(SCORES, 1, 16 * K // shrink, (heads, heads), d, window)
+            yield replace(case, label=name, scores=name)
+    for window in (FULL, CAUSAL):
+        case = dense(SCORES, 1, 64 * K // shrink, (32, 8), 128, window)
+        yield replace(case, label=f"sigma 4, {case.label}", scores="sigma 4")
+    for heads, d, window in shapes:
+        for name in UNTIMED:
+            case = dense(SCORES, 1, 4 * K // shrink, (heads, heads), d, window)
+            yield replace(case, label=name, scores=name)
+
+
 def ablation(shrink: int) -> Iterable[Case]:
     """The shape of FlashAttention-3's Table 2, which the paper measured in fp16."""
     yield dense(ABLATION, 4, 8448 // shrink, (16, 16), 128, FULL)
@@ -114,6 +131,7 @@ SETS = {
     "mqa": mqa,
     "hops": hops,
     "masks": masks,
+    SCORES: scores,
     ABLATION: ablation,
     MERGE: merge,
     DETERMINISTIC: deterministic,

@@ -11,7 +11,9 @@ from ringfa3.bench.common.results import Row
 
 def attention_figures(rows: list[Row]) -> Iterator[tuple[str, Grid]]:
     for name in dict.fromkeys(row.set for row in rows):
-        here = [row for row in rows if row.set == name]
+        here = [row for row in rows if row.set == name and not row.untimed]
+        if not here:
+            continue
         yield name, masks_grid(here) if name == "masks" else shapes_grid(here)
 
 
@@ -29,6 +31,8 @@ def _panel(rows: list[Row], mask: str, d: int) -> Panel:
     groups = [short(row.lengths[0]) for row in here]
     if len(set(groups)) < len(groups) or any(row.keys for row in here):
         groups = [row.label for row in here]
+        if here and here[0].scores:
+            groups = [x.replace(" ", "\n").replace("sigma\n", "σ ") for x in groups]
     return Panel(
         ", ".join([mask, f"head dim {d}", *(heads if len(heads) == 1 else ())]),
         groups,
@@ -36,7 +40,7 @@ def _panel(rows: list[Row], mask: str, d: int) -> Panel:
             Series(name, name, colour, "", list(here))
             for name, colour in zip(rows[0].implementations, COLOURS, strict=False)
         ],
-        "sequence length",
+        "scores" if here and here[0].scores else "sequence length",
     )
 
 

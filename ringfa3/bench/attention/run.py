@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,27 +11,43 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ringfa3.bench.attention.ablation import ForwardVariant
-from ringfa3.bench.attention.cases import ABLATION, DETERMINISTIC, SELF_COMPARISONS, select
+from ringfa3.bench.attention.cases import (
+    ABLATION,
+    DETERMINISTIC,
+    PEERS,
+    SCORES,
+    SELF_COMPARISONS,
+    select,
+)
+from ringfa3.bench.attention.errors import add_errors
+from ringfa3.bench.attention.fa4 import flash_attention_4
 from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
 from ringfa3.bench.attention.plot import attention_figures
 from ringfa3.bench.attention.sdpa import Sdpa
-from ringfa3.bench.attention.table import attention_lines, attention_tables
+from ringfa3.bench.attention.table import attention_line, attention_lines, attention_tables
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import DIRECTIONS, Case
-from ringfa3.bench.common.comparison import DeviceLostError, measure_row
-from ringfa3.bench.common.fa3 import FA3, MODULE, flash_attention_3
-from ringfa3.bench.common.implementations import RINGFA3, LoadError, RingFA3
+from ringfa3.bench.common.comparison import (
+    DeviceLostError,
+    measure_row,
+    raising_on_all_ranks,
+    recording_stop,
+)
+from ringfa3.bench.common.fa3 import MODULE, flash_attention_3
+from ringfa3.bench.common.implementations import FA3, FA4, RINGFA3, LoadError, RingFA3
 from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.problem import Implementation
 from ringfa3.bench.common.report import Presentation, Report
-from ringfa3.bench.common.results import Results
-from ringfa3.bench.common.timing import CudaStopwatch, Stopwatch, WallClock, protocol
+from ringfa3.bench.common.results import Results, Row
+from ringfa3.bench.common.scores import UNTIMED
+from ringfa3.bench.common.timing import SAMPLE_MS, CudaStopwatch, Stopwatch, WallClock, protocol
 from ringfa3.build.compile import ablation_folder
 from ringfa3.build.units import VARIANTS
 from ringfa3.kernels.dispatch import executor_reason
 
 CPU_SHRINK = 256  # divides the lengths of a run on the CPU
-PRESENTATION = Presentation(attention_tables, attention_lines, attention_figures)
+PRESENTATION = Presentation(attention_tables, attention_lines, attention_figures, attention_line)
+SHAPED = "standard normal; --set scores: as its rows say"
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,10 @@ class Options:
     device: str
     out: Path | None
     quiet: bool
+    fa4: Path | None = None
+    peers: Sequence[str] = PEERS
+    sample_ms: float = SAMPLE_MS
+    errors_only: bool = False
 
 
 def run(options: Options) -> int:
@@ -67,70 +88,112 @@ def run(options: Options) -> int:
         left_out=left_out + notes,
     )
     report = Report(results, PRESENTATION, options.out, f"-{options.dtype}", options.quiet)
-    stopwatch: Stopwatch = WallClock() if results.smoke else CudaStopwatch()
+    stopwatch: Stopwatch = (
+        WallClock() if results.smoke else CudaStopwatch(sample_ms=options.sample_ms)
+    )
     lost: DeviceLostError | None = None
     with report.progress(len(planned)):
         for case, direction in planned:
-            arguments = (case, direction, DTYPES[options.dtype], device)
             try:
-                row = measure_row(*arguments, implementations, options.pairs, stopwatch)
+                row = _measured(case, direction, device, implementations, options, stopwatch)
             except DeviceLostError as error:
                 lost = error
                 if error.row is None:
                     break
                 row = error.row
-            row.clocks = machine.clocks(device)
+            row.clocks = {} if row.untimed else machine.clocks(device)
             report.add(row)
             if lost:
                 break
     return report.close(str(lost) if lost else None, machine.clocks(device))
 
 
+def _measured(
+    case: Case,
+    direction: str,
+    device: torch.device,
+    implementations: list[Implementation],
+    options: Options,
+    stopwatch: Stopwatch,
+) -> Row:
+    """A row with its timings, unless only errors are wanted; of `SCORES` with its rms errors."""
+    dtype = DTYPES[options.dtype]
+    if options.errors_only or case.scores in UNTIMED:
+        names = [i.name for i in implementations]
+        row = Row.of(case, direction, str(dtype).removeprefix("torch."), names)
+    else:
+        arguments = (case, direction, dtype, device, implementations, options.pairs, stopwatch)
+        row = measure_row(*arguments)
+    if case.set == SCORES and not row.stopped:
+        comm = stopwatch.comm
+        with recording_stop(row, comm), raising_on_all_ranks(device, comm):
+            add_errors(row, case, dtype, device, implementations)
+    return row
+
+
 def _implementations(
     device: torch.device, options: Options
 ) -> tuple[list[Implementation], list[str]]:
     """RingFA3 first; and a line for each implementation that is missing."""
-    library = options.fa3
+    for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
+        if given is not None and option not in options.peers:
+            raise BenchError(f"--{option} was given, but --peers leaves {option} out")
     if own := [name for name in options.sets if name in SELF_COMPARISONS]:
         if len(options.sets) > 1:
             raise BenchError(f"--set {own[0]} measures RingFA3 against itself: it stands alone")
-        return _of_self_comparison(own[0], device, library)
+        return _of_self_comparison(own[0], device, options)
     if device.type == "cpu":
-        if library is not None:
-            raise BenchError("--fa3 needs a GPU; leave it out with --device cpu")
+        for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
+            if given is not None:
+                raise BenchError(f"--{option} needs a GPU; leave it out with --device cpu")
         math, flash = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
         return [
             RingFA3(f"{RINGFA3} executor"), Sdpa("SDPA math", math), Sdpa("SDPA flash", flash)
         ], []  # fmt: skip
-    fa3, missing = _fa3(library)
-    return [RingFA3(), *fa3, Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION)], missing
+    found, missing = _flash_attentions(options)
+    if "cudnn" in options.peers:
+        found.append(Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION))
+    return [RingFA3(), *found], missing
 
 
-def _fa3(
-    library: Path | None, deterministic: bool = False
+def _flash_attentions(
+    options: Options, deterministic: bool = False
 ) -> tuple[list[Implementation], list[str]]:
-    """FlashAttention-3, or a line that says why it is missing."""
+    """FlashAttention-3 and 4, or a line for each that says why it is missing."""
+    found: list[Implementation] = []
+    missing = []
     try:
-        found = flash_attention_3(library, deterministic)
+        if "fa3" in options.peers:
+            fa3 = flash_attention_3(options.fa3, deterministic)
+            if fa3 is None:
+                missing.append(f"{FA3}: {MODULE} is not installed and no --fa3 PATH was given")
+            else:
+                found.append(fa3)
+        if "fa4" in options.peers:
+            fa4 = flash_attention_4(options.fa4, deterministic)
+            if isinstance(fa4, str):
+                missing.append(f"{FA4}: {fa4}")
+            else:
+                found.append(fa4)
     except LoadError as error:
         raise BenchError(str(error)) from None
-    if found is None:
-        return [], [f"{FA3}: {MODULE} is not installed and no --fa3 PATH was given"]
-    return [found], []
+    return found, missing
 
 
 def _of_self_comparison(
-    name: str, device: torch.device, library: Path | None
+    name: str, device: torch.device, options: Options
 ) -> tuple[list[Implementation], list[str]]:
     """As `_implementations`, for a set of `SELF_COMPARISONS`."""
     smoke = device.type == "cpu"
-    if library is not None and (smoke or name != DETERMINISTIC):
-        raise BenchError(f"--fa3 has no part in --set {name}{' on the CPU' if smoke else ''}")
+    for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
+        if given is not None and (smoke or name != DETERMINISTIC):
+            where = " on the CPU" if smoke else ""
+            raise BenchError(f"--{option} has no part in --set {name}{where}")
     if name == DETERMINISTIC:
         turns = RingFA3(f"{RINGFA3} deterministic", deterministic=True)
-        fa3, missing = ([], []) if smoke else _fa3(library, deterministic=True)
+        found, missing = ([], []) if smoke else _flash_attentions(options, deterministic=True)
         missing.append("cuDNN: PyTorch has no deterministic backward of it")
-        return [turns, RingFA3(), *fa3], missing
+        return [turns, RingFA3(), *found], missing
     if name == ABLATION:
         if not ablation_folder().is_dir():
             raise BenchError(
@@ -178,5 +241,17 @@ def planned_rows(
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    own = {"sets": options.sets, "dtype": options.dtype, "direction": options.direction}
-    return own | protocol(options.pairs)
+    """What `provenance.command` makes the command line of again."""
+    own: dict[str, Any] = {
+        "sets": options.sets,
+        "dtype": options.dtype,
+        "direction": options.direction,
+    }
+    own |= {"peers": [name for name in PEERS if name in options.peers]}
+    own |= {"sample_ms": options.sample_ms, "errors_only": options.errors_only}
+    if options.sample_ms <= 0:
+        raise BenchError(f"--sample-ms {options.sample_ms:g}: it must be above 0")
+    if options.errors_only and options.sets != [SCORES]:
+        raise BenchError(f"--errors-only goes with --set {SCORES} alone: no other has rms errors")
+    inputs = {"inputs": SHAPED} if SCORES in options.sets else {}
+    return own | protocol(options.pairs) | inputs

@@ -27,6 +27,7 @@ class Case:
     window          (left, right) keys around the diagonal, -1 for unlimited; causal is (-1, 0)
     equal_flops_of  label of the case whose baseline this causal sequence of equal FLOPs is
     keys            of each sequence of a batch; None: as many as its tokens
+    scores          a key of `scores.SCORES`; None: inputs are standard normal
     """
 
     set: str
@@ -39,6 +40,7 @@ class Case:
     packed: bool = False
     equal_flops_of: str | None = None
     keys: tuple[int, ...] | None = None
+    scores: str | None = None
 
     @property
     def key_lengths(self) -> tuple[int, ...]:

@@ -13,10 +13,16 @@ from typing import Any
 import torch
 
 from ringfa3.bench.common.cases import FULL, Case
-from ringfa3.bench.common.implementations import Attend, LoadError, SingleDevice, tensor
+from ringfa3.bench.common.implementations import (
+    FA3,
+    Attend,
+    LoadError,
+    SingleDevice,
+    name_of,
+    tensor,
+)
 from ringfa3.bench.common.problem import UnsupportedCaseError
 
-FA3 = "FA3"
 MODULE = "flash_attn_interface"
 
 
@@ -24,7 +30,7 @@ class Fa3Ops(SingleDevice):
     """The operators of a library, `torch.ops.flash_attn_3`."""
 
     def __init__(self, library: Path, deterministic: bool = False) -> None:
-        self.name, self.deterministic = fa3_name(deterministic), deterministic
+        self.name, self.deterministic = name_of(FA3, deterministic), deterministic
         if not library.is_file():
             raise LoadError(f"--fa3 {library}: no such file")
         try:
@@ -45,7 +51,7 @@ class Fa3Ops(SingleDevice):
             "window_size_right": right,
         }
         if case.packed:
-            given |= _packed(case, device)
+            given |= packed_arguments(case, device)
         backward = given | _deterministic(case, self.deterministic)
         return lambda q, k, v: tensor(_Fa3.apply(q, k, v, given, backward))  # type: ignore[no-untyped-call]
 
@@ -72,7 +78,7 @@ class Fa3Module(SingleDevice):
     """The Python package, `flash_attn_interface`."""
 
     def __init__(self, module: ModuleType, deterministic: bool = False) -> None:
-        self.name, self.deterministic = fa3_name(deterministic), deterministic
+        self.name, self.deterministic = name_of(FA3, deterministic), deterministic
         self.module = module
         self.identity = {"module": MODULE, "version": _version(module)}
         if file := getattr(module, "__file__", None):
@@ -83,7 +89,7 @@ class Fa3Module(SingleDevice):
         if not case.causal:
             masked["window_size"] = case.window
         if case.packed:
-            masked |= _packed(case, device)
+            masked |= packed_arguments(case, device)
         function = "flash_attn_varlen_func" if case.packed else "flash_attn_func"
         func: Callable[..., Any] = getattr(self.module, function)
 
@@ -96,10 +102,6 @@ class Fa3Module(SingleDevice):
         return attend
 
 
-def fa3_name(deterministic: bool) -> str:
-    return f"{FA3} deterministic" if deterministic else FA3
-
-
 def _deterministic(case: Case, wanted: bool) -> dict[str, bool]:
     """The argument `deterministic`. Raises UnsupportedCaseError above head dim 128."""
     if wanted and case.head_dim > 128:
@@ -107,7 +109,7 @@ def _deterministic(case: Case, wanted: bool) -> dict[str, bool]:
     return {"deterministic": True} if wanted else {}
 
 
-def _packed(case: Case, device: torch.device) -> dict[str, Any]:
+def packed_arguments(case: Case, device: torch.device) -> dict[str, Any]:
     """The arguments for packed sequences."""
     cu = torch.tensor(case.cumulative, dtype=torch.int32, device=device)
     longest = max(case.lengths)

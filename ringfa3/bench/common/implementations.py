@@ -19,7 +19,7 @@ from ringfa3.bench.common.problem import (
 )
 from ringfa3.kernels.dispatch import executor_reason
 
-RINGFA3 = "RingFA3"
+RINGFA3, FA3, FA4 = "RingFA3", "FA3", "FA4"
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -64,6 +64,10 @@ class RingFA3(SingleDevice):
     def prepare(self, problem: Problem) -> PreparedRun:
         require_kernel(problem)
         return super().prepare(problem)
+
+
+def name_of(library: str, deterministic: bool) -> str:
+    return f"{library} deterministic" if deterministic else library
 
 
 def require_kernel(problem: Problem) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringfa3.bench.common.fa3 import FA3
+from ringfa3.bench.common.implementations import FA3
 from ringfa3.bench.common.results import Results, Row
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ringfa3.bench.common.cases import FORWARD, Case
+from ringfa3.bench.common.scores import SCORES
 
 Outputs = dict[str, torch.Tensor]  # "out", or "dq", "dk", "dv", each (tokens, heads, head_dim)
 GRADIENTS = ("dq", "dk", "dv")
@@ -20,7 +21,8 @@ class UnsupportedCaseError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with its tensors, all standard normal: on zeros a GPU draws less power.
+    """A case with its tensors, standard normal unless `case.scores` says otherwise: on zeros a GPU
+    draws less power.
 
     q, dout: (b, s, h, d); k, v: (b, s_k, h_kv, d); packed cases (t, h, d).
     """
@@ -55,6 +57,8 @@ def make_problem(
 
     q = normal(tokens, case.heads)
     k, v = (normal(keys, case.kv_heads) for _ in range(2))
+    if case.scores is not None:
+        SCORES[case.scores](q, k, v, generator)
     dout = normal(tokens, case.heads) if direction != FORWARD else q.new_empty(0)
     return Problem(case, direction, q, k, v, dout)
 

@@ -19,7 +19,7 @@ from ringfa3.bench.common.plot import Figures, draw
 from ringfa3.bench.common.results import FILE, Results, Row
 from ringfa3.bench.common.table import figure
 
-WIDTH = 160  # of a table that is not on a terminal
+WIDTH = 200  # of a table that is not on a terminal
 
 
 def row_line(row: Row) -> str:

@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 
 from ringfa3.bench.common.cases import Case
+from ringfa3.bench.common.implementations import FA3, FA4
 
 FORMAT = 1
 FILE = "results.json"
 INPUTS = {"standard normal": "N(0,1)"}  # distributions by their name in `Results.settings`
+FASTER = f"the faster of {FA3} and {FA4}"  # a peer of ratios and summaries, row by row
+PLAIN = "PyTorch"  # plain attention in the inputs' dtype; a key of `Row.rms`
+PLAIN_FLOAT32 = "PyTorch, float32 scores"  # of the forward alone
 SELF = "itself"  # a row's comparison where no other implementation has figures
 # Attributes of `Row` and `RingRow` that have another key in files of format 1.
 KEYS = {
@@ -73,6 +77,9 @@ class Row:
     allowed          the bound of `errors`
     clocks           of the GPU right after the row, from nvidia-smi
     keys             of each sequence, where they are not its tokens
+    scores           as in `Case`
+    rms              rms error against float64, pooled over seeds, of each implementation and of
+                     `PLAIN` and `PLAIN_FLOAT32`, by output
     """
 
     set: str
@@ -96,6 +103,8 @@ class Row:
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     clocks: dict[str, str] = field(default_factory=dict)
     keys: list[int] | None = None
+    scores: str | None = None
+    rms: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, case: Case, direction: str, dtype: str, implementations: Sequence[str]) -> Row:
@@ -135,6 +144,38 @@ class Row:
             return timed.tflops[0] if timed and timed.tflops else None
         comparison = self.comparisons.get(name)
         return comparison.tflops[1] if comparison and comparison.tflops else None
+
+    @property
+    def peers(self) -> list[str]:
+        """The others; first `FASTER`, where both FlashAttentions are among them."""
+        return [FASTER] * (len(self._flash_attentions) == 2) + self.implementations[1:]
+
+    @property
+    def _flash_attentions(self) -> list[str]:
+        """FlashAttention-3 and 4, deterministic or not."""
+        return [name for name in self.implementations[1:] if name.split()[0] in (FA3, FA4)]
+
+    def comparison(self, peer: str) -> Comparison | None:
+        """With one of `peers`; `FASTER` is the only one with figures where the other has none."""
+        if peer != FASTER:
+            return self.comparisons.get(peer)
+        found = [self.comparisons.get(name) for name in self._flash_attentions]
+        return min((c for c in found if c and c.ratio), key=lambda c: c.ratio or 0.0, default=None)
+
+    @property
+    def untimed(self) -> bool:
+        """Whether the row has errors alone."""
+        return bool(self.rms) and self.first_timed is None
+
+    def error_ratios(self, name: str) -> dict[str, float]:
+        """By output, the first implementation's rms error over that of `name`; NaN where that is
+        not finite."""
+        theirs = self.rms.get(name, {})
+        return {
+            output: _ratio(error, theirs[output])
+            for output, error in self.rms.get(self.first, {}).items()
+            if output in theirs
+        }
 
     def stop_reason(self, name: str) -> str | None:
         """Why an implementation has no figure."""
@@ -302,16 +343,22 @@ def _summaries(rows: list[Row]) -> Iterator[Summary]:
     keys = dict.fromkeys((r.direction, r.series, r.head_dim) for r in rows)
     for direction, series, d in keys:
         here = [r for r in rows if (r.direction, r.series, r.head_dim) == (direction, series, d)]
-        for peer in here[0].implementations[1:]:
+        for peer in here[0].peers:
             ratios = {
-                f"{r.mask} {r.label}": ratio
+                f"{r.mask} {r.label}": c.ratio
                 for r in here
-                if peer in r.comparisons and (ratio := r.comparisons[peer].ratio) is not None
+                if (c := r.comparison(peer)) is not None and c.ratio is not None
             }
             if ratios:
                 worst = min(ratios, key=ratios.__getitem__)
                 mean = geometric_mean(ratios.values())
                 yield Summary(direction, series, d, peer, len(ratios), mean, ratios[worst], worst)
+
+
+def _ratio(error: float, other: float) -> float:
+    if not np.isfinite(other):
+        return np.nan
+    return error / other if other else np.inf if error else 1.0
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -323,7 +370,7 @@ def summary_line(results: Results, peer: str) -> str:
     found = [s for s in summaries(results) if s.peer == peer]
     if not found:
         return f"no row against {peer} was measured"
-    first = next(r.first for r in results.rows if peer in r.implementations)
+    first = next(r.first for r in results.rows if peer in r.peers)
     means = ", ".join(f"{s.direction} {s.set} d{s.head_dim} {s.geometric_mean:.3f}" for s in found)
     worst = min(found, key=lambda s: s.worst)
     where = f"{worst.direction} d{worst.head_dim} {worst.worst_row}"

@@ -25,6 +25,7 @@ Call = Callable[[], object]
 Reading = Callable[[], float]  # seconds per call, valid after `Stopwatch.wait`
 
 MIN_PAIRS = 10
+SAMPLE_MS = 20.0  # minimum length of a sample on a GPU
 MAX_CALLS = 200  # of one sample
 WARM_UP_CALLS = 3
 LONG_SECONDS = 0.05  # a longer call gets no warm-up pair and no further call to estimate its time
@@ -56,10 +57,9 @@ class CudaStopwatch:
     """Times on the GPU, between two events."""
 
     asynchronous = True
-    sample_seconds = 0.02
 
-    def __init__(self, comm: Communicator | None = None) -> None:
-        self.comm = comm or Communicator()
+    def __init__(self, comm: Communicator | None = None, sample_ms: float = SAMPLE_MS) -> None:
+        self.comm, self.sample_seconds = comm or Communicator(), sample_ms / 1e3
 
     def sample(self, call: Call, calls: int, head_start: float) -> Reading:
         begin, end = (

@@ -21,8 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringfa3.bench.common.cases import Case
 from ringfa3.bench.common.communicator import Communicator
-from ringfa3.bench.common.fa3 import FA3
-from ringfa3.bench.common.implementations import Attend, LoadError, SingleDevice, tensor
+from ringfa3.bench.common.implementations import FA3, Attend, LoadError, SingleDevice, tensor
 from ringfa3.bench.common.problem import Outputs, PreparedRun, Problem, UnsupportedCaseError
 from ringfa3.bench.ring.cases import RingCase
 from ringfa3.bench.ring.implementations import Distributed

@@ -27,8 +27,8 @@ from ringfa3.bench.common.comparison import (
     raising_on_all_ranks,
     recording_stop,
 )
-from ringfa3.bench.common.fa3 import FA3, MODULE, flash_attention_3
-from ringfa3.bench.common.implementations import RINGFA3, LoadError, RingFA3, SingleDevice
+from ringfa3.bench.common.fa3 import MODULE, flash_attention_3
+from ringfa3.bench.common.implementations import FA3, RINGFA3, LoadError, RingFA3, SingleDevice
 from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.problem import Implementation, make_problem
 from ringfa3.bench.common.report import Presentation, Report

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ringfa3.bench.attention.cases import HEAD_DIMS
+from ringfa3.bench.attention.cases import HEAD_DIMS, PEERS, SCORES
 from ringfa3.bench.common.cases import DIRECTIONS
 from ringfa3.bench.common.results import FILE, Results, RingRow, Row
+from ringfa3.bench.common.timing import SAMPLE_MS
 from ringfa3.bench.ring.cases import LENGTHS, RING_TOKENS
 
 
@@ -44,8 +45,10 @@ def command(results: Results) -> str:
     if len(DIRECTIONS[s["direction"]]) == 1:
         words += ["--direction", s["direction"]]
     words += _ring_options(results, s) if ring else _attention_options(results)
-    library = next((v["library"] for v in m.values() if "library" in _dict(v)), None)
-    return " ".join([*words, *(["--fa3", library] if library else [])])
+    for option, key in (("--fa3", "library"), ("--fa4", "folder")):
+        found = next((v[key] for v in m.values() if key in _dict(v)), None)
+        words += [option, found] if found else []
+    return " ".join(words)
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -53,10 +56,15 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def _attention_options(results: Results) -> list[str]:
+    settings, words = results.settings, []
     dims = sorted({row.head_dim for row in results.rows})
-    if "paper" in results.settings["sets"] and dims != list(HEAD_DIMS):
-        return ["--head-dim", *map(str, dims)]
-    return []
+    if {"paper", SCORES} & set(settings["sets"]) and dims != list(HEAD_DIMS):
+        words += ["--head-dim", *map(str, dims)]
+    if (peers := settings.get("peers", list(PEERS))) != list(PEERS):
+        words += ["--peers", *peers]
+    if (milliseconds := settings.get("sample_ms", SAMPLE_MS)) != SAMPLE_MS:
+        words += ["--sample-ms", f"{milliseconds:g}"]
+    return words + ["--errors-only"] * settings.get("errors_only", False)
 
 
 def _ring_options(results: Results, settings: dict[str, Any]) -> list[str]:

@@ -1,0 +1,116 @@
+"""FlashAttention-4 for Hopper, from a folder of unpacked wheels or as an installed package."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ringfa3.bench.common.cases import Case
+from ringfa3.bench.common.fa3 import packed_arguments
+from ringfa3.bench.common.implementations import (
+    FA4,
+    Attend,
+    LoadError,
+    SingleDevice,
+    name_of,
+    tensor,
+)
+from ringfa3.bench.common.problem import PreparedRun, Problem, UnsupportedCaseError
+
+MODULE = "flash_attn.cute"
+DSL = Path("nvidia_cutlass_dsl") / "dsl_packages"  # which its wheel adds to the path by a .pth file
+PACKAGES = {"version": "flash-attn-4", "dsl": "nvidia-cutlass-dsl"}
+
+
+class Fa4(SingleDevice):
+    """The functions of `flash_attn.cute`.
+
+    A kernel compiles in the first call of its kind, in seconds. That call is never timed: every
+    result is checked first.
+    """
+
+    def __init__(
+        self, module: ModuleType, folder: Path | None = None, deterministic: bool = False
+    ) -> None:
+        self.name, self.deterministic = name_of(FA4, deterministic), deterministic
+        self.module = module
+        self.identity = {"module": MODULE, **_versions()}
+        if folder is not None:
+            self.identity["folder"] = folder.name
+
+    def attend(self, case: Case, device: torch.device) -> Attend:
+        # As the other libraries do, it writes the LSE in a forward without gradients too.
+        given: dict[str, Any] = {"causal": case.causal, "return_lse": True}
+        if self.deterministic:
+            given["deterministic"] = True
+        if not case.causal:
+            left, right = case.window
+            given["window_size"] = (None if left < 0 else left, None if right < 0 else right)
+        if case.packed:
+            given |= packed_arguments(case, device)
+        function = "flash_attn_varlen_func" if case.packed else "flash_attn_func"
+        func: Callable[..., Any] = getattr(self.module, function)
+        return lambda q, k, v: tensor(func(q, k, v, **given)[0])
+
+    def prepare(self, problem: Problem) -> PreparedRun:
+        with _refusing():
+            prepared = super().prepare(problem)
+
+        def run() -> Any:
+            with _refusing():
+                return prepared.run()
+
+        return replace(prepared, run=run)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise UnsupportedCaseError for a case that the library's own checks reject."""
+    try:
+        yield
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        lines = str(error).strip().splitlines() or [f"{type(error).__name__} without a message"]
+        raise UnsupportedCaseError(lines[0]) from error
+
+
+def flash_attention_4(folder: Path | None, deterministic: bool = False) -> Fa4 | str:
+    """FlashAttention-4 from `folder`, or by import; or why it cannot be imported.
+
+    Raises LoadError where `folder` is given and cannot be imported from.
+    """
+    if folder is not None:
+        if not (folder / "flash_attn" / "cute").is_dir():
+            raise LoadError(
+                f"--fa4 {folder}: no folder flash_attn/cute in it; unpack the wheels of "
+                "flash-attn-4 and of what it requires into one folder"
+            )
+        for path in (folder, folder / DSL):
+            if str(path.resolve()) not in sys.path:
+                sys.path.insert(0, str(path.resolve()))
+        importlib.invalidate_caches()
+    try:
+        return Fa4(importlib.import_module(MODULE), folder, deterministic)
+    except (ImportError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if folder is not None:
+            raise LoadError(f"--fa4 {folder}: {MODULE} cannot be imported: {reason}") from None
+        return f"{MODULE} cannot be imported ({reason}) and no --fa4 DIR was given"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for key, package in PACKAGES.items():
+        try:
+            found[key] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[key] = "unknown"
+    return found
