@@ -159,7 +159,8 @@ class Row:
         """With one of `peers`; `FASTER` is the only one with figures where the other has none."""
         if peer != FASTER:
             return self.comparisons.get(peer)
-        found = [self.comparisons.get(name) for name in self._flash_attentions]
+        names = self._flash_attentions if FASTER in self.peers else []
+        found = [self.comparisons.get(name) for name in names]
         return min((c for c in found if c and c.ratio), key=lambda c: c.ratio or 0.0, default=None)
 
     @property
@@ -358,6 +359,8 @@ def _summaries(rows: list[Row]) -> Iterator[Summary]:
 def _ratio(error: float, other: float) -> float:
     if not np.isfinite(other):
         return np.nan
+    if not np.isfinite(error):
+        return np.inf
     return error / other if other else np.inf if error else 1.0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ringfa3.bench.attention.cases import SETS, select
+from ringfa3.bench.attention.cases import HEAD_DIMS, SETS, select
 from ringfa3.bench.common.cases import (
     BACKWARD,
     CAUSAL,
@@ -14,6 +14,7 @@ from ringfa3.bench.common.cases import (
     Case,
     causal_of_equal_flops,
 )
+from ringfa3.bench.common.scores import TIMED, UNTIMED
 from tests.support.dense import mask
 
 
@@ -52,9 +53,9 @@ def test_the_paper_s_set_has_its_shapes() -> None:
 def test_long_sequences_share_kv_heads() -> None:
     found = select(["gqa"])
     assert {(c.heads, c.kv_heads, c.head_dim) for c in found} == {(32, 8, 128)}
-    causal = [c.lengths[0] for c in found if c.causal]
-    assert causal == [8192, 16384, 32768, 65536, 131072]
-    assert [c.lengths[0] for c in found if not c.causal] == [8192, 16384, 32768]
+    for causal in (False, True):
+        lengths = [c.lengths[0] for c in found if c.causal is causal]
+        assert lengths == [8192, 16384, 32768, 65536, 131072]
 
 
 def test_few_kv_heads_and_hops_have_the_shapes_of_their_bars() -> None:
@@ -75,6 +76,21 @@ def test_the_deterministic_set_is_causal_at_8k() -> None:
     assert all(c.causal and c.lengths == (8192, 8192) for c in found)
     shapes = [(c.head_dim, c.heads, c.kv_heads) for c in found]
     assert shapes == [(64, 32, 32), (128, 16, 16), (128, 32, 8), (256, 8, 8)]
+
+
+def test_scores_have_the_shapes_of_their_bars() -> None:
+    found = select(["scores"])
+    timed = [c for c in found if c.scores in TIMED and c.heads == c.kv_heads]
+    assert {(c.lengths, c.heads * c.head_dim) for c in timed} == {((16384,), 2048)}
+    named = {(c.scores, c.label, c.head_dim, c.window) for c in timed}
+    assert named == {(n, n, d, w) for n in TIMED for d in HEAD_DIMS for w in (FULL, CAUSAL)}
+    grouped = [c for c in found if c.heads != c.kv_heads]
+    assert [(c.lengths, c.heads, c.kv_heads, c.head_dim, c.scores, c.window) for c in grouped] == [
+        ((65536,), 32, 8, 128, "sigma 4", window) for window in (FULL, CAUSAL)
+    ]
+    untimed = {(c.scores, c.head_dim, c.window) for c in found if c.scores in UNTIMED}
+    assert untimed == {(n, d, w) for n in UNTIMED for d in HEAD_DIMS for w in (FULL, CAUSAL)}
+    assert len(found) == len(timed) + len(grouped) + len(untimed)
 
 
 def test_rows_of_a_set_have_names_of_their_own() -> None:

@@ -12,10 +12,12 @@ from rich.console import Console
 from ringfa3.bench.__main__ import plot_only
 from ringfa3.bench.attention.cases import select
 from ringfa3.bench.attention.plot import attention_figures
-from ringfa3.bench.attention.table import attention_tables
+from ringfa3.bench.attention.table import attention_lines, attention_tables
 from ringfa3.bench.common.cases import FORWARD, Case
 from ringfa3.bench.common.plot import draw
 from ringfa3.bench.common.results import (
+    FASTER,
+    PLAIN,
     Comparison,
     Results,
     ResultsError,
@@ -24,6 +26,7 @@ from ringfa3.bench.common.results import (
     summary_line,
 )
 from ringfa3.bench.common.table import SMOKE
+from ringfa3.bench.tables.attention import attention_block
 
 IMPLEMENTATIONS = ["RingFA3", "FA3", "cuDNN"]
 
@@ -138,6 +141,74 @@ def test_geometric_means_by_set_and_head_dim(results: Results) -> None:
     assert (d64.rows, d64.worst, d64.worst_row) == (11, 0.9, "full 2 x 32")
     masks = [r for r in results.rows if r.set == "masks"]
     assert found["masks", 128, "FA3"].rows == len(masks) / 2  # without the causal sequences
+
+
+@pytest.fixture
+def both() -> Results:
+    """FA3 1.2 to 1.3 of a row's speed, FA4 from 1.5 down to 1.0; it refuses the last row."""
+    rows = measured(select(["gqa"], shrink=256), 1.2)
+    for i, row in enumerate(rows):
+        row.implementations = ["RingFA3", "FA3", "FA4"]
+        row.comparisons["FA4"] = match(500, 1.5 - 0.05 * i)
+        del row.comparisons["cuDNN"]
+    rows[-1].comparisons["FA4"] = Comparison(stopped="refused: no such tile")
+    return Results({"pairs": 10}, {"device": "NVIDIA H200"}, False, [], rows)
+
+
+def test_the_peer_is_the_faster_of_both_row_by_row(both: Results) -> None:
+    ratios = []
+    for i, row in enumerate(both.rows):
+        found = row.comparison(FASTER)
+        assert found is not None
+        ratios.append(found.ratio)
+        alone = i == len(both.rows) - 1
+        assert found.ratio == 1.2 + 0.01 * i if alone else min(1.2 + 0.01 * i, 1.5 - 0.05 * i)
+    assert both.rows[0].comparison(FASTER) is both.rows[0].comparisons["FA3"]
+    assert both.rows[7].comparison(FASTER) is both.rows[7].comparisons["FA4"]
+    found = {s.peer: s for s in summaries(both)}
+    assert list(found) == [FASTER, "FA3", "FA4"]
+    assert [s.rows for s in found.values()] == [10, 10, 9]
+    assert found[FASTER].geometric_mean == pytest.approx(math.prod(ratios) ** 0.1)
+    assert found[FASTER].worst == min(ratios)
+    assert attention_lines(both)[0].startswith(f"RingFA3 / {FASTER}, geometric means: forward gqa")
+
+
+def test_the_peer_is_in_the_tables(both: Results) -> None:
+    text = printed(both)
+    assert f"ratio to {FASTER}" in text
+    assert "refused: no such tile" in text
+    means = next(line for line in text.splitlines() if FASTER in line and "gqa" in line)
+    worst = min(s.worst for s in summaries(both))
+    assert f"{worst:.3f} (causal" in means
+    page = "\n".join(attention_block(both))
+    assert f"RingFA3 / {FASTER}, geometric mean" in page
+    assert f"{FASTER}, ratio [95%]" in page
+    row = both.rows[7]
+    cell = f"| {row.comparisons['FA4'].ratio:.3f} [{row.comparisons['FA4'].ratio - 0.01:.3f}, "
+    assert page.count(cell) == 1  # of the faster one; FA4's own has its TFLOP/s before it
+
+
+def test_without_one_of_them_there_is_no_faster_one(results: Results) -> None:
+    assert results.rows[0].comparison(FASTER) is None
+    assert FASTER not in {s.peer for s in summaries(results)}
+    assert FASTER not in printed(results)
+
+
+def test_errors_stand_beside_the_ratios(both: Results, tmp_path: Path) -> None:
+    for row in both.rows:
+        row.rms = {"RingFA3": {"out": 1.2e-4}, "FA3": {"out": 1e-4}, PLAIN: {"out": 4e-4}}
+    both.rows[3].rms["FA3"] = {"out": math.inf}
+    both.rows[4].rms["RingFA3"] = {"out": 1.32e-4}
+    text = printed(both)
+    assert "error / FA3: out" in text
+    assert [text.count(f" {x} ") for x in ("1.20", "0.30", "1.32", "0.33")] == [8, 9, 1, 1]
+    assert attention_lines(both)[1].startswith("largest rms error over that of FA3: 1.320 (out, ")
+    page = "\n".join(attention_block(both))
+    assert "| 1.32 (out, full 512) | 0.33 (out, full 512) |" in page
+    assert page.count(" | 1.20 | 0.30 |") == 8
+    assert page.count(" | – | 0.30 |") == 1
+    both.save(tmp_path)
+    assert Results.load(tmp_path / "results.json").rows[4].rms == both.rows[4].rms
 
 
 def test_other_implementations_have_a_table_of_their_own(results: Results) -> None:

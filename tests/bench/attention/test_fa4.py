@@ -1,0 +1,192 @@
+"""FlashAttention-4 by its Python interface: a folder of wheels stands for it on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringfa3.bench.__main__ import main
+from ringfa3.bench.attention import fa4 as fa4_module
+from ringfa3.bench.attention.fa4 import Fa4, flash_attention_4
+from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD, FULL, Case
+from ringfa3.bench.common.comparison import measure_row
+from ringfa3.bench.common.implementations import LoadError, RingFA3
+from ringfa3.bench.common.timing import WallClock
+
+CPU = torch.device("cpu")
+CASES = [
+    Case("any", "causal", (30, 30), 4, 2, 16, CAUSAL),
+    Case("any", "full", (30, 30), 4, 2, 16, FULL),
+    Case("any", "packed", (5, 40, 1), 4, 2, 16, CAUSAL, packed=True),
+    Case("any", "window", (50,), 4, 2, 16, (7, 0)),
+    Case("any", "rectangle", (40, 40), 4, 2, 16, FULL, keys=(25, 25)),
+]
+# Arguments in the order of flash-attn-4 4.0.0b36; a window is None on a side without limit.
+INTERFACE = """
+import cutlass  # of nvidia_cutlass_dsl/dsl_packages
+from ringfa3 import flash_attn_func as dense, flash_attn_varlen_func as varlen
+
+calls = []
+
+
+def window(causal, window_size):
+    left, right = (-1 if side is None else side for side in window_size)
+    assert window_size == (None, None) or not causal
+    return (left, 0 if causal else right)
+
+
+def flash_attn_func(
+    q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False,
+    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
+    deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
+    aux_scalars=None, block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False,
+):
+    calls.append((deterministic, return_lse))
+    return dense(q, k, v, window_size=window(causal, window_size)), None
+
+
+def flash_attn_varlen_func(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    causal=False, window_size=(None, None), deterministic=False, return_lse=False,
+):
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    given = (cu_seqlens_q, cu_seqlens_k)
+    return varlen(q, k, v, *given, window_size=window(causal, window_size)), None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Unpacked wheels: `flash_attn` without an __init__.py, and CUTLASS beside it."""
+    wheels = tmp_path / "wheels"
+    for name, text in (
+        ("flash_attn/cute/__init__.py", INTERFACE),
+        ("nvidia_cutlass_dsl/dsl_packages/cutlass.py", ""),
+        ("flash_attn_4-4.0.0b36.dist-info/METADATA", "Name: flash-attn-4\nVersion: 4.0.0b36\n"),
+    ):
+        (wheels / name).parent.mkdir(parents=True, exist_ok=True)
+        (wheels / name).write_text(text)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield wheels
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("flash_attn", "cutlass"):
+            del sys.modules[name]
+
+
+def loaded(folder: Path, deterministic: bool = False) -> Fa4:
+    found = flash_attention_4(folder, deterministic)
+    assert isinstance(found, Fa4)
+    return found
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_every_mask_agrees_with_float64(folder: Path, direction: str) -> None:
+    """Within the bounds of a row of the benchmark, and it is timed."""
+    for case in CASES:
+        implementations = [RingFA3(), loaded(folder)]
+        row = measure_row(case, direction, torch.float32, CPU, implementations, 10, WallClock())
+        assert row.stopped is None
+        assert row.comparisons["FA4"].stopped is None
+        assert row.comparisons["FA4"].ratio is not None
+
+
+def test_determinism_is_asked_for_and_the_lse_is_written(folder: Path) -> None:
+    for wanted, name in ((False, "FA4"), (True, "FA4 deterministic")):
+        found = loaded(folder, wanted)
+        assert found.name == name
+        found.module.calls.clear()
+        measure_row(CASES[0], BACKWARD, torch.float32, CPU, [RingFA3(), found], 10, WallClock())
+        assert found.module.calls == [(wanted, True)]
+
+
+def test_what_was_measured_is_named(folder: Path) -> None:
+    identity = loaded(folder).identity
+    assert identity["folder"] == "wheels"  # no path
+    assert identity["version"] == "4.0.0b36"
+    assert identity["dsl"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            "AssertionError('head_dim 24 is not supported on SM90.\\nmore')",
+            "refused: head_dim 24 is",
+        ),
+        ("NotImplementedError('no window')", "refused: no window"),
+        ("ValueError('requires 2CTA')", "refused: requires 2CTA"),
+        ("AssertionError()", "refused: AssertionError without a message"),
+        ("RuntimeError('ptxas died')", "failed: ptxas died"),
+    ],
+)
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_a_case_that_it_rejects_says_so_in_words(
+    folder: Path, error: str, words: str, direction: str
+) -> None:
+    """In the call; the row goes on with the other libraries."""
+    path = folder / "flash_attn" / "cute" / "__init__.py"
+    path.write_text(path.read_text().replace("    calls.append", f"    raise {error}\n    calls"))
+    again = RingFA3("again")
+    implementations = [RingFA3(), loaded(folder), again]
+    row = measure_row(CASES[0], direction, torch.float32, CPU, implementations, 10, WallClock())
+    assert str(row.comparisons["FA4"].stopped).startswith(words)
+    assert row.comparisons["again"].ratio is not None
+
+
+def test_a_backward_that_it_rejects_says_so_in_words(folder: Path) -> None:
+    path = folder / "flash_attn" / "cute" / "__init__.py"
+    path.write_text(
+        path.read_text()
+        + "\ndef reject(x):\n    raise AssertionError('no backward')\n"
+        + "\nforward = flash_attn_func\n"
+        + "\ndef flash_attn_func(*given, **more):\n    out, lse = forward(*given, **more)\n"
+        + "    out.requires_grad and out.register_hook(reject)\n    return out, lse\n"
+    )
+    implementations = [RingFA3(), loaded(folder)]
+    row = measure_row(CASES[0], BACKWARD, torch.float32, CPU, implementations, 10, WallClock())
+    assert row.comparisons["FA4"].stopped == "refused: no backward"
+
+
+def test_a_folder_without_it_is_an_error_with_what_to_do(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(LoadError, match=r"no folder flash_attn/cute in it; unpack the wheels"):
+        flash_attention_4(tmp_path / "empty")
+    (folder / "nvidia_cutlass_dsl" / "dsl_packages" / "cutlass.py").unlink()
+    with pytest.raises(LoadError, match=r"cannot be imported: No module named 'cutlass'"):
+        flash_attention_4(folder)
+
+
+def test_without_a_folder_an_incomplete_installation_is_a_note(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages of FlashAttention-2 may have a `flash_attn.cute` without CUTLASS."""
+    monkeypatch.setattr(fa4_module, "MODULE", "flash_attn_of_this_test.cute")
+    note = flash_attention_4(None)
+    assert isinstance(note, str)
+    assert note.endswith("and no --fa4 DIR was given")
+    monkeypatch.setattr(fa4_module, "MODULE", "flash_attn.cute")
+    monkeypatch.syspath_prepend(folder)
+    assert "No module named 'cutlass'" in str(flash_attention_4(None))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fa4", "x"], "--fa4 needs a GPU; leave it out with --device cpu"),
+        (["--fa4", "x", "--peers", "fa3"], "--fa4 was given, but --peers leaves fa4 out"),
+        (["--fa4", "x", "--set", "merge"], "--fa4 has no part in --set merge"),
+        (["--sample-ms", "0"], "--sample-ms 0: it must be above 0"),
+        (["--errors-only"], "--errors-only goes with --set scores alone"),
+    ],
+    ids=lambda x: str(x)[:24],
+)
+def test_options_that_contradict_are_one_line_and_code_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["attention", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
