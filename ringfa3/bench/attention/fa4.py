@@ -45,7 +45,7 @@ class Fa4(SingleDevice):
         self.module = module
         self.identity = {"module": MODULE, **_versions()}
         if folder is not None:
-            self.identity["folder"] = folder.name
+            self.identity["folder"] = folder.resolve().name
 
     def attend(self, case: Case, device: torch.device) -> Attend:
         # As the other libraries do, it writes the LSE in a forward without gradients too.
