@@ -34,6 +34,7 @@ calls = []
 
 
 def window(causal, window_size):
+    assert all(side is None or side >= 0 for side in window_size)
     left, right = (-1 if side is None else side for side in window_size)
     assert window_size == (None, None) or not causal
     return (left, 0 if causal else right)
