@@ -81,6 +81,8 @@ struct PreprocessArgs {
   float const* dlse;  // (heads, tokens); null: zeros
   int64_t lse_head_stride, dlse_head_stride;
   RowGrid grid;
+  int32_t* words;  // counters and turns of all launches of the pass
+  int64_t num_words;
 };
 
 struct BackwardArgs {

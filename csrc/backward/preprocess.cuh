@@ -1,4 +1,4 @@
-// Before the first hop: LSE and D in the row grid, and a dQ of zeros.
+// Before the first hop: LSE and D in the row grid, a dQ of zeros, and words of 0.
 //
 // Letters in shapes: M rows of a block of the row grid, D head dim.
 #pragma once
@@ -39,6 +39,11 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   auto* const dq = reinterpret_cast<float4*>(a.grid.dq + target * (M * D));
   for (int i = threadIdx.x; i < M * D / 4; i += kPreprocessThreads) {
     dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  int64_t const ctas = int64_t{gridDim.x} * gridDim.y, cta = head * gridDim.x + blockIdx.x;
+  for (int64_t i = cta * kPreprocessThreads + threadIdx.x; i < a.num_words;
+       i += ctas * kPreprocessThreads) {
+    a.words[i] = 0;
   }
   GridBlock const block = a.grid.blocks[blockIdx.x];
   int const lane = threadIdx.x % kLanes;

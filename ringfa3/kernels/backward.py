@@ -53,6 +53,8 @@ class PreprocessArgs(ctypes.Structure):
         ("lse_head_stride", ctypes.c_int64),
         ("dlse_head_stride", ctypes.c_int64),
         ("grid", RowGrid),
+        ("words", ctypes.c_void_p),
+        ("num_words", ctypes.c_int64),
     )
 
 
@@ -118,18 +120,20 @@ class BackwardPass:
         self.stream = stream = CurrentStream.of(device)  # of all hops
         self.blocks = _grid_blocks(plan, unit.tile_m, stream)  # (num_blocks, 2)
         count = self.blocks.shape[0]
-        self._rows = torch.empty(2, heads, count, unit.tile_m, device=device)  # LSE, then D
-        self._dq = torch.empty(heads, count, unit.tile_m * head_dim, device=device)
-        turns = self._dq.numel() // DQ_TILE if deterministic else 0
-        # A row for each call of `hop`, of which the rank's own keys may take two: its work counter,
-        # then its turns.
-        self._words = torch.zeros(plan.num_hops + 1, 1 + turns, dtype=torch.int32, device=device)
-        self._hop = 0
+        rows = heads * count * unit.tile_m
+        # The words of each call of `hop`, of which the rank's own keys may take two: its work
+        # counter, then its turns. The preprocess kernel sets them to 0.
+        self._words_per_call = 1 + (rows * head_dim // DQ_TILE if deterministic else 0)
+        self._calls, self._hop = plan.num_hops + 1, 0
+        num_words = self._calls * self._words_per_call
+        # LSE (heads, num_blocks, M), D likewise, dQ (heads, num_blocks, M * D), words
+        self._workspace = torch.empty(rows * (2 + head_dim) + num_words, device=device)
+        lse_grid = self._workspace.data_ptr()
+        delta_grid, dq_grid = lse_grid + rows * WORD, lse_grid + 2 * rows * WORD
+        self._words = dq_grid + rows * head_dim * WORD
         # of Q, dO and dQ, which all work units of a KV head use
         self._bytes_per_head = head_dim * (4 * tokens + 4 * count * unit.tile_m)
-        lse_grid, blocks = self._rows.data_ptr(), self.blocks.data_ptr()
-        delta_grid = lse_grid + self._rows.nbytes // 2
-        self.grid = blocks, lse_grid, delta_grid, self._dq.data_ptr(), count  # as in RowGrid
+        self.grid = self.blocks.data_ptr(), lse_grid, delta_grid, dq_grid, count  # as in RowGrid
         if count:
             args = _pack_preprocess(
                 *out_fields,
@@ -139,6 +143,8 @@ class BackwardPass:
                 lse.stride(0),
                 0 if dlse is None else dlse.stride(0),
                 *self.grid,
+                self._words,
+                num_words,
             )
             launch(unit, "preprocess", args, stream)
 
@@ -160,7 +166,7 @@ class BackwardPass:
         if self.deterministic and len(tiling.earlier) != len(tiling.spans):
             raise ValueError("tiling has no turns: take one of plan.backward(deterministic=True)")
         hop = self._hop
-        if hop == len(self._words):
+        if hop == self._calls:
             raise ValueError(
                 f"{hop + 1} calls of `hop`: the plan has {hop - 1} hops, and one may have two parts"
             )
@@ -182,7 +188,7 @@ class BackwardPass:
             _clear(dk, dv)
         if not tables.num_work_units:
             return
-        words = self._words.data_ptr() + hop * self._words.stride(0) * WORD
+        words = self._words + hop * self._words_per_call * WORD
         args = _pack_backward(
             *self._of_heads(first_head, heads),
             *k_fields,

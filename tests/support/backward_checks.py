@@ -6,8 +6,10 @@ Each check takes a unit and a device, makes its own inputs and asserts.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -94,15 +96,27 @@ def problem(
 def differentiate(
     unit: Unit, p: Problem, deterministic: bool = False, free_sms: int = 0
 ) -> Gradients:
-    """[dq, dk, dv] of the kernels. dk and dv hold NaN before; `free_sms` as for `leave_sms`."""
+    """[dq, dk, dv] of the kernels; all memory holds NaN before. `free_sms` as for `leave_sms`."""
     tiling = p.plan.backward(unit.tile_n, unit.tile_m, deterministic)[0]
     dk, dv = (
         torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (p.k, p.v)
     )
-    with leave_sms(free_sms):
+    with leave_sms(free_sms), _new_memory_holds_nan():
         run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic)
-    run.hop(p.k, p.v, tiling, dk, dv)
-    return [run.dq(), dk, dv]
+        run.hop(p.k, p.v, tiling, dk, dv)
+        return [run.dq(), dk, dv]
+
+
+@contextmanager
+def _new_memory_holds_nan() -> Iterator[None]:
+    """`torch.empty` fills what it makes: kernels must not rely on zeros in their workspace."""
+    empty = torch.empty
+
+    def filled(*shape: object, **options: object) -> torch.Tensor:
+        return empty(*shape, **options).fill_(torch.nan)
+
+    with patch.object(torch, "empty", filled):
+        yield
 
 
 def hold_gate(got: Gradients, p: Problem, what: str) -> None:
