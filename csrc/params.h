@@ -53,13 +53,19 @@ struct GridBlock {
   int32_t row0, rows;
 };
 
-// The padded rows of a backward: LSE, D and the float32 dQ keep their place in it over all hops.
-// Every query segment begins with a new block of M rows, see `Plan.row_grid`.
+// -LSE / softmax_scale or -D of a row as three bfloat16 numbers, whose sum has all bits of a
+// float32. A product with ones adds it to S or dP.
+struct alignas(16) SplitStatistic {
+  uint16_t parts[3], zero[5];
+};
+
+// The padded rows of a backward: their statistics and the float32 dQ keep their place in it over
+// all hops. Every query segment begins with a new block of M rows, see `Plan.row_grid`.
 struct RowGrid {
   GridBlock const* blocks;
-  float* lse;    // (heads, num_blocks, M), base 2; +inf in rows that see nothing, and in padding
-  float* delta;  // (heads, num_blocks, M), D = rowsum(dO * O) - dLSE
-  float* dq;     // (heads, num_blocks, M * D), dQ tiles of (64, 64) in the accumulators' order
+  void* statistics;  // (heads, num_blocks, 2, M), LSE and D = rowsum(dO * O) - dLSE, as
+                     // `BackwardShapes::Statistic`; P = 0 in rows that see nothing, and in padding
+  float* dq;         // (heads, num_blocks, M * D), dQ tiles of (64, 64) in the accumulators' order
   int64_t num_blocks;
 };
 
@@ -83,6 +89,7 @@ struct PreprocessArgs {
   RowGrid grid;
   int32_t* words;  // counters and turns of all launches of the pass
   int64_t num_words;
+  float softmax_scale;
 };
 
 struct BackwardArgs {

@@ -4,7 +4,6 @@ argument, its value and what is allowed."""
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import SupportsFloat, SupportsIndex, cast
@@ -170,6 +169,9 @@ def check_layer_inputs(
             )
 
 
+LEAST_SCALE = 2.0**-64  # the backward divides LSE by the scale
+
+
 def resolve_scale(softmax_scale: float | None, q: torch.Tensor) -> float:
     """`softmax_scale`, or d ** -0.5 for None. Positive: a mask is -inf before the scale."""
     if softmax_scale is None:
@@ -177,6 +179,9 @@ def resolve_scale(softmax_scale: float | None, q: torch.Tensor) -> float:
     if isinstance(softmax_scale, str) or not isinstance(softmax_scale, SupportsFloat):
         raise TypeError(f"softmax_scale={softmax_scale!r}: give a number or None")
     scale = float(softmax_scale)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"softmax_scale={softmax_scale!r}: it must be positive and finite")
+    if not LEAST_SCALE <= scale <= 1 / LEAST_SCALE:
+        raise ValueError(
+            f"softmax_scale={softmax_scale!r}: it must be positive and finite, "
+            f"from {LEAST_SCALE:.1e} to {1 / LEAST_SCALE:.1e}"
+        )
     return scale

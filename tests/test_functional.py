@@ -329,6 +329,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("k is on meta", ValueError, lambda: flash_attn_func(Q, Q.to("meta"), Q)),
     ("softmax_scale=0.0", ValueError, lambda: call(softmax_scale=0.0)),
     ("softmax_scale=-1", ValueError, lambda: call(softmax_scale=-1)),
+    ("softmax_scale=1e-30: it must be", ValueError, lambda: call(softmax_scale=1e-30)),
     ("softmax_scale=nan", ValueError, lambda: call(softmax_scale=torch.nan)),
     ("window_size", ValueError, lambda: call(window_size=(-2, 0))),
     ("precision", ValueError, lambda: call(precision="fp16")),

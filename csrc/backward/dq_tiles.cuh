@@ -22,7 +22,7 @@ CUTE_DEVICE void send_dq(typename Shapes::SharedStorage& smem, Accumulator const
   for (int i = 0; i < 8; ++i) {
     to[i * kWarpgroup] = make_float4(dq(4 * i), dq(4 * i + 1), dq(4 * i + 2), dq(4 * i + 3));
   }
-  if (thread == 0) {
+  if (Shapes::kPolicy.role_split && thread == 0) {
     int const first = block.target * Shapes::DqTiles + warpgroup * Shapes::DqTilesEach;
     smem.dq_tiles[warpgroup] = DqTile{first + tile, block.turn};
   }
@@ -63,9 +63,21 @@ CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Shapes::SharedStorage&
                           int warpgroup) {
   float const* const from = smem.dq[warpgroup];
   for (Pipeline<1> stage;; stage.advance()) {
-    smem.dq_full[warpgroup].wait(stage.phase());
-    DqTile const tile = smem.dq_tiles[warpgroup];
-    if (tile.number < 0) return;
+    DqTile tile;
+    if constexpr (Shapes::kPolicy.role_split) {
+      smem.dq_full[warpgroup].wait(stage.phase());
+      tile = smem.dq_tiles[warpgroup];
+      if (tile.number < 0) return;
+    } else {
+      static_assert(Shapes::DqTilesEach == 1);
+      Pipeline<Shapes::BlockDepth> const at{stage.count};
+      smem.block_ready[at.index()].wait(at.phase());
+      RowBlock const& block = smem.blocks[at.index()];
+      if (block.head < 0) return;
+      smem.dq_full[warpgroup].wait(stage.phase());
+      tile = {block.target * Shapes::DqTiles + warpgroup, block.turn};
+      smem.block_done[at.index()].arrive();
+    }
     cutlass::arch::fence_view_async_shared();  // after the consumers' stores
     if (a.turns) {
       wait_for_turn(a.turns + tile.number, tile.turn);

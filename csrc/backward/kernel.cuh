@@ -37,13 +37,15 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
     smem.q_full[i].init(2), smem.q_empty[i].init(kWarps);
   }
   for (int i = 0; i < Shapes::BlockDepth; ++i) {
-    smem.block_ready[i].init(1), smem.block_done[i].init(kWarps);
+    smem.block_ready[i].init(1);
+    smem.block_done[i].init(Shapes::kPolicy.role_split ? kWarps : Shapes::Consumers);
   }
   for (int i = 0; i < Shapes::DoutStages; ++i) {
     smem.dout_full[i].init(2), smem.dout_empty[i].init(kWarps);
   }
   for (int i = 0; i < Shapes::DsStages; ++i) {
     smem.ds_full[i].init(Shapes::kPolicy.role_split ? 4 : kWarps);
+    smem.ds_empty[i].init(kWarps);
   }
   smem.p_full.init(4);
   smem.k_full.init(1), smem.k_empty.init(kWarps);
@@ -63,6 +65,13 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
   extern __shared__ __align__(1024) char raw[];
   auto& smem = *reinterpret_cast<typename Shapes::SharedStorage*>(raw);
   if (threadIdx.x == 0) init_barriers<Shapes>(p, smem);
+  if constexpr (!Shapes::kPolicy.role_split) {
+    if (threadIdx.x < 2 * 64) {  // two matrices (8, 8) of `SmemOnes`
+      bool const one = threadIdx.x < 64 && threadIdx.x % 8 < 3;
+      smem.ones[threadIdx.x] = bfloat16_t(one ? 1.f : 0.f);
+    }
+    cutlass::arch::fence_view_async_shared();
+  }
   __syncthreads();
   wait_for_earlier_kernels();
   if (threadIdx.x < kWarpgroup) {

@@ -9,6 +9,18 @@ namespace ringfa3 {
 
 using namespace cute;
 
+// One thread: loads LSE (`which` = 0) or D (1) of a block's rows; the bytes complete `full`.
+template <class Shapes>
+CUTE_DEVICE void load_statistic(BackwardParams const& p,
+                                cutlass::arch::ClusterTransactionBarrier& full,
+                                typename Shapes::Statistic (&to)[Shapes::M], int target,
+                                int which) {
+  auto const* const from = static_cast<typename Shapes::Statistic const*>(p.args.grid.statistics) +
+                           (int64_t{2} * target + which) * Shapes::M;
+  full.arrive_and_expect_tx(sizeof(to));
+  SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&full), to, sizeof(to));
+}
+
 // One thread: loads Q, LSE, dO and D of every block as soon as a stage is free. With the first
 // block of a work unit come V, once the unit before has issued its last dP, and K, once it has
 // ended.
@@ -31,10 +43,7 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedSto
     smem.q_empty[q.index()].wait(q.phase() ^ 1);
     auto& q_full = smem.q_full[q.index()];
     load_box<M, D>(p.q, q_full, smem.q + q.index() * M * D, block.token, block.head);
-    q_full.arrive_and_expect_tx(M * sizeof(float));
-    SM90_BULK_COPY_G2S::copy(p.args.grid.lse + static_cast<int64_t>(block.target) * M,
-                             reinterpret_cast<uint64_t*>(&q_full), smem.lse[q.index()],
-                             M * sizeof(float));
+    load_statistic<Shapes>(p, q_full, smem.lse[q.index()], block.target, 0);
     if (first) {
       smem.v_empty.wait(kv.phase() ^ 1);
       load_box<N, D>(p.v, smem.v_full, smem.v, block.key_row, block.head / p.group);
@@ -42,10 +51,7 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedSto
     smem.dout_empty[dout.index()].wait(dout.phase() ^ 1);
     auto& dout_full = smem.dout_full[dout.index()];
     load_box<M, D>(p.dout, dout_full, smem.dout + dout.index() * M * D, block.token, block.head);
-    dout_full.arrive_and_expect_tx(M * sizeof(float));
-    SM90_BULK_COPY_G2S::copy(p.args.grid.delta + static_cast<int64_t>(block.target) * M,
-                             reinterpret_cast<uint64_t*>(&dout_full), smem.delta[dout.index()],
-                             M * sizeof(float));
+    load_statistic<Shapes>(p, dout_full, smem.delta[dout.index()], block.target, 1);
     if (first) {
       smem.k_empty.wait(kv.phase() ^ 1);
       load_box<N, D>(p.k, smem.k_full, smem.k, block.key_row, block.head / p.group);

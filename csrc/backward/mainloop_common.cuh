@@ -39,6 +39,21 @@ CUTE_DEVICE auto key_columns_operand(typename Shapes::Element* keys, int part, i
       local_tile(x, Shape<_64, Int<Shapes::N>>{}, make_coord(part, _0{})));
 }
 
+// B operand of a product with ones: LSE or D of the stages, (M, 16, S).
+template <class Shapes, int Stages>
+CUTE_DEVICE auto statistic_operand(SplitStatistic (&rows)[Stages][Shapes::M], int thread) {
+  auto* const at = reinterpret_cast<bfloat16_t*>(&rows[0][0]);
+  return typename Shapes::MmaStatistic{}.get_slice(thread).partition_fragment_B(
+      make_tensor(make_smem_ptr(at), typename Shapes::template SmemStatistic<Stages>{}));
+}
+
+// A operand of a product with ones, (64, 16).
+template <class Shapes>
+CUTE_DEVICE auto ones_operand(bfloat16_t* ones, int thread) {
+  return typename Shapes::MmaStatistic{}.get_slice(thread).partition_fragment_A(
+      make_tensor(make_smem_ptr(ones), typename Shapes::SmemOnes{}));
+}
+
 // A thread's accumulator (64 keys, M rows): element 4j + 2r + c is of key `key` + 8r of the tile
 // and row 8j + 2 (lane % 4) + c of the block.
 

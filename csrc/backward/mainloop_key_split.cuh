@@ -5,11 +5,12 @@
 // products, so that each computes P and dS while the other's products run. dQ(j) reads the dS of
 // both warpgroups, so it is issued one turn later:
 //
-//   warpgroup 0 | dV(j) dQ(j-1) dK(j) S(j+1) dP(j+1) | P, dS of j+1
-//   warpgroup 1 | P, dS of j                         | dV(j) dQ(j-1) dK(j) S(j+1) dP(j+1)
+//   warpgroup 0 | dQ(j-1) dV(j) dK(j) S(j+1) dP(j+1) | P, dS of j+1
+//   warpgroup 1 | P, dS of j                         | dQ(j-1) dV(j) dK(j) S(j+1) dP(j+1)
 //
-// Inside a warpgroup, computing P overlaps dP. P and dS stay in registers for dV and dK; only dQ
-// reads dS from shared memory.
+// Inside a warpgroup, handing dQ to its writer overlaps dV and dK, and computing P overlaps dP. LSE
+// and D are added by the products of S and dP, see `BackwardShapes::Statistic`. P and dS stay in
+// registers for dV and dK; only dQ reads dS from shared memory.
 //
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
 #pragma once
@@ -58,6 +59,7 @@ struct KeySplitConsumer {
   MmaS mma_s;
   MmaKV mma_kv;
   MmaQ mma_q;
+  typename Shapes::MmaStatistic mma_statistic;
   decltype(key_operand<Shapes>(smem.k, 0, 0)) fK, fV;                           // (64, D)
   decltype(row_operand<MmaS, typename Shapes::SmemQ>(smem.q, 0)) fQ;            // (M, D, S)
   decltype(row_operand<MmaS, typename Shapes::SmemDout>(smem.dout, 0)) fDO;     // (M, D, S)
@@ -65,6 +67,9 @@ struct KeySplitConsumer {
   decltype(row_operand<MmaKV, typename Shapes::SmemDoutT>(smem.dout, 0)) fDOt;  // (D, M, S)
   decltype(ds_operand<Shapes>(smem.ds, 0, 0)) fDS;                              // (64, N, S)
   decltype(key_columns_operand<Shapes>(smem.k, 0, 0)) fKt;                      // (64, N)
+  decltype(ones_operand<Shapes>(smem.ones, 0)) fOnes;                           // (64, 16)
+  decltype(statistic_operand<Shapes>(smem.lse, 0)) fLSE;                        // (M, 16, S)
+  decltype(statistic_operand<Shapes>(smem.delta, 0)) fDelta;                    // (M, 16, S)
   FragmentKV dk, dv;                                                            // (64, D)
   Element* const to_ds;  // where the lane stores dS^T
   FragmentP fP;          // P^T (64, M), the A operand of dV
@@ -90,12 +95,14 @@ struct KeySplitConsumer {
         fDOt(row_operand<MmaKV, typename Shapes::SmemDoutT>(smem.dout, thread)),
         fDS(ds_operand<Shapes>(smem.ds, kRowHalves ? warpgroup : 0, thread)),
         fKt(key_columns_operand<Shapes>(smem.k, kRowHalves ? 0 : warpgroup, thread)),
+        fOnes(ones_operand<Shapes>(smem.ones, thread)),
+        fLSE(statistic_operand<Shapes>(smem.lse, thread)),
+        fDelta(statistic_operand<Shapes>(smem.delta, thread)),
         to_ds(ds_address<Shapes>(smem, warp_key, lane)) {}
 
   CUTE_DEVICE void run() {
     if (warpgroup == 1) pass_turn();
-    uint32_t const blocks = run_work_items<Shapes>(smem, *this);
-    end_dq<Shapes>(smem, warpgroup, blocks);
+    run_work_items<Shapes>(smem, *this);
     if (warpgroup == 0) await_turn();  // the last turn, which nobody else takes
   }
 
@@ -106,9 +113,11 @@ struct KeySplitConsumer {
       FragmentS s, dp;
       flags = flags_of(count);
       if (flags & kForeign) clear_block(count);
+      await_q(count);
+      smem.v_full.wait(Pipeline<1>{unit}.phase());
       await_turn();
       issue_s(count, s);
-      smem.v_full.wait(Pipeline<1>{unit}.phase());
+      await_dout(count);
       issue_dp(count, dp);
       pass_turn();
       look_ahead(count + 1);
@@ -126,16 +135,21 @@ struct KeySplitConsumer {
     next_flags(count + 1);
     if (flags & kForeign) clear_block(count + 1);
     await_turn();
-    issue_dv(count);
     FragmentQ dq;
     if (!first) issue_dq(count - 1, dq);
+    issue_dv(count);
     issue_dk(count);
+    if constexpr (kPolicy.waits_ahead) await_q(count + 1);
+    warpgroup_wait<2>();
+    if (!first) send(count - 1, dq);
     warpgroup_wait<1>();
     finish_dv(count);
-    if (!first) send(count - 1, dq);
+    if constexpr (!kPolicy.waits_ahead) await_q(count + 1);
     issue_s(count + 1, s);
+    if constexpr (kPolicy.waits_ahead) await_dout(count + 1);
     warpgroup_wait<1>();
     finish_dk(count);
+    if constexpr (!kPolicy.waits_ahead) await_dout(count + 1);
     issue_dp(count + 1, dp);
     pass_turn();
     look_ahead(count + 2);
@@ -170,30 +184,26 @@ struct KeySplitConsumer {
     return count + 1;
   }
 
-  // S^T and dP^T, the last two products in flight, become P^T and dS^T. dS has three stages: the
-  // other warpgroup has read this stage in its last turn.
+  // S^T - LSE and dP^T - D, the last two products in flight, become P^T = exp2(scale * (S^T - LSE))
+  // and dS^T = P^T (dP^T - D).
   __device__ void softmax_backward(uint32_t count, FragmentS& s, FragmentS& dp) {
     DsStage const ds_stage{count};
-    float const* const lse = smem.lse[QStage{count}.index()];
-    float const* const delta = smem.delta[DoutStage{count}.index()];
     bool const masked = flags & kMasked;
     BlockMask mask;
     if (masked) mask = BlockMask(block_at(count), key, lane);
-    RowValues<M> of_rows;
-    if constexpr (kPolicy.reads_ahead) of_rows = RowValues<M>(lse, lane);
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
-    if constexpr (!kPolicy.reads_ahead) of_rows = RowValues<M>(lse, lane);
-    compute_p(s, of_rows, scale_log2);
+    CUTE_UNROLL
+    for (int n = 0; n < M / 2; ++n) s(n) = exp2f(s(n) * scale_log2);
     if (masked) apply_mask<M>(s, mask);
     to_operand<Element>(s, fP);
-    if constexpr (kPolicy.reads_ahead) of_rows = RowValues<M>(delta, lane);
     warpgroup_wait<0>();
     warpgroup_fence_operand(dp);
-    if constexpr (!kPolicy.reads_ahead) of_rows = RowValues<M>(delta, lane);
-    compute_ds(s, dp, of_rows);
+    CUTE_UNROLL
+    for (int n = 0; n < M / 2; ++n) dp(n) *= s(n);
     if (masked) apply_mask<M>(dp, mask);
     to_operand<Element>(dp, fOwnDS);
+    smem.ds_empty[ds_stage.index()].wait(ds_stage.phase() ^ 1);
     store_ds<M>(fOwnDS, to_ds + ds_stage.index() * (M * N));
     __syncwarp();
     if (lane == 0) smem.ds_full[ds_stage.index()].arrive();
@@ -201,16 +211,16 @@ struct KeySplitConsumer {
 
   __device__ void issue_s(uint32_t count, FragmentS& s) {
     QStage const stage{count};
-    smem.q_full[stage.index()].wait(stage.phase());
-    issue(mma_s, fK, fQ(_, _, _, stage.index()), s, false);
+    issue_sum(mma_statistic, fOnes, fLSE(_, _, _, stage.index()), mma_s, fK,
+              fQ(_, _, _, stage.index()), s);
   }
 
   // Descriptors of V are computed anew, or registers spill; for K, too, it would cost more than it
   // saves.
   __device__ void issue_dp(uint32_t count, FragmentS& dp) {
     DoutStage const stage{count};
-    smem.dout_full[stage.index()].wait(stage.phase());
-    issue(mma_s, opaque(fV), fDO(_, _, _, stage.index()), dp, false);
+    issue_sum(mma_statistic, fOnes, fDelta(_, _, _, stage.index()), mma_s, opaque(fV),
+              fDO(_, _, _, stage.index()), dp);
   }
 
   __device__ void issue_dv(uint32_t count) {
@@ -219,6 +229,18 @@ struct KeySplitConsumer {
 
   __device__ void issue_dk(uint32_t count) {
     issue(mma_kv, fOwnDS, fQt(_, _, _, QStage{count}.index()), dk, true);
+  }
+
+  // Waits for Q and LSE of a block.
+  __device__ void await_q(uint32_t count) {
+    QStage const stage{count};
+    smem.q_full[stage.index()].wait(stage.phase());
+  }
+
+  // Waits for dO and D of a block.
+  __device__ void await_dout(uint32_t count) {
+    DoutStage const stage{count};
+    smem.dout_full[stage.index()].wait(stage.phase());
   }
 
   __device__ void issue_dq(uint32_t count, FragmentQ& dq) {
@@ -240,8 +262,8 @@ struct KeySplitConsumer {
 
   __device__ void send(uint32_t count, FragmentQ& dq) {
     warpgroup_fence_operand(dq);
+    if (lane == 0) smem.ds_empty[DsStage{count}.index()].arrive();
     send_dq<Shapes>(smem, dq, block_at(count), count, 0, warpgroup);
-    if (lane == 0) smem.block_done[BlockStage{count}.index()].arrive();
   }
 
   __device__ RowBlock const& block_at(uint32_t count) {
@@ -266,12 +288,11 @@ struct KeySplitConsumer {
 
   // Both warpgroups, neither in its turn: zeroes rows of Q and dO that are a neighbour's.
   __device__ void clear_block(uint32_t count) {
-    QStage const q_stage{count};
-    DoutStage const dout_stage{count};
-    smem.q_full[q_stage.index()].wait(q_stage.phase());
-    smem.dout_full[dout_stage.index()].wait(dout_stage.phase());
-    clear_foreign<Shapes, M>(smem.q + q_stage.index() * M * D, block_at(count).rows);
-    clear_foreign<Shapes, M>(smem.dout + dout_stage.index() * M * D, block_at(count).rows);
+    await_q(count);
+    await_dout(count);
+    int const rows = block_at(count).rows;
+    clear_foreign<Shapes, M>(smem.q + QStage{count}.index() * M * D, rows);
+    clear_foreign<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, rows);
   }
 
   __device__ void clear_sums() {

@@ -25,8 +25,32 @@ CUTE_DEVICE float dot_eight(uint4 const& a, uint4 const& b) {
   return sum;
 }
 
-// A CTA per block of the row grid and head. A row that sees nothing, or is padding, gets LSE =
-// +inf, so that P = 0, and D = 0, whatever its gradients are.
+CUTE_DEVICE SplitStatistic split(float x) {
+  SplitStatistic s{};
+  CUTE_UNROLL
+  for (int i = 0; i < 3; ++i) {  // 8 of the 24 bits each
+    cutlass::bfloat16_t const part(x);
+    s.parts[i] = part.raw();
+    x -= static_cast<float>(part);
+  }
+  return s;
+}
+
+// Stores the LSE (natural logarithm) and D of a row. For a `blind` row, which sees nothing, P
+// becomes 0. There the split LSE is finite, since the product multiplies it by 0, too.
+CUTE_DEVICE void store_statistics(SplitStatistic* lse_at, SplitStatistic* delta_at, float lse,
+                                  float delta, bool blind, float softmax_scale) {
+  *lse_at = split(blind ? -1e38f : -lse / softmax_scale);
+  *delta_at = split(-delta);
+}
+CUTE_DEVICE void store_statistics(float* lse_at, float* delta_at, float lse, float delta,
+                                  bool blind, float) {
+  *lse_at = blind ? INFINITY : lse * kLog2e;
+  *delta_at = delta;
+}
+
+// A CTA per block of the row grid and head. A row that sees nothing, or is padding, gets P = 0
+// and D = 0, whatever its gradients are.
 template <class Shapes>
 __global__ void __launch_bounds__(kPreprocessThreads)
     preprocess_kernel(__grid_constant__ PreprocessArgs const a) {
@@ -62,10 +86,12 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     if (lane == 0) {
       float const lse = row < block.rows ? a.lse[head * a.lse_head_stride + token] : -INFINITY;
       bool const blind = lse == -INFINITY;
-      a.grid.lse[target * M + row] = blind ? INFINITY : lse * kLog2e;
       float const dlse =
           blind || a.dlse == nullptr ? 0.f : a.dlse[head * a.dlse_head_stride + token];
-      a.grid.delta[target * M + row] = blind ? 0.f : sum - dlse;
+      auto* const statistics =
+          static_cast<typename Shapes::Statistic*>(a.grid.statistics) + target * (2 * M) + row;
+      store_statistics(statistics, statistics + M, lse, blind ? 0.f : sum - dlse, blind,
+                       a.softmax_scale);
     }
   }
 }

@@ -82,6 +82,20 @@ struct BackwardShapes {
       decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, _64, Int<N>>,
                                                    GMMA::Major::K, GMMA::Major::MN>()));
 
+  // With tiles of 128 keys LSE and D enter S^T and dP^T (64, M) by a product with ones, (64, 16)
+  // (16, M), of which three columns count: no thread reads them from shared memory.
+  using Statistic = conditional_t<kPolicy.role_split, float, SplitStatistic>;
+  using MmaStatistic = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<M>, _16>, GMMA::Major::K,
+                           GMMA::Major::K>()));
+  // (64, 16), whose rows are one row in shared memory: three ones, then zeros.
+  using SmemOnes =
+      Layout<Shape<Shape<_8, _8>, Shape<_8, _2>>, Stride<Stride<_8, _0>, Stride<_1, _64>>>;
+  // (M, 16, S): columns 8 to 15 are columns 0 to 7 again, and meet zeros.
+  template <int Stages>
+  using SmemStatistic = Layout<Shape<Shape<_8, Int<M / 8>>, Shape<_8, _2>, Int<Stages>>,
+                               Stride<Stride<_8, _64>, Stride<_1, _0>, Int<8 * M>>>;
+
   using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
   using AtomMN = GMMA::Layout_MN_SW128_Atom<Element>;
   using SmemQ = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<D>, Int<QStages>>{}));
@@ -103,8 +117,9 @@ struct BackwardShapes {
     alignas(1024) Element ds[cosize_v<SmemDs>];
     alignas(128) float dq[Consumers][kDqTile];
     alignas(128) float p[kPolicy.role_split ? 64 * M : 1];  // P^T, from one warpgroup to the other
-    alignas(128) float lse[QStages][M];
-    alignas(128) float delta[DoutStages][M];
+    alignas(128) Statistic lse[QStages][M];
+    alignas(128) Statistic delta[DoutStages][M];
+    alignas(128) bfloat16_t ones[kPolicy.role_split ? 1 : 128];  // see `SmemOnes`
     RowBlock blocks[BlockDepth];
     DqTile dq_tiles[Consumers];
     KeyWorkItem work[kWorkDepth];
@@ -113,7 +128,7 @@ struct BackwardShapes {
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier block_ready[BlockDepth], block_done[BlockDepth];
     alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], dout_empty[DoutStages];
-    alignas(16) cutlass::arch::ClusterBarrier ds_full[DsStages], p_full;
+    alignas(16) cutlass::arch::ClusterBarrier ds_full[DsStages], ds_empty[DsStages], p_full;
     alignas(16) cutlass::arch::ClusterBarrier k_empty, v_empty;
     alignas(16) cutlass::arch::ClusterBarrier dq_full[Consumers], dq_empty[Consumers];
     alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];

@@ -22,6 +22,20 @@ CUTE_DEVICE void issue(Mma& mma, A const& a, B const& b, C& c, bool add) {
   warpgroup_commit_batch();
 }
 
+// Issues C = A0 B0 + A B as one asynchronous wgmma group. A0 has one block of K.
+template <class Mma0, class A0, class B0, class Mma, class A, class B, class C>
+CUTE_DEVICE void issue_sum(Mma0& mma0, A0 const& a0, B0 const& b0, Mma& mma, A const& a, B const& b,
+                           C& c) {
+  mma0.accumulate_ = GMMA::ScaleOut::Zero;
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  gemm(mma0, a0(_, _, _0{}), b0(_, _, _0{}), c);
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(a); ++k) gemm(mma, a(_, _, k), b(_, _, k), c);
+  warpgroup_commit_batch();
+}
+
 // The same shared-memory operand, whose descriptors the compiler computes anew: it does not keep
 // them in registers between two uses.
 template <class Operand>

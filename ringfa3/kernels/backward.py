@@ -32,13 +32,14 @@ if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs w
 
 DQ_TILE = 64 * 64  # floats of a dQ tile, which a warpgroup adds to dQ at once
 WORD = 4  # bytes
+# of LSE or D of a row, by head dim: `BackwardShapes::Statistic`
+STATISTIC_WORDS = {64: 4, 128: 4, 256: 1}
 
 
 class RowGrid(ctypes.Structure):
     _fields_ = (
         ("blocks", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("delta", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
         ("dq", ctypes.c_void_p),
         ("num_blocks", ctypes.c_int64),
     )
@@ -55,6 +56,7 @@ class PreprocessArgs(ctypes.Structure):
         ("grid", RowGrid),
         ("words", ctypes.c_void_p),
         ("num_words", ctypes.c_int64),
+        ("softmax_scale", ctypes.c_float),
     )
 
 
@@ -126,14 +128,16 @@ class BackwardPass:
         self._words_per_call = 1 + (rows * head_dim // DQ_TILE if deterministic else 0)
         self._calls, self._hop = plan.num_hops + 1, 0
         num_words = self._calls * self._words_per_call
-        # LSE (heads, num_blocks, M), D likewise, dQ (heads, num_blocks, M * D), words
-        self._workspace = torch.empty(rows * (2 + head_dim) + num_words, device=device)
-        lse_grid = self._workspace.data_ptr()
-        delta_grid, dq_grid = lse_grid + rows * WORD, lse_grid + 2 * rows * WORD
+        # statistics (heads, num_blocks, 2, M), dQ (heads, num_blocks, M * D), words
+        statistics = 2 * STATISTIC_WORDS[head_dim]  # words of a row
+        size = rows * (statistics + head_dim) + num_words
+        self._workspace = torch.empty(size, device=device)
+        begin = self._workspace.data_ptr()
+        dq_grid = begin + rows * statistics * WORD
         self._words = dq_grid + rows * head_dim * WORD
         # of Q, dO and dQ, which all work units of a KV head use
         self._bytes_per_head = head_dim * (4 * tokens + 4 * count * unit.tile_m)
-        self.grid = self.blocks.data_ptr(), lse_grid, delta_grid, dq_grid, count  # as in RowGrid
+        self.grid = self.blocks.data_ptr(), begin, dq_grid, count  # as in RowGrid
         if count:
             args = _pack_preprocess(
                 *out_fields,
@@ -145,6 +149,7 @@ class BackwardPass:
                 *self.grid,
                 self._words,
                 num_words,
+                scale,
             )
             launch(unit, "preprocess", args, stream)
 
@@ -217,9 +222,10 @@ class BackwardPass:
 
     def _grid_from(self, head: int) -> tuple[int, ...]:
         """The fields of the RowGrid for heads from `head` on."""
-        blocks, lse, delta, dq, count = self.grid
-        rows = head * count * self.unit.tile_m * WORD
-        return blocks, lse + rows, delta + rows, dq + rows * self.q.shape[2], count
+        blocks, statistics, dq, count = self.grid
+        rows, head_dim = head * count * self.unit.tile_m * WORD, self.q.shape[2]
+        statistics += rows * 2 * STATISTIC_WORDS[head_dim]
+        return blocks, statistics, dq + rows * head_dim, count
 
     def dq(self) -> torch.Tensor:
         """(t, h, d) in the dtype of q, after the last hop."""

@@ -40,6 +40,11 @@ def test_ctas_with_several_tiles_hold_the_gate(unit: Unit, deterministic: bool) 
 
 
 @pytest.mark.parametrize("unit", UNITS)
+def test_large_lse_is_exact(unit: Unit) -> None:
+    checks.large_lse_is_exact(unit, "cuda")
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_nan_and_inf_stay_in_their_document(unit: Unit) -> None:
     checks.nan_and_inf_stay_in_their_document(unit, "cuda")
 

@@ -60,6 +60,12 @@ def test_a_split_tile_holds_the_gate(emulated: Machine, unit: Unit, group: int) 
 
 
 @pytest.mark.parametrize("unit", UNITS)
+def test_large_lse_is_exact(emulated: Machine, unit: Unit) -> None:
+    emulated.settings(0)
+    checks.large_lse_is_exact(unit, "cpu")
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_nan_and_inf_stay_in_their_document(emulated: Machine, unit: Unit) -> None:
     emulated.settings(0)
     checks.nan_and_inf_stay_in_their_document(unit, "cpu")
