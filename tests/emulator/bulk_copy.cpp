@@ -139,10 +139,36 @@ Step tensor_copy(Instruction const& i) {
   };
 }
 
+// From shared memory to that of a CTA of the cluster. Operands: [to], [from], bytes, [mbarrier].
+Step shared_copy(Instruction const& i) {
+  Operand const to = i.operands[0], from = i.operands[1], barrier = i.operands[3];
+  int const size = i.slot(2);
+  return [=](Warp& w, Lanes lanes) {
+    for_each_lane(lanes, [&](int l) {
+      Cta& cta = w.cta;
+      auto const bytes = static_cast<uint32_t>(w.reg(size)[l]);
+      uint64_t const source = shared_offset(from, w, l), place = shared_offset(to, w, l);
+      uint32_t const word = shared_offset(barrier, w, l);
+      if (bytes % 16 || source % 16 || place % 16) {
+        throw std::runtime_error("bulk copies go by 16 bytes");
+      }
+      cta.loads.push_back([&cta, source, place, bytes, word] {
+        uint64_t offset = place;
+        Cta& owner = cta.owner(offset);
+        cta.check_fenced(source, bytes, "a bulk copy");
+        owner.check_fenced(offset, bytes, "a bulk copy");
+        std::memcpy(owner.shared(offset, bytes), cta.shared(source, bytes), bytes);
+        update_mbarrier(cta, word, [&](Mbarrier& b) { b.bytes -= bytes; });
+      });
+    });
+    return Next::Advance;
+  };
+}
+
 // Operands: [to], [from], bytes[, mbarrier].
 Step flat_copy(Instruction const& i) {
   bool const loads = i.has("mbarrier::complete_tx::bytes");
-  if (loads && !i.has("global")) throw std::runtime_error("PTX: " + i.text);
+  if (loads && !i.has("global")) return shared_copy(i);
   Operand const to = i.operands[0], from = i.operands[1];
   int const size = i.slot(2);
   Operand const barrier = loads ? i.operands[3] : Operand{};

@@ -150,6 +150,27 @@ Step barrier(Instruction& i) {
   };
 }
 
+// barrier.cluster.arrive and barrier.cluster.wait. Threads that have ended count as arrived.
+Step cluster_barrier(Instruction const& i) {
+  if (i.has("arrive")) {
+    return [](Warp& w, Lanes lanes) {
+      Cluster& cluster = *w.cta.cluster;
+      for_each_lane(lanes, [&](int l) { w.cluster_phase[l] = cluster.phase; });
+      cluster.arrived += __builtin_popcount(lanes);
+      w.cta.grid.progress();
+      return Next::Advance;
+    };
+  }
+  return [](Warp& w, Lanes lanes) {
+    Cluster& cluster = *w.cta.cluster;
+    if (w.cluster_phase[__builtin_ctz(lanes)] < cluster.phase) return Next::Advance;
+    if (cluster.arrived < cluster.running_threads()) return Next::Retry;
+    ++cluster.phase, cluster.arrived = 0;
+    w.cta.grid.progress();
+    return Next::Advance;
+  };
+}
+
 Next no_operation(Warp&, Lanes) { return Next::Advance; }
 
 }  // namespace
@@ -166,6 +187,7 @@ Step decode_control(Instruction& i) {
   if (op == "redux") return reduce(i);
   if (op == "elect") return elect(i);
   if (op == "bar" && i.has("warp")) return warp_barrier(i);
+  if (op == "barrier" && i.has("cluster")) return cluster_barrier(i);
   if (op == "bar" || op == "barrier") return barrier(i);
   if (op == "activemask") {
     int const d = i.slot(0);

@@ -4,7 +4,23 @@
 
 namespace emulator {
 
-Cta::Cta(Grid& grid, uint32_t const at[3]) : grid(grid) {
+Cta& Cluster::at(size_t rank) const {
+  if (rank >= ctas.size()) throw std::runtime_error("the cluster has no such CTA");
+  if (!ctas[rank]) throw std::runtime_error("the CTA of a shared-memory address has ended");
+  return *ctas[rank];
+}
+
+int Cluster::running_threads() const {
+  int threads = 0;
+  for (Cta const* cta : ctas) {
+    if (!cta) continue;
+    for (auto const& warp : cta->warps) threads += __builtin_popcount(warp->alive());
+  }
+  return threads;
+}
+
+Cta::Cta(Grid& grid, uint32_t const at[3], std::shared_ptr<Cluster> cluster, size_t rank)
+    : grid(grid), cluster(std::move(cluster)), rank(rank) {
   std::copy(at, at + 3, index);
   Launch const& launch = grid.launch;
   int const bytes = kSharedBase + launch.kernel->static_shared + launch.dynamic_shared;
@@ -37,6 +53,12 @@ char* Cta::shared(uint64_t offset, size_t bytes) {
   return shared_.data() + offset;
 }
 
+Cta& Cta::owner(uint64_t& offset) {
+  uint64_t const of = offset >> kRankBit;
+  offset &= (1u << kRankBit) - 1;
+  return of ? cluster->at(of - 1) : *this;
+}
+
 char* Cta::at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written) {
   if (address % bytes && bytes <= 16) {
     throw std::runtime_error("address " + hex(address) + " is not a multiple of " +
@@ -47,8 +69,8 @@ char* Cta::at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written
     return reinterpret_cast<char*>(address);
   }
   if (address < kLocalWindow) {
-    uint64_t const offset = address - kSharedWindow;
-    return shared(offset, bytes);
+    uint64_t offset = address - kSharedWindow;
+    return owner(offset).shared(offset, bytes);
   }
   if (address < kParamWindow) {
     auto& mine = local.at(warp.index * kWarp + lane);
@@ -64,6 +86,9 @@ char* Cta::at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written
 void Cta::store(Warp& warp, int lane, uint64_t address, void const* value, size_t bytes) {
   char* const there = at(warp, lane, address, bytes, true);
   if (address >= kSharedWindow && address < kLocalWindow) {
+    if (address - kSharedWindow >= 1u << kRankBit) {
+      throw std::runtime_error("PTX: a synchronous store to another CTA's shared memory");
+    }
     write(warp, address - kSharedWindow, value, bytes);
   } else {
     std::memcpy(there, value, bytes);

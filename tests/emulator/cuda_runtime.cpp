@@ -73,7 +73,7 @@ Library read(Fatbin const* fatbin) {
 }
 
 cudaError_t launch(void const* function, dim3 grid, dim3 block, void** arguments, size_t shared,
-                   bool programmatic = false) {
+                   bool programmatic = false, size_t cluster = 1) {
   Runtime& r = runtime();
   auto const found = r.kernels.find(function);
   if (found == r.kernels.end()) return cudaErrorInvalidDeviceFunction;
@@ -82,6 +82,7 @@ cudaError_t launch(void const* function, dim3 grid, dim3 block, void** arguments
                                                 {block.x, block.y, block.z},
                                                 static_cast<int>(shared),
                                                 programmatic,
+                                                cluster,
                                                 {}});
   auto const& parameters = launch->kernel->parameters;
   if (!parameters.empty()) {
@@ -152,7 +153,7 @@ char const* emulator_finish() { return runtime().finish().c_str(); }
 
 // Queues the only kernel of a PTX text; `params` is its parameter block. Returns the error or "".
 char const* emulator_launch(char const* ptx, unsigned ctas, unsigned threads, int shared,
-                            int programmatic, char const* params, size_t bytes) {
+                            int programmatic, unsigned cluster, char const* params, size_t bytes) {
   try {
     auto const kernels = emulator::parse(ptx);
     auto launch = std::make_unique<emulator::Launch>(
@@ -161,6 +162,7 @@ char const* emulator_launch(char const* ptx, unsigned ctas, unsigned threads, in
                          {threads, 1, 1},
                          shared,
                          programmatic != 0,
+                         cluster,
                          std::vector<char>(params, params + bytes)});
     runtime().queue.push_back({std::move(launch), {}});
   } catch (std::exception const& error) {
@@ -227,12 +229,16 @@ cudaError_t cudaLaunchKernel(void const* function, dim3 grid, dim3 block, void**
 cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* c, void const* function,
                                 void** arguments) {
   bool programmatic = false;
+  size_t cluster = 1;
   for (unsigned n = 0; n < c->numAttrs; ++n) {
     programmatic |= c->attrs[n].id == cudaLaunchAttributeProgrammaticStreamSerialization &&
                     c->attrs[n].val.programmaticStreamSerializationAllowed;
+    if (c->attrs[n].id == cudaLaunchAttributeClusterDimension) {
+      cluster = c->attrs[n].val.clusterDim.x;
+    }
   }
   return emulator::launch(function, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes,
-                          programmatic);
+                          programmatic, cluster);
 }
 
 cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute, int) { return cudaSuccess; }

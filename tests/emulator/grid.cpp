@@ -10,11 +10,15 @@ Grid::Grid(Launch launch_, Memory const& memory, Settings const& settings, Grid 
       settings(settings),
       previous(previous),
       random(settings.seed) {
+  if (launch.grid[0] % launch.cluster) throw std::runtime_error("the grid has a part of a cluster");
   for (uint32_t z = 0; z < launch.grid[2]; ++z) {
     for (uint32_t y = 0; y < launch.grid[1]; ++y) {
       for (uint32_t x = 0; x < launch.grid[0]; ++x) {
         uint32_t const at[3] = {x, y, z};
-        ctas_.push_back(std::make_unique<Cta>(*this, at));
+        size_t const rank = x % launch.cluster;
+        auto const cluster = rank ? ctas_.back()->cluster : std::make_shared<Cluster>();
+        ctas_.push_back(std::make_unique<Cta>(*this, at, cluster, rank));
+        cluster->ctas.push_back(ctas_.back().get());
       }
     }
   }
@@ -72,6 +76,7 @@ void Grid::end(Cta& cta) {
   }
   while (run_one_async(cta)) {
   }
+  cta.cluster->ctas[cta.rank] = nullptr;
 }
 
 bool Grid::triggered() const {
@@ -86,8 +91,13 @@ void Grid::round() {
     return true;
   });
   std::vector<Warp*> warps;
-  for (size_t i = 0; i < std::min(ctas_.size(), settings.resident_ctas); ++i) {
-    for (auto const& warp : ctas_[i]->warps) {
+  size_t begun = 0;  // CTAs of the clusters that run
+  Cluster const* last = nullptr;
+  for (auto const& cta : ctas_) {
+    if (cta->cluster.get() != last && begun >= settings.resident_ctas) break;
+    if (cta->cluster.get() != last) begun += launch.cluster;
+    last = cta->cluster.get();
+    for (auto const& warp : cta->warps) {
       if (!warp->done()) warps.push_back(warp.get());
     }
   }

@@ -1,5 +1,6 @@
 // Loads, stores, atomic operations, and conversions between generic and state-space addresses.
 #include "decode.h"
+#include "mbarrier.h"
 #include "number_formats.h"
 
 namespace emulator {
@@ -116,6 +117,37 @@ Step atomic(Instruction const& i) {
   });
 }
 
+// st.async: operands [to], value, [mbarrier], whose bytes the store completes.
+Step async_store(Instruction const& i) {
+  if (vector_length(i) > 1) throw std::runtime_error("PTX: a vector st.async: " + i.text);
+  int const bytes = bytes_of_type(i.words.back()), value = i.slot(1);
+  Operand const to = i.operands[0], barrier = i.operands[2];
+  return [=](Warp& w, Lanes lanes) {
+    for_each_lane(lanes, [&](int l) {
+      Cta& cta = w.cta;
+      uint64_t const word = shared_offset(barrier, w, l), bits = w.reg(value)[l];
+      cta.loads.push_back([&cta, at = uint64_t{shared_offset(to, w, l)}, word, bits, bytes] {
+        uint64_t offset = at;
+        std::memcpy(cta.owner(offset).shared(offset, bytes), &bits, bytes);
+        update_mbarrier(cta, word, [&](Mbarrier& b) { b.bytes -= bytes; });
+      });
+    });
+    return Next::Advance;
+  };
+}
+
+// mapa: the shared::cluster address of an address in the CTA of a rank.
+Step map_address(Instruction const& i) {
+  int const d = i.slot(0), a = i.slot(1), rank = i.slot(2);
+  return [=](Warp& w, Lanes lanes) {
+    for_each_lane(lanes, [&](int l) {
+      uint64_t const place = w.reg(a)[l] & ((1u << kRankBit) - 1);
+      w.reg(d)[l] = place | (static_cast<uint32_t>(w.reg(rank)[l]) + 1) << kRankBit;
+    });
+    return Next::Advance;
+  };
+}
+
 // Between generic addresses and those of a state space.
 Step address(Instruction const& i) {
   uint64_t const base = window(i);
@@ -135,7 +167,8 @@ Step address(Instruction const& i) {
 Step decode_load_store(Instruction const& i) {
   std::string const& op = i.words[0];
   if (op == "ld" || op == "ldu") return load(i);
-  if (op == "st") return store(i);
+  if (op == "st") return i.has("async") ? async_store(i) : store(i);
+  if (op == "mapa") return map_address(i);
   if (op == "atom" || op == "red") return atomic(i);
   if (op == "cvta") return address(i);
   return {};

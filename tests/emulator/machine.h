@@ -20,6 +20,9 @@ namespace emulator {
 constexpr int kWarp = 32;
 constexpr int kSharedBytes = 228 * 1024;
 constexpr int kGranule = 2;  // the emulator records writers of shared memory for every 2 bytes
+// An address in shared::cluster that `mapa` makes has the rank of its CTA, plus one, from this bit
+// on.
+constexpr int kRankBit = 20;
 
 class Cta;
 class Grid;
@@ -85,6 +88,7 @@ class Warp {
   std::deque<BulkGroup> stores[kWarp];  // of each lane; the last group is not committed yet
   int pc = 0;                           // of the running instruction
   int barrier = -1;                     // the named barrier that the warp waits at, -1 for none
+  int64_t cluster_phase[kWarp] = {};    // of the cluster barrier at which each lane arrived last
 
  private:
   struct Group {  // lanes at the same instruction
@@ -122,11 +126,23 @@ struct NamedBarrier {
   Releases releases;
 };
 
+// CTAs that reach each other's shared memory.
+struct Cluster {
+  std::vector<Cta*> ctas;  // by rank; null for a CTA that has ended
+  int64_t phase = 0;       // of barrier.cluster
+  int arrived = 0;         // threads, in this phase
+
+  Cta& at(size_t rank) const;  // throws if it has ended
+  int running_threads() const;
+};
+
 class Cta {
  public:
-  Cta(Grid& grid, uint32_t const index[3]);
+  Cta(Grid& grid, uint32_t const index[3], std::shared_ptr<Cluster> cluster, size_t rank);
   bool done() const;
   char* shared(uint64_t offset, size_t bytes);  // throws outside the CTA's shared memory
+  // The CTA of a shared::cluster offset, which loses its rank.
+  Cta& owner(uint64_t& offset);
   // Host address of a lane's generic address.
   char* at(Warp& warp, int lane, uint64_t address, size_t bytes, bool written);
   // A store by the generic proxy (st, not a bulk copy).
@@ -147,10 +163,12 @@ class Cta {
 
   Grid& grid;
   uint32_t index[3];
+  std::shared_ptr<Cluster> const cluster;
+  size_t const rank;
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<std::vector<char>> local;  // of each thread
   NamedBarrier barriers[16];
-  std::vector<std::function<void()>> loads;  // pending bulk copies into shared memory, unordered
+  std::vector<std::function<void()>> loads;  // pending copies into shared memory, unordered
   bool triggered = false;                    // griddepcontrol.launch_dependents was executed
 
  private:
@@ -168,6 +186,7 @@ struct Launch {
   uint32_t grid[3], block[3];
   int dynamic_shared = 0;
   bool programmatic = false;  // programmatic dependent launch: may overlap the previous launch
+  size_t cluster = 1;         // CTAs in a row that are a cluster
   std::vector<char> params;   // the parameter block
 };
 
@@ -187,7 +206,7 @@ struct Settings {
   double async_chance =
       0.1;  // that an asynchronous operation runs after a warp's turn; 0: only at its wait
   double deadlock_s = 2;            // seconds without any change that count as a deadlock
-  size_t resident_ctas = SIZE_MAX;  // CTAs of a launch that run at once
+  size_t resident_ctas = SIZE_MAX;  // CTAs of a launch that run at once, or the clusters of these
 };
 
 class Grid {

@@ -42,7 +42,7 @@ Step decode_mbarrier(Instruction const& i) {
         auto const n =
             number >= 0 ? static_cast<int64_t>(static_cast<uint32_t>(w.reg(number)[l])) : 1;
         uint32_t const address = shared_offset(at, w, l);
-        if (arrives) w.cta.release(w, w.cta.mbarrier(address));
+        if (arrives && !(address >> kRankBit)) w.cta.release(w, w.cta.mbarrier(address));
         update_mbarrier(w.cta, address, [&](Mbarrier& b) {
           if (expects) b.bytes += n;
           if (!expects && !arrives) b.bytes -= n;

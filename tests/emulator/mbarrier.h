@@ -17,9 +17,11 @@ inline uint32_t shared_offset(Operand const& o, Warp& w, int lane) {
   return static_cast<uint32_t>(address >= kSharedWindow ? address - kSharedWindow : address);
 }
 
-// Applies f to the barrier at an address. Flips its phase if it awaits no arrival and no bytes.
+// Applies f to the barrier at an address, which may be another CTA's. Flips its phase if it awaits
+// no arrival and no bytes.
 template <class Function>
-void update_mbarrier(Cta& cta, uint32_t address, Function const& f) {
+void update_mbarrier(Cta& from, uint64_t address, Function const& f) {
+  Cta& cta = from.owner(address);
   if (address % 8) throw std::runtime_error("an mbarrier lies on 8 bytes");
   Mbarrier b;
   std::memcpy(&b, cta.shared(address, 8), 8);

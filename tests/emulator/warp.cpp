@@ -22,7 +22,8 @@ uint64_t special(std::string const& name, Cta const& cta, int thread) {
   if (name == "%laneid") return thread % kWarp;
   if (name == "%warpid") return thread / kWarp;
   if (name == "%smid") return cta.index[0];
-  if (name == "%cluster_ctarank") return 0;
+  if (name == "%cluster_ctarank" || name == "%cluster_ctaid.x") return cta.rank;
+  if (name == "%cluster_nctarank" || name == "%cluster_nctaid.x") return cta.cluster->ctas.size();
   if (name.starts_with("%cluster_nctaid.")) return 1;
   if (name.starts_with("%cluster_ctaid.")) return 0;
   if (name == "%dynamic_smem_size") return launch.dynamic_shared;

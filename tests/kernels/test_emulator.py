@@ -208,6 +208,78 @@ def test_a_fence_covers_writes_that_its_warp_has_acquired(emulated: Machine) -> 
             emulated.finish()
 
 
+# CTA 0 copies 16 bytes and sends a word to CTA 1, which waits for both and writes what came.
+CLUSTER = """
+  mov.u32 %r1, raw;
+  mov.u32 %r2, %cluster_ctarank;
+  add.s32 %r3, %r1, 1024;
+  mov.u32 %r4, %laneid;
+  setp.ne.s32 %p1, %r4, 0;
+  @%p1 bra READY;
+  mbarrier.init.shared::cta.b64 [%r3], 2;
+READY:
+  {meet}
+  @%p1 bra END;
+  setp.ne.s32 %p2, %r2, 0;
+  @%p2 bra SECOND;
+  mov.u32 %r5, 7;
+  st.shared.v4.u32 [%r1], {{%r5, %r5, %r5, %r5}};
+  {fence}
+  mov.u32 %r6, 1;
+  add.s32 %r10, %r1, 64;
+  add.s32 %r11, %r1, 128;
+  mapa.shared::cluster.u32 %r7, %r10, %r6;
+  mapa.shared::cluster.u32 %r8, %r11, %r6;
+  mapa.shared::cluster.u32 %r9, %r3, %r6;
+  mbarrier.arrive.shared::cluster.b64 _, [%r9];
+  cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r7], [%r1], 16, [%r9];
+  st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%r8], 9, [%r9];
+  bra END;
+SECOND:
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 20;
+AGAIN:
+  mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r3], 0;
+  @!%p3 bra AGAIN;
+  ld.shared.u32 %r5, [%r1+76];
+  ld.shared.u32 %r6, [%r1+128];
+  st.global.v2.u32 [%d0], {{%r5, %r6}};
+END:
+  {last}
+"""
+MEET_CLUSTER = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
+
+
+def test_ctas_of_a_cluster_write_each_others_shared_memory(emulated: Machine) -> None:
+    """Two clusters, one of which is resident: their CTAs run together."""
+    code = kernel(CLUSTER.format(meet=MEET_CLUSTER, fence=FENCE, last=MEET_CLUSTER))
+    for seed in range(4):
+        emulated.settings(seed, (0.0, 0.1, 0.5, 1.0)[seed], resident_ctas=1)
+        out = torch.zeros(2, dtype=torch.int32)
+        emulated.launch(code, out, ctas=4, shared=2048, cluster=2)
+        emulated.finish()
+        assert out.tolist() == [7, 9]
+
+
+WRONG_CLUSTERS = [  # parts of CLUSTER, CTAs, a part of the error
+    ({"fence": ""}, 2, "a bulk copy touches shared memory .* without fence"),
+    ({"last": ""}, 2, "ended before a bulk load"),
+    ({"meet": "bra END;"}, 3, "a part of a cluster"),
+]
+
+
+@pytest.mark.parametrize(("parts", "ctas", "error"), WRONG_CLUSTERS)
+def test_errors_of_a_cluster_are_reported(
+    emulated: Machine, parts: dict[str, str], ctas: int, error: str
+) -> None:
+    code = CLUSTER.format(**{"meet": MEET_CLUSTER, "fence": FENCE, "last": MEET_CLUSTER, **parts})
+    emulated.settings(0, async_chance=0.0, deadlock_s=0.2)
+    with pytest.raises(EmulationError, match=error):  # noqa: PT012
+        emulated.launch(
+            kernel(code), torch.zeros(2, dtype=torch.int32), ctas=ctas, shared=2048, cluster=2
+        )
+        emulated.finish()
+
+
 WRONG = [  # a kernel, a part of its error
     (STORE.format(fence="", wait=WAIT), "without fence.proxy.async"),
     (STORE.format(fence=FENCE, wait=""), "ended before a bulk store"),

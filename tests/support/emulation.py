@@ -132,7 +132,7 @@ class Machine:
         )
         self.runtime.emulator_launch.argtypes = (
             ctypes.c_char_p,
-            *[ctypes.c_int] * 4,
+            *[ctypes.c_int] * 5,
             ctypes.c_char_p,
             ctypes.c_size_t,
         )
@@ -166,12 +166,13 @@ class Machine:
         threads: int = 32,
         shared: int = 0,
         programmatic: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Queues the kernel of a PTX text; its parameters are pointers to `tensors`."""
         for x in tensors:
             self.allow(x)
         pointers = b"".join(x.data_ptr().to_bytes(8, "little") for x in tensors)
-        sizes = (ctas, threads, shared, programmatic)
+        sizes = (ctas, threads, shared, programmatic, cluster)
         error = self.runtime.emulator_launch(ptx.encode(), *sizes, pointers, len(pointers))
         if error:
             raise EmulationError(error.decode())
@@ -206,7 +207,7 @@ class Machine:
         seed            of the order of warps and of the times of asynchronous operations
         async_chance    that an asynchronous operation runs after a warp's turn; 0: as late as legal
         deadlock_s      seconds without any change that count as a deadlock
-        resident_ctas   CTAs of a launch that run at once
+        resident_ctas   CTAs of a launch that run at once, or the clusters of these
         """
         self.runtime.emulator_reset(seed, async_chance, deadlock_s, resident_ctas)
         for table in (forward._tables, forward._counters, backward._tables, backward._grids):
