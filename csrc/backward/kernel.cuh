@@ -4,13 +4,17 @@
 // see it, for all query heads of a work unit, with dK and dV in registers. S^T and dP^T are
 // computed transposed, so that P^T is the A operand of dV += P^T dO in the registers where it was
 // computed, and dS^T that of dK += dS^T Q. For dQ = dS K, dS goes through shared memory. dQ is
-// added to global memory in float32: by writer warps where tiles have 128 keys or turns are kept,
-// else by the consumers.
+// added to global memory in float32.
+//
+// Where a tile is shared by a pair of CTAs, each computes dK and dV of half of its keys. The CTAs
+// exchange dS, and each computes half of the columns of dQ over all keys of the tile, so that half
+// as many numbers are added to dQ.
 //
 // One producer warpgroup gives most of its registers away: its warps load (load.cuh), fetch work
-// (work_queue.cuh), and write the dQ of one consumer warpgroup each (dq_tiles.cuh).
+// (work_queue.cuh), and write the dQ of one consumer warpgroup each (dq_tiles.cuh), or send dS to
+// the peer (mainloop_role_split.cuh).
 //
-// Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
+// Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim, S stages.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -32,24 +36,32 @@ using namespace cute;
 template <class Shapes>
 CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedStorage& smem) {
   constexpr int kWarps = 4 * Shapes::Consumers;
+  constexpr bool kPair = Shapes::Ctas > 1;
   for (CUtensorMap const* map : {&p.q, &p.dout, &p.k, &p.v}) prefetch_tma_descriptor(map);
   for (int i = 0; i < Shapes::QStages; ++i) {
-    smem.q_full[i].init(2), smem.q_empty[i].init(kWarps);
+    smem.q_full[i].init(kPair ? 3 : 2), smem.q_empty[i].init(kWarps);
   }
   for (int i = 0; i < Shapes::BlockDepth; ++i) {
     smem.block_ready[i].init(1);
-    smem.block_done[i].init(Shapes::kPolicy.role_split ? kWarps : Shapes::Consumers);
+    smem.block_done[i].init(kPair ? kWarps + 1 : Shapes::Consumers);
   }
   for (int i = 0; i < Shapes::DoutStages; ++i) {
-    smem.dout_full[i].init(2), smem.dout_empty[i].init(kWarps);
+    smem.dout_full[i].init(kPair ? 1 : 2), smem.dout_empty[i].init(kWarps);
   }
   for (int i = 0; i < Shapes::DsStages; ++i) {
-    smem.ds_full[i].init(Shapes::kPolicy.role_split ? 4 : kWarps);
+    smem.ds_full[i].init(kPair ? 1 : kWarps);
     smem.ds_empty[i].init(kWarps);
   }
   smem.p_full.init(4);
-  smem.k_full.init(1), smem.k_empty.init(kWarps);
-  smem.v_full.init(1), smem.v_empty.init(kWarps);
+  smem.k_full.init(1 + kPair), smem.k_empty.init(kWarps);
+  smem.v_full.init(1), smem.v_empty.init(Shapes::kPolicy.role_split ? 4 : kWarps);
+  if constexpr (kPair) {
+    smem.sent_full.init(1), smem.sent_empty.init(1);
+    smem.dq_turns[0].number = smem.dq_turns[1].number = -1;
+    for (int i = 0; i < Shapes::DsStages; ++i) {
+      smem.ds_stored[i].init(4), smem.peer_ds_full[i].init(1);
+    }
+  }
   for (int i = 0; i < Shapes::Consumers; ++i) {
     smem.dq_full[i].init(4), smem.dq_empty[i].init(1);
   }
@@ -73,6 +85,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
     cutlass::arch::fence_view_async_shared();
   }
   __syncthreads();
+  if constexpr (Shapes::Ctas > 1) sync_cluster();  // the peer arrives at barriers of this CTA
   wait_for_earlier_kernels();
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
@@ -83,17 +96,24 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
         fetch_row_blocks<Shapes>(p, smem);
         launch_next_kernel();
       }
+    } else if constexpr (Shapes::kPolicy.role_split) {
+      if (threadIdx.x < 3 * kWarp && elect_one_sync()) send_ds<Shapes>(smem);
     } else {
       if (elect_one_sync()) write_dq<Shapes>(p.args, smem, threadIdx.x / kWarp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     if constexpr (Shapes::kPolicy.role_split) {
-      RoleSplitConsumer<Shapes>(p, smem).run();
+      if (threadIdx.x < 2 * kWarpgroup) {
+        RoleSplitConsumer<Shapes, true>(p, smem).run();
+      } else {
+        RoleSplitConsumer<Shapes, false>(p, smem).run();
+      }
     } else {
       KeySplitConsumer<Shapes>(p, smem).run();
     }
   }
+  if constexpr (Shapes::Ctas > 1) sync_cluster();  // the peer has read and signalled its last
 }
 
 template <class Shapes>
@@ -116,7 +136,9 @@ cudaError_t launch_backward(BackwardArgs const& a, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed;
   cudaError_t const status = allow_shared(kernel, kSmem, allowed);
   if (status != cudaSuccess) return status;
-  return launch_early(kernel, dim3(min(a.num_ctas, p.num_work)), Shapes::Threads, kSmem, stream, p);
+  int const clusters = min(max(a.num_ctas / Shapes::Ctas, 1), p.num_work);
+  return launch_early(kernel, dim3(clusters * Shapes::Ctas), Shapes::Threads, kSmem, stream, p,
+                      Shapes::Ctas);
 }
 
 }  // namespace ringfa3

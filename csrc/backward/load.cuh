@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward/shapes.cuh"
+#include "hopper/cluster.cuh"
 #include "hopper/pipeline.cuh"
 #include "plan/row_blocks.h"
 
@@ -23,10 +24,11 @@ CUTE_DEVICE void load_statistic(BackwardParams const& p,
 
 // One thread: loads Q, LSE, dO and D of every block as soon as a stage is free. With the first
 // block of a work unit come V, once the unit before has issued its last dP, and K, once it has
-// ended.
+// ended; of a pair, also this CTA's half of the columns of the peer's K.
 template <class Shapes>
 CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedStorage& smem) {
   constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
+  constexpr bool kDeltaWithQ = Shapes::kPolicy.role_split;  // so that dO is freed early
   Pipeline<1> kv;
   for (uint32_t count = 0;; ++count) {
     Pipeline<Shapes::QStages> const q{count};
@@ -36,14 +38,17 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedSto
     RowBlock& block = smem.blocks[stage.index()];
     if (block.head < 0) return;
     if (p.args.turns) {
-      block.turn =
-          dq_turn<M, N>(p.args.spans, p.args.earlier, block.span, block.token, block.key_row);
+      block.turn = dq_turn<M, Shapes::TileN>(p.args.spans, p.args.earlier, block.span, block.token,
+                                             block.tile_row);
     }
     bool const first = block.flags & kFirstBlock;
     smem.q_empty[q.index()].wait(q.phase() ^ 1);
     auto& q_full = smem.q_full[q.index()];
     load_box<M, D>(p.q, q_full, smem.q + q.index() * M * D, block.token, block.head);
     load_statistic<Shapes>(p, q_full, smem.lse[q.index()], block.target, 0);
+    if constexpr (kDeltaWithQ) {
+      load_statistic<Shapes>(p, q_full, smem.delta[q.index()], block.target, 1);
+    }
     if (first) {
       smem.v_empty.wait(kv.phase() ^ 1);
       load_box<N, D>(p.v, smem.v_full, smem.v, block.key_row, block.head / p.group);
@@ -51,10 +56,17 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedSto
     smem.dout_empty[dout.index()].wait(dout.phase() ^ 1);
     auto& dout_full = smem.dout_full[dout.index()];
     load_box<M, D>(p.dout, dout_full, smem.dout + dout.index() * M * D, block.token, block.head);
-    load_statistic<Shapes>(p, dout_full, smem.delta[dout.index()], block.target, 1);
+    if constexpr (!kDeltaWithQ) {
+      load_statistic<Shapes>(p, dout_full, smem.delta[dout.index()], block.target, 1);
+    }
     if (first) {
       smem.k_empty.wait(kv.phase() ^ 1);
       load_box<N, D>(p.k, smem.k_full, smem.k, block.key_row, block.head / p.group);
+      if constexpr (Shapes::Ctas > 1) {
+        int const rank = block_rank_in_cluster();
+        load_box<N, D / 2>(p.k, smem.k_full, smem.peer_k, block.key_row + (rank ? -N : N),
+                           block.head / p.group, rank * (D / 2));
+      }
       kv.advance();
     }
   }

@@ -6,6 +6,7 @@
 #include "backward/dq_tiles.cuh"
 #include "backward/epilogue.cuh"
 #include "backward/shapes.cuh"
+#include "hopper/cluster.cuh"
 #include "hopper/column_mask.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/wgmma.cuh"
@@ -13,9 +14,6 @@
 namespace ringfa3 {
 
 using namespace cute;
-
-// Named barriers of the consumers: kTurn + w is the turn of warpgroup w.
-constexpr int kCleared = 1, kTurn = 2;
 
 // B operands in shared memory, all of Q, dO or their transposes: (M, D, S) or (D, M, S).
 template <class Mma, class Layout, class Element>
@@ -32,9 +30,9 @@ CUTE_DEVICE auto ds_operand(typename Shapes::Element* ds, int part, int thread) 
 }
 
 // B operand of dQ: 64 columns of K, transposed, (64, N).
-template <class Shapes>
+template <class Shapes, class Layout = typename Shapes::SmemKt>
 CUTE_DEVICE auto key_columns_operand(typename Shapes::Element* keys, int part, int thread) {
-  Tensor x = make_tensor(make_smem_ptr(keys), typename Shapes::SmemKt{});  // (D, N)
+  Tensor x = make_tensor(make_smem_ptr(keys), Layout{});  // (D, N)
   return typename Shapes::MmaQ{}.get_slice(thread).partition_fragment_B(
       local_tile(x, Shape<_64, Int<Shapes::N>>{}, make_coord(part, _0{})));
 }
@@ -129,22 +127,42 @@ CUTE_DEVICE void apply_mask(Accumulator& x, BlockMask const& mask) {
   }
 }
 
-// All consumers: zeroes rows [owned, Rows) of a box in shared memory. They are a neighbour's; their
-// factors are 0, and 0 x inf would be NaN.
-template <class Shapes, int Rows>
-CUTE_DEVICE void clear_foreign(typename Shapes::Element* box, int owned) {
-  constexpr int kThreads = Shapes::Consumers * kWarpgroup;
+// `Threads` threads in a row, of which this is number `thread`: zeroes rows [owned, Rows) of a box
+// with D columns in shared memory. They are a neighbour's; their factors are 0, and 0 x inf would
+// be NaN.
+template <int Rows, int D, int Threads, class Element>
+CUTE_DEVICE void clear_foreign(Element* box, int owned, int thread, int barrier) {
   constexpr int kEights = kSlab / 8;  // of a row of a slab, 16 bytes each
   CUTE_UNROLL
-  for (int slab = 0; slab < Shapes::D / kSlab; ++slab) {
+  for (int slab = 0; slab < D / kSlab; ++slab) {
     auto* const to = reinterpret_cast<uint4*>(box + slab * Rows * kSlab);
     CUTE_NO_UNROLL
-    for (int i = owned * kEights + threadIdx.x - kWarpgroup; i < Rows * kEights; i += kThreads) {
+    for (int i = owned * kEights + thread; i < Rows * kEights; i += Threads) {
       to[i] = make_uint4(0, 0, 0, 0);
     }
   }
   cutlass::arch::fence_view_async_shared();
-  cutlass::arch::NamedBarrier::sync(kThreads, kCleared);
+  cutlass::arch::NamedBarrier::sync(Threads, barrier);
+}
+
+// The same, by all consumers.
+template <class Shapes, int Rows, int D = Shapes::D>
+CUTE_DEVICE void clear_foreign(typename Shapes::Element* box, int owned) {
+  clear_foreign<Rows, D, Shapes::Consumers * kWarpgroup>(box, owned, threadIdx.x - kWarpgroup,
+                                                         kCleared);
+}
+
+// All consumers: zeroes keys of K that are a neighbour's, in a tile with fewer than TileN.
+template <class Shapes>
+CUTE_DEVICE void clear_foreign_keys(typename Shapes::SharedStorage& smem, WorkUnit const& unit) {
+  if constexpr (Shapes::Ctas == 1) {
+    clear_foreign<Shapes, Shapes::N>(smem.k, unit.rows);
+  } else {
+    int const first = min(unit.rows, Shapes::N), second = unit.rows - first;  // keys of each CTA
+    bool const is_first = block_rank_in_cluster() == 0;
+    clear_foreign<Shapes, Shapes::N>(smem.k, is_first ? first : second);
+    clear_foreign<Shapes, Shapes::N, Shapes::D / 2>(smem.peer_k, is_first ? second : first);
+  }
 }
 
 // The shared-memory address at which a lane stores its part of dS^T: transposed (8, 8) matrices of
@@ -176,20 +194,18 @@ CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
 //                        waits for V, releases K and V, leaves no product in flight, and returns
 //                        the number of the block after its last
 //   store_sums(unit, kv_head)
-//
-// Returns the number of blocks.
 template <class Shapes, class Consumer>
-CUTE_DEVICE uint32_t run_work_items(typename Shapes::SharedStorage& smem, Consumer& consumer) {
+CUTE_DEVICE void run_work_items(typename Shapes::SharedStorage& smem, Consumer& consumer) {
   int const lane = threadIdx.x % kWarp;
   uint32_t units = 0, blocks = 0;
   while (true) {
     Pipeline<kWorkDepth> const work_stage{units};
     smem.work_full[work_stage.index()].wait(work_stage.phase());
     KeyWorkItem const& work = smem.work[work_stage.index()];
-    if (work.kv_head < 0) return blocks;
+    if (work.kv_head < 0) return;
     consumer.clear_sums();
     smem.k_full.wait(Pipeline<1>{units}.phase());
-    if (work.unit.rows < Shapes::N) clear_foreign<Shapes, Shapes::N>(smem.k, work.unit.rows);
+    if (work.unit.rows < Shapes::TileN) clear_foreign_keys<Shapes>(smem, work.unit);
     blocks = consumer.run_unit(units++, blocks);
     consumer.store_sums(work.unit, work.kv_head);
     __syncwarp();

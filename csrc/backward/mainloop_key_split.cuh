@@ -263,7 +263,7 @@ struct KeySplitConsumer {
   __device__ void send(uint32_t count, FragmentQ& dq) {
     warpgroup_fence_operand(dq);
     if (lane == 0) smem.ds_empty[DsStage{count}.index()].arrive();
-    send_dq<Shapes>(smem, dq, block_at(count), count, 0, warpgroup);
+    send_dq<Shapes>(smem, dq, count, warpgroup);
   }
 
   __device__ RowBlock const& block_at(uint32_t count) {

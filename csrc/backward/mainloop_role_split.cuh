@@ -1,48 +1,70 @@
-// Consumers of tiles of 64 keys: one warpgroup computes P and dV, the other dS and dK.
+// Consumers of a tile of 128 keys that a pair of CTAs shares. Each CTA has 64 of the keys: one
+// warpgroup computes P and dV, the other dS and dK.
 //
 // Both warpgroups issue the same products on operands of their own: S^T = K Q^T and dV += P^T dO in
 // the first, dP^T = V dO^T and dK += dS^T Q in the second. P^T goes from the first to the second
-// through shared memory, in float32. Each computes half of the columns of dQ = dS K. There are no
-// turns; for row block j:
+// through shared memory, in float32. dS goes to both CTAs. Each warpgroup computes a quarter of the
+// columns of dQ = dS K, over all keys of the tile: the CTA keeps these columns of the peer's K,
+// too. The CTAs visit the same row blocks; for row block j:
 //
-//   warpgroup 0 | dV(j) | wait for dS(j) | dQ(j), S(j+1)  | P(j+1), sent           | dV(j+1) ...
-//   warpgroup 1 | dK(j) | wait for dS(j) | dQ(j), dP(j+1) | wait for P(j+1), dS(j+1) | dK(j+1) ...
+//   warpgroup 0 | dV(j), adding dQ(j-1) | dQ(j), S(j+1)  | P(j+1), sent to warpgroup 1
+//   warpgroup 1 | dK(j), adding dQ(j-1) | dQ(j), dP(j+1) | dS(j+1), sent to warpgroup 0 and the
+//   peer
 //
-// Inside a warpgroup, adding dQ(j) to global memory overlaps S(j+1) or dP(j+1).
+// A warpgroup that issues S or dP waits about as long as the product runs; one that issues dV, dK
+// or dQ does not. So dQ is added to global memory beside dV and dK of the next block. A stage of Q
+// or dO is freed as soon as its last product has ended, because the loads are on the critical path.
 //
-// Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
+// P has one stage and dS has two. No barrier says that they are free, because it follows:
+//
+//   * Warpgroup 0 sends P(j+1) after its dQ(j) has ended, which waited for dS(j) of this CTA.
+//   * Warpgroup 1 stores dS(j+1) after its own dQ(j) has ended, and after P(j+1) has come. So when
+//     dS(j+1) of the peer is here, both warpgroups of the peer have read their dS(j), and the copy
+//     of dS(j) to the peer has ended.
+//   * Warpgroup 1 stores dS(j+2) after its dQ(j+1) has ended, which waited for the peer's dS(j+1).
+//
+// Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim, S stages.
 #pragma once
 
 #include "backward/mainloop_common.cuh"
+#include "hopper/cluster.cuh"
 
 namespace ringfa3 {
 
 using namespace cute;
 
-// The stages of Q and behind them those of dO, as one tensor (M, D, S), and transposed (D, M, S).
+// A operand of S^T or dP^T: K or V, (64, D).
 template <class Shapes>
-struct RowStages {
-  using Shared = typename Shapes::SharedStorage;
-  static_assert(offsetof(Shared, dout) == offsetof(Shared, q) + sizeof(Shared::q));
-  static constexpr int kStages = Shapes::QStages + Shapes::DoutStages;
-  using Rows = decltype(tile_to_shape(typename Shapes::AtomK{},
-                                      Shape<Int<Shapes::M>, Int<Shapes::D>, Int<kStages>>{}));
-  using RowsT = decltype(tile_to_shape(typename Shapes::AtomMN{},
-                                       Shape<Int<Shapes::D>, Int<Shapes::M>, Int<kStages>>{},
-                                       Step<_2, _1, _3>{}));
-};
-
-// A operand of S^T or dP^T: K in the first warpgroup, V in the second, (64, D).
-template <class Shapes>
-CUTE_DEVICE auto key_or_value_operand(typename Shapes::SharedStorage& smem, int warpgroup,
-                                      int thread) {
-  using Shared = typename Shapes::SharedStorage;
-  static_assert(offsetof(Shared, v) == offsetof(Shared, k) + sizeof(Shared::k));
-  return typename Shapes::MmaS{}.get_slice(thread).partition_fragment_A(make_tensor(
-      make_smem_ptr(smem.k + warpgroup * (Shapes::N * Shapes::D)), typename Shapes::SmemK{}));
+CUTE_DEVICE auto keys_operand(typename Shapes::Element* keys, int thread) {
+  return typename Shapes::MmaS{}.get_slice(thread).partition_fragment_A(
+      make_tensor(make_smem_ptr(keys), typename Shapes::SmemK{}));
 }
 
+// One thread: hands dS of every block to the consumers, and a copy to those of the peer.
 template <class Shapes>
+CUTE_DEVICE void send_ds(typename Shapes::SharedStorage& smem) {
+  constexpr int kStage = Shapes::M * Shapes::N;
+  constexpr int kBytes = kStage * sizeof(typename Shapes::Element);
+  uint32_t const peer = block_rank_in_cluster() ^ 1;
+  for (uint32_t count = 0;; ++count) {
+    Pipeline<Shapes::BlockDepth> const block{count};
+    Pipeline<Shapes::DsStages> const stage{count};
+    smem.block_ready[block.index()].wait(block.phase());
+    bool const ends = smem.blocks[block.index()].head < 0;
+    smem.block_done[block.index()].arrive();
+    if (ends) return;
+    smem.peer_ds_full[stage.index()].arrive_and_expect_tx(kBytes);  // for the peer's dS
+    smem.ds_stored[stage.index()].wait(stage.phase());
+    cutlass::arch::fence_view_async_shared();  // after the stores of a warpgroup
+    smem.ds_full[stage.index()].arrive();
+    int const offset = stage.index() * kStage;
+    copy_to_cta(peer, smem.peer_ds + offset, smem.ds + offset, kBytes,
+                smem.peer_ds_full[stage.index()]);
+  }
+}
+
+// The first warpgroup has P and dV, the second dS and dK.
+template <class Shapes, bool HasDv>
 struct RoleSplitConsumer {
   using Element = typename Shapes::Element;
   using Shared = typename Shapes::SharedStorage;
@@ -50,11 +72,16 @@ struct RoleSplitConsumer {
   using MmaKV = typename Shapes::MmaKV;
   using MmaQ = typename Shapes::MmaQ;
   static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
-  static_assert(M == 64 && N == 64 && Shapes::DqTilesEach == 2);
+  static constexpr int kWarpgroupIndex = HasDv ? 0 : 1;
+  static_assert(M == 64 && N == 64 && Shapes::Ctas == 2 && Shapes::DqTilesEach == 1);
   using QStage = Pipeline<Shapes::QStages>;
   using DoutStage = Pipeline<Shapes::DoutStages>;
   using DsStage = Pipeline<Shapes::DsStages>;
   using BlockStage = Pipeline<Shapes::BlockDepth>;
+  // B operands of S^T or dP^T, and of dV or dK
+  using Rows = conditional_t<HasDv, typename Shapes::SmemQ, typename Shapes::SmemDout>;
+  using RowsT = conditional_t<HasDv, typename Shapes::SmemDoutT, typename Shapes::SmemQt>;
+  using PeerKt = typename Shapes::SmemPeerKt;
   using FragmentS = decltype(partition_fragment_C(MmaS{}, Shape<_64, Int<M>>{}));
   using FragmentKV = decltype(partition_fragment_C(MmaKV{}, Shape<_64, Int<D>>{}));
   using FragmentQ = decltype(partition_fragment_C(MmaQ{}, Shape<_64, _64>{}));
@@ -62,22 +89,24 @@ struct RoleSplitConsumer {
 
   BackwardParams const& p;
   Shared& smem;
-  int const thread, warpgroup;
-  bool const has_dv;  // the first warpgroup: P and dV; else dS and dK
+  int const thread;
   int const lane;
-  int const warp_key;  // the warp's first key in the tile
+  int const warp_key;  // the warp's first key of the CTA
   int const key;       // the thread holds this one and key + 8
   float const scale_log2;
 
   MmaS mma_s;
   MmaKV mma_kv;
   MmaQ mma_q;
-  decltype(key_or_value_operand<Shapes>(smem, 0, 0)) fKV;                             // (64, D)
-  decltype(row_operand<MmaS, typename RowStages<Shapes>::Rows>(smem.q, 0)) fRows;     // (M, D, S)
-  decltype(row_operand<MmaKV, typename RowStages<Shapes>::RowsT>(smem.q, 0)) fRowsT;  // (D, M, S)
-  decltype(ds_operand<Shapes>(smem.ds, 0, 0)) fDS;                                    // (M, N, S)
-  decltype(key_columns_operand<Shapes>(smem.k, 0, 0)) fKt0, fKt1;                     // (64, N)
-  FragmentKV sum;           // dV or dK (64, D)
+  decltype(keys_operand<Shapes>(smem.k, 0)) fKeys;                           // K or V (64, D)
+  decltype(row_operand<MmaS, Rows>(smem.q, 0)) fRows;                        // Q or dO (M, D, S)
+  decltype(row_operand<MmaKV, RowsT>(smem.q, 0)) fRowsT;                     // dO or Q (D, M, S)
+  decltype(ds_operand<Shapes>(smem.ds, 0, 0)) fDS, fPeerDS;                  // (M, N, S)
+  decltype(key_columns_operand<Shapes>(smem.k, 0, 0)) fKt;                   // (64, N)
+  decltype(key_columns_operand<Shapes, PeerKt>(smem.peer_k, 0, 0)) fPeerKt;  // (64, N)
+  FragmentKV sum;                                                            // dV or dK (64, D)
+  FragmentQ dq;             // a dQ tile, added to global memory a block later
+  int flags = 0;            // BlockFlags of the block of S or dP
   FragmentP fS;             // P^T or dS^T (64, M), the A operand of dV or dK
   Element* const to_ds;     // where the lane stores dS^T
   float4* const exchanged;  // P^T on its way; a thread of each warpgroup has the same elements
@@ -86,102 +115,159 @@ struct RoleSplitConsumer {
       : p(p),
         smem(smem),
         thread(threadIdx.x % kWarpgroup),
-        warpgroup(cutlass::canonical_warp_group_idx() - 1),  // uniform
-        has_dv(warpgroup == 0),
         lane(thread % kWarp),
         warp_key(thread / kWarp * 16),
         key(warp_key + lane / 4),
         scale_log2(p.args.softmax_scale * kLog2e),
-        fKV(key_or_value_operand<Shapes>(smem, warpgroup, thread)),
-        fRows(row_operand<MmaS, typename RowStages<Shapes>::Rows>(smem.q, thread)),
-        fRowsT(row_operand<MmaKV, typename RowStages<Shapes>::RowsT>(smem.q, thread)),
+        fKeys(keys_operand<Shapes>(HasDv ? smem.k : smem.v, thread)),
+        fRows(row_operand<MmaS, Rows>(HasDv ? smem.q : smem.dout, thread)),
+        fRowsT(row_operand<MmaKV, RowsT>(HasDv ? smem.dout : smem.q, thread)),
         fDS(ds_operand<Shapes>(smem.ds, 0, thread)),
-        fKt0(key_columns_operand<Shapes>(smem.k, 2 * warpgroup, thread)),
-        fKt1(key_columns_operand<Shapes>(smem.k, 2 * warpgroup + 1, thread)),
+        fPeerDS(ds_operand<Shapes>(smem.peer_ds, 0, thread)),
+        fKt(key_columns_operand<Shapes>(smem.k, dq_tile(), thread)),
+        fPeerKt(key_columns_operand<Shapes, PeerKt>(smem.peer_k, kWarpgroupIndex, thread)),
         to_ds(ds_address<Shapes>(smem, warp_key, lane)),
         exchanged(reinterpret_cast<float4*>(smem.p) + thread) {}
 
-  CUTE_DEVICE void run() {
-    uint32_t const blocks = run_work_items<Shapes>(smem, *this);
-    end_dq<Shapes>(smem, warpgroup, p.args.turns ? blocks : 0);
-  }
+  CUTE_DEVICE void run() { run_work_items<Shapes>(smem, *this); }
 
   // See `run_work_items`. No product is in flight at the start of an iteration.
   __device__ uint32_t run_unit(uint32_t unit, uint32_t count) {
-    if (!has_dv) smem.v_full.wait(Pipeline<1>{unit}.phase());
-    await_block(count);
+    if constexpr (!HasDv) smem.v_full.wait(Pipeline<1>{unit}.phase());
+    uint32_t const begin = count;
     {
       FragmentS s;
       issue_s_or_dp(count, s);
       softmax_backward(count, s);
     }
-    for (; !(block_at(count).flags & kLastBlock); ++count) {
+    for (; !(flags & kLastBlock); ++count) {
       FragmentS s;
-      FragmentQ dq;
-      issue_sum_and_dq(count, dq);
-      await_block(count + 1);
+      add_to_sum(count, begin);
+      issue_dq(count);
       issue_s_or_dp(count + 1, s);
-      warpgroup_wait<1>();
-      add_or_send_dq(count, dq, 1);
-      release_block(count);
       softmax_backward(count + 1, s);
     }
-    if (lane == 0) smem.v_empty.arrive();
-    FragmentQ dq;
-    issue_sum_and_dq(count, dq);
+    if constexpr (!HasDv) {
+      if (lane == 0) smem.v_empty.arrive();
+    }
+    add_to_sum(count, begin);
+    issue_dq(count);
     warpgroup_wait<0>();
     if (lane == 0) smem.k_empty.arrive();
-    add_or_send_dq(count, dq, 1);
-    release_block(count);
+    add_dq_tile(count);
+    if (p.args.turns) change_turn<Shapes>(smem, p.args.turns, DqTile{-1}, kWarpgroupIndex);
     return count + 1;
   }
 
-  // dV or dK, and both dQ tiles of a block. Leaves the second dQ tile in flight.
-  __device__ void issue_sum_and_dq(uint32_t count, FragmentQ& dq) {
-    DsStage const ds_stage{count};
-    FragmentQ dq0;
+  // dV += P^T dO or dK += dS^T Q, beside which dQ of the block before is added to global memory. A
+  // unit begins with block `begin`.
+  __device__ void add_to_sum(uint32_t count, uint32_t begin) {
     issue_sum(count);
-    smem.ds_full[ds_stage.index()].wait(ds_stage.phase());
-    issue_dq(count, fKt0, dq0);
-    warpgroup_wait<1>();
-    warpgroup_fence_operand(sum);
-    if (lane == 0) smem.dout_empty[DoutStage{count}.index()].arrive();
-    issue_dq(count, fKt1, dq);
-    warpgroup_wait<1>();
-    add_or_send_dq(count, dq0, 0);
-  }
-
-  // S^T or dP^T, the only product in flight, becomes P^T or dS^T.
-  __device__ void softmax_backward(uint32_t count, FragmentS& s) {
+    if (count != begin) add_dq_tile(count - 1);
     warpgroup_wait<0>();
-    warpgroup_fence_operand(s);
-    if (has_dv) {
-      exchange_p(count, s);
-    } else {
-      store_ds_of(count, s);
+    warpgroup_fence_operand(sum);
+    if (lane == 0) {
+      (HasDv ? smem.dout_empty[DoutStage{count}.index()] : smem.q_empty[QStage{count}.index()])
+          .arrive();
     }
   }
 
-  // S^T becomes P^T, which the other warpgroup reads from shared memory. It has read the block
-  // before: this block's turn came after dS of that one.
-  __device__ void exchange_p(uint32_t count, FragmentS& s) {
-    RowBlock const& block = block_at(count);
-    compute_p(s, RowValues<M>(smem.lse[QStage{count}.index()], lane), scale_log2);
-    if (block.flags & kMasked) apply_mask<M>(s, BlockMask(block, key, lane));
+  // S^T or dP^T of a block, of which it reads the flags.
+  __device__ void issue_s_or_dp(uint32_t count, FragmentS& s) {
+    if constexpr (HasDv) {
+      QStage const stage{count};
+      smem.q_full[stage.index()].wait(stage.phase());
+      flags = block_at(count).flags;
+    } else {
+      DoutStage const stage{count};
+      smem.dout_full[stage.index()].wait(stage.phase());
+      flags = block_at(count).flags;
+      clear_dout(count);
+    }
+    int const stage = HasDv ? QStage{count}.index() : DoutStage{count}.index();
+    issue(mma_s, opaque(fKeys), opaque(fRows)(_, _, _, stage), s, false);
+  }
+
+  // dV += P^T dO or dK += dS^T Q. Rows of Q that are a neighbour's matter to dK alone: S has ended.
+  __device__ void issue_sum(uint32_t count) {
+    if constexpr (HasDv) {
+      DoutStage const stage{count};
+      smem.dout_full[stage.index()].wait(stage.phase());
+      clear_dout(count);
+    } else if (flags & kForeign) {
+      clear_foreign<M, D, kWarpgroup>(smem.q + QStage{count}.index() * M * D, block_at(count).rows,
+                                      thread, kTurn + kWarpgroupIndex);
+    }
+    int const stage = HasDv ? DoutStage{count}.index() : QStage{count}.index();
+    issue(mma_kv, fS, opaque(fRowsT)(_, _, _, stage), sum, true);
+  }
+
+  // Both warpgroups, each once for a block: zeroes rows of dO that are a neighbour's.
+  __device__ void clear_dout(uint32_t count) {
+    if (flags & kForeign) {
+      clear_foreign<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, block_at(count).rows);
+    }
+  }
+
+  // Two groups: dQ = dS K over the keys of this CTA, then over the peer's.
+  __device__ void issue_dq(uint32_t count) {
+    DsStage const stage{count};
+    mma_q.accumulate_ = GMMA::ScaleOut::Zero;
+    smem.ds_full[stage.index()].wait(stage.phase());
+    warpgroup_fence_operand(dq);
+    warpgroup_arrive();
+    add_to_dq(opaque(fDS)(_, _, _, stage.index()), opaque(fKt));
+    warpgroup_commit_batch();
+    smem.peer_ds_full[stage.index()].wait(stage.phase());
+    warpgroup_arrive();
+    add_to_dq(opaque(fPeerDS)(_, _, _, stage.index()), opaque(fPeerKt));
+    warpgroup_commit_batch();
+  }
+
+  template <class A, class B>
+  __device__ void add_to_dq(A const& ds, B const& keys) {
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(ds); ++k) {
+      gemm(mma_q, ds(_, _, k), keys(_, _, k), dq);
+      mma_q.accumulate_ = GMMA::ScaleOut::One;
+    }
+  }
+
+  // Products in flight end: dQ, and S^T or dP^T, which becomes P^T or dS^T.
+  __device__ void softmax_backward(uint32_t count, FragmentS& s) {
+    QStage const stage{count};  // LSE and D come with Q
+    if constexpr (!HasDv) smem.q_full[stage.index()].wait(stage.phase());
+    RowValues<M> const of_rows(HasDv ? smem.lse[stage.index()] : smem.delta[stage.index()], lane);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(s);
+    if constexpr (HasDv) {
+      send_p(count, s, of_rows);
+    } else {
+      store_ds_of(count, s, of_rows);
+    }
+  }
+
+  // S^T becomes P^T, for the other warpgroup and as the operand of dV. The other warpgroup has read
+  // the block before: its dS has come.
+  __device__ void send_p(uint32_t count, FragmentS& s, RowValues<M> const& lse) {
+    compute_p(s, lse, scale_log2);
+    if (flags & kMasked) apply_mask<M>(s, BlockMask(block_at(count), key, lane));
     CUTE_UNROLL
     for (int n = 0; n < M / 2; n += 4) {
       exchanged[n / 4 * kWarpgroup] = make_float4(s(n), s(n + 1), s(n + 2), s(n + 3));
     }
     __syncwarp();
-    if (lane == 0) smem.p_full.arrive();
+    if (lane == 0) {
+      smem.p_full.arrive();
+      smem.q_empty[QStage{count}.index()].arrive();
+    }
     to_operand<Element>(s, fS);
   }
 
-  // dP^T becomes dS^T. dS has two stages: the other warpgroup has read this stage before it sent P
-  // of this block.
-  __device__ void store_ds_of(uint32_t count, FragmentS& dp) {
-    DsStage const ds_stage{count};
-    RowBlock const& block = block_at(count);
+  // dP^T becomes dS^T. `send_ds` issues the proxy fence.
+  __device__ void store_ds_of(uint32_t count, FragmentS& dp, RowValues<M> const& delta) {
+    if (lane == 0) smem.dout_empty[DoutStage{count}.index()].arrive();
+    int const stage = DsStage{count}.index();
     smem.p_full.wait(Pipeline<1>{count}.phase());
     Tensor prob = make_tensor<float>(Shape<Int<M / 2>>{});  // P^T
     CUTE_UNROLL
@@ -189,72 +275,29 @@ struct RoleSplitConsumer {
       float4 const x = exchanged[n / 4 * kWarpgroup];
       prob(n) = x.x, prob(n + 1) = x.y, prob(n + 2) = x.z, prob(n + 3) = x.w;
     }
-    compute_ds(prob, dp, RowValues<M>(smem.delta[DoutStage{count}.index()], lane));
-    if (block.flags & kMasked) apply_mask<M>(dp, BlockMask(block, key, lane));
+    compute_ds(prob, dp, delta);
+    if (flags & kMasked) apply_mask<M>(dp, BlockMask(block_at(count), key, lane));
     to_operand<Element>(dp, fS);
-    store_ds<M>(fS, to_ds + ds_stage.index() * (M * N));
-    cutlass::arch::fence_view_async_shared();
+    store_ds<M>(fS, to_ds + stage * (M * N));
     __syncwarp();
-    if (lane == 0) smem.ds_full[ds_stage.index()].arrive();
+    if (lane == 0) smem.ds_stored[stage].arrive();
   }
 
-  __device__ void issue_s_or_dp(uint32_t count, FragmentS& s) {
-    if (!has_dv) await_dout(count);
-    int const stage = has_dv ? q_index(count) : dout_index(count);
-    issue(mma_s, fKV, fRows(_, _, _, stage), s, false);
-  }
-
-  // dV += P^T dO or dK += dS^T Q.
-  __device__ void issue_sum(uint32_t count) {
-    await_dout(count);
-    int const stage = has_dv ? dout_index(count) : q_index(count);
-    issue(mma_kv, fS, fRowsT(_, _, _, stage), sum, true);
-  }
-
-  template <class Columns>
-  __device__ void issue_dq(uint32_t count, Columns const& fKt, FragmentQ& dq) {
-    issue(mma_q, fDS(_, _, _, DsStage{count}.index()), fKt, dq, false);
-  }
-
-  __device__ void add_or_send_dq(uint32_t count, FragmentQ& dq, int tile) {
+  // Adds dQ of a block to global memory, and releases the block.
+  __device__ void add_dq_tile(uint32_t count) {
     warpgroup_fence_operand(dq);
     RowBlock const& block = block_at(count);
+    int const number = block.target * Shapes::DqTiles + dq_tile();
     if (p.args.turns) {
-      send_dq<Shapes>(smem, dq, block, count, tile, warpgroup);
-    } else {
-      add_dq<Shapes>(p.args.grid.dq, dq, block, tile, warpgroup);
+      change_turn<Shapes>(smem, p.args.turns, DqTile{number, block.turn}, kWarpgroupIndex);
     }
-  }
-
-  __device__ void release_block(uint32_t count) {
+    add_dq(p.args.grid.dq, dq, number);
     __syncwarp();  // all lanes have read the block
-    if (lane == 0) {
-      smem.q_empty[QStage{count}.index()].arrive();
-      smem.block_done[BlockStage{count}.index()].arrive();
-    }
+    if (lane == 0) smem.block_done[BlockStage{count}.index()].arrive();
   }
 
-  // Waits for Q of a block, and zeroes rows of Q and dO that are a neighbour's.
-  __device__ void await_block(uint32_t count) {
-    QStage const q_stage{count};
-    smem.q_full[q_stage.index()].wait(q_stage.phase());
-    RowBlock const& block = block_at(count);
-    if (block.flags & kForeign) {
-      DoutStage const dout_stage{count};
-      smem.dout_full[dout_stage.index()].wait(dout_stage.phase());
-      clear_foreign<Shapes, M>(smem.q + q_stage.index() * M * D, block.rows);
-      clear_foreign<Shapes, M>(smem.dout + dout_stage.index() * M * D, block.rows);
-    }
-  }
-
-  __device__ void await_dout(uint32_t count) {
-    DoutStage const stage{count};
-    smem.dout_full[stage.index()].wait(stage.phase());
-  }
-
-  // Stages of Q and of dO in `RowStages`.
-  __device__ int q_index(uint32_t count) { return QStage{count}.index(); }
-  __device__ int dout_index(uint32_t count) { return Shapes::QStages + DoutStage{count}.index(); }
+  // The warpgroup's dQ tile of a block, and its columns of K.
+  __device__ int dq_tile() const { return 2 * block_rank_in_cluster() + kWarpgroupIndex; }
 
   __device__ RowBlock const& block_at(uint32_t count) {
     return smem.blocks[BlockStage{count}.index()];
@@ -263,10 +306,11 @@ struct RoleSplitConsumer {
   __device__ void clear_sums() { clear(sum); }
 
   __device__ void store_sums(WorkUnit const& unit, int kv_head) {
-    float const scale = has_dv ? 1.f : p.args.softmax_scale;
+    float const scale = HasDv ? 1.f : p.args.softmax_scale;
     CUTE_UNROLL
     for (int n = 0; n < D / 2; ++n) sum(n) *= scale;
-    store_gradient<Shapes>(p.args, has_dv ? p.args.dv : p.args.dk, unit, kv_head, key, lane, sum);
+    store_gradient<Shapes>(p.args, HasDv ? p.args.dv : p.args.dk, unit, kv_head,
+                           N * block_rank_in_cluster() + key, lane, sum);
   }
 };
 

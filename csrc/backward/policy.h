@@ -3,8 +3,9 @@
 
 namespace ringfa3 {
 
-// role_split     one warpgroup computes P and dV, the other dS and dK, because a tile has only 64
-//                keys; otherwise each warpgroup has 64 keys of a tile of 128.
+// role_split     a pair of CTAs shares a tile of 128 keys, of which each has 64. One of its
+//                warpgroups computes P and dV, the other dS and dK. Otherwise a CTA has the whole
+//                tile, and each of its warpgroups 64 keys.
 // q_stages, dout_stages
 //                of Q with LSE, and of dO with D: as many as shared memory holds beside K and V.
 // ds_stages      of dS.

@@ -1,6 +1,6 @@
 // Shapes, layouts and shared memory of a backward kernel, and its parameters.
 //
-// Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim, S stages.
+// Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim, S stages.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -31,10 +31,11 @@ struct KeyWorkItem {
 struct RowBlock {
   int32_t head;       // -1: no more blocks
   int32_t token;      // its first row
-  int32_t key_row;    // the tile's first key
-  int32_t low, high;  // rows [n + low, n + high] of the block see key n of the tile
+  int32_t tile_row;   // the tile's first key
+  int32_t key_row;    // the CTA's first key
+  int32_t low, high;  // rows [n + low, n + high] of the block see key n of the CTA
   int32_t rows;       // of the block that belong to the span
-  int32_t keys;       // of the tile
+  int32_t keys;       // of the CTA
   int32_t target;     // the block's number in LSE, D and dQ
   int32_t span;       // its number in the plan
   int32_t turn;       // tiles that add to its dQ earlier, if turns are kept
@@ -46,28 +47,44 @@ struct RowBlock {
 enum BlockFlags : int32_t { kMasked = 1, kForeign = 2, kFirstBlock = 4, kLastBlock = 8 };
 constexpr int kBlockFlagBits = 4;
 
-// A dQ tile in shared memory.
+// A dQ tile.
 struct DqTile {
-  int32_t number;  // in dQ; -1: no more tiles
+  int32_t number;  // in dQ
   int32_t turn;    // of its block
 };
+
+// What a CTA of a pair has beside the rest of its shared memory.
+template <class Element, int DsSize, int KeysSize, int DsStages>
+struct PairStorage {
+  alignas(1024) Element peer_ds[DsSize];
+  alignas(1024) Element peer_k[KeysSize];  // this CTA's half of the columns of the peer's K
+  DqTile dq_turns[2];                      // of each warpgroup; number -1: none
+  int32_t sent_work;                       // a work item, from the first CTA to the second
+  alignas(16) cutlass::arch::ClusterTransactionBarrier peer_ds_full[DsStages], sent_full;
+  alignas(16) cutlass::arch::ClusterBarrier ds_stored[DsStages], sent_empty;
+};
+
+struct NoPairStorage {};
 
 template <class Element_, int HeadDim_, int TileM_, int TileN_>
 struct BackwardShapes {
   using Element = Element_;
   static constexpr int D = HeadDim_;
   static constexpr int M = TileM_;
-  static constexpr int N = TileN_;
   static constexpr BackwardPolicy kPolicy = kBackwardPolicy<D>;
+  static constexpr int Ctas = kPolicy.role_split ? 2 : 1;  // of a cluster, which shares a key tile
+  static constexpr int TileN = TileN_;                     // keys of a tile
+  static constexpr int N = TileN / Ctas;
   static_assert(kPolicy.role_split == (N == 64));
   static constexpr int Consumers = 2;  // warpgroups
   static constexpr int Threads = kWarpgroup * (Consumers + 1);
   static constexpr int QStages = kPolicy.q_stages;
   static constexpr int DoutStages = kPolicy.dout_stages;
   static constexpr int DsStages = kPolicy.ds_stages;
-  static constexpr int BlockDepth = 4;                     // decoded blocks, until they are done
-  static constexpr int DqTiles = M * D / kDqTile;          // of a block
-  static constexpr int DqTilesEach = DqTiles / Consumers;  // of a warpgroup, side by side
+  static constexpr int kDeltaStages = kPolicy.role_split ? QStages : DoutStages;
+  static constexpr int BlockDepth = 4;             // decoded blocks, until they are done
+  static constexpr int DqTiles = M * D / kDqTile;  // of a block
+  static constexpr int DqTilesEach = DqTiles / (Consumers * Ctas);  // of a warpgroup, side by side
 
   // One warpgroup's products: S^T (64, M) = K (64, D) Q^T and dP^T (64, M) = V (64, D) dO^T;
   // dV (64, D) += P^T (64, M) dO and dK (64, D) += dS^T (64, M) Q, with A in registers; a dQ tile
@@ -108,22 +125,25 @@ struct BackwardShapes {
                                            Step<_2, _1, _3>{}));
   using SmemKt = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>>{}, Step<_2, _1>{}));
   using SmemDs = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<N>, Int<DsStages>>{}));
+  // Of a pair of CTAs: this CTA's half of the columns of the peer's K, transposed (D / 2, N).
+  using SmemPeerKt =
+      decltype(tile_to_shape(AtomMN{}, Shape<Int<D / Ctas>, Int<N>>{}, Step<_2, _1>{}));
 
-  struct SharedStorage {
+  using Pair = PairStorage<Element, cosize_v<SmemDs>, cosize_v<SmemPeerKt>, DsStages>;
+  struct SharedStorage : conditional_t<(Ctas > 1), Pair, NoPairStorage> {
     alignas(1024) Element k[cosize_v<SmemK>];
     alignas(1024) Element v[cosize_v<SmemK>];
     alignas(1024) Element q[cosize_v<SmemQ>];
     alignas(1024) Element dout[cosize_v<SmemDout>];
     alignas(1024) Element ds[cosize_v<SmemDs>];
-    alignas(128) float dq[Consumers][kDqTile];
+    alignas(128) float dq[Consumers][kPolicy.role_split ? 4 : kDqTile];
     alignas(128) float p[kPolicy.role_split ? 64 * M : 1];  // P^T, from one warpgroup to the other
     alignas(128) Statistic lse[QStages][M];
-    alignas(128) Statistic delta[DoutStages][M];
+    alignas(128) Statistic delta[kDeltaStages][M];
     alignas(128) bfloat16_t ones[kPolicy.role_split ? 1 : 128];  // see `SmemOnes`
     RowBlock blocks[BlockDepth];
-    DqTile dq_tiles[Consumers];
     KeyWorkItem work[kWorkDepth];
-    int32_t next_work;  // of the thread that fetches
+    int32_t next_work, head;  // of the thread that fetches
     alignas(16) cutlass::arch::ClusterTransactionBarrier k_full, v_full;
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier block_ready[BlockDepth], block_done[BlockDepth];

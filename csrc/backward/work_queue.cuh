@@ -2,12 +2,35 @@
 #pragma once
 
 #include "backward/shapes.cuh"
+#include "hopper/cluster.cuh"
 #include "hopper/pipeline.cuh"
 #include "plan/row_blocks.h"
 
 namespace ringfa3 {
 
 using namespace cute;
+
+// One thread: the number of the CTA's `count`-th work item. The first CTA of a pair takes it from
+// the counter and sends it to the second.
+template <class Shapes>
+CUTE_DEVICE int fetch_item(int32_t* counter, typename Shapes::SharedStorage& smem, uint32_t count) {
+  if constexpr (Shapes::Ctas == 1) {
+    return atomicAdd(counter, 1);
+  } else {
+    Pipeline<1> const stage{count};
+    if (block_rank_in_cluster() == 0) {
+      int const number = atomicAdd(counter, 1);
+      smem.sent_empty.wait(stage.phase() ^ 1);
+      send_word(1, &smem.sent_work, number, smem.sent_full);
+      return number;
+    }
+    smem.sent_full.arrive_and_expect_tx(sizeof smem.sent_work);
+    smem.sent_full.wait(stage.phase());
+    int const number = *static_cast<int32_t volatile*>(&smem.sent_work);
+    smem.sent_empty.arrive(0u);
+    return number;
+  }
+}
 
 // One thread: fetches work items from the counter and decodes them block by block. It fetches the
 // next item while the last blocks of this one are loaded. The first one comes from the counter,
@@ -19,7 +42,7 @@ CUTE_DEVICE void fetch_row_blocks(BackwardParams const& p, typename Shapes::Shar
   BackwardArgs const& a = p.args;
   Pipeline<kWorkDepth> work_stage;
   Pipeline<Shapes::BlockDepth> stage;
-  smem.next_work = atomicAdd(a.counter, 1);
+  smem.next_work = fetch_item<Shapes>(a.counter, smem, 0);
   for (; smem.next_work < p.num_work; work_stage.advance()) {
     smem.work_empty[work_stage.index()].wait(work_stage.phase() ^ 1);
     KeyWorkItem& work = smem.work[work_stage.index()];
@@ -29,27 +52,31 @@ CUTE_DEVICE void fetch_row_blocks(BackwardParams const& p, typename Shapes::Shar
     work.kv_head = kv_head;
     smem.work_full[work_stage.index()].arrive();
     WorkUnit const& unit = work.unit;
-    for (int h = 0; h < unit.num_heads; ++h) {
+    for (smem.head = 0; smem.head < unit.num_heads; ++smem.head) {
       for (RowBlockIterator<M> at(unit); at.left > 0; at.next_span()) {
         Span const& span = a.spans[at.index];
         for (at.begin_span(unit, span); at.in_span(); at.next()) {
-          bool const last_head = h + 1 == unit.num_heads;
+          bool const last_head = smem.head + 1 == unit.num_heads;
           if (last_head && at.left == min(kBlocksAhead, unit.blocks)) {
-            smem.next_work = atomicAdd(a.counter, 1);
+            smem.next_work = fetch_item<Shapes>(a.counter, smem, work_stage.count + 1);
           }
           smem.block_done[stage.index()].wait(stage.phase() ^ 1);
           RowBlock& block = smem.blocks[stage.index()];
-          int flags = h == 0 && at.left == unit.blocks ? kFirstBlock : 0;
+          int flags = smem.head == 0 && at.left == unit.blocks ? kFirstBlock : 0;
           if (last_head && at.left == 1) flags |= kLastBlock;
-          block.key_row = unit.row0, block.keys = unit.rows;
+          block.tile_row = block.key_row = unit.row0, block.keys = unit.rows;
+          if constexpr (Shapes::Ctas > 1) {
+            block.key_row += block_rank_in_cluster() * N;
+            block.keys = min(max(unit.row0 + unit.rows - block.key_row, 0), N);
+          }
           block.token = span.q0 + at.block * M;
           block.rows = min(M, span.q1 - block.token);
-          block.low = unit.row0 - span.k0 - span.hi - at.block * M;
+          block.low = block.key_row - span.k0 - span.hi - at.block * M;
           block.high = block.low + span.hi - span.lo;
           if (block.rows < M) flags |= kMasked | kForeign;
           if (block.keys < N || N - 1 + block.low > 0 || block.high < M - 1) flags |= kMasked;
           block.flags = flags;
-          block.head = work.kv_head * p.group + unit.first_head + h;
+          block.head = work.kv_head * p.group + unit.first_head + smem.head;
           block.target =
               block.head * static_cast<int>(a.grid.num_blocks) + span.grid_q0 / M + at.block;
           block.span = at.index;

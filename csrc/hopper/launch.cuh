@@ -23,20 +23,23 @@ cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t>& allowe
 }
 
 // Programmatic dependent launch: the kernel may begin before the one ahead of it in the stream has
-// ended, and calls `wait_for_earlier_kernels` itself.
+// ended, and calls `wait_for_earlier_kernels` itself. Each `cluster` CTAs in a row are a cluster.
 template <class Kernel, class Params>
 cudaError_t launch_early(Kernel kernel, dim3 grid, int threads, int shared_bytes,
-                         cudaStream_t stream, Params const& params) {
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+                         cudaStream_t stream, Params const& params, int cluster = 1) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

@@ -53,16 +53,17 @@ bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int head_dim) {
                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// One thread: loads rows [row, row + Rows) of a head to `to`; the bytes complete `full`.
+// One thread: loads rows [row, row + Rows) of a head, D columns from `first_column` on, to `to`;
+// the bytes complete `full`.
 template <int Rows, int D, class Element>
 CUTE_DEVICE void load_box(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& full,
-                          Element* to, int row, int head) {
+                          Element* to, int row, int head, int first_column = 0) {
   full.arrive_and_expect_tx(Rows * D * sizeof(Element));
   CUTE_UNROLL
   for (int column = 0; column < D; column += kSlab) {
     SM90_TMA_LOAD_3D::copy(&map, reinterpret_cast<uint64_t*>(&full),
                            static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-                           to + column * Rows, column, row, head);
+                           to + column * Rows, first_column + column, row, head);
   }
 }
 

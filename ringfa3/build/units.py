@@ -39,6 +39,11 @@ class Unit:
         return "-".join(filter(None, parts))
 
     @property
+    def cluster(self) -> int:
+        """CTAs that share a tile, as `BackwardShapes::Ctas`."""
+        return 2 if (self.direction, self.head_dim) == ("backward", 256) else 1
+
+    @property
     def defines(self) -> tuple[str, ...]:
         return (
             f"-DRINGFA3_ELEMENT={ELEMENTS[self.dtype]}",
@@ -55,7 +60,7 @@ SHAPES = (  # (direction, head_dim, tile_m, tile_n)
     ("forward", 256, 128, 80),
     ("backward", 64, 128, 128),
     ("backward", 128, 64, 128),
-    ("backward", 256, 64, 64),
+    ("backward", 256, 64, 128),
 )
 UNITS = tuple(
     Unit(direction, dtype, head_dim, tile_m, tile_n)
