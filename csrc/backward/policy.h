@@ -9,14 +9,14 @@ namespace ringfa3 {
 // q_stages, dout_stages
 //                of Q with LSE, and of dO with D: as many as shared memory holds beside K and V.
 // ds_stages      of dS.
-// waits_ahead    Q and dO of the next block are awaited before the products that precede their own
-//                have ended. Pays where Q has three stages.
+// awaits_q_early Q of the next block is awaited before dQ is handed to its writer. Pays where Q has
+//                three stages.
 // looks_ahead    a block's flags are read while the softmax of the block before it runs, where a
 //                register is left.
 struct BackwardPolicy {
   bool role_split;
   int q_stages, dout_stages, ds_stages;
-  bool waits_ahead, looks_ahead;
+  bool awaits_q_early, looks_ahead;
 };
 
 // clang-format off
