@@ -34,7 +34,7 @@ struct Tensor3 {
 
 struct ForwardArgs {
   Tensor3 q, k, v, out;
-  float* partial_out;  // (tokens, heads, head_dim) contiguous, O between hops
+  float* partial_out;  // (padded rows, heads, head_dim), O between hops, see partial_output.cuh
   float* lse;          // (heads, tokens), natural logarithm
   int64_t lse_head_stride;
   Tile const* tiles;  // in the order in which they are fetched

@@ -40,6 +40,7 @@ struct Unspecialised : Shapes {
 template <class Shapes>
 struct Refill {
   static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
+  static constexpr bool kRepeats = false;
   static constexpr int kLoader = kWarpgroup * (Shapes::Consumers - 1);
   ForwardParams<Shapes> const& p;
   typename Shapes::SharedStorage& smem;
@@ -122,7 +123,7 @@ struct Refill {
     int const i = c.decoded.index();
     smem.work_empty[i].wait(c.decoded.phase() ^ 1);
     WorkItem& work = smem.work[i];
-    work.head = -1;
+    work.head = kEndOfWork;
     for (; work.head < 0 && c.next < p.num_work; c.next += gridDim.x) {
       auto const [number, head] =
           decode_work(c.next, p.args.num_tiles, p.heads, p.args.head_section);
@@ -134,7 +135,7 @@ struct Refill {
       for (int span = 0; span < min(tile.num_spans, kDecodedSpans); ++span) {
         work.spans[span] = SpanColumns(tile, p.args.spans[tile.first_span + span]);
       }
-      work.tile = tile, work.head = head, work.kv_head = head / p.group;
+      work.tile = tile, work.head = head, work.kv_head = head / p.group, work.strict = false;
     }
     c.ended = work.head < 0;
     smem.work_full[i].arrive();

@@ -30,6 +30,7 @@ using namespace cute;
 
 // Called when a consumer has released a stage. The product's `load_tiles` refills stages by itself.
 struct NoRefill {
+  static constexpr bool kRepeats = true;  // the queue repeats work items whose rows overflow
   CUTE_DEVICE void q() const {}
   CUTE_DEVICE void k() const {}
   CUTE_DEVICE void v() const {}
@@ -72,7 +73,6 @@ struct ForwardConsumer {
   Refill const& refill;
   int const thread, warpgroup, lane, warp;
   int const row;  // of the tile; the thread holds this one and row + 8
-  float const scale_log2;
 
   typename Shapes::MmaS mma_s;
   typename Shapes::MmaO mma_o;
@@ -90,14 +90,16 @@ struct ForwardConsumer {
   Pipeline<Shapes::Stages> k_stage, v_stage;
   Pipeline<Shapes::QStages> q_stage;
   Pipeline<kWorkDepth> work_stage;
-  bool o_empty = true;     // the next P V overwrites O
-  float o_scale[2];        // by which rows of O are multiplied
-  int own_rows = N;        // rows of the V of the last P that belong to its span
-  bool more_tiles;         // work_stage holds a tile
-  BlockIterator<N> block;  // whose S comes next, or is here
-  OnlineSoftmax softmax;   // of this tile
-  int unmasked;            // blocks from this one on that need no mask
-  bool more_blocks;        // of this tile
+  bool o_empty = true;             // the next P V overwrites O
+  float o_scale[2];                // by which rows of O are multiplied
+  bool raised;                     // a row of the warp, since the last P V was issued
+  int own_rows = N;                // rows of the V of the last P that belong to its span
+  bool more_tiles;                 // work_stage holds a tile
+  BlockIterator<N> block;          // whose S comes next, or is here
+  OnlineSoftmax<Element> softmax;  // of this tile
+  float earlier_lse[2];            // of this tile, from earlier hops
+  int unmasked;                    // blocks from this one on that need no mask
+  bool more_blocks;                // of this tile
 
   CUTE_DEVICE ForwardConsumer(ForwardParams<Shapes> const& p, Shared& smem, Refill const& refill)
       : p(p),
@@ -108,21 +110,28 @@ struct ForwardConsumer {
         lane(thread % kWarp),
         warp(cutlass::canonical_warp_idx_sync() - 4 * Shapes::Producers),
         row(kWarpRows * warp + lane / 4),
-        scale_log2(p.args.softmax_scale * kLog2e),
         fQ(q_operand<Shapes>(smem, warpgroup, thread)),
         fK(k_operand<Shapes>(smem, thread)),
         fV(v_operand<Shapes>(smem, thread)) {}
 
   CUTE_DEVICE void run() {
-    smem.work_full[0].wait(0);
-    more_tiles = smem.work[0].head >= 0;
-    if (!more_tiles) return;
     if (warpgroup == Consumers - 1) pass_turn();
-    block = BlockIterator<N>(smem.work[0], p.args.spans);
-    block.next();
-    first_qk();
-    while (more_tiles) {
-      attend_tile();
+    while (true) {
+      WorkItem& work = smem.work[work_stage.index()];
+      smem.work_full[work_stage.index()].wait(work_stage.phase());
+      if (work.head == kEndOfWork) break;
+      if (work.head == kNoWork) {
+        release(smem.work_empty[work_stage.index()]);
+        work_stage.advance();
+        continue;
+      }
+      block = BlockIterator<N>(work, p.args.spans);
+      block.next();
+      load_earlier_lse();
+      first_qk();
+      do {
+        attend_tile();
+      } while (more_tiles);
     }
     if (warpgroup == 0) await_turn();  // the last turn, which nobody else takes
     tma_store_wait<0>();               // until then the stores read shared memory
@@ -130,8 +139,7 @@ struct ForwardConsumer {
 
   // A tile, whose first S is here. Issues the first S of the next tile.
   CUTE_DEVICE void attend_tile() {
-    WorkItem const& work = smem.work[work_stage.index()];
-    first_softmax(work);
+    first_softmax();
     next_block();
     while (more_blocks) {
       // P V of the block before runs beside S of this block, and beside its softmax.
@@ -144,25 +152,33 @@ struct ForwardConsumer {
       finish_qk();
       online_softmax();
     }
-    finish_tile(work);
+    finish_tile();
   }
 
-  // The softmax of a tile's first block. Merges with the partial output of earlier hops.
-  CUTE_DEVICE void first_softmax(WorkItem const& work) {
-    bool const first = work.tile.flags & kFirst;
-    float earlier[2];  // LSE; it and O are needed behind this softmax
-    if (!first) load_partial(p, work, row, lane, o, earlier);
-    softmax = {};
+  // The softmax of a tile's first block. Continues the partial output of earlier hops.
+  CUTE_DEVICE void first_softmax() {
+    WorkItem const& work = smem.work[work_stage.index()];
+    softmax = OnlineSoftmax<Element>(work.strict);
+    raised = false;
+    o_empty = work.tile.flags & kFirst;
+    if (!o_empty) {
+      load_partial<Shapes>(p, work, o);
+      softmax.resume(earlier_lse, lane);
+    }
     unmasked = block.unmasked_blocks();
-    if (unmasked == 0) apply_mask(s, block, row, lane);
-    bool const over[2] = {true, true};
-    softmax.rescale(s, prob, over, o_scale, scale_log2);
-    to_operand<Element>(prob, fP);
-    o_empty = first;
-    if (!first) {
-      softmax.merge_partial(earlier, o_scale, lane);
-      scale_o();
-      __syncwarp();  // every lane has read the LSE of its rows; one of them will overwrite it
+    if (unmasked == 0) {
+      if (hides_block(block, kWarpRows * warp)) {
+        clear(fP);
+        return;
+      }
+      apply_mask(s, block, row, lane);
+    }
+    if constexpr (kPolicy.sums_rounded) {
+      float sum[2][2] = {};
+      softmax.template exponentiate<0, kSize>(s, prob, sum, p.scale_log2);
+      finish_softmax(sum);
+    } else {  // the maximum as the shift makes P exact in a row that sees one key
+      rescale(softmax.begin());
     }
   }
 
@@ -170,49 +186,98 @@ struct ForwardConsumer {
   CUTE_DEVICE void online_softmax() {
     if (unmasked == 0) apply_mask(s, block, row, lane);
     float sum[2][2] = {};
-    softmax.template exponentiate<0, kEarly>(s, prob, sum, scale_log2);
+    softmax.template exponentiate<0, kEarly>(s, prob, sum, p.scale_log2);
     next_block();  // its branches keep these exponentials above the wait
     warpgroup_wait<0>();
     finish_pv();
-    to_operand<Element, 0, kEarly>(prob, fP);
-    softmax.template exponentiate<kEarly, kSize>(s, prob, sum, scale_log2);
-    to_operand<Element, kEarly, kSize>(prob, fP);
-    bool over[2];
-    if (!softmax.accumulate(sum, over)) {
-      softmax.rescale(s, prob, over, o_scale, scale_log2);
-      to_operand<Element>(prob, fP);
+    if (raised) {
+      softmax.scale(o_scale);
       scale_o();
+      raised = false;
+    }
+    to_operand<Element, 0, kEarly>(prob, fP);
+    softmax.template exponentiate<kEarly, kSize>(s, prob, sum, p.scale_log2);
+    finish_softmax<kEarly>(sum);
+  }
+
+  // P of elements [Begin, kSize) to fP. Rescales rows whose P is out of range.
+  template <int Begin = 0>
+  CUTE_DEVICE void finish_softmax(float const (&sum)[2][2]) {
+    to_operand<Element, Begin, kSize>(prob, fP);
+    if (softmax.accumulate(sum)) return;
+    auto const needs = softmax.template settle<kPolicy.sums_rounded>(sum);
+    if (needs.rescales) rescale(needs);
+    if (needs.raises) {
+      softmax.raise(needs.raise);
+      raised = true;
     }
   }
 
+  CUTE_DEVICE void rescale(typename OnlineSoftmax<Element>::Needs const& needs) {
+    softmax.rescale(s, prob, needs, o_scale, p.scale_log2);
+    to_operand<Element>(prob, fP);
+    if (!o_empty) scale_o();
+  }
+
   // The last P V of a tile, and its epilogue.
-  CUTE_DEVICE void finish_tile(WorkItem const& work) {
+  CUTE_DEVICE void finish_tile() {
     clear_foreign_v();
     if constexpr (!kPolicy.releases_q_early) release_q();
     if constexpr (!kPolicy.looks_ahead) next_tile();
+    WorkItem& work = smem.work[work_stage.previous().index()];
+    bool const inside[2] = {row < work.tile.rows, row + 8 < work.tile.rows};
+    bool const early_lse = kTwoQ && !softmax.strict() && (work.tile.flags & kFirst);
+    float lse[2];
     if (kTwoQ && more_tiles) {
       wait_for_qk();
       await_turn();
       qk_and_pv();
       pass_turn();
-      store_lse<Shapes>(p, work, row, lane, softmax, o_scale);
+      finish_rows(lse);
+      if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
+      load_earlier_lse();
       warpgroup_wait<0>();
       finish_qk();
     } else {
       await_turn();
       pv();
       pass_turn();
-      if constexpr (kTwoQ) store_lse<Shapes>(p, work, row, lane, softmax, o_scale);
+      if constexpr (kTwoQ) {
+        finish_rows(lse);
+        if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
+      }
       warpgroup_wait<0>();
     }
     finish_pv();
     // With one stage of Q no registers are left for it beside a product.
-    if constexpr (!kTwoQ) store_lse<Shapes>(p, work, row, lane, softmax, o_scale);
+    if constexpr (!kTwoQ) finish_rows(lse);
     scale_o();
-    store_output<Shapes>(p, work, warp, lane, o, smem.o + kWarpRows * D * warp);
+    bool finite[2];
+    finite_rows(o, finite);
+    bool stored[2] = {inside[0] && finite[0], inside[1] && finite[1]};
+    bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !softmax.strict());
+    if (!all) select_rows<Refill::kRepeats>(work, finite, warp, row, lane, stored);
+    if (!early_lse) store_lse<Shapes>(p, work, row, lane, lse, stored);
+    store_rows<Shapes>(p, work, warp, lane, o, stored, all, smem.o + kWarpRows * D * warp);
     __syncwarp();
     release(smem.work_empty[work_stage.previous().index()]);
-    if (!kTwoQ && more_tiles) first_qk();
+    if (!kTwoQ && more_tiles) {
+      load_earlier_lse();
+      first_qk();
+    }
+  }
+
+  // LSE, and the factor of O.
+  __device__ void finish_rows(float (&lse)[2]) {
+    CUTE_UNROLL  // without a raise for blocks that do not come
+        for (int r = 0; r < 2; ++r) softmax.shift[r] -= softmax.pending(r);
+    ringfa3::finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
+  }
+
+  // Of the tile of work_stage, which may not have begun: P of its first block needs it.
+  __device__ void load_earlier_lse() {
+    WorkItem const& work = smem.work[work_stage.index()];
+    if (!(work.tile.flags & kFirst)) load_lse<Shapes>(p, work, row, earlier_lse);
   }
 
   // Alone, the first S of a tile.
@@ -227,11 +292,18 @@ struct ForwardConsumer {
 
   // Issues S = Q K^T.
   __device__ void qk() {
-    issue(mma_s, fQ(_, _, _, q_stage.index()), fK(_, _, _, k_stage.index()), s, false);
+    auto const q = fQ(_, _, _, q_stage.index());
+    auto const k = fK(_, _, _, k_stage.index());
+    if constexpr (kPolicy.opaque_operands) {
+      issue(mma_s, opaque(q), opaque(k), s, false);
+    } else {
+      issue(mma_s, q, k, s, false);
+    }
   }
 
   // Issues O += P V.
   __device__ void pv() {
+    if constexpr (kPolicy.sums_rounded) softmax.add_rounded(fP);
     smem.v_full[v_stage.index()].wait(v_stage.phase());
     issue(mma_o, fP, fV(_, _, _, v_stage.index()), o, !o_empty);
   }

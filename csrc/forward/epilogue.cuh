@@ -3,8 +3,8 @@
 
 #include "hopper/store.cuh"
 #include "forward/partial_output.cuh"
-#include "forward/softmax.cuh"
 #include "forward/shapes.cuh"
+#include "forward/softmax.cuh"
 
 namespace ringfa3 {
 
@@ -40,53 +40,94 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box
   }
 }
 
-// Stores the LSE of rows whose last block is in P, and computes the factor `weight` that normalises
-// O after the last product.
-template <class Shapes>
-CUTE_DEVICE void store_lse(ForwardParams<Shapes> const& p, WorkItem const& work, int row, int lane,
-                           OnlineSoftmax const& rows, float (&weight)[2]) {
-  float* const lse_at = PartialRows<Shapes>(p, work, row, lane).lse;
+// Of rows whose last block is in P: the LSE, and the factor `weight` that normalises O after the
+// last product.
+template <bool SumsRounded, class Element>
+CUTE_DEVICE void finish_rows(OnlineSoftmax<Element> const& rows, float (&weight)[2],
+                             float (&lse)[2]) {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    float total = rows.total[r];
-    total += __shfl_xor_sync(0xffffffff, total, 1);
-    total += __shfl_xor_sync(0xffffffff, total, 2);
-    weight[r] = total == 0.f ? 0.f : 1.f / total;
-    float const lse = total == 0.f ? -INFINITY : (rows.shift[r] + __log2f(total)) * kLn2;
-    if (lane % 4 == 0 && row + 8 * r < work.tile.rows) lse_at[8 * r] = lse;
+    float const total = quad_sum(rows.total[r]);
+    float const divisor = SumsRounded ? quad_sum(rows.rounded[r]) : total;
+    weight[r] = divisor == 0.f ? 0.f : 1.f / divisor;
+    lse[r] = total == 0.f ? -INFINITY : (rows.shift[r] + __log2f(total)) * kLn2;
   }
 }
 
-// Stores a warp's 16 rows of the normalised O: the output dtype if the tile is kLast, else the
-// float32 partial output. `box` is the warp's place in shared memory. A quad of lanes holds two
-// rows, 8 apart.
+// Whether the two rows of a lane hold finite numbers below 1e18. Larger ones may count as not
+// finite: their squares overflow.
+template <class Output>
+CUTE_DEVICE void finite_rows(Output const& o, bool (&finite)[2]) {
+  float probe[2][2] = {};
+  CUTE_UNROLL
+  for (int n = 0; n < size(o); n += 2) {
+    float& sum = probe[n / 2 % 2][n / 4 % 2];
+    sum = fmaf(o(n), o(n + 1), sum);
+  }
+  finite[0] = fabsf(probe[0][0] + probe[0][1]) < INFINITY;
+  finite[1] = fabsf(probe[1][0] + probe[1][1]) < INFINITY;
+}
+
+// Which of its two rows a lane stores, the same in a quad: those of the tile that are finite; the
+// work item records the others. Of a strict item, the rows that it records. If the queue repeats no
+// item, all rows of the tile.
+template <bool Repeats>
+CUTE_DEVICE void select_rows(WorkItem& work, bool const (&finite)[2], int warp, int row, int lane,
+                             bool (&stored)[2]) {
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    stored[r] = row + 8 * r < work.tile.rows;
+    if constexpr (Repeats) {
+      uint32_t lanes = __ballot_sync(0xffffffff, stored[r] && !finite[r]);
+      if (work.strict) {
+        lanes = work.overflow[warp][r];
+      } else if (lane == 0) {
+        work.overflow[warp][r] = lanes;
+      }
+      bool const overflows = (lanes >> (lane & ~3) & 15) != 0;
+      stored[r] = stored[r] && overflows == bool(work.strict);
+    }
+  }
+}
+
+// Stores the LSE of the rows that are `stored`.
+template <class Shapes>
+CUTE_DEVICE void store_lse(ForwardParams<Shapes> const& p, WorkItem const& work, int row, int lane,
+                           float const (&lse)[2], bool const (&stored)[2]) {
+  float* const at = lse_of(p, work, row);
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    if (lane % 4 == 0 && stored[r]) at[8 * r] = lse[r];
+  }
+}
+
+// Stores the normalised O of a warp's 16 rows, those that are `stored`: the output dtype if the
+// tile is kLast, else the float32 partial output. `box` is the warp's place in shared memory, `all`
+// tells that every row of the warp is stored. A quad of lanes holds two rows, 8 apart.
 template <class Shapes, class Output>
-CUTE_DEVICE void store_output(ForwardParams<Shapes> const& p, WorkItem const& work, int warp,
-                              int lane, Output const& o, typename Shapes::Element* box) {
+CUTE_DEVICE void store_rows(ForwardParams<Shapes> const& p, WorkItem const& work, int warp,
+                            int lane, Output const& o, bool const (&stored)[2], bool all,
+                            typename Shapes::Element* box) {
   using Element = typename Shapes::Element;
   ForwardArgs const& a = p.args;
   Tile const& tile = work.tile;
-  if (tile.flags & kLast) {
-    if constexpr (Shapes::kPolicy.boxed_o) {
-      if (kWarpRows * (warp + 1) <= tile.rows) {
-        store_box<Shapes>(p.out, box, o, lane, tile.row0 + kWarpRows * warp, work.head);
-        return;
-      }
+  if (!(tile.flags & kLast)) {
+    store_partial<Shapes>(p, work, o, stored);
+    return;
+  }
+  if constexpr (Shapes::kPolicy.boxed_o) {
+    if (all) {
+      store_box<Shapes>(p.out, box, o, lane, tile.row0 + kWarpRows * warp, work.head);
+      return;
     }
   }
   int const row = kWarpRows * warp + lane / 4;
-  PartialRows<Shapes> const at(p, work, row, lane);
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    bool const stored = row + 8 * r < tile.rows;
-    if (tile.flags & kLast) {
-      Element* const out = static_cast<Element*>(a.out.data) +
-                           (tile.row0 + row + 8 * r) * a.out.token_stride +
-                           work.head * a.out.head_stride;
-      store_row<Element, Shapes::D, !Shapes::kPolicy.boxed_o>(out, o, r, lane, stored);
-    } else if (stored) {
-      at.store(o, r);
-    }
+    Element* const out = static_cast<Element*>(a.out.data) +
+                         (tile.row0 + row + 8 * r) * a.out.token_stride +
+                         work.head * a.out.head_stride;
+    store_row<Element, Shapes::D, !Shapes::kPolicy.boxed_o>(out, o, r, lane, stored[r]);
   }
 }
 

@@ -21,18 +21,19 @@ using namespace cute;
 template <class Shapes>
 CUTE_DEVICE void init_barriers(ForwardParams<Shapes> const& p,
                                typename Shapes::SharedStorage& smem) {
-  constexpr int kConsumerWarps = 4 * Shapes::Consumers;
+  constexpr int kWarps = 4 * Shapes::Consumers;
   for (CUtensorMap const* map : {&p.q, &p.k, &p.v, &p.out}) prefetch_tma_descriptor(map);
   for (int i = 0; i < Shapes::QStages; ++i) {
-    smem.q_full[i].init(1), smem.q_empty[i].init(kConsumerWarps);
+    smem.q_full[i].init(1), smem.q_empty[i].init(kWarps);
   }
   smem.work_wanted.init(1);
   for (int i = 0; i < Shapes::Stages; ++i) {
     smem.k_full[i].init(1), smem.v_full[i].init(1);
-    smem.k_empty[i].init(kConsumerWarps), smem.v_empty[i].init(kConsumerWarps);
+    smem.k_empty[i].init(kWarps), smem.v_empty[i].init(kWarps);
   }
   for (int i = 0; i < kWorkDepth; ++i) {  // the loader releases work items, too
-    smem.work_full[i].init(1), smem.work_empty[i].init(kConsumerWarps + Shapes::Producers);
+    smem.work_full[i].init(1), smem.work_empty[i].init(kWarps + Shapes::Producers);
+    smem.work[i].head = kNoWork;
   }
   cutlass::arch::fence_barrier_init();
 }
@@ -69,7 +70,8 @@ cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream,
                           .args = a,
                           .heads = heads,
                           .group = heads / static_cast<int>(a.k.heads),
-                          .num_work = a.num_tiles * heads};
+                          .num_work = a.num_tiles * heads,
+                          .scale_log2 = a.softmax_scale * kLog2e};
   if (!encode<Element>(p.q, a.q, Shapes::M, Shapes::D) ||
       !encode<Element>(p.k, a.k, Shapes::N, Shapes::D) ||
       !encode<Element>(p.v, a.v, Shapes::N, Shapes::D) ||

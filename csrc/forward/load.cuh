@@ -22,7 +22,12 @@ CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::Sha
   while (true) {
     smem.work_full[work_stage.index()].wait(work_stage.phase());
     WorkItem& work = smem.work[work_stage.index()];
-    if (work.head < 0) return;
+    if (work.head == kEndOfWork) return;
+    if (work.head == kNoWork) {
+      smem.work_empty[work_stage.index()].arrive();
+      work_stage.advance();
+      continue;
+    }
     auto load_q = [&] {
       smem.q_empty[q_stage.index()].wait(q_stage.phase() ^ 1);
       load_box<M, D>(p.q, smem.q_full[q_stage.index()], smem.q + q_stage.index() * M * D,

@@ -4,11 +4,19 @@
 #include <cute/tensor.hpp>
 
 #include "hopper/column_mask.cuh"
+#include "hopper/warp.cuh"
 #include "plan/spans.h"
 
 namespace ringfa3 {
 
 using namespace cute;
+
+// Whether none of the rows [row, row + kWarpRows) of the tile sees the block.
+template <int N>
+CUTE_DEVICE bool hides_block(BlockIterator<N> const& block, int row) {
+  SpanColumns const c = block.columns();
+  return c.high + row + kWarpRows <= block.start || c.low + row >= block.end;
+}
 
 // Sets S to -inf where rows `row` and `row + 8` of the tile, which the thread holds, must not see
 // the block's columns.

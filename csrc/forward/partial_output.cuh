@@ -7,53 +7,61 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Addresses of a lane's part of rows `row` and `row + 8` of a tile. Element 4j + 2r + c of an
-// accumulator is column 8j + 2 (lane % 4) + c of row r.
+// Elements 4j, ..., 4j + 3 of a thread's accumulator: columns 8j + 2 (lane % 4) and the next one of
+// rows `row` and `row + 8`. O lies in this order, so that a warp's accesses are contiguous:
+// (padded rows / 64, heads, D / 8, 128 threads) of float4.
 template <class Shapes>
-struct PartialRows {
-  static constexpr int kSize = Shapes::D / 2;  // of the accumulator
-  float* lse;                                  // of `row`; that of `row + 8` is 8 floats on
-  float* o;                                    // the lane's first column of `row`
-  int64_t offset;                              // from `row` to `row + 8` of O, in floats
+CUTE_DEVICE float4* partial_o(ForwardParams<Shapes> const& p, WorkItem const& work) {
+  int64_t const group = work.tile.grid_row0 / 64 + threadIdx.x / kWarpgroup - Shapes::Producers;
+  return reinterpret_cast<float4*>(p.args.partial_out) +
+         (group * p.heads + work.head) * (Shapes::D / 8 * kWarpgroup) + threadIdx.x % kWarpgroup;
+}
 
-  CUTE_DEVICE PartialRows(ForwardParams<Shapes> const& p, WorkItem const& work, int row, int lane) {
-    int64_t const token = work.tile.row0 + row;
-    lse = p.args.lse + work.head * p.args.lse_head_stride + token;
-    o = p.args.partial_out + (token * p.heads + work.head) * Shapes::D + 2 * (lane % 4);
-    offset = int64_t{8} * p.heads * Shapes::D;
-  }
+// The address of the LSE of a lane's row `row`; that of `row + 8` is 8 floats on.
+template <class Shapes>
+CUTE_DEVICE float* lse_of(ForwardParams<Shapes> const& p, WorkItem const& work, int row) {
+  return p.args.lse + work.head * p.args.lse_head_stride + work.tile.row0 + row;
+}
 
-  template <class Output>
-  CUTE_DEVICE void load(Output& to, int r) const {
-    CUTE_UNROLL
-    for (int n = 2 * r; n < kSize; n += 4) {
-      float2 const pair = *reinterpret_cast<float2 const*>(o + r * offset + 2 * (n - 2 * r));
-      to(n) = pair.x, to(n + 1) = pair.y;
-    }
-  }
+// Loads the LSE of earlier hops for rows `row` and `row + 8` of the tile; -inf past its end.
+template <class Shapes>
+CUTE_DEVICE void load_lse(ForwardParams<Shapes> const& p, WorkItem const& work, int row,
+                          float (&lse)[2]) {
+  float const* const at = lse_of(p, work, row);
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) lse[r] = row + 8 * r < work.tile.rows ? at[8 * r] : -INFINITY;
+}
 
-  template <class Output>
-  CUTE_DEVICE void store(Output const& from, int r) const {
-    CUTE_UNROLL
-    for (int n = 2 * r; n < kSize; n += 4) {
-      float2 const pair = make_float2(from(n), from(n + 1));
-      *reinterpret_cast<float2*>(o + r * offset + 2 * (n - 2 * r)) = pair;
-    }
-  }
-};
-
-// Loads O and LSE of earlier hops for rows `row` and `row + 8` of the tile. In rows past its end O
-// is left unchanged and LSE is -inf.
+// Loads O of earlier hops. Rows past the tile's end are padding.
 template <class Shapes, class Output>
-CUTE_DEVICE void load_partial(ForwardParams<Shapes> const& p, WorkItem const& work, int row,
-                              int lane, Output& o, float (&lse)[2]) {
-  PartialRows<Shapes> const at(p, work, row, lane);
-  lse[0] = lse[1] = -INFINITY;
+CUTE_DEVICE void load_partial(ForwardParams<Shapes> const& p, WorkItem const& work, Output& o) {
+  float4 const* const at = partial_o(p, work);
+  CUTE_UNROLL
+  for (int j = 0; j < Shapes::D / 8; ++j) {
+    float4 const x = at[j * kWarpgroup];
+    o(4 * j) = x.x, o(4 * j + 1) = x.y, o(4 * j + 2) = x.z, o(4 * j + 3) = x.w;
+  }
+}
+
+// Stores O of the rows that are `stored`.
+template <class Shapes, class Output>
+CUTE_DEVICE void store_partial(ForwardParams<Shapes> const& p, WorkItem const& work,
+                               Output const& o, bool const (&stored)[2]) {
+  float4* const at = partial_o(p, work);
+  if (stored[0] && stored[1]) {
+    CUTE_UNROLL
+    for (int j = 0; j < Shapes::D / 8; ++j) {
+      at[j * kWarpgroup] = make_float4(o(4 * j), o(4 * j + 1), o(4 * j + 2), o(4 * j + 3));
+    }
+    return;
+  }
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    if (row + 8 * r < work.tile.rows) {
-      lse[r] = at.lse[8 * r];
-      at.load(o, r);
+    if (!stored[r]) continue;
+    CUTE_UNROLL
+    for (int j = 0; j < Shapes::D / 8; ++j) {
+      float2* const pairs = reinterpret_cast<float2*>(at + j * kWarpgroup);
+      pairs[r] = make_float2(o(4 * j + 2 * r), o(4 * j + 2 * r + 1));
     }
   }
 }

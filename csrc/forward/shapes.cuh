@@ -74,6 +74,7 @@ struct ForwardParams {
   int32_t heads;
   int32_t group;     // query heads of a KV head
   int32_t num_work;  // work items: tiles x heads
+  float scale_log2;  // of scores, to log2 units
 };
 
 }  // namespace ringfa3

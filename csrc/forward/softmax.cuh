@@ -9,21 +9,67 @@ namespace ringfa3 {
 
 using namespace cute;
 
+// Of a quad of lanes, which holds two rows of an accumulator: the sum and the maximum over its
+// lanes.
+CUTE_DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+CUTE_DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// Bounds of a lane's sum of P over a block, in a dtype of P. Float32 sums and that dtype hold P up
+// to kLargest.
+template <class Element>
+struct SumRange {  // bfloat16
+  // The shift of a row that begins may stay 0 if its largest sum lies in [kLeast, kFirst].
+  static constexpr float kLeast = 0x1p-6f, kFirst = 0x1p16f;
+  // A larger sum than kRaise raises the shift of later blocks, than kLargest that of this block.
+  static constexpr float kRaise = 0x1p60f, kLargest = 0x1p100f;
+};
+template <>
+struct SumRange<cutlass::half_t> {
+  static constexpr float kLeast = 0x1p-6f, kFirst = 0x1p8f, kRaise = 0x1p8f, kLargest = 0x1p15f;
+};
+
 // The state of the two rows of S that a thread shares with the quad of lanes that holds them.
 //
-// P = exp2(scale * S - shift). The shift need not be the row's maximum. P is computed with the
-// current shift first; only if a thread's sum of P over a block exceeds kMostSum, `rescale` looks
-// for the maximum, raises the shift to it, shrinks the total and O, and computes P again. So few
-// blocks compute a maximum, and no block waits for one between S and P. No P exceeds kMostSum,
-// which bf16 and fp16 hold.
+// P = exp2(scale * S - shift). The shift need not be the row's maximum: a block's P is computed
+// with the shift that the row already has. Where the sum of P exceeds kRaise, later blocks get a
+// higher shift, and O and the total are scaled by a power of two. Only where P is out of range,
+// `rescale` looks for the maximum, takes it as the shift and computes P again. So few blocks
+// compute a maximum, and no block waits for one between S and P.
+template <class Element>
 struct OnlineSoftmax {
-  static constexpr float kMostSum = 256.f;
-  static constexpr float kMostAhead = 40.f;  // log2 units, see `merge_partial`
-  float shift[2] = {-INFINITY, -INFINITY};   // log2 units; -inf until a score is seen
-  float total[2] = {0.f, 0.f};               // this lane's part of the sum of P, over all hops
+  using Range = SumRange<Element>;
+  static constexpr uint32_t kNew = 1u << 30, kStrict = 1u << 29;
+  float shift[2] = {0.f, 0.f};    // log2 units
+  float total[2] = {0.f, 0.f};    // this lane's part of the sum of P, over all hops; 0 before it
+  float rounded[2] = {0.f, 0.f};  // the same of P as the product with V reads it
+  // kNew << r: row r has seen no score. kStrict: every block takes its maximum as the shift. Bits
+  // 8r to 8r + 7: the raise of row r that `scale` has not yet applied, in log2 units.
+  uint32_t state;
+
+  CUTE_DEVICE explicit OnlineSoftmax(bool strict = false)
+      : state(3 * kNew | (strict ? kStrict : 0)) {}
+
+  CUTE_DEVICE bool strict() const { return state & kStrict; }
+
+  // Continues rows of earlier hops: their normalised O has weight 1.
+  CUTE_DEVICE void resume(float const (&lse)[2], int lane) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      bool const seen = lse[r] != -INFINITY;  // true for NaN
+      shift[r] = seen ? lse[r] * kLog2e : 0.f;
+      total[r] = rounded[r] = seen && lane % 4 == 0 ? 1.f : 0.f;
+      if (seen) state &= ~(kNew << r);
+    }
+  }
 
   // Computes P of elements [Begin, End) of the thread's fragment and adds it to `sum[row][column
-  // parity]`. Element 4j + 2r + c is of row r. In a row whose shift is -inf, P is inf or NaN.
+  // parity]`. Element 4j + 2r + c is of row r.
   template <int Begin, int End, class Scores>
   CUTE_DEVICE void exponentiate(Scores const& s, Scores& p, float (&sum)[2][2],
                                 float scale_log2) const {
@@ -34,24 +80,103 @@ struct OnlineSoftmax {
     }
   }
 
-  // Adds a block's sums to the total. Returns false, and adds nothing, if a lane of the warp has a
-  // row that must be rescaled; `over` are this lane's rows.
-  CUTE_DEVICE bool accumulate(float const (&sum)[2][2], bool (&over)[2]) {
+  // Adds a block's P, as the product with V reads it.
+  template <class Operand>
+  CUTE_DEVICE void add_rounded(Operand const& operand) {
+    constexpr int kPairs = decltype(size(operand))::value / 2;  // pair 2j + r is of row r
+    auto const* pairs = reinterpret_cast<uint32_t const*>(raw_pointer_cast(operand.data()));
+    float sum[2][2] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kPairs; ++i) {
+      float low, high;
+      if constexpr (cute::is_same_v<Element, cutlass::half_t>) {
+        float2 const both = __half22float2(reinterpret_cast<__half2 const&>(pairs[i]));
+        low = both.x, high = both.y;
+      } else {
+        low = __uint_as_float(pairs[i] << 16), high = __uint_as_float(pairs[i] & 0xffff0000);
+      }
+      sum[i % 2][0] += low, sum[i % 2][1] += high;
+    }
+    rounded[0] += sum[0][0] + sum[0][1], rounded[1] += sum[1][0] + sum[1][1];
+  }
+
+  // What a block needs beyond `accumulate`, for each of the lane's rows.
+  struct Needs {
+    bool over[2];           // `rescale`
+    bool fresh[2];          // the row has seen no score: its shift does not count
+    uint32_t raise;         // of later blocks, as in `state`
+    bool rescales, raises;  // in any lane of the warp: `over`, `raise`
+  };
+
+  // In a tile's first block: every row takes its maximum as the shift.
+  CUTE_DEVICE Needs begin() const {
+    return {.over = {true, true},
+            .fresh = {bool(state & kNew), bool(state & kNew << 1)},
+            .raise = 0,
+            .rescales = true,
+            .raises = false};
+  }
+
+  // Adds a block's sums to the total, and returns true, if no row of the warp needs more.
+  CUTE_DEVICE bool accumulate(float const (&sum)[2][2]) {
     float const whole[2] = {sum[0][0] + sum[0][1], sum[1][0] + sum[1][1]};
-    over[0] = !(whole[0] <= kMostSum), over[1] = !(whole[1] <= kMostSum);  // true for NaN
-    if (__any_sync(0xffffffff, over[0] || over[1])) return false;
+    bool const fits = whole[0] <= Range::kRaise && whole[1] <= Range::kRaise;  // false for NaN
+    if (!__all_sync(0xffffffff, fits && state == 0)) return false;
     total[0] += whole[0], total[1] += whole[1];
     return true;
   }
 
-  // Raises the shift of a row to the maximum over those of its lanes that are `over`, recomputes P
-  // and adds it to the total. The caller multiplies O by `decay`. A row without such a lane keeps
-  // its bits, whatever other rows of the warp do.
+  // After `accumulate` has added nothing: adds the sums, unless a row `rescales`. `from_zero`: a
+  // row that begins may keep 0 as its shift.
+  template <bool FromZero>
+  CUTE_DEVICE Needs settle(float const (&sum)[2][2]) {
+    Needs needs;
+    needs.raise = 0;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const whole = sum[r][0] + sum[r][1], most = quad_max(whole);
+      bool const begun = !(state & (kNew << r));
+      bool const fits = begun ? whole <= Range::kLargest
+                              : FromZero && Range::kLeast <= most && most <= Range::kFirst;
+      needs.over[r] = strict() || !fits;
+      needs.fresh[r] = needs.over[r] && !begun;
+      bool const raised = begun && !strict() && Range::kRaise < most && most <= Range::kLargest;
+      if (raised) needs.raise |= ((__float_as_uint(most) >> 23) - 127) << (8 * r);
+    }
+    needs.rescales = __any_sync(0xffffffff, needs.over[0] || needs.over[1]);
+    needs.raises = __any_sync(0xffffffff, needs.raise != 0);
+    if (!needs.rescales) {
+      total[0] += sum[0][0] + sum[0][1], total[1] += sum[1][0] + sum[1][1];
+      state &= ~(3 * kNew);
+    }
+    return needs;
+  }
+
+  // Raises the shift of later blocks. The product of this block keeps its P, so `scale` follows
+  // when that product has ended.
+  CUTE_DEVICE void raise(uint32_t by) {
+    state |= by;
+    shift[0] += pending(0), shift[1] += pending(1);
+  }
+  CUTE_DEVICE float pending(int r) const { return static_cast<float>(state >> (8 * r) & 255); }
+
+  // Applies a raise to the total; the caller multiplies O by `decay`.
+  CUTE_DEVICE void scale(float (&decay)[2]) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      decay[r] = exp2f(-pending(r));  // exact
+      total[r] *= decay[r], rounded[r] *= decay[r];
+    }
+    state &= 3 * kNew | kStrict;
+  }
+
+  // Rescales the rows that are `over`: takes the maximum over their lanes that are `over`, and the
+  // shift unless it is `fresh`, as the shift; recomputes P and adds it to the total. The caller
+  // multiplies O by `decay`. Other rows keep their bits.
   template <class Scores>
-  CUTE_DEVICE void rescale(Scores const& s, Scores& p, bool const (&over)[2], float (&decay)[2],
+  CUTE_DEVICE void rescale(Scores const& s, Scores& p, Needs const& needs, float (&decay)[2],
                            float scale_log2) {
     constexpr int kSize = decltype(size(s))::value;
-    float highest[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float peak[2] = {s(2 * r), s(2 * r + 1)};
@@ -59,35 +184,19 @@ struct OnlineSoftmax {
       for (int n = 4 + 2 * r; n < kSize; n += 4) {
         peak[0] = fmaxf(peak[0], s(n)), peak[1] = fmaxf(peak[1], s(n + 1));
       }
-      float high = shift[r];
-      if (over[r]) high = fmaxf(high, fmaxf(peak[0], peak[1]) * scale_log2);
-      high = fmaxf(high, __shfl_xor_sync(0xffffffff, high, 1));
-      highest[r] = fmaxf(high, __shfl_xor_sync(0xffffffff, high, 2));
-      decay[r] = shift[r] == -INFINITY ? 0.f : exp2f(shift[r] - highest[r]);
-      shift[r] = highest[r] == -INFINITY ? 0.f : highest[r];  // P = 0 while nothing is seen
+      float high = needs.fresh[r] ? -INFINITY : shift[r];
+      if (needs.over[r]) high = fmaxf(high, fmaxf(peak[0], peak[1]) * scale_log2);
+      high = quad_max(high);
+      decay[r] = needs.fresh[r] ? 0.f : exp2f(shift[r] - high);
+      state = high == -INFINITY ? state | (kNew << r) : state & ~(kNew << r);
+      shift[r] = high == -INFINITY ? 0.f : high;
     }
     float sum[2][2] = {};
     exponentiate<0, kSize>(s, p, sum, scale_log2);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      shift[r] = highest[r];
       total[r] = total[r] * decay[r] + (sum[r][0] + sum[r][1]);
-    }
-  }
-
-  // Merges the LSE of earlier hops after the tile's first block; the caller multiplies their O by
-  // `weight`. So O and LSE need not have arrived before the first P. If their LSE exceeds the shift
-  // by more than kMostAhead, the shift follows it. P of the first block, at most 1, keeps the lower
-  // shift: next to 2^kMostAhead it does not show in float32 while V is below 2^9 times O, nor in
-  // bf16 while V is below 2^24 times O.
-  CUTE_DEVICE void merge_partial(float const (&lse)[2], float (&weight)[2], int lane) {
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      float const before = lse[r] * kLog2e;
-      float ahead = before - shift[r];  // inf in a row that sees nothing of this block
-      if (ahead > kMostAhead) ahead = kMostAhead, shift[r] = before - kMostAhead;
-      weight[r] = lse[r] == -INFINITY ? 0.f : exp2f(ahead);  // NaN stays NaN
-      if (lane % 4 == 0) total[r] += weight[r];
+      rounded[r] *= decay[r];
     }
   }
 };

@@ -25,30 +25,57 @@ CUTE_DEVICE void store_empty_tile(ForwardArgs const& a, Tile const& tile, int he
   }
 }
 
+// Warp-wide: whether rows of an item that its consumers have released must be computed again: a
+// product with P > 1 overflowed.
+template <int Warps>
+CUTE_DEVICE bool must_repeat(WorkItem const& work, int lane) {
+  bool const overflow = lane < 2 * Warps && work.overflow[lane / 2][lane % 2] != 0;
+  return __any_sync(0xffffffff, work.head >= 0 && !work.strict && overflow);
+}
+
 // Warp-wide: fetches and decodes the next work item while the last blocks of this one are loaded.
 // Not earlier, so that the CTA that is free first gets it. One increment of the counter follows
 // each item, so the last increment of a launch wraps it to 0 for the next launch.
+//
+// An item of which rows overflow keeps its stage and comes again, strict. So the work ends when
+// consumers have released all items; meanwhile they get kNoWork.
 template <class Shapes>
 CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem) {
+  constexpr int kWarps = 4 * Shapes::Consumers;
   int const lane = threadIdx.x % kWarp;
   ForwardArgs const& a = p.args;
   Pipeline<kWorkDepth> stage;
   uint32_t wanted_phase = 0;
   int w = blockIdx.x;
+  bool fetched = false, idle = false;  // the last item came from the counter; it was kNoWork
   while (true) {
     smem.work_empty[stage.index()].wait(stage.phase() ^ 1);
     WorkItem& work = smem.work[stage.index()];
-    if (w >= p.num_work) {
-      if (lane == 0) work.head = -1;
-    } else {
-      auto const [number, head] = decode_work(w, a.num_tiles, p.heads, a.head_section);
-      Tile const tile = a.tiles[number];
-      if (tile.num_spans == 0) {  // at any hop
-        store_empty_tile<Shapes>(a, tile, head, lane);
-        if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);
-        w = __shfl_sync(0xffffffff, w, 0);
-        continue;
-      }
+    bool const repeats = must_repeat<kWarps>(work, lane);
+    __syncwarp();  // every lane has read `work`
+    if (!repeats && lane < 2 * kWarps) work.overflow[lane / 2][lane % 2] = 0;
+    if (stage.count > 0 && !idle) {  // the loader wants the next item
+      smem.work_wanted.wait(wanted_phase);
+      wanted_phase ^= 1;
+    }
+    if (fetched) {
+      if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);
+      w = __shfl_sync(0xffffffff, w, 0);
+    }
+    // A tile that sees nothing is done here.
+    Tile tile;
+    int head = 0;
+    fetched = false;
+    while (!repeats && w < p.num_work) {
+      auto const index = decode_work(w, a.num_tiles, p.heads, a.head_section);
+      tile = a.tiles[index.record], head = index.head;
+      if (fetched = tile.num_spans > 0; fetched) break;
+      store_empty_tile<Shapes>(a, tile, head, lane);
+      if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);
+      w = __shfl_sync(0xffffffff, w, 0);
+    }
+    bool ends = false;
+    if (fetched) {
       if (lane < min(tile.num_spans, kDecodedSpans)) {
         work.spans[lane] = SpanColumns(tile, a.spans[tile.first_span + lane]);
       }
@@ -56,16 +83,24 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.tile = tile;
         work.head = head;
         work.kv_head = head / p.group;
+        work.strict = false;
       }
+    } else if (repeats) {
+      if (lane == 0) work.strict = true;
+    } else {
+      ends = idle;
+      for (uint32_t ago = 1; idle && ago < kWorkDepth && ago <= stage.count; ++ago) {
+        Pipeline<kWorkDepth> const other{stage.count - ago};
+        smem.work_empty[other.index()].wait(other.phase());
+        if (must_repeat<kWarps>(smem.work[other.index()], lane)) ends = false;
+      }
+      if (lane == 0) work.head = ends ? kEndOfWork : kNoWork;
     }
+    idle = !fetched && !repeats;
     __syncwarp();
     if (lane == 0) smem.work_full[stage.index()].arrive();
-    if (w >= p.num_work) return;
+    if (ends) return;
     stage.advance();
-    smem.work_wanted.wait(wanted_phase);
-    wanted_phase ^= 1;
-    if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);
-    w = __shfl_sync(0xffffffff, w, 0);
   }
 }
 

@@ -6,7 +6,8 @@
 
 namespace ringfa3 {
 
-constexpr int kDecodedSpans = 8;  // of a tile, in shared memory
+constexpr int kDecodedSpans = 8;    // of a tile, in shared memory
+constexpr int kConsumerWarps = 12;  // at most
 
 // The columns [begin, end) of one span that a tile needs; row r of the tile sees
 // [low + r, high + r] of them.
@@ -25,13 +26,19 @@ struct SpanColumns {
   }
 };
 
+constexpr int kNoWork = -1;  // instead of a head: no item for now
+constexpr int kEndOfWork = -2;
+
 // A work item of the forward: a tile for one query head.
 struct WorkItem {
-  int32_t head;  // -1: no more work
+  int32_t head;  // or kNoWork, kEndOfWork
   int32_t kv_head;
   int32_t unused;  // puts the tile at byte 12: at byte 8 ptxas spills 8 bytes more at d128 and d256
   Tile tile;
   SpanColumns spans[kDecodedSpans];  // the first ones; the rest are decoded from the plan
+  int32_t strict;                    // P is at most 1; only rows of `overflow` are stored
+  // Bit `lane` of [warp][r]: the lane has an element of its row r that is not finite.
+  uint32_t overflow[kConsumerWarps][2];
 };
 
 // The blocks of a tile, span by span, each span from its last column down. The lowest block of a
@@ -41,11 +48,10 @@ template <int N>
 struct BlockIterator {
   WorkItem const* work;
   Span const* plan_spans;
-  int index = -1;                  // of the span in the tile
-  int end = 0, begin = 0;          // its columns that remain
-  int seen_from = 0, seen_to = 0;  // every row sees columns [seen_from, seen_to)
-  int keys = 0;                    // of the span
-  int start = 0;                   // the block's first column
+  int index = -1;          // of the span in the tile
+  int end = 0, begin = 0;  // its columns that remain
+  int keys = 0;            // of the span
+  int start = 0;           // the block's first column
 
   BlockIterator() = default;
   RINGFA3_DEVICE BlockIterator(WorkItem const& work, Span const* plan_spans)
@@ -68,8 +74,7 @@ struct BlockIterator {
     while (end <= begin) {
       if (++index >= work->tile.num_spans) return false;
       SpanColumns const c = columns();
-      begin = c.begin, end = c.end;
-      seen_from = c.low + work->tile.rows - 1, seen_to = c.high + 1, keys = c.keys;
+      begin = c.begin, end = c.end, keys = c.keys;
     }
     start = max(end - N, 0);
     return true;
@@ -78,11 +83,12 @@ struct BlockIterator {
   // The columns from `start` on are done.
   RINGFA3_DEVICE void complete() { end = start; }
 
-  RINGFA3_DEVICE bool masked() const { return start < seen_from || start + N > min(end, seen_to); }
-
   // Blocks from this one on that need no mask.
   RINGFA3_DEVICE int unmasked_blocks() const {
-    return masked() ? 0 : (start - max(seen_from, 0)) / N + 1;
+    SpanColumns const c = columns();  // every row sees columns [seen_from, c.high]
+    int const seen_from = c.low + work->tile.rows - 1;
+    bool const masked = start < seen_from || start + N > min(end, c.high + 1);
+    return masked ? 0 : (start - max(seen_from, 0)) / N + 1;
   }
 
   // `complete` and `next` within a run of unmasked blocks.

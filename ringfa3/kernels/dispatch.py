@@ -14,18 +14,23 @@ from ringfa3.kernels import backward, forward, reference
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
+    from ringfa3.planning.tiling import Plan, Tiling
 
 
 class ForwardKernel(NamedTuple):
     """What runs one hop of the forward.
 
-    tile_m          query rows of a tile
-    attend          as `reference.attend`
-    takes_arrivals  whether `attend` takes `arrivals`, the words that spans wait for on the device
+    tile_m           query rows of a tile
+    attend           as `reference.attend`
+    new_partial_out, read_partial_out
+                     O between hops, as in `reference`
+    takes_arrivals   whether `attend` takes `arrivals`, the words that spans wait for on the device
     """
 
     tile_m: int
     attend: Callable[..., None]
+    new_partial_out: Callable[[torch.Tensor, Plan], torch.Tensor]
+    read_partial_out: Callable[[torch.Tensor, Tiling], torch.Tensor]
     takes_arrivals: bool
 
 
@@ -46,8 +51,20 @@ def select_forward(q: torch.Tensor) -> ForwardKernel:
     """The forward for queries like `q` (t, h, d). A kernel is compiled at its first use."""
     unit = _select_unit("forward", q)
     if unit is None:
-        return ForwardKernel(reference.TILE_M, reference.attend, False)
-    return ForwardKernel(unit.tile_m, partial(forward.attend, unit), True)
+        return ForwardKernel(
+            reference.TILE_M,
+            reference.attend,
+            reference.new_partial_out,
+            reference.read_partial_out,
+            takes_arrivals=False,
+        )
+    return ForwardKernel(
+        unit.tile_m,
+        partial(forward.attend, unit),
+        partial(forward.new_partial_out, unit),
+        forward.read_partial_out,
+        takes_arrivals=True,
+    )
 
 
 def select_backward(q: torch.Tensor) -> BackwardKernel:

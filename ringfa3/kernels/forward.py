@@ -19,7 +19,7 @@ from ringfa3.kernels.launch import (
 )
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Counters, Uploads, upload
-from ringfa3.planning.tiling import Tiling
+from ringfa3.planning.tiling import Plan, Tiling, concat_ranges
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -62,7 +62,8 @@ def attend(
     lse: torch.Tensor,
     arrivals: torch.Tensor | None = None,
 ) -> None:
-    """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there.
+    """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there, but
+    `partial_out` from `new_partial_out`.
 
     Inputs that TMA cannot address are copied: their strides of tokens and heads, and their first
     byte, must be whole 16 bytes. Calls may run on any number of streams at once, and in CUDA graphs
@@ -115,6 +116,39 @@ def attend(
         scale,
     )
     launch(unit, "forward", args, stream)
+
+
+def new_partial_out(unit: Unit, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The float32 O between hops for queries like q (t, h, d): (padded rows, h, d), uninitialised.
+
+    `partial_out_index` tells its order.
+    """
+    rows = int(plan.row_grid(unit.tile_m)[-1])
+    return q.new_empty((rows, *q.shape[1:]), dtype=torch.float32)
+
+
+def read_partial_out(partial_out: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """O between hops as (t, h, d), of a tiling with all rows."""
+    index = partial_out_index(tiling, *partial_out.shape[1:])
+    return partial_out.view(-1)[index.to(partial_out.device)]
+
+
+def partial_out_index(tiling: Tiling, heads: int, head_dim: int) -> torch.Tensor:
+    """(t, heads, head_dim) int64: where each element lies in the flat `new_partial_out`.
+
+    The kernel keeps O in the order of its accumulators: (padded rows / 64, heads, head_dim / 8, 128
+    threads, 4). Tokens of no tile have index 0.
+    """
+    tiles = tiling.tiles
+    tile = np.repeat(np.arange(len(tiles)), tiles["rows"])
+    offset = concat_ranges(np.zeros(len(tiles), np.int64), tiles["rows"])
+    padded = np.zeros(int((tiles["row0"] + tiles["rows"]).max(initial=0)), np.int64)
+    padded[tiles["row0"][tile] + offset] = tiles["grid_row0"][tile] + offset
+    row = torch.from_numpy(padded)[:, None, None]
+    head, column = torch.arange(heads)[:, None], torch.arange(head_dim)
+    thread = row % 64 // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    eights = (row // 64 * heads + head) * (head_dim // 8) + column // 8
+    return (eights * 128 + thread) * 4 + row % 16 // 8 * 2 + column % 2
 
 
 def _check_arrivals(

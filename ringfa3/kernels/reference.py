@@ -30,6 +30,18 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def new_partial_out(q: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """O between hops for queries like q (t, h, d), uninitialised."""
+    del plan  # rows are not padded
+    return q.new_empty(q.shape, dtype=statistics_dtype(q.dtype))
+
+
+def read_partial_out(partial_out: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """O between hops as (t, h, d)."""
+    del tiling
+    return partial_out
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -45,8 +57,8 @@ def attend(
     Args:
         q: (t, h, d); k, v: (n, hk, d).
         out: (t, h, d) in the output dtype, written for rows whose LAST hop this is.
-        partial_out: (t, h, d) statistics dtype, O between hops. Rows that are FIRST and LAST at
-            once do not use it; it may be empty if all rows are.
+        partial_out: from `new_partial_out`. Rows that are FIRST and LAST at once do not use it; it
+            may be empty if all rows are.
         lse: (h, t) statistics dtype, natural logarithm; -inf for a row that has seen no key.
     """
     hk, d = k.shape[1:]

@@ -124,11 +124,10 @@ def run_forward(
         kernel = select_forward(q)
         hops = call.hops
         tilings = hops.forward(kernel.tile_m)
-        once = hops.single_hop(kernel.tile_m)
-        statistics = statistics_dtype(q.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        running = q.new_empty((0 if once else len(q), *q.shape[1:]), dtype=statistics)
-        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
+        once = hops.single_hop(kernel.tile_m)
+        running = out[:0] if once else kernel.new_partial_out(q, hops)
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
 
         def attend(
             hop: int,

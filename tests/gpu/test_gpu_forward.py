@@ -98,6 +98,22 @@ def test_few_keys_after_many_of_earlier_hops_are_counted(dtype: torch.dtype, d: 
     checks.few_keys_after_many_are_counted(unit)
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+def test_merged_hops_are_as_exact_as_one_launch(dtype: torch.dtype, d: int) -> None:
+    torch.manual_seed(0)
+    unit = dispatch.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
+    assert unit is not None
+    checks.merged_hops_are_as_exact_as_one_launch(unit)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+def test_large_values_hold_the_gate(dtype: torch.dtype, d: int) -> None:
+    torch.manual_seed(0)
+    checks.large_values_hold_the_gate(dtype, d)
+
+
 def waiting(d: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, Callable[..., None]]:
     """Three documents on the GPU; the spans of the last two wait for arrival words 1 and 2.
 

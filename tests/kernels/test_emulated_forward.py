@@ -107,3 +107,21 @@ def test_few_keys_count_beside_many_of_earlier_hops(
     checks.few_keys_after_many_are_counted(
         unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu"
     )
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_merged_hops_are_as_exact_as_one_launch(
+    emulated: Machine, dtype: torch.dtype, d: int
+) -> None:
+    torch.manual_seed(0)
+    emulated.settings(0)
+    checks.merged_hops_are_as_exact_as_one_launch(
+        unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_large_values_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    torch.manual_seed(0)
+    emulated.settings(0)
+    checks.large_values_hold_the_gate(dtype, d, "cpu")

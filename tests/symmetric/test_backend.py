@@ -84,7 +84,13 @@ class Waiting:
         self.cuda, self.awaited = cuda, 0
 
     def __call__(self, q: Tensor) -> ForwardKernel:
-        return ForwardKernel(reference.TILE_M, self.attend, True)
+        return ForwardKernel(
+            reference.TILE_M,
+            self.attend,
+            reference.new_partial_out,
+            reference.read_partial_out,
+            takes_arrivals=True,
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *rest: Any) -> None:
         for number in sorted(set(tiling.spans["arrival"].tolist()) - {0}):

@@ -38,10 +38,10 @@ class Epilogue:
         q, k, v = (x.flatten(0, -3) for x in problem.inputs)
         kernel = select_forward(q)
         rows, keys = np.array(case.lengths), np.array(case.key_lengths)
-        whole = plan_local(rows, keys, *case.window).forward(kernel.tile_m)[0]
-        exact = statistics_dtype(q.dtype)
-        out, running = torch.empty_like(q), torch.empty_like(q, dtype=exact)
-        lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)
+        plan = plan_local(rows, keys, *case.window)
+        whole = plan.forward(kernel.tile_m)[0]
+        out, running = torch.empty_like(q), kernel.new_partial_out(q, plan)
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=statistics_dtype(q.dtype))
 
         def attend(tiling: Tiling) -> None:
             kernel.attend(q, k, v, tiling, case.head_dim**-0.5, out, running, lse)
@@ -52,7 +52,13 @@ class Epilogue:
 
         hop = _with_flags(whole, self.flags)
         attend(_with_flags(whole, FIRST))  # initialises `running` and `lse`
-        return PreparedRun(run, lambda result: {"out": result.to(q.dtype, copy=True)})
+
+        def results(result: torch.Tensor) -> dict[str, torch.Tensor]:
+            if not self.flags & LAST:
+                result = kernel.read_partial_out(result, whole)
+            return {"out": result.to(q.dtype, copy=True)}
+
+        return PreparedRun(run, results)
 
 
 def _with_flags(tiling: Tiling, flags: int) -> Tiling:
