@@ -18,6 +18,7 @@
 
 #include "forward/epilogue.cuh"
 #include "forward/mask.cuh"
+#include "forward/operands.cuh"
 #include "forward/partial_output.cuh"
 #include "forward/shapes.cuh"
 #include "forward/softmax.cuh"
@@ -35,26 +36,6 @@ struct NoRefill {
   CUTE_DEVICE void k() const {}
   CUTE_DEVICE void v() const {}
 };
-
-// The operands of one warpgroup in shared memory: Q (64, D, S), K (N, D, S), V (D, N, S).
-template <class Shapes>
-CUTE_DEVICE auto q_operand(typename Shapes::SharedStorage& smem, int warpgroup, int thread) {
-  Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Shapes::SmemQ{}),
-                         Shape<_64, Int<Shapes::D>>{}, make_coord(warpgroup, _0{}, _));
-  return typename Shapes::MmaS{}.get_slice(thread).partition_fragment_A(sQ);
-}
-
-template <class Shapes>
-CUTE_DEVICE auto k_operand(typename Shapes::SharedStorage& smem, int thread) {
-  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Shapes::SmemK{});
-  return typename Shapes::MmaS{}.get_slice(thread).partition_fragment_B(sK);
-}
-
-template <class Shapes>
-CUTE_DEVICE auto v_operand(typename Shapes::SharedStorage& smem, int thread) {
-  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});
-  return typename Shapes::MmaO{}.get_slice(thread).partition_fragment_B(sV);
-}
 
 template <class Shapes, class Refill = NoRefill>
 struct ForwardConsumer {

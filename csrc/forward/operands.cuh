@@ -1,0 +1,32 @@
+// Q, K and V in shared memory, as the products of a warpgroup read them.
+//
+// Letters in shapes: N keys of a block, D head dim, S stages.
+#pragma once
+
+#include "forward/shapes.cuh"
+
+namespace ringfa3 {
+
+using namespace cute;
+
+// The operands of one warpgroup in shared memory: Q (64, D, S), K (N, D, S), V (D, N, S).
+template <class Shapes>
+CUTE_DEVICE auto q_operand(typename Shapes::SharedStorage& smem, int warpgroup, int thread) {
+  Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Shapes::SmemQ{}),
+                         Shape<_64, Int<Shapes::D>>{}, make_coord(warpgroup, _0{}, _));
+  return typename Shapes::MmaS{}.get_slice(thread).partition_fragment_A(sQ);
+}
+
+template <class Shapes>
+CUTE_DEVICE auto k_operand(typename Shapes::SharedStorage& smem, int thread) {
+  Tensor sK = make_tensor(make_smem_ptr(smem.k), typename Shapes::SmemK{});
+  return typename Shapes::MmaS{}.get_slice(thread).partition_fragment_B(sK);
+}
+
+template <class Shapes>
+CUTE_DEVICE auto v_operand(typename Shapes::SharedStorage& smem, int thread) {
+  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});
+  return typename Shapes::MmaO{}.get_slice(thread).partition_fragment_B(sV);
+}
+
+}  // namespace ringfa3
