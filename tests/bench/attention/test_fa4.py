@@ -12,19 +12,13 @@ import torch
 from ringfa3.bench.__main__ import main
 from ringfa3.bench.attention import fa4 as fa4_module
 from ringfa3.bench.attention.fa4 import Fa4, flash_attention_4
-from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD, FULL, Case
+from ringfa3.bench.common.cases import BACKWARD, FORWARD
 from ringfa3.bench.common.comparison import measure_row
 from ringfa3.bench.common.implementations import LoadError, RingFA3
 from ringfa3.bench.common.timing import WallClock
+from tests.support.cases import CASES
 
 CPU = torch.device("cpu")
-CASES = [
-    Case("any", "causal", (30, 30), 4, 2, 16, CAUSAL),
-    Case("any", "full", (30, 30), 4, 2, 16, FULL),
-    Case("any", "packed", (5, 40, 1), 4, 2, 16, CAUSAL, packed=True),
-    Case("any", "window", (50,), 4, 2, 16, (7, 0)),
-    Case("any", "rectangle", (40, 40), 4, 2, 16, FULL, keys=(25, 25)),
-]
 # Arguments in the order of flash-attn-4 4.0.0b36; a window is None on a side without limit.
 INTERFACE = """
 import cutlass  # of nvidia_cutlass_dsl/dsl_packages

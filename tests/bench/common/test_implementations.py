@@ -19,7 +19,7 @@ from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
 from ringfa3.bench.attention.sdpa import Sdpa
 from ringfa3.bench.common import fa3 as fa3_module
 from ringfa3.bench.common import implementations
-from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD, FULL, Case
+from ringfa3.bench.common.cases import BACKWARD, FORWARD, Case
 from ringfa3.bench.common.communicator import Communicator
 from ringfa3.bench.common.fa3 import Fa3Module, Fa3Ops, flash_attention_3
 from ringfa3.bench.common.implementations import LoadError, RingFA3
@@ -27,16 +27,10 @@ from ringfa3.bench.common.problem import Implementation, UnsupportedCaseError, m
 from ringfa3.bench.ring.implementations import Ring
 from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.planning.tiling import FIRST
+from tests.support.cases import CASES
 from tests.support.dense import attention, gradients, mask, worst
 
 CPU = torch.device("cpu")
-CASES = [
-    Case("any", "causal", (30, 30), 4, 2, 16, CAUSAL),
-    Case("any", "full", (30, 30), 4, 2, 16, FULL),
-    Case("any", "packed", (5, 40, 1), 4, 2, 16, CAUSAL, packed=True),
-    Case("any", "window", (50,), 4, 2, 16, (7, 0)),
-    Case("any", "rectangle", (40, 40), 4, 2, 16, FULL, keys=(25, 25)),
-]
 asked: list[bool] = []  # of each backward: whether it shall be deterministic
 # As the library declares them.
 FWD = (
