@@ -2,8 +2,10 @@
 #pragma once
 
 #include "backward/shapes.cuh"
+#include "hopper/cluster.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/sync.cuh"
+#include "plan/row_blocks.h"
 
 namespace ringfa3 {
 
@@ -11,6 +13,9 @@ using namespace cute;
 
 // Named barriers of the consumers: kTurn + w is the turn of warpgroup w.
 constexpr int kCleared = 1, kTurn = 2;
+
+// Of a pair of CTAs: the first warpgroup's dQ tile of a block. The second has the tile after it.
+CUTE_DEVICE int first_dq_tile() { return 2 * block_rank_in_cluster(); }
 
 // One warpgroup: hands a dQ tile of its `count`-th block to the writer warp, which issues the proxy
 // fence.
@@ -29,22 +34,6 @@ CUTE_DEVICE void send_dq(typename Shapes::SharedStorage& smem, Accumulator const
   if (thread % kWarp == 0) smem.dq_full[warpgroup].arrive();
 }
 
-// One warpgroup that adds its dQ tiles itself: ends the turn at its tile before, if there was one,
-// and waits for the turn `next`, if its number is not -1.
-template <class Shapes>
-CUTE_DEVICE void change_turn(typename Shapes::SharedStorage& smem, int32_t* turns, DqTile next,
-                             int warpgroup) {
-  cutlass::arch::NamedBarrier::sync(kWarpgroup, kTurn + warpgroup);
-  if (threadIdx.x % kWarpgroup == 0) {
-    DqTile const tile = smem.dq_turns[warpgroup];
-    if (tile.number >= 0) signal_turn(turns + tile.number, tile.turn + 1);
-    if (next.number >= 0) wait_for_turn(turns + next.number, next.turn);
-    smem.dq_turns[warpgroup] = next;
-  }
-  __syncwarp();
-  cutlass::arch::NamedBarrier::sync(kWarpgroup, kTurn + warpgroup);
-}
-
 // One warpgroup: adds a dQ tile itself, from registers. Where a CTA has 64 keys, dQ would be most
 // of the shared-memory traffic.
 template <class Accumulator>
@@ -56,6 +45,32 @@ CUTE_DEVICE void add_dq(float* grid_dq, Accumulator const& dq, int number) {
         "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * kWarpgroup * 4),
         "f"(dq(4 * i)), "f"(dq(4 * i + 1)), "f"(dq(4 * i + 2)), "f"(dq(4 * i + 3))
         : "memory");
+  }
+}
+
+// One thread of a CTA whose consumers add their dQ tiles themselves: awaits the turn of each block,
+// for one warpgroup after the other, and ends it when the warpgroup has added its tile.
+template <class Shapes>
+CUTE_DEVICE void keep_turns(BackwardArgs const& a, typename Shapes::SharedStorage& smem) {
+  for (Pipeline<1> stage;; stage.advance()) {
+    Pipeline<Shapes::BlockDepth> const at{stage.count};
+    smem.block_ready[at.index()].wait(at.phase());
+    RowBlock const& block = smem.blocks[at.index()];
+    if (block.head < 0) return;
+    int const turn = dq_turn<Shapes::M, Shapes::TileN>(a.spans, a.earlier, block.span, block.token,
+                                                       block.tile_row);
+    int32_t* const words = a.turns + block.target * Shapes::DqTiles + first_dq_tile();
+    smem.block_done[at.index()].arrive();
+    CUTE_NO_UNROLL
+    for (int w = 0; w < Shapes::Consumers; ++w) {
+      wait_for_turn(words + w, turn);
+      smem.dq_turn[w].arrive();
+    }
+    CUTE_NO_UNROLL
+    for (int w = 0; w < Shapes::Consumers; ++w) {
+      smem.dq_added[w].wait(stage.phase());
+      signal_turn(words + w, turn + 1);
+    }
   }
 }
 

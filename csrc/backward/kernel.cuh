@@ -11,8 +11,8 @@
 // as many numbers are added to dQ.
 //
 // One producer warpgroup gives most of its registers away: its warps load (load.cuh), fetch work
-// (work_queue.cuh), and write the dQ of one consumer warpgroup each (dq_tiles.cuh), or send dS to
-// the peer (mainloop_role_split.cuh).
+// (work_queue.cuh), and write the dQ of one consumer warpgroup each, or keep the turns in which the
+// consumers add it (dq_tiles.cuh), or send dS to the peer (mainloop_role_split.cuh).
 //
 // Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim, S stages.
 #pragma once
@@ -43,7 +43,7 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
   }
   for (int i = 0; i < Shapes::BlockDepth; ++i) {
     smem.block_ready[i].init(1);
-    smem.block_done[i].init(kPair ? kWarps + 1 : Shapes::Consumers);
+    smem.block_done[i].init(kPair ? kWarps + 1 + (p.args.turns != nullptr) : Shapes::Consumers);
   }
   for (int i = 0; i < Shapes::DoutStages; ++i) {
     smem.dout_full[i].init(kPair ? 1 : 2), smem.dout_empty[i].init(kWarps);
@@ -57,7 +57,7 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
   smem.v_full.init(1), smem.v_empty.init(Shapes::kPolicy.role_split ? 4 : kWarps);
   if constexpr (kPair) {
     smem.sent_full.init(1), smem.sent_empty.init(1);
-    smem.dq_turns[0].number = smem.dq_turns[1].number = -1;
+    for (int i = 0; i < Shapes::Consumers; ++i) smem.dq_turn[i].init(1), smem.dq_added[i].init(4);
     for (int i = 0; i < Shapes::DsStages; ++i) {
       smem.ds_stored[i].init(4), smem.peer_ds_full[i].init(1);
     }
@@ -77,13 +77,6 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
   extern __shared__ __align__(1024) char raw[];
   auto& smem = *reinterpret_cast<typename Shapes::SharedStorage*>(raw);
   if (threadIdx.x == 0) init_barriers<Shapes>(p, smem);
-  if constexpr (!Shapes::kPolicy.role_split) {
-    if (threadIdx.x < 2 * 64) {  // two matrices (8, 8) of `SmemOnes`
-      bool const one = threadIdx.x < 64 && threadIdx.x % 8 < 3;
-      smem.ones[threadIdx.x] = bfloat16_t(one ? 1.f : 0.f);
-    }
-    cutlass::arch::fence_view_async_shared();
-  }
   __syncthreads();
   if constexpr (Shapes::Ctas > 1) sync_cluster();  // the peer arrives at barriers of this CTA
   wait_for_earlier_kernels();
@@ -97,14 +90,18 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
         launch_next_kernel();
       }
     } else if constexpr (Shapes::kPolicy.role_split) {
-      if (threadIdx.x < 3 * kWarp && elect_one_sync()) send_ds<Shapes>(smem);
+      if (threadIdx.x < 3 * kWarp) {
+        if (elect_one_sync()) send_ds<Shapes>(smem);
+      } else if (p.args.turns) {
+        if (elect_one_sync()) keep_turns<Shapes>(p.args, smem);
+      }
     } else {
       if (elect_one_sync()) write_dq<Shapes>(p.args, smem, threadIdx.x / kWarp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     if constexpr (Shapes::kPolicy.role_split) {
-      if (threadIdx.x < 2 * kWarpgroup) {
+      if (cutlass::canonical_warp_group_idx() == 1) {  // uniform
         RoleSplitConsumer<Shapes, true>(p, smem).run();
       } else {
         RoleSplitConsumer<Shapes, false>(p, smem).run();

@@ -37,7 +37,7 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedSto
     smem.block_ready[stage.index()].wait(stage.phase());
     RowBlock& block = smem.blocks[stage.index()];
     if (block.head < 0) return;
-    if (p.args.turns) {
+    if (!Shapes::kPolicy.role_split && p.args.turns) {
       block.turn = dq_turn<M, Shapes::TileN>(p.args.spans, p.args.earlier, block.span, block.token,
                                              block.tile_row);
     }

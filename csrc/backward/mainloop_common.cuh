@@ -45,12 +45,18 @@ CUTE_DEVICE auto statistic_operand(SplitStatistic (&rows)[Stages][Shapes::M], in
       make_tensor(make_smem_ptr(at), typename Shapes::template SmemStatistic<Stages>{}));
 }
 
-// A operand of a product with ones, (64, 16).
-template <class Shapes>
-CUTE_DEVICE auto ones_operand(bfloat16_t* ones, int thread) {
-  return typename Shapes::MmaStatistic{}.get_slice(thread).partition_fragment_A(
-      make_tensor(make_smem_ptr(ones), typename Shapes::SmemOnes{}));
-}
+// A operand of a product with ones, (64, 16): three columns of ones, then zeros. It is made where
+// it is used, in registers that are free there.
+struct Ones {
+  Tensor<ArrayEngine<bfloat16_t, 8>, Layout<Shape<Shape<_2, _2, _2>, _1, _1>>> words;
+  CUTE_DEVICE explicit Ones(int lane) {
+    int const pair = lane % 4;  // of the thread: columns 2 pair, 2 pair + 1, and 8 columns later
+    uint32_t first = pair == 0 ? 0x3f803f80u : pair == 1 ? 0x3f80u : 0u, second = 0;
+    asm volatile("" : "+r"(first), "+r"(second));  // not kept between two products
+    auto* const to = reinterpret_cast<uint32_t*>(raw_pointer_cast(words.data()));
+    to[0] = to[1] = first, to[2] = to[3] = second;
+  }
+};
 
 // A thread's accumulator (64 keys, M rows): element 4j + 2r + c is of key `key` + 8r of the tile
 // and row 8j + 2 (lane % 4) + c of the block.

@@ -67,7 +67,6 @@ struct KeySplitConsumer {
   decltype(row_operand<MmaKV, typename Shapes::SmemDoutT>(smem.dout, 0)) fDOt;  // (D, M, S)
   decltype(ds_operand<Shapes>(smem.ds, 0, 0)) fDS;                              // (64, N, S)
   decltype(key_columns_operand<Shapes>(smem.k, 0, 0)) fKt;                      // (64, N)
-  decltype(ones_operand<Shapes>(smem.ones, 0)) fOnes;                           // (64, 16)
   decltype(statistic_operand<Shapes>(smem.lse, 0)) fLSE;                        // (M, 16, S)
   decltype(statistic_operand<Shapes>(smem.delta, 0)) fDelta;                    // (M, 16, S)
   FragmentKV dk, dv;                                                            // (64, D)
@@ -95,7 +94,6 @@ struct KeySplitConsumer {
         fDOt(row_operand<MmaKV, typename Shapes::SmemDoutT>(smem.dout, thread)),
         fDS(ds_operand<Shapes>(smem.ds, kRowHalves ? warpgroup : 0, thread)),
         fKt(key_columns_operand<Shapes>(smem.k, kRowHalves ? 0 : warpgroup, thread)),
-        fOnes(ones_operand<Shapes>(smem.ones, thread)),
         fLSE(statistic_operand<Shapes>(smem.lse, thread)),
         fDelta(statistic_operand<Shapes>(smem.delta, thread)),
         to_ds(ds_address<Shapes>(smem, warp_key, lane)) {}
@@ -210,7 +208,7 @@ struct KeySplitConsumer {
 
   __device__ void issue_s(uint32_t count, FragmentS& s) {
     QStage const stage{count};
-    issue_sum(mma_statistic, fOnes, fLSE(_, _, _, stage.index()), mma_s, fK,
+    issue_sum(mma_statistic, Ones(lane).words, fLSE(_, _, _, stage.index()), mma_s, fK,
               fQ(_, _, _, stage.index()), s);
   }
 
@@ -218,7 +216,7 @@ struct KeySplitConsumer {
   // saves.
   __device__ void issue_dp(uint32_t count, FragmentS& dp) {
     DoutStage const stage{count};
-    issue_sum(mma_statistic, fOnes, fDelta(_, _, _, stage.index()), mma_s, opaque(fV),
+    issue_sum(mma_statistic, Ones(lane).words, fDelta(_, _, _, stage.index()), mma_s, opaque(fV),
               fDO(_, _, _, stage.index()), dp);
   }
 

@@ -155,7 +155,6 @@ struct RoleSplitConsumer {
     warpgroup_wait<0>();
     if (lane == 0) smem.k_empty.arrive();
     add_dq_tile(count);
-    if (p.args.turns) change_turn<Shapes>(smem, p.args.turns, DqTile{-1}, kWarpgroupIndex);
     return count + 1;
   }
 
@@ -287,17 +286,17 @@ struct RoleSplitConsumer {
   __device__ void add_dq_tile(uint32_t count) {
     warpgroup_fence_operand(dq);
     RowBlock const& block = block_at(count);
-    int const number = block.target * Shapes::DqTiles + dq_tile();
-    if (p.args.turns) {
-      change_turn<Shapes>(smem, p.args.turns, DqTile{number, block.turn}, kWarpgroupIndex);
+    if (p.args.turns) smem.dq_turn[kWarpgroupIndex].wait(Pipeline<1>{count}.phase());
+    add_dq(p.args.grid.dq, dq, block.target * Shapes::DqTiles + dq_tile());
+    __syncwarp();  // all lanes have read the block, and added
+    if (lane == 0) {
+      smem.block_done[BlockStage{count}.index()].arrive();
+      if (p.args.turns) smem.dq_added[kWarpgroupIndex].arrive();
     }
-    add_dq(p.args.grid.dq, dq, number);
-    __syncwarp();  // all lanes have read the block
-    if (lane == 0) smem.block_done[BlockStage{count}.index()].arrive();
   }
 
   // The warpgroup's dQ tile of a block, and its columns of K.
-  __device__ int dq_tile() const { return 2 * block_rank_in_cluster() + kWarpgroupIndex; }
+  __device__ int dq_tile() const { return first_dq_tile() + kWarpgroupIndex; }
 
   __device__ RowBlock const& block_at(uint32_t count) {
     return smem.blocks[BlockStage{count}.index()];

@@ -58,10 +58,11 @@ template <class Element, int DsSize, int KeysSize, int DsStages>
 struct PairStorage {
   alignas(1024) Element peer_ds[DsSize];
   alignas(1024) Element peer_k[KeysSize];  // this CTA's half of the columns of the peer's K
-  DqTile dq_turns[2];                      // of each warpgroup; number -1: none
   int32_t sent_work;                       // a work item, from the first CTA to the second
   alignas(16) cutlass::arch::ClusterTransactionBarrier peer_ds_full[DsStages], sent_full;
   alignas(16) cutlass::arch::ClusterBarrier ds_stored[DsStages], sent_empty;
+  // Of each warpgroup, if turns are kept: its turn to add dQ has come; it has added dQ.
+  alignas(16) cutlass::arch::ClusterBarrier dq_turn[2], dq_added[2];
 };
 
 struct NoPairStorage {};
@@ -100,14 +101,12 @@ struct BackwardShapes {
                                                    GMMA::Major::K, GMMA::Major::MN>()));
 
   // With tiles of 128 keys LSE and D enter S^T and dP^T (64, M) by a product with ones, (64, 16)
-  // (16, M), of which three columns count: no thread reads them from shared memory.
+  // (16, M), of which three columns count: no thread reads them from shared memory. The ones are
+  // in registers.
   using Statistic = conditional_t<kPolicy.role_split, float, SplitStatistic>;
   using MmaStatistic = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<M>, _16>, GMMA::Major::K,
+      GMMA::rs_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<M>, _16>, GMMA::Major::K,
                            GMMA::Major::K>()));
-  // (64, 16), whose rows are one row in shared memory: three ones, then zeros.
-  using SmemOnes =
-      Layout<Shape<Shape<_8, _8>, Shape<_8, _2>>, Stride<Stride<_8, _0>, Stride<_1, _64>>>;
   // (M, 16, S): columns 8 to 15 are columns 0 to 7 again, and meet zeros.
   template <int Stages>
   using SmemStatistic = Layout<Shape<Shape<_8, Int<M / 8>>, Shape<_8, _2>, Int<Stages>>,
@@ -140,7 +139,6 @@ struct BackwardShapes {
     alignas(128) float p[kPolicy.role_split ? 64 * M : 1];  // P^T, from one warpgroup to the other
     alignas(128) Statistic lse[QStages][M];
     alignas(128) Statistic delta[kDeltaStages][M];
-    alignas(128) bfloat16_t ones[kPolicy.role_split ? 1 : 128];  // see `SmemOnes`
     RowBlock blocks[BlockDepth];
     KeyWorkItem work[kWorkDepth];
     int32_t next_work, head;  // of the thread that fetches
