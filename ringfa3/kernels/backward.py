@@ -182,7 +182,7 @@ class BackwardPass:
         kv_heads, heads = k.shape[1], self.q.shape[1] if num_heads is None else num_heads
         tables = _on_device(
             tiling, self.stream, self.unit.tile_m, heads // kv_heads, kv_heads,
-            max(1, self.num_ctas // self.unit.cluster), self.deterministic,
+            max(1, self.num_ctas // self.unit.cluster), self.unit.head_dim, self.deterministic,
         )  # fmt: skip
         sums: tuple[torch.Tensor, ...] = (dk, dv)
         if tables.shared:  # several units add into zeroed float32
@@ -273,12 +273,13 @@ def _on_device(
     group: int,
     kv_heads: int,
     num_clusters: int,
+    head_dim: int,
     whole: bool,
 ) -> _Tables:
     """A tiling's work units and spans in device memory."""
 
     def make() -> _Tables:
-        table = split_work(tiling, tile_m, group, kv_heads, num_clusters, whole)
+        table = split_work(tiling, tile_m, group, kv_heads, num_clusters, head_dim, whole)
         tensors = tuple(upload(x, stream.device) for x in (table, tiling.spans, tiling.earlier))
         return _Tables(
             tensors,
@@ -288,7 +289,7 @@ def _on_device(
             len(np.unique(table["row0"])) < len(tiling.tiles),
         )
 
-    return _tables.get(tiling, stream, (group, kv_heads, num_clusters, whole), make)
+    return _tables.get(tiling, stream, (group, kv_heads, num_clusters, head_dim, whole), make)
 
 
 _grids: Uploads[torch.Tensor] = Uploads()

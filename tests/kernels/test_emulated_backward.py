@@ -52,7 +52,7 @@ def test_a_split_tile_holds_the_gate(emulated: Machine, unit: Unit, group: int) 
     emulated.settings(0, 0.3)
     p = checks.problem(2, unit, "cpu", [(700, unit.tile_n)], (group, 1), (-1, -1))
     tiling = p.plan.backward(unit.tile_n, unit.tile_m)[0]
-    table = split_work(tiling, unit.tile_m, group, 1, PROCESSORS)
+    table = split_work(tiling, unit.tile_m, group, 1, PROCESSORS, unit.head_dim)
     assert len(table) > 1
     assert (table["flags"] & SHARED).all()
     assert (table["skip"] > 0).any() == (group == 1)

@@ -68,7 +68,7 @@ def test_a_work_unit_iterates_over_the_blocks_that_python_counts(
     """
     for plan in case.plans():
         for tiling in plan.hops.backward(n, m, deterministic):
-            table = split_work(tiling, m, group, 1, num_ctas, deterministic)
+            table = split_work(tiling, m, group, 1, num_ctas, 128, deterministic)
             spans, counts = address(tiling.spans), visited_blocks(tiling, m)
             found = defaultdict(list)
             for i in range(len(table)):
@@ -98,7 +98,7 @@ def test_turns_are_those_of_the_tiling(device: ctypes.CDLL, case: Case, m: int, 
     """Reference: `Tiling.turn`, exactly, for every key tile and dQ block that it adds to."""
     for plan in case.plans():
         for tiling in plan.hops.backward(n, m, deterministic=True):
-            table = split_work(tiling, m, 1, 1, 1, whole=True)
+            table = split_work(tiling, m, 1, 1, 1, 128, whole=True)
             spans, earlier = address(tiling.spans), address(tiling.earlier)
             for i in range(len(table)):
                 unit = table[i : i + 1]

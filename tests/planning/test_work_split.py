@@ -43,7 +43,7 @@ def test_work_units_cover_every_block_of_every_head_once(
     """SHARED where a tile has several units, and only there; in the order of the tiles."""
     for plan in case.plans():
         for tiling in plan.hops.backward(n, m, whole):
-            table = split_work(tiling, m, group, kv_heads, num_ctas, whole)
+            table = split_work(tiling, m, group, kv_heads, num_ctas, 128, whole)
             blocks = visited_blocks(tiling, m)
             assert (table["blocks"] > 0).all()
             row0 = tiling.tiles["row0"].tolist()
@@ -65,11 +65,11 @@ def test_work_units_cover_every_block_of_every_head_once(
 def test_few_tiles_are_cut_until_the_gpu_is_full_and_many_are_not() -> None:
     """8k tokens, 128 keys a tile: one KV head leaves half of 132 CTAs idle, eight do not."""
     tiling = plan_local(np.array([8192]), np.array([8192]), -1, -1).backward(128, 64)[0]
-    few = split_work(tiling, 64, 8, 1, 132)
+    few = split_work(tiling, 64, 8, 1, 132, 128)
     assert (few["flags"] & SHARED).all()
     assert len(few) == 2 * 64
-    assert len(split_work(tiling, 64, 4, 8, 132)) == 64
-    assert len(split_work(tiling, 64, 8, 1, 132, whole=True)) == 64
+    assert len(split_work(tiling, 64, 4, 8, 132, 128)) == 64
+    assert len(split_work(tiling, 64, 8, 1, 132, 128, whole=True)) == 64
 
 
 def test_tiles_of_very_many_heads_are_cut_to_four() -> None:
@@ -85,12 +85,45 @@ def test_tiles_of_very_many_heads_are_cut_to_four() -> None:
         (8, 4, 8),
         (4, 8, 4),
     ):
-        table = split_work(tiling, 64, group, kv_heads, 132)
+        table = split_work(tiling, 64, group, kv_heads, 132, 128)
         assert set(table["num_heads"].tolist()) == {expected}, group
         assert len(table) == 128 * group // expected
     short = np.full(64, 256)
     tiling = plan_local(short, short, -1, 0).backward(128, 64)[0]
-    assert set(split_work(tiling, 64, 32, 8, 132)["num_heads"].tolist()) == {32}
+    assert set(split_work(tiling, 64, 32, 8, 132, 128)["num_heads"].tolist()) == {32}
     beside = np.array([2048] + [128] * 512)  # most work is in short documents
     tiling = plan_local(beside, beside, -1, 0).backward(128, 64)[0]
-    assert set(split_work(tiling, 64, 16, 8, 132)["num_heads"].tolist()) == {16}
+    assert set(split_work(tiling, 64, 16, 8, 132, 128)["num_heads"].tolist()) == {16}
+
+
+def test_units_of_long_rows_have_one_head_heads_outer() -> None:
+    """Where Q, dO and dQ of a unit exceed 160 MiB; full mask, 8 KV heads."""
+
+    def heads(rows: int, group: int, head_dim: int, whole: bool = False) -> list[int]:
+        """Heads of the units; their order is checked."""
+        lengths = np.array([rows])
+        tiling = plan_local(lengths, lengths, -1, -1).backward(128, 64)[0]
+        table = split_work(tiling, 64, group, 8, 132, head_dim, whole)
+        assert (np.diff(table["first_head"]) >= 0).all()
+        for first in np.unique(table["first_head"]):
+            rows0 = table["row0"][table["first_head"] == first]
+            assert rows0.tolist() == tiling.tiles["row0"].tolist()
+        assert ((table["flags"] & SHARED) > 0).all() == (table["num_heads"] < group).all()
+        return np.unique(table["num_heads"]).tolist()
+
+    assert heads(32768, 4, 128) == [4]
+    assert heads(65536, 4, 128) == [1]
+    assert heads(65536, 4, 128, whole=True) == [4]
+    assert heads(65536, 4, 64) == [4]
+    assert heads(32768, 4, 256) == [1]
+    assert heads(32768, 8, 128) == [1]
+    assert heads(131072, 1, 128) == [1]
+    assert heads(65536, 16, 128) == [1]
+
+
+def test_long_rows_on_few_keys_still_fill_the_gpu() -> None:
+    """64k rows see 512 keys of one KV head: 16 units of one head are cut between row blocks."""
+    tiling = plan_local(np.array([65536]), np.array([512]), -1, -1).backward(128, 64)[0]
+    table = split_work(tiling, 64, 4, 1, 132, 128)
+    assert len(table) >= 128
+    assert (np.diff(table["first_head"]) >= 0).all()
