@@ -42,7 +42,7 @@ LONG = 64  # row blocks of a typical unit from which this gain exceeds the cost 
 # Bytes of Q, dO and dQ of a typical unit, from which a unit has one query head and all tiles of a
 # head are fetched before those of the next: CTAs drift apart by a part of their unit, and what lies
 # between them leaves the L2 cache. On an H200, 32:8 heads of 128, full mask, this is 2% slower at
-# 16k tokens (64 MiB), 1% faster at 32k and 2% faster at 64k.
+# 16k tokens (64 MiB), 1% faster at 32k and 2% at 64k; causal 2% at 64k and 128k.
 UNIT_BYTES = 160 << 20
 WAVES = 4  # work items per SM from which nothing is split further: fetching in order evens out
 
