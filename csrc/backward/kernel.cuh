@@ -50,7 +50,7 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
   }
   for (int i = 0; i < Shapes::DsStages; ++i) {
     smem.ds_full[i].init(kPair ? 1 : kWarps);
-    smem.ds_empty[i].init(kWarps);
+    if constexpr (!kPair) smem.ds_empty[i].init(kWarps);
   }
   smem.p_full.init(4);
   smem.k_full.init(1 + kPair), smem.k_empty.init(kWarps);
@@ -62,8 +62,10 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
       smem.ds_stored[i].init(4), smem.peer_ds_full[i].init(1);
     }
   }
-  for (int i = 0; i < Shapes::Consumers; ++i) {
-    smem.dq_full[i].init(4), smem.dq_empty[i].init(1);
+  if constexpr (!kPair) {
+    for (int i = 0; i < Shapes::Consumers; ++i) {
+      smem.dq_full[i].init(4), smem.dq_empty[i].init(1);
+    }
   }
   for (int i = 0; i < kWorkDepth; ++i) {
     smem.work_full[i].init(1), smem.work_empty[i].init(kWarps);
