@@ -1,4 +1,4 @@
-"""Structures and records that Python passes to C++, against csrc/params.h."""
+"""Structures, records and constants that Python shares with C++, against csrc/."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringfa3.build.compile import source_folder
+from ringfa3.build.units import UNITS
 from ringfa3.kernels import backward, forward, launch
 from ringfa3.planning import tiling, work_split
 
@@ -22,6 +23,7 @@ MIRRORS = (
     backward.BackwardArgs,
     backward.PostprocessArgs,
 )
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 RECORDS = {"Span": tiling.SPAN, "Tile": tiling.TILE, "WorkUnit": work_split.WORK_UNIT}
 
 
@@ -71,7 +73,16 @@ def test_packed_bytes_are_those_of_the_structure(structure: type[ctypes.Structur
     assert not any(packed[i] for i in set(range(size)) - used)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def printed(folder: Path, headers: str, statements: str) -> list[int]:
+    """The integers that a C++ program with headers of csrc/ prints, one a line."""
+    source, program = folder / "program.cpp", folder / "program"
+    source.write_text(f"#include <cstdio>\n{headers}\nint main() {{ {statements} }}\n")
+    subprocess.run(["g++", "-std=c++20", f"-I{source_folder()}", source, "-o", program], check=True)
+    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    return [int(line) for line in said.split()]
+
+
+@needs_compiler
 def test_a_compiler_lays_structures_out_as_python_does(tmp_path: Path) -> None:
     """Offsets and sizes in bytes, exactly."""
     known = offsets()
@@ -80,12 +91,36 @@ def test_a_compiler_lays_structures_out_as_python_does(tmp_path: Path) -> None:
         for name, fields in known.items()
         for field in fields
     ]
-    source = tmp_path / "offsets.cpp"
-    source.write_text(
-        '#include <cstddef>\n#include <cstdio>\n#include "params.h"\nusing namespace ringfa3;\n'
-        f"int main() {{ {' '.join(prints)} }}\n"
-    )
-    program = tmp_path / "offsets"
-    subprocess.run(["g++", "-std=c++20", f"-I{source_folder()}", source, "-o", program], check=True)
-    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
-    assert [int(n) for n in said] == [n for fields in known.values() for n in fields.values()]
+    headers = '#include <cstddef>\n#include "params.h"\nusing namespace ringfa3;'
+    said = printed(tmp_path, headers, " ".join(prints))
+    assert said == [n for fields in known.values() for n in fields.values()]
+
+
+@needs_compiler
+def test_clusters_and_statistics_are_those_of_the_backward_s_shapes(tmp_path: Path) -> None:
+    """`Unit.cluster` and `STATISTIC_WORDS`, against what `BackwardShapes` makes of its policy."""
+    shapes = (source_folder() / "backward" / "shapes.cuh").read_text()
+    declared = [
+        re.findall(pattern, shapes)
+        for pattern in (r"static constexpr int Ctas = .*?;", r"using Statistic = .*?;")
+    ]
+    assert [len(found) for found in declared] == [1, 1]
+    headers = f"""
+        #include <type_traits>
+        #include "backward/policy.h"
+        #include "params.h"
+        using namespace ringfa3;
+        using std::conditional_t;
+        template <int D> struct Shapes {{
+          static constexpr BackwardPolicy kPolicy = kBackwardPolicy<D>;
+          {declared[0][0]}
+          {declared[1][0]}
+        }};"""
+    clusters = {unit.head_dim: unit.cluster for unit in UNITS if unit.direction == "backward"}
+    assert clusters.keys() == backward.STATISTIC_WORDS.keys()
+    prints = [
+        f'printf("%d %zu\\n", Shapes<{d}>::Ctas, sizeof(Shapes<{d}>::Statistic));' for d in clusters
+    ]
+    said = printed(tmp_path, headers, " ".join(prints))
+    words = backward.STATISTIC_WORDS
+    assert said == [x for d in clusters for x in (clusters[d], words[d] * backward.WORD)]
