@@ -1,7 +1,9 @@
-// The forward kernel without one of its parts: Table 2 of the paper. Each variant has a define, see
-// `VARIANTS` in ringfa3/build/units.py.
+// The forward kernel without one of its parts, Table 2 of the paper, or with another pipeline or
+// tile. Variants have defines, see `VARIANTS` in ringfa3/build/units.py.
 #if defined(RINGFA3_UNSPECIALISED)
 #include "unspecialised.cuh"
+#elif defined(RINGFA3_THREE_STAGES)
+#include "three_stages.cuh"
 #else
 #include "forward/kernel.cuh"
 #endif
@@ -30,5 +32,10 @@ extern "C" int ringfa3_forward(ringfa3::ForwardArgs const* args, void* stream) {
   return ringfa3::launch_forward<ringfa3::WithoutOverlap<Shapes> >(*args, on);
 #elif defined(RINGFA3_WITHOUT_PING_PONG)
   return ringfa3::launch_forward<ringfa3::WithoutPingPong<Shapes> >(*args, on);
+#elif defined(RINGFA3_THREE_STAGES)
+  using Consumer = ringfa3::ThreeStageConsumer<Shapes>;
+  return ringfa3::launch_forward<Shapes>(*args, on, ringfa3::forward_kernel<Shapes, Consumer>);
+#else
+  return ringfa3::launch_forward<Shapes>(*args, on);
 #endif
 }

@@ -95,7 +95,11 @@ struct ForwardConsumer {
         fK(k_operand<Shapes>(smem, thread)),
         fV(v_operand<Shapes>(smem, thread)) {}
 
-  CUTE_DEVICE void run() {
+  CUTE_DEVICE void run() { run(*this); }
+
+  // `self` is this consumer, or one of the ablation, which has another `attend_tile`.
+  template <class Self>
+  CUTE_DEVICE void run(Self& self) {
     if (warpgroup == Consumers - 1) pass_turn();
     while (true) {
       WorkItem& work = smem.work[work_stage.index()];
@@ -111,7 +115,7 @@ struct ForwardConsumer {
       load_earlier_lse();
       first_qk();
       do {
-        attend_tile();
+        self.attend_tile();
       } while (more_tiles);
     }
     if (warpgroup == 0) await_turn();  // the last turn, which nobody else takes
@@ -272,7 +276,8 @@ struct ForwardConsumer {
   }
 
   // Issues S = Q K^T.
-  __device__ void qk() {
+  __device__ void qk() { qk(s); }
+  __device__ void qk(FragmentS& s) {
     auto const q = fQ(_, _, _, q_stage.index());
     auto const k = fK(_, _, _, k_stage.index());
     if constexpr (kPolicy.opaque_operands) {

@@ -38,7 +38,7 @@ CUTE_DEVICE void init_barriers(ForwardParams<Shapes> const& p,
   cutlass::arch::fence_barrier_init();
 }
 
-template <class Shapes>
+template <class Shapes, class Consumer = ForwardConsumer<Shapes>>
 __global__ void __launch_bounds__(Shapes::Threads, 1)
     forward_kernel(__grid_constant__ ForwardParams<Shapes> const p) {
   extern __shared__ __align__(1024) char raw[];
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Shapes::kRegisters.consumer>();
-    ForwardConsumer<Shapes>(p, smem, NoRefill{}).run();
+    Consumer(p, smem, NoRefill{}).run();
   }
 }
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ringfa3.errors import BuildError
 
 ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
-# Kernels of the benchmark's ablation, never of the product: the part that each one lacks.
-VARIANTS = {
-    "without-overlap": "-DRINGFA3_WITHOUT_OVERLAP",  # softmax beside the products of its warpgroup
-    "without-ping-pong": "-DRINGFA3_WITHOUT_PING_PONG",  # turns of the warpgroups
-    "without-specialisation": "-DRINGFA3_UNSPECIALISED",  # warps that only load
+
+
+class Variant(NamedTuple):
+    """A kernel of the benchmark's ablation, never of the product."""
+
+    define: str  # for the compiler; empty: the product's kernel, with another tile
+    tile_n: int | None = None  # of the forward at head dim 128; None: the product's
+
+
+VARIANTS = {  # "without-": the part that it lacks
+    "without-overlap": Variant("-DRINGFA3_WITHOUT_OVERLAP"),  # softmax beside own products
+    "without-ping-pong": Variant("-DRINGFA3_WITHOUT_PING_PONG"),  # turns of the warpgroups
+    "without-specialisation": Variant("-DRINGFA3_UNSPECIALISED"),  # warps that only load
+    "blocks-of-96": Variant("", 96),
+    "three-stages": Variant("-DRINGFA3_THREE_STAGES", 96),  # S one block ahead of the softmax
 }
 
 
@@ -50,8 +61,13 @@ class Unit:
             f"-DRINGFA3_HEAD_DIM={self.head_dim}",
             f"-DRINGFA3_TILE_M={self.tile_m}",
             f"-DRINGFA3_TILE_N={self.tile_n}",
-            *((VARIANTS[self.variant],) if self.variant else ()),
+            *filter(None, (VARIANTS[self.variant].define if self.variant else "",)),
         )
+
+    def as_variant(self, name: str) -> Unit:
+        """This unit of the product as a variant, or unchanged if `name` is empty."""
+        tile_n = VARIANTS[name].tile_n if name and self.head_dim == 128 else None
+        return replace(self, variant=name, tile_n=tile_n or self.tile_n)
 
 
 SHAPES = (  # (direction, head_dim, tile_m, tile_n)

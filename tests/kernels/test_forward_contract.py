@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise, product
 from typing import Any
@@ -70,6 +70,7 @@ class Problem:
         torch.testing.assert_close(lse[:, rows].double(), ref_lse[:, rows], atol=1e-4, rtol=0)
 
 
+OWN_SOURCES = ("without-specialisation", "three-stages")  # variants of more than a flag
 THREE = [(200, 300), (70, 150), (130, 170)]  # sequences, of a span each
 
 
@@ -248,7 +249,7 @@ def test_tiles_store_their_rows_only(cpu: Machine) -> None:
 @pytest.mark.parametrize(
     "variant",
     [
-        name if name == "without-specialisation" else pytest.param(name, marks=pytest.mark.soak)
+        name if name in OWN_SOURCES else pytest.param(name, marks=pytest.mark.soak)
         for name in VARIANTS
     ],
 )
@@ -259,7 +260,7 @@ def test_variants_of_the_ablation_are_exact(
     monkeypatch.setitem(globals(), "D", dims)
     whole = unit("forward", torch.empty(0, 1, dims, dtype=torch.bfloat16))
     monkeypatch.setitem(globals(), "UNIT", whole)
-    without = replace(whole, variant=variant)
+    without = whole.as_variant(variant)
     shapes = [(300, 300)], [(190, 30), (1, 1), (64, 157), (3, 0), (150, 131)], [(1, 700)] * 5
     for number, (lengths, window) in enumerate(product(shapes, [(-1, -1), (-1, 0), (33, 64)])):
         problem = Problem(lengths, window, heads=3 - number % 2)
@@ -272,7 +273,7 @@ def test_variants_of_the_ablation_are_exact(
 def test_a_variant_waits_for_words(cpu: Machine) -> None:
     """Words that are set let it continue."""
     problem = Problem(THREE)
-    without = replace(UNIT, variant="without-specialisation")
+    without = UNIT.as_variant("without-specialisation")
     tiling = waiting(problem.tiling, [1, 0, 2])
     cpu.settings(seed=9)
     words = torch.tensor([0, 1, 1], dtype=torch.int32)

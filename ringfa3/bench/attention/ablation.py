@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -34,7 +32,7 @@ class ForwardVariant:
         if reason := executor_reason(FORWARD, q):
             raise UnsupportedCaseError(reason)
         assert unit is not None
-        unit = replace(unit, variant=self.variant)
+        unit = unit.as_variant(self.variant)
         rows, keys = np.array(case.lengths), np.array(case.key_lengths)
         tiling = plan_local(rows, keys, *case.window).forward(unit.tile_m)[0]
         scale = case.head_dim**-0.5
