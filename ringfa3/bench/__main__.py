@@ -167,8 +167,9 @@ def parser() -> argparse.ArgumentParser:
         help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), mqa "
         "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), scores "
         "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one that compares "
-        "RingFA3 with itself: ablation (the kernel without parts of it; the paper's Table 2 has "
-        "--dtype fp16), merge (epilogues of a hop), deterministic (the deterministic backward); "
+        "RingFA3 with itself: ablation (the kernel without parts of it, or with three stages; the "
+        "paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic (the "
+        "deterministic backward); "
         "default paper gqa",
     )  # fmt: skip
     p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))

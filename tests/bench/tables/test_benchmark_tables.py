@@ -143,7 +143,7 @@ def test_commands_are_those_of_the_settings() -> None:
     assert commands["nvidia-h200-2026-11-20-bf16-paper-forward"] == (
         "python -m ringfa3.bench attention --set paper --direction fwd --fa3 fa3.so"
     )
-    assert commands["nvidia-h200-2026-11-20-fp16-ablation"] == (
+    assert commands["nvidia-h200-2026-11-22-fp16-ablation"] == (
         "python -m ringfa3.bench attention --set ablation --dtype fp16 --direction fwd"
     )
     assert commands["nvidia-h200-x2-2026-11-22-bf16-lengths-backward"] == (
