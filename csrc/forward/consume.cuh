@@ -96,7 +96,6 @@ struct ForwardConsumer {
         fV(v_operand<Shapes>(smem, thread)) {}
 
   CUTE_DEVICE void run() { run(*this); }
-
   // `self` is this consumer, or one of the ablation, which has another `attend_tile`.
   template <class Self>
   CUTE_DEVICE void run(Self& self) {
@@ -328,8 +327,7 @@ struct ForwardConsumer {
     }
   }
 
-  // Zeroes rows of V that are a neighbour's: their P is 0, and 0 x inf would be NaN. Every
-  // warpgroup does it for itself.
+  // Every warpgroup: zeroes rows of V that are a neighbour's; their P is 0, and 0 x inf is NaN.
   __device__ void clear_foreign_v() {
     if (own_rows == N) return;
     smem.v_full[v_stage.index()].wait(v_stage.phase());
