@@ -158,17 +158,20 @@ struct RoleSplitConsumer {
     return count + 1;
   }
 
-  // dV += P^T dO or dK += dS^T Q, beside which dQ of the block before is added to global memory. A
-  // unit begins with block `begin`.
+  // dV += P^T dO or dK += dS^T Q, beside which dQ of the block before is added to global memory,
+  // unless that has to wait for its turn: dO or Q is released first. A unit begins with block
+  // `begin`.
   __device__ void add_to_sum(uint32_t count, uint32_t begin) {
+    bool const in_turns = p.args.turns;
     issue_sum(count);
-    if (count != begin) add_dq_tile(count - 1);
+    if (count != begin && !in_turns) add_dq_tile(count - 1);
     warpgroup_wait<0>();
     warpgroup_fence_operand(sum);
     if (lane == 0) {
       (HasDv ? smem.dout_empty[DoutStage{count}.index()] : smem.q_empty[QStage{count}.index()])
           .arrive();
     }
+    if (count != begin && in_turns) add_dq_tile(count - 1);
   }
 
   // S^T or dP^T of a block, of which it reads the flags.
