@@ -7,13 +7,14 @@
 // columns of dQ = dS K, over all keys of the tile: the CTA keeps these columns of the peer's K,
 // too. The CTAs visit the same row blocks; for row block j:
 //
-//   warpgroup 0 | dV(j), adding dQ(j-1) | dQ(j), S(j+1)  | P(j+1), sent to warpgroup 1
+//   warpgroup 0 | dV(j), adding dQ(j-1) | S(j+1), dQ(j)  | P(j+1), sent to warpgroup 1
 //   warpgroup 1 | dK(j), adding dQ(j-1) | dQ(j), dP(j+1) | dS(j+1), sent to warpgroup 0 and the
 //   peer
 //
-// A warpgroup that issues S or dP waits about as long as the product runs; one that issues dV, dK
-// or dQ does not. So dQ is added to global memory beside dV and dK of the next block. A stage of Q
-// or dO is freed as soon as its last product has ended, because the loads are on the critical path.
+// S(j+1) precedes dQ(j), so that P(j+1) is computed beside dQ and dP. It follows dV(j), because dO
+// has one stage: the load of dO(j+1) awaits dV(j), and dP(j+1) awaits the load. dQ is added to
+// global memory beside dV and dK of the next block. A stage of Q or dO is freed as soon as its last
+// product has ended, because the loads are on the critical path.
 //
 // P has one stage and dS has two. No barrier says that they are free, because it follows:
 //
@@ -138,14 +139,20 @@ struct RoleSplitConsumer {
     {
       FragmentS s;
       issue_s_or_dp(count, s);
-      softmax_backward(count, s);
+      softmax_backward<0>(count, s);
     }
     for (; !(flags & kLastBlock); ++count) {
       FragmentS s;
       add_to_sum(count, begin);
-      issue_dq(count);
-      issue_s_or_dp(count + 1, s);
-      softmax_backward(count + 1, s);
+      if constexpr (HasDv) {
+        issue_s_or_dp(count + 1, s);
+        issue_dq(count);
+        softmax_backward<2>(count + 1, s);
+      } else {
+        issue_dq(count);
+        issue_s_or_dp(count + 1, s);
+        softmax_backward<0>(count + 1, s);
+      }
     }
     if constexpr (!HasDv) {
       if (lane == 0) smem.v_empty.arrive();
@@ -235,12 +242,14 @@ struct RoleSplitConsumer {
     }
   }
 
-  // Products in flight end: dQ, and S^T or dP^T, which becomes P^T or dS^T.
+  // S^T or dP^T ends and becomes P^T or dS^T; dQ ends, too. After S^T or dP^T, `InFlight` groups
+  // have been issued.
+  template <int InFlight>
   __device__ void softmax_backward(uint32_t count, FragmentS& s) {
     QStage const stage{count};  // LSE and D come with Q
     if constexpr (!HasDv) smem.q_full[stage.index()].wait(stage.phase());
     RowValues<M> const of_rows(HasDv ? smem.lse[stage.index()] : smem.delta[stage.index()], lane);
-    warpgroup_wait<0>();
+    warpgroup_wait<InFlight>();
     warpgroup_fence_operand(s);
     if constexpr (HasDv) {
       send_p(count, s, of_rows);
@@ -250,10 +259,11 @@ struct RoleSplitConsumer {
   }
 
   // S^T becomes P^T, for the other warpgroup and as the operand of dV. The other warpgroup has read
-  // the block before: its dS has come.
+  // the block before: its dS has come. dQ ends before P^T is stored.
   __device__ void send_p(uint32_t count, FragmentS& s, RowValues<M> const& lse) {
     compute_p(s, lse, scale_log2);
     if (flags & kMasked) apply_mask<M>(s, BlockMask(block_at(count), key, lane));
+    warpgroup_wait<0>();
     CUTE_UNROLL
     for (int n = 0; n < M / 2; n += 4) {
       exchanged[n / 4 * kWarpgroup] = make_float4(s(n), s(n + 1), s(n + 2), s(n + 3));
