@@ -15,14 +15,18 @@ import torch
 
 from ringfa3.custom_op import autocast_inputs, custom_op, register_autograd, register_fake
 from ringfa3.kernels.dispatch import select_backward, select_forward
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.quantised_reference import attend as attend_quantised
+from ringfa3.kernels.reference import TILE_M, statistics_dtype
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
+from ringfa3.quantisation.formats import FORMATS
+from ringfa3.quantisation.operands import quantise
 from ringfa3.validation import (
     check_batch,
     check_cu_seqlens,
     check_precision,
     check_qkv,
+    check_quantisable,
     check_tensors,
     check_window,
     resolve_scale,
@@ -52,7 +56,9 @@ def flash_attn_func(
         window_size: (left, right) keys around the diagonal that a query sees, -1 for unlimited.
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
-        precision: "native" computes in the dtype of q.
+        precision: "native" computes in the dtype of q. On the CPU "fp8" rounds Q, K, V and P to
+            E4M3, "int8" Q and K to int8, both after `ringfa3.quantisation`, with head_dim 64, 128
+            or 256. Gradients are those of "native", from the LSE of this precision.
 
     Returns:
         out (b, s, h, d) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
@@ -68,8 +74,9 @@ def flash_attn_func(
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=4)
     check_batch(q, k)
+    check_quantisable(precision, q)
     scale = resolve_scale(softmax_scale, q)
-    out, lse = attention(q, k, v, None, None, scale, left, right, deterministic)
+    out, lse = attention(q, k, v, None, None, scale, left, right, deterministic, precision)
     return (out, lse) if return_lse else out
 
 
@@ -105,12 +112,13 @@ def flash_attn_varlen_func(
     check_tensors(q, k, v)
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=3)
+    check_quantisable(precision, q)
     cu_q, cu_k = (
         cu if isinstance(cu, torch.Tensor) else torch.tensor(whole_numbers(name, cu))
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     )
     scale = resolve_scale(softmax_scale, q)
-    out, lse = attention(q, k, v, cu_q, cu_k, scale, left, right, deterministic)
+    out, lse = attention(q, k, v, cu_q, cu_k, scale, left, right, deterministic, precision)
     return (out, lse) if return_lse else out
 
 
@@ -184,6 +192,7 @@ def attention(
     left: int,
     right: int,
     deterministic: bool,
+    precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of validated inputs: (b, s, h, d), or with cu_q and cu_k packed (t, h, d)."""
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
@@ -191,16 +200,23 @@ def attention(
     packed = _packed(out)
     lse = packed.new_empty((packed.shape[1], packed.shape[0]), dtype=statistics_dtype(q.dtype))
     with torch.autocast(q.device.type, enabled=False):
-        kernel = select_forward(_packed(q))
-        tiling = plan.forward(kernel.tile_m)[0]
-        kernel.attend(_packed(q), _packed(k), _packed(v), tiling, scale, packed, packed[:0], lse)
+        qkv = _packed(q), _packed(k), _packed(v)
+        if precision == "native":
+            kernel = select_forward(qkv[0])
+            tiling = plan.forward(kernel.tile_m)[0]
+            kernel.attend(*qkv, tiling, scale, packed, packed[:0], lse)
+        else:
+            formats = FORMATS[precision]
+            operands = quantise(*qkv, plan.keys, formats)
+            tiling = plan.forward(TILE_M)[0]
+            attend_quantised(*operands, formats.v, tiling, scale, packed, packed[:0], lse)
     if q.dim() == 4:
         lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
     return out, lse
 
 
 @register_fake(attention)
-def _(q, k, v, cu_q, cu_k, scale, left, right, deterministic):  # type: ignore[no-untyped-def]
+def _(q, k, v, cu_q, cu_k, scale, left, right, deterministic, precision):  # type: ignore[no-untyped-def]
     lse = q.new_empty(_lse_shape(q), dtype=statistics_dtype(q.dtype))
     return q.new_empty(q.shape), lse
 
@@ -242,7 +258,7 @@ def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
-    q, k, v, cu_q, cu_k, *ctx.settings = inputs
+    q, k, v, cu_q, cu_k, *ctx.settings, _ = inputs  # the gradient has one precision
     ctx.save_for_backward(q, k, v, *outputs, cu_q, cu_k)
 
 

@@ -12,7 +12,8 @@ import torch
 
 CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
-PRECISIONS = ("native", "fp8")
+PRECISIONS = ("native", "fp8", "int8")
+QUANTISED_HEAD_DIMS = (64, 128, 256)
 LAYOUTS = ("zigzag", "contiguous")
 TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
 TRANSPORTS_OF = {"cuda": ("nccl", "symmetric"), "cpu": ("gloo",)}  # by type of device
@@ -30,8 +31,33 @@ def check_type(name: str, value: object, kind: type) -> None:
 
 def check_precision(precision: str) -> None:
     check_choice("precision", precision, PRECISIONS)
-    if precision == "fp8":
-        raise ValueError("precision='fp8' has no kernel in this version: use precision='native'")
+
+
+def check_quantisable(precision: str, q: torch.Tensor) -> None:
+    """Whether attention of `precision` takes queries like `q`."""
+    if precision == "native":
+        return
+    if q.is_cuda:
+        raise ValueError(
+            f"precision={precision!r} has no kernel in this version, on the CPU it has an "
+            "executor: use precision='native'"
+        )
+    if q.dtype == torch.float64:
+        raise ValueError(f"precision={precision!r} computes in float32, q is torch.float64: cast q")
+    if q.shape[-1] not in QUANTISED_HEAD_DIMS:
+        raise ValueError(
+            f"precision={precision!r} has no kernel for head_dim {q.shape[-1]}: allowed are "
+            f"{', '.join(map(str, QUANTISED_HEAD_DIMS))}"
+        )
+
+
+def check_native(precision: str) -> None:
+    """Whether a ring computes in `precision`."""
+    check_precision(precision)
+    if precision != "native":
+        raise ValueError(
+            f"precision={precision!r} has no ring in this version: use precision='native'"
+        )
 
 
 def check_transport(transport: str, device: torch.device) -> None:

@@ -234,7 +234,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("num_kv_heads=0", ValueError, lambda: RingFA3Attention(4, 0, 8)),
     ("layout='ring'", ValueError, lambda: RingFA3Attention(4, 2, 8, layout="ring")),
     ("transport='mpi'", ValueError, lambda: RingFA3Attention(4, 2, 8, transport="mpi")),
-    ("precision='int8'", ValueError, lambda: RingFA3Attention(4, 2, 8, precision="int8")),
+    ("precision='int4'", ValueError, lambda: RingFA3Attention(4, 2, 8, precision="int4")),
     ("window_size", ValueError, lambda: RingFA3Attention(4, 2, 8, window_size=(-2, 0))),
     ("q has shape", ValueError, lambda: RingFA3Attention(2, 2, 8)(X, X, X)),
     ("k has shape", ValueError, lambda: RingFA3Attention(4, 2, 8)(X, X, X)),

@@ -20,6 +20,7 @@ ORDER = [
     "custom_op",
     "validation",
     "planning",
+    "quantisation",
     "ring_pass",
     "build",
     "kernels",
@@ -99,7 +100,9 @@ def test_files_have_at_most_400_lines() -> None:
     assert not {name: count for name, count in lines.items() if count > MAX_LINES}
 
 
-@pytest.mark.parametrize("package", ["planning", "build", "kernels", "symmetric", "ring", "bench"])
+@pytest.mark.parametrize(
+    "package", ["planning", "quantisation", "build", "kernels", "symmetric", "ring", "bench"]
+)
 def test_a_package_says_what_it_is_for_what_it_takes_and_what_it_imports(package: str) -> None:
     """In a docstring of three lines, and nothing else: modules import from modules."""
     tree = ast.parse((ROOT / "ringfa3" / package / "__init__.py").read_text())

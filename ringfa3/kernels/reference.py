@@ -64,7 +64,7 @@ def attend(
     hk, d = k.shape[1:]
     for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():
         here = slice(row0, row0 + rows)
-        spans = _spans(tiling.spans, first_span, num_spans)
+        spans = spans_of(tiling.spans, first_span, num_spans)
         o, tile_lse = _attend_tile(q[here], k, v, spans, row0, scale)
         o = o.view(hk, -1, rows, d).permute(2, 0, 1, 3).reshape(rows, -1, d)
         tile_lse = tile_lse.view(-1, rows)  # (h, rows)
@@ -101,7 +101,7 @@ def _attend_tile(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O (hk, g * rows, d), normalised, and LSE (hk, g * rows) of one tile, q (rows, h, d)."""
     rows, hk = q.shape[0], k.shape[1]
-    q_tile = _by_kv_head(q, hk) * scale  # (hk, g * rows, d)
+    q_tile = by_kv_head(q, hk) * scale  # (hk, g * rows, d)
     high = q_tile.new_full(q_tile.shape[:2], -torch.inf)  # running maximum
     total = torch.zeros_like(high)  # running sum of exp(S - high)
     o = torch.zeros_like(q_tile)
@@ -109,14 +109,14 @@ def _attend_tile(
         i = row0 - q0
         for j, end in _blocks(max(0, i + lo), min(k1 - k0, i + rows + hi)):
             keys = slice(k0 + j, k0 + end)
-            s = q_tile @ _by_kv_head(k[keys], hk).mT  # (hk, g * rows, end - j)
-            _apply_mask(s, rows, i, j, end, lo, hi)
+            s = q_tile @ by_kv_head(k[keys], hk).mT  # (hk, g * rows, end - j)
+            apply_mask(s, rows, i, j, end, lo, hi)
             new_high = torch.maximum(high, s.amax(-1))
             shift = new_high.masked_fill(new_high == -torch.inf, 0)
             p = s.sub_(shift.unsqueeze(-1)).exp_()
             decay = torch.exp(high - shift)
             total = total * decay + p.sum(-1)
-            o = o.mul_(decay.unsqueeze(-1)).baddbmm_(p, _by_kv_head(v[keys], hk))
+            o = o.mul_(decay.unsqueeze(-1)).baddbmm_(p, by_kv_head(v[keys], hk))
             high = new_high
     lse = high + total.log()
     o /= total.masked_fill(total == 0, 1).unsqueeze(-1)
@@ -202,17 +202,17 @@ def attend_backward(
     g = q.shape[1] // hk
     for row0, rows, first_span, num_spans, _, _ in tiling.tiles.tolist():
         here = slice(row0, row0 + rows)
-        k_tile, v_tile = _by_kv_head(k[here], hk), _by_kv_head(v[here], hk)  # (hk, rows, d)
+        k_tile, v_tile = by_kv_head(k[here], hk), by_kv_head(v[here], hk)  # (hk, rows, d)
         dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-        for q0, q1, k0, _, lo, hi in _spans(tiling.spans, first_span, num_spans):
+        for q0, q1, k0, _, lo, hi in spans_of(tiling.spans, first_span, num_spans):
             j = row0 - k0
             for i, end in _blocks(max(0, j - hi), min(q1 - q0, j + rows - lo)):
                 m = end - i
                 at = slice(q0 + i, q0 + end)
-                q_block = _by_kv_head(q[at], hk)  # (hk, g * m, d)
-                do_block = _by_kv_head(dout[at], hk)
+                q_block = by_kv_head(q[at], hk)  # (hk, g * m, d)
+                do_block = by_kv_head(dout[at], hk)
                 s = (q_block * scale) @ k_tile.mT  # (hk, g * m, rows)
-                _apply_mask(s, m, i, j, j + rows, lo, hi)
+                apply_mask(s, m, i, j, j + rows, lo, hi)
                 p = s.sub_(lse[:, at].reshape(hk, g * m, 1)).exp_()
                 ds = do_block @ v_tile.mT
                 ds.sub_(delta[:, at].reshape(hk, g * m, 1)).mul_(p)
@@ -238,14 +238,14 @@ def preprocess(
     return lse.masked_fill(no_keys, torch.inf), delta.masked_fill(no_keys, 0)
 
 
-def _by_kv_head(x: torch.Tensor, hk: int) -> torch.Tensor:
+def by_kv_head(x: torch.Tensor, hk: int) -> torch.Tensor:
     """(rows, h, d) as (hk, g * rows, d) in the statistics dtype: heads of a group are joined."""
     rows, h, d = x.shape
     x = x.to(statistics_dtype(x.dtype))
     return x.view(rows, hk, h // hk, d).permute(1, 2, 0, 3).reshape(hk, h // hk * rows, d)
 
 
-def _spans(table: Table, first: int, count: int) -> Iterator[Span]:
+def spans_of(table: Table, first: int, count: int) -> Iterator[Span]:
     for span in table[first : first + count].tolist():
         yield span[:6]
 
@@ -255,7 +255,7 @@ def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + BLOCK, end)
 
 
-def _apply_mask(s: torch.Tensor, rows: int, i: int, j: int, end: int, lo: int, hi: int) -> None:
+def apply_mask(s: torch.Tensor, rows: int, i: int, j: int, end: int, lo: int, hi: int) -> None:
     """Sets S to -inf where row r of [i, i + rows) must not see column c of [j, end).
 
     s: (hk, g * rows, end - j); unchanged if the whole block lies inside the band.

@@ -28,7 +28,7 @@ from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
 from ringfa3.validation import (
     check_local_tokens,
-    check_precision,
+    check_native,
     check_qkv,
     check_transport,
 )
@@ -137,7 +137,7 @@ def prepare_call(
     if validated is None:
         validated = _Validated(Settings(), Settings(), "hops")
         try:
-            check_precision(precision)
+            check_native(precision)
             _validate(q, k, v, plan, transport)
             mode = select_forward_mode(plan, q, k)
             settings = _settings(q, k, plan, scale, deterministic, transport, mode)

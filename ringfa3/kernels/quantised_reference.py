@@ -1,0 +1,137 @@
+"""The executor of 8-bit attention: rounds Q, K, V and P as the kernels do, computes in float32.
+
+A block is a tile of keys with one scale; a span's last one comes first. With P in E4M3 a row's
+shift comes from its first block and rises only where P would leave the range: a lane of a quad
+holds a fourth of the block's columns, and its sum of P stays at most 432, below the largest value,
+448. The shift lies a whole number below the row's maximum, so that P of the maximum is a power of
+two: where one key dominates, the rounding of P costs nothing.
+
+Shapes: t query rows, n key rows of a hop; h heads, hk KV heads, g = h // hk; d head dim; m = g *
+rows of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from ringfa3.kernels.reference import apply_mask, by_kv_head, merge, spans_of
+from ringfa3.planning.tiling import FIRST, LAST, Tiling
+from ringfa3.quantisation.formats import Format
+from ringfa3.quantisation.operands import KEY_TILE, QuantisedKV, QuantisedQ
+
+LARGEST_SUM = 432.0  # of a lane's P over a block
+# A shift this far below a row's maximum, in log2: KEY_TILE / 4 elements of P fit LARGEST_SUM.
+BELOW_MAXIMUM = math.floor(math.log2(LARGEST_SUM / (KEY_TILE / 4)))
+
+
+def attend(
+    q: QuantisedQ,
+    kv: QuantisedKV,
+    p_format: Format | None,
+    tiling: Tiling,
+    scale: float,
+    out: torch.Tensor,
+    partial_out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """One hop of the forward pass: `reference.attend` of 8-bit operands.
+
+    Args:
+        p_format: of P and V; None: P is rounded to the dtype of V.
+        out, partial_out, lse: as in `reference.attend`. LSE is that of the scores of Q and K before
+            centring. A row that sees no key has output 0, without V's mean.
+    """
+    hk = kv.k.shape[1]
+    for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():
+        here = slice(row0, row0 + rows)
+        values = by_kv_head(q.values[here], hk)
+        row_scale = _heads_first(q.scale[here], hk) * (scale * math.log2(math.e))
+        tile = _Tile(values, row_scale, rows, p_format)
+        for span in spans_of(tiling.spans, first_span, num_spans):
+            tile.visit(span, row0, kv)
+        o, tile_lse = tile.finish(kv, _heads_first(q.k_offset[here], hk) * scale)
+        o = o.view(hk, -1, rows, o.shape[-1]).permute(2, 0, 1, 3).flatten(1, 2)  # (rows, h, d)
+        tile_lse = tile_lse.view(-1, rows)  # (h, rows)
+        if not flags & FIRST:
+            o, tile_lse = merge(partial_out[here], lse[:, here], o, tile_lse)
+        lse[:, here] = tile_lse
+        if flags & LAST:
+            out[here] = o
+        else:
+            partial_out[here] = o
+
+
+class _Tile:
+    """Running softmax of a tile: q (hk, m, d) float32 values, row_scale (hk, m) to log2 units."""
+
+    def __init__(
+        self, q: torch.Tensor, row_scale: torch.Tensor, rows: int, p_format: Format | None
+    ) -> None:
+        self._q, self._row_scale, self._rows, self._p_format = q, row_scale, rows, p_format
+        self._shift = torch.zeros_like(row_scale)  # log2 units
+        self._fresh = torch.ones_like(row_scale, dtype=torch.bool)  # the row has seen no key
+        self._total = torch.zeros_like(row_scale)  # of P before it is rounded
+        self._o = torch.zeros_like(q)
+
+    def visit(self, span: tuple[int, ...], row0: int, kv: QuantisedKV) -> None:
+        """Adds the keys of a span, tile by tile of keys."""
+        q0, _, k0, k1, lo, hi = span
+        i = row0 - q0
+        hk = kv.k.shape[1]
+        for j in _key_tiles(max(0, i + lo), min(k1 - k0, i + self._rows + hi)):
+            end = min(j + KEY_TILE, k1 - k0)
+            keys = slice(k0 + j, k0 + end)
+            s = self._q @ by_kv_head(kv.k[keys], hk).mT  # (hk, m, end - j)
+            s *= self._row_scale.unsqueeze(-1) * kv.k_scale[k0 + j].view(hk, 1, 1)
+            apply_mask(s, self._rows, i, j, end, lo, hi)
+            v = by_kv_head(kv.v[keys], hk)
+            p = self._probabilities(s)
+            self._total += p.sum(-1)
+            rounded = p.to(kv.v.dtype) if self._p_format is None else self._p_format.round(p)
+            self._o = self._o.baddbmm_(rounded.float(), v)
+
+    def _probabilities(self, s: torch.Tensor) -> torch.Tensor:
+        """P of a block (hk, m, keys), with the shifts raised where they must be."""
+        high = s.amax(-1)
+        seen = high != -torch.inf
+        if self._p_format is None:
+            target = torch.maximum(high, self._shift.masked_fill(self._fresh, -torch.inf))
+            raised = seen
+        else:
+            target = high - BELOW_MAXIMUM
+            raised = seen & (self._fresh | (self._lane_sums(s) > LARGEST_SUM).any(-1))
+        decay = torch.exp2(self._shift - target).masked_fill(self._fresh, 0)
+        decay = decay.where(raised, 1)
+        self._shift = target.where(raised, self._shift)
+        self._fresh &= ~seen
+        self._total *= decay
+        self._o *= decay.unsqueeze(-1)
+        return torch.exp2(s - self._shift.unsqueeze(-1))
+
+    def _lane_sums(self, s: torch.Tensor) -> torch.Tensor:
+        """(hk, m, 4) sums of P with the present shifts, of the lanes that share a row."""
+        p = torch.exp2(s - self._shift.unsqueeze(-1))
+        p = torch.nn.functional.pad(p, (0, KEY_TILE - p.shape[-1]))
+        return p.view(*p.shape[:-1], -1, 4, 2).sum((-3, -1))
+
+    def finish(self, kv: QuantisedKV, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """O (hk, m, d), normalised, and LSE (hk, m); offset (hk, m) nats of every score."""
+        empty = self._fresh
+        lse = (self._shift + self._total.log2()) * math.log(2) + offset
+        o = self._o / self._total.unsqueeze(-1)
+        o = o * kv.centres.v_scale.unsqueeze(1) + kv.centres.v_mean.unsqueeze(1)
+        return o.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -torch.inf)
+
+
+def _key_tiles(begin: int, end: int) -> Iterator[int]:
+    """The first key of every tile that holds some of [begin, end), the last tile first."""
+    if begin < end:
+        yield from range((end - 1) // KEY_TILE * KEY_TILE, begin - KEY_TILE, -KEY_TILE)
+
+
+def _heads_first(x: torch.Tensor, hk: int) -> torch.Tensor:
+    """(rows, h) as (hk, g * rows)."""
+    return x.t().reshape(hk, -1)

@@ -1,0 +1,70 @@
+"""Statistics of K and V per KV head and channel, and the centres and scales that they give.
+
+They are of a call, not of a rank: ranks gather their statistics and combine them in rank order, so
+that all K/V of a ring have one mean and one scale of V. Numbers that are not finite do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ringfa3.quantisation.formats import Formats
+
+
+class ChannelStatistics(NamedTuple):
+    """(4, hk, d) float32: the sum of K, and the sum, maximum and minimum of V, over `tokens`.
+
+    Over no tokens the maximum is -inf and the minimum inf.
+    """
+
+    values: torch.Tensor
+    tokens: int
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
+        """Of k, v (n, hk, d)."""
+        none = k.new_full((1, *k.shape[1:]), torch.inf, dtype=torch.float32)
+        k, v = k.float(), v.float()
+        finite = v.isfinite()
+        high = torch.cat((v.where(finite, -torch.inf), -none)).amax(0)
+        low = torch.cat((v.where(finite, torch.inf), none)).amin(0)
+        sums = (torch.where(x.isfinite(), x, 0).sum(0) for x in (k, v))
+        return cls(torch.stack((*sums, high, low)), len(k))
+
+    @classmethod
+    def combine(cls, parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
+        """Of all tokens, from those of the ranks in rank order."""
+        k_sum, v_sum, high, low = parts[0].values
+        for part in parts[1:]:
+            k_sum, v_sum = k_sum + part.values[0], v_sum + part.values[1]
+            high, low = high.maximum(part.values[2]), low.minimum(part.values[3])
+        return cls(torch.stack((k_sum, v_sum, high, low)), sum(part.tokens for part in parts))
+
+
+class KVCentres(NamedTuple):
+    """What is subtracted from K and V, rounded to bfloat16, and V's scale; (hk, d) float32 each.
+
+    V that stays in 16 bits has the mean 0 and the scale 1.
+    """
+
+    k_mean: torch.Tensor
+    v_mean: torch.Tensor
+    v_scale: torch.Tensor
+
+    @classmethod
+    def of(cls, statistics: ChannelStatistics, formats: Formats) -> KVCentres:
+        k_sum, v_sum, high, low = statistics.values
+        k_mean, v_mean = (_mean(x, statistics.tokens) for x in (k_sum, v_sum))
+        if formats.v is None:
+            return cls(k_mean, torch.zeros_like(v_mean), torch.ones_like(v_mean))
+        amax = torch.maximum(high - v_mean, v_mean - low).clamp(min=0)
+        return cls(k_mean, v_mean, formats.v.scale(amax))
+
+
+def _mean(total: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The mean rounded to bfloat16; 0 where the sum has overflowed."""
+    mean = (total / max(tokens, 1)).bfloat16().float()
+    return torch.where(mean.isfinite(), mean, 0)

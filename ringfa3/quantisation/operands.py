@@ -1,0 +1,103 @@
+"""The operands of an 8-bit attention: Q with a scale for each row, K/V with a scale for each tile.
+
+Letters in shapes: t query rows, n key rows; h heads, hk KV heads; d head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ringfa3.planning.sharding import Segments
+from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+from ringfa3.quantisation.formats import Formats
+from ringfa3.quantisation.rotation import rotate
+
+KEY_TILE = 128  # keys that share a scale, counted from the start of their segment
+
+
+@dataclass(frozen=True)
+class QuantisedQ:
+    """Rotated queries.
+
+    values    (t, h, d) in the format of Q and K
+    scale     (t, h) float32
+    k_offset  (t, h) float32: q times the mean of K, which centring takes off the row's scores
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    k_offset: torch.Tensor
+
+
+@dataclass(frozen=True)
+class QuantisedKV:
+    """Centred keys, rotated, and centred values.
+
+    k        (n, hk, d) in the format of Q and K
+    k_scale  (n, hk) float32, equal in the keys of a tile; 0 in rows of no segment
+    v        (n, hk, d) in the format of V; in the inputs' dtype, not centred, if it has none
+    centres  of K and V
+    """
+
+    k: torch.Tensor
+    k_scale: torch.Tensor
+    v: torch.Tensor
+    centres: KVCentres
+
+
+def quantise(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: Segments, formats: Formats
+) -> tuple[QuantisedQ, QuantisedKV]:
+    """The operands of a call on one device: q (t, h, d); k, v (n, hk, d) of segments `keys`."""
+    centres = KVCentres.of(ChannelStatistics.of(k, v), formats)
+    return quantise_q(q, centres, formats), quantise_kv(k, v, keys, centres, formats)
+
+
+def quantise_q(q: torch.Tensor, centres: KVCentres, formats: Formats) -> QuantisedQ:
+    """q (t, h, d). A row with an infinity or NaN has a scale of NaN."""
+    t, h, d = q.shape
+    hk = len(centres.k_mean)
+    offset = q.float().view(t, hk, h // hk, d) @ centres.k_mean.unsqueeze(-1)
+    x = rotate(q)
+    scale = formats.qk.scale(x.abs().amax(-1))  # NaN stays
+    return QuantisedQ(formats.qk.round(x / scale.unsqueeze(-1)), scale, offset.reshape(t, h))
+
+
+def quantise_kv(
+    k: torch.Tensor, v: torch.Tensor, keys: Segments, centres: KVCentres, formats: Formats
+) -> QuantisedKV:
+    """k, v (n, hk, d), of which `keys` are the segments.
+
+    An infinity or NaN in K is NaN in that key (E4M3) or in its tile's scale (int8); in V it is NaN
+    in its channel of that key. It raises no scale.
+    """
+    x = rotate(k, centres.k_mean)
+    amax = x.abs().amax(-1)
+    lost = amax.isnan()
+    tile = _tile_of_rows(keys, len(k), k.device)
+    tiles = int(tile.max()) + 1 if len(k) else 0
+    index = tile.unsqueeze(-1).expand_as(amax)
+    most = amax.new_zeros(tiles, amax.shape[1]).scatter_reduce(
+        0, index, amax.where(~lost, 0), "amax"
+    )
+    k_scale = formats.qk.scale(most)
+    if formats.qk.dtype == torch.int8:
+        spoilt = torch.zeros_like(most).scatter_reduce(0, index, lost.float(), "amax") > 0
+        k_scale = k_scale.masked_fill(spoilt, torch.nan)
+    k_scale = k_scale.gather(0, index)
+    values = formats.qk.round(x / k_scale.unsqueeze(-1))
+    if formats.v is not None:
+        v = formats.v.round(v.float() / centres.v_scale - centres.v_mean / centres.v_scale)
+    return QuantisedKV(values, k_scale, v, centres)
+
+
+def _tile_of_rows(keys: Segments, rows: int, device: torch.device) -> torch.Tensor:
+    """(rows,) int64: the number of the tile of each row. Rows of no segment share number 0."""
+    tile = torch.zeros(rows, dtype=torch.int64)
+    first = 1
+    for row, length in zip(keys.row.tolist(), keys.length.tolist(), strict=True):
+        tile[row : row + length] = first + torch.arange(length) // KEY_TILE
+        first += -(-length // KEY_TILE)
+    return tile.to(device)
