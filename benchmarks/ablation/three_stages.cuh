@@ -15,8 +15,8 @@ namespace ringfa3 {
 using namespace cute;
 
 template <class Shapes>
-struct ThreeStageConsumer : ForwardConsumer<Shapes> {
-  using Base = ForwardConsumer<Shapes>;
+struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
+  using Base = ForwardConsumer<Shapes, NoRefill>;
   using Base::Base, Base::block, Base::s, Base::prob, Base::fP, Base::softmax;
   typename Base::FragmentS ahead;  // S (64, N) of the block behind `block`
 
@@ -28,9 +28,9 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes> {
     bool const alone = is_last_block();
     this->next_block();
     if (!alone) {
-      this->await_turn();
+      this->turns().await();
       this->qk();
-      this->pass_turn();
+      this->turns().pass();
       warpgroup_wait<0>();
       this->finish_qk();
       while (!is_last_block()) attend_block<true>();
@@ -50,10 +50,10 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes> {
   CUTE_DEVICE void attend_block() {
     if constexpr (IsNext) this->wait_for_k();
     this->clear_foreign_v();
-    this->await_turn();
+    this->turns().await();
     this->pv();
     if constexpr (IsNext) this->qk(ahead);
-    this->pass_turn();
+    this->turns().pass();
     this->o_empty = false;
     if (this->unmasked == 0) apply_mask(s, block, this->row, this->lane);
     float sum[2][2] = {};
@@ -68,10 +68,10 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes> {
     warpgroup_wait<0>();
     if (this->raised) {
       softmax.scale(this->o_scale);
-      this->scale_o();
+      scale_rows(this->o, this->o_scale);
       this->raised = false;
     }
-    this->template finish_softmax<Base::kSize>(sum);
+    if (!softmax.accumulate(sum)) this->settle(sum);
     if constexpr (IsNext) {
       warpgroup_fence_operand(ahead);
       copy(ahead, s);

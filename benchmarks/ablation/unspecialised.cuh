@@ -29,6 +29,12 @@ template <class Shapes>
 struct Unspecialised : Shapes {
   static constexpr int Producers = 0;
   static constexpr int Threads = kWarpgroup * Shapes::Consumers;
+  // Beside the loads, more early elements spill.
+  static constexpr ForwardPolicy kPolicy = [] {
+    ForwardPolicy policy = Shapes::kPolicy;
+    policy.early_elements = 16;
+    return policy;
+  }();
   struct SharedStorage : Shapes::SharedStorage {
     LoadState<Shapes> load_state;
   };

@@ -22,6 +22,7 @@
 #include "forward/partial_output.cuh"
 #include "forward/shapes.cuh"
 #include "forward/softmax.cuh"
+#include "forward/turns.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/wgmma.cuh"
 
@@ -29,15 +30,8 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Called when a consumer has released a stage. The product's `load_tiles` refills stages by itself.
-struct NoRefill {
-  static constexpr bool kRepeats = true;  // the queue repeats work items whose rows overflow
-  CUTE_DEVICE void q() const {}
-  CUTE_DEVICE void k() const {}
-  CUTE_DEVICE void v() const {}
-};
-
-template <class Shapes, class Refill = NoRefill>
+// `Refill` is called when the consumer has released a stage (kernel.cuh).
+template <class Shapes, class Refill>
 struct ForwardConsumer {
   using Element = typename Shapes::Element;
   using Shared = typename Shapes::SharedStorage;
@@ -46,8 +40,8 @@ struct ForwardConsumer {
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
-  // Named barriers [0, Consumers) are the warpgroups' turns, [Consumers, 2 Consumers) their own.
-  static constexpr int kOwnBarrier = Consumers;
+  // Causal: warps that see nothing of a tile's first block take their maximum in the second one.
+  static constexpr bool kHidesRows = Shapes::M > N && !kPolicy.sums_rounded;
 
   ForwardParams<Shapes> const& p;
   Shared& smem;
@@ -99,7 +93,7 @@ struct ForwardConsumer {
   // `self` is this consumer, or one of the ablation, which has another `attend_tile`.
   template <class Self>
   CUTE_DEVICE void run(Self& self) {
-    if (warpgroup == Consumers - 1) pass_turn();
+    if (warpgroup == Consumers - 1) turns().pass();
     while (true) {
       WorkItem& work = smem.work[work_stage.index()];
       smem.work_full[work_stage.index()].wait(work_stage.phase());
@@ -111,14 +105,13 @@ struct ForwardConsumer {
       }
       block = BlockIterator<N>(work, p.args.spans);
       block.next();
-      load_earlier_lse();
       first_qk();
       do {
         self.attend_tile();
       } while (more_tiles);
     }
-    if (warpgroup == 0) await_turn();  // the last turn, which nobody else takes
-    tma_store_wait<0>();               // until then the stores read shared memory
+    if (warpgroup == 0) turns().await();  // the last turn, which nobody else takes
+    tma_store_wait<0>();                  // until then the stores read shared memory
   }
 
   // A tile, whose first S is here. Issues the first S of the next tile.
@@ -126,30 +119,30 @@ struct ForwardConsumer {
     first_softmax();
     next_block();
     while (more_blocks) {
-      // P V of the block before runs beside S of this block, and beside its softmax.
-      clear_foreign_v();
-      await_turn();
-      qk_and_pv();
-      pass_turn();
-      o_empty = false;
-      warpgroup_wait<Shapes::Overlap ? 1 : 0>();
-      finish_qk();
-      online_softmax();
+      float sum[2][2] = {};
+      bool const steady = unmasked > kPolicy.steady_rest && own_rows == N && softmax.steady();
+      bool const settled = steady ? steady_blocks(sum) : next_softmax(sum);
+      if (!settled) settle(sum);
     }
     finish_tile();
   }
 
-  // The softmax of a tile's first block. Continues the partial output of earlier hops.
-  CUTE_DEVICE void first_softmax() {
+  // What the softmax needs of the tile of work_stage, which may not have begun.
+  CUTE_DEVICE void begin_tile() {
     WorkItem const& work = smem.work[work_stage.index()];
     softmax = OnlineSoftmax<Element>(work.strict);
     raised = false;
+    unmasked = block.unmasked_blocks();
     o_empty = work.tile.flags & kFirst;
+    if (!o_empty) load_lse<Shapes>(p, work, row, earlier_lse);
+  }
+
+  // The softmax of a tile's first block. Continues the partial output of earlier hops.
+  CUTE_DEVICE void first_softmax() {
     if (!o_empty) {
-      load_partial<Shapes>(p, work, o);
+      load_partial<Shapes>(p, smem.work[work_stage.index()], o);
       softmax.resume(earlier_lse, lane);
     }
-    unmasked = block.unmasked_blocks();
     if (unmasked == 0) {
       if (hides_block(block, kWarpRows * warp)) {
         clear(fP);
@@ -160,47 +153,90 @@ struct ForwardConsumer {
     if constexpr (kPolicy.sums_rounded) {
       float sum[2][2] = {};
       softmax.template exponentiate<0, kSize>(s, prob, sum, p.scale_log2);
-      finish_softmax(sum);
+      to_operand<Element>(prob, fP);
+      if (!softmax.accumulate(sum)) settle(sum);
     } else {  // the maximum as the shift makes P exact in a row that sees one key
       rescale(softmax.begin());
     }
   }
 
-  // The softmax of a later block: P of a first part of S before the wait for P V.
-  CUTE_DEVICE void online_softmax() {
-    if (unmasked == 0) apply_mask(s, block, row, lane);
-    float sum[2][2] = {};
-    softmax.template exponentiate<0, kEarly>(s, prob, sum, p.scale_log2);
-    next_block();  // its branches keep these exponentials above the wait
-    warpgroup_wait<0>();
-    finish_pv();
-    if (raised) {
-      softmax.scale(o_scale);
-      scale_o();
-      raised = false;
-    }
-    to_operand<Element, 0, kEarly>(prob, fP);
-    softmax.template exponentiate<kEarly, kSize>(s, prob, sum, p.scale_log2);
-    finish_softmax<kEarly>(sum);
+  // Unmasked blocks: nothing rare is on the path of this loop. It ends early, and returns false,
+  // behind a block whose sums do not fit.
+  CUTE_DEVICE bool steady_blocks(float (&sum)[2][2]) {
+    softmax.state = 0, raised = false;  // as they are
+    int const before = unmasked;
+    bool fits;
+    do {
+      start_block();
+      early_part(sum);
+      if constexpr (kPolicy.steady_rest == 0) next_block();
+      if constexpr (kPolicy.steady_rest > 0) --unmasked, wait_for_k();
+      warpgroup_wait<0>();
+      finish_pv();
+      late_part(sum);
+      fits = softmax.accumulate(sum);
+    } while (fits && more_blocks && unmasked > kPolicy.steady_rest);
+    if constexpr (kPolicy.steady_rest > 0) block.skip_unmasked_blocks(before - unmasked);
+    own_rows = N;
+    return fits;
   }
 
-  // P of elements [Begin, kSize) to fP. Rescales rows whose P is out of range.
-  template <int Begin = 0>
-  CUTE_DEVICE void finish_softmax(float const (&sum)[2][2]) {
-    to_operand<Element, Begin, kSize>(prob, fP);
-    if (softmax.accumulate(sum)) return;
+  // The softmax of any block but the first. Returns false if `settle` must follow.
+  CUTE_DEVICE bool next_softmax(float (&sum)[2][2]) {
+    clear_foreign_v();
+    start_block();
+    if (unmasked == 0) apply_mask(s, block, row, lane);
+    bool const begins = kHidesRows && softmax.begins();
+    if (!begins) early_part(sum);
+    next_block();
+    warpgroup_wait<0>();
+    finish_pv();
+    if (begins) return false;
+    if (raised) {
+      softmax.scale(o_scale);
+      scale_rows(o, o_scale);
+      raised = false;
+    }
+    late_part(sum);
+    return softmax.accumulate(sum);
+  }
+
+  // P V of the block before runs beside S of this block, and beside its softmax. Waits for S.
+  CUTE_DEVICE void start_block() {
+    turns().await();
+    qk_and_pv();
+    turns().pass();
+    o_empty = false;
+    warpgroup_wait<Shapes::Overlap ? 1 : 0>();
+    finish_qk();
+  }
+
+  // P of a first part of S. The fence keeps it above the wait for P V.
+  CUTE_DEVICE void early_part(float (&sum)[2][2]) {
+    sum[0][0] = sum[0][1] = sum[1][0] = sum[1][1] = 0.f;
+    softmax.template exponentiate<0, kEarly>(s, prob, sum, p.scale_log2);
+    CUTE_UNROLL
+    for (int n = 0; n < kEarly; ++n) warpgroup_fence_operand(prob(n));
+  }
+
+  // P of the rest of S, and all of P to fP, which P V has read.
+  CUTE_DEVICE void late_part(float (&sum)[2][2]) {
+    to_operand<Element, 0, kEarly>(prob, fP);
+    softmax.template exponentiate<kEarly, kSize>(s, prob, sum, p.scale_log2);
+    to_operand<Element, kEarly, kSize>(prob, fP);
+  }
+
+  // Rescales rows whose P is out of range, raises the shift of later blocks.
+  CUTE_DEVICE void settle(float const (&sum)[2][2]) {
     auto const needs = softmax.template settle<kPolicy.sums_rounded>(sum);
     if (needs.rescales) rescale(needs);
-    if (needs.raises) {
-      softmax.raise(needs.raise);
-      raised = true;
-    }
+    if (needs.raises) softmax.raise(needs.raise), raised = true;
   }
 
   CUTE_DEVICE void rescale(typename OnlineSoftmax<Element>::Needs const& needs) {
     softmax.rescale(s, prob, needs, o_scale, p.scale_log2);
     to_operand<Element>(prob, fP);
-    if (!o_empty) scale_o();
+    if (!o_empty) scale_rows(o, o_scale);
   }
 
   // The last P V of a tile, and its epilogue.
@@ -210,66 +246,52 @@ struct ForwardConsumer {
     if constexpr (!kPolicy.looks_ahead) next_tile();
     WorkItem& work = smem.work[work_stage.previous().index()];
     bool const inside[2] = {row < work.tile.rows, row + 8 < work.tile.rows};
-    bool const early_lse = kTwoQ && !softmax.strict() && (work.tile.flags & kFirst);
+    bool const strict = softmax.strict();
+    bool const early_lse = kTwoQ && !strict && (work.tile.flags & kFirst);
     float lse[2];
     if (kTwoQ && more_tiles) {
       wait_for_qk();
-      await_turn();
+      turns().await();
       qk_and_pv();
-      pass_turn();
-      finish_rows(lse);
+      turns().pass();
+      finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
       if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
-      load_earlier_lse();
+      begin_tile();
       warpgroup_wait<0>();
       finish_qk();
     } else {
-      await_turn();
+      turns().await();
       pv();
-      pass_turn();
+      turns().pass();
       if constexpr (kTwoQ) {
-        finish_rows(lse);
+        finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
         if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       }
       warpgroup_wait<0>();
     }
     finish_pv();
     // With one stage of Q no registers are left for it beside a product.
-    if constexpr (!kTwoQ) finish_rows(lse);
-    scale_o();
+    if constexpr (!kTwoQ) finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
+    scale_rows(o, o_scale);
     bool finite[2];
     finite_rows(o, finite);
     bool stored[2] = {inside[0] && finite[0], inside[1] && finite[1]};
-    bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !softmax.strict());
+    bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !strict);
     if (!all) select_rows<Refill::kRepeats>(work, finite, warp, row, lane, stored);
     if (!early_lse) store_lse<Shapes>(p, work, row, lane, lse, stored);
     store_rows<Shapes>(p, work, warp, lane, o, stored, all, smem.o + kWarpRows * D * warp);
     __syncwarp();
     release(smem.work_empty[work_stage.previous().index()]);
-    if (!kTwoQ && more_tiles) {
-      load_earlier_lse();
-      first_qk();
-    }
-  }
-
-  // LSE, and the factor of O.
-  __device__ void finish_rows(float (&lse)[2]) {
-    CUTE_UNROLL  // without a raise for blocks that do not come
-        for (int r = 0; r < 2; ++r) softmax.shift[r] -= softmax.pending(r);
-    ringfa3::finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
-  }
-
-  // Of the tile of work_stage, which may not have begun: P of its first block needs it.
-  __device__ void load_earlier_lse() {
-    WorkItem const& work = smem.work[work_stage.index()];
-    if (!(work.tile.flags & kFirst)) load_lse<Shapes>(p, work, row, earlier_lse);
+    if (!kTwoQ && more_tiles) first_qk();
   }
 
   // Alone, the first S of a tile.
   CUTE_DEVICE void first_qk() {
     wait_for_qk();
-    await_turn();
+    turns().await();
     qk();
-    pass_turn();
+    turns().pass();
+    begin_tile();
     warpgroup_wait<0>();
     finish_qk();
   }
@@ -320,24 +342,12 @@ struct ForwardConsumer {
     v_stage.advance();
   }
 
-  __device__ void scale_o() {
-    CUTE_UNROLL
-    for (int n = 0; n < D / 2; n += 4) {
-      o(n) *= o_scale[0], o(n + 1) *= o_scale[0], o(n + 2) *= o_scale[1], o(n + 3) *= o_scale[1];
-    }
-  }
-
-  // Every warpgroup: zeroes rows of V that are a neighbour's; their P is 0, and 0 x inf is NaN.
+  // Every warpgroup does it for itself.
   __device__ void clear_foreign_v() {
     if (own_rows == N) return;
     smem.v_full[v_stage.index()].wait(v_stage.phase());
-    Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});  // (D, N, S)
-#pragma unroll 1                                                               // rare
-    for (int i = thread; i < (N - own_rows) * D; i += kWarpgroup) {
-      sV(i % D, own_rows + i / D, v_stage.index()) = Element(0);
-    }
-    cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(kWarpgroup, kOwnBarrier + warpgroup);
+    clear_rows_of_v<Shapes>(smem, v_stage.index(), own_rows, thread);
+    turns().sync();
   }
 
   // Goes to the next block and waits for its K. Behind a tile's last block it does what the policy
@@ -367,6 +377,8 @@ struct ForwardConsumer {
     if (more_tiles) block.begin_tile(smem.work[work_stage.index()]);
   }
 
+  __device__ Turns<Shapes> turns() const { return {warpgroup}; }
+
   __device__ void wait_for_k() { smem.k_full[k_stage.index()].wait(k_stage.phase()); }
 
   CUTE_DEVICE void wait_for_qk() {
@@ -379,21 +391,6 @@ struct ForwardConsumer {
     release(smem.q_empty[q_stage.index()]);
     refill.q();
     q_stage.advance();
-  }
-
-  // One lane of each warp arrives: electing it takes no register.
-  __device__ static void release(cutlass::arch::ClusterBarrier& empty) {
-    if (elect_one_sync()) empty.arrive();
-  }
-
-  __device__ void await_turn() const {
-    if constexpr (Shapes::PingPong) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, warpgroup);
-  }
-
-  __device__ void pass_turn() const {
-    if constexpr (Shapes::PingPong) {
-      cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, (warpgroup + 1) % Consumers);
-    }
   }
 };
 

@@ -41,12 +41,12 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box
 }
 
 // Of rows whose last block is in P: the LSE, and the factor `weight` that normalises O after the
-// last product.
+// last product. Takes back a raise for blocks that do not come.
 template <bool SumsRounded, class Element>
-CUTE_DEVICE void finish_rows(OnlineSoftmax<Element> const& rows, float (&weight)[2],
-                             float (&lse)[2]) {
+CUTE_DEVICE void finish_rows(OnlineSoftmax<Element>& rows, float (&weight)[2], float (&lse)[2]) {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
+    rows.shift[r] -= rows.pending(r);
     float const total = quad_sum(rows.total[r]);
     float const divisor = SumsRounded ? quad_sum(rows.rounded[r]) : total;
     weight[r] = divisor == 0.f ? 0.f : 1.f / divisor;

@@ -3,6 +3,7 @@
 // Letters in shapes: M rows of a tile, N keys of a block, D head dim, S stages.
 #pragma once
 
+#include "forward/partial_output.cuh"
 #include "forward/shapes.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/sync.cuh"
@@ -34,6 +35,7 @@ CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::Sha
                      work.tile.row0, work.head);
       q_stage.advance();
     };
+    if (!(work.tile.flags & kFirst)) prefetch_partial(p, work);
     if constexpr (Shapes::QStages > 1) load_q();
     auto load_v = [&](int row) {
       auto const v_stage = k_stage.previous();

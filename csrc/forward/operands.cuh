@@ -29,4 +29,17 @@ CUTE_DEVICE auto v_operand(typename Shapes::SharedStorage& smem, int thread) {
   return typename Shapes::MmaO{}.get_slice(thread).partition_fragment_B(sV);
 }
 
+// A warpgroup: zeroes rows [first, N) of V, which are a neighbour's. Their P is 0, and 0 x inf
+// would be NaN. Products read the zeroes behind a barrier of the warpgroup.
+template <class Shapes>
+CUTE_DEVICE void clear_rows_of_v(typename Shapes::SharedStorage& smem, int stage, int first,
+                                 int thread) {
+  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});  // (D, N, S)
+#pragma unroll 1                                                             // rare
+  for (int i = thread; i < (Shapes::N - first) * Shapes::D; i += kWarpgroup) {
+    sV(i % Shapes::D, first + i / Shapes::D, stage) = typename Shapes::Element(0);
+  }
+  cutlass::arch::fence_view_async_shared();
+}
+
 }  // namespace ringfa3

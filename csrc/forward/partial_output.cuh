@@ -9,12 +9,31 @@ using namespace cute;
 
 // Elements 4j, ..., 4j + 3 of a thread's accumulator: columns 8j + 2 (lane % 4) and the next one of
 // rows `row` and `row + 8`. O lies in this order, so that a warp's accesses are contiguous:
-// (padded rows / 64, heads, D / 8, 128 threads) of float4.
+// (padded rows / 64, heads, D / 8, 128 threads) of float4. This is the place of consumer
+// `warpgroup`.
 template <class Shapes>
-CUTE_DEVICE float4* partial_o(ForwardParams<Shapes> const& p, WorkItem const& work) {
-  int64_t const group = work.tile.grid_row0 / 64 + threadIdx.x / kWarpgroup - Shapes::Producers;
+CUTE_DEVICE float4* partial_o(ForwardParams<Shapes> const& p, WorkItem const& work, int warpgroup) {
+  int64_t const group = work.tile.grid_row0 / 64 + warpgroup;
   return reinterpret_cast<float4*>(p.args.partial_out) +
-         (group * p.heads + work.head) * (Shapes::D / 8 * kWarpgroup) + threadIdx.x % kWarpgroup;
+         (group * p.heads + work.head) * (Shapes::D / 8 * kWarpgroup);
+}
+
+// One thread: brings O of earlier hops into L2 for all consumers.
+template <class Shapes>
+CUTE_DEVICE void prefetch_partial(ForwardParams<Shapes> const& p, WorkItem const& work) {
+  constexpr int kBytes = 64 * Shapes::D * sizeof(float);
+  for (int warpgroup = 0; 64 * warpgroup < work.tile.rows; ++warpgroup) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(partial_o(p, work, warpgroup)),
+                 "r"(kBytes)
+                 : "memory");
+  }
+}
+
+// A consumer thread's part of its warpgroup's place.
+template <class Shapes>
+CUTE_DEVICE float4* own_partial_o(ForwardParams<Shapes> const& p, WorkItem const& work) {
+  return partial_o(p, work, threadIdx.x / kWarpgroup - Shapes::Producers) +
+         threadIdx.x % kWarpgroup;
 }
 
 // The address of the LSE of a lane's row `row`; that of `row + 8` is 8 floats on.
@@ -35,7 +54,7 @@ CUTE_DEVICE void load_lse(ForwardParams<Shapes> const& p, WorkItem const& work, 
 // Loads O of earlier hops. Rows past the tile's end are padding.
 template <class Shapes, class Output>
 CUTE_DEVICE void load_partial(ForwardParams<Shapes> const& p, WorkItem const& work, Output& o) {
-  float4 const* const at = partial_o(p, work);
+  float4 const* const at = own_partial_o(p, work);
   CUTE_UNROLL
   for (int j = 0; j < Shapes::D / 8; ++j) {
     float4 const x = at[j * kWarpgroup];
@@ -47,7 +66,7 @@ CUTE_DEVICE void load_partial(ForwardParams<Shapes> const& p, WorkItem const& wo
 template <class Shapes, class Output>
 CUTE_DEVICE void store_partial(ForwardParams<Shapes> const& p, WorkItem const& work,
                                Output const& o, bool const (&stored)[2]) {
-  float4* const at = partial_o(p, work);
+  float4* const at = own_partial_o(p, work);
   if (stored[0] && stored[1]) {
     CUTE_UNROLL
     for (int j = 0; j < Shapes::D / 8; ++j) {

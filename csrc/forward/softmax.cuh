@@ -27,12 +27,24 @@ struct SumRange {  // bfloat16
   // The shift of a row that begins may stay 0 if its largest sum lies in [kLeast, kFirst].
   static constexpr float kLeast = 0x1p-6f, kFirst = 0x1p16f;
   // A larger sum than kRaise raises the shift of later blocks, than kLargest that of this block.
-  static constexpr float kRaise = 0x1p60f, kLargest = 0x1p100f;
+  static constexpr float kRaise = 0x1p80f, kLargest = 0x1p100f;
+  // A raise leaves this block's largest sum of the row at 2^-kHeadroom, so the next one comes late.
+  static constexpr uint32_t kHeadroom = 24;
 };
 template <>
 struct SumRange<cutlass::half_t> {
   static constexpr float kLeast = 0x1p-6f, kFirst = 0x1p8f, kRaise = 0x1p8f, kLargest = 0x1p15f;
+  static constexpr uint32_t kHeadroom = 0;
 };
+
+// Multiplies the two rows of an accumulator.
+template <class Output>
+CUTE_DEVICE void scale_rows(Output& o, float const (&by)[2]) {
+  CUTE_UNROLL
+  for (int n = 0; n < size(o); n += 4) {
+    o(n) *= by[0], o(n + 1) *= by[0], o(n + 2) *= by[1], o(n + 3) *= by[1];
+  }
+}
 
 // The state of the two rows of S that a thread shares with the quad of lanes that holds them.
 //
@@ -56,6 +68,10 @@ struct OnlineSoftmax {
       : state(3 * kNew | (strict ? kStrict : 0)) {}
 
   CUTE_DEVICE bool strict() const { return state & kStrict; }
+
+  // Warp-wide: every row takes the shift that it has; no row has seen a score.
+  CUTE_DEVICE bool steady() const { return __all_sync(0xffffffff, state == 0); }
+  CUTE_DEVICE bool begins() const { return __all_sync(0xffffffff, (state & 3 * kNew) == 3 * kNew); }
 
   // Continues rows of earlier hops: their normalised O has weight 1.
   CUTE_DEVICE void resume(float const (&lse)[2], int lane) {
@@ -141,7 +157,8 @@ struct OnlineSoftmax {
       needs.over[r] = strict() || !fits;
       needs.fresh[r] = needs.over[r] && !begun;
       bool const raised = begun && !strict() && Range::kRaise < most && most <= Range::kLargest;
-      if (raised) needs.raise |= ((__float_as_uint(most) >> 23) - 127) << (8 * r);
+      if (raised)
+        needs.raise |= ((__float_as_uint(most) >> 23) - 127 + Range::kHeadroom) << (8 * r);
     }
     needs.rescales = __any_sync(0xffffffff, needs.over[0] || needs.over[1]);
     needs.raises = __any_sync(0xffffffff, needs.raise != 0);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <cutlass/arch/barrier.h>
 
 namespace ringfa3 {
 
@@ -17,5 +18,10 @@ struct Pipeline {
   CUTE_DEVICE void advance() { ++count; }
   CUTE_DEVICE Pipeline previous() const { return {count - 1}; }
 };
+
+// A warp: one lane arrives. Electing it takes no register.
+CUTE_DEVICE void release(cutlass::arch::ClusterBarrier& empty) {
+  if (elect_one_sync()) empty.arrive();
+}
 
 }  // namespace ringfa3

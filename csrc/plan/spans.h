@@ -92,7 +92,10 @@ struct BlockIterator {
   }
 
   // `complete` and `next` within a run of unmasked blocks.
-  RINGFA3_DEVICE void next_unmasked_block() { end = start, start -= N; }
+  RINGFA3_DEVICE void next_unmasked_block() { skip_unmasked_blocks(1); }
+
+  // The same `blocks` > 0 times.
+  RINGFA3_DEVICE void skip_unmasked_blocks(int blocks) { start -= blocks * N, end = start + N; }
 
   // Rows of the block's K and V that belong to the span; those behind them are a neighbour's.
   RINGFA3_DEVICE int own_rows() const { return min(N, keys - start); }

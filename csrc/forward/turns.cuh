@@ -1,0 +1,29 @@
+// The turns in which the consumer warpgroups issue their products, by named barriers.
+#pragma once
+
+#include "forward/shapes.cuh"
+
+namespace ringfa3 {
+
+// Of one warpgroup. Named barriers [0, Consumers) are the turns, [Consumers, 2 Consumers) belong to
+// one warpgroup each.
+template <class Shapes>
+struct Turns {
+  int const warpgroup;
+
+  __device__ void await() const {
+    if constexpr (Shapes::PingPong) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, warpgroup);
+  }
+  __device__ void pass() const {
+    if constexpr (Shapes::PingPong) {
+      int const next = (warpgroup + 1) % Shapes::Consumers;
+      cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, next);
+    }
+  }
+  // The warpgroup alone.
+  __device__ void sync() const {
+    cutlass::arch::NamedBarrier::sync(kWarpgroup, Shapes::Consumers + warpgroup);
+  }
+};
+
+}  // namespace ringfa3
