@@ -7,11 +7,11 @@ namespace ringfa3 {
 // q_stages          of Q: two load the next tile's Q during this tile; d256 has no room for two.
 // boxed_o           O leaves through shared memory by TMA, where shared memory has room for it.
 // early_elements    of a thread's S: they become P before the wait for P V of the block before.
-//                   Registers limit it. Measured: at d64, where three warpgroups share the
-//                   exponential units, 0 is 3-5% faster than 16.
+//                   Registers limit it. Measured at d64: 0 is 3-5% faster than 16, which also
+//                   spilled 20 to 46 bytes.
 // steady_rest       Unmasked blocks that the loop of unmasked blocks leaves to the other loop. With
-//                   0 it must look for what follows. Measured: 1 is 1-2% faster on long rows at d64
-//                   and d128; 0 is 1-2% faster on short ones at d256.
+//                   0 it must look for what follows. Measured, one run: 1 is up to 2% faster at 16k
+//                   tokens at d64 and d128; 0 is 0.4-2% faster on short rows at d256.
 // releases_q_early, looks_ahead
 //                   release Q, and look up the next tile, before the softmax of a tile's last block
 //                   and not behind it. Measured: both pay where tiles are short or wait for Q.
