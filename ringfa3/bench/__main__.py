@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ringfa3.bench.attention.cases import HEAD_DIMS, PEERS, SELF_COMPARISONS, SETS
+from ringfa3.bench.common.scores import SCORES
 from ringfa3.bench.common.timing import SAMPLE_MS
 from ringfa3.bench.ring.cases import RING_SETS
 from ringfa3.validation import TRANSPORTS
@@ -25,6 +26,11 @@ REHEARSAL = (
     "the same rank of a larger ring; each takes the place of all peers of the other. Gives the "
     "speed of that ring over one GPU with equal work and no communication. Only the times are "
     "meaningful, not the outputs."
+)
+FP8 = (
+    "Errors of 8-bit attention against float64 on FlashAttention-3's outliers (its Table 3): "
+    "RingFA3's precisions, each without one of its parts, and a scale for each tensor. All by the "
+    "executor, which rounds as the kernels do."
 )
 TABLES = "Write the tables of docs/benchmarks.md from docs/results/*/*/results.json."
 EXTRA = "pip install 'ringfa3[bench]'"
@@ -115,6 +121,27 @@ def rehearsal(given: argparse.Namespace) -> int:
         rank = os.environ.get("RANK", "0")
         print(f"ringfa3.bench: rank {rank}: {first_line(error)}", file=sys.stderr)
         return 1
+
+
+def fp8(given: argparse.Namespace) -> int:
+    from ringfa3.bench.fp8.designs import DESIGNS
+    from ringfa3.bench.fp8.run import Options, run
+
+    return run(
+        Options(
+            lengths=given.lengths,
+            head_dims=given.head_dim,
+            causal={"full": [False], "causal": [True], "both": [False, True]}[given.mask],
+            designs=list(DESIGNS),
+            heads=given.heads,
+            seeds=given.seeds,
+            scores=given.scores,
+            dtype=given.dtype,
+            device=given.device,
+            out=given.out,
+            quiet=given.quiet,
+        )
+    )
 
 
 def tables(given: argparse.Namespace) -> int:
@@ -228,6 +255,23 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--pairs", type=int, default=10, help="A B pairs per comparison (>= 10)")
     p.add_argument("--timeout", type=float, default=120.0, help="seconds; default 120")
     p.add_argument("--out", type=Path, default=Path("runs/bench/rehearsal"), metavar="DIR")
+    p = add("fp8", help="errors of 8-bit attention", description=FP8)
+    p.set_defaults(run=fp8, plot_only=None)
+    p.add_argument(
+        "--lengths", nargs="+", type=int, default=[4096], metavar="TOKENS", help="default 4096"
+    )
+    p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=[128])
+    p.add_argument("--mask", choices=("full", "causal", "both"), default="both")
+    p.add_argument("--heads", type=int, default=16, help="default 16")
+    p.add_argument("--seeds", type=int, default=5, help="pooled; default 5")
+    p.add_argument(
+        "--scores", choices=SCORES, default="outliers", metavar="NAME",
+        help="inputs, as in `attention --set scores`; default outliers",
+    )  # fmt: skip
+    p.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    p.add_argument("--out", type=Path, default=Path("runs/bench/fp8"), metavar="DIR")
+    p.add_argument("-q", "--quiet", action="store_true", help="print the summary line alone")
     p = add("tables", help="write the tables of docs/benchmarks.md", description=TABLES)
     p.set_defaults(run=tables, plot_only=None)
     p.add_argument(

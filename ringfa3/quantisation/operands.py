@@ -11,7 +11,7 @@ import torch
 
 from ringfa3.planning.sharding import Segments
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
-from ringfa3.quantisation.formats import Formats
+from ringfa3.quantisation.formats import Format, Formats
 from ringfa3.quantisation.rotation import rotate
 
 KEY_TILE = 128  # keys that share a scale, counted from the start of their segment
@@ -57,12 +57,20 @@ def quantise(
 
 def quantise_q(q: torch.Tensor, centres: KVCentres, formats: Formats) -> QuantisedQ:
     """q (t, h, d). A row with an infinity or NaN has a scale of NaN."""
+    return QuantisedQ(*round_rows(rotate(q), formats.qk), k_offset(q, centres))
+
+
+def k_offset(q: torch.Tensor, centres: KVCentres) -> torch.Tensor:
+    """(t, h): q (t, h, d) times the mean of K."""
     t, h, d = q.shape
     hk = len(centres.k_mean)
-    offset = q.float().view(t, hk, h // hk, d) @ centres.k_mean.unsqueeze(-1)
-    x = rotate(q)
-    scale = formats.qk.scale(x.abs().amax(-1))  # NaN stays
-    return QuantisedQ(formats.qk.round(x / scale.unsqueeze(-1)), scale, offset.reshape(t, h))
+    return (q.float().view(t, hk, h // hk, d) @ centres.k_mean.unsqueeze(-1)).reshape(t, h)
+
+
+def round_rows(x: torch.Tensor, qk: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (t, h, d) rounded with a scale (t, h) for each row, NaN for a row with NaN."""
+    scale = qk.scale(x.abs().amax(-1))
+    return qk.round(x / scale.unsqueeze(-1)), scale
 
 
 def quantise_kv(
@@ -73,24 +81,31 @@ def quantise_kv(
     An infinity or NaN in K is NaN in that key (E4M3) or in its tile's scale (int8); in V it is NaN
     in its channel of that key. It raises no scale.
     """
-    x = rotate(k, centres.k_mean)
+    values, k_scale = round_tiles(rotate(k, centres.k_mean), keys, formats.qk)
+    if formats.v is not None:
+        v = formats.v.round(v.float() / centres.v_scale - centres.v_mean / centres.v_scale)
+    return QuantisedKV(values, k_scale, v, centres)
+
+
+def round_tiles(x: torch.Tensor, keys: Segments, qk: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (n, hk, d) rounded with a scale for each tile of the segments `keys`, as (n, hk).
+
+    A row with NaN counts in no scale; int8, which has no NaN, makes its tile's scale NaN.
+    """
     amax = x.abs().amax(-1)
     lost = amax.isnan()
-    tile = _tile_of_rows(keys, len(k), k.device)
-    tiles = int(tile.max()) + 1 if len(k) else 0
+    tile = _tile_of_rows(keys, len(x), x.device)
+    tiles = int(tile.max()) + 1 if len(x) else 0
     index = tile.unsqueeze(-1).expand_as(amax)
     most = amax.new_zeros(tiles, amax.shape[1]).scatter_reduce(
         0, index, amax.where(~lost, 0), "amax"
     )
-    k_scale = formats.qk.scale(most)
-    if formats.qk.dtype == torch.int8:
+    scale = qk.scale(most)
+    if qk.dtype == torch.int8:
         spoilt = torch.zeros_like(most).scatter_reduce(0, index, lost.float(), "amax") > 0
-        k_scale = k_scale.masked_fill(spoilt, torch.nan)
-    k_scale = k_scale.gather(0, index)
-    values = formats.qk.round(x / k_scale.unsqueeze(-1))
-    if formats.v is not None:
-        v = formats.v.round(v.float() / centres.v_scale - centres.v_mean / centres.v_scale)
-    return QuantisedKV(values, k_scale, v, centres)
+        scale = scale.masked_fill(spoilt, torch.nan)
+    scale = scale.gather(0, index)
+    return qk.round(x / scale.unsqueeze(-1)), scale
 
 
 def _tile_of_rows(keys: Segments, rows: int, device: torch.device) -> torch.Tensor:
