@@ -11,7 +11,8 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Named barriers of the consumers: kTurn + w is the turn of warpgroup w.
+// Named barriers of the consumers: kTurn + w is the turn of warpgroup w, or in a pair of CTAs its
+// own barrier.
 constexpr int kCleared = 1, kTurn = 2;
 
 // Of a pair of CTAs: the first warpgroup's dQ tile of a block. The second has the tile after it.

@@ -194,12 +194,11 @@ CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
 
 // One consumer warpgroup: runs the work items of the CTA. `consumer` has three methods:
 //
-//   clear_sums()         zeroes dK and dV
-//   run_unit(unit, block)  runs work unit number `unit`, whose first block is number `block` of
-//   all;
-//                        waits for V, releases K and V, leaves no product in flight, and returns
-//                        the number of the block after its last
-//   store_sums(unit, kv_head)
+//   clear_sums()               zeroes its sums, dK or dV or both
+//   run_unit(unit, block)      runs work unit number `unit`, whose first block is number `block` of
+//                              all; waits for V, releases K and V, leaves no product in flight, and
+//                              returns the number of the block after its last
+//   store_sums(unit, kv_head)  stores them
 template <class Shapes, class Consumer>
 CUTE_DEVICE void run_work_items(typename Shapes::SharedStorage& smem, Consumer& consumer) {
   int const lane = threadIdx.x % kWarp;

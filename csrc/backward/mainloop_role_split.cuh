@@ -8,8 +8,7 @@
 // too. The CTAs visit the same row blocks; for row block j:
 //
 //   warpgroup 0 | dV(j), adding dQ(j-1) | S(j+1), dQ(j)  | P(j+1), sent to warpgroup 1
-//   warpgroup 1 | dK(j), adding dQ(j-1) | dQ(j), dP(j+1) | dS(j+1), sent to warpgroup 0 and the
-//   peer
+//   warpgroup 1 | dK(j), adding dQ(j-1) | dQ(j), dP(j+1) | dS(j+1), sent to 0 and the peer
 //
 // S(j+1) precedes dQ(j), so that P(j+1) is computed beside dQ and dP. It follows dV(j), because dO
 // has one stage: the load of dO(j+1) awaits dV(j), and dP(j+1) awaits the load. dQ is added to

@@ -40,7 +40,8 @@ struct ForwardConsumer {
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
-  // Causal: warps that see nothing of a tile's first block take their maximum in the second one.
+  // A tile has more rows than a block has keys, so with a causal mask some warps see nothing of the
+  // first block: they take their maximum in the second one.
   static constexpr bool kHidesRows = Shapes::M > N && !kPolicy.sums_rounded;
 
   ForwardParams<Shapes> const& p;
