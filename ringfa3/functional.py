@@ -57,8 +57,8 @@ def flash_attn_func(
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
         precision: "native" computes in the dtype of q. On the CPU "fp8" rounds Q, K, V and P to
-            E4M3, "int8" Q and K to int8, both after `ringfa3.quantisation`, with head_dim 64, 128
-            or 256. Gradients are those of "native", from the LSE of this precision.
+            E4M3, "int8" Q and K to int8, as `ringfa3.quantisation` does; head_dim 64, 128 or 256,
+            not float64. Gradients are those of "native", from the LSE of this precision.
 
     Returns:
         out (b, s, h, d) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32

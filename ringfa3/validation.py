@@ -34,7 +34,7 @@ def check_precision(precision: str) -> None:
 
 
 def check_quantisable(precision: str, q: torch.Tensor) -> None:
-    """Whether attention of `precision` takes queries like `q`."""
+    """Raises ValueError unless attention on one device takes queries like `q` in `precision`."""
     if precision == "native":
         return
     if q.is_cuda:
@@ -52,7 +52,7 @@ def check_quantisable(precision: str, q: torch.Tensor) -> None:
 
 
 def check_native(precision: str) -> None:
-    """Whether a ring computes in `precision`."""
+    """Raises ValueError unless a ring computes in `precision`."""
     check_precision(precision)
     if precision != "native":
         raise ValueError(

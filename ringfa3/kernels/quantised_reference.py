@@ -1,4 +1,4 @@
-"""The executor of 8-bit attention: rounds Q, K, V and P as the kernels do, computes in float32.
+"""The executor of 8-bit attention: its operands come rounded, it rounds P, the rest is float32.
 
 A block is a tile of keys with one scale; a span's last one comes first. With P in E4M3 a row's
 shift comes from its first block and rises only where P would leave the range: a lane of a quad
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ringfa3.kernels.reference import apply_mask, by_kv_head, merge, spans_of
-from ringfa3.planning.tiling import FIRST, LAST, Tiling
+from ringfa3.kernels.reference import apply_mask, by_kv_head, spans_of, store_tile
+from ringfa3.planning.tiling import Tiling
 from ringfa3.quantisation.formats import Format
 from ringfa3.quantisation.operands import KEY_TILE, QuantisedKV, QuantisedQ
 
@@ -53,15 +53,7 @@ def attend(
         for span in spans_of(tiling.spans, first_span, num_spans):
             tile.visit(span, row0, kv)
         o, tile_lse = tile.finish(kv, _heads_first(q.k_offset[here], hk) * scale)
-        o = o.view(hk, -1, rows, o.shape[-1]).permute(2, 0, 1, 3).flatten(1, 2)  # (rows, h, d)
-        tile_lse = tile_lse.view(-1, rows)  # (h, rows)
-        if not flags & FIRST:
-            o, tile_lse = merge(partial_out[here], lse[:, here], o, tile_lse)
-        lse[:, here] = tile_lse
-        if flags & LAST:
-            out[here] = o
-        else:
-            partial_out[here] = o
+        store_tile(o, tile_lse, here, flags, out, partial_out, lse)
 
 
 class _Tile:

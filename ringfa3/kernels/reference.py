@@ -61,20 +61,39 @@ def attend(
             may be empty if all rows are.
         lse: (h, t) statistics dtype, natural logarithm; -inf for a row that has seen no key.
     """
-    hk, d = k.shape[1:]
     for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():
         here = slice(row0, row0 + rows)
         spans = spans_of(tiling.spans, first_span, num_spans)
         o, tile_lse = _attend_tile(q[here], k, v, spans, row0, scale)
-        o = o.view(hk, -1, rows, d).permute(2, 0, 1, 3).reshape(rows, -1, d)
-        tile_lse = tile_lse.view(-1, rows)  # (h, rows)
-        if not flags & FIRST:
-            o, tile_lse = merge(partial_out[here], lse[:, here], o, tile_lse)
-        lse[:, here] = tile_lse
-        if flags & LAST:
-            out[here] = o
-        else:
-            partial_out[here] = o
+        store_tile(o, tile_lse, here, flags, out, partial_out, lse)
+
+
+def store_tile(
+    o: torch.Tensor,
+    tile_lse: torch.Tensor,
+    here: slice,
+    flags: int,
+    out: torch.Tensor,
+    partial_out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Stores a tile's rows `here`, or merges them with earlier hops, as its `flags` say.
+
+    Args:
+        o: (hk, g * rows, d), normalised; tile_lse: (hk, g * rows).
+        out, partial_out, lse: as in `attend`.
+    """
+    hk, _, d = o.shape
+    rows = here.stop - here.start
+    o = o.view(hk, -1, rows, d).permute(2, 0, 1, 3).reshape(rows, -1, d)  # (rows, h, d)
+    tile_lse = tile_lse.view(-1, rows)  # (h, rows)
+    if not flags & FIRST:
+        o, tile_lse = merge(partial_out[here], lse[:, here], o, tile_lse)
+    lse[:, here] = tile_lse
+    if flags & LAST:
+        out[here] = o
+    else:
+        partial_out[here] = o
 
 
 def merge(

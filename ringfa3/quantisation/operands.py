@@ -36,7 +36,7 @@ class QuantisedKV:
     """Centred keys, rotated, and centred values.
 
     k        (n, hk, d) in the format of Q and K
-    k_scale  (n, hk) float32, equal in the keys of a tile; 0 in rows of no segment
+    k_scale  (n, hk) float32, equal in the keys of a tile, and in all rows of no segment
     v        (n, hk, d) in the format of V; in the inputs' dtype, not centred, if it has none
     centres  of K and V
     """

@@ -46,10 +46,10 @@ def ring_attn_func(
     Args:
         q: (t, h, d); k, v: (t, h_kv, d): the rank's tokens, t = plan.local_tokens.
         plan: from `plan_context`. Made from (rank, world), it runs in the default group.
-        softmax_scale: positive; default d ** -0.5.
+        softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row, differentiable.
-        precision: "native" computes in the dtype of q.
+        precision: "native", which computes in the dtype of q; others are errors in a ring.
         transport: "gloo" for CPU tensors; for CUDA tensors "nccl" or, between GPUs of one host,
             "symmetric", which "auto" prefers where it is possible.
 
