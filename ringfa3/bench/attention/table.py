@@ -102,17 +102,23 @@ def _means(results: Results) -> Table:
     return table
 
 
+def largest_error(rows: list[Row], name: str) -> tuple[float, str, Row] | None:
+    """The largest ratio of rms errors to those of `name`, with its output and row."""
+    found = [
+        (error, output, row)
+        for row in rows
+        for output, error in row.error_ratios(name).items()
+        if not math.isnan(error)
+    ]
+    return max(found, key=lambda x: x[0], default=None)
+
+
 def _largest_errors(rows: list[Row]) -> Iterator[str]:
     """A line for each name in `Row.rms` that the first implementation is compared with."""
     for name in error_peers(rows) if rows else []:
-        found = [
-            (error, f"{output}, {row_name(row)}")
-            for row in rows
-            for output, error in row.error_ratios(name).items()
-            if not math.isnan(error)
-        ]
-        if found:
-            error, where = max(found)
+        if found := largest_error(rows, name):
+            error, output, row = found
+            where = f"{output}, {row_name(row)}"
             yield f"largest rms error over that of {name}: {error:.3f} ({where})"
 
 

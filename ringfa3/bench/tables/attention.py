@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ringfa3.bench.attention.table import error_cell, error_heading, error_peers
+from ringfa3.bench.attention.table import error_cell, error_heading, error_peers, largest_error
 from ringfa3.bench.common.results import FASTER, Results, Row, summaries
 from ringfa3.bench.tables.markdown import folded, peer, ratio, speed, table
 
@@ -50,13 +49,11 @@ def _means(results: Results, first: str, peers: list[str]) -> Iterator[str]:
 
 
 def _largest_error(rows: list[Row], name: str) -> str:
-    found = [
-        (error, f"{output}, {row.mask} {row.label}")
-        for row in rows
-        for output, error in row.error_ratios(name).items()
-        if not math.isnan(error)
-    ]
-    return "{:.2f} ({})".format(*max(found)) if found else ""
+    found = largest_error(rows, name)
+    if found is None:
+        return ""
+    error, output, row = found
+    return f"{error:.2f} ({output}, {row.mask} {row.label})"
 
 
 def _rows(rows: list[Row], first: str, peers: list[str]) -> Iterator[str]:
