@@ -32,7 +32,11 @@ LEAST_P = 2.0**-13  # half a step of the smallest E4M3 P over the largest P of a
 def test_rounding_of_p_is_the_only_error(
     case: Case, heads: tuple[int, int], precision: str, sigma: float, seed: int
 ) -> None:
-    """All ranks and hops of a ring, without communication; K with means of 2, V with means of 3."""
+    """All ranks and hops of a ring, without communication; K with means of 2, V with means of 3.
+
+    Reference: float64 attention of the dequantised operands. out: to half a step of P, and of the
+    smallest P; LSE to 2e-4.
+    """
     torch.manual_seed(seed)
     formats, (h, hk), total = FORMATS[precision], heads, sum(case.lengths)
     q = (torch.randn(total, h, D) * sigma).bfloat16()
@@ -89,6 +93,7 @@ def rms(x: torch.Tensor) -> float:
 # d: relative error at most, fp8 and int8. Measured: .063 .0103, .047 .0077
 @pytest.mark.parametrize(("d", "most"), [(64, (0.070, 0.0115)), (128, (0.052, 0.0085))])
 def test_error_on_outliers(d: int, most: tuple[float, float]) -> None:
+    """Rms errors against float64 attention: of out over its rms, of LSE .045 and .01 nats."""
     torch.manual_seed(0)
     q, k, v = (outliers(2048, 4, d).bfloat16() for _ in range(3))
     expected, expected_lse = attention(
@@ -103,19 +108,22 @@ def test_error_on_outliers(d: int, most: tuple[float, float]) -> None:
 
 
 def test_means_of_channels_cost_nothing() -> None:
+    """Rms errors of out and LSE, over those without means: at most 1.6."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1024, 2, 64)
-    plain = [flash_attn_func(q, k, v, precision="fp8", return_lse=True)]
     shifted = k + 4 * torch.randn(2, 64), v + 50 * torch.randn(2, 64)
-    got = [flash_attn_func(q, *shifted, precision="fp8", return_lse=True)]
-    expected = [flash_attn_func(q, *x, return_lse=True) for x in ((k, v), shifted)]
-    for i, limit in ((0, 1.6), (1, 1.6)):
-        before, after = (rms(a[i] - b[i]) for a, b in zip(plain + got, expected, strict=True))
-        assert after <= limit * before
+    got, expected = (
+        [flash_attn_func(q, *x, precision=precision, return_lse=True) for x in ((k, v), shifted)]
+        for precision in ("fp8", "native")
+    )
+    for i in range(2):
+        before, after = (rms(a[i] - b[i]) for a, b in zip(got, expected, strict=True))
+        assert after <= 1.6 * before
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_gradients_are_those_of_native_within_the_error_of_the_lse(precision: str) -> None:
+    """Rms difference over the rms of native gradients: at most 6% (fp8), 1.2% (int8), not 0."""
     torch.manual_seed(0)
     cu = [0, 100, 101, 300]
     leaves = [torch.randn(300, h, 64, requires_grad=True) for h in (4, 2, 2)]
@@ -144,7 +152,7 @@ def test_documents_keep_their_bits_beside_numbers_that_are_not_finite(precision:
     assert isinstance(clean, torch.Tensor)
     lost = out.isnan()[:, 0]
     assert not lost[200:].any()
-    torch.testing.assert_close(out[200:], clean[200:], atol=0.02, rtol=0.1)
+    assert torch.equal(out[200:], clean[200:])
     assert lost[10].all()
     first = 150 if precision == "fp8" else 128  # int8: the tile of the key
     assert lost[first:200].all()
@@ -154,6 +162,7 @@ def test_documents_keep_their_bits_beside_numbers_that_are_not_finite(precision:
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_absurd_numbers_give_no_nan(precision: str) -> None:
+    torch.manual_seed(0)
     zeros = torch.zeros(1, 300, 2, 64)
     assert not flash_attn_func(zeros, zeros, zeros, precision=precision).any()
     tiny = torch.randn(1, 300, 2, 64) * 2.0**-130
