@@ -1,5 +1,5 @@
 // Plain data that crosses from Python into the kernels. ringfa3/planning/{tiling,work_split}.py and
-// ringfa3/kernels/{launch,forward,backward}.py mirror it field by field.
+// ringfa3/kernels/{launch,forward,backward,quantise}.py mirror it field by field.
 #pragma once
 
 #include <cstdint>
@@ -112,6 +112,40 @@ struct PostprocessArgs {
   Tensor3 dq;
   RowGrid grid;
   float softmax_scale;
+};
+
+// Of K and V per channel, over all tokens: see `ChannelStatistics`.
+struct StatisticsArgs {
+  Tensor3 k, v;
+  float* partial;     // (splits, 4, heads, head_dim), of tokens [n * rows, (n + 1) * rows)
+  float* statistics;  // (4, heads, head_dim): the sum of K; the sum, maximum, minimum of V
+  int32_t splits, rows;
+};
+
+// Rows [row0, row0 + rows) of K/V, which share a scale of K.
+struct KeyTile {
+  int32_t row0, rows;  // rows from 1 to 128
+};
+
+struct QuantiseQArgs {
+  Tensor3 q;
+  float const* k_mean;  // (kv_heads, head_dim)
+  void* values;         // (tokens, heads, head_dim) bytes
+  float* scale;         // (heads, tokens)
+  float* k_offset;      // (heads, tokens), q times the mean of K
+  int32_t kv_heads;
+  int32_t int8;  // 0: e4m3
+};
+
+struct QuantiseKVArgs {
+  Tensor3 k, v;
+  KeyTile const* tiles;
+  float const *k_mean, *v_mean, *v_scale;  // (heads, head_dim)
+  void* k_values;                          // (tokens, heads, head_dim) bytes
+  float* k_scale;                          // (heads, tiles)
+  void* v_values;                          // (tiles, heads, head_dim, 128) bytes, see values.cuh
+  int32_t num_tiles;
+  int32_t int8;  // V is left alone; 0: e4m3
 };
 
 }  // namespace ringfa3

@@ -32,8 +32,8 @@ VARIANTS = {  # "without-": the part that it lacks
 class Unit:
     """One library: a direction, a dtype and a head dim, with its tile shape.
 
-    tile_m   query rows: of a tile forward, of a block backward
-    tile_n   keys: of a block forward, of a tile backward
+    tile_m   query rows: of a tile forward, of a block backward, with one scale in 8 bits
+    tile_n   keys: of a block forward, of a tile backward, with one scale in 8 bits
     variant  one of `VARIANTS`; empty for the product
     """
 
@@ -77,6 +77,9 @@ SHAPES = (  # (direction, head_dim, tile_m, tile_n)
     ("backward", 64, 128, 128),
     ("backward", 128, 64, 128),
     ("backward", 256, 64, 128),
+    ("quantise", 64, 1, 128),
+    ("quantise", 128, 1, 128),
+    ("quantise", 256, 1, 128),
 )
 UNITS = tuple(
     Unit(direction, dtype, head_dim, tile_m, tile_n)

@@ -63,6 +63,18 @@ Step convert(Instruction const& i) {
       return Next::Advance;
     };
   }
+  if (to == "e4m3x2") {
+    if (!i.has("satfinite") || i.has("relu") || from != "f32") {
+      throw std::runtime_error("PTX: " + i.text);
+    }
+    int const d = i.slot(0), high = i.slot(1), low = i.slot(2);
+    return [=](Warp& w, Lanes lanes) {
+      uint64_t *const D = w.reg(d), *const H = w.reg(high), *const L = w.reg(low);
+      for_each_lane(
+          lanes, [&](int l) { D[l] = to_e4m3(get<float>(H[l])) << 8 | to_e4m3(get<float>(L[l])); });
+      return Next::Advance;
+    };
+  }
   int const d = i.slot(0), a = i.slot(1);
   return with_float_or_integer(to, [&](auto t) -> Step {
     using To = decltype(t);

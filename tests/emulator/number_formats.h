@@ -1,6 +1,7 @@
 // The number formats of PTX and their names.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <stdexcept>
@@ -36,6 +37,18 @@ inline Bfloat to_bfloat(float x) {
   if (std::isnan(x)) return {0x7fff};
   auto const b = static_cast<uint32_t>(bits(x));
   return {static_cast<uint16_t>((b + 0x7fff + (b >> 16 & 1)) >> 16)};
+}
+
+// E4M3: four bits of exponent, three of mantissa, no infinity. What exceeds 448 saturates; NaN
+// stays.
+inline uint8_t to_e4m3(float x) {
+  uint8_t const sign = std::signbit(x) ? 0x80 : 0;
+  if (std::isnan(x)) return sign | 0x7f;
+  double const magnitude = std::fmin(std::fabs(static_cast<double>(x)), 448.0);
+  int const exponent = magnitude > 0 ? std::max(std::ilogb(magnitude), -6) : -6;
+  // In units of the last bit, ties to even. 16 units are the next binade, whose code follows.
+  auto const units = static_cast<int>(std::nearbyint(std::scalbn(magnitude, 3 - exponent)));
+  return static_cast<uint8_t>(sign | ((exponent + 6) * 8 + units));
 }
 
 template <class T>

@@ -12,7 +12,7 @@ import pytest
 
 from ringfa3.build.compile import source_folder
 from ringfa3.build.units import UNITS
-from ringfa3.kernels import backward, forward, launch
+from ringfa3.kernels import backward, forward, launch, quantise
 from ringfa3.planning import tiling, work_split
 
 MIRRORS = (
@@ -22,9 +22,17 @@ MIRRORS = (
     backward.PreprocessArgs,
     backward.BackwardArgs,
     backward.PostprocessArgs,
+    quantise.StatisticsArgs,
+    quantise.QuantiseQArgs,
+    quantise.QuantiseKVArgs,
 )
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-RECORDS = {"Span": tiling.SPAN, "Tile": tiling.TILE, "WorkUnit": work_split.WORK_UNIT}
+RECORDS = {
+    "Span": tiling.SPAN,
+    "Tile": tiling.TILE,
+    "WorkUnit": work_split.WORK_UNIT,
+    "KeyTile": quantise.KEY_TILE_RECORD,
+}
 
 
 def offsets() -> dict[str, dict[str, int]]:

@@ -29,7 +29,7 @@ from ringfa3.build.compile import FLAGS, default_jobs, library_stem, source_fold
 from ringfa3.build.cutlass import include_folder
 from ringfa3.build.toolchain import find_compiler, find_host_compiler
 from ringfa3.build.units import UNITS, Unit
-from ringfa3.kernels import backward, dispatch, forward, launch, streams, uploads
+from ringfa3.kernels import backward, dispatch, forward, launch, quantise, streams, uploads
 
 SOURCES = Path(__file__).parents[1] / "emulator"
 OPTIONS = ("-std=c++20", "-O2", "-fwrapv", "-fPIC", "-Wall", "-Wextra", "-Werror")
@@ -183,13 +183,15 @@ class Machine:
             raise EmulationError(error.decode())
 
     def allowing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, whose kernels may access its arguments and the tensors that it makes."""
+        """`call`, whose kernels may access its arguments, members of tuples among them, and the
+        tensors that it makes."""
 
         @wraps(call)
         def allowed(*args: Any, **kwargs: Any) -> Any:
             for x in (*args, *kwargs.values()):
-                if isinstance(x, torch.Tensor):
-                    self.allow(x)
+                for member in x if isinstance(x, tuple) else (x,):
+                    if isinstance(member, torch.Tensor):
+                        self.allow(member)
             with _AllowNewTensors(self.allow):
                 return call(*args, **kwargs)
 
@@ -210,7 +212,8 @@ class Machine:
         resident_ctas   CTAs of a launch that run at once, or the clusters of these
         """
         self.runtime.emulator_reset(seed, async_chance, deadlock_s, resident_ctas)
-        for table in (forward._tables, forward._counters, backward._tables, backward._grids):
+        uploaded = (forward._tables, backward._tables, backward._grids, quantise._tables)
+        for table in (*uploaded, forward._counters):
             table.clear()
         self._kept.clear()
 
@@ -228,6 +231,8 @@ def machine() -> Iterator[Machine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_entry", cache(lambda u, n: emulated.entry(u, f"ringfa3_{n}")))
         patch.setattr(forward, "attend", emulated.allowing(forward.attend))
+        for name in ("channel_statistics", "quantise_q", "quantise_kv"):
+            patch.setattr(quantise, name, emulated.allowing(getattr(quantise, name)))
         for name in ("__init__", "hop", "dq"):
             method = getattr(backward.BackwardPass, name)
             patch.setattr(backward.BackwardPass, name, emulated.allowing(method))

@@ -1,0 +1,59 @@
+// 8-bit formats: scales, and rounding to bytes. `ringfa3/quantisation/formats.py` defines them.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <cutlass/numeric_conversion.h>
+
+namespace ringfa3 {
+
+using namespace cute;
+
+constexpr float kLeastScale = 0x1p-60f, kLargestScale = 0x1p60f;
+
+// E4M3 keeps NaN, so a key that is not finite leaves the scale of its tile alone.
+struct E4M3 {
+  static constexpr float kLargest = 448.f;
+  static constexpr float kLost = NAN;  // a number of a row that is not finite
+  static constexpr bool kSpoils = false;
+
+  // Four numbers times a factor, to the nearest, ties to even; what exceeds the range saturates.
+  static CUTE_DEVICE uint32_t pack(float const* x, float factor) {
+    cutlass::Array<float, 4> scaled;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) scaled[i] = x[i] * factor;
+    auto const four = cutlass::NumericArrayConverter<cutlass::float_e4m3_t, float, 4>{}(scaled);
+    return reinterpret_cast<uint32_t const&>(four);
+  }
+};
+
+// int8 has no NaN: a key that is not finite makes the scale of its tile NaN.
+struct Int8 {
+  static constexpr float kLargest = 127.f;
+  static constexpr float kLost = 0.f;
+  static constexpr bool kSpoils = true;
+
+  // As above, for products within +-127.5. The sum with 1.5 * 2^23 has the integer in its low bits.
+  static CUTE_DEVICE uint32_t pack(float const* x, float factor) {
+    uint32_t bits[4];
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(__fmaf_rn(x[i], factor, 0x1.8p23f));
+    return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040),
+                       0x5410);
+  }
+};
+
+// The scale of numbers up to `amax` in magnitude. NaN stays.
+template <class Format>
+CUTE_DEVICE float scale_of(float amax) {
+  float const scale = __fdiv_rn(amax, Format::kLargest);
+  return scale != scale ? scale : fminf(fmaxf(scale, kLeastScale), kLargestScale);
+}
+
+// The larger one; NaN if one of the two is NaN.
+CUTE_DEVICE float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
+}  // namespace ringfa3

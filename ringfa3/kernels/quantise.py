@@ -1,0 +1,208 @@
+"""The kernels that make the operands of 8-bit attention, as `ringfa3.quantisation` defines them.
+
+Letters in shapes: t query rows, n key rows; h heads, hk KV heads; d head dim. The structures mirror
+csrc/params.h field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ringfa3.kernels.launch import Tensor3, launch, packer, tma_addressable
+from ringfa3.kernels.streams import CurrentStream
+from ringfa3.kernels.uploads import Uploads, upload
+from ringfa3.planning.sharding import Segments
+from ringfa3.planning.tiling import concat_ranges
+from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+from ringfa3.quantisation.formats import Formats
+from ringfa3.quantisation.operands import KEY_TILE, QuantisedKV, QuantisedQ
+
+if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
+    from ringfa3.build.units import Unit
+
+SPLITS = 512  # of the tokens, over all KV heads: a few CTAs for each SM
+SPLIT_ROWS = 64  # tokens of a split, at least
+
+KEY_TILE_RECORD = np.dtype([("row0", np.int32), ("rows", np.int32)])
+
+
+class StatisticsArgs(ctypes.Structure):
+    _fields_ = (
+        ("k", Tensor3),
+        ("v", Tensor3),
+        ("partial", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
+        ("splits", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+    )
+
+
+class QuantiseQArgs(ctypes.Structure):
+    _fields_ = (
+        ("q", Tensor3),
+        ("k_mean", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("k_offset", ctypes.c_void_p),
+        ("kv_heads", ctypes.c_int32),
+        ("int8", ctypes.c_int32),
+    )
+
+
+class QuantiseKVArgs(ctypes.Structure):
+    _fields_ = (
+        ("k", Tensor3),
+        ("v", Tensor3),
+        ("tiles", ctypes.c_void_p),
+        ("k_mean", ctypes.c_void_p),
+        ("v_mean", ctypes.c_void_p),
+        ("v_scale", ctypes.c_void_p),
+        ("k_values", ctypes.c_void_p),
+        ("k_scale", ctypes.c_void_p),
+        ("v_values", ctypes.c_void_p),
+        ("num_tiles", ctypes.c_int32),
+        ("int8", ctypes.c_int32),
+    )
+
+
+_pack_statistics = packer(StatisticsArgs)
+_pack_quantise_q = packer(QuantiseQArgs)
+_pack_quantise_kv = packer(QuantiseKVArgs)
+
+
+class KeyTiles:
+    """Key segments in tiles of `KEY_TILE` rows, counted from the start of each segment.
+
+    table  (tiles,) records of the first row and the number of rows, in the order of the segments
+    """
+
+    def __init__(self, keys: Segments) -> None:
+        count = -(-keys.length // KEY_TILE)
+        segment = np.repeat(np.arange(len(keys)), count)
+        start = concat_ranges(np.zeros(len(keys), np.int64), count) * KEY_TILE
+        self.table = np.zeros(len(segment), KEY_TILE_RECORD)
+        self.table["row0"] = keys.row[segment] + start
+        self.table["rows"] = np.minimum(KEY_TILE, keys.length[segment] - start)
+
+
+@dataclass(frozen=True)
+class TiledKV:
+    """`QuantisedKV` as the kernels make it. Rows of no tile are uninitialised.
+
+    k        (n, hk, d) in the format of Q and K
+    k_scale  (hk, tiles) float32
+    v        (tiles, hk, d, 128) in the format of V; position p of a tile holds key
+             `value_order()[p]`, or 0 past the tile's rows. In 16 bits: (n, hk, d), the tensor given
+    centres  of K and V
+    tiles    of the keys
+    """
+
+    k: torch.Tensor
+    k_scale: torch.Tensor
+    v: torch.Tensor
+    centres: KVCentres
+    tiles: KeyTiles
+
+    def in_rows(self) -> QuantisedKV:
+        """The same numbers in the layout of the executor; 0 in rows of no tile."""
+        table = self.tiles.table
+        count = table["rows"].astype(np.int64)
+        rows = concat_ranges(table["row0"].astype(np.int64), count)
+        tile = np.repeat(np.arange(len(table)), count)
+        key = rows - table["row0"][tile]
+        at, of, number = (torch.from_numpy(x).to(self.k.device) for x in (rows, tile, key))
+        k = torch.zeros_like(self.k).view(torch.uint8)
+        k[at] = self.k.view(torch.uint8)[at]
+        scale = self.k_scale.new_zeros(self.k.shape[:2])
+        scale[at] = self.k_scale.t()[of]
+        v = self.v
+        if v.dim() == 4:
+            position = value_order().argsort().to(v.device)[number]
+            in_rows = torch.zeros_like(k)
+            in_rows[at] = v.view(torch.uint8)[of, :, :, position]
+            v = in_rows.view(v.dtype)
+        return QuantisedKV(k.view(self.k.dtype), scale, v, self.centres)
+
+
+def value_order() -> torch.Tensor:
+    """(128,) int64: the key of each position of a tile of V, see csrc/quantise/values.cuh."""
+    p = torch.arange(KEY_TILE)
+    return p // 16 * 16 + p % 4 // 2 * 8 + p % 16 // 4 * 2 + p % 2
+
+
+def channel_statistics(unit: Unit, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
+    """`ChannelStatistics.of` on the GPU. Equal inputs give equal bits."""
+    (tokens, heads, head_dim), stream = k.shape, CurrentStream.of(k.device)
+    splits = max(1, min(SPLITS // heads, -(-tokens // SPLIT_ROWS)))
+    rows = -(-tokens // splits)
+    partial = torch.empty((splits, 4, heads, head_dim), device=k.device)
+    values = torch.empty((4, heads, head_dim), device=k.device)
+    (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
+    args = _pack_statistics(
+        *k_fields, *v_fields, partial.data_ptr(), values.data_ptr(), splits, rows
+    )
+    launch(unit, "statistics", args, stream)
+    return ChannelStatistics(values, tokens)
+
+
+def quantise_q(unit: Unit, q: torch.Tensor, centres: KVCentres, formats: Formats) -> QuantisedQ:
+    """`operands.quantise_q` on the GPU. In memory scale and k_offset are (h, t)."""
+    (tokens, heads, _), stream = q.shape, CurrentStream.of(q.device)
+    values = torch.empty(q.shape, dtype=formats.qk.dtype, device=q.device)
+    scale, k_offset = torch.empty((2, heads, tokens), device=q.device)
+    if tokens:
+        q, q_fields = tma_addressable(q)
+        args = _pack_quantise_q(
+            *q_fields,
+            centres.k_mean.data_ptr(),
+            values.data_ptr(),
+            scale.data_ptr(),
+            k_offset.data_ptr(),
+            len(centres.k_mean),
+            formats.qk.dtype == torch.int8,
+        )
+        launch(unit, "quantise_q", args, stream)
+    return QuantisedQ(values, scale.t(), k_offset.t())
+
+
+def quantise_kv(
+    unit: Unit,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: KeyTiles,
+    centres: KVCentres,
+    formats: Formats,
+) -> TiledKV:
+    """`operands.quantise_kv` on the GPU. `tiles` is uploaded once for each stream: keep it."""
+    (_, heads, head_dim), stream = k.shape, CurrentStream.of(k.device)
+    count = len(tiles.table)
+    values = torch.empty(k.shape, dtype=formats.qk.dtype, device=k.device)
+    k_scale = torch.empty((heads, count), device=k.device)
+    tiled_v = v
+    if formats.v is not None:
+        shape = (count, heads, head_dim, KEY_TILE)
+        tiled_v = torch.empty(shape, dtype=formats.v.dtype, device=v.device)
+    if count:
+        table = _tables.get(tiles, stream, (), lambda: upload(tiles.table, k.device))
+        (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
+        args = _pack_quantise_kv(
+            *k_fields,
+            *v_fields,
+            table.data_ptr(),
+            *(x.data_ptr() for x in centres),
+            values.data_ptr(),
+            k_scale.data_ptr(),
+            0 if formats.v is None else tiled_v.data_ptr(),
+            count,
+            formats.v is None,
+        )
+        launch(unit, "quantise_kv", args, stream)
+    return TiledKV(values, k_scale, tiled_v, centres, tiles)
+
+
+_tables: Uploads[torch.Tensor] = Uploads()

@@ -1,0 +1,220 @@
+"""Checks of the quantisation kernels, on a GPU or in emulation: against `ringfa3.quantisation`.
+
+Each check takes a unit and a device, makes its own inputs and asserts. Scales are equal within 2
+ulp: sums of the rotation are equal bit by bit. 8-bit numbers are equal but for those whose float32
+argument lies within 1e-6 of it from a tie: the kernels multiply where the definition divides. There
+the other neighbour is allowed, in at most 1 of 10,000 numbers of Q and K and 1 of 1,000 of V, whose
+16-bit numbers, mean and maximum have ties as exact quotients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from ringfa3.build.units import Unit
+from ringfa3.kernels import quantise
+from ringfa3.kernels.quantise import KeyTiles, TiledKV
+from ringfa3.planning.sharding import Segments
+from ringfa3.quantisation import operands
+from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+from ringfa3.quantisation.formats import FORMATS, Format
+from ringfa3.quantisation.rotation import rotate
+
+LENGTHS = (1, 127, 128, 129, 300)
+GAP = 5  # rows of no segment, between two segments
+HEADS, KV_HEADS = 6, 2
+NAN, INF = torch.nan, torch.inf
+
+
+def segments(lengths: tuple[int, ...] = LENGTHS) -> Segments:
+    """Segments with a gap between two neighbours."""
+    length = np.array(lengths, np.int64)
+    row = np.cumsum(length + GAP) - length - GAP
+    return Segments(row, length, np.arange(len(length)), np.zeros(len(length), np.int64))
+
+
+def tensors(
+    unit: Unit, device: str, rows: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q (rows, 6, d) and k, v (rows, 2, d) with channel means and an outlier channel.
+
+    For odd seeds they are views of one tensor.
+    """
+    torch.manual_seed(seed)
+    d, dtype = unit.head_dim, getattr(torch, unit.dtype)
+    counts = (HEADS, KV_HEADS, KV_HEADS)
+    x = torch.randn(rows, sum(counts), d) + torch.randn(1, sum(counts), d)
+    x[..., 3] *= 30
+    q, k, v = x.to(dtype).to(device).split(counts, dim=1)
+    return (q, k, v) if seed % 2 else (q.contiguous(), k.contiguous(), v.contiguous())
+
+
+@contextmanager
+def _new_memory_holds_nan() -> Iterator[None]:
+    """Floats that `torch.empty` makes are NaN, bytes 0x55: kernels must write all that counts."""
+    empty = torch.empty
+
+    def filled(*shape: object, **options: object) -> torch.Tensor:
+        made = empty(*shape, **options)
+        if made.element_size() == 1:
+            made.view(torch.uint8).fill_(0x55)
+            return made
+        return made.fill_(NAN)
+
+    with patch.object(torch, "empty", filled):
+        yield
+
+
+def run(
+    unit: Unit,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: Segments,
+    precision: str,
+) -> tuple[operands.QuantisedQ, TiledKV]:
+    """The operands of the kernels, with centres from the statistics of `operands`."""
+    formats = FORMATS[precision]
+    centres = KVCentres.of(ChannelStatistics.of(k, v), formats)
+    with _new_memory_holds_nan():
+        quantised_q = quantise.quantise_q(unit, q, centres, formats)
+        return quantised_q, quantise.quantise_kv(unit, k, v, KeyTiles(keys), centres, formats)
+
+
+def hold_values(
+    got: torch.Tensor,
+    argument: torch.Tensor,
+    format_: Format,
+    what: str,
+    slack: torch.Tensor | None = None,
+) -> int:
+    """Asserts that `got` are the 8-bit numbers of float32 `argument`, or those of it +- `slack`.
+
+    Args:
+        slack: default 1e-6 of the argument.
+
+    Returns: how many are not those of the argument.
+    """
+    slack = 1e-6 * argument if slack is None else slack
+    got, expected, *near = (
+        x.float() for x in (got, *(format_.round(argument + e * slack) for e in (0, -1, 1)))
+    )
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    wrong = ~same & (got != near[0]) & (got != near[1])
+    assert not wrong.any(), f"{what}: {int(wrong.sum())} numbers differ"
+    return int((~same).sum())
+
+
+def hold_scale(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Within 2 ulp; NaN where NaN is expected."""
+    assert torch.equal(got.isnan(), expected.isnan()), f"{what}: other rows are NaN"
+    error = ((got - expected).abs() / expected).nan_to_num(0).amax().item()
+    assert error <= 2.4e-7, f"{what}: off by {error:.1e}"
+
+
+def hold_q(
+    got: operands.QuantisedQ, q: torch.Tensor, centres: KVCentres, precision: str, what: str
+) -> int:
+    """Numbers, scales, and offsets: these within 1e-5 of the sum of magnitudes, or not finite."""
+    expected = operands.quantise_q(q, centres, FORMATS[precision])
+    hold_scale(got.scale, expected.scale, f"{what}, scale of Q")
+    argument = rotate(q) / expected.scale.unsqueeze(-1)
+    differ = hold_values(got.values, argument, FORMATS[precision].qk, f"{what}, Q")
+    t, h, d = q.shape
+    hk = len(centres.k_mean)
+    size = q.float().abs().view(t, hk, h // hk, d) @ centres.k_mean.abs().unsqueeze(-1)
+    error = (got.k_offset - expected.k_offset).abs().nan_to_num(0, 0, 0)
+    assert (error <= 1e-5 * size.reshape(t, h).nan_to_num(0, 0, 0) + 1e-30).all(), what
+    finite = expected.k_offset.isfinite()
+    assert torch.equal(got.k_offset.isfinite(), finite), f"{what}: other offsets are not finite"
+    return differ
+
+
+def hold_kv(
+    tiled: TiledKV, k: torch.Tensor, v: torch.Tensor, keys: Segments, precision: str, what: str
+) -> dict[str, int]:
+    """Numbers and scales in rows of segments; zeros in V past a tile's rows. As `hold_values`."""
+    formats, centres = FORMATS[precision], tiled.centres
+    expected = operands.quantise_kv(k, v, keys, centres, formats)
+    got = tiled.in_rows()
+    inside = torch.zeros(len(k), dtype=torch.bool, device=k.device)
+    for row, length in zip(keys.row.tolist(), keys.length.tolist(), strict=True):
+        inside[row : row + length] = True
+    hold_scale(got.k_scale[inside], expected.k_scale[inside], f"{what}, scale of K")
+    argument = rotate(k, centres.k_mean) / expected.k_scale.unsqueeze(-1)
+    kept = got.k.float()[inside]
+    differ = {"K": hold_values(kept, argument[inside], formats.qk, f"{what}, K")}
+    if formats.v is None:
+        assert tiled.v is v
+        return differ
+    argument = v.float() / centres.v_scale - centres.v_mean / centres.v_scale
+    # a difference of two quotients is off by ulps of these
+    slack = 1.2e-7 * (argument.abs() + 2 * (centres.v_mean / centres.v_scale).abs())
+    kept = got.v.float()[inside]
+    differ["V"] = hold_values(kept, argument[inside], formats.v, f"{what}, V", slack[inside])
+    rows = torch.from_numpy(tiled.tiles.table["rows"].copy()).to(k.device)
+    past = quantise.value_order().to(k.device) >= rows.view(-1, 1, 1, 1)
+    spare = tiled.v.view(torch.uint8).masked_fill(~past, 0)
+    assert (spare == 0).all(), f"{what}: V past a tile's rows is not 0"
+    return differ
+
+
+def operands_are_those_of_the_definition(unit: Unit, device: str, precision: str) -> None:
+    """Awkward segments, GQA, strided and packed inputs."""
+    keys = segments()
+    rows = int(keys.row[-1] + keys.length[-1])
+    for seed in range(2):
+        q, k, v = tensors(unit, device, rows, seed)
+        quantised_q, kv = run(unit, q[: 70 + seed], k, v, keys, precision)
+        what = f"{unit.name}, {precision}, seed {seed}"
+        differ = hold_q(quantised_q, q[: 70 + seed], kv.centres, precision, what)
+        assert differ <= 1e-4 * quantised_q.values.numel(), f"{what}: {differ} of Q differ"
+        for name, differ in hold_kv(kv, k, v, keys, precision, what).items():
+            limit = {"K": 1e-4, "V": 1e-3}[name]
+            assert differ <= limit * k.numel(), f"{what}: {differ} of {name} differ"
+
+
+def bad_input_stays_where_it_is(unit: Unit, device: str, precision: str) -> None:
+    """Zeros, subnormals, infinities, NaN and huge numbers, as the definition has them."""
+    keys = segments((128, 40, 300))
+    rows = int(keys.row[-1] + keys.length[-1])
+    huge = torch.finfo(getattr(torch, unit.dtype)).max
+    q, k, v = tensors(unit, device, rows)
+    q, k, v = q[:40].clone(), k.clone(), v.clone()
+    q[0], q[1, 2] = 0, 1e-40
+    q[2, 1, 5], q[3, 4, unit.head_dim - 1], q[4], q[5, 0, 9] = INF, NAN, huge, -huge
+    q[6, :, ::2], q[6, :, 1::2] = huge, -huge
+    q[7] = -INF
+    k[133:173] = 0  # a whole tile
+    k[200, 1, 7], k[330, 0, 0], k[340, 1], v[5, 0, 9], v[150, 1, 8] = INF, NAN, huge, -INF, NAN
+    v[201, :, 20] = huge
+    quantised_q, kv = run(unit, q, k, v, keys, precision)
+    what = f"{unit.name}, {precision}"
+    hold_q(quantised_q, q, kv.centres, precision, what)
+    hold_kv(kv, k, v, keys, precision, what)
+    centres = kv.centres._replace(k_mean=torch.full_like(kv.centres.k_mean, 2.0**98))
+    formats = FORMATS[precision]  # a centre that hides huge keys
+    k[220] = min(2.0**98, huge)
+    again = quantise.quantise_kv(unit, k, v, KeyTiles(keys), centres, formats)
+    hold_kv(again, k, v, keys, precision, f"{what}, a huge centre")
+
+
+def statistics_hold(unit: Unit, device: str) -> None:
+    """Sums within 1e-5 of the sum of magnitudes, maximum and minimum exact; also of no token."""
+    for tokens, seed in ((0, 0), (1, 0), (63, 1), (1000, 0), (1000, 1)):
+        _, k, v = tensors(unit, device, max(tokens, 20), seed)
+        k, v = k.clone() if seed == 0 else k, v.clone() if seed == 0 else v
+        k[3 % len(k), 0, 5], v[9, 1, 0], v[10, 1, 0], v[11, 0, 2] = NAN, INF, -INF, NAN
+        k, v = k[:tokens], v[:tokens]
+        got = quantise.channel_statistics(unit, k, v)
+        expected = ChannelStatistics.of(k, v).values
+        size = torch.stack([x.float().nan_to_num(0, 0, 0).abs().sum(0) for x in (k, v)])
+        what = f"{unit.name}, {tokens} tokens, seed {seed}"
+        assert got.tokens == tokens
+        assert ((got.values[:2] - expected[:2]).abs() <= 1e-5 * size).all(), what
+        assert torch.equal(got.values[2:], expected[2:]), what
