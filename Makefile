@@ -30,7 +30,7 @@ check: setup
 	$(BIN)/python -m pytest tests/test_imports.py tests/train/test_train_imports.py
 
 kernels: $(READY)-compiler
-	$(BIN)/python -m ringfa3.build --units forward-d128 backward-d128-bf16 --check
+	$(BIN)/python -m ringfa3.build --units forward-d128 backward-d128-bf16 quantise-d64 --check
 	$(BIN)/python -m pytest -m "kernels and not soak"
 
 setup: $(READY)

@@ -52,7 +52,7 @@ CUTE_DEVICE float scale_of(float amax) {
 // The larger one; NaN if one of the two is NaN.
 CUTE_DEVICE float max_or_nan(float a, float b) {
   float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  asm("max.ftz.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
   return larger;
 }
 

@@ -18,14 +18,14 @@ struct KeyShapes {
   static constexpr int Rows = kKeyTile / Ctas;                // of a CTA
 };
 
-// A cluster per tile and head; heads are next to each other. The tile stays in registers until its
-// largest magnitude is known.
+// A cluster, of one CTA or two, per tile and head; heads are next to each other. The tile stays in
+// registers until its largest magnitude is known.
 template <class S, class Format>
 __global__ void __launch_bounds__(KeyShapes<S>::Threads, 2)
     quantise_k_kernel(__grid_constant__ QuantiseKVArgs const a) {
   using Shapes = KeyShapes<S>;
   constexpr int D = S::D;
-  __shared__ alignas(16) float signed_centre[D];
+  __shared__ alignas(16) float centres[2][D];
   __shared__ float warp_amax[Shapes::Warps], cta_amax;
   wait_for_earlier_kernels();
   launch_next_kernel();
@@ -36,26 +36,22 @@ __global__ void __launch_bounds__(KeyShapes<S>::Threads, 2)
   int const lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int const row = part * Shapes::Rows + threadIdx.x / S::Lanes;
   bool const here = row < tile.rows;
-  auto load = [&](auto& x) { load_row<S>(x, a.k, int64_t{tile.row0} + row, head, lane, here); };
+  int64_t const token = int64_t{tile.row0} + cute::min(row, tile.rows - 1);
+  auto load = [&](auto& x) { load_row<S>(x, a.k, token, head, lane); };
   uint4 x[S::Vectors];
   load(x);
-  bool careful = false;
-  for (int c = lane; c < D; c += kWarp) {  // each warp looks at all, one stores them
-    float const mean = a.k_mean[head * D + c];
-    careful |= !(fabsf(mean) < kLargestPlain / 2);
-    if (warp != 0) continue;
-    uint32_t negative = 0;
+  if (int const c = threadIdx.x; c < D) {
+    uint64_t signs = sign_bits(0);
     CUTE_UNROLL
-    for (int n = 0; n < D / 64; ++n) {
-      if (c / 64 == n) negative = static_cast<uint32_t>(sign_bits(n) >> c % 64) & 1;
-    }
+    for (int n = 1; n < D / 64; ++n) signs = c / 64 == n ? sign_bits(n) : signs;
+    float const mean = a.k_mean[head * D + c];
     float const centre = fminf(fmaxf(mean, -kLargestInput), kLargestInput);
-    signed_centre[c] = negative ? -centre : centre;
+    centres[1][c] = signs >> c % 64 & 1 ? -centre : centre;
+    centres[0][c] = plain_centre(centres[1][c]);
   }
   __syncthreads();
-  careful = __any_sync(0xffffffff, careful);
   float y[S::Numbers];
-  float amax = rotate_row<S, Format>(y, x, signed_centre, lane, careful, load);
+  float amax = rotate_row<S, Format>(y, x, centres[0], lane, load);
   if (!here || (!Format::kSpoils && amax != amax)) amax = 0.f;
   CUTE_UNROLL
   for (int i = S::Lanes; i < kWarp; i *= 2) {
@@ -74,8 +70,8 @@ __global__ void __launch_bounds__(KeyShapes<S>::Threads, 2)
   float const scale = scale_of<Format>(amax * S::kNorm);
   float const factor = amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
   if (here) {
-    int64_t const at = (int64_t{tile.row0} + row) * heads + head;
-    store_row_bytes<S, Format>(static_cast<uint8_t*>(a.k_values) + at * D, y, factor, lane);
+    auto* const to = static_cast<uint8_t*>(a.k_values) + (token * heads + head) * D;
+    store_row_bytes<S, Format>(to, y, factor, lane);
   }
   if (threadIdx.x == 0 && part == 0) a.k_scale[int64_t{head} * a.num_tiles + number] = scale;
   if constexpr (Shapes::Ctas > 1) sync_cluster();  // the peer has read cta_amax

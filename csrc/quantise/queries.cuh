@@ -21,8 +21,7 @@ __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
   auto const heads = static_cast<uint32_t>(a.q.heads);
   uint32_t const head = warp % heads;
   int64_t const token = int64_t{warp / heads} * S::Rows + lane / S::Lanes;
-  bool const here = token < a.q.tokens;
-  auto load = [&](auto& x) { load_row<S>(x, a.q, token, head, lane, here); };
+  auto load = [&](auto& x) { load_row<S>(x, a.q, cute::min(token, a.q.tokens - 1), head, lane); };
   uint4 x[S::Vectors];
   load(x);
   float offset = 0.f;
@@ -36,15 +35,16 @@ __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
       float4 const m = __ldg(at + i);
       auto const low = unpacked<typename S::Element>(words[2 * i]);
       auto const high = unpacked<typename S::Element>(words[2 * i + 1]);
-      offset += low.x * m.x + low.y * m.y + (high.x * m.z + high.y * m.w);
+      offset = __fmaf_rn(low.x, m.x, offset), offset = __fmaf_rn(low.y, m.y, offset);
+      offset = __fmaf_rn(high.x, m.z, offset), offset = __fmaf_rn(high.y, m.w, offset);
     }
   }
   CUTE_UNROLL
   for (int i = 1; i < S::Lanes; i *= 2) offset += __shfl_xor_sync(0xffffffff, offset, i);
   float y[S::Numbers];
-  float const amax = rotate_row<S, Format>(y, x, nullptr, lane, false, load);
+  float const amax = rotate_row<S, Format>(y, x, nullptr, lane, load);
   float const scale = scale_of<Format>(amax * S::kNorm);
-  if (!here) return;
+  if (token >= a.q.tokens) return;
   // A lost row has numbers of int8 that are 0: their scale says it.
   float const factor = Format::kSpoils && amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
   store_row_bytes<S, Format>(static_cast<uint8_t*>(a.values) + (token * heads + head) * D, y,

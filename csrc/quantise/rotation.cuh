@@ -15,8 +15,7 @@ namespace ringfa3 {
 using namespace cute;
 
 constexpr float kLargestInput = 0x1p100f;  // larger finite inputs saturate
-// Sums of the transform below this come from inputs below `kLargestInput`, or inputs with a centre
-// that large.
+// Sums of the transform below this come from inputs below `kLargestInput`, if the centre is plain.
 constexpr float kLargestPlain = 0x1p60f;
 
 // 64 signs, those of channels [64n, 64n + 64), from SplitMix64; a set bit is a negative one.
@@ -56,16 +55,22 @@ struct RowShapes {
   }
 };
 
-// A lane's vectors of a row of x; zeros if the row is not `here`.
+// A signed centre, or NaN where a sum could hide an input above `kLargestInput`.
+CUTE_DEVICE float plain_centre(float signed_centre) {
+  return fabsf(signed_centre) < kLargestPlain / 2 ? signed_centre : NAN;
+}
+
+// A lane's vectors of a row of x. The compiler sees no two loads of one address, so it keeps none
+// in registers for the next.
 template <class S>
 CUTE_DEVICE void load_row(uint4 (&out)[S::Vectors], Tensor3 const& x, int64_t token, int64_t head,
-                          int lane, bool here) {
-  auto const* const row = static_cast<typename S::Element const*>(x.data) + token * x.token_stride +
-                          head * x.head_stride;
+                          int lane) {
+  auto const* row = static_cast<typename S::Element const*>(x.data) + token * x.token_stride +
+                    head * x.head_stride;
+  asm volatile("" : "+l"(row));
   CUTE_UNROLL
   for (int j = 0; j < S::Vectors; ++j) {
-    out[j] = make_uint4(0, 0, 0, 0);
-    if (here) out[j] = __ldg(reinterpret_cast<uint4 const*>(row + S::channel(lane, j)));
+    out[j] = __ldg(reinterpret_cast<uint4 const*>(row + S::channel(lane, j)));
   }
 }
 
@@ -166,15 +171,16 @@ CUTE_DEVICE void transform(float (&y)[S::Numbers], uint4 const (&x)[S::Vectors],
 
 // The transform of the row x, which is `rotate`'s but for the factor kNorm, and its largest
 // magnitude, NaN for a row that is not finite. Most warps need no care: an infinity, a NaN or a
-// number above `kLargestInput` makes the largest sum NaN or exceed `kLargestPlain`. A centre as
-// large as that needs care whatever the sums are. After care |y| fits the largest scale. Care reads
-// the row again by `load(x)`, so that x needs no registers meanwhile.
+// number above `kLargestInput` makes the largest sum NaN or exceed `kLargestPlain`. So does a
+// centre that could hide one: it is NaN in the first row of `centres` (2, D), see `plain_centre`.
+// After care |y| fits the largest scale. Care reads the row again by `load(x)`, so that x needs no
+// registers meanwhile.
 template <class S, class Format, class Load>
 CUTE_DEVICE float rotate_row(float (&y)[S::Numbers], uint4 const (&x)[S::Vectors],
-                             float const* signed_centre, int lane, bool careful, Load const& load) {
-  transform<S, false>(y, x, signed_centre, lane);
+                             float const* centres, int lane, Load const& load) {
+  transform<S, false>(y, x, centres, lane);
   float amax = row_amax<S>(y);
-  if (!__any_sync(0xffffffff, careful || !(amax < kLargestPlain))) return amax;
+  if (!__any_sync(0xffffffff, !(amax < kLargestPlain))) return amax;
   uint4 again[S::Vectors];
   load(again);
   bool finite = true;
@@ -188,7 +194,7 @@ CUTE_DEVICE float rotate_row(float (&y)[S::Numbers], uint4 const (&x)[S::Vectors
   constexpr uint32_t kRow = (1u << S::Lanes) - 1;
   uint32_t const finite_lanes = __ballot_sync(0xffffffff, finite) >> lane / S::Lanes * S::Lanes;
   finite = (finite_lanes & kRow) == kRow;
-  transform<S, true>(y, again, signed_centre, lane);
+  transform<S, true>(y, again, centres == nullptr ? nullptr : centres + S::D, lane);
   amax = row_amax<S>(y);
   constexpr float kMost = kLargestScale * Format::kLargest / S::kNorm;
   CUTE_UNROLL
