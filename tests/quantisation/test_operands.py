@@ -18,6 +18,11 @@ NAN, INF = torch.nan, torch.inf
 D = 64
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 def segments(*lengths: int) -> Segments:
     return whole_sequences(np.array(lengths, np.int64))
 
