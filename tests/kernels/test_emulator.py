@@ -48,6 +48,7 @@ def as_int(x: float) -> int:
 
 
 F32 = as_int
+E4M3X2 = "cvt.rn.satfinite.e4m3x2.f32 %h0, %r1, %r2; cvt.u32.u16 %r0, %h0;"
 COMPUTED = [  # values of %r1, %r2, %r3; instructions that set %r0; its expected value
     ((7, -3, 0), "add.s32 %r0, %r1, %r2;", 4),
     ((7, -3, 0), "div.s32 %r0, %r1, %r2;", -2),
@@ -73,6 +74,16 @@ COMPUTED = [  # values of %r1, %r2, %r3; instructions that set %r0; its expected
     ((F32(8.0), 0, 0), "lg2.approx.ftz.f32 %r0, %r1;", F32(3.0)),
     ((F32(float("nan")), F32(2.0), 0), "max.ftz.f32 %r0, %r1, %r2;", F32(2.0)),
     ((F32(-2.7), 0, 0), "cvt.rzi.s32.f32 %r0, %r1;", -2),
+    *(
+        ((F32(high), F32(low), 0), E4M3X2, expected)
+        for high, low, expected in (
+            (17.0, 19.0, 0x585A),  # ties go to even: 16 and 20
+            (15.8, -0.0, 0x5880),  # up into the next binade
+            (2.0**-10, 3 * 2.0**-10, 0x0002),  # subnormal: 0 and 2^-8
+            (-1000.0, float("nan"), 0xFE7F),  # saturates; NaN stays
+            (float("inf"), -464.0, 0x7EFE),
+        )
+    ),
     ((F32(1.0), F32(-2.0), 0), "cvt.rn.bf16x2.f32 %r0, %r1, %r2;", 0x3F80C000),
     ((F32(1.0), F32(-2.0), 0), "cvt.rn.f16x2.f32 %r0, %r1, %r2;", 0x3C00C000),
     ((F32(1.00390625), 0, 0), "cvt.rn.bf16.f32 %h0, %r1; mov.b32 %r0, {%h0, %h0};", 0x3F803F80),
