@@ -88,14 +88,14 @@ CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Shapes::SharedStorage&
     RowBlock const& block = smem.blocks[at.index()];
     if (block.head < 0) return;
     smem.dq_full[warpgroup].wait(stage.phase());
-    DqTile const tile{block.target * Shapes::DqTiles + warpgroup, block.turn};
+    int32_t const number = block.target * Shapes::DqTiles + warpgroup, turn = block.turn;
     smem.block_done[at.index()].arrive();
     cutlass::arch::fence_view_async_shared();  // after the consumers' stores
     if (a.turns) {
-      wait_for_turn(a.turns + tile.number, tile.turn);
+      wait_for_turn(a.turns + number, turn);
       asm volatile("fence.proxy.async.global;" ::: "memory");
     }
-    float* const to = a.grid.dq + static_cast<int64_t>(tile.number) * kDqTile;
+    float* const to = a.grid.dq + static_cast<int64_t>(number) * kDqTile;
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
         "r"(cast_smem_ptr_to_uint(from)), "n"(kDqTile * sizeof(float))
@@ -106,7 +106,7 @@ CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Shapes::SharedStorage&
     if (a.turns) {
       asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // the copy has written
       asm volatile("fence.proxy.async.global;" ::: "memory");
-      signal_turn(a.turns + tile.number, tile.turn + 1);
+      signal_turn(a.turns + number, turn + 1);
     }
   }
 }

@@ -47,12 +47,6 @@ struct RowBlock {
 enum BlockFlags : int32_t { kMasked = 1, kForeign = 2, kFirstBlock = 4, kLastBlock = 8 };
 constexpr int kBlockFlagBits = 4;
 
-// A dQ tile.
-struct DqTile {
-  int32_t number;  // in dQ
-  int32_t turn;    // of its block
-};
-
 // What a CTA of a pair has beside the rest of its shared memory.
 template <class Element, int DsSize, int KeysSize, int DsStages>
 struct PairStorage {
