@@ -29,8 +29,11 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports.py tests/train/test_train_imports.py
 
+UNITS = forward-d128-bf16 forward-d128-fp16 forward-d128-bf16-fp8 forward-d128-bf16-int8 \
+  backward-d128-bf16 quantise-d64
+
 kernels: $(READY)-compiler
-	$(BIN)/python -m ringfa3.build --units forward-d128 backward-d128-bf16 quantise-d64 --check
+	$(BIN)/python -m ringfa3.build --units $(UNITS) --check
 	$(BIN)/python -m pytest -m "kernels and not soak"
 
 setup: $(READY)

@@ -48,6 +48,24 @@ struct ForwardArgs {
   float softmax_scale;
 };
 
+// Of 8-bit operands, as the quantisation makes them. A key tile is a `KeyTile`.
+struct OperandScales {
+  float const* q_scale;       // (heads, tokens)
+  float const* k_offset;      // (heads, tokens), q times the mean of K
+  float const* k_scale;       // (kv_heads, key_tiles)
+  float const* v_mean;        // (kv_heads, head_dim); e4m3
+  float const* v_scale;       // (kv_heads, head_dim); e4m3
+  int32_t const* first_tile;  // (spans,), the number of the key tile with which each span begins
+  int32_t key_tiles;
+};
+
+// The forward with 8-bit Q and K. E4M3 V is (tiles, kv_heads, head_dim, 128) bytes, see values.cuh:
+// its Tensor3 has head_dim rows, and a head for each tile and KV head.
+struct QuantisedForwardArgs {
+  ForwardArgs forward;
+  OperandScales scales;
+};
+
 // A block of the row grid: tokens [row0, row0 + rows), then padding up to M rows.
 struct GridBlock {
   int32_t row0, rows;
@@ -122,9 +140,10 @@ struct StatisticsArgs {
   int32_t splits, rows;
 };
 
-// Rows [row0, row0 + rows) of K/V, which share a scale of K.
+// Rows [row0, row0 + rows) of K/V, which share a scale of K; at most kKeyTile.
+constexpr int kKeyTile = 128;
 struct KeyTile {
-  int32_t row0, rows;  // rows from 1 to 128
+  int32_t row0, rows;
 };
 
 struct QuantiseQArgs {

@@ -14,13 +14,10 @@ import numpy as np
 import torch
 
 from ringfa3.custom_op import autocast_inputs, custom_op, register_autograd, register_fake
-from ringfa3.kernels.dispatch import select_backward, select_forward
-from ringfa3.kernels.quantised_reference import attend as attend_quantised
-from ringfa3.kernels.reference import TILE_M, statistics_dtype
+from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
+from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
-from ringfa3.quantisation.formats import FORMATS
-from ringfa3.quantisation.operands import quantise
 from ringfa3.validation import (
     check_batch,
     check_cu_seqlens,
@@ -56,9 +53,9 @@ def flash_attn_func(
         window_size: (left, right) keys around the diagonal that a query sees, -1 for unlimited.
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
-        precision: "native" computes in the dtype of q. On the CPU "fp8" rounds Q, K, V and P to
-            E4M3, "int8" Q and K to int8, as `ringfa3.quantisation` does; head_dim 64, 128 or 256,
-            not float64. Gradients are those of "native", from the LSE of this precision.
+        precision: "native" computes in the dtype of q. "fp8" rounds Q, K, V and P to E4M3, "int8"
+            Q and K to int8, as `ringfa3.quantisation` does; head_dim 64, 128 or 256, not float64.
+            Gradients are those of "native", from the LSE of this precision.
 
     Returns:
         out (b, s, h, d) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
@@ -206,10 +203,10 @@ def attention(
             tiling = plan.forward(kernel.tile_m)[0]
             kernel.attend(*qkv, tiling, scale, packed, packed[:0], lse)
         else:
-            formats = FORMATS[precision]
-            operands = quantise(*qkv, plan.keys, formats)
-            tiling = plan.forward(TILE_M)[0]
-            attend_quantised(*operands, formats.v, tiling, scale, packed, packed[:0], lse)
+            in_8_bits = select_quantised(qkv[0], precision)
+            operands = in_8_bits.quantise(*qkv, plan)
+            tiling = plan.forward(in_8_bits.tile_m)[0]
+            in_8_bits.attend(*operands, tiling, scale, packed, packed[:0], lse)
     if q.dim() == 4:
         lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
     return out, lse

@@ -37,11 +37,6 @@ def check_quantisable(precision: str, q: torch.Tensor) -> None:
     """Raises ValueError unless attention on one device takes queries like `q` in `precision`."""
     if precision == "native":
         return
-    if q.is_cuda:
-        raise ValueError(
-            f"precision={precision!r} has no kernel in this version, on the CPU it has an "
-            "executor: use precision='native'"
-        )
     if q.dtype == torch.float64:
         raise ValueError(f"precision={precision!r} computes in float32, q is torch.float64: cast q")
     if q.shape[-1] not in QUANTISED_HEAD_DIMS:
@@ -51,13 +46,14 @@ def check_quantisable(precision: str, q: torch.Tensor) -> None:
         )
 
 
-def check_native(precision: str) -> None:
-    """Raises ValueError unless a ring computes in `precision`."""
+def check_ring_precision(precision: str, q: torch.Tensor, world: int) -> None:
+    """Raises ValueError unless a ring of `world` ranks takes queries like `q` in `precision`."""
     check_precision(precision)
-    if precision != "native":
+    if precision != "native" and q.is_cuda and world > 1:
         raise ValueError(
-            f"precision={precision!r} has no ring in this version: use precision='native'"
+            f"precision={precision!r} has no ring on GPUs in this version: use precision='native'"
         )
+    check_quantisable(precision, q)
 
 
 def check_transport(transport: str, device: torch.device) -> None:

@@ -40,7 +40,7 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
   }
 
  private:
-  using typename Base::Element;
+  using typename Base::ElementPV;
   // Elements of S that become P before the wait for P V; 32 at 96 keys spill.
   static constexpr int kEarly = 16;
 
@@ -61,16 +61,11 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
     this->next_block();
     warpgroup_wait<IsNext ? 1 : 0>();
     this->finish_pv();
-    to_operand<Element, 0, kEarly>(prob, fP);
+    to_operand<ElementPV, 0, kEarly>(prob, fP);
     softmax.template exponentiate<kEarly, Base::kSize>(s, prob, sum, this->p.scale_log2);
-    to_operand<Element, kEarly, Base::kSize>(prob, fP);
+    to_operand<ElementPV, kEarly, Base::kSize>(prob, fP);
     // Branches that change O or P beside a product would make ptxas serialise every wgmma.
     warpgroup_wait<0>();
-    if (this->raised) {
-      softmax.scale(this->o_scale);
-      scale_rows(this->o, this->o_scale);
-      this->raised = false;
-    }
     if (!softmax.accumulate(sum)) this->settle(sum);
     if constexpr (IsNext) {
       warpgroup_fence_operand(ahead);

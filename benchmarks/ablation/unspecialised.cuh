@@ -71,8 +71,9 @@ struct Refill {
     if (!has_item(state.count)) return;
     WorkItem const& work = smem.work[state.count % kWorkDepth];
     int const i = state.index();
-    smem.q_empty[i].wait(state.phase() ^ 1);
-    load_box<M, D>(p.q, smem.q_full[i], smem.q + i * M * D, work.tile.row0, work.head);
+    static_assert(Shapes::QParts == 1);
+    smem.q_empty[i][0].wait(state.phase() ^ 1);
+    load_box<M, D>(p.q, smem.q_full[i][0], smem.q + i * M * D, work.tile.row0, work.head);
     state.advance();
   }
 

@@ -129,10 +129,12 @@ struct BackwardShapes {
     alignas(1024) Element q[cosize_v<SmemQ>];
     alignas(1024) Element dout[cosize_v<SmemDout>];
     alignas(1024) Element ds[cosize_v<SmemDs>];
-    alignas(128) float dq[Consumers][kPolicy.role_split ? 4 : kDqTile];
-    alignas(128) float p[kPolicy.role_split ? 64 * M : 1];  // P^T, from one warpgroup to the other
+    // Products read these with a stride of 0. Sanitizers take it for 16 bytes, so that room must
+    // follow.
     alignas(128) Statistic lse[QStages][M];
     alignas(128) Statistic delta[kDeltaStages][M];
+    alignas(128) float dq[Consumers][kPolicy.role_split ? 4 : kDqTile];
+    alignas(128) float p[kPolicy.role_split ? 64 * M : 1];  // P^T, from one warpgroup to the other
     RowBlock blocks[BlockDepth];
     KeyWorkItem work[kWorkDepth];
     int32_t next_work, head;  // of the thread that fetches

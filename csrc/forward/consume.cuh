@@ -20,6 +20,8 @@
 #include "forward/mask.cuh"
 #include "forward/operands.cuh"
 #include "forward/partial_output.cuh"
+#include "forward/row_scales.cuh"
+#include "forward/settle.cuh"
 #include "forward/shapes.cuh"
 #include "forward/softmax.cuh"
 #include "forward/turns.cuh"
@@ -31,24 +33,30 @@ namespace ringfa3 {
 using namespace cute;
 
 // `Refill` is called when the consumer has released a stage (kernel.cuh).
-template <class Shapes, class Refill>
+template <class Shapes_, class Refill>
 struct ForwardConsumer {
-  using Element = typename Shapes::Element;
+  using Shapes = Shapes_;
+  using ElementPV = typename Shapes::ElementPV;
+  using Blocks = typename Shapes::Blocks;
   using Shared = typename Shapes::SharedStorage;
   static constexpr ForwardPolicy kPolicy = Shapes::kPolicy;
   static constexpr int N = Shapes::N, D = Shapes::D, Consumers = Shapes::Consumers;
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
-  // A tile has more rows than a block has keys, so with a causal mask some warps see nothing of the
-  // first block: they take their maximum in the second one.
-  static constexpr bool kHidesRows = Shapes::M > N && !kPolicy.sums_rounded;
+  static constexpr bool kIntegers = is_same_v<typename Shapes::Types::Score, int32_t>;
+  // Warps may see nothing of a tile's first block: they take their maximum in the second one.
+  static constexpr bool kHidesRows = (Shapes::M > N || Shapes::Quantised) && !kPolicy.sums_rounded;
+  static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
+  // The accumulator takes O of earlier hops; that of e4m3 products has too few bits for it.
+  static constexpr bool kResumes = !Shapes::QuantisedV, kRescalesRows = Shapes::QuantisedV;
 
   ForwardParams<Shapes> const& p;
   Shared& smem;
   Refill const& refill;
   int const thread, warpgroup, lane, warp;
-  int const row;  // of the tile; the thread holds this one and row + 8
+  int const q_part;  // of Q, which holds the warpgroup's rows
+  int const row;     // of the tile; the thread holds this one and row + 8
 
   typename Shapes::MmaS mma_s;
   typename Shapes::MmaO mma_o;
@@ -57,25 +65,26 @@ struct ForwardConsumer {
   decltype(v_operand<Shapes>(std::declval<Shared&>(), 0)) fV;
   using FragmentS = decltype(partition_fragment_C(mma_s, Shape<_64, Int<N>>{}));
   using FragmentO = decltype(partition_fragment_C(mma_o, Shape<_64, Int<D>>{}));
-  using FragmentP = decltype(make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<N / 16>>{}));
-  FragmentS s;     // S (64, N)
-  FragmentS prob;  // P (64, N) in float32
-  FragmentO o;     // O (64, D)
-  FragmentP fP;    // P (64, N), the A operand of P V
+  using FragmentP = decltype(make_tensor<ElementPV>(
+      Shape<Shape<Int<4 / sizeof(ElementPV)>, _2, _2>, _1, Int<N * sizeof(ElementPV) / 32>>{}));
+  FragmentS s;                                            // S (64, N)
+  decltype(make_tensor<float>(shape(FragmentS{}))) prob;  // P (64, N) in float32
+  FragmentO o;                                            // O (64, D)
+  FragmentP fP;                                           // P (64, N), the A operand of P V
 
   Pipeline<Shapes::Stages> k_stage, v_stage;
   Pipeline<Shapes::QStages> q_stage;
   Pipeline<kWorkDepth> work_stage;
-  bool o_empty = true;             // the next P V overwrites O
-  float o_scale[2];                // by which rows of O are multiplied
-  bool raised;                     // a row of the warp, since the last P V was issued
-  int own_rows = N;                // rows of the V of the last P that belong to its span
-  bool more_tiles;                 // work_stage holds a tile
-  BlockIterator<N> block;          // whose S comes next, or is here
-  OnlineSoftmax<Element> softmax;  // of this tile
-  float earlier_lse[2];            // of this tile, from earlier hops
-  int unmasked;                    // blocks from this one on that need no mask
-  bool more_blocks;                // of this tile
+  bool o_empty = true;               // the next P V overwrites O
+  float o_scale[2];                  // by which rows of O are multiplied
+  int own_rows = N;                  // rows of the V of the last P that belong to its span
+  bool more_tiles;                   // work_stage holds a tile
+  Blocks block;                      // whose S comes next, or is here
+  OnlineSoftmax<ElementPV> softmax;  // of this tile
+  RowScales<Shapes> row_scales;      // of this tile
+  float earlier_lse[2];              // of this tile, from earlier hops
+  int unmasked;                      // blocks from this one on that need no mask
+  bool more_blocks;                  // of this tile
 
   CUTE_DEVICE ForwardConsumer(ForwardParams<Shapes> const& p, Shared& smem, Refill const& refill)
       : p(p),
@@ -85,6 +94,7 @@ struct ForwardConsumer {
         warpgroup(cutlass::canonical_warp_group_idx() - Shapes::Producers),  // uniform
         lane(thread % kWarp),
         warp(cutlass::canonical_warp_idx_sync() - 4 * Shapes::Producers),
+        q_part(warpgroup * Shapes::QParts / Consumers),
         row(kWarpRows * warp + lane / 4),
         fQ(q_operand<Shapes>(smem, warpgroup, thread)),
         fK(k_operand<Shapes>(smem, thread)),
@@ -104,7 +114,7 @@ struct ForwardConsumer {
         work_stage.advance();
         continue;
       }
-      block = BlockIterator<N>(work, p.args.spans);
+      block = Blocks(work, p.args.spans);
       block.next();
       first_qk();
       do {
@@ -121,7 +131,8 @@ struct ForwardConsumer {
     next_block();
     while (more_blocks) {
       float sum[2][2] = {};
-      bool const steady = unmasked > kPolicy.steady_rest && own_rows == N && softmax.steady();
+      // The warpgroup's four warps agree here: they must issue the same wgmma (PTX ISA, wgmma).
+      bool const steady = unmasked > kPolicy.steady_rest && (Shapes::QuantisedV || own_rows == N);
       bool const settled = steady ? steady_blocks(sum) : next_softmax(sum);
       if (!settled) settle(sum);
     }
@@ -131,11 +142,16 @@ struct ForwardConsumer {
   // What the softmax needs of the tile of work_stage, which may not have begun.
   CUTE_DEVICE void begin_tile() {
     WorkItem const& work = smem.work[work_stage.index()];
-    softmax = OnlineSoftmax<Element>(work.strict);
-    raised = false;
+    softmax = OnlineSoftmax<ElementPV>(work.strict);
+    row_scales.begin_tile(p, work, row);
+    row_scales.begin_block(smem, k_stage.index());
     unmasked = block.unmasked_blocks();
     o_empty = work.tile.flags & kFirst;
-    if (!o_empty) load_lse<Shapes>(p, work, row, earlier_lse);
+    if constexpr (!kResumes) o_empty = true;
+    if (!o_empty) {
+      load_lse<Shapes>(p, work, row, earlier_lse);
+      row_scales.take_offset(p, work, row, earlier_lse);
+    }
   }
 
   // The softmax of a tile's first block. Continues the partial output of earlier hops.
@@ -149,22 +165,21 @@ struct ForwardConsumer {
         clear(fP);
         return;
       }
-      apply_mask(s, block, row, lane);
+      apply_mask(scores(), block, row, lane);
     }
     if constexpr (kPolicy.sums_rounded) {
       float sum[2][2] = {};
-      softmax.template exponentiate<0, kSize>(s, prob, sum, p.scale_log2);
-      to_operand<Element>(prob, fP);
+      softmax.template exponentiate<0, kSize>(scores(), prob, sum, scale());
+      to_operand<ElementPV>(prob, fP);
       if (!softmax.accumulate(sum)) settle(sum);
     } else {  // the maximum as the shift makes P exact in a row that sees one key
-      rescale(softmax.begin());
+      rescale_rows(*this, softmax.begin());
     }
   }
 
-  // Unmasked blocks: nothing rare is on the path of this loop. It ends early, and returns false,
-  // behind a block whose sums do not fit.
+  // Unmasked blocks, without rare cases. A warp leaves the loop behind a block whose sums do not
+  // fit and returns to it before the next one. Returns false if `settle` must follow.
   CUTE_DEVICE bool steady_blocks(float (&sum)[2][2]) {
-    softmax.state = 0, raised = false;  // as they are
     int const before = unmasked;
     bool fits;
     do {
@@ -186,18 +201,13 @@ struct ForwardConsumer {
   CUTE_DEVICE bool next_softmax(float (&sum)[2][2]) {
     clear_foreign_v();
     start_block();
-    if (unmasked == 0) apply_mask(s, block, row, lane);
+    if (unmasked == 0) apply_mask(scores(), block, row, lane);
     bool const begins = kHidesRows && softmax.begins();
     if (!begins) early_part(sum);
     next_block();
     warpgroup_wait<0>();
     finish_pv();
     if (begins) return false;
-    if (raised) {
-      softmax.scale(o_scale);
-      scale_rows(o, o_scale);
-      raised = false;
-    }
     late_part(sum);
     return softmax.accumulate(sum);
   }
@@ -208,6 +218,7 @@ struct ForwardConsumer {
     qk_and_pv();
     turns().pass();
     o_empty = false;
+    row_scales.begin_block(smem, k_stage.index());
     warpgroup_wait<Shapes::Overlap ? 1 : 0>();
     finish_qk();
   }
@@ -215,30 +226,20 @@ struct ForwardConsumer {
   // P of a first part of S. The fence keeps it above the wait for P V.
   CUTE_DEVICE void early_part(float (&sum)[2][2]) {
     sum[0][0] = sum[0][1] = sum[1][0] = sum[1][1] = 0.f;
-    softmax.template exponentiate<0, kEarly>(s, prob, sum, p.scale_log2);
+    softmax.template exponentiate<0, kEarly>(scores(), prob, sum, scale());
     CUTE_UNROLL
     for (int n = 0; n < kEarly; ++n) warpgroup_fence_operand(prob(n));
   }
 
   // P of the rest of S, and all of P to fP, which P V has read.
   CUTE_DEVICE void late_part(float (&sum)[2][2]) {
-    to_operand<Element, 0, kEarly>(prob, fP);
-    softmax.template exponentiate<kEarly, kSize>(s, prob, sum, p.scale_log2);
-    to_operand<Element, kEarly, kSize>(prob, fP);
+    to_operand<ElementPV, 0, kEarly>(prob, fP);
+    softmax.template exponentiate<kEarly, kSize>(scores(), prob, sum, scale());
+    to_operand<ElementPV, kEarly, kSize>(prob, fP);
   }
 
-  // Rescales rows whose P is out of range, raises the shift of later blocks.
-  CUTE_DEVICE void settle(float const (&sum)[2][2]) {
-    auto const needs = softmax.template settle<kPolicy.sums_rounded>(sum);
-    if (needs.rescales) rescale(needs);
-    if (needs.raises) softmax.raise(needs.raise), raised = true;
-  }
-
-  CUTE_DEVICE void rescale(typename OnlineSoftmax<Element>::Needs const& needs) {
-    softmax.rescale(s, prob, needs, o_scale, p.scale_log2);
-    to_operand<Element>(prob, fP);
-    if (!o_empty) scale_rows(o, o_scale);
-  }
+  using Needs = typename OnlineSoftmax<ElementPV>::Needs;
+  CUTE_DEVICE void settle(float const (&sum)[2][2]) { settle_sums(*this, sum); }
 
   // The last P V of a tile, and its epilogue.
   CUTE_DEVICE void finish_tile() {
@@ -250,12 +251,13 @@ struct ForwardConsumer {
     bool const strict = softmax.strict();
     bool const early_lse = kTwoQ && !strict && (work.tile.flags & kFirst);
     float lse[2];
+    row_scales.load_offset(p, work, row);
     if (kTwoQ && more_tiles) {
       wait_for_qk();
       turns().await();
       qk_and_pv();
       turns().pass();
-      finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
+      finish_lse(lse);
       if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       begin_tile();
       warpgroup_wait<0>();
@@ -264,26 +266,22 @@ struct ForwardConsumer {
       turns().await();
       pv();
       turns().pass();
-      if constexpr (kTwoQ) {
-        finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
-        if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
-      }
+      if constexpr (kTwoQ) finish_lse(lse);
+      if (kTwoQ && early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       warpgroup_wait<0>();
     }
     finish_pv();
     // With one stage of Q no registers are left for it beside a product.
-    if constexpr (!kTwoQ) finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
-    scale_rows(o, o_scale);
-    bool finite[2];
-    finite_rows(o, finite);
-    bool stored[2] = {inside[0] && finite[0], inside[1] && finite[1]};
-    bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !strict);
-    if (!all) select_rows<Refill::kRepeats>(work, finite, warp, row, lane, stored);
-    if (!early_lse) store_lse<Shapes>(p, work, row, lane, lse, stored);
-    store_rows<Shapes>(p, work, warp, lane, o, stored, all, smem.o + kWarpRows * D * warp);
+    if constexpr (!kTwoQ) finish_lse(lse);
+    store_tile(*this, work, inside, strict, early_lse, lse);
     __syncwarp();
     release(smem.work_empty[work_stage.previous().index()]);
     if (!kTwoQ && more_tiles) first_qk();
+  }
+
+  CUTE_DEVICE void finish_lse(float (&lse)[2]) {
+    finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
+    row_scales.finish(lse, o_scale);
   }
 
   // Alone, the first S of a tile.
@@ -331,6 +329,7 @@ struct ForwardConsumer {
 
   __device__ void finish_qk() {
     warpgroup_fence_operand(s);
+    if constexpr (kIntegers) to_float_bits(s), row_scales.spoil(scores());
     release(smem.k_empty[k_stage.index()]);
     refill.k();
     k_stage.advance();
@@ -345,7 +344,7 @@ struct ForwardConsumer {
 
   // Every warpgroup does it for itself.
   __device__ void clear_foreign_v() {
-    if (own_rows == N) return;
+    if (Shapes::QuantisedV || own_rows == N) return;  // e4m3 tiles have zeroes there
     smem.v_full[v_stage.index()].wait(v_stage.phase());
     clear_rows_of_v<Shapes>(smem, v_stage.index(), own_rows, thread);
     turns().sync();
@@ -378,18 +377,21 @@ struct ForwardConsumer {
     if (more_tiles) block.begin_tile(smem.work[work_stage.index()]);
   }
 
+  CUTE_DEVICE auto scores() { return recast<float>(s); }  // S in float32
+  CUTE_DEVICE auto scale() const { return row_scales.of_block(p); }
+
   __device__ Turns<Shapes> turns() const { return {warpgroup}; }
 
   __device__ void wait_for_k() { smem.k_full[k_stage.index()].wait(k_stage.phase()); }
 
   CUTE_DEVICE void wait_for_qk() {
-    smem.q_full[q_stage.index()].wait(q_stage.phase());
+    smem.q_full[q_stage.index()][q_part].wait(q_stage.phase());
     wait_for_k();
   }
 
   // After the last S of a tile.
   __device__ void release_q() {
-    release(smem.q_empty[q_stage.index()]);
+    release(smem.q_empty[q_stage.index()][q_part]);
     refill.q();
     q_stage.advance();
   }

@@ -41,16 +41,37 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box
 }
 
 // Of rows whose last block is in P: the LSE, and the factor `weight` that normalises O after the
-// last product. Takes back a raise for blocks that do not come.
+// last product.
 template <bool SumsRounded, class Element>
-CUTE_DEVICE void finish_rows(OnlineSoftmax<Element>& rows, float (&weight)[2], float (&lse)[2]) {
+CUTE_DEVICE void finish_rows(OnlineSoftmax<Element> const& rows, float (&weight)[2],
+                             float (&lse)[2]) {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    rows.shift[r] -= rows.pending(r);
     float const total = quad_sum(rows.total[r]);
     float const divisor = SumsRounded ? quad_sum(rows.rounded[r]) : total;
     weight[r] = divisor == 0.f ? 0.f : 1.f / divisor;
     lse[r] = total == 0.f ? -INFINITY : (rows.shift[r] + __log2f(total)) * kLn2;
+  }
+}
+
+// Of e4m3 V: normalises rows by `weight`, 0 for a row that sees nothing; applies V's scale and
+// mean.
+template <class Shapes, class Output>
+CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& work, int lane,
+                              Output& o, float const (&weight)[2]) {
+  float const seen[2] = {weight[0] == 0.f ? 0.f : 1.f, weight[1] == 0.f ? 0.f : 1.f};
+  int const at = work.kv_head * Shapes::D + 2 * (lane % 4);
+  CUTE_UNROLL
+  for (int j = 0; j < Shapes::D / 8; ++j) {
+    float2 const scale = __ldg(reinterpret_cast<float2 const*>(p.scales.v_scale + at + 8 * j));
+    float2 const mean = __ldg(reinterpret_cast<float2 const*>(p.scales.v_mean + at + 8 * j));
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float& x = o(4 * j + 2 * r);
+      float& y = o(4 * j + 2 * r + 1);
+      x = fmaf(x * weight[r], scale.x, seen[r] * mean.x);
+      y = fmaf(y * weight[r], scale.y, seen[r] * mean.y);
+    }
   }
 }
 
@@ -129,6 +150,28 @@ CUTE_DEVICE void store_rows(ForwardParams<Shapes> const& p, WorkItem const& work
                          work.head * a.out.head_stride;
     store_row<Element, Shapes::D, !Shapes::kPolicy.boxed_o>(out, o, r, lane, stored[r]);
   }
+}
+
+// A consumer: normalises O of a tile, whose products have ended, and stores it; stores LSE unless
+// it was stored `early`. `inside`: which of the lane's rows belong to the tile.
+template <class Consumer>
+CUTE_DEVICE void store_tile(Consumer& c, WorkItem& work, bool const (&inside)[2], bool strict,
+                            bool early_lse, float (&lse)[2]) {
+  using Shapes = typename Consumer::Shapes;
+  if constexpr (Shapes::QuantisedV) {
+    scale_values<Shapes>(c.p, work, c.lane, c.o, c.o_scale);
+    if (!(work.tile.flags & kFirst)) merge_earlier<Shapes>(c.p, work, c.row, c.o, lse);
+  } else {
+    scale_rows(c.o, c.o_scale);
+  }
+  bool finite[2] = {true, true};
+  if constexpr (Consumer::kRepeats) finite_rows(c.o, finite);
+  bool stored[2] = {inside[0] && finite[0], inside[1] && finite[1]};
+  bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !strict);
+  if (!all) select_rows<Consumer::kRepeats>(work, finite, c.warp, c.row, c.lane, stored);
+  if (!early_lse) store_lse<Shapes>(c.p, work, c.row, c.lane, lse, stored);
+  auto* const box = c.smem.o + kWarpRows * Shapes::D * c.warp;
+  store_rows<Shapes>(c.p, work, c.warp, c.lane, c.o, stored, all, box);
 }
 
 }  // namespace ringfa3

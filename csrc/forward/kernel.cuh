@@ -32,7 +32,9 @@ CUTE_DEVICE void init_barriers(ForwardParams<Shapes> const& p,
   constexpr int kWarps = 4 * Shapes::Consumers;
   for (CUtensorMap const* map : {&p.q, &p.k, &p.v, &p.out}) prefetch_tma_descriptor(map);
   for (int i = 0; i < Shapes::QStages; ++i) {
-    smem.q_full[i].init(1), smem.q_empty[i].init(kWarps);
+    for (int part = 0; part < Shapes::QParts; ++part) {
+      smem.q_full[i][part].init(1), smem.q_empty[i][part].init(kWarps / Shapes::QParts);
+    }
   }
   smem.work_wanted.init(1);
   for (int i = 0; i < Shapes::Stages; ++i) {
@@ -66,10 +68,16 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
   }
 }
 
+inline ForwardArgs const& common_args(ForwardArgs const& args) { return args; }
+inline ForwardArgs const& common_args(QuantisedForwardArgs const& args) { return args.forward; }
+
 template <class Shapes>
-cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream,
+cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t stream,
                            void (*kernel)(ForwardParams<Shapes>) = forward_kernel<Shapes>) {
   using Element = typename Shapes::Element;
+  using ElementQK = typename Shapes::ElementQK;
+  using ElementPV = typename Shapes::ElementPV;
+  ForwardArgs const& a = common_args(args);
   int const heads = static_cast<int>(a.q.heads);
   ForwardParams<Shapes> p{.q = {},
                           .k = {},
@@ -79,10 +87,13 @@ cudaError_t launch_forward(ForwardArgs const& a, cudaStream_t stream,
                           .heads = heads,
                           .group = heads / static_cast<int>(a.k.heads),
                           .num_work = a.num_tiles * heads,
-                          .scale_log2 = a.softmax_scale * kLog2e};
-  if (!encode<Element>(p.q, a.q, Shapes::M, Shapes::D) ||
-      !encode<Element>(p.k, a.k, Shapes::N, Shapes::D) ||
-      !encode<Element>(p.v, a.v, Shapes::N, Shapes::D) ||
+                          .scale_log2 = a.softmax_scale * kLog2e,
+                          .scales = {}};
+  if constexpr (Shapes::Quantised) p.scales = args.scales;
+  bool const v_fits = Shapes::QuantisedV ? encode<ElementPV>(p.v, a.v, Shapes::D, Shapes::N)
+                                         : encode<ElementPV>(p.v, a.v, Shapes::N, Shapes::D);
+  if (!v_fits || !encode<ElementQK>(p.q, a.q, Shapes::M / Shapes::QParts, Shapes::D) ||
+      !encode<ElementQK>(p.k, a.k, Shapes::N, Shapes::D) ||
       !encode<Element>(p.out, a.out, kWarpRows, Shapes::D)) {
     return cudaErrorInvalidValue;
   }

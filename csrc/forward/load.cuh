@@ -30,23 +30,33 @@ CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::Sha
       continue;
     }
     auto load_q = [&] {
-      smem.q_empty[q_stage.index()].wait(q_stage.phase() ^ 1);
-      load_box<M, D>(p.q, smem.q_full[q_stage.index()], smem.q + q_stage.index() * M * D,
-                     work.tile.row0, work.head);
+      constexpr int kRows = M / Shapes::QParts;
+      int const stage = q_stage.index();
+      CUTE_UNROLL
+      for (int part = 0; part < Shapes::QParts; ++part) {
+        smem.q_empty[stage][part].wait(q_stage.phase() ^ 1);
+        load_box<kRows, D>(p.q, smem.q_full[stage][part], smem.q + (stage * M + kRows * part) * D,
+                           work.tile.row0 + kRows * part, work.head);
+      }
       q_stage.advance();
     };
     if (!(work.tile.flags & kFirst)) prefetch_partial(p, work);
     if constexpr (Shapes::QStages > 1) load_q();
-    auto load_v = [&](int row) {
+    auto load_v = [&](int at) {
       auto const v_stage = k_stage.previous();
       smem.v_empty[v_stage.index()].wait(v_stage.phase() ^ 1);
-      load_box<N, D>(p.v, smem.v_full[v_stage.index()], smem.v + v_stage.index() * N * D, row,
-                     work.kv_head);
+      auto& full = smem.v_full[v_stage.index()];
+      auto* const to = smem.v + v_stage.index() * N * D;
+      if constexpr (Shapes::QuantisedV) {
+        load_box<D, N>(p.v, full, to, 0, at * static_cast<int>(p.args.k.heads) + work.kv_head);
+      } else {
+        load_box<N, D>(p.v, full, to, at, work.kv_head);
+      }
     };
-    BlockIterator<N> block(work, p.args.spans);
+    typename Shapes::Blocks block(work, p.args.spans);
     int span = -1, key_row = 0;  // of the block
-    int v_row = -1;              // of the block before, whose V is loaded next
-    bool requested = false;      // the next work item
+    int v_at = -1;  // the row, in e4m3 the tile, of the block before, whose V is loaded next
+    bool requested = false;  // the next work item
     while (block.next()) {
       if (!requested && block.nearly_done(kBlocksAhead)) {
         smem.work_wanted.arrive();
@@ -63,19 +73,34 @@ CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::Sha
         }
       }
       int const row = key_row + block.start;
+      [[maybe_unused]] int tile;       // of keys
+      [[maybe_unused]] float k_scale;  // of the block; volatile accesses keep their places
+      if constexpr (Shapes::Quantised) {
+        int const first = __ldg(p.scales.first_tile + work.tile.first_span + block.index);
+        tile = first + block.start / kKeyTile;
+        float const volatile* const from = p.scales.k_scale;
+        k_scale = from[work.kv_head * p.scales.key_tiles + tile];
+      }
       smem.k_empty[k_stage.index()].wait(k_stage.phase() ^ 1);
+      if constexpr (Shapes::Quantised) {
+        *static_cast<float volatile*>(&smem.k_scale[k_stage.index()]) = k_scale;
+      }
       load_box<N, D>(p.k, smem.k_full[k_stage.index()], smem.k + k_stage.index() * N * D, row,
                      work.kv_head);
-      if (v_row >= 0) {
-        load_v(v_row);
+      if (v_at >= 0) {
+        load_v(v_at);
       } else if constexpr (Shapes::QStages == 1) {
         load_q();  // behind the first K: a stage of K is free before the last tile releases Q
       }
       k_stage.advance();
-      v_row = row;
+      if constexpr (Shapes::QuantisedV) {
+        v_at = tile;
+      } else {
+        v_at = row;
+      }
       block.complete();
     }
-    load_v(v_row);
+    load_v(v_at);
     smem.work_empty[work_stage.index()].arrive();
     work_stage.advance();
   }

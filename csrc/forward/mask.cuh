@@ -12,16 +12,16 @@ namespace ringfa3 {
 using namespace cute;
 
 // Whether none of the rows [row, row + kWarpRows) of the tile sees the block.
-template <int N>
-CUTE_DEVICE bool hides_block(BlockIterator<N> const& block, int row) {
+template <class Blocks>
+CUTE_DEVICE bool hides_block(Blocks const& block, int row) {
   SpanColumns const c = block.columns();
   return c.high + row + kWarpRows <= block.start || c.low + row >= block.end;
 }
 
 // Sets S to -inf where rows `row` and `row + 8` of the tile, which the thread holds, must not see
 // the block's columns.
-template <int N, class Scores>
-CUTE_DEVICE void apply_mask(Scores& s, BlockIterator<N> const& block, int row, int lane) {
+template <class Blocks, class Scores>
+CUTE_DEVICE void apply_mask(Scores&& s, Blocks const& block, int row, int lane) {
   constexpr int kColumns = decltype(size(s))::value / 2;
   SpanColumns const c = block.columns();
   CUTE_UNROLL

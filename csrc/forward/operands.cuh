@@ -12,8 +12,10 @@ using namespace cute;
 // The operands of one warpgroup in shared memory: Q (64, D, S), K (N, D, S), V (D, N, S).
 template <class Shapes>
 CUTE_DEVICE auto q_operand(typename Shapes::SharedStorage& smem, int warpgroup, int thread) {
-  Tensor sQ = local_tile(make_tensor(make_smem_ptr(smem.q), typename Shapes::SmemQ{}),
-                         Shape<_64, Int<Shapes::D>>{}, make_coord(warpgroup, _0{}, _));
+  constexpr int kShare = Shapes::Consumers / Shapes::QParts;  // warpgroups of a part
+  Tensor parts = make_tensor(make_smem_ptr(smem.q), typename Shapes::SmemQ{});
+  Tensor sQ = local_tile(parts(_, _, warpgroup / kShare, _), Shape<_64, Int<Shapes::D>>{},
+                         make_coord(warpgroup % kShare, _0{}, _));
   return typename Shapes::MmaS{}.get_slice(thread).partition_fragment_A(sQ);
 }
 
@@ -37,7 +39,7 @@ CUTE_DEVICE void clear_rows_of_v(typename Shapes::SharedStorage& smem, int stage
   Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});  // (D, N, S)
 #pragma unroll 1                                                             // rare
   for (int i = thread; i < (Shapes::N - first) * Shapes::D; i += kWarpgroup) {
-    sV(i % Shapes::D, first + i / Shapes::D, stage) = typename Shapes::Element(0);
+    sV(i % Shapes::D, first + i / Shapes::D, stage) = typename Shapes::ElementPV(0);
   }
   cutlass::arch::fence_view_async_shared();
 }

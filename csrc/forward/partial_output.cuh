@@ -62,6 +62,36 @@ CUTE_DEVICE void load_partial(ForwardParams<Shapes> const& p, WorkItem const& wo
   }
 }
 
+// Adds earlier hops to rows of this hop, which are normalised; `lse` becomes that of both.
+template <class Shapes, class Output>
+CUTE_DEVICE void merge_earlier(ForwardParams<Shapes> const& p, WorkItem const& work, int row,
+                               Output& o, float (&lse)[2]) {
+  float earlier[2], by[2], by_earlier[2];
+  load_lse<Shapes>(p, work, row, earlier);
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    bool const seen = earlier[r] != -INFINITY, here = lse[r] != -INFINITY;  // true for NaN
+    float const high = fmaxf(lse[r], earlier[r]);
+    by[r] = here ? exp2f((lse[r] - high) * kLog2e) : 0.f;
+    by_earlier[r] = seen ? exp2f((earlier[r] - high) * kLog2e) : 0.f;
+    float const sum = by[r] + by_earlier[r];
+    if (sum == 0.f) continue;
+    lse[r] = high + __log2f(sum) * kLn2;
+    by[r] = __fdividef(by[r], sum), by_earlier[r] = __fdividef(by_earlier[r], sum);
+  }
+  float4 const* const at = own_partial_o(p, work);
+  CUTE_UNROLL
+  for (int j = 0; j < Shapes::D / 8; ++j) {
+    float4 const x = at[j * kWarpgroup];
+    float const old[4] = {x.x, x.y, x.z, x.w};
+    CUTE_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      float const added = by_earlier[n / 2] == 0.f ? 0.f : old[n] * by_earlier[n / 2];
+      o(4 * j + n) = fmaf(o(4 * j + n), by[n / 2], added);
+    }
+  }
+}
+
 // Stores O of the rows that are `stored`.
 template <class Shapes, class Output>
 CUTE_DEVICE void store_partial(ForwardParams<Shapes> const& p, WorkItem const& work,

@@ -18,16 +18,57 @@ namespace ringfa3 {
 
 using namespace cute;
 
-template <class Element_, int HeadDim_, int TileN_, int Consumers_>
+// The dtypes of a forward whose O has `Element`.
+template <class Element, Precision>
+struct OperandTypes {
+  using QK = Element;
+  using PV = Element;
+  using Score = float;  // of the accumulators of Q K^T
+};
+template <class Element>
+struct OperandTypes<Element, Precision::Fp8> {
+  using QK = cutlass::float_e4m3_t;
+  using PV = cutlass::float_e4m3_t;
+  using Score = float;
+};
+template <class Element>
+struct OperandTypes<Element, Precision::Int8> {
+  using QK = int8_t;
+  using PV = Element;
+  using Score = int32_t;
+};
+
+// V as the B operand of P V, (D, N, S). The head dim is contiguous, or the keys are, which the
+// quantisation has transposed.
+template <class Element, int D, int N, int Stages, bool KeysContiguous>
+constexpr auto smem_layout_v() {
+  Shape<Int<D>, Int<N>, Int<Stages>> const shape;
+  if constexpr (KeysContiguous) {
+    return tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, shape);
+  } else {
+    return tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, shape, Step<_2, _1, _3>{});
+  }
+}
+
+template <class Element_, int HeadDim_, int TileN_, int Consumers_,
+          Precision Precision_ = Precision::Native>
 struct ForwardShapes {
-  using Element = Element_;
+  using Element = Element_;  // of O
+  using Types = OperandTypes<Element, Precision_>;
+  using ElementQK = typename Types::QK;
+  using ElementPV = typename Types::PV;
+  static constexpr bool Quantised = Precision_ != Precision::Native;
+  static constexpr bool QuantisedV = Precision_ == Precision::Fp8;
+  static constexpr bool MayOverflow = !QuantisedV;  // P V; e4m3 P is at most 448
+  using Args = std::conditional_t<Quantised, QuantisedForwardArgs, ForwardArgs>;
   static constexpr int D = HeadDim_;
   static constexpr int N = TileN_;
   static constexpr int Consumers = Consumers_;  // warpgroups, of 64 rows each
   static constexpr int M = 64 * Consumers;
-  static constexpr ForwardPolicy kPolicy = kForwardPolicy<D>;
+  static constexpr ForwardPolicy kPolicy = kForwardPolicy<D, Precision_>;
   static constexpr int Stages = kPolicy.stages;
   static constexpr int QStages = kPolicy.q_stages;
+  static constexpr int QParts = kPolicy.splits_q ? Consumers : 1;
 
   // The ablation changes these three.
   static constexpr bool Overlap = true;   // S(j+1) is issued before P(j) V
@@ -39,33 +80,39 @@ struct ForwardShapes {
 
   // One warpgroup's products: S (64, N) = Q (64, D) K^T, O (64, D) += P (64, N) V.
   using MmaS = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<N>, Int<D>>, GMMA::Major::K,
-                           GMMA::Major::K>()));
+      GMMA::ss_op_selector<ElementQK, ElementQK, typename Types::Score, Shape<_64, Int<N>, Int<D>>,
+                           GMMA::Major::K, GMMA::Major::K>()));
   using MmaO = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<D>, Int<N>>, GMMA::Major::K,
-                           GMMA::Major::MN>()));
+      GMMA::rs_op_selector<ElementPV, ElementPV, float, Shape<_64, Int<D>, Int<N>>, GMMA::Major::K,
+                           QuantisedV ? GMMA::Major::K : GMMA::Major::MN>()));
 
-  using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
-  using AtomMN = GMMA::Layout_MN_SW128_Atom<Element>;
-  using SmemQ = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<D>, Int<QStages>>{}));
+  using AtomK = std::conditional_t<D * sizeof(ElementQK) == 64, GMMA::Layout_K_SW64_Atom<ElementQK>,
+                                   GMMA::Layout_K_SW128_Atom<ElementQK>>;
+  using SmemQ =
+      decltype(tile_to_shape(AtomK{}, Shape<Int<M / QParts>, Int<D>, Int<QParts>, Int<QStages>>{}));
   using SmemK = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<D>, Int<Stages>>{}));
-  // V transposed, (D, N, S): the head dim is contiguous, as the B operand of P V needs it.
-  using SmemV =
-      decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>, Int<Stages>>{}, Step<_2, _1, _3>{}));
+  using SmemV = decltype(smem_layout_v<ElementPV, D, N, Stages, QuantisedV>());
+  using Blocks = BlockIterator<N, Quantised>;
+  static_assert(!Quantised || kKeyTile % N == 0);
+  static_assert(!QuantisedV || kKeyTile == N);  // a block of V is a tile of it
 
   struct SharedStorage {
-    alignas(1024) Element q[cosize_v<SmemQ>];
-    alignas(1024) Element k[cosize_v<SmemK>];
-    alignas(1024) Element v[cosize_v<SmemV>];
+    alignas(1024) ElementQK q[cosize_v<SmemQ>];
+    alignas(1024) ElementQK k[cosize_v<SmemK>];
+    alignas(1024) ElementPV v[cosize_v<SmemV>];
     alignas(1024) Element o[kPolicy.boxed_o ? M * D : 1];  // a box of (16, D) for each warp
-    alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages];
+    alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages][QParts];
     alignas(16) cutlass::arch::ClusterTransactionBarrier k_full[Stages], v_full[Stages];
-    alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages], k_empty[Stages], v_empty[Stages];
+    alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages][QParts];
+    alignas(16) cutlass::arch::ClusterBarrier k_empty[Stages], v_empty[Stages];
     alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];
     alignas(16) cutlass::arch::ClusterBarrier work_wanted;  // the loader asks for the next item
     WorkItem work[kWorkDepth];
+    float k_scale[Quantised ? Stages : 1];
   };
 };
+
+struct NoScales {};  // of operands in 16 bits
 
 template <class Shapes>
 struct ForwardParams {
@@ -75,6 +122,7 @@ struct ForwardParams {
   int32_t group;     // query heads of a KV head
   int32_t num_work;  // work items: tiles x heads
   float scale_log2;  // of scores, to log2 units
+  std::conditional_t<Shapes::Quantised, OperandScales, NoScales> scales;
 };
 
 }  // namespace ringfa3

@@ -26,16 +26,34 @@ template <class Element>
 struct SumRange {  // bfloat16
   // The shift of a row that begins may stay 0 if its largest sum lies in [kLeast, kFirst].
   static constexpr float kLeast = 0x1p-6f, kFirst = 0x1p16f;
-  // A larger sum than kRaise raises the shift of later blocks, than kLargest that of this block.
-  static constexpr float kRaise = 0x1p80f, kLargest = 0x1p100f;
-  // A raise leaves this block's largest sum of the row at 2^-kHeadroom, so the next one comes late.
-  static constexpr uint32_t kHeadroom = 24;
+  // A larger sum than kRaise raises the shift; P of a larger one than kLargest is computed again.
+  static constexpr float kRaise = 0x1p88f, kLargest = 0x1p104f;
 };
 template <>
 struct SumRange<cutlass::half_t> {
   static constexpr float kLeast = 0x1p-6f, kFirst = 0x1p8f, kRaise = 0x1p8f, kLargest = 0x1p15f;
-  static constexpr uint32_t kHeadroom = 0;
 };
+
+template <>
+struct SumRange<cutlass::float_e4m3_t> {
+  // The largest value is 448: no element of a sum up to 432 is rounded above it. `settle` raises
+  // the shift of this block, never of later ones alone.
+  static constexpr float kRaise = 432.f, kLargest = 432.f;
+};
+
+// How far a shift that `rescale` takes lies below the row's maximum, in log2 units. A lane's 32
+// elements of a block then fit SumRange.
+template <class Element>
+constexpr float kBelowMaximum = 0.f;
+template <>
+constexpr float kBelowMaximum<cutlass::float_e4m3_t> = 3.f;
+
+// What scores are multiplied by, to log2 units: one number, or one for each of a thread's rows.
+struct RowScale {
+  float by[2];
+};
+CUTE_DEVICE float of_row(float scale, int) { return scale; }
+CUTE_DEVICE float of_row(RowScale const& scale, int r) { return scale.by[r]; }
 
 // Multiplies the two rows of an accumulator.
 template <class Output>
@@ -46,22 +64,27 @@ CUTE_DEVICE void scale_rows(Output& o, float const (&by)[2]) {
   }
 }
 
+template <int R, class Output>
+CUTE_DEVICE void scale_row(Output& o, float by) {
+  CUTE_UNROLL
+  for (int n = 2 * R; n < size(o); n += 4) o(n) *= by, o(n + 1) *= by;
+}
+
 // The state of the two rows of S that a thread shares with the quad of lanes that holds them.
 //
 // P = exp2(scale * S - shift). The shift need not be the row's maximum: a block's P is computed
-// with the shift that the row already has. Where the sum of P exceeds kRaise, later blocks get a
-// higher shift, and O and the total are scaled by a power of two. Only where P is out of range,
-// `rescale` looks for the maximum, takes it as the shift and computes P again. So few blocks
-// compute a maximum, and no block waits for one between S and P.
+// with the shift that the row already has. Where the sum of P exceeds kRaise, the shift rises, and
+// P, O and the total are scaled by a power of two. Only where P is out of range, `rescale` looks
+// for the maximum, takes it as the shift and computes P again. So few blocks compute a maximum, and
+// no block waits for one between S and P.
 template <class Element>
 struct OnlineSoftmax {
   using Range = SumRange<Element>;
-  static constexpr uint32_t kNew = 1u << 30, kStrict = 1u << 29;
+  static constexpr uint32_t kNew = 1, kStrict = 4;
   float shift[2] = {0.f, 0.f};    // log2 units
   float total[2] = {0.f, 0.f};    // this lane's part of the sum of P, over all hops; 0 before it
   float rounded[2] = {0.f, 0.f};  // the same of P as the product with V reads it
-  // kNew << r: row r has seen no score. kStrict: every block takes its maximum as the shift. Bits
-  // 8r to 8r + 7: the raise of row r that `scale` has not yet applied, in log2 units.
+  // kNew << r: row r has seen no score. kStrict: every block takes its maximum as the shift.
   uint32_t state;
 
   CUTE_DEVICE explicit OnlineSoftmax(bool strict = false)
@@ -69,8 +92,7 @@ struct OnlineSoftmax {
 
   CUTE_DEVICE bool strict() const { return state & kStrict; }
 
-  // Warp-wide: every row takes the shift that it has; no row has seen a score.
-  CUTE_DEVICE bool steady() const { return __all_sync(0xffffffff, state == 0); }
+  // Warp-wide: no row has seen a score.
   CUTE_DEVICE bool begins() const { return __all_sync(0xffffffff, (state & 3 * kNew) == 3 * kNew); }
 
   // Continues rows of earlier hops: their normalised O has weight 1.
@@ -86,12 +108,12 @@ struct OnlineSoftmax {
 
   // Computes P of elements [Begin, End) of the thread's fragment and adds it to `sum[row][column
   // parity]`. Element 4j + 2r + c is of row r.
-  template <int Begin, int End, class Scores>
-  CUTE_DEVICE void exponentiate(Scores const& s, Scores& p, float (&sum)[2][2],
-                                float scale_log2) const {
+  template <int Begin, int End, class Scores, class P, class Scale>
+  CUTE_DEVICE void exponentiate(Scores const& s, P& p, float (&sum)[2][2],
+                                Scale const& scale_log2) const {
     CUTE_UNROLL
     for (int n = Begin; n < End; ++n) {
-      p(n) = exp2f(fmaf(s(n), scale_log2, -shift[n / 2 % 2]));
+      p(n) = exp2f(fmaf(s(n), of_row(scale_log2, n / 2 % 2), -shift[n / 2 % 2]));
       sum[n / 2 % 2][n % 2] += p(n);
     }
   }
@@ -120,7 +142,7 @@ struct OnlineSoftmax {
   struct Needs {
     bool over[2];           // `rescale`
     bool fresh[2];          // the row has seen no score: its shift does not count
-    uint32_t raise;         // of later blocks, as in `state`
+    float raise[2];         // of the shift, log2 units; whole numbers
     bool rescales, raises;  // in any lane of the warp: `over`, `raise`
   };
 
@@ -128,7 +150,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE Needs begin() const {
     return {.over = {true, true},
             .fresh = {bool(state & kNew), bool(state & kNew << 1)},
-            .raise = 0,
+            .raise = {},
             .rescales = true,
             .raises = false};
   }
@@ -147,21 +169,25 @@ struct OnlineSoftmax {
   template <bool FromZero>
   CUTE_DEVICE Needs settle(float const (&sum)[2][2]) {
     Needs needs;
-    needs.raise = 0;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float const whole = sum[r][0] + sum[r][1], most = quad_max(whole);
       bool const begun = !(state & (kNew << r));
-      bool const fits = begun ? whole <= Range::kLargest
-                              : FromZero && Range::kLeast <= most && most <= Range::kFirst;
-      needs.over[r] = strict() || !fits;
-      needs.fresh[r] = needs.over[r] && !begun;
-      bool const raised = begun && !strict() && Range::kRaise < most && most <= Range::kLargest;
-      if (raised)
-        needs.raise |= ((__float_as_uint(most) >> 23) - 127 + Range::kHeadroom) << (8 * r);
+      needs.raise[r] = 0.f;
+      if constexpr (kBelowMaximum<Element> > 0.f) {  // a row's maximum, in whichever of its lanes
+        needs.over[r] = !begun || most > Range::kLargest;
+        needs.fresh[r] = !begun;
+      } else {
+        bool const fits = begun ? whole <= Range::kLargest
+                                : FromZero && Range::kLeast <= most && most <= Range::kFirst;
+        needs.over[r] = strict() || !fits;
+        needs.fresh[r] = needs.over[r] && !begun;
+        bool const raised = begun && !strict() && Range::kRaise < most && most <= Range::kLargest;
+        if (raised) needs.raise[r] = int(__float_as_uint(most) >> 23) - 127;
+      }
     }
     needs.rescales = __any_sync(0xffffffff, needs.over[0] || needs.over[1]);
-    needs.raises = __any_sync(0xffffffff, needs.raise != 0);
+    needs.raises = __any_sync(0xffffffff, needs.raise[0] + needs.raise[1] > 0.f);
     if (!needs.rescales) {
       total[0] += sum[0][0] + sum[0][1], total[1] += sum[1][0] + sum[1][1];
       state &= ~(3 * kNew);
@@ -169,30 +195,22 @@ struct OnlineSoftmax {
     return needs;
   }
 
-  // Raises the shift of later blocks. The product of this block keeps its P, so `scale` follows
-  // when that product has ended.
-  CUTE_DEVICE void raise(uint32_t by) {
-    state |= by;
-    shift[0] += pending(0), shift[1] += pending(1);
-  }
-  CUTE_DEVICE float pending(int r) const { return static_cast<float>(state >> (8 * r) & 255); }
-
-  // Applies a raise to the total; the caller multiplies O by `decay`.
-  CUTE_DEVICE void scale(float (&decay)[2]) {
+  // Raises the shift. The caller multiplies P and O by `decay`.
+  CUTE_DEVICE void raise(float const (&by)[2], float (&decay)[2]) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      decay[r] = exp2f(-pending(r));  // exact
+      shift[r] += by[r];
+      decay[r] = exp2f(-by[r]);  // exact
       total[r] *= decay[r], rounded[r] *= decay[r];
     }
-    state &= 3 * kNew | kStrict;
   }
 
   // Rescales the rows that are `over`: takes the maximum over their lanes that are `over`, and the
   // shift unless it is `fresh`, as the shift; recomputes P and adds it to the total. The caller
   // multiplies O by `decay`. Other rows keep their bits.
-  template <class Scores>
-  CUTE_DEVICE void rescale(Scores const& s, Scores& p, Needs const& needs, float (&decay)[2],
-                           float scale_log2) {
+  template <class Scores, class P, class Scale>
+  CUTE_DEVICE void rescale(Scores const& s, P& p, Needs const& needs, float (&decay)[2],
+                           Scale const& scale_log2) {
     constexpr int kSize = decltype(size(s))::value;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -202,7 +220,7 @@ struct OnlineSoftmax {
         peak[0] = fmaxf(peak[0], s(n)), peak[1] = fmaxf(peak[1], s(n + 1));
       }
       float high = needs.fresh[r] ? -INFINITY : shift[r];
-      if (needs.over[r]) high = fmaxf(high, fmaxf(peak[0], peak[1]) * scale_log2);
+      if (needs.over[r]) high = fmaxf(high, fmaxf(peak[0], peak[1]) * of_row(scale_log2, r));
       high = quad_max(high);
       decay[r] = needs.fresh[r] ? 0.f : exp2f(shift[r] - high);
       state = high == -INFINITY ? state | (kNew << r) : state & ~(kNew << r);
@@ -215,6 +233,41 @@ struct OnlineSoftmax {
       total[r] = total[r] * decay[r] + (sum[r][0] + sum[r][1]);
       rounded[r] *= decay[r];
     }
+  }
+
+  // With e4m3 P, of row R alone: `over` and `fresh` as in `Needs`, equal in a quad.
+
+  // The row's shift becomes its maximum less kBelowMaximum. Returns by what O is multiplied. The
+  // caller computes P again, and adds it behind a multiplication of the total.
+  template <int R, class Scores>
+  CUTE_DEVICE float rescale_row(Scores const& s, bool over, bool fresh, float scale_log2) {
+    float high = fresh ? -INFINITY : shift[R];
+    if (over) high = fmaxf(high, fmaf(row_max<R>(s), scale_log2, -kBelowMaximum<Element>));
+    high = quad_max(high);
+    float const decay = fresh ? 0.f : exp2f(shift[R] - high);
+    state = high == -INFINITY ? state | (kNew << R) : state & ~(kNew << R);
+    shift[R] = high == -INFINITY ? 0.f : high;
+    return decay;
+  }
+
+  // The same from P, whose maximum over the row is `peak`, finite; the row has begun.
+  template <int R>
+  CUTE_DEVICE float lower_row(float peak, bool over) {
+    float const by = over ? __log2f(peak) - kBelowMaximum<Element> : 0.f;
+    shift[R] += by;
+    return exp2f(-by);
+  }
+
+  // The maximum of the lane's elements of a row.
+  template <int R, class Fragment>
+  static CUTE_DEVICE float row_max(Fragment const& x) {
+    constexpr int kSize = decltype(size(x))::value;
+    float high[2] = {x(2 * R), x(2 * R + 1)};
+    CUTE_UNROLL
+    for (int n = 4 + 2 * R; n < kSize; n += 4) {
+      high[0] = fmaxf(high[0], x(n)), high[1] = fmaxf(high[1], x(n + 1));
+    }
+    return fmaxf(high[0], high[1]);
   }
 };
 

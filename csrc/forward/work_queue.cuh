@@ -51,7 +51,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
   while (true) {
     smem.work_empty[stage.index()].wait(stage.phase() ^ 1);
     WorkItem& work = smem.work[stage.index()];
-    bool const repeats = must_repeat<kWarps>(work, lane);
+    bool const repeats = Shapes::MayOverflow && must_repeat<kWarps>(work, lane);
     __syncwarp();  // every lane has read `work`
     if (!repeats && lane < 2 * kWarps) work.overflow[lane / 2][lane % 2] = 0;
     if (stage.count > 0 && !idle) {  // the loader wants the next item
@@ -89,7 +89,8 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
       if (lane == 0) work.strict = true;
     } else {
       ends = idle;
-      for (uint32_t ago = 1; idle && ago < kWorkDepth && ago <= stage.count; ++ago) {
+      for (uint32_t ago = 1; Shapes::MayOverflow && idle && ago < kWorkDepth && ago <= stage.count;
+           ++ago) {
         Pipeline<kWorkDepth> const other{stage.count - ago};
         smem.work_empty[other.index()].wait(other.phase());
         if (must_repeat<kWarps>(smem.work[other.index()], lane)) ends = false;

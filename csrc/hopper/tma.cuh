@@ -14,9 +14,16 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// A box in shared memory consists of slabs of (rows, 64) elements with a 128-byte swizzle, as the
-// GMMA layouts SW128 of Q, K and V describe them.
-constexpr int kSlab = 64;
+// A box in shared memory consists of slabs of (rows, 128 bytes) with a 128-byte swizzle, as the
+// GMMA layouts SW128 of Q, K and V describe them. Rows of 64 bytes have one slab and a 64-byte
+// swizzle (SW64).
+constexpr int kSlab = 64;  // columns of 16-bit elements
+
+template <class Element>
+constexpr int slab_columns(int columns) {
+  int const most = 128 / static_cast<int>(sizeof(Element));
+  return columns < most ? columns : most;
+}
 
 using MapEncoder = decltype(&cuTensorMapEncodeTiled);
 
@@ -34,22 +41,26 @@ inline MapEncoder map_encoder() {
   return found;
 }
 
-// Encodes the map of a 16-bit tensor for boxes of `rows` rows. Rows past the last token read as
-// zero. Returns false if the driver refuses the tensor.
+// Encodes the map of a tensor of 8 or 16 bits for boxes of `rows` rows. Rows past the last token
+// read as zero. Returns false if the driver refuses the tensor.
 template <class Element>
 bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int head_dim) {
-  static_assert(sizeof(Element) == 2);
-  constexpr auto kType = is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  static_assert(sizeof(Element) <= 2);
+  constexpr auto kType = sizeof(Element) == 1                  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                         : is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  int const columns = slab_columns<Element>(head_dim);
   cuuint64_t const shape[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(x.tokens),
                                static_cast<cuuint64_t>(x.heads)};
   cuuint64_t const stride[2] = {x.token_stride * sizeof(Element), x.head_stride * sizeof(Element)};
-  cuuint32_t const box[3] = {kSlab, static_cast<cuuint32_t>(rows), 1};
+  cuuint32_t const box[3] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows), 1};
   cuuint32_t const step[3] = {1, 1, 1};
   auto const encoder = map_encoder();
   return encoder &&
          encoder(&map, kType, 3, x.data, shape, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                 columns * sizeof(Element) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                 : CU_TENSOR_MAP_SWIZZLE_128B,
+                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -58,9 +69,10 @@ bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int head_dim) {
 template <int Rows, int D, class Element>
 CUTE_DEVICE void load_box(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& full,
                           Element* to, int row, int head, int first_column = 0) {
+  constexpr int kColumns = slab_columns<Element>(D);
   full.arrive_and_expect_tx(Rows * D * sizeof(Element));
   CUTE_UNROLL
-  for (int column = 0; column < D; column += kSlab) {
+  for (int column = 0; column < D; column += kColumns) {
     SM90_TMA_LOAD_3D::copy(&map, reinterpret_cast<uint64_t*>(&full),
                            static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
                            to + column * Rows, first_column + column, row, head);

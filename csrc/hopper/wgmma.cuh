@@ -44,12 +44,33 @@ CUTE_DEVICE Operand opaque(Operand a) {
   return a;
 }
 
+// Turns integers of an accumulator into float32, in place.
+template <class Accumulator>
+CUTE_DEVICE void to_float_bits(Accumulator& c) {
+  CUTE_UNROLL
+  for (int n = 0; n < size(c); ++n) c(n) = __float_as_int(static_cast<float>(c(n)));
+}
+
 // Converts elements [Begin, End) of an accumulator (rows, columns), or all of them, to the A
 // operand of another product. The operand's registers hold the accumulator's pairs in the same
-// order.
+// order. With 8 bits a register holds two pairs of a row, 8 columns apart, so the product's columns
+// are permuted: csrc/quantise/values.cuh derives the order.
 template <class Element, int Begin = 0, int End = -1, class Accumulator, class Operand>
 CUTE_DEVICE void to_operand(Accumulator const& c, Operand& a) {
   constexpr int kEnd = End < 0 ? int(decltype(size(c))::value) : End;
+  if constexpr (sizeof(Element) == 1) {
+    static_assert(Begin % 8 == 0 && kEnd % 8 == 0);
+    cutlass::NumericArrayConverter<Element, float, 4> convert;
+    auto* out = reinterpret_cast<cutlass::Array<Element, 4>*>(raw_pointer_cast(a.data()));
+    CUTE_UNROLL
+    for (int n = Begin; n < kEnd; n += 4) {
+      int const from = n / 8 * 8 + n / 4 % 2 * 2;  // register n / 4 % 2 of a row of each
+      cutlass::Array<float, 4> four;
+      four[0] = c(from), four[1] = c(from + 1), four[2] = c(from + 4), four[3] = c(from + 5);
+      out[n / 4] = convert(four);
+    }
+    return;
+  }
   cutlass::NumericArrayConverter<Element, float, 2> convert;
   auto* out = reinterpret_cast<cutlass::Array<Element, 2>*>(raw_pointer_cast(a.data()));
   CUTE_UNROLL
@@ -57,6 +78,37 @@ CUTE_DEVICE void to_operand(Accumulator const& c, Operand& a) {
     cutlass::Array<float, 2> pair;
     pair[0] = c(n), pair[1] = c(n + 1);
     out[n / 2] = convert(pair);
+  }
+}
+
+// The same of the elements of row R, to 8 bits.
+template <class Element, int R, class Accumulator, class Operand>
+CUTE_DEVICE void row_to_operand(Accumulator const& c, Operand& a) {
+  cutlass::NumericArrayConverter<Element, float, 4> convert;
+  auto* out = reinterpret_cast<cutlass::Array<Element, 4>*>(raw_pointer_cast(a.data()));
+  CUTE_UNROLL
+  for (int n = 2 * R; n < size(c); n += 8) {
+    cutlass::Array<float, 4> four;
+    four[0] = c(n), four[1] = c(n + 1), four[2] = c(n + 4), four[3] = c(n + 5);
+    out[n / 8 * 2 + R] = convert(four);
+  }
+}
+
+// Multiplies the two rows of an A operand that `to_operand` has filled.
+template <class Element, class Operand>
+CUTE_DEVICE void scale_operand(Operand& a, float const (&by)[2]) {
+  constexpr int kPairs = decltype(size(a))::value / 2;  // pair 2j + r is of row r
+  auto* pairs = reinterpret_cast<uint32_t*>(raw_pointer_cast(a.data()));
+  uint32_t factors[2];  // pairs too
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) factors[r] = Element(by[r]).raw() * 0x10001u;
+  CUTE_UNROLL
+  for (int i = 0; i < kPairs; ++i) {
+    if constexpr (cute::is_same_v<Element, cutlass::half_t>) {
+      asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pairs[i]) : "r"(factors[i % 2]));
+    } else {
+      asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pairs[i]) : "r"(factors[i % 2]));
+    }
   }
 }
 

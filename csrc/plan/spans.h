@@ -43,8 +43,9 @@ struct WorkItem {
 
 // The blocks of a tile, span by span, each span from its last column down. The lowest block of a
 // span starts at the span's first column and masks the columns that the block above has covered, so
-// no block reads past a span that has at least N keys.
-template <int N>
+// no block reads past a span that has at least N keys. `OnGrid`: every block starts at a multiple
+// of N columns instead.
+template <int N, bool OnGrid = false>
 struct BlockIterator {
   WorkItem const* work;
   Span const* plan_spans;
@@ -76,7 +77,7 @@ struct BlockIterator {
       SpanColumns const c = columns();
       begin = c.begin, end = c.end, keys = c.keys;
     }
-    start = max(end - N, 0);
+    start = OnGrid ? (end - 1) / N * N : max(end - N, 0);
     return true;
   }
 

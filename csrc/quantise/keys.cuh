@@ -9,8 +9,6 @@ namespace ringfa3 {
 
 using namespace cute;
 
-constexpr int kKeyTile = 128;  // keys that share a scale
-
 template <class S>
 struct KeyShapes {
   static constexpr int Threads = 512, Warps = Threads / kWarp;

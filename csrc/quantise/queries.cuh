@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
                              factor, lane);
   if (lane % S::Lanes == 0) {
     a.scale[head * a.q.tokens + token] = scale;
-    a.k_offset[head * a.q.tokens + token] = offset;
+    a.k_offset[head * a.q.tokens + token] = isnan(scale) ? NAN : offset;
   }
 }
 

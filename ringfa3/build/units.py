@@ -10,6 +10,7 @@ from ringfa3.errors import BuildError
 
 ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+PRECISIONS = {"native": "Native", "fp8": "Fp8", "int8": "Int8"}  # values of csrc/forward/policy.h
 
 
 class Variant(NamedTuple):
@@ -32,9 +33,10 @@ VARIANTS = {  # "without-": the part that it lacks
 class Unit:
     """One library: a direction, a dtype and a head dim, with its tile shape.
 
-    tile_m   query rows: of a tile forward, of a block backward, with one scale in 8 bits
-    tile_n   keys: of a block forward, of a tile backward, with one scale in 8 bits
-    variant  one of `VARIANTS`; empty for the product
+    tile_m     query rows: of a tile forward, of a block backward, with one scale in 8 bits
+    tile_n     keys: of a block forward, of a tile backward, with one scale in 8 bits
+    variant    one of `VARIANTS`; empty for the product
+    precision  of a forward, a key of `PRECISIONS`
     """
 
     direction: str
@@ -43,10 +45,12 @@ class Unit:
     tile_m: int
     tile_n: int
     variant: str = ""
+    precision: str = "native"
 
     @property
     def name(self) -> str:
-        parts = (self.direction, f"d{self.head_dim}", SHORT[self.dtype], self.variant)
+        precision = "" if self.precision == "native" else self.precision
+        parts = (self.direction, f"d{self.head_dim}", SHORT[self.dtype], precision, self.variant)
         return "-".join(filter(None, parts))
 
     @property
@@ -61,6 +65,7 @@ class Unit:
             f"-DRINGFA3_HEAD_DIM={self.head_dim}",
             f"-DRINGFA3_TILE_M={self.tile_m}",
             f"-DRINGFA3_TILE_N={self.tile_n}",
+            f"-DRINGFA3_PRECISION={PRECISIONS[self.precision]}",
             *filter(None, (VARIANTS[self.variant].define if self.variant else "",)),
         )
 
@@ -70,26 +75,34 @@ class Unit:
         return replace(self, variant=name, tile_n=tile_n or self.tile_n)
 
 
-SHAPES = (  # (direction, head_dim, tile_m, tile_n)
-    ("forward", 64, 192, 128),
-    ("forward", 128, 128, 128),
-    ("forward", 256, 128, 80),
-    ("backward", 64, 128, 128),
-    ("backward", 128, 64, 128),
-    ("backward", 256, 64, 128),
-    ("quantise", 64, 1, 128),
-    ("quantise", 128, 1, 128),
-    ("quantise", 256, 1, 128),
+SHAPES = (  # (direction, precisions, head_dim, tile_m, tile_n)
+    ("forward", ("native",), 64, 192, 128),
+    ("forward", ("native",), 128, 128, 128),
+    ("forward", ("native",), 256, 128, 80),
+    ("forward", ("fp8", "int8"), 64, 192, 128),
+    ("forward", ("fp8", "int8"), 128, 128, 128),
+    ("forward", ("fp8",), 256, 128, 128),
+    ("forward", ("int8",), 256, 128, 64),
+    ("backward", ("native",), 64, 128, 128),
+    ("backward", ("native",), 128, 64, 128),
+    ("backward", ("native",), 256, 64, 128),
+    ("quantise", ("native",), 64, 1, 128),
+    ("quantise", ("native",), 128, 1, 128),
+    ("quantise", ("native",), 256, 1, 128),
 )
 UNITS = tuple(
-    Unit(direction, dtype, head_dim, tile_m, tile_n)
+    Unit(direction, dtype, head_dim, tile_m, tile_n, precision=precision)
     for dtype in ELEMENTS
-    for direction, head_dim, tile_m, tile_n in SHAPES
+    for direction, precisions, head_dim, tile_m, tile_n in SHAPES
+    for precision in precisions
 )
 
 
 def select_units(selectors: Sequence[str]) -> list[Unit]:
-    """Units whose names have every word of a selector: `d128`, `forward-d128-bf16`; or "all".
+    """Units that selectors name, or all for "all".
+
+    The name of a unit, `forward-d128-bf16`, selects it alone; other words, like `d128`, every unit
+    whose name has them all.
 
     Raises BuildError: a selector matches none.
     """
@@ -105,4 +118,6 @@ def select_units(selectors: Sequence[str]) -> list[Unit]:
 
 
 def _matches(unit: Unit, selector: str) -> bool:
+    if any(other.name == selector for other in UNITS):
+        return unit.name == selector
     return set(selector.split("-")) <= set(unit.name.split("-"))

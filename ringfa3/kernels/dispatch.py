@@ -6,11 +6,20 @@ import os
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ringfa3.kernels import backward, forward, reference
+from ringfa3.kernels import (
+    backward,
+    forward,
+    quantise,
+    quantised,
+    quantised_reference,
+    reference,
+)
+from ringfa3.quantisation import operands
+from ringfa3.quantisation.formats import FORMATS
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -32,6 +41,20 @@ class ForwardKernel(NamedTuple):
     new_partial_out: Callable[[torch.Tensor, Plan], torch.Tensor]
     read_partial_out: Callable[[torch.Tensor, Tiling], torch.Tensor]
     takes_arrivals: bool
+
+
+class QuantisedKernel(NamedTuple):
+    """What runs the forward in 8 bits, on one device.
+
+    tile_m    query rows of a tile
+    quantise  quantise(q, k, v, plan): the operands, as `operands.quantise`
+    attend    attend(q, kv, tiling, scale, out, partial_out, lse) of these operands, as
+              `quantised_reference.attend`
+    """
+
+    tile_m: int
+    quantise: Callable[..., tuple[Any, Any]]
+    attend: Callable[..., None]
 
 
 class BackwardKernel(NamedTuple):
@@ -67,6 +90,23 @@ def select_forward(q: torch.Tensor) -> ForwardKernel:
     )
 
 
+def select_quantised(q: torch.Tensor, precision: str) -> QuantisedKernel:
+    """As `select_forward`, for "fp8" or "int8"."""
+    formats = FORMATS[precision]
+    quantiser, unit = _select_unit("quantise", q), _select_unit("forward", q, precision)
+    if quantiser is None or unit is None:
+        return QuantisedKernel(
+            reference.TILE_M,
+            lambda q, k, v, plan: operands.quantise(q, k, v, plan.keys, formats),
+            partial(quantised_reference.attend, p_format=formats.v),
+        )
+    return QuantisedKernel(
+        unit.tile_m,
+        lambda q, k, v, plan: quantise.quantise(quantiser, q, k, v, plan, formats),
+        partial(quantised.attend, unit),
+    )
+
+
 def select_backward(q: torch.Tensor) -> BackwardKernel:
     """As `select_forward`, for the backward."""
     unit = _select_unit("backward", q)
@@ -75,43 +115,47 @@ def select_backward(q: torch.Tensor) -> BackwardKernel:
     return BackwardKernel(unit.tile_n, unit.tile_m, partial(backward.BackwardPass, unit))
 
 
-def _select_unit(direction: str, q: torch.Tensor) -> Unit | None:
+def _select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
     """The unit to run; None for the executor, and on a GPU a line that says so."""
-    reason = executor_reason(direction, q)
+    reason = executor_reason(direction, q, precision)
     if reason is None:
-        return unit_for(direction, q)
+        return unit_for(direction, q, precision)
     if q.is_cuda:
         say_executor(reason)
     return None
 
 
-def executor_reason(direction: str, q: torch.Tensor) -> str | None:
-    """Why the executor runs the "forward" or "backward" for queries like `q` (t, h, d).
+def executor_reason(direction: str, q: torch.Tensor, precision: str = "native") -> str | None:
+    """Why the executor runs a direction for queries like `q` (t, h, d).
 
     None if a kernel runs it; this call compiles the kernel if the cache does not have it.
     """
-    unit = unit_for(direction, q)
+    unit = unit_for(direction, q, precision)
     if unit is None:
         where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
         return f"there is no kernel for head_dim {q.shape[-1]} on {where}"
     return _build_problem(unit)
 
 
-def unit_for(direction: str, q: torch.Tensor) -> Unit | None:
-    """The "forward" or "backward" unit for queries like `q` (t, h, d); None: there is no kernel."""
-    return _unit_for(direction, q.device, q.dtype, q.shape[-1]) if q.is_cuda else None
+def unit_for(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
+    """The unit of a direction for queries like `q` (t, h, d); None: there is no kernel."""
+    if not q.is_cuda:
+        return None
+    return _unit_for(direction, q.device, q.dtype, q.shape[-1], precision)
 
 
 @lru_cache(None)
 def _unit_for(
-    direction: str, device: torch.device, dtype: torch.dtype, head_dim: int
+    direction: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: str
 ) -> Unit | None:
     from ringfa3.build.units import UNITS
 
     if torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    wanted = (direction, str(dtype).removeprefix("torch."), head_dim)
-    return next((u for u in UNITS if (u.direction, u.dtype, u.head_dim) == wanted), None)
+    wanted = (direction, str(dtype).removeprefix("torch."), head_dim, precision)
+    return next(
+        (u for u in UNITS if (u.direction, u.dtype, u.head_dim, u.precision) == wanted), None
+    )
 
 
 @lru_cache(None)

@@ -80,42 +80,58 @@ def attend(
             key to visit; TMA cannot address `out`.
         RuntimeError: the first call with a tiling is captured in a CUDA graph.
     """
-    if not len(tiling.tiles):
+    if sees_nothing(tiling, out, lse):
         return
-    if not len(tiling.spans):  # no row sees a key, at any hop
-        out.zero_()
-        lse.fill_(-torch.inf)
-        return
-    out_fields = tma_fields(out)
-    if out_fields is None:
-        raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
-    heads, (tokens, kv_heads, head_dim) = q.shape[1], k.shape
+    tokens, kv_heads, head_dim = k.shape
     stream = CurrentStream.of(q.device)
-    tables = _tables.get(tiling, stream, (), lambda: _Tables.of(tiling, q.device))
-    if tables.last_word:
-        _check_arrivals(arrivals, tables.last_word, k, v)
+    table = tables(tiling, stream)
+    if table.last_word:
+        _check_arrivals(arrivals, table.last_word, k, v)
     q, q_fields = tma_addressable(q)
     k, k_fields = tma_addressable(k)
     v, v_fields = tma_addressable(v)
-    counter = _counters.get(stream)
+    work = counter(stream)
     args = _pack(
         *q_fields,
         *k_fields,
         *v_fields,
-        *out_fields,
-        partial_out.data_ptr(),
-        lse.data_ptr(),
-        lse.stride(0),
-        tables.tiles.data_ptr(),
-        tables.spans.data_ptr(),
+        *output_values(out, partial_out, lse),
+        table.tiles.data_ptr(),
+        table.spans.data_ptr(),
         0 if arrivals is None else arrivals.data_ptr(),
-        counter.data_ptr(),
+        work.data_ptr(),
         len(tiling.tiles),
-        heads_per_section(2 * tokens * head_dim * k.itemsize, kv_heads) * (heads // kv_heads),
+        head_section(q, kv_heads, 2 * tokens * head_dim * k.itemsize),
         num_ctas(q.device),
         scale,
     )
     launch(unit, "forward", args, stream)
+
+
+def sees_nothing(tiling: Tiling, out: torch.Tensor, lse: torch.Tensor) -> bool:
+    """Whether there is nothing to launch; stores O and LSE if no row sees a key at any hop."""
+    if len(tiling.tiles) and not len(tiling.spans):
+        out.zero_()
+        lse.fill_(-torch.inf)
+    return not len(tiling.tiles) or not len(tiling.spans)
+
+
+def output_values(
+    out: torch.Tensor, partial_out: torch.Tensor, lse: torch.Tensor
+) -> tuple[int, ...]:
+    """The fields of `ForwardArgs` from `out` to `lse_head_stride`.
+
+    Raises ValueError: TMA cannot address `out`.
+    """
+    fields = tma_fields(out)
+    if fields is None:
+        raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
+    return *fields, partial_out.data_ptr(), lse.data_ptr(), lse.stride(0)
+
+
+def head_section(q: torch.Tensor, kv_heads: int, bytes_per_head: int) -> int:
+    """Query heads that run together, whose K and V have that many bytes a KV head."""
+    return heads_per_section(bytes_per_head, kv_heads) * (q.shape[1] // kv_heads)
 
 
 def new_partial_out(unit: Unit, q: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -167,7 +183,7 @@ def _check_arrivals(
         raise ValueError("k and v that wait for arrival words need strides of whole 16 bytes")
 
 
-class _Tables(NamedTuple):
+class Tables(NamedTuple):
     """A tiling in device memory, and the highest arrival word of its spans."""
 
     tiles: torch.Tensor
@@ -175,7 +191,7 @@ class _Tables(NamedTuple):
     last_word: int
 
     @classmethod
-    def of(cls, tiling: Tiling, device: torch.device) -> _Tables:
+    def of(cls, tiling: Tiling, device: torch.device) -> Tables:
         """The tables of a tiling that has spans.
 
         Raises ValueError: a tile has spans, and no key to visit in any of them. Its consumers would
@@ -195,5 +211,15 @@ class _Tables(NamedTuple):
         return cls(tiles, spans, int(tiling.spans["arrival"].max()))
 
 
-_tables: Uploads[_Tables] = Uploads()
+def tables(tiling: Tiling, stream: CurrentStream) -> Tables:
+    """The tables of a tiling on a stream."""
+    return _tables.get(tiling, stream, (), lambda: Tables.of(tiling, stream.device))
+
+
+def counter(stream: CurrentStream) -> torch.Tensor:
+    """The work counter of a launch on a stream; hold it until the launch is enqueued."""
+    return _counters.get(stream)
+
+
+_tables: Uploads[Tables] = Uploads()
 _counters = Counters()

@@ -7,6 +7,7 @@ csrc/params.h field by field.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from ringfa3.kernels.launch import Tensor3, launch, packer, tma_addressable
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Uploads, upload
 from ringfa3.planning.sharding import Segments
-from ringfa3.planning.tiling import concat_ranges
+from ringfa3.planning.tiling import Plan, concat_ranges
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import Formats
 from ringfa3.quantisation.operands import KEY_TILE, QuantisedKV, QuantisedQ
@@ -135,6 +136,18 @@ def value_order() -> torch.Tensor:
     return p // 16 * 16 + p % 4 // 2 * 8 + p % 16 // 4 * 2 + p % 2
 
 
+def quantise(
+    unit: Unit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, formats: Formats
+) -> tuple[QuantisedQ, TiledKV]:
+    """`operands.quantise` on the GPU, of the keys of a plan with one hop."""
+    tiles = _key_tiles.get(plan)
+    if tiles is None:
+        tiles = _key_tiles.setdefault(plan, KeyTiles(plan.keys))
+    centres = KVCentres.of(channel_statistics(unit, k, v), formats)
+    kv = quantise_kv(unit, k, v, tiles, centres, formats)
+    return quantise_q(unit, q, centres, formats), kv
+
+
 def channel_statistics(unit: Unit, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
     """`ChannelStatistics.of` on the GPU. Equal inputs give equal bits."""
     (tokens, heads, head_dim), stream = k.shape, CurrentStream.of(k.device)
@@ -206,3 +219,4 @@ def quantise_kv(
 
 
 _tables: Uploads[torch.Tensor] = Uploads()
+_key_tiles: weakref.WeakKeyDictionary[Plan, KeyTiles] = weakref.WeakKeyDictionary()

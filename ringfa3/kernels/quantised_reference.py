@@ -30,12 +30,13 @@ BELOW_MAXIMUM = math.floor(math.log2(LARGEST_SUM / (KEY_TILE / 4)))
 def attend(
     q: QuantisedQ,
     kv: QuantisedKV,
-    p_format: Format | None,
     tiling: Tiling,
     scale: float,
     out: torch.Tensor,
     partial_out: torch.Tensor,
     lse: torch.Tensor,
+    *,
+    p_format: Format | None,
 ) -> None:
     """One hop of the forward pass: `reference.attend` of 8-bit operands.
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringfa3.planning.kv_exchange import plan_ring
+from ringfa3.planning.kv_exchange import KVExchange, plan_ring
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import Plan, concat_ranges
@@ -72,6 +72,7 @@ class ContextPlan:
         """Sets the attributes that a copy in another process must not have."""
         self._bound: dict[int, ContextPlan] = {}
         self._published: dict[torch.device, RowIndex] = {}
+        self._grids: dict[int, tuple[Plan, KVExchange]] = {}
         self.handle = next(_handles)
         _alive[self.handle] = self
 
@@ -81,7 +82,7 @@ class ContextPlan:
                 "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
                 "make it with group=(rank, world)"
             )
-        process_local = ("_bound", "_published", "handle")
+        process_local = ("_bound", "_published", "_grids", "handle")
         return {name: value for name, value in self.__dict__.items() if name not in process_local}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -105,6 +106,12 @@ class ContextPlan:
             self._bound[key] = copy.copy(self)  # the tables are shared
             self._bound[key].group = group
         return self._bound[key]
+
+    def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
+        """`hops` and `kv_exchange` where ranks exchange whole tiles of so many keys."""
+        if keys not in self._grids:
+            self._grids[keys] = plan_ring(self.shards, self.rank, *self.band, keys)
+        return self._grids[keys]
 
     def published_rows(self, device: torch.device) -> RowIndex:
         """`kv_exchange.published`, for tensors on a device."""

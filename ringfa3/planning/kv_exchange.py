@@ -47,7 +47,7 @@ class GradReturn(NamedTuple):
 
 @dataclass(frozen=True)
 class KVExchange:
-    """Which K/V rows ranks exchange.
+    """Which K/V rows ranks exchange; on a grid of keys, which tiles of the grid.
 
     rows         (world, world + 1): at hop t >= 1 rank o+t holds the first rows[o, t] rows of rank
                  o's block; rows[o, t] <= rows[o, t-1], and 0 at t = world. rows[o, 0]: o's tokens
@@ -125,8 +125,15 @@ def first_heads(kv_heads: int, tokens: int) -> int:
     return -(-kv_heads // 3) if kv_heads > 1 and tokens <= MAX_SPLIT_TOKENS else 0
 
 
-def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple[Plan, KVExchange]:
-    """Spans and exchange of `rank` where rank o holds shards[o] of self-attending documents."""
+def plan_ring(
+    shards: list[Segments], rank: int, left: int, right: int, grid: int = 1
+) -> tuple[Plan, KVExchange]:
+    """Spans and exchange of `rank` where rank o holds shards[o] of self-attending documents.
+
+    grid: keys of a tile. Every segment is cut into tiles from its first key on, the last may be
+    short. Ranks exchange whole tiles: the exchange's rows are tiles, and tile n of a block has key
+    rows [grid * n, grid * (n + 1)) in the plan.
+    """
     world = len(shards)
     owner = np.repeat(np.arange(world), [len(s) for s in shards])
     columns = [
@@ -149,41 +156,43 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     np.maximum.at(end, bands.key[far], np.minimum(nk, nq + bands.hi)[far])
     np.maximum.at(reach, bands.key[far], hop[far])
     first[reach == 0] = 0
+    first -= first % grid
+    size = -(-(end - first) // grid)
     first_visit = np.full(world, world, np.int64)
     np.minimum.at(first_visit, owner[bands.key[far]], hop[far])
 
     rows = np.zeros((world, world + 1), np.int64)
-    np.add.at(rows, (owner, reach), end - first)
+    np.add.at(rows, (owner, reach), size)
     rows = np.cumsum(rows[:, ::-1], axis=1)[:, ::-1]
-    rows[:, 0] = [s.tokens for s in shards]
+    rows[:, 0] = [int((-(-s.length // grid)).sum()) for s in shards]
 
     # runs in buffer order, and their first rows there
     (run,) = np.nonzero(reach)
     run = run[np.lexsort((everything.row[run], -reach[run], owner[run]))]
-    length = (end - first)[run]
-    begin = np.cumsum(length) - length
-    begin -= begin[np.searchsorted(owner[run], owner[run])]
     buffer_row = np.zeros(count, np.int64)
-    buffer_row[run] = begin
+    buffer_row[run] = _first_rows(size[run], owner[run])
+    by_row = np.lexsort((everything.row, owner))
+    own_row = np.zeros(count, np.int64)
+    own_row[by_row] = _first_rows(-(-everything.length[by_row] // grid), owner[by_row])
     visible = np.zeros((world, world, 2), np.int64)
     visible[..., 0] = rows[:, 1:2]
     at = (owner[bands.key[far]], hop[far])
     np.minimum.at(visible[..., 0], at, buffer_row[bands.key[far]])
-    np.maximum.at(visible[..., 1], at, (buffer_row + end - first)[bands.key[far]])
+    np.maximum.at(visible[..., 1], at, (buffer_row + size)[bands.key[far]])
     visible[visible[..., 1] == 0] = 0
     mine = run[owner[run] == rank]
-    published = concat_ranges(everything.row[mine] + first[mine], (end - first)[mine])
+    published = concat_ranges(own_row[mine] + first[mine] // grid, size[mine])
 
     # this rank's key segments: its own, then hop by hop the runs within the visible rows
     home = owner == rank
     arrives = (rank - owner) % world
     begins, ends = visible[owner, arrives].T
-    inside = (begins <= buffer_row) & (buffer_row + end - first <= ends)
+    inside = (begins <= buffer_row) & (buffer_row + size <= ends)
     (local,) = np.nonzero(home)
     (remote,) = np.nonzero((arrives > 0) & (reach >= arrives) & inside)
     remote = remote[np.lexsort((buffer_row[remote], arrives[remote]))]
     keys = Segments(
-        np.concatenate((everything.row[local], buffer_row[remote])),
+        grid * np.concatenate((own_row[local], buffer_row[remote])),
         np.concatenate((everything.length[local], (end - first)[remote])),
         np.concatenate((everything.sequence[local], everything.sequence[remote])),
         np.concatenate((everything.position[local], (everything.position + first)[remote])),
@@ -208,3 +217,9 @@ def plan_ring(shards: list[Segments], rank: int, left: int, right: int) -> tuple
     )  # not those of `bands`: a run may start behind the first key of its segment
     plan = Plan(queries, keys, key_hop, own_bands, world)
     return plan, KVExchange(rows, first_visit, visible, published)
+
+
+def _first_rows(sizes: Ints, owner: Ints) -> Ints:
+    """The first row of each run in the buffer of its owner; runs of an owner are neighbours."""
+    begin = np.cumsum(sizes) - sizes
+    return np.asarray(begin - begin[np.searchsorted(owner, owner)])

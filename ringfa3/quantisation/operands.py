@@ -56,8 +56,9 @@ def quantise(
 
 
 def quantise_q(q: torch.Tensor, centres: KVCentres, formats: Formats) -> QuantisedQ:
-    """q (t, h, d). A row with an infinity or NaN has a scale of NaN."""
-    return QuantisedQ(*round_rows(rotate(q), formats.qk), k_offset(q, centres))
+    """q (t, h, d). A row with an infinity or NaN has a scale and an offset of NaN."""
+    values, scale = round_rows(rotate(q), formats.qk)
+    return QuantisedQ(values, scale, k_offset(q, centres).where(~scale.isnan(), torch.nan))
 
 
 def k_offset(q: torch.Tensor, centres: KVCentres) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ringfa3.custom_op import autocast_inputs, custom_op, register_autograd, reg
 from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan, check_plan
+from ringfa3.ring import quantised_forward
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import (
     PreparedCall,
@@ -49,7 +50,8 @@ def ring_attn_func(
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row, differentiable.
-        precision: "native", which computes in the dtype of q; others are errors in a ring.
+        precision: "native", "fp8" or "int8", as in `flash_attn_func`; the latter two not
+            between GPUs. Ranks exchange K and, in "fp8", V in 8 bits.
         transport: "gloo" for CPU tensors; for CUDA tensors "nccl" or, between GPUs of one host,
             "symmetric", which "auto" prefers where it is possible.
 
@@ -113,13 +115,16 @@ def ring_attention(
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
     call = prepare_call(q, k, v, context, scale, deterministic, precision, transport, "forward")
-    return run_forward(q, k, v, scale, call)
+    if precision == "native":
+        return run_forward(q, k, v, scale, call)
+    with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
+        return quantised_forward.run_forward(q, k, v, call.plan, scale, precision, call.messages)
 
 
 def run_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: PreparedCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ring_attention` after `prepare_call`."""
+    """`ring_attention` in the dtype of q, after `prepare_call`."""
     with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
         kernel = select_forward(q)
         hops = call.hops

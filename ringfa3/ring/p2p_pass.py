@@ -16,6 +16,7 @@ import torch
 
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.ring.p2p import Exchange, Message, Transport
 from ringfa3.ring_pass import Attend, LocalHeads
 
@@ -24,45 +25,56 @@ KV, PARTIAL, RETURN = 0, 1, 2  # message tags
 Messages: TypeAlias = tuple[list[Message], list[Message]]  # sends and receives; some may be empty
 
 
-class KVBuffers:
-    """The K/V blocks of a pass: two buffers, (rows, 2, hk, d), K and V of a row together."""
+class Blocks:
+    """The blocks that ranks pass on, in two buffers, for even and odd hops.
+
+    published  the rows of this rank's own block, in buffer order, to be filled before hop 0
+    """
+
+    def __init__(self, exchange: KVExchange, rank: int, kind: str, row: torch.Tensor) -> None:
+        """row: a tensor of the shape, dtype and device of the exchange's rows."""
+        self._rows, self._rank, self._world = exchange.rows, rank, len(exchange.rows)
+        self._kind = kind
+        held = [int(self._rows[(rank - t) % self._world, max(t, 1)]) for t in range(self._world)]
+        self._buffers = [
+            row.new_empty((max(held[parity::2], default=0), *row.shape)) for parity in range(2)
+        ]
+        self.published = self._buffers[0][: held[0]]
+
+    def received(self, hop: int) -> torch.Tensor:
+        """The rows of a hop's block, hop >= 1."""
+        return self._buffers[hop % 2][: self._rows[(self._rank - hop) % self._world, hop]]
+
+    def messages(self, hop: int) -> Messages:
+        """Messages that pass the block of a hop on, and bring the next one, beside its kernel."""
+        rank, world = self._rank, self._world
+        if hop + 1 >= world:
+            return [], []
+        out = int(self._rows[(rank - hop) % world, hop + 1])
+        what = f"{self._kind} hop {hop + 1}: K/V"
+        return (
+            [Message(self._buffers[hop % 2][:out], (rank + 1) % world, what, KV)],
+            [Message(self.received(hop + 1), (rank - 1) % world, what, KV)],
+        )
+
+
+class KVBuffers(Blocks):
+    """The K/V blocks of a pass, (rows, 2, hk, d), K and V of a row together."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, kind: str) -> None:
-        self.plan, self.kind = plan, kind
+        super().__init__(plan.kv_exchange, plan.rank, kind, k.new_empty((2, *k.shape[1:])))
         self._local = (k, v)
-        rows = plan.kv_exchange.rows
-        world, rank = plan.world, plan.rank
-        held = [int(rows[(rank - t) % world, max(t, 1)]) for t in range(world)]  # at hop t
-        self.buffers = [
-            k.new_empty((max(held[parity::2], default=0), 2, *k.shape[1:])) for parity in range(2)
-        ]
-        if world > 1 and held[0]:
+        if len(self.published):
             published = plan.published_rows(k.device)
-            for i, x in enumerate((k, v)):
-                published.gather(x, self.buffers[0][: held[0], i])
+            for i, x in enumerate(self._local):
+                published.gather(x, self.published[:, i])
 
     def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V (rows, hk, d) of a hop."""
         if hop == 0:
             return self._local
-        rows = int(self.plan.kv_exchange.rows[(self.plan.rank - hop) % self.plan.world, hop])
-        buffer = self.buffers[hop % 2][:rows]
-        return buffer[:, 0], buffer[:, 1]
-
-    def messages(self, hop: int) -> Messages:
-        """Messages that pass the block of a hop on, and bring the next one, beside its kernel."""
-        plan, rows = self.plan, self.plan.kv_exchange.rows
-        rank, world = plan.rank, plan.world
-        if hop + 1 >= world:
-            return [], []
-        out = int(rows[(rank - hop) % world, hop + 1])
-        into = int(rows[(rank - hop - 1) % world, hop + 1])
-        what = f"{self.kind} hop {hop + 1}: K/V"
-        here, there = self.buffers[hop % 2], self.buffers[(hop + 1) % 2]
-        return (
-            [Message(here[:out], (rank + 1) % world, what, KV)],
-            [Message(there[:into], (rank - 1) % world, what, KV)],
-        )
+        rows = self.received(hop)
+        return rows[:, 0], rows[:, 1]
 
 
 class GradBuffers:

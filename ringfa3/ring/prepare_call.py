@@ -21,6 +21,7 @@ from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring.group import RingGroup, Settings
+from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring_pass import RingPass
 from ringfa3.symmetric.cuda_graphs import capture_error
@@ -28,8 +29,8 @@ from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
 from ringfa3.validation import (
     check_local_tokens,
-    check_native,
     check_qkv,
+    check_ring_precision,
     check_transport,
 )
 
@@ -75,11 +76,13 @@ class PreparedCall(NamedTuple):
 
     kind       of its pass: "forward", "gathered" or "backward"
     make_pass  make_pass(plan, kind): a pass over the call's transport
+    messages   between ranks; None for a world of one rank, and over `symmetric`
     """
 
     plan: ContextPlan
     kind: str
     make_pass: Callable[[ContextPlan, str], RingPass]
+    messages: Transport | None = None
 
     @property
     def hops(self) -> Plan:
@@ -137,10 +140,9 @@ def prepare_call(
     if validated is None:
         validated = _Validated(Settings(), Settings(), "hops")
         try:
-            check_native(precision)
-            _validate(q, k, v, plan, transport)
+            _validate(q, k, v, plan, transport, precision)
             mode = select_forward_mode(plan, q, k)
-            settings = _settings(q, k, plan, scale, deterministic, transport, mode)
+            settings = _settings(q, k, plan, scale, deterministic, precision, transport, mode)
             validated = _Validated(settings, settings, mode)
             select = select_forward if direction == "forward" else select_backward
             select(q)  # builds a missing kernel while no rank waits in a hop
@@ -179,7 +181,7 @@ def prepare_call(
         if group.rank == 0:
             print_transport(str(reason))
     p2p = group.transport("nccl" if q.is_cuda else "gloo", q.device)
-    return PreparedCall(plan, direction, partial(P2PRingPass, p2p))
+    return PreparedCall(plan, direction, partial(P2PRingPass, p2p), p2p)
 
 
 @lru_cache(None)
@@ -194,10 +196,16 @@ def _captured(settings: Settings) -> Settings:
 
 
 def _validate(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, transport: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: ContextPlan,
+    transport: str,
+    precision: str,
 ) -> None:
     check_qkv(q, k, v, dims=3)
     check_local_tokens(q, k, plan.local_tokens, plan.total_tokens)
+    check_ring_precision(precision, q, plan.world)
     check_transport(transport, q.device)
 
 
@@ -207,6 +215,7 @@ def _settings(
     plan: ContextPlan,
     scale: float,
     deterministic: bool,
+    precision: str,
     transport: str,
     forward_mode: str,
 ) -> Settings:
@@ -221,6 +230,7 @@ def _settings(
             "k": f"{k.shape[1]} heads",
             "softmax_scale": repr(scale),
             "deterministic": str(deterministic),
+            "precision": precision,
             "transport": transport if q.is_cuda else "gloo",
             "forward": forward_mode,  # of a backward too: it needs no agreement of its own then
         }

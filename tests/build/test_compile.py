@@ -115,13 +115,17 @@ def test_temporary_files_of_nvcc_lie_in_the_working_folder(tools: Path) -> None:
     assert Path((tools / "where").read_text().strip()).parent == made.parent.parent
 
 
+D64_INT8 = ("forward-d64-bf16-int8", "forward-d64-fp16-int8")
+
+
 @pytest.mark.parametrize(
     ("selectors", "names"),
     [
         (["all"], [u.name for u in UNITS if u.direction == "forward"]),
-        (["d128-bf16"], ["forward-d128-bf16"]),
-        (["d64-fp16", "forward-d128-bf16"], ["forward-d128-bf16", "forward-d64-fp16"]),
-        (["fp16"], ["forward-d64-fp16", "forward-d128-fp16", "forward-d256-fp16"]),
+        (["d128-bf16"], ["forward-d128-bf16", "forward-d128-bf16-fp8", "forward-d128-bf16-int8"]),
+        (["forward-d128-bf16"], ["forward-d128-bf16"]),
+        (["d64-int8", "forward-d128-bf16"], ["forward-d128-bf16", *D64_INT8]),
+        (["d64-fp16-fp8"], ["forward-d64-fp16-fp8"]),
     ],
 )
 def test_selectors_are_parts_of_names(selectors: list[str], names: list[str]) -> None:

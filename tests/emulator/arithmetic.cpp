@@ -40,6 +40,18 @@ Step multiply(Instruction const& i) {
       i, [](T a, T b) { return wrapped<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b)); });
 }
 
+// mul of pairs of 16-bit numbers. The product of two is exact in float32, but for its range.
+template <class Number, Number Round(float)>
+Step multiply_pairs(Instruction const& i) {
+  return binary<uint32_t>(i, [](uint32_t a, uint32_t b) {
+    auto product = [&](int shift) -> uint32_t {
+      Number const x{static_cast<uint16_t>(a >> shift)}, y{static_cast<uint16_t>(b >> shift)};
+      return Round(to_float(x) * to_float(y)).bits << shift;
+    };
+    return product(16) | product(0);
+  });
+}
+
 template <class T>
 Step multiply_add(Instruction const& i) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -212,6 +224,8 @@ Step decode_arithmetic(Instruction const& i) {
                      op == "div" || op == "rem" || op == "min" || op == "max" || op == "neg" ||
                      op == "abs" || op == "setp";
   if (!known) return {};
+  if (op == "mul" && type == "f16x2") return multiply_pairs<Half, to_half>(i);
+  if (op == "mul" && type == "bf16x2") return multiply_pairs<Bfloat, to_bfloat>(i);
   return with_type(type, [&](auto t) -> Step {
     using T = decltype(t);
     if constexpr (std::is_same_v<T, bool>) {

@@ -70,9 +70,10 @@ class Warp {
   std::string where() const;
 
   // A wgmma of this warp. Wgmmas run in the order of their issue, each for all four warps of the
-  // warpgroup at once after all four have issued it. One thread may therefore signal for its
-  // warpgroup that a wgmma has ended.
+  // warpgroup at once after all four have issued it, from the same place of the code. One thread
+  // may therefore signal for its warpgroup that a wgmma has ended.
   struct Wgmma {
+    int pc;
     std::function<void()> run;
     std::vector<int> slots;
   };

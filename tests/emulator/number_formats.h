@@ -51,6 +51,14 @@ inline uint8_t to_e4m3(float x) {
   return static_cast<uint8_t>(sign | ((exponent + 6) * 8 + units));
 }
 
+inline float from_e4m3(uint8_t x) {
+  int const exponent = x >> 3 & 15, mantissa = x & 7;
+  float const magnitude = (x & 0x7f) == 0x7f ? NAN
+                          : exponent         ? std::ldexp(8.f + mantissa, exponent - 10)
+                                             : std::ldexp(static_cast<float>(mantissa), -9);
+  return x & 0x80 ? -magnitude : magnitude;
+}
+
 template <class T>
 constexpr bool is_small_float = std::is_same_v<T, Half> || std::is_same_v<T, Bfloat>;
 

@@ -137,6 +137,13 @@ void Warp::issue(Wgmma wgmma) {
 
 void Warp::run_wgmma() {
   size_t const first = static_cast<size_t>(index) / 4 * 4;
+  for (size_t w = first; w < first + 4; ++w) {
+    Warp& warp = *cta.warps.at(w);
+    if (warp.wgmmas_.front().pc != wgmmas_.front().pc) {
+      throw std::runtime_error("warps of a warpgroup issue different wgmmas: " + where() + "; " +
+                               warp.where());
+    }
+  }
   for (size_t w = first; w < first + 4; ++w) cta.warps.at(w)->run_own_wgmma();
   cta.grid.progress();
 }

@@ -82,29 +82,14 @@ def test_nan_and_inf_stay_in_their_document(d: int) -> None:
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
-def test_hops_with_offset_scores_hold_the_gate(dtype: torch.dtype, d: int) -> None:
+@pytest.mark.parametrize("check", checks.OF_HOPS, ids=lambda check: check.__name__)
+def test_hops_merge_wherever_their_scores_lie(
+    check: Callable[..., None], dtype: torch.dtype, d: int
+) -> None:
     torch.manual_seed(0)
     unit = dispatch.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
     assert unit is not None
-    checks.hops_with_offset_scores_hold_the_gate(unit)
-
-
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
-def test_few_keys_after_many_of_earlier_hops_are_counted(dtype: torch.dtype, d: int) -> None:
-    torch.manual_seed(0)
-    unit = dispatch.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
-    assert unit is not None
-    checks.few_keys_after_many_are_counted(unit)
-
-
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
-def test_merged_hops_are_as_exact_as_one_launch(dtype: torch.dtype, d: int) -> None:
-    torch.manual_seed(0)
-    unit = dispatch.unit_for("forward", torch.empty(0, 1, d, device="cuda", dtype=dtype))
-    assert unit is not None
-    checks.merged_hops_are_as_exact_as_one_launch(unit)
+    check(unit)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

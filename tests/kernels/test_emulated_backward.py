@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from ringfa3.kernels import dispatch
 from ringfa3.kernels.backward import BackwardPass
 from ringfa3.planning.work_split import SHARED, split_work
 from tests.support import backward_checks as checks
-from tests.support.emulation import PROCESSORS, Machine, machine
+from tests.support.emulation import EAGERNESS, PROCESSORS, Machine
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
 
@@ -23,13 +21,6 @@ UNITS = [
     for u in UNITS
     if u.direction == "backward"
 ]
-EAGERNESS = (0.0, 0.02, 0.3, 1.0)
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[Machine]:
-    with machine() as m:
-        yield m
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -146,7 +137,7 @@ def test_the_public_function_runs_on_the_kernels(
     for kernels_run in (True, False):
         emulated.settings(0)
         if not kernels_run:
-            monkeypatch.setattr(dispatch, "unit_for", lambda direction, q: None)
+            monkeypatch.setattr(dispatch, "unit_for", lambda direction, q, precision="native": None)
         leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
         out, lse = flash_attn_varlen_func(*leaves, [0, 90], [0, 90], causal=True, return_lse=True)
         gradients.append(torch.autograd.grad((out, lse), leaves, (p.dout, p.dlse)))

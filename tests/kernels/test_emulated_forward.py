@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 
 from ringfa3 import flash_attn_varlen_func
 from tests.support import forward_checks as checks
-from tests.support.emulation import Machine, machine, unit
+from tests.support.emulation import EAGERNESS, Machine, unit
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
 
@@ -22,13 +22,6 @@ SHAPES = [(torch.bfloat16, 128)] + [
     for d in (64, 128, 256)
     if (dtype, d) != (torch.bfloat16, 128)
 ]
-EAGERNESS = (0.0, 0.02, 0.3, 1.0)
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[Machine]:
-    with machine() as m:
-        yield m
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)
@@ -87,37 +80,14 @@ def test_nan_and_inf_stay_in_their_document(emulated: Machine, dtype: torch.dtyp
         assert torch.equal(outs[0][here], outs[1][here]), f"document {i}"
 
 
+@pytest.mark.parametrize("check", checks.OF_HOPS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)
 def test_hops_merge_wherever_their_scores_lie(
-    emulated: Machine, dtype: torch.dtype, d: int
+    emulated: Machine, check: Callable[..., None], dtype: torch.dtype, d: int
 ) -> None:
     torch.manual_seed(0)
     emulated.settings(0)
-    checks.hops_with_offset_scores_hold_the_gate(
-        unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu"
-    )
-
-
-@pytest.mark.parametrize(("dtype", "d"), SHAPES)
-def test_few_keys_count_beside_many_of_earlier_hops(
-    emulated: Machine, dtype: torch.dtype, d: int
-) -> None:
-    torch.manual_seed(0)
-    emulated.settings(0)
-    checks.few_keys_after_many_are_counted(
-        unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu"
-    )
-
-
-@pytest.mark.parametrize(("dtype", "d"), SHAPES)
-def test_merged_hops_are_as_exact_as_one_launch(
-    emulated: Machine, dtype: torch.dtype, d: int
-) -> None:
-    torch.manual_seed(0)
-    emulated.settings(0)
-    checks.merged_hops_are_as_exact_as_one_launch(
-        unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu"
-    )
+    check(unit("forward", torch.empty(0, 1, d, dtype=dtype)), "cpu")
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)

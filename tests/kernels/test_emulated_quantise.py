@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from ringfa3.build.units import UNITS, Unit
 from ringfa3.kernels import quantise
 from tests.support import quantise_checks as checks
-from tests.support.emulation import Machine, machine
+from tests.support.emulation import Machine
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
 
@@ -20,12 +18,6 @@ UNITS = [
     for u in UNITS
     if u.direction == "quantise"
 ]
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[Machine]:
-    with machine() as m:
-        yield m
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])

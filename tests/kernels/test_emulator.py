@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.support.emulation import EmulationError, Machine, machine
+from tests.support.emulation import EmulationError, Machine
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(300)]
 
@@ -35,12 +34,6 @@ def kernel(body: str, parameters: int = 1) -> str:
     declared = ", ".join(f".param .u64 kernel_param_{n}" for n in range(parameters))
     loads = [f"ld.param.u64 %d{n}, [kernel_param_{n}];" for n in range(parameters)]
     return KERNEL.format(parameters=declared, body="\n".join((*loads, body)))
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[Machine]:
-    with machine() as m:
-        yield m
 
 
 def as_int(x: float) -> int:
@@ -87,6 +80,11 @@ COMPUTED = [  # values of %r1, %r2, %r3; instructions that set %r0; its expected
     ((F32(1.0), F32(-2.0), 0), "cvt.rn.bf16x2.f32 %r0, %r1, %r2;", 0x3F80C000),
     ((F32(1.0), F32(-2.0), 0), "cvt.rn.f16x2.f32 %r0, %r1, %r2;", 0x3C00C000),
     ((F32(1.00390625), 0, 0), "cvt.rn.bf16.f32 %h0, %r1; mov.b32 %r0, {%h0, %h0};", 0x3F803F80),
+    # 3 x 0.5 and -1 x 0.25; then a tie, which goes to even: (1 + 2^-10)^2, (1 + 2^-7)^2
+    ((0x4200BC00, 0x38003400, 0), "mul.rn.f16x2 %r0, %r1, %r2;", 0x3E00B400),
+    ((0x4040BF80, 0x3F003E80, 0), "mul.rn.bf16x2 %r0, %r1, %r2;", 0x3FC0BE80),
+    ((0x3C013C01, 0x3C013C01, 0), "mul.rn.f16x2 %r0, %r1, %r2;", 0x3C023C02),
+    ((0x3F813F81, 0x3F813F81, 0), "mul.rn.bf16x2 %r0, %r1, %r2;", 0x3F823F82),
     ((5, 0, 0), "popc.b32 %r0, %r1;", 2),
     ((1, 2, 0), "mov.b64 %d5, {%r1, %r2}; mov.b64 {%r3, %r0}, %d5;", 2),
 ]
@@ -289,6 +287,63 @@ def test_errors_of_a_cluster_are_reported(
             kernel(code), torch.zeros(2, dtype=torch.int32), ctas=ctas, shared=2048, cluster=2
         )
         emulated.finish()
+
+
+# A warpgroup adds the product of A = 1 and B (16, 8) = 0.5 to an accumulator of 1.
+PRODUCT = """
+  mov.u32 %r1, raw;
+  mov.u32 %r2, %tid.x;
+  shl.b32 %r3, %r2, 4;
+  add.s32 %r3, %r3, %r1;
+  mov.u32 %r4, 0x3F003F00;
+  setp.ge.u32 %p1, %r2, 16;
+  @!%p1 st.shared.v4.u32 [%r3], {{%r4, %r4, %r4, %r4}};
+  fence.proxy.async.shared::cta;
+  bar.sync 0;
+  mov.u32 %r5, 0x3F803F80;
+  mov.f32 %f1, 0f3F800000;
+  mov.f32 %f2, %f1;
+  mov.f32 %f3, %f1;
+  mov.f32 %f4, %f1;
+  setp.eq.u32 %p2, %r5, %r5;
+  shr.u32 %r6, %r1, 4;
+  cvt.u64.u32 %d1, %r6;
+  or.b64 %d1, %d1, 0x1000080000;
+  wgmma.fence.sync.aligned;
+  setp.lt.u32 %p3, %r2, {other};
+  @%p3 bra ISSUE;
+  {product}
+  bra ISSUED;
+ISSUE:
+  {product}
+ISSUED:
+  wgmma.commit_group.sync.aligned;
+  wgmma.wait_group.sync.aligned 0;
+  shl.b32 %r3, %r2, 2;
+  cvt.u64.u32 %d2, %r3;
+  add.s64 %d2, %d2, %d0;
+  st.global.f32 [%d2], %f1;
+"""
+WGMMA = (
+    "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1, %f2, %f3, %f4}, "
+    "{%r5, %r5, %r5, %r5}, %d1, %p2, 1, 1, 0;"
+)
+
+
+def test_warps_of_a_warpgroup_issue_the_same_wgmma(emulated: Machine) -> None:
+    for seed in range(4):
+        out = torch.zeros(128)
+        for other in (0, 128):  # the first thread that takes the other path
+            emulated.settings(seed)
+            code = kernel(PRODUCT.format(product=WGMMA, other=other))
+            emulated.launch(code, out.zero_(), threads=128, shared=2048)
+            emulated.finish()
+            assert out.tolist() == [9.0] * 128
+        for other in (32, 64, 96):
+            code = kernel(PRODUCT.format(product=WGMMA, other=other))
+            with pytest.raises(EmulationError, match="issue different wgmmas"):  # noqa: PT012
+                emulated.launch(code, out, threads=128, shared=2048)
+                emulated.finish()
 
 
 WRONG = [  # a kernel, a part of its error

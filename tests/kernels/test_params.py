@@ -12,12 +12,14 @@ import pytest
 
 from ringfa3.build.compile import source_folder
 from ringfa3.build.units import UNITS
-from ringfa3.kernels import backward, forward, launch, quantise
+from ringfa3.kernels import backward, forward, launch, quantise, quantised
 from ringfa3.planning import tiling, work_split
 
 MIRRORS = (
     launch.Tensor3,
     forward.ForwardArgs,
+    quantised.OperandScales,
+    quantised.QuantisedForwardArgs,
     backward.RowGrid,
     backward.PreprocessArgs,
     backward.BackwardArgs,

@@ -57,7 +57,7 @@ def test_rounding_of_p_is_the_only_error(
             of_hop = (x[here] for x in (hops.keys.row, hops.keys.length))
             rest = (x[here] for x in (hops.keys.sequence, hops.keys.position))
             kv = quantise_kv(k[at], v[at], Segments(*of_hop, *rest), centres, formats)
-            attend(queries, kv, formats.v, tiling, D**-0.5, out, running, lse)
+            attend(queries, kv, tiling, D**-0.5, out, running, lse, p_format=formats.v)
             keys.append(kv.k.double() * kv.k_scale.double().unsqueeze(-1))
             values.append(kv.v.double() * centres.v_scale.double())
             tokens.append(torch.from_numpy(at))

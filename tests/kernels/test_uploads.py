@@ -45,8 +45,8 @@ def on(stream: int, captured: bool = False, handle: int = 7) -> CurrentStream:
     return CurrentStream(CPU, handle, captured, 0 if captured else stream)
 
 
-def read(tiling: Tiling, stream: CurrentStream) -> forward._Tables:
-    return forward._tables.get(tiling, stream, (), lambda: forward._Tables.of(tiling, CPU))
+def read(tiling: Tiling, stream: CurrentStream) -> forward.Tables:
+    return forward._tables.get(tiling, stream, (), lambda: forward.Tables.of(tiling, CPU))
 
 
 def tiling() -> Tiling:
@@ -146,4 +146,4 @@ def test_a_tile_with_spans_and_no_key_to_visit_is_refused() -> None:
     row0, rows = (int(some.tiles[name][0]) for name in ("row0", "rows"))
     message = rf"tile 0, rows \[{row0}, {row0 + rows}\), has spans and no key to visit"
     with pytest.raises(ValueError, match=message):
-        forward._Tables.of(Tiling(some.size, some.tiles, spans, some.earlier), CPU)
+        forward.Tables.of(Tiling(some.size, some.tiles, spans, some.earlier), CPU)

@@ -70,14 +70,13 @@ int turn(int m, int n, Span const* spans, int32_t const* earlier, int span, int 
 
 // (span, first column, end, low, high, unmasked, own rows) of the blocks of a forward tile, as
 // `apply_mask` and the consumer see them; returns how many there are.
-int key_blocks(int n, Tile const* tile, Span const* spans, int32_t* out) {
-  return with_size(n, [&](auto size) {
-    WorkItem work{};
-    work.tile = *tile;
-    for (int i = 0; i < min(tile->num_spans, kDecodedSpans); ++i) {
-      work.spans[i] = SpanColumns(*tile, spans[tile->first_span + i]);
-    }
-    BlockIterator<size()> block(work, spans);
+int key_blocks(int n, int on_grid, Tile const* tile, Span const* spans, int32_t* out) {
+  WorkItem work{};
+  work.tile = *tile;
+  for (int i = 0; i < min(tile->num_spans, kDecodedSpans); ++i) {
+    work.spans[i] = SpanColumns(*tile, spans[tile->first_span + i]);
+  }
+  auto list = [&](auto block) {
     int count = 0, unmasked = 0;
     while (block.next()) {
       SpanColumns const c = block.columns();
@@ -95,6 +94,10 @@ int key_blocks(int n, Tile const* tile, Span const* spans, int32_t* out) {
       block.complete();
     }
     return count;
+  };
+  return with_size(n, [&](auto size) {
+    return on_grid ? list(BlockIterator<size(), true>(work, spans))
+                   : list(BlockIterator<size()>(work, spans));
   });
 }
 

@@ -112,12 +112,13 @@ def test_turns_are_those_of_the_tiling(device: ctypes.CDLL, case: Case, m: int, 
                     assert found == tiling.turn(span, key_tile, block, m)
 
 
-@given(case=cases, m=tiles, n=tiles)
+@given(case=cases, m=tiles, n=tiles, on_grid=st.booleans())
 def test_a_forward_tile_sees_each_pair_once(
-    device: ctypes.CDLL, case: Case, m: int, n: int
+    device: ctypes.CDLL, case: Case, m: int, n: int, on_grid: bool
 ) -> None:
     """Reference: the mask, exactly, from the blocks' columns and `apply_mask`'s bounds per row. A
-    block without a mask hides nothing; the rows of V that it owns end with the span.
+    block without a mask hides nothing; the rows of V that it owns end with the span. On the grid a
+    block begins at a multiple of n.
     """
     for plan in case.plans():
         for tiling in plan.hops.forward(m):
@@ -128,8 +129,11 @@ def test_a_forward_tile_sees_each_pair_once(
                 for number, rows, columns, pairs in rectangles(tiling, tile[0], "forward"):
                     allowed[number] = pairs
                     seen[number] = np.zeros((len(rows), len(columns)), int)
-                blocks = records(device.key_blocks, 7, n, address(tile), address(tiling.spans))
+                blocks = records(
+                    device.key_blocks, 7, n, on_grid, address(tile), address(tiling.spans)
+                )
                 for span, start, end, low, high, unmasked, own_rows in blocks:
+                    assert not on_grid or start % n == 0
                     assert own_rows == min(n, seen[span].shape[1] - start)
                     for r in range(int(tile["rows"][0])):
                         first, last = max(start, low + r), min(end, start + n, high + r + 1)

@@ -135,7 +135,7 @@ def unknown_transport(call: Call, group: Group) -> Call:
     return (*call[:4], {"transport": "pigeon"})
 
 
-def precision_without_ring(call: Call, group: Group) -> Call:
+def precision_of_other_head_dims(call: Call, group: Group) -> Call:
     return (*call[:4], {"precision": "fp8"})
 
 
@@ -164,7 +164,7 @@ WRONG: list[tuple[Callable[[Call, Group], Call], str, bool]] = [
     (other_transport, "transport='nccl'", False),
     (device_transport, "transport='symmetric' cannot move cpu tensors: use 'gloo'", False),
     (unknown_transport, "transport='pigeon'", False),
-    (precision_without_ring, "precision='fp8'", False),
+    (precision_of_other_head_dims, "precision='fp8'", False),
 ]
 IDS = [w[0].__name__ for w in WRONG]
 

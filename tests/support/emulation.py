@@ -29,11 +29,24 @@ from ringfa3.build.compile import FLAGS, default_jobs, library_stem, source_fold
 from ringfa3.build.cutlass import include_folder
 from ringfa3.build.toolchain import find_compiler, find_host_compiler
 from ringfa3.build.units import UNITS, Unit
-from ringfa3.kernels import backward, dispatch, forward, launch, quantise, streams, uploads
+from ringfa3.kernels import (
+    backward,
+    dispatch,
+    forward,
+    launch,
+    quantise,
+    quantised,
+    streams,
+    uploads,
+)
+from ringfa3.kernels.quantise import TiledKV
+from ringfa3.quantisation.operands import QuantisedQ
 
 SOURCES = Path(__file__).parents[1] / "emulator"
 OPTIONS = ("-std=c++20", "-O2", "-fwrapv", "-fPIC", "-Wall", "-Wextra", "-Werror")
 PROCESSORS = 3  # SMs of the emulated GPU
+
+EAGERNESS = (0.0, 0.02, 0.3, 1.0)  # chances of an asynchronous operation, for `Machine.settings`
 
 
 class EmulationError(RuntimeError):
@@ -118,6 +131,17 @@ class _AllowNewTensors(TorchDispatchMode):
         return made
 
 
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a value, a tuple or a dataclass."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, tuple):
+        for member in x:
+            yield from _tensors(member)
+    elif isinstance(x, (QuantisedQ, TiledKV)):
+        yield from _tensors(tuple(vars(x).values()))
+
+
 class Machine:
     """Runs units on the CPU. `machine` makes it."""
 
@@ -183,15 +207,13 @@ class Machine:
             raise EmulationError(error.decode())
 
     def allowing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, whose kernels may access its arguments, members of tuples among them, and the
-        tensors that it makes."""
+        """`call`, whose kernels may access its arguments, members of tuples and of dataclasses
+        among them, and the tensors that it makes."""
 
         @wraps(call)
         def allowed(*args: Any, **kwargs: Any) -> Any:
-            for x in (*args, *kwargs.values()):
-                for member in x if isinstance(x, tuple) else (x,):
-                    if isinstance(member, torch.Tensor):
-                        self.allow(member)
+            for x in _tensors((*args, *kwargs.values())):
+                self.allow(x)
             with _AllowNewTensors(self.allow):
                 return call(*args, **kwargs)
 
@@ -213,15 +235,15 @@ class Machine:
         """
         self.runtime.emulator_reset(seed, async_chance, deadlock_s, resident_ctas)
         uploaded = (forward._tables, backward._tables, backward._grids, quantise._tables)
-        for table in (*uploaded, forward._counters):
+        for table in (*uploaded, quantised._first_tiles, forward._counters):
             table.clear()
         self._kept.clear()
 
 
-def unit(direction: str, q: torch.Tensor) -> Unit:
+def unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit:
     """The unit for tensors like q (t, h, d)."""
-    wanted = (direction, str(q.dtype).removeprefix("torch."), q.shape[-1])
-    return next(u for u in UNITS if (u.direction, u.dtype, u.head_dim) == wanted)
+    wanted = (direction, str(q.dtype).removeprefix("torch."), q.shape[-1], precision)
+    return next(u for u in UNITS if (u.direction, u.dtype, u.head_dim, u.precision) == wanted)
 
 
 @contextmanager
@@ -230,7 +252,8 @@ def machine() -> Iterator[Machine]:
     emulated = Machine()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_entry", cache(lambda u, n: emulated.entry(u, f"ringfa3_{n}")))
-        patch.setattr(forward, "attend", emulated.allowing(forward.attend))
+        for room in (forward, quantised):
+            patch.setattr(room, "attend", emulated.allowing(room.attend))
         for name in ("channel_statistics", "quantise_q", "quantise_kv"):
             patch.setattr(quantise, name, emulated.allowing(getattr(quantise, name)))
         for name in ("__init__", "hop", "dq"):

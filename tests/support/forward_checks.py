@@ -240,6 +240,13 @@ def merged_hops_are_as_exact_as_one_launch(unit: Unit, device: str = "cuda") -> 
         assert errors[1] <= 1.1 * max(errors[0], rounding), f"{what}: {errors}, {rounding:.2e}"
 
 
+OF_HOPS = (
+    hops_with_offset_scores_hold_the_gate,
+    few_keys_after_many_are_counted,
+    merged_hops_are_as_exact_as_one_launch,
+)
+
+
 def large_values_hold_the_gate(dtype: torch.dtype, d: int, device: str = "cuda") -> None:
     """The gate for values near the largest of the dtype, and for tiny ones, with rising scores.
 

@@ -1,0 +1,54 @@
+"""The forward kernels with 8-bit operands on a Hopper GPU, against the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ringfa3 import flash_attn_varlen_func
+from ringfa3.build.units import UNITS, Unit
+from tests.support import quantised_checks as checks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+UNITS = [pytest.param(u, id=u.name) for u in UNITS if u.precision != "native"]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_random_sequences_are_those_of_the_executor(unit: Unit) -> None:
+    for case in range(40):
+        checks.random_sequences(unit, "cuda", case)
+
+
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("unit", UNITS)
+def test_hard_cases_are_those_of_the_executor(
+    unit: Unit, check: Callable[[Unit, str], None]
+) -> None:
+    check(unit, "cuda")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_function_is_as_exact_as_on_the_cpu(unit: Unit) -> None:
+    """Packed documents: rms difference from the executor on the CPU, which quantises by itself, at
+    most that of `GPU_TOLERANCE`; LSE to .01 nats."""
+    torch.manual_seed(0)
+    cu, dtype = [0, 300, 301, 1000, 1900], getattr(torch, unit.dtype)
+    q, k, v = (torch.randn(cu[-1], h, unit.head_dim).to(dtype) for h in (4, 2, 2))
+    for causal in (False, True):
+        (out, lse), (ref, ref_lse) = (
+            flash_attn_varlen_func(
+                *(x.to(device) for x in (q, k, v)),
+                cu,
+                cu,
+                causal=causal,
+                return_lse=True,
+                precision=unit.precision,
+            )
+            for device in ("cuda", "cpu")
+        )
+        error = checks.rms(out.cpu().float() - ref.float())
+        assert error <= checks.GPU_TOLERANCE[unit.precision][0] * checks.rms(ref.float())
+        assert (lse.cpu() - ref_lse).abs().max() <= 0.01

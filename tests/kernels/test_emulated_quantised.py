@@ -1,0 +1,41 @@
+"""The forward kernels with 8-bit operands, emulated on the CPU, against the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ringfa3.build.units import UNITS, Unit
+from tests.support import quantised_checks as checks
+from tests.support.emulation import EAGERNESS, Machine
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
+
+# CI has head dim 128 in bfloat16; `-m soak` runs the others.
+UNITS = [
+    pytest.param(
+        u,
+        marks=[] if (u.head_dim, u.dtype) == (128, "bfloat16") else pytest.mark.soak,
+        id=u.name,
+    )
+    for u in UNITS
+    if u.precision != "native"
+]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_random_sequences_are_those_of_the_executor(emulated: Machine, unit: Unit) -> None:
+    """`TOLERANCE`; 16 cases, orders drawn at random."""
+    for case in range(16):
+        emulated.settings(case, EAGERNESS[case % 4])
+        checks.random_sequences(unit, "cpu", case)
+
+
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("unit", UNITS)
+def test_hard_cases_are_those_of_the_executor(
+    emulated: Machine, unit: Unit, check: Callable[[Unit, str], None]
+) -> None:
+    emulated.settings(0)
+    check(unit, "cpu")

@@ -1,0 +1,177 @@
+"""The ring in 8 bits, on 1 to 4 ranks: against float64 attention, and against one device."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringfa3 import ContextPlan, flash_attn_varlen_func, plan_context, ring_attn_func
+from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+from ringfa3.quantisation.formats import FORMATS
+from ringfa3.quantisation.operands import quantise_kv, quantise_q
+from ringfa3.ring.p2p import GlooTransport
+from tests.support.dense import attention, band, cumulative, gradients, mask
+from tests.support.ranks import Ranks
+
+Group = dist.ProcessGroup
+D = 64
+HALF_STEP = {"fp8": 2.0**-4, "int8": 2.0**-8}  # of P in E4M3 and in bfloat16
+LEAST_P = 2.0**-13  # half a step of the smallest E4M3 P over the largest P of a row, 8
+
+
+def inputs(seed: int, tokens: int, heads: tuple[int, int]) -> list[torch.Tensor]:
+    """q, k, v; K with means of 2, V with means of 3."""
+    torch.manual_seed(seed)
+    h, hk = heads
+    q, k, v = (torch.randn(tokens, n, D) for n in (h, hk, hk))
+    return [x.bfloat16() for x in (q, k + 2, v + 3)]
+
+
+def rounded_inputs(
+    plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str
+) -> list[torch.Tensor]:
+    """Float64: this rank's q and its products with K's mean, all k, centred v, and V's mean.
+
+    K and V are rounded as every rank rounds its own.
+    """
+    formats = FORMATS[precision]
+    tokens = [plan._index_of(rank) for rank in range(plan.world)]
+    parts = [ChannelStatistics.of(k[at], v[at]) for at in tokens]
+    centres = KVCentres.of(ChannelStatistics.combine(parts), formats)
+    queries = quantise_q(plan.shard(q), centres, formats)
+    keys, values = (torch.zeros(x.shape, dtype=torch.float64) for x in (k, v))
+    for at, segments in zip(tokens, plan.shards, strict=True):
+        kv = quantise_kv(k[at], v[at], segments, centres, formats)
+        keys[at] = kv.k.double() * kv.k_scale.double().unsqueeze(-1)
+        values[at] = kv.v.double() * centres.v_scale.double()
+    rows = queries.values.double() * queries.scale.double().unsqueeze(-1)
+    return [rows, queries.k_offset.double(), keys, values, centres.v_mean.double()]
+
+
+def _rounding_of_p(group: Group, seed: int, precision: str) -> int:
+    """Checks random cases; the number of rows that were compared."""
+    rng = random.Random(seed)
+    compared = 0
+    for i in range(6):
+        lengths = [rng.choice([0, 1, 130, rng.randint(0, 500)]) for _ in range(rng.randint(1, 4))]
+        window = (rng.choice([-1, 0, 200]), rng.choice([-1, 0, 40]))
+        causal, layout = rng.random() < 0.6, rng.choice(["zigzag", "contiguous"])
+        h, hk = rng.choice([(4, 2), (3, 3), (2, 1)])
+        plan = plan_context(cumulative(lengths), group, layout, causal, window)
+        q, k, v = inputs(i, sum(lengths), (h, hk))
+        shards = (plan.shard(x) for x in (q, k, v))
+        out, lse = ring_attn_func(*shards, plan, return_lse=True, precision=precision)
+        rows, offset, keys, values, v_mean = rounded_inputs(plan, q, k, v, precision)
+        allowed = torch.from_numpy(mask(lengths, lengths, *band(causal, window)))
+        allowed = allowed[plan.token_index]
+        centred, expected_lse = attention(rows, keys, values, allowed)
+        expected_lse += (offset * D**-0.5).t()
+        what = f"{lengths}, {layout}, causal {causal}, window {window}, heads {h}:{hk}"
+        torch.testing.assert_close(
+            lse.double(), expected_lse, atol=2e-4, rtol=1e-5, msg=lambda m, w=what: f"{w}: {m}"
+        )
+        mean = v_mean.repeat_interleave(h // hk, 0)
+        expected = torch.where(allowed.any(1)[:, None, None], centred + mean, 0)
+        size, _ = attention(rows, keys, values.abs(), allowed)
+        limit = HALF_STEP[precision] * size + 2.0**-8 * expected.abs() + 1e-4
+        if precision == "fp8":
+            all_v = values.abs().repeat_interleave(h // hk, 1)
+            limit += LEAST_P * torch.einsum("tn,nhd->thd", allowed.double(), all_v)
+        assert ((out - expected).abs() <= limit).all(), what
+        compared += len(out)
+    return compared
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_rounding_of_p_is_the_only_error(ranks: Ranks, world: int, precision: str) -> None:
+    """Random documents, windows, layouts and heads; means are those of all ranks' K/V.
+
+    Reference: float64 attention of the operands that the ranks round. out: to half a step of P, of
+    the smallest P and of bfloat16; LSE to 2e-4.
+    """
+    assert sum(ranks.run(world, _rounding_of_p, 10 * world, precision)) > 500
+
+
+def _squares(group: Group, precision: str) -> list[tuple[float, float]]:
+    """(squared error of the ring, of one device) against float64: out, lse, dq, dk, dv."""
+    lengths = [700, 1, 323]
+    q, k, v = inputs(3, 1024, (4, 2))
+    dout = torch.randn(q.shape).bfloat16()
+    plan = plan_context(cumulative(lengths), group)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    cu = torch.tensor(cumulative(lengths))
+    one, mine = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+    local = [plan.shard(x.detach()).requires_grad_() for x in mine]
+    outputs = [
+        attention(*exact, mask(lengths, lengths, -1, 0)),
+        flash_attn_varlen_func(*one, cu, cu, causal=True, return_lse=True, precision=precision),
+        ring_attn_func(*local, plan, return_lse=True, precision=precision),
+    ]
+    results = []
+    for leaves, (out, lse), do in zip(
+        (exact, one, local), outputs, (dout.double(), dout, plan.shard(dout)), strict=True
+    ):
+        grads = gradients(leaves, (out, lse), do, torch.zeros_like(lse))
+        results.append([out.detach(), lse.detach(), *grads])
+    expected, alone, ring = results
+    shards = [
+        [plan.shard(x, 1 if i == 1 else 0).double() for i, x in enumerate(whole)]
+        for whole in (expected, alone)
+    ]
+    return [
+        ((r.double() - e).square().sum().item(), (a - e).square().sum().item())
+        for e, a, r in zip(*shards, ring, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_the_error_does_not_grow_with_ranks(ranks: Ranks, precision: str) -> None:
+    """Rms errors against float64 attention, over one device's: of out and LSE <= 1.02, of
+    gradients <= 1.1."""
+    for world in (2, 4):
+        results = ranks.run(world, _squares, precision)
+        for i, name in enumerate(("out", "lse", "dq", "dk", "dv")):
+            ring, alone = (sum(r[i][which] for r in results) for which in range(2))
+            limit = 1.02 if name in ("out", "lse") else 1.1
+            assert 0 < ring <= limit**2 * alone, (world, name, ring, alone)
+
+
+def _bytes_of_keys(group: Group, precision: str) -> list[int]:
+    """Sizes of the K/V messages that this rank sends."""
+    q, k, v = inputs(0, 1024, (4, 2))
+    plan = plan_context([0, 1024], group, causal=False)
+    sent: list[int] = []
+    exchange = GlooTransport.exchange
+
+    def note(self, sends, receives):  # type: ignore[no-untyped-def]
+        sent.extend(m.tensor.nbytes for m in sends if "K/V" in m.what and "hop" in m.what)
+        return exchange(self, sends, receives)
+
+    with mock.patch.object(GlooTransport, "exchange", note):
+        ring_attn_func(*(plan.shard(x) for x in (q, k, v)), plan, precision=precision)
+    return sent
+
+
+@pytest.mark.parametrize(("precision", "v_bytes"), [("fp8", 1), ("int8", 2)])
+def test_keys_travel_in_8_bits(ranks: Ranks, precision: str, v_bytes: int) -> None:
+    """512 keys of a rank: numbers of K and V, and 4 scales of float32 a head."""
+    sizes = ranks.run(2, _bytes_of_keys, precision)[:2]
+    assert sizes == [[512 * 2 * D * (1 + v_bytes) + 4 * 2 * 4]] * 2
+
+
+def _other_precision(group: Group) -> str:
+    q, k, v = inputs(0, 256, (4, 2))
+    plan = plan_context([0, 256], group)
+    precision = "fp8" if dist.get_rank(group) else "int8"
+    with pytest.raises(ValueError, match="precision differs") as caught:
+        ring_attn_func(*(plan.shard(x) for x in (q, k, v)), plan, precision=precision)
+    return str(caught.value)
+
+
+def test_ranks_agree_on_the_precision(ranks: Ranks) -> None:
+    assert all("fp8" in message for message in ranks.run(2, _other_precision)[:2])
