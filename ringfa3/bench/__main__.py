@@ -124,9 +124,12 @@ def rehearsal(given: argparse.Namespace) -> int:
 
 
 def fp8(given: argparse.Namespace) -> int:
+    from ringfa3.bench.fp8 import bandwidth
     from ringfa3.bench.fp8.designs import DESIGNS
     from ringfa3.bench.fp8.run import Options, run
 
+    if given.bandwidth:
+        return bandwidth.run(given.head_dim, given.dtype, given.quiet)
     return run(
         Options(
             lengths=given.lengths,
@@ -260,6 +263,10 @@ def parser() -> argparse.ArgumentParser:
         "--lengths", nargs="+", type=int, default=[4096], metavar="TOKENS", help="default 4096"
     )
     p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=[128])
+    p.add_argument(
+        "--bandwidth", action="store_true",
+        help="measure no error but the quantisation kernels' bytes per second, on a GPU",
+    )  # fmt: skip
     p.add_argument("--mask", choices=("full", "causal", "both"), default="both")
     p.add_argument("--heads", type=int, default=16, help="default 16")
     p.add_argument("--seeds", type=int, default=5, help="pooled; default 5")

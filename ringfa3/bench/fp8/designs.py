@@ -65,7 +65,7 @@ def attention(
     out = q.new_empty(q.shape, dtype=torch.float32)
     lse = out.new_empty(h, t)
     v_format = FORMATS[design.precision].v
-    attend(*operands, v_format, tiling, d**-0.5, out, out[:0], lse)
+    attend(*operands, tiling, d**-0.5, out, out[:0], lse, p_format=v_format)
     return out, lse
 
 

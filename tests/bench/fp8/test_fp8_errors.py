@@ -82,6 +82,12 @@ def test_the_summary_is_a_geometric_mean() -> None:
     assert summary(rows, ["per tensor", "fp8"]).endswith("fp8 4.00")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
+def test_bandwidth_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fp8", "--bandwidth"]) == 2
+    assert "no CUDA GPU is visible" in capsys.readouterr().err
+
+
 def test_too_few_tokens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fp8", "--lengths", "0", "--device", "cpu"]) == 2
     assert "--lengths" in capsys.readouterr().err
