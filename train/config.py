@@ -47,6 +47,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     zero_init: bool = True
     norm_eps: float = 1e-5
+    attention_precision: str = "native"
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def resolved_head_dim(self) -> int:
@@ -105,8 +106,10 @@ class ParallelConfig:
 @dataclass
 class TrainConfig:
     steps: int = 300
+    batch: int | None = None
     accumulation: int = 1
     precision: str = "auto"
+    residual: str = "float32"
     seed: int = 0
     deterministic: bool = False
     attention: str = "ringfa3"
@@ -116,6 +119,10 @@ class TrainConfig:
     eval_bytes: int | None = 100_000
     final_eval_bytes: int | None = None
     max_wall_time: float | None = None
+
+    def accumulation_over(self, dp: int) -> int:
+        """Samples of a data-parallel rank in a step, where there are ``dp`` of them."""
+        return self.accumulation if self.batch is None else self.batch // dp
 
 
 @dataclass

@@ -25,8 +25,8 @@ class TrainState:
     """Weights, optimiser, guard and position.
 
     ``step`` counts finished optimiser steps, ``samples`` the samples that all ranks together have
-    used: the next step begins with sample number ``samples``, for any number of ranks. ``seconds``
-    is the training time so far.
+    used: the next step begins with sample number ``samples``, for any number of ranks. ``batch``
+    are the samples of a step, None before they are known. ``seconds`` is the training time so far.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class TrainState:
         self.guard = Guard(config.guard)
         self.step = 0
         self.samples = 0
+        self.batch: int | None = None
         self.seconds = 0.0
         # Creates the optimiser's tensors by a step with zero learning rate, then resets its count.
         self._optimizer_tensors()
@@ -51,6 +52,7 @@ class TrainState:
         """The rest of the state, as JSON values."""
         return {
             "samples": self.samples,
+            "batch": self.batch,
             "seconds": self.seconds,
             "guard": self.guard.state(),
             "corpus": self.corpus,
@@ -74,13 +76,14 @@ class TrainState:
             )
         load_tensors(path, self.tensors())
         self.step, self.samples, self.seconds = facts["step"], facts["samples"], facts["seconds"]
+        self.batch = facts.get("batch")
         self.guard.restore(facts["guard"])
 
     def roll_back(self, path: Path) -> None:
         """Load an earlier checkpoint but keep the position in the data."""
-        samples, seconds = self.samples, self.seconds
+        samples, batch, seconds = self.samples, self.batch, self.seconds
         self.load(path)
-        self.samples, self.seconds = samples, seconds
+        self.samples, self.batch, self.seconds = samples, batch, seconds
         self.guard.in_a_row = 0
 
     def load_weights(self, path: Path) -> None:

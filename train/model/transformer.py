@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
-from train.config import Config, ModelConfig, RopeConfig
+from train.config import Config, ConfigError, ModelConfig, RopeConfig
 from train.data.batches import Batch
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
@@ -89,7 +89,13 @@ class Attention(nn.Module):
         self.attend = (
             SdpaAttention()
             if attention == "sdpa"
-            else RingFA3Attention(model.n_heads, model.n_kv_heads, head_dim, **ring)
+            else RingFA3Attention(
+                model.n_heads,
+                model.n_kv_heads,
+                head_dim,
+                precision=model.attention_precision,
+                **ring,
+            )
         )
 
     def forward(
@@ -135,14 +141,16 @@ class Block(nn.Module):
     def forward(
         self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
     ) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, plan, cache)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+        y_TD = self.attention(self.attention_norm(x_TD), rotation, plan, cache)
+        x_TD = x_TD + y_TD.to(x_TD.dtype)
+        return x_TD + self.mlp(self.mlp_norm(x_TD)).to(x_TD.dtype)
 
 
 class Transformer(nn.Module):
     """Token ids -> normalised hidden states; the matrix ``head`` (V, D) maps them to logits.
 
-    ``recompute`` and ``attention`` are the keys of ``train``. ``ring`` are keyword arguments of
+    ``recompute`` and ``attention`` are the keys of ``train``; ``residual`` is the dtype of the
+    residual stream. ``ring`` are keyword arguments of
     every ``RingFA3Attention``: group, layout, transport, deterministic.
     """
 
@@ -153,10 +161,12 @@ class Transformer(nn.Module):
         seed: int,
         recompute: str = "none",
         attention: str = "ringfa3",
+        residual: torch.dtype = torch.float32,
         **ring: Any,
     ) -> None:
         super().__init__()
         self.config = model
+        self.residual = residual
         self.recompute = recompute
         self.embedding = nn.Embedding(vocab_size, model.dim)
         self.blocks = nn.ModuleList(Block(model, attention, **ring) for _ in range(model.n_layers))
@@ -181,7 +191,7 @@ class Transformer(nn.Module):
         caches: Sequence[KVCache] | None = None,
     ) -> Tensor:
         """Normalised hidden states (T, D). ``caches``, one per block, hold the preceding tokens."""
-        x_TD = self.embedding(tokens_T)
+        x_TD = self.embedding(tokens_T).to(self.residual)
         turns = rotation(positions_T, self.frequencies)
         for number, block in enumerate(self.blocks):
             if caches is None:
@@ -268,19 +278,35 @@ def build_model(
     device: torch.device,
     cp_group: dist.ProcessGroup | None = None,
 ) -> LanguageModel:
-    """The model on ``device``, with the same weights on every rank; attention over ``cp_group``."""
+    """The model on ``device``, with the same weights on every rank; attention over ``cp_group``.
+
+    Raises ``ConfigError`` if the device cannot compute in ``model.attention_precision`` or with
+    ``train.residual``.
+    """
+    precision = config.model.attention_precision
+    if precision != "native" and device.type == "cuda" and config.parallel.cp > 1:
+        raise ConfigError(
+            f"model.attention_precision={precision} has no ring on GPUs in this version; "
+            "nearest valid: parallel.cp=1 (or model.attention_precision=native)"
+        )
+    dtype = compute_dtype(config.train.precision, device)
+    if dtype == torch.float32 and config.train.residual != "float32":
+        raise ConfigError(
+            f"train.residual={config.train.residual} is narrower than the float32 that matrix "
+            "products take; nearest valid: train.residual=float32 (or train.precision=bfloat16)"
+        )
     transformer = Transformer(
         config.model,
         vocab_size,
         config.train.seed,
         recompute=config.train.recompute,
         attention=config.train.attention,
+        residual=getattr(torch, config.train.residual),
         group=cp_group,
         layout=config.parallel.layout,
         transport=config.parallel.transport,
         deterministic=config.train.deterministic,
     )
-    dtype = compute_dtype(config.train.precision, device)
     return LanguageModel(transformer.to(device), dtype, config.train.loss_chunk)
 
 

@@ -15,18 +15,23 @@ from train.config import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    TrainConfig,
     get,
     nearest,
 )
 from train.run.run_folder import RunFolder
 
+# Names of ringfa3 stand here again: to import it would import torch.
+QUANTISED_HEAD_DIMS = (64, 128, 256)
 CHOICES = {
     "mode": ("train", "check", "generate", "eval"),
+    "model.attention_precision": ("native", "fp8", "int8"),
     "optim.schedule": ("cosine", "linear"),
     "parallel.layout": ("zigzag", "contiguous"),
     "parallel.transport": ("auto", "gloo", "nccl", "symmetric"),
     "parallel.device": ("auto", "cpu", "cuda"),
     "train.precision": ("auto", "float32", "bfloat16"),
+    "train.residual": ("float32", "bfloat16"),
     "train.attention": ("ringfa3", "sdpa"),
     "train.recompute": ("none", "full", "attention-saving"),
 }
@@ -49,6 +54,7 @@ MINIMUM = {
     "optim.final_lr_ratio": 0,
     "parallel.cp": 1,
     "train.steps": 1,
+    "train.batch": 1,
     "train.accumulation": 1,
     "train.seed": 0,
     "train.loss_chunk": 1,
@@ -113,6 +119,8 @@ def check(config: Config, world: int) -> None:
             f"nearest valid: parallel.cp={best} (or start a multiple of {cp} processes "
             f"with torchrun --nproc-per-node)"
         )
+    if config.mode != "eval" and config.train.batch is not None:
+        _check_batch(config.train, world // cp)
     if config.train.attention == "sdpa":
         _check_sdpa(config)
     # With several hosts, this may be a restart although the attempt count of this host is 0. Only
@@ -159,11 +167,33 @@ def _check_model(model: ModelConfig) -> None:
             f"model.head_dim={model.head_dim} must be even (RoPE turns pairs); "
             f"nearest valid: model.head_dim={model.head_dim + 1}"
         )
+    width = model.resolved_head_dim()
+    if model.attention_precision != "native" and width not in QUANTISED_HEAD_DIMS:
+        best = min(QUANTISED_HEAD_DIMS, key=lambda n: abs(n - width))
+        raise ConfigError(
+            f"model.attention_precision={model.attention_precision} has no head dim {width}; "
+            f"nearest valid: model.head_dim={best}"
+        )
     rope = model.rope
     if rope.low_freq_factor >= rope.high_freq_factor:
         raise ConfigError(
             f"model.rope.low_freq_factor={rope.low_freq_factor} must be below "
             f"model.rope.high_freq_factor={rope.high_freq_factor}"
+        )
+
+
+def _check_batch(train: TrainConfig, dp: int) -> None:
+    batch = train.batch
+    if train.accumulation > 1:
+        raise ConfigError(
+            f"train.batch={batch} and train.accumulation={train.accumulation} both set the samples "
+            "of a step; nearest valid: train.accumulation=1"
+        )
+    if batch % dp:
+        best = max(round(batch / dp), 1) * dp
+        raise ConfigError(
+            f"train.batch={batch} is no multiple of the {dp} data-parallel ranks; "
+            f"nearest valid: train.batch={best}"
         )
 
 
@@ -173,6 +203,12 @@ def _check_sdpa(config: Config) -> None:
         raise ConfigError(
             f"{key} attends within one process, and parallel.cp={config.parallel.cp} processes "
             f"share a sample; nearest valid: parallel.cp=1 (or train.attention=ringfa3)"
+        )
+    if config.model.attention_precision != "native":
+        raise ConfigError(
+            f"{key} computes in train.precision, and "
+            f"model.attention_precision={config.model.attention_precision}; nearest valid: "
+            "model.attention_precision=native (or train.attention=ringfa3)"
         )
     if config.mode != "eval" and config.train.recompute == "attention-saving":
         raise ConfigError(

@@ -100,6 +100,10 @@ def memory_advice(config: Config) -> str:
     ways = []
     if config.train.loss_chunk > 1024:
         ways.append(f"train.loss_chunk=1024 (now {config.train.loss_chunk})")
+    on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
+    narrow = {"auto": on_gpu, "bfloat16": True, "float32": False}[config.train.precision]
+    if config.train.residual == "float32" and narrow:
+        ways.append("train.residual=bfloat16")
     ring = config.train.attention == "ringfa3"
     if config.train.recompute == "none" and ring:
         ways.append("train.recompute=attention-saving")

@@ -60,3 +60,11 @@ def restore(
         return f"starts at step 0 with the weights of {path}"
     state.load(path)
     return f"goes on after step {state.step}, from {path}"
+
+
+def set_batch(state: TrainState, batch: int) -> str:
+    """Give the steps from here on ``batch`` samples; returns what to say if they had others."""
+    before, state.batch = state.batch, batch
+    if before in (None, batch):
+        return ""
+    return f"; {batch} samples a step from here on, {before} before (train.batch={before} keeps it)"

@@ -27,7 +27,7 @@ from train.engine.parallel import (
     sum_over_ranks,
 )
 from train.engine.train_state import TrainState
-from train.log.metrics import Recorder, StepProgress, peak_memory
+from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
 from train.log.profiler import profiled
 from train.log.wandb_run import WandbRun
 from train.model.optim import learning_rate, make_optimizer, set_learning_rate
@@ -37,7 +37,7 @@ from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
 from train.tasks.evaluate import Evaluation, evaluate
-from train.tasks.resume import prepare_folder, restore
+from train.tasks.resume import prepare_folder, restore, set_batch
 from train.tasks.summary import summarise, write_summary
 
 SELF_ONLY = (0, 0)  # attention window (left, right) in which each token sees only itself
@@ -62,6 +62,7 @@ class Trainer:
         digest = hashlib.sha256(config_json.encode()).hexdigest()[:12]
         require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
+        self.accumulation = train.accumulation_over(parallel.dp)
         self.samples = training_samples(corpus.train, data.seq_len, data.piece_len, train.seed)
         self.model = build_model(
             config, corpus.tokenizer.get_vocab_size(), parallel.device, parallel.cp_group
@@ -86,6 +87,7 @@ class Trainer:
         if self.parallel.rank == 0:
             self.checkpoints.remove_litter()
         source = restore(self.config, self.state, self.checkpoints, self.say)
+        source += set_batch(self.state, self.accumulation * self.parallel.dp)
         if self.parallel.rank == 0:
             write_atomically(self.folder.config, config_json + "\n")
             self.corpus.tokenizer.save(str(self.folder.tokenizer))
@@ -146,7 +148,7 @@ class Trainer:
     def _train_on(self, progress: StepProgress, step_done: Callable[[], None]) -> None:
         """Run steps until the last one, or until a roll-back."""
         train, state = self.config.train, self.state
-        first, offset, stride = state.step, state.samples, train.accumulation * self.parallel.dp
+        first, offset, stride = state.step, state.samples, self.accumulation * self.parallel.dp
         make = lambda step: self._batches(offset + (step - first) * stride)  # noqa: E731
         previous = time.perf_counter()
         for batches in prefetch(make, first, train.steps):
@@ -210,6 +212,7 @@ class Trainer:
                 "lr": lr,
                 "tokens_per_s": self.config.data.seq_len * len(batches) * parallel.dp / seconds,
                 "memory": peak_memory(parallel.device),
+                "device_memory": memory_in_use(parallel.device),
                 "skipped": state.guard.skipped,
             }
             if self.recorder is not None:
@@ -309,8 +312,8 @@ class Trainer:
 
     def _batches(self, sample: int) -> list[Batch]:
         """This rank's micro-batches of the step whose first sample is number ``sample``."""
-        accumulation, parallel = self.config.train.accumulation, self.parallel
-        indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(accumulation)]
+        parallel = self.parallel
+        indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(self.accumulation)]
         layout = self.config.parallel.layout
         return [make_batch(self.samples[index], parallel.cp_group, layout) for index in indices]
 

@@ -62,3 +62,30 @@ def test_logits_exist_for_one_chunk_at_a_time():
         losses.sum().backward()
     assert largest == chunk * vocabulary
     assert kept < chunk * vocabulary
+
+
+def test_the_gradient_of_the_head_does_not_degrade_with_chunks():
+    """bfloat16, relative error against float32: at 64, 256 and 1,024 chunks <= 1.2 of one chunk's.
+
+    Gradients of all chunks have the same sign, so that a sum in bfloat16 would stall.
+    """
+    torch.manual_seed(0)
+    tokens, width, vocabulary = 4096, 32, 40
+    hidden = torch.randn(tokens, width) + 1
+    weight = torch.randn(vocabulary, width) / width**0.5
+    labels = torch.randint(0, vocabulary, (tokens,))
+
+    def gradient(chunk: int, dtype: torch.dtype) -> torch.Tensor:
+        leaf = weight.clone().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            token_losses(hidden, leaf, labels, chunk).mean().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == torch.float32
+        return leaf.grad
+
+    expected = gradient(tokens, torch.float32)
+    errors = [
+        ((gradient(tokens // n, torch.bfloat16) - expected).norm() / expected.norm()).item()
+        for n in (1, 64, 256, 1024)
+    ]
+    assert max(errors[1:]) <= 1.2 * errors[0], errors

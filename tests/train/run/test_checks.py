@@ -8,8 +8,15 @@ import sys
 
 import pytest
 
-from ringfa3.validation import LAYOUTS, TRANSPORTS, TRANSPORTS_OF
+from ringfa3.validation import (
+    LAYOUTS,
+    PRECISIONS,
+    QUANTISED_HEAD_DIMS,
+    TRANSPORTS,
+    TRANSPORTS_OF,
+)
 from train.config import ConfigError, SourceConfig, get
+from train.run import checks
 from train.run.checks import CHOICES, check
 
 
@@ -46,6 +53,20 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             {"train.attention": "sdpa", "train.recompute": "attention-saving"},
             "nearest valid: train.recompute=full",
         ),
+        ({"model.attention_precision": "fp4"}, "nearest valid: model.attention_precision=fp8"),
+        ({"model.attention_precision": "fp8"}, "no head dim 32; nearest valid: model.head_dim=64"),
+        (
+            {
+                "model.attention_precision": "int8",
+                "model.head_dim": 64,
+                "train.attention": "sdpa",
+            },
+            "nearest valid: model.attention_precision=native",
+        ),
+        (
+            {"train.batch": 4, "train.accumulation": 2},
+            "both set the samples of a step; nearest valid: train.accumulation=1",
+        ),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
         ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0"),
         ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
@@ -80,6 +101,14 @@ def test_invalid_values_are_rejected(config, changes, message):
         setattr(get(config, section) if section else config, name, value)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, world=1)
+
+
+def test_the_batch_must_fit_the_data_parallel_size(config):
+    config.train.batch, config.parallel.cp = 6, 2
+    check(config, world=6)
+    assert config.train.accumulation_over(3) == 2
+    with pytest.raises(ConfigError, match=r"train\.batch=6 .* 4 .*; nearest valid: train\.batch=8"):
+        check(config, world=8)
 
 
 def test_context_group_must_divide_the_world(config):
@@ -119,4 +148,6 @@ def test_layouts_and_transports_are_those_of_ringfa3():
     """The checks list them again, for they run without importing PyTorch."""
     assert set(CHOICES["parallel.layout"]) == set(LAYOUTS)
     assert set(CHOICES["parallel.transport"]) == set(TRANSPORTS)
+    assert set(CHOICES["model.attention_precision"]) == set(PRECISIONS)
+    assert checks.QUANTISED_HEAD_DIMS == QUANTISED_HEAD_DIMS
     assert set(TRANSPORTS) == {"auto"}.union(*TRANSPORTS_OF.values())

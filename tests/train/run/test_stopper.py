@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -75,3 +76,16 @@ def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
 )
 def test_ends(signum, how, code, lines):
     assert ended(signum, *how) == (code, lines)
+
+
+def test_no_thread_is_older_than_the_stopper():
+    """An older thread does not block the signals. One that it gets ends the run without saving."""
+    count = (
+        "import os, runpy; runpy.run_path('train/pretrain.py')\n"
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # 1 would hide the threads of a library
+    env = {key: value for key, value in os.environ.items() if key not in threads}
+    command = [sys.executable, "-c", count]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 1
