@@ -132,12 +132,22 @@ struct PostprocessArgs {
   float softmax_scale;
 };
 
-// Of K and V per channel, over all tokens: see `ChannelStatistics`.
+// Combines statistics of K and V per channel, in order: see `ChannelStatistics`, `KVCentres`.
+struct CentresArgs {
+  float const* parts;  // (parts, 4, heads, head_dim): the sum of K; the sum, maximum, minimum of V
+  float* statistics;   // (4, heads, head_dim), of all parts
+  float* centres;      // (3, heads, head_dim): the mean of K; the mean and scale of V
+  int64_t tokens;      // of all parts
+  int32_t num_parts, heads;
+  int32_t int8;  // V has the mean 0 and the scale 1
+};
+
+// Statistics of splits of K and V, which are the parts that it then combines.
 struct StatisticsArgs {
   Tensor3 k, v;
-  float* partial;     // (splits, 4, heads, head_dim), of tokens [n * rows, (n + 1) * rows)
-  float* statistics;  // (4, heads, head_dim): the sum of K; the sum, maximum, minimum of V
-  int32_t splits, rows;
+  float* splits;  // (num_parts, 4, heads, head_dim), of tokens [n * rows, (n + 1) * rows)
+  CentresArgs centres;
+  int32_t rows;
 };
 
 // Rows [row0, row0 + rows) of K/V, which share a scale of K; at most kKeyTile.

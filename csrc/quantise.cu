@@ -10,6 +10,10 @@ extern "C" int ringfa3_statistics(ringfa3::StatisticsArgs const* args, void* str
   return ringfa3::launch_statistics<Shapes>(*args, static_cast<cudaStream_t>(stream));
 }
 
+extern "C" int ringfa3_centres(ringfa3::CentresArgs const* args, void* stream) {
+  return ringfa3::launch_centres<Shapes::D>(*args, static_cast<cudaStream_t>(stream));
+}
+
 extern "C" int ringfa3_quantise_q(ringfa3::QuantiseQArgs const* args, void* stream) {
   return ringfa3::launch_quantise_q<Shapes>(*args, static_cast<cudaStream_t>(stream));
 }

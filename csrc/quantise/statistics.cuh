@@ -1,27 +1,18 @@
-// Sums of K and V, and the range of V, per KV head and channel. Sums have one order, whatever the
-// order of the CTAs: equal bits from run to run.
+// Statistics of K and V per KV head and channel.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "hopper/launch.cuh"
 #include "hopper/sync.cuh"
+#include "quantise/centres.cuh"
 #include "quantise/rotation.cuh"
 
 namespace ringfa3 {
 
 using namespace cute;
 
-constexpr int kStatistics = 4;  // the sum of K; the sum, maximum and minimum of V
-constexpr int kStatisticsThreads = 256, kCombineThreads = 512;
-
-CUTE_DEVICE float nothing(int statistic) {
-  return statistic < 2 ? 0.f : statistic == 2 ? -INFINITY : INFINITY;
-}
-
-CUTE_DEVICE float combined(int statistic, float a, float b) {
-  return statistic < 2 ? a + b : statistic == 2 ? fmaxf(a, b) : fminf(a, b);
-}
+constexpr int kStatisticsThreads = 256;
 
 // A CTA per split of the tokens and head. A thread has 8 channels of every kRows-th token.
 template <class S>
@@ -78,39 +69,16 @@ __global__ void __launch_bounds__(kStatisticsThreads, 3)
     int const s = n / D, c = n % D;
     float total = parts[0][s][c];
     for (int r = 1; r < kRows; ++r) total = combined(s, total, parts[r][s][c]);
-    a.partial[((int64_t{blockIdx.x} * kStatistics + s) * a.k.heads + head) * D + c] = total;
+    a.splits[((int64_t{blockIdx.x} * kStatistics + s) * a.k.heads + head) * D + c] = total;
   }
-}
-
-// A CTA per head and statistic: the splits in kStrips strips, then these.
-template <class S>
-__global__ void __launch_bounds__(kCombineThreads)
-    combine_statistics_kernel(__grid_constant__ StatisticsArgs const a) {
-  constexpr int D = S::D, kStrips = kCombineThreads / D;
-  __shared__ float parts[kStrips][D];
-  wait_for_earlier_kernels();
-  int64_t const heads = a.k.heads, head = blockIdx.x;
-  int const statistic = blockIdx.y, c = threadIdx.x % D, strip = threadIdx.x / D;
-  float total = nothing(statistic);
-  CUTE_UNROLL
-  for (int split = strip; split < a.splits; split += kStrips) {
-    int64_t const from = (int64_t{split} * kStatistics + statistic) * heads + head;
-    total = combined(statistic, total, a.partial[from * D + c]);
-  }
-  parts[strip][c] = total;
-  __syncthreads();
-  if (strip > 0) return;
-  for (int n = 1; n < kStrips; ++n) total = combined(statistic, total, parts[n][c]);
-  a.statistics[(statistic * heads + head) * D + c] = total;
 }
 
 template <class S>
 cudaError_t launch_statistics(StatisticsArgs const& a, cudaStream_t stream) {
-  auto const heads = static_cast<unsigned>(a.k.heads);
-  statistics_kernel<S><<<dim3(a.splits, heads), kStatisticsThreads, 0, stream>>>(a);
+  dim3 const grid(a.centres.num_parts, static_cast<unsigned>(a.k.heads));
+  statistics_kernel<S><<<grid, kStatisticsThreads, 0, stream>>>(a);
   if (cudaError_t const status = cudaGetLastError(); status != cudaSuccess) return status;
-  return launch_early(combine_statistics_kernel<S>, dim3(heads, kStatistics), kCombineThreads, 0,
-                      stream, a);
+  return launch_centres<S::D>(a.centres, stream);
 }
 
 }  // namespace ringfa3

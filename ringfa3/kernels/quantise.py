@@ -32,13 +32,24 @@ SPLIT_ROWS = 64  # tokens of a split, at least
 KEY_TILE_RECORD = np.dtype([("row0", np.int32), ("rows", np.int32)])
 
 
+class CentresArgs(ctypes.Structure):
+    _fields_ = (
+        ("parts", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
+        ("centres", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("num_parts", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("int8", ctypes.c_int32),
+    )
+
+
 class StatisticsArgs(ctypes.Structure):
     _fields_ = (
         ("k", Tensor3),
         ("v", Tensor3),
-        ("partial", ctypes.c_void_p),
-        ("statistics", ctypes.c_void_p),
-        ("splits", ctypes.c_int32),
+        ("splits", ctypes.c_void_p),
+        ("centres", CentresArgs),
         ("rows", ctypes.c_int32),
     )
 
@@ -72,6 +83,7 @@ class QuantiseKVArgs(ctypes.Structure):
 
 
 _pack_statistics = packer(StatisticsArgs)
+_pack_centres = packer(CentresArgs)
 _pack_quantise_q = packer(QuantiseQArgs)
 _pack_quantise_kv = packer(QuantiseKVArgs)
 
@@ -143,24 +155,52 @@ def quantise(
     tiles = _key_tiles.get(plan)
     if tiles is None:
         tiles = _key_tiles.setdefault(plan, KeyTiles(plan.keys))
-    centres = KVCentres.of(channel_statistics(unit, k, v), formats)
+    _, centres = channel_statistics(unit, k, v, formats)
     kv = quantise_kv(unit, k, v, tiles, centres, formats)
     return quantise_q(unit, q, centres, formats), kv
 
 
-def channel_statistics(unit: Unit, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
-    """`ChannelStatistics.of` on the GPU. Equal inputs give equal bits."""
+def channel_statistics(
+    unit: Unit, k: torch.Tensor, v: torch.Tensor, formats: Formats
+) -> tuple[ChannelStatistics, KVCentres]:
+    """`ChannelStatistics.of` and `KVCentres.of` on the GPU. Equal inputs give equal bits."""
     (tokens, heads, head_dim), stream = k.shape, CurrentStream.of(k.device)
     splits = max(1, min(SPLITS // heads, -(-tokens // SPLIT_ROWS)))
     rows = -(-tokens // splits)
-    partial = torch.empty((splits, 4, heads, head_dim), device=k.device)
-    values = torch.empty((4, heads, head_dim), device=k.device)
+    parts = torch.empty((splits, 4, heads, head_dim), device=k.device)
+    statistics, centres, fields = _centres(parts, tokens, formats)
     (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
-    args = _pack_statistics(
-        *k_fields, *v_fields, partial.data_ptr(), values.data_ptr(), splits, rows
-    )
+    args = _pack_statistics(*k_fields, *v_fields, parts.data_ptr(), *fields, rows)
     launch(unit, "statistics", args, stream)
-    return ChannelStatistics(values, tokens)
+    return statistics, centres
+
+
+def combine_statistics(
+    unit: Unit, parts: torch.Tensor, tokens: int, formats: Formats
+) -> tuple[ChannelStatistics, KVCentres]:
+    """`ChannelStatistics.combine` and `KVCentres.of` on the GPU.
+
+    Args:
+        parts: (ranks, 4, hk, d), contiguous: `ChannelStatistics.values` of each rank.
+        tokens: of all ranks.
+    """
+    statistics, centres, fields = _centres(parts, tokens, formats)
+    launch(unit, "centres", _pack_centres(*fields), CurrentStream.of(parts.device))
+    return statistics, centres
+
+
+def _centres(
+    parts: torch.Tensor, tokens: int, formats: Formats
+) -> tuple[ChannelStatistics, KVCentres, tuple[int, ...]]:
+    """New memory for the results, and the fields of `CentresArgs`."""
+    count, _, heads, head_dim = parts.shape
+    memory = torch.empty((7, heads, head_dim), device=parts.device)
+    values, centres = memory[:4], memory[4:]
+    fields = (
+        *(x.data_ptr() for x in (parts, values, centres)),
+        *(tokens, count, heads, formats.v is None),
+    )
+    return ChannelStatistics(values, tokens), KVCentres(*centres.unbind()), fields
 
 
 def quantise_q(unit: Unit, q: torch.Tensor, centres: KVCentres, formats: Formats) -> QuantisedQ:

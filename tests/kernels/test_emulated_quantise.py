@@ -7,6 +7,7 @@ import torch
 
 from ringfa3.build.units import UNITS, Unit
 from ringfa3.kernels import quantise
+from ringfa3.quantisation.formats import FORMATS
 from tests.support import quantise_checks as checks
 from tests.support.emulation import Machine
 
@@ -36,10 +37,18 @@ def test_bad_input_stays_where_it_is(emulated: Machine, unit: Unit, precision: s
     checks.bad_input_stays_where_it_is(unit, "cpu", precision)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("unit", UNITS)
-def test_statistics_hold(emulated: Machine, unit: Unit) -> None:
+def test_statistics_hold(emulated: Machine, unit: Unit, precision: str) -> None:
     emulated.settings(2)
-    checks.statistics_hold(unit, "cpu")
+    checks.statistics_hold(unit, "cpu", precision)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("unit", UNITS)
+def test_statistics_of_ranks_are_combined(emulated: Machine, unit: Unit, precision: str) -> None:
+    emulated.settings(3)
+    checks.statistics_of_ranks_are_combined(unit, "cpu", precision)
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -49,6 +58,7 @@ def test_statistics_have_the_same_bits_in_any_order_of_ctas(emulated: Machine, u
     runs = []
     for seed, resident in ((0, 1), (1, 3), (2, 1 << 30)):
         emulated.settings(seed, resident_ctas=resident)
-        runs.append(quantise.channel_statistics(unit, k, v).values)
+        statistics, _ = quantise.channel_statistics(unit, k, v, FORMATS["fp8"])
+        runs.append(statistics.values)
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])

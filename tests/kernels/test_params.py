@@ -24,6 +24,7 @@ MIRRORS = (
     backward.PreprocessArgs,
     backward.BackwardArgs,
     backward.PostprocessArgs,
+    quantise.CentresArgs,
     quantise.StatisticsArgs,
     quantise.QuantiseQArgs,
     quantise.QuantiseKVArgs,

@@ -204,17 +204,53 @@ def bad_input_stays_where_it_is(unit: Unit, device: str, precision: str) -> None
     hold_kv(again, k, v, keys, precision, f"{what}, a huge centre")
 
 
-def statistics_hold(unit: Unit, device: str) -> None:
-    """Sums within 1e-5 of the sum of magnitudes, maximum and minimum exact; also of no token."""
+def statistics_hold(unit: Unit, device: str, precision: str) -> None:
+    """Sums within 1e-5 of the sum of magnitudes, maximum and minimum exact; also of no token.
+
+    Centres are equal to those that `KVCentres.of` has of the same statistics.
+    """
+    formats = FORMATS[precision]
     for tokens, seed in ((0, 0), (1, 0), (63, 1), (1000, 0), (1000, 1)):
         _, k, v = tensors(unit, device, max(tokens, 20), seed)
         k, v = k.clone() if seed == 0 else k, v.clone() if seed == 0 else v
         k[3 % len(k), 0, 5], v[9, 1, 0], v[10, 1, 0], v[11, 0, 2] = NAN, INF, -INF, NAN
         k, v = k[:tokens], v[:tokens]
-        got = quantise.channel_statistics(unit, k, v)
+        got, centres = quantise.channel_statistics(unit, k, v, formats)
         expected = ChannelStatistics.of(k, v).values
         size = torch.stack([x.float().nan_to_num(0, 0, 0).abs().sum(0) for x in (k, v)])
         what = f"{unit.name}, {tokens} tokens, seed {seed}"
         assert got.tokens == tokens
         assert ((got.values[:2] - expected[:2]).abs() <= 1e-5 * size).all(), what
         assert torch.equal(got.values[2:], expected[2:]), what
+        hold_centres(centres, got, precision, what)
+
+
+def hold_centres(got: KVCentres, statistics: ChannelStatistics, precision: str, what: str) -> None:
+    """Equal to `KVCentres.of`, on the CPU: elsewhere PyTorch multiplies by 1 / tokens."""
+    values = statistics.values.cpu()
+    expected = KVCentres.of(ChannelStatistics(values, statistics.tokens), FORMATS[precision])
+    for name, x, y in zip(KVCentres._fields, got, expected, strict=True):
+        assert torch.equal(x.cpu(), y), f"{what}: {name}"
+
+
+def statistics_of_ranks_are_combined(unit: Unit, device: str, precision: str) -> None:
+    """Sums within 1e-6 of the sum of magnitudes, maximum and minimum exact; one rank has no token.
+
+    A sum that overflows has mean 0.
+    """
+    torch.manual_seed(0)
+    for ranks in (1, 2, 4, 7):
+        values = torch.randn(ranks, 4, KV_HEADS, unit.head_dim, device=device) * 100
+        values[:, 2:] = values[:, 2:].sort(1, descending=True).values
+        values[ranks - 1, 2:] = torch.tensor([-INF, INF], device=device).view(2, 1, 1)  # no token
+        values[:, :2, 0, 3] = 3e38
+        parts = [ChannelStatistics(x, 10) for x in values.unbind()]
+        expected = ChannelStatistics.combine(parts)
+        got, centres = quantise.combine_statistics(unit, values, 10 * ranks, FORMATS[precision])
+        what = f"{unit.name}, {ranks} ranks"
+        assert torch.equal(got.values[2:], expected.values[2:]), what
+        sums, known = got.values[:2].nan_to_num(), expected.values[:2].nan_to_num()
+        size = values[:, :2].abs().sum(0).nan_to_num()
+        assert ((sums - known).abs() <= 1e-6 * size).all(), what
+        hold_centres(centres, got, precision, what)
+        assert ranks == 1 or (centres.k_mean[0, 3] == 0).all(), what

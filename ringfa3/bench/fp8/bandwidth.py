@@ -15,7 +15,6 @@ from ringfa3.bench.common.timing import Call, CudaStopwatch, median
 from ringfa3.build.units import Unit
 from ringfa3.kernels import dispatch, quantise
 from ringfa3.planning.sharding import whole_sequences
-from ringfa3.quantisation.channels import KVCentres
 from ringfa3.quantisation.formats import FORMATS
 
 TOKENS = 16384
@@ -60,10 +59,10 @@ def kernels(
     tokens, heads, _ = k.shape
     numbers = k.numel()
     tiles = quantise.KeyTiles(whole_sequences(np.array([tokens], np.int64)))
-    statistics = quantise.channel_statistics(unit, k, v)
-    yield "statistics", 4 * numbers, partial(quantise.channel_statistics, unit, k, v)
+    statistics = partial(quantise.channel_statistics, unit, k, v, FORMATS["fp8"])
+    yield "statistics", 4 * numbers, statistics
     for precision, formats in FORMATS.items():
-        centres = KVCentres.of(statistics, formats)
+        _, centres = quantise.channel_statistics(unit, k, v, formats)
         q_bytes = 3 * numbers + 8 * tokens * heads  # with a scale and an addend to LSE for each row
         yield f"{precision} Q", q_bytes, partial(quantise.quantise_q, unit, q, centres, formats)
         names, tensors = (f"{precision} K", 1) if formats.v is None else (f"{precision} K, V", 2)
