@@ -46,12 +46,13 @@ def check_quantisable(precision: str, q: torch.Tensor) -> None:
         )
 
 
-def check_ring_precision(precision: str, q: torch.Tensor, world: int) -> None:
-    """Raises ValueError unless a ring of `world` ranks takes queries like `q` in `precision`."""
+def check_ring_precision(precision: str, q: torch.Tensor, world: int, transport: str) -> None:
+    """Raises ValueError unless `world` ranks take queries like `q` in `precision`."""
     check_precision(precision)
-    if precision != "native" and q.is_cuda and world > 1:
+    if precision != "native" and world > 1 and transport == "symmetric":
         raise ValueError(
-            f"precision={precision!r} has no ring on GPUs in this version: use precision='native'"
+            f"precision={precision!r} moves K/V by messages: use transport='auto' or 'nccl', not "
+            "'symmetric'"
         )
     check_quantisable(precision, q)
 

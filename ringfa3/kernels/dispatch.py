@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ringfa3.kernels import (
-    backward,
-    forward,
-    quantise,
-    quantised,
-    quantised_reference,
-    reference,
-)
-from ringfa3.quantisation import operands
+from ringfa3.kernels import backward, forward, quantised, quantised_reference, reference
 from ringfa3.quantisation.formats import FORMATS
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
     from ringfa3.planning.tiling import Plan, Tiling
+    from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+    from ringfa3.quantisation.key_tiles import KeyTiles
+    from ringfa3.quantisation.operands import QuantisedQ
+    from ringfa3.quantisation.tile_records import TileRecords
 
 
 class ForwardKernel(NamedTuple):
@@ -43,18 +39,53 @@ class ForwardKernel(NamedTuple):
     takes_arrivals: bool
 
 
-class QuantisedKernel(NamedTuple):
-    """What runs the forward in 8 bits, on one device.
+class QuantisedForward(Protocol):
+    """What runs the forward in 8 bits: of one device by `quantise` and `attend`.
 
-    tile_m    query rows of a tile
-    quantise  quantise(q, k, v, plan): the operands, as `operands.quantise`
-    attend    attend(q, kv, tiling, scale, out, partial_out, lse) of these operands, as
-              `quantised_reference.attend`
+    Ranks of a ring gather their `statistics`, quantise with the `centres` of all, exchange records,
+    and attend the `keys` of records.
+
+    tile_m  query rows of a tile
     """
 
     tile_m: int
-    quantise: Callable[..., tuple[Any, Any]]
-    attend: Callable[..., None]
+
+    def quantise(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
+    ) -> tuple[QuantisedQ, Any]:
+        """As `operands.quantise`, of the keys of a plan with one hop; K/V are for `attend`."""
+
+    def statistics(self, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
+        """Of k, v (n, hk, d)."""
+
+    def centres(self, parts: Sequence[ChannelStatistics]) -> KVCentres:
+        """From the statistics of all ranks, in rank order."""
+
+    def quantise_q(self, q: torch.Tensor, centres: KVCentres) -> QuantisedQ:
+        """As `operands.quantise_q`."""
+
+    def quantise_kv(
+        self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
+    ) -> TileRecords:
+        """The tiles of k, v (n, hk, d), as `operands.quantise_kv`."""
+
+    def keys(self, records: TileRecords, centres: KVCentres) -> Any:
+        """K/V for `attend`, whose tiles lie `KEY_TILE` rows apart."""
+
+    def new_partial_out(self, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """As `ForwardKernel.new_partial_out`."""
+
+    def attend(
+        self,
+        q: QuantisedQ,
+        kv: Any,
+        tiling: Tiling,
+        scale: float,
+        out: torch.Tensor,
+        partial_out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """As `quantised_reference.attend`."""
 
 
 class BackwardKernel(NamedTuple):
@@ -90,21 +121,13 @@ def select_forward(q: torch.Tensor) -> ForwardKernel:
     )
 
 
-def select_quantised(q: torch.Tensor, precision: str) -> QuantisedKernel:
+def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
     """As `select_forward`, for "fp8" or "int8"."""
     formats = FORMATS[precision]
     quantiser, unit = _select_unit("quantise", q), _select_unit("forward", q, precision)
     if quantiser is None or unit is None:
-        return QuantisedKernel(
-            reference.TILE_M,
-            lambda q, k, v, plan: operands.quantise(q, k, v, plan.keys, formats),
-            partial(quantised_reference.attend, p_format=formats.v),
-        )
-    return QuantisedKernel(
-        unit.tile_m,
-        lambda q, k, v, plan: quantise.quantise(quantiser, q, k, v, plan, formats),
-        partial(quantised.attend, unit),
-    )
+        return quantised_reference.QuantisedExecutor(formats)
+    return quantised.QuantisedKernel(unit, quantiser, formats)
 
 
 def select_backward(q: torch.Tensor) -> BackwardKernel:

@@ -7,8 +7,8 @@ csrc/params.h field by field.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,19 +17,19 @@ import torch
 from ringfa3.kernels.launch import Tensor3, launch, packer, tma_addressable
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Uploads, upload
-from ringfa3.planning.sharding import Segments
-from ringfa3.planning.tiling import Plan, concat_ranges
+from ringfa3.planning.sharding import whole_sequences
+from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import Formats
-from ringfa3.quantisation.operands import KEY_TILE, QuantisedKV, QuantisedQ
+from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
+from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
+from ringfa3.quantisation.tile_records import TileRecords
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
 
 SPLITS = 512  # of the tokens, over all KV heads: a few CTAs for each SM
 SPLIT_ROWS = 64  # tokens of a split, at least
-
-KEY_TILE_RECORD = np.dtype([("row0", np.int32), ("rows", np.int32)])
 
 
 class CentresArgs(ctypes.Structure):
@@ -88,21 +88,6 @@ _pack_quantise_q = packer(QuantiseQArgs)
 _pack_quantise_kv = packer(QuantiseKVArgs)
 
 
-class KeyTiles:
-    """Key segments in tiles of `KEY_TILE` rows, counted from the start of each segment.
-
-    table  (tiles,) records of the first row and the number of rows, in the order of the segments
-    """
-
-    def __init__(self, keys: Segments) -> None:
-        count = -(-keys.length // KEY_TILE)
-        segment = np.repeat(np.arange(len(keys)), count)
-        start = concat_ranges(np.zeros(len(keys), np.int64), count) * KEY_TILE
-        self.table = np.zeros(len(segment), KEY_TILE_RECORD)
-        self.table["row0"] = keys.row[segment] + start
-        self.table["rows"] = np.minimum(KEY_TILE, keys.length[segment] - start)
-
-
 @dataclass(frozen=True)
 class TiledKV:
     """`QuantisedKV` as the kernels make it. Rows of no tile are uninitialised.
@@ -123,23 +108,38 @@ class TiledKV:
 
     def in_rows(self) -> QuantisedKV:
         """The same numbers in the layout of the executor; 0 in rows of no tile."""
-        table = self.tiles.table
-        count = table["rows"].astype(np.int64)
-        rows = concat_ranges(table["row0"].astype(np.int64), count)
-        tile = np.repeat(np.arange(len(table)), count)
-        key = rows - table["row0"][tile]
-        at, of, number = (torch.from_numpy(x).to(self.k.device) for x in (rows, tile, key))
+        row, place = self.tiles.rows(self.k.device)
+        at, tile, number = row.rows, place // KEY_TILE, place % KEY_TILE
         k = torch.zeros_like(self.k).view(torch.uint8)
         k[at] = self.k.view(torch.uint8)[at]
         scale = self.k_scale.new_zeros(self.k.shape[:2])
-        scale[at] = self.k_scale.t()[of]
+        scale[at] = self.k_scale.t()[tile]
         v = self.v
         if v.dim() == 4:
             position = value_order().argsort().to(v.device)[number]
             in_rows = torch.zeros_like(k)
-            in_rows[at] = v.view(torch.uint8)[of, :, :, position]
+            in_rows[at] = v.view(torch.uint8)[tile, :, :, position]
             v = in_rows.view(v.dtype)
         return QuantisedKV(k.view(self.k.dtype), scale, v, self.centres)
+
+    def records(self) -> TileRecords:
+        """All tiles, to be sent to other ranks."""
+        v = self.v if self.v.dim() == 4 else self.tiles.spread(self.v)
+        return TileRecords(self.tiles.spread(self.k), v, self.k_scale.t())
+
+    @classmethod
+    def of_records(cls, records: TileRecords, centres: KVCentres) -> TiledKV:
+        """Tiles `KEY_TILE` rows apart."""
+        k, v, scale = records.k, records.v, records.k_scale
+        v = v if v.itemsize == 1 else v.flatten(0, 1)
+        return cls(
+            k.flatten(0, 1), scale.t().contiguous(), v, centres, _tiles_in_a_row(len(records.k))
+        )
+
+
+@lru_cache(None)
+def _tiles_in_a_row(count: int) -> KeyTiles:
+    return KeyTiles(whole_sequences(np.array([count * KEY_TILE], np.int64)))
 
 
 def value_order() -> torch.Tensor:
@@ -152,9 +152,7 @@ def quantise(
     unit: Unit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, formats: Formats
 ) -> tuple[QuantisedQ, TiledKV]:
     """`operands.quantise` on the GPU, of the keys of a plan with one hop."""
-    tiles = _key_tiles.get(plan)
-    if tiles is None:
-        tiles = _key_tiles.setdefault(plan, KeyTiles(plan.keys))
+    tiles = KeyTiles.of(plan, plan.keys)
     _, centres = channel_statistics(unit, k, v, formats)
     kv = quantise_kv(unit, k, v, tiles, centres, formats)
     return quantise_q(unit, q, centres, formats), kv
@@ -259,4 +257,3 @@ def quantise_kv(
 
 
 _tables: Uploads[torch.Tensor] = Uploads()
-_key_tiles: weakref.WeakKeyDictionary[Plan, KeyTiles] = weakref.WeakKeyDictionary()

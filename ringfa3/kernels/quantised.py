@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringfa3.kernels import forward
+from ringfa3.kernels import forward, quantise
 from ringfa3.kernels.launch import Fields, launch, num_ctas, packer, tensor3, tma_addressable
-from ringfa3.kernels.quantise import KeyTiles, TiledKV
+from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Uploads, upload
-from ringfa3.planning.tiling import Tiling
-from ringfa3.quantisation.operands import KEY_TILE, QuantisedQ
+from ringfa3.planning.tiling import Plan, Tiling
+from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+from ringfa3.quantisation.formats import Formats
+from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
+from ringfa3.quantisation.operands import QuantisedQ
+from ringfa3.quantisation.tile_records import TileRecords
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -38,6 +43,53 @@ class QuantisedForwardArgs(ctypes.Structure):
 
 
 _pack = packer(QuantisedForwardArgs)
+
+
+class QuantisedKernel:
+    """`dispatch.QuantisedForward` on a Hopper GPU."""
+
+    def __init__(self, unit: Unit, quantiser: Unit, formats: Formats) -> None:
+        """unit: a forward of precision "fp8" or "int8". quantiser: a unit that quantises."""
+        self._unit, self._quantiser, self._formats = unit, quantiser, formats
+        self.tile_m = unit.tile_m
+
+    def quantise(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
+    ) -> tuple[QuantisedQ, TiledKV]:
+        return quantise.quantise(self._quantiser, q, k, v, plan, self._formats)
+
+    def statistics(self, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
+        return quantise.channel_statistics(self._quantiser, k, v, self._formats)[0]
+
+    def centres(self, parts: Sequence[ChannelStatistics]) -> KVCentres:
+        values, tokens = torch.stack([p.values for p in parts]), sum(p.tokens for p in parts)
+        return quantise.combine_statistics(self._quantiser, values, tokens, self._formats)[1]
+
+    def quantise_q(self, q: torch.Tensor, centres: KVCentres) -> QuantisedQ:
+        return quantise.quantise_q(self._quantiser, q, centres, self._formats)
+
+    def quantise_kv(
+        self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
+    ) -> TileRecords:
+        return quantise.quantise_kv(self._quantiser, k, v, tiles, centres, self._formats).records()
+
+    def keys(self, records: TileRecords, centres: KVCentres) -> TiledKV:
+        return TiledKV.of_records(records, centres)
+
+    def new_partial_out(self, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return forward.new_partial_out(self._unit, q, plan)
+
+    def attend(
+        self,
+        q: QuantisedQ,
+        kv: TiledKV,
+        tiling: Tiling,
+        scale: float,
+        out: torch.Tensor,
+        partial_out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        attend(self._unit, q, kv, tiling, scale, out, partial_out, lse)
 
 
 def attend(

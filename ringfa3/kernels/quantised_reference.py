@@ -13,18 +13,78 @@ rows of a tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from ringfa3.kernels.reference import apply_mask, by_kv_head, spans_of, store_tile
-from ringfa3.planning.tiling import Tiling
-from ringfa3.quantisation.formats import Format
-from ringfa3.quantisation.operands import KEY_TILE, QuantisedKV, QuantisedQ
+from ringfa3.kernels.reference import (
+    TILE_M,
+    apply_mask,
+    by_kv_head,
+    new_partial_out,
+    spans_of,
+    store_tile,
+)
+from ringfa3.planning.tiling import Plan, Tiling
+from ringfa3.quantisation import operands
+from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+from ringfa3.quantisation.formats import Format, Formats
+from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
+from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
+from ringfa3.quantisation.tile_records import TileRecords
 
 LARGEST_SUM = 432.0  # of a lane's P over a block
 # A shift this far below a row's maximum, in log2: KEY_TILE / 4 elements of P fit LARGEST_SUM.
 BELOW_MAXIMUM = math.floor(math.log2(LARGEST_SUM / (KEY_TILE / 4)))
+
+
+class QuantisedExecutor:
+    """`dispatch.QuantisedForward` in PyTorch."""
+
+    tile_m = TILE_M
+
+    def __init__(self, formats: Formats) -> None:
+        self._formats = formats
+
+    def quantise(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
+    ) -> tuple[QuantisedQ, QuantisedKV]:
+        return operands.quantise(q, k, v, plan.keys, self._formats)
+
+    def statistics(self, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
+        return ChannelStatistics.of(k, v)
+
+    def centres(self, parts: Sequence[ChannelStatistics]) -> KVCentres:
+        return KVCentres.of(ChannelStatistics.combine(parts), self._formats)
+
+    def quantise_q(self, q: torch.Tensor, centres: KVCentres) -> QuantisedQ:
+        return operands.quantise_q(q, centres, self._formats)
+
+    def quantise_kv(
+        self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
+    ) -> TileRecords:
+        kv = operands.quantise_kv(k, v, tiles.keys, centres, self._formats)
+        scale = tiles.spread(kv.k_scale.unsqueeze(-1))[:, 0, :, 0]
+        return TileRecords(tiles.spread(kv.k), tiles.spread(kv.v), scale)
+
+    def keys(self, records: TileRecords, centres: KVCentres) -> QuantisedKV:
+        scale = records.k_scale.repeat_interleave(KEY_TILE, 0)
+        return QuantisedKV(records.k.flatten(0, 1), scale, records.v.flatten(0, 1), centres)
+
+    def new_partial_out(self, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return new_partial_out(q, plan)
+
+    def attend(
+        self,
+        q: QuantisedQ,
+        kv: QuantisedKV,
+        tiling: Tiling,
+        scale: float,
+        out: torch.Tensor,
+        partial_out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        attend(q, kv, tiling, scale, out, partial_out, lse, p_format=self._formats.v)
 
 
 def attend(

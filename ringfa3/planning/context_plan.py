@@ -71,7 +71,7 @@ class ContextPlan:
     def _register(self) -> None:
         """Sets the attributes that a copy in another process must not have."""
         self._bound: dict[int, ContextPlan] = {}
-        self._published: dict[torch.device, RowIndex] = {}
+        self._published: dict[tuple[torch.device, int], RowIndex] = {}
         self._grids: dict[int, tuple[Plan, KVExchange]] = {}
         self.handle = next(_handles)
         _alive[self.handle] = self
@@ -113,11 +113,12 @@ class ContextPlan:
             self._grids[keys] = plan_ring(self.shards, self.rank, *self.band, keys)
         return self._grids[keys]
 
-    def published_rows(self, device: torch.device) -> RowIndex:
-        """`kv_exchange.published`, for tensors on a device."""
-        if device not in self._published:
-            self._published[device] = RowIndex.of(self.kv_exchange.published, device)
-        return self._published[device]
+    def published_rows(self, device: torch.device, keys: int = 1) -> RowIndex:
+        """The exchange's `published`, for tensors on a device; of tiles of so many keys."""
+        if (device, keys) not in self._published:
+            exchange = self.kv_exchange if keys == 1 else self.on_grid(keys)[1]
+            self._published[device, keys] = RowIndex.of(exchange.published, device)
+        return self._published[device, keys]
 
     @cached_property
     def gathered(self) -> Plan:

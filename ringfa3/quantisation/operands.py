@@ -12,9 +12,8 @@ import torch
 from ringfa3.planning.sharding import Segments
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import Format, Formats
+from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.quantisation.rotation import rotate
-
-KEY_TILE = 128  # keys that share a scale, counted from the start of their segment
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,12 @@ def round_tiles(x: torch.Tensor, keys: Segments, qk: Format) -> tuple[torch.Tens
     """
     amax = x.abs().amax(-1)
     lost = amax.isnan()
-    tile = _tile_of_rows(keys, len(x), x.device)
-    tiles = int(tile.max()) + 1 if len(x) else 0
+    tiles = KeyTiles(keys)
+    row, place = tiles.rows(x.device)
+    tile = torch.zeros(len(x), dtype=torch.int64, device=x.device)  # rows of no segment share 0
+    tile[row.rows] = 1 + place // KEY_TILE
     index = tile.unsqueeze(-1).expand_as(amax)
-    most = amax.new_zeros(tiles, amax.shape[1]).scatter_reduce(
+    most = amax.new_zeros(1 + len(tiles), amax.shape[1]).scatter_reduce(
         0, index, amax.where(~lost, 0), "amax"
     )
     scale = qk.scale(most)
@@ -107,13 +108,3 @@ def round_tiles(x: torch.Tensor, keys: Segments, qk: Format) -> tuple[torch.Tens
         scale = scale.masked_fill(spoilt, torch.nan)
     scale = scale.gather(0, index)
     return qk.round(x / scale.unsqueeze(-1)), scale
-
-
-def _tile_of_rows(keys: Segments, rows: int, device: torch.device) -> torch.Tensor:
-    """(rows,) int64: the number of the tile of each row. Rows of no segment share number 0."""
-    tile = torch.zeros(rows, dtype=torch.int64)
-    first = 1
-    for row, length in zip(keys.row.tolist(), keys.length.tolist(), strict=True):
-        tile[row : row + length] = first + torch.arange(length) // KEY_TILE
-        first += -(-length // KEY_TILE)
-    return tile.to(device)

@@ -50,8 +50,8 @@ def ring_attn_func(
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row, differentiable.
-        precision: "native", "fp8" or "int8", as in `flash_attn_func`; the latter two not
-            between GPUs. Ranks exchange K and, in "fp8", V in 8 bits.
+        precision: "native", "fp8" or "int8", as in `flash_attn_func`. Ranks exchange K and, in
+            "fp8", V in 8 bits; the forward moves them by messages, not over "symmetric".
         transport: "gloo" for CPU tensors; for CUDA tensors "nccl" or, between GPUs of one host,
             "symmetric", which "auto" prefers where it is possible.
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ringfa3.kernels.dispatch import select_backward, select_forward
+from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring.group import RingGroup, Settings
@@ -144,8 +144,7 @@ def prepare_call(
             mode = select_forward_mode(plan, q, k)
             settings = _settings(q, k, plan, scale, deterministic, precision, transport, mode)
             validated = _Validated(settings, settings, mode)
-            select = select_forward if direction == "forward" else select_backward
-            select(q)  # builds a missing kernel while no rank waits in a hop
+            _build_kernels(q, direction, precision)
             if len(known) == MAX_VALIDATED:
                 known.clear()
             validated = _Validated(settings, Settings({**settings, "pass": direction}), mode)
@@ -159,9 +158,10 @@ def prepare_call(
     assert plan.group is not None
     group = RingGroup.of(plan.group)
     kind = pass_kind(direction, validated.forward_mode)
+    by_messages = transport == "nccl" or (direction == "forward" and precision != "native")
     settings, call_settings, _ = validated
-    symmetric = error is None and q.is_cuda and group.may_use_symmetric(transport)
-    if symmetric and torch.cuda.is_current_stream_capturing():
+    symmetric = not by_messages and q.is_cuda and group.may_use_symmetric(transport)
+    if error is None and symmetric and torch.cuda.is_current_stream_capturing():
         error = capture_error(group.shared_memory, BufferSpec(plan, kind, k), not first)
         settings, call_settings = _captured(settings), _captured(call_settings)
     try:
@@ -171,7 +171,7 @@ def prepare_call(
             known.pop(key, None)  # it has not run
         raise
     group.begin(call_settings)
-    if q.is_cuda and transport != "nccl":
+    if q.is_cuda and not by_messages:
         backend = group.symmetric_backend(q.device)
         if backend is not None:
             return PreparedCall(plan, kind, partial(SymmetricRingPass, backend))
@@ -205,8 +205,18 @@ def _validate(
 ) -> None:
     check_qkv(q, k, v, dims=3)
     check_local_tokens(q, k, plan.local_tokens, plan.total_tokens)
-    check_ring_precision(precision, q, plan.world)
     check_transport(transport, q.device)
+    check_ring_precision(precision, q, plan.world, transport)
+
+
+def _build_kernels(q: torch.Tensor, direction: str, precision: str) -> None:
+    """Builds missing kernels while no rank waits in a hop."""
+    if direction == "backward":
+        select_backward(q)
+    elif precision == "native":
+        select_forward(q)
+    else:
+        select_quantised(q, precision)
 
 
 def _settings(

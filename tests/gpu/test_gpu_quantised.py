@@ -10,6 +10,7 @@ import torch
 from ringfa3 import flash_attn_varlen_func
 from ringfa3.build.units import UNITS, Unit
 from tests.support import quantised_checks as checks
+from tests.support.quantised_ring import ring_is_that_of_the_executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -28,6 +29,11 @@ def test_hard_cases_are_those_of_the_executor(
     unit: Unit, check: Callable[[Unit, str], None]
 ) -> None:
     check(unit, "cuda")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_ring_is_that_of_the_executor(unit: Unit) -> None:
+    ring_is_that_of_the_executor(unit, "cuda")
 
 
 @pytest.mark.parametrize("unit", UNITS)

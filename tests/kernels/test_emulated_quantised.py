@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from ringfa3.build.units import UNITS, Unit
+from ringfa3.kernels import dispatch
+from tests.support import emulation
 from tests.support import quantised_checks as checks
 from tests.support.emulation import EAGERNESS, Machine
+from tests.support.quantised_ring import ring_is_that_of_the_executor
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
 
@@ -39,3 +43,17 @@ def test_hard_cases_are_those_of_the_executor(
 ) -> None:
     emulated.settings(0)
     check(unit, "cpu")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_ring_is_that_of_the_executor(
+    emulated: Machine, unit: Unit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ring_is_that_of_the_executor`, with the quantisation kernels too."""
+    emulated.settings(0)
+
+    def select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit:
+        return emulation.unit(direction, q, precision)
+
+    monkeypatch.setattr(dispatch, "_select_unit", select_unit)
+    ring_is_that_of_the_executor(unit, "cpu")

@@ -14,6 +14,7 @@ from ringfa3.build.compile import source_folder
 from ringfa3.build.units import UNITS
 from ringfa3.kernels import backward, forward, launch, quantise, quantised
 from ringfa3.planning import tiling, work_split
+from ringfa3.quantisation.key_tiles import KEY_TILE_RECORD
 
 MIRRORS = (
     launch.Tensor3,
@@ -34,7 +35,7 @@ RECORDS = {
     "Span": tiling.SPAN,
     "Tile": tiling.TILE,
     "WorkUnit": work_split.WORK_UNIT,
-    "KeyTile": quantise.KEY_TILE_RECORD,
+    "KeyTile": KEY_TILE_RECORD,
 }
 
 

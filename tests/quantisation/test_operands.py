@@ -11,7 +11,8 @@ import torch
 from ringfa3.planning.sharding import Segments, whole_sequences
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import E4M3, FORMATS, INT8, LEAST_SCALE
-from ringfa3.quantisation.operands import KEY_TILE, QuantisedKV, quantise, quantise_kv
+from ringfa3.quantisation.key_tiles import KEY_TILE
+from ringfa3.quantisation.operands import QuantisedKV, quantise, quantise_kv
 from ringfa3.quantisation.rotation import rotate, signs
 
 NAN, INF = torch.nan, torch.inf

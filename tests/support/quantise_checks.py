@@ -18,11 +18,12 @@ import torch
 
 from ringfa3.build.units import Unit
 from ringfa3.kernels import quantise
-from ringfa3.kernels.quantise import KeyTiles, TiledKV
+from ringfa3.kernels.quantise import TiledKV
 from ringfa3.planning.sharding import Segments
 from ringfa3.quantisation import operands
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import FORMATS, Format
+from ringfa3.quantisation.key_tiles import KeyTiles
 from ringfa3.quantisation.rotation import rotate
 
 LENGTHS = (1, 127, 128, 129, 300)

@@ -280,15 +280,8 @@ def build_model(
 ) -> LanguageModel:
     """The model on ``device``, with the same weights on every rank; attention over ``cp_group``.
 
-    Raises ``ConfigError`` if the device cannot compute in ``model.attention_precision`` or with
-    ``train.residual``.
+    Raises ``ConfigError`` if the device cannot compute with ``train.residual``.
     """
-    precision = config.model.attention_precision
-    if precision != "native" and device.type == "cuda" and config.parallel.cp > 1:
-        raise ConfigError(
-            f"model.attention_precision={precision} has no ring on GPUs in this version; "
-            "nearest valid: parallel.cp=1 (or model.attention_precision=native)"
-        )
     dtype = compute_dtype(config.train.precision, device)
     if dtype == torch.float32 and config.train.residual != "float32":
         raise ConfigError(

@@ -121,6 +121,12 @@ def check(config: Config, world: int) -> None:
         )
     if config.mode != "eval" and config.train.batch is not None:
         _check_batch(config.train, world // cp)
+    precision, transport = config.model.attention_precision, config.parallel.transport
+    if precision != "native" and cp > 1 and transport == "symmetric":
+        raise ConfigError(
+            f"model.attention_precision={precision} moves K/V by messages, not over "
+            "parallel.transport=symmetric; nearest valid: parallel.transport=auto"
+        )
     if config.train.attention == "sdpa":
         _check_sdpa(config)
     # With several hosts, this may be a restart although the attempt count of this host is 0. Only

@@ -16,6 +16,7 @@ from ringfa3.build.units import Unit
 from ringfa3.kernels import dispatch, quantise
 from ringfa3.planning.sharding import whole_sequences
 from ringfa3.quantisation.formats import FORMATS
+from ringfa3.quantisation.key_tiles import KeyTiles
 
 TOKENS = 16384
 ROW = 8192  # numbers of all heads of a token: a tensor is beyond the L2 cache
@@ -58,7 +59,7 @@ def kernels(
     """(name, bytes that it must read and write, call) of each kernel."""
     tokens, heads, _ = k.shape
     numbers = k.numel()
-    tiles = quantise.KeyTiles(whole_sequences(np.array([tokens], np.int64)))
+    tiles = KeyTiles(whole_sequences(np.array([tokens], np.int64)))
     statistics = partial(quantise.channel_statistics, unit, k, v, FORMATS["fp8"])
     yield "statistics", 4 * numbers, statistics
     for precision, formats in FORMATS.items():

@@ -285,13 +285,6 @@ def test_a_residual_stream_in_bfloat16():
     assert 0 < difference < 0.02 * found[torch.float32].max()
 
 
-def test_8_bits_between_gpus_are_refused_before_a_step():
-    config = Config()
-    config.model.attention_precision, config.parallel.cp = "int8", 2
-    with pytest.raises(ConfigError, match=r"attention_precision=int8 .* valid: parallel\.cp=1"):
-        build_model(config, VOCABULARY, torch.device("cuda"))
-
-
 def test_a_narrow_residual_stream_needs_narrow_products():
     config = Config()
     config.train.residual = "bfloat16"

@@ -57,6 +57,15 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"model.attention_precision": "fp8"}, "no head dim 32; nearest valid: model.head_dim=64"),
         (
             {
+                "model.attention_precision": "fp8",
+                "model.head_dim": 64,
+                "parallel.cp": 2,
+                "parallel.transport": "symmetric",
+            },
+            "nearest valid: parallel.transport=auto",
+        ),
+        (
+            {
                 "model.attention_precision": "int8",
                 "model.head_dim": 64,
                 "train.attention": "sdpa",
@@ -100,7 +109,7 @@ def test_invalid_values_are_rejected(config, changes, message):
         section, _, name = key.rpartition(".")
         setattr(get(config, section) if section else config, name, value)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check(config, world=1)
+        check(config, world=config.parallel.cp)
 
 
 def test_the_batch_must_fit_the_data_parallel_size(config):

@@ -1,0 +1,72 @@
+"""Tiles of keys that share a scale of K."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+
+from ringfa3.planning.row_index import RowIndex, view_16_bytes
+from ringfa3.planning.sharding import Segments
+from ringfa3.planning.tiling import concat_ranges
+
+KEY_TILE = 128  # keys that share a scale, counted from the start of their segment
+KEY_TILE_RECORD = np.dtype([("row0", np.int32), ("rows", np.int32)])
+
+
+class KeyTiles:
+    """Key segments in tiles of `KEY_TILE` rows, counted from the start of each segment.
+
+    keys   the segments
+    table  (tiles,) records of the first row and the number of rows, in the order of the segments
+    """
+
+    def __init__(self, keys: Segments) -> None:
+        self.keys = keys
+        count = -(-keys.length // KEY_TILE)
+        segment = np.repeat(np.arange(len(keys)), count)
+        start = concat_ranges(np.zeros(len(keys), np.int64), count) * KEY_TILE
+        self.table = np.zeros(len(segment), KEY_TILE_RECORD)
+        self.table["row0"] = keys.row[segment] + start
+        self.table["rows"] = np.minimum(KEY_TILE, keys.length[segment] - start)
+        self._rows: dict[torch.device, tuple[RowIndex, torch.Tensor]] = {}
+
+    @classmethod
+    def of(cls, plan: object, keys: Segments) -> KeyTiles:
+        """The same object for every call with a plan, whose keys they are."""
+        tiles = _of_plans.get(plan)
+        if tiles is None:
+            tiles = _of_plans.setdefault(plan, cls(keys))
+        return tiles
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self, device: torch.device) -> tuple[RowIndex, torch.Tensor]:
+        """(row, place) of every key: place is its row where tiles lie `KEY_TILE` rows apart."""
+        if device not in self._rows:
+            used = self.table["rows"].astype(np.int64)
+            row = concat_ranges(self.table["row0"].astype(np.int64), used)
+            place = concat_ranges(np.arange(len(self), dtype=np.int64) * KEY_TILE, used)
+            self._rows[device] = RowIndex.of(row, device), torch.from_numpy(place).to(device)
+        return self._rows[device]
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """x (n, hk, d) as (tiles, KEY_TILE, hk, d), zeros past a tile's rows.
+
+        A view of x where all tiles are full and lie in a row.
+        """
+        row, place = self.rows(x.device)
+        whole = len(place) == len(self) * KEY_TILE
+        if whole and isinstance(row.rows, slice):
+            return x[row.rows].view(len(self), KEY_TILE, *x.shape[1:])
+        given = view_16_bytes(x.view(torch.uint8))
+        spread = torch.zeros(
+            (len(self) * KEY_TILE, *given.shape[1:]), dtype=given.dtype, device=x.device
+        )
+        spread[place] = given[row.rows]
+        return spread.view(x.dtype).view(len(self), KEY_TILE, *x.shape[1:])
+
+
+_of_plans: weakref.WeakKeyDictionary[object, KeyTiles] = weakref.WeakKeyDictionary()
