@@ -30,7 +30,8 @@ SPREAD = {"cp 1": (2, 1), "cp 2": (2, 2), "dp 2 x cp 2": (4, 2)}  # processes, c
 @pytest.fixture(scope="module")
 def overrides(overrides) -> list[str]:
     changed = [f"train.steps={STEPS}", "checkpoint.every=7", "train.eval_every=0"]
-    return [*overrides, *changed, "train.final_eval_bytes=1"]
+    threads = "parallel.threads=1"  # one agent's processes share the cores, two agents' do not
+    return [*overrides, *changed, threads, "train.final_eval_bytes=1"]
 
 
 class Undisturbed:
