@@ -1,4 +1,4 @@
-"""Ranks and process groups: dp x cp, data parallelism, agreement between ranks, shutdown.
+"""Ranks and process groups: dp x cp, agreement between ranks, shutdown.
 
 ``cp`` consecutive ranks form a context-parallel group and share one sample. There are ``dp`` such
 groups. A single process makes no process group.
@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from ringfa3.ring.process_group import rendezvous
 from ringfa3.validation import TRANSPORTS_OF
@@ -178,16 +177,6 @@ def sum_over_ranks(parallel: ParallelLayout, values: Tensor) -> Tensor:
     if parallel.world > 1:
         dist.all_reduce(values)
     return values
-
-
-def data_parallel(module: nn.Module, parallel: ParallelLayout) -> nn.Module:
-    """``module`` with gradients averaged over *all* ranks at the end of the backward pass.
-
-    Context-parallel ranks hold different tokens and the same weights, like data-parallel ranks.
-    """
-    if parallel.world == 1:
-        return module
-    return DistributedDataParallel(module, gradient_as_bucket_view=True)
 
 
 def shutdown(

@@ -1,0 +1,13 @@
+"""The engine that ``engine.name`` selects."""
+
+from __future__ import annotations
+
+from train.config import Config
+from train.engine.ddp import DDPEngine
+from train.engine.engine import Engine
+from train.engine.parallel import ParallelLayout
+
+
+def make_engine(config: Config, vocab_size: int, parallel: ParallelLayout) -> Engine:
+    """The engine of ``config`` on this rank; every rank must call this."""
+    return DDPEngine(config, vocab_size, parallel)
