@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from train.config import Config
@@ -22,11 +23,13 @@ from train.model.transformer import LanguageModel, build_model
 class Engine(ABC):
     """The model of ``config`` and its AdamW on this rank of ``parallel``; ``vocab_size`` tokens.
 
-    Every rank makes the same calls in the same order, except ``shards``.
+    Every rank makes the same calls in the same order, except ``shards``. ``groups`` are the process
+    groups that the engine has made.
     """
 
     def __init__(self, config: Config, vocab_size: int, parallel: ParallelLayout) -> None:
         self.config, self.parallel = config, parallel
+        self.groups: list[dist.ProcessGroup] = []
         self.model = self.wrap(self._build(vocab_size))
         self.parameters = dict(self.model.transformer.named_parameters())
         self.optimizer = make_optimizer(self.model.transformer, config.optim)
@@ -77,9 +80,6 @@ class Engine(ABC):
 
     def loaded(self) -> None:  # noqa: B027
         """Take over what was written to the tensors of ``shards``. Every rank must call this."""
-
-    def close(self) -> None:  # noqa: B027
-        """Meet all ranks a last time on every process group that the engine has made."""
 
     def _create_optimizer_state(self) -> None:
         """Create the optimiser's tensors by a step with zero gradients and zero learning rate."""

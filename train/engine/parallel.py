@@ -139,6 +139,13 @@ def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
     )
 
 
+def require_group(parallel: ParallelLayout) -> None:
+    """Make a default process group of one rank, for an engine that cannot do without."""
+    if parallel.world == 1 and not dist.is_initialized():
+        backend = "nccl" if parallel.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def require_agreement(parallel: ParallelLayout, facts: dict[str, str]) -> None:
     """Raise ``RuntimeError`` on every rank if a fact differs between ranks. The error names it."""
     if parallel.world == 1:
@@ -180,20 +187,24 @@ def sum_over_ranks(parallel: ParallelLayout, values: Tensor) -> Tensor:
 
 
 def shutdown(
-    parallel: ParallelLayout | None, code: int, closers: Iterable[Callable[[], None]] = ()
+    parallel: ParallelLayout | None,
+    code: int,
+    closers: Iterable[Callable[[], None]] = (),
+    groups: Iterable[dist.ProcessGroup] = (),
 ) -> NoReturn:
     """Close writers, destroy the process groups and end the process with ``code``.
 
-    A rank that exits at once may close its sockets while a peer still uses them. With ``code`` 0
-    all ranks therefore pass a barrier on every group first. After a failure a peer may be gone, so
-    no rank waits. ``os._exit`` skips the destructors of communication threads, which can abort a
-    process that has finished all its work.
+    ``groups`` are those that ``parallel`` does not name. A rank that exits at once may close its
+    sockets while a peer still uses them. With ``code`` 0 all ranks therefore pass a barrier on
+    every group first. After a failure a peer may be gone, so no rank waits. ``os._exit`` skips the
+    destructors of communication threads, which can abort a process that has finished all its work.
     """
     for close in closers:
         with contextlib.suppress(Exception if code else ()):  # the failure is already reported
             close()
     if code == 0 and parallel is not None and parallel.world > 1:
-        for group in (parallel.cp_group, parallel.save_group, parallel.host_group, None):
+        own = (parallel.cp_group, parallel.save_group, parallel.host_group, None)
+        for group in (*groups, *own):
             _barrier(group, parallel.device)
         dist.destroy_process_group()
     sys.stdout.flush()
