@@ -104,6 +104,12 @@ class ParallelConfig:
 
 
 @dataclass
+class EngineConfig:
+    name: str = "ddp"
+    shard: str | None = None
+
+
+@dataclass
 class TrainConfig:
     steps: int = 300
     batch: int | None = None
@@ -194,6 +200,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -208,7 +215,7 @@ class Config:
 SOURCES = "data.sources"
 NAME = "NAME"
 
-GROUPS = ("model", "data", "optim", "experiment")
+GROUPS = ("model", "data", "optim", "engine", "experiment")
 
 
 def register_schema() -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from train.config import default, nearest, schema_key, schema_keys
+from train.run import checks
 
 ROOT = Path(__file__).absolute().parents[2]
 
@@ -25,6 +26,8 @@ ROOT = Path(__file__).absolute().parents[2]
         ("data.path=/nowhere", "data.path", "nearest existing folder: /"),
         ("train.steps=many", "train.steps", "train.steps=300"),
         ("parallel.cp=3", "parallel.cp", "parallel.cp=1"),
+        ("engine=fsdp", "engine=fsdp", "engine=fsdp2"),
+        ("engine.shard=all", "engine=fsdp2, not of engine=ddp", "choose engine=fsdp2"),
         ("data=text", "data.path", "data.path="),
         ("train.seed=[", "train.seed", "quote a value"),
         ("--multirn", "--multirn", "settings are written key=value"),
@@ -148,21 +151,29 @@ def test_a_source_may_have_any_name():
 
 
 def test_every_key_of_the_files_is_documented_and_in_the_schema():
-    """The files with the defaults: each key is preceded by a comment ``(type, default: ...)``."""
+    """The files with the defaults: each key is preceded by a comment ``(type, default: ...)``.
+
+    The keys of an engine are null for the others: its file has their defaults.
+    """
     documented = []
-    files = {"": "config", "model": "model/tiny", "data": "data/stdlib", "optim": "optim/adamw"}
-    for section, name in files.items():
+    files = [("", "config"), ("model", "model/tiny"), ("data", "data/stdlib")]
+    files += [("optim", "optim/adamw"), *(("engine", f"engine/{name}") for name in checks.ENGINES)]
+    for section, name in files:
         text = (ROOT / "configs" / f"{name}.yaml").read_text()
         values = {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra")}
         for key, value in _leaves(values, section):
             line = rf"\(.+default: .+\)[^\n]*\n(\s*#[^\n]*\n)*\s*{key.rpartition('.')[2]}: "
             assert re.search(line, text), f"{key} has no comment in {name}.yaml"
             documented.append(key)
+            if section == "engine":
+                usual = name.rpartition("/")[2] if key == "engine.name" else value
+                assert f"default: {usual}):" in text
+                continue
             usual = default(key) if key != "data.path" else None
             assert value == pytest.approx(usual) if isinstance(value, float) else value == usual
     sections = [key for key in schema_keys() if dataclasses.is_dataclass(default(key))]
     of_a_source = [key for key in schema_keys() if key.startswith("data.sources.NAME.")]
-    assert sorted(documented) == sorted(set(schema_keys()) - set(sections) - set(of_a_source))
+    assert sorted(set(documented)) == sorted(set(schema_keys()) - set(sections) - set(of_a_source))
     text = (ROOT / "configs" / "data" / "mixture.yaml").read_text()
     for key in of_a_source:
         line = rf"# \(.+default[^)]*\)[^\n]*\n#       {key.rpartition('.')[2]}: "

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -47,12 +47,16 @@ class Manifest:
 
 
 def write_manifest(
-    folder: Path, facts: dict[str, Any], files: Iterable[Path] | None = None
+    folder: Path,
+    facts: dict[str, Any],
+    files: Iterable[Path] | None = None,
+    measured: Mapping[str, FileFacts] | None = None,
 ) -> None:
     """Complete ``folder``: flush its files to the disk, then the manifest, then the folder itself.
 
     ``facts`` is any JSON value. ``files`` are paths below ``folder`` (``ValueError`` for others);
-    None means every file in it. An earlier manifest is replaced atomically.
+    None means every file in it. ``measured`` are the results of ``measure`` that another process
+    has by name; these files are not read. An earlier manifest is replaced atomically.
     """
     temporary = folder / f"{MANIFEST}.tmp"
     if files is None:
@@ -63,7 +67,7 @@ def write_manifest(
         name = path.relative_to(folder).as_posix()
         if not _stays_inside(name):
             raise ValueError(f"{path} is no file of {folder}")
-        entries[name] = _measure_and_sync(path)
+        entries[name] = asdict((measured or {}).get(name) or measure(path))
         folders.update(folder / parent for parent in Path(name).parents)
     body = json.loads(json.dumps({"format": FORMAT, "facts": facts, "files": entries}))
     text = json.dumps({**body, "crc32": _crc32_of(body)}, indent=1)
@@ -128,6 +132,13 @@ def verify(folder: Path, contents: bool | Callable[[str], bool] = True) -> Manif
     return manifest
 
 
+def measure(path: Path) -> FileFacts:
+    """Flush a file to the disk; returns its size and checksum."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return FileFacts(path.stat().st_size, checksum(path))
+
+
 def checksum(path: Path) -> int:
     """CRC-32 of a file, read block by block."""
     value = 0
@@ -144,12 +155,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _measure_and_sync(path: Path) -> dict[str, int]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"size": path.stat().st_size, "crc32": checksum(path)}
 
 
 def _crc32_of(body: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from train.config import ConfigError
 from train.data.manifest import (
     DamagedError,
+    FileFacts,
     Manifest,
+    measure,
     read_manifest,
     sync_folder,
     verify,
     write_manifest,
 )
 from train.engine.parallel import ParallelLayout, from_rank_0
+from train.engine.shard import LoadPlanner, SavePlanner, Shard, own_share, whole
 
 # A single process saves and loads without a process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -46,6 +50,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 PREFIX = "step-"
 DAMAGED = "damaged-"
 OTHERS_WRITE = 0o022
+FORMER_NAMES = {"output.weight": "output"}  # of tensors in checkpoints that still load
 SEEN_S = 10.0  # how long a new file may take to appear on every host that shares its folder
 
 
@@ -116,7 +121,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
     return newest
 
 
-def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def load_tensors(path: Path, tensors: Mapping[str, Tensor | Shard]) -> None:
     """Fill ``tensors`` in place from a verified checkpoint; its other tensors are ignored.
 
     Every rank reads independently. Raises ``ConfigError`` if a name or a shape does not fit.
@@ -124,6 +129,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         reader = dcp.FileSystemReader(path)
         known = reader.read_metadata().state_dict_metadata
+        tensors = {_stored_name(name, known): tensor for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             stored = getattr(known.get(name), "size", None)
             if stored != tensor.shape:
@@ -133,9 +139,18 @@ def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
                     f"here and {kept}; choose the model settings that it was made with"
                 )
         with torch.no_grad():
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+            shards = {n: t if isinstance(t, Shard) else whole(t) for n, t in tensors.items()}
+            dcp.load(shards, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     except CheckpointException as error:
         raise RuntimeError(f"checkpoint {path} cannot be read: {_cause(error)}") from None
+
+
+def _stored_name(name: str, known: Mapping[str, Any]) -> str:
+    """The name of a tensor in a checkpoint, where older ones have another."""
+    for now, before in FORMER_NAMES.items():
+        if name not in known and now in name:
+            return name.replace(now, before)
+    return name
 
 
 class Checkpoints:
@@ -158,7 +173,7 @@ class Checkpoints:
         self.keep, self.keep_every = keep, keep_every
         self.saved: int | None = None  # step of the newest complete checkpoint
         self.failures = 0
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[str, int], Tensor] = {}  # by name and number of the box
         self._stream = (
             torch.cuda.Stream(parallel.device) if parallel.device.type == "cuda" else None
         )
@@ -183,17 +198,17 @@ class Checkpoints:
     def begin(
         self,
         step: int,
-        tensors: Mapping[str, Tensor],
+        shards: Mapping[str, Shard],
         facts: dict[str, Any],
         ready: torch.cuda.Event | None = None,
     ) -> None:
-        """Copy ``tensors`` and start to write them as the checkpoint of ``step``.
+        """Copy ``shards`` and start to write them as the checkpoint of ``step``.
 
         Waits for a previous write first. ``ready`` is the CUDA event after which the tensors have
         the values to save.
         """
         self.wait()
-        share = self._copy(own_share(tensors, self.parallel.rank, self.parallel.world), ready)
+        share = self._copy(own_share(shards), ready)
         self._written = step
         self._writing = self._thread.submit(self._write, step, share, facts)
 
@@ -204,30 +219,41 @@ class Checkpoints:
             self._writing = None
 
     def _copy(
-        self, tensors: Mapping[str, Tensor], ready: torch.cuda.Event | None
-    ) -> dict[str, Tensor]:
+        self, shards: Mapping[str, Shard], ready: torch.cuda.Event | None
+    ) -> dict[str, Shard]:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
-            for name, tensor in tensors.items():
-                if name not in self._buffers:
-                    pinned = tensor.device.type == "cuda"
-                    self._buffers[name] = torch.empty_like(
-                        tensor, device="cpu", pin_memory=pinned, requires_grad=False
-                    )
-                self._buffers[name].copy_(tensor, non_blocking=True)
+            copies = {
+                name: shard.map(partial(self._copy_box, name)) for name, shard in shards.items()
+            }
         if self._stream is not None:
             self._stream.synchronize()
-        return {name: self._buffers[name] for name in tensors}
+        return copies
 
-    def _write(self, step: int, share: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def _copy_box(self, name: str, number: int, tensor: Tensor) -> Tensor:
+        """Start to copy box ``number`` of a tensor to its buffer on the host."""
+        buffer = self._buffers.get((name, number))
+        if buffer is None:
+            pinned = tensor.device.type == "cuda"
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers[name, number] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def _write(self, step: int, share: dict[str, Shard], facts: dict[str, Any]) -> None:
         """Runs in the thread, on all ranks at once."""
         final = self.folder / f"{PREFIX}{step:08d}"
         temporary = self.folder / f".{final.name}"
         try:
             writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
             group, alone = self.parallel.save_group, self.parallel.world == 1
-            dcp.save(share, storage_writer=writer, process_group=group, no_dist=alone)
+            dcp.save(
+                dict(share),
+                storage_writer=writer,
+                planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+                no_dist=alone,
+            )
             problem = self._complete(temporary, final, {"step": step, **facts})
         except (
             OSError,
@@ -247,12 +273,12 @@ class Checkpoints:
 
     def _complete(self, temporary: Path, final: Path, facts: dict[str, Any]) -> str | None:
         """Rank 0 completes the folder; returns on all ranks what went wrong, or None."""
-        problem = None
-        if self.parallel.rank == 0:
+        files, problem = self._measured(temporary)
+        if self.parallel.rank == 0 and problem is None:
             try:
                 for path in (temporary, *temporary.iterdir()):
                     path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
-                write_manifest(temporary, facts)
+                write_manifest(temporary, facts, measured=files)
                 before = final.with_name(f".old-{final.name}")
                 if final.exists():  # of the same step, from before the run rolled back
                     final.rename(before)
@@ -268,6 +294,24 @@ class Checkpoints:
             problem = answer[0]
         return problem
 
+    def _measured(self, folder: Path) -> tuple[dict[str, FileFacts], str | None]:
+        """On rank 0 size and checksum of the tensor files, each measured by its rank, or a problem.
+
+        The file of a rank lies in the cache of its host; rank 0 would read all of them.
+        """
+        parallel = self.parallel
+        try:
+            own = {path.name: measure(path) for path in folder.glob(f"__{parallel.rank}_*.distcp")}
+            answer: tuple[dict[str, FileFacts], str | None] = own, None
+        except OSError as error:
+            answer = {}, f"rank {parallel.rank}: {_cause(error)}"
+        everyone: list[Any] = [answer]
+        if parallel.world > 1:
+            everyone = [None] * parallel.world
+            dist.all_gather_object(everyone, answer, group=parallel.save_group)
+        files = {name: facts for measured, _ in everyone for name, facts in measured.items()}
+        return files, next((problem for _, problem in everyone if problem), None)
+
     def _prune(self) -> None:
         """Remove all but the newest ``keep`` and those of every ``keep_every``-th step."""
         for step, path in list(checkpoints_in(self.folder).items())[: -self.keep]:
@@ -278,19 +322,6 @@ class Checkpoints:
         hidden = path.with_name(f".old-{path.name}")  # a half-removed one must not count as damaged
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def own_share(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
-    """The tensors that ``rank`` writes of those that all hold: about equal bytes per rank."""
-    bytes_of = {name: t.numel() * t.element_size() for name, t in tensors.items()}
-    loads = [0] * world
-    share = {}
-    for name in sorted(bytes_of, key=lambda name: (-bytes_of[name], name)):
-        least = loads.index(min(loads))
-        loads[least] += bytes_of[name] or 1
-        if least == rank:
-            share[name] = tensors[name]
-    return share
 
 
 def require_shared(parallel: ParallelLayout, folder: Path) -> None:

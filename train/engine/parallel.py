@@ -1,4 +1,4 @@
-"""Ranks and process groups: dp x cp, data parallelism, agreement between ranks, shutdown.
+"""Ranks and process groups: dp x cp, agreement between ranks, shutdown.
 
 ``cp`` consecutive ranks form a context-parallel group and share one sample. There are ``dp`` such
 groups. A single process makes no process group.
@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from ringfa3.ring.process_group import rendezvous
 from ringfa3.validation import TRANSPORTS_OF
@@ -140,6 +139,13 @@ def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
     )
 
 
+def require_group(parallel: ParallelLayout) -> None:
+    """Make a default process group of one rank, for an engine that cannot do without."""
+    if parallel.world == 1 and not dist.is_initialized():
+        backend = "nccl" if parallel.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def require_agreement(parallel: ParallelLayout, facts: dict[str, str]) -> None:
     """Raise ``RuntimeError`` on every rank if a fact differs between ranks. The error names it."""
     if parallel.world == 1:
@@ -180,31 +186,25 @@ def sum_over_ranks(parallel: ParallelLayout, values: Tensor) -> Tensor:
     return values
 
 
-def data_parallel(module: nn.Module, parallel: ParallelLayout) -> nn.Module:
-    """``module`` with gradients averaged over *all* ranks at the end of the backward pass.
-
-    Context-parallel ranks hold different tokens and the same weights, like data-parallel ranks.
-    """
-    if parallel.world == 1:
-        return module
-    return DistributedDataParallel(module, gradient_as_bucket_view=True)
-
-
 def shutdown(
-    parallel: ParallelLayout | None, code: int, closers: Iterable[Callable[[], None]] = ()
+    parallel: ParallelLayout | None,
+    code: int,
+    closers: Iterable[Callable[[], None]] = (),
+    groups: Iterable[dist.ProcessGroup] = (),
 ) -> NoReturn:
     """Close writers, destroy the process groups and end the process with ``code``.
 
-    A rank that exits at once may close its sockets while a peer still uses them. With ``code`` 0
-    all ranks therefore pass a barrier on every group first. After a failure a peer may be gone, so
-    no rank waits. ``os._exit`` skips the destructors of communication threads, which can abort a
-    process that has finished all its work.
+    ``groups`` are those that ``parallel`` does not name. A rank that exits at once may close its
+    sockets while a peer still uses them. With ``code`` 0 all ranks therefore pass a barrier on
+    every group first. After a failure a peer may be gone, so no rank waits. ``os._exit`` skips the
+    destructors of communication threads, which can abort a process that has finished all its work.
     """
     for close in closers:
         with contextlib.suppress(Exception if code else ()):  # the failure is already reported
             close()
     if code == 0 and parallel is not None and parallel.world > 1:
-        for group in (parallel.cp_group, parallel.save_group, parallel.host_group, None):
+        own = (parallel.cp_group, parallel.save_group, parallel.host_group, None)
+        for group in (*groups, *own):
             _barrier(group, parallel.device)
         dist.destroy_process_group()
     sys.stdout.flush()

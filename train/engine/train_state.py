@@ -7,17 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
-
 from train.config import Config, ConfigError, flatten
 from train.engine.checkpoint import load_tensors, read_facts
+from train.engine.engine import Engine
 from train.engine.guard import Guard
+from train.engine.shard import Shard
 from train.model.transformer import Transformer
 
 
@@ -29,24 +23,17 @@ class TrainState:
     are the samples of a step, None before they are known. ``seconds`` is the training time so far.
     """
 
-    def __init__(
-        self, config: Config, corpus: str, model: Transformer, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.config, self.corpus = config, corpus
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, config: Config, corpus: str, engine: Engine) -> None:
+        self.config, self.corpus, self.engine = config, corpus, engine
         self.guard = Guard(config.guard)
         self.step = 0
         self.samples = 0
         self.batch: int | None = None
         self.seconds = 0.0
-        # Creates the optimiser's tensors by a step with zero learning rate, then resets its count.
-        self._optimizer_tensors()
-        for entry in optimizer.state.values():
-            entry["step"].zero_()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state by name, not copied."""
-        return self._weights() | self._optimizer_tensors()
+    def shards(self) -> dict[str, Shard]:
+        """What this rank holds of every tensor of the state, by name, not copied."""
+        return self.engine.shards()
 
     def facts(self) -> dict[str, Any]:
         """The rest of the state, as JSON values."""
@@ -74,7 +61,8 @@ class TrainState:
                 f"{there.get(key)} (now {here.get(key)}); give the same files and data settings, "
                 f"or take its weights alone with checkpoint.init_from"
             )
-        load_tensors(path, self.tensors())
+        load_tensors(path, self.shards())
+        self.engine.loaded()
         self.step, self.samples, self.seconds = facts["step"], facts["samples"], facts["seconds"]
         self.batch = facts.get("batch")
         self.guard.restore(facts["guard"])
@@ -88,17 +76,9 @@ class TrainState:
 
     def load_weights(self, path: Path) -> None:
         """Load only the weights of a verified checkpoint."""
-        load_weights(path, self.model)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return _weights(self.model)
-
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        entries = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        return {
-            f"optimizer.{name}": value for name, value in entries.items() if torch.is_tensor(value)
-        }
+        shards = self.shards().items()
+        load_tensors(path, {name: s for name, s in shards if name.startswith("model.")})
+        self.engine.loaded()
 
 
 def _stream(facts: dict[str, Any]) -> dict[str, Any]:
@@ -113,8 +93,5 @@ def _stream(facts: dict[str, Any]) -> dict[str, Any]:
 
 def load_weights(path: Path, model: Transformer) -> None:
     """Load the weights of a verified checkpoint; ``ConfigError`` if they do not fit ``model``."""
-    load_tensors(path, _weights(model))
-
-
-def _weights(model: Transformer) -> dict[str, Tensor]:
-    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
+    weights = model.named_parameters()
+    load_tensors(path, {f"model.{name}": weight.detach() for name, weight in weights})

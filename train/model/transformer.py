@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
 from train.config import Config, ConfigError, ModelConfig, RopeConfig
 from train.data.batches import Batch
+from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
 from train.model.sdpa import SdpaAttention
@@ -37,7 +38,7 @@ def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
     Wavelengths below ``original_len / high_freq_factor`` keep their frequency. For those above
     ``original_len / low_freq_factor`` it is divided by ``factor``. In between it is interpolated.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = rope.theta**-exponents
     if rope.factor == 1.0:
         return frequencies
@@ -146,6 +147,18 @@ class Block(nn.Module):
         return x_TD + self.mlp(self.mlp_norm(x_TD)).to(x_TD.dtype)
 
 
+class Head(nn.Module):
+    """The output matrix. A module, so that an engine may shard it and gather it for the loss."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(self, hidden_TD: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
+        """``token_losses`` with this matrix, (T,) float32."""
+        return token_losses(hidden_TD, self.weight, labels_T, chunk)
+
+
 class Transformer(nn.Module):
     """Token ids -> normalised hidden states; the matrix ``head`` (V, D) maps them to logits.
 
@@ -173,15 +186,16 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.output = None
         if not model.tied_embeddings:
-            self.output = nn.Parameter(torch.empty(vocab_size, model.dim))
+            self.output = Head(vocab_size, model.dim)
         # Not a buffer: every rank computes the same values, so DDP need not broadcast them.
         self.frequencies = rope_frequencies(model.resolved_head_dim(), model.rope)
-        self._initialise(seed)
+        if not self.norm.weight.is_meta:
+            initialise(self, model, seed)
 
     @property
     def head(self) -> Tensor:
         """The output matrix, (V, D): the embedding itself if the two are tied."""
-        return self.embedding.weight if self.output is None else self.output
+        return self.embedding.weight if self.output is None else self.output.weight
 
     def forward(
         self,
@@ -207,34 +221,6 @@ class Transformer(nn.Module):
             return checkpoint(block, x_TD, turns, plan, use_reentrant=False)
         return checkpoint(block, x_TD, turns, plan, use_reentrant=False, context_fn=keep_attention)
 
-    @torch.no_grad()
-    def _initialise(self, seed: int) -> None:
-        """Draw weights from ``seed`` alone, so that every rank starts with the same ones.
-
-        The embedding starts at unit variance. Small rows may pass close to zero as they learn,
-        where RMSNorm magnifies their gradients, and rounding errors with them.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        outputs = [block.attention.wo.weight for block in self.blocks]
-        outputs += [block.mlp.down.weight for block in self.blocks]
-        for parameter in self.parameters():
-            if parameter.ndim < 2:
-                continue  # norms start at one
-            std = parameter.shape[1] ** -0.5
-            if parameter is self.embedding.weight:
-                std = 1.0
-            elif any(parameter is output for output in outputs):
-                std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layers)
-            elif parameter is self.output and self.config.zero_init:
-                std = 0.0
-            parameter.normal_(0.0, std, generator=generator)
-        if self.output is None:
-            # A tied head starts aligned with the embedding of the input token. With rows of std s
-            # and the gain g of the last norm, that token's logit is s * g * dim and all others are
-            # N(0, s^2 * g^2 * dim): GPT-2's s = 0.02, g = 1 begins dim 768 at a loss of 15. Here
-            # s = 1 and g = 1 / dim. The gain is learned: Adam's first steps are larger than it.
-            self.norm.weight.fill_(1 / self.config.dim)
-
 
 class LanguageModel(nn.Module):
     """A transformer with its loss: batch -> cross entropy of every local token, (T,) float32.
@@ -252,8 +238,9 @@ class LanguageModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         with self._arithmetic(batch.tokens.device):
             hidden_TD = self.transformer(batch.tokens, batch.positions, batch.plan)
-            head_VD = self.transformer.head
-            return token_losses(hidden_TD, head_VD, batch.labels, self.loss_chunk)
+            if self.transformer.output is not None:
+                return self.transformer.output(hidden_TD, batch.labels, self.loss_chunk)
+            return token_losses(hidden_TD, self.transformer.head, batch.labels, self.loss_chunk)
 
     @torch.no_grad()
     def next_logits(self, tokens_T: Tensor, caches: Sequence[KVCache]) -> Tensor:
@@ -277,10 +264,12 @@ def build_model(
     vocab_size: int,
     device: torch.device,
     cp_group: dist.ProcessGroup | None = None,
+    meta: bool = False,
 ) -> LanguageModel:
     """The model on ``device``, with the same weights on every rank; attention over ``cp_group``.
 
-    Raises ``ConfigError`` if the device cannot compute with ``train.residual``.
+    With ``meta`` its parameters have no memory yet: an engine gives each rank its part. Raises
+    ``ConfigError`` if the device cannot compute with ``train.residual``.
     """
     dtype = compute_dtype(config.train.precision, device)
     if dtype == torch.float32 and config.train.residual != "float32":
@@ -288,19 +277,21 @@ def build_model(
             f"train.residual={config.train.residual} is narrower than the float32 that matrix "
             "products take; nearest valid: train.residual=float32 (or train.precision=bfloat16)"
         )
-    transformer = Transformer(
-        config.model,
-        vocab_size,
-        config.train.seed,
-        recompute=config.train.recompute,
-        attention=config.train.attention,
-        residual=getattr(torch, config.train.residual),
-        group=cp_group,
-        layout=config.parallel.layout,
-        transport=config.parallel.transport,
-        deterministic=config.train.deterministic,
-    )
-    return LanguageModel(transformer.to(device), dtype, config.train.loss_chunk)
+    with torch.device("meta" if meta else "cpu"):
+        transformer = Transformer(
+            config.model,
+            vocab_size,
+            config.train.seed,
+            recompute=config.train.recompute,
+            attention=config.train.attention,
+            residual=getattr(torch, config.train.residual),
+            group=cp_group,
+            layout=config.parallel.layout,
+            transport=config.parallel.transport,
+            deterministic=config.train.deterministic,
+        )
+    transformer = transformer if meta else transformer.to(device)
+    return LanguageModel(transformer, dtype, config.train.loss_chunk)
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

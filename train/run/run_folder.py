@@ -16,7 +16,16 @@ LOCK_S = 5.0  # torchrun may still be ending the processes of the previous attem
 
 # Keys that a run may change when it continues. The others determine its result.
 MAY_CHANGE = (
-    *("mode", "parallel.", "run.", "checkpoint.", "guard.", "data.cache_dir", "data.verify"),
+    *(
+        "mode",
+        "parallel.",
+        "engine.",
+        "run.",
+        "checkpoint.",
+        "guard.",
+        "data.cache_dir",
+        "data.verify",
+    ),
     *("train.steps", "train.batch", "train.accumulation", "train.recompute", "train.loss_chunk"),
     "train.deterministic",
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),

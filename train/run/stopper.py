@@ -2,8 +2,9 @@
 
 A step may last minutes, and Python runs a signal handler only when the main thread returns to the
 interpreter. A dedicated thread therefore takes the signals. It freezes the parameters, agrees with
-the stoppers of the other ranks on the last step that all have finished, saves that state while the
-main thread still computes the next step, and ends the process.
+the stoppers of the other ranks on the last update that any of them has begun, saves the state after
+it while the main thread still computes the next step, and ends the process. It communicates over
+the store and over a process group of its own, never over those of the step.
 
 This module imports nothing that starts threads: such a thread would not inherit the blocked
 signals.
@@ -25,6 +26,7 @@ from train.run.update_lock import UpdateLock
 
 POLL_S = 0.25  # between two checks for a stop requested by another rank
 ARMING_S = 20.0  # how long a signal during start-up waits for the run to begin
+UPDATE_S = 12.0  # how long it waits for the update that a rank has begun
 PEERS_S = 8.0  # how long a stopping rank waits for the other ranks
 SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
@@ -133,12 +135,12 @@ class Stopper(threading.Thread):
         return None
 
     def _stop_all(self, run: Run, reason: str) -> str:
-        count = run.updates.freeze()
+        last = run.updates.freeze()
         if run.store is not None:
             run.store.set("stop/reason", reason)
-            last = max(int(other) for other in self._gather(run, "count", str(count)))
-            if not run.updates.freeze_after(last, PEERS_S):
-                raise PeerGoneError(f"the step before was not finished within {PEERS_S:.0f} s")
+            last = max(int(other) for other in self._gather(run, "count", str(last)))
+        if not run.updates.freeze_after(last, UPDATE_S):
+            raise PeerGoneError(f"the update before was not finished within {UPDATE_S:.0f} s")
         message = run.save()
         if run.store is not None:
             self._gather(run, "saved", "")

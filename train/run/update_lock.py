@@ -10,9 +10,11 @@ from contextlib import contextmanager
 class UpdateLock:
     """Parameters are updated only inside ``with updates.update()``. ``count`` counts the updates.
 
-    The trainer makes one update per step, without communication inside. All ranks therefore make
-    the same updates. When all locks are frozen, no two ranks are more than one update apart: a rank
-    cannot finish a step to which another has not contributed.
+    The trainer makes one update per step. All ranks therefore make the same updates. When all locks
+    are frozen, no two ranks are more than one update apart: a rank cannot finish a step to which
+    another has not contributed. An update may communicate: a rank inside it may wait for one that
+    is frozen before it. ``freeze`` therefore waits for nothing, and ``freeze_after`` lets all ranks
+    make the last update that any of them has begun.
     """
 
     def __init__(self) -> None:
@@ -27,21 +29,21 @@ class UpdateLock:
         with self._changed:
             self._changed.wait_for(lambda: self._limit is None or self.count < self._limit)
             self._inside = True
+        done = False
         try:
             yield
-            self.count += 1
+            done = True
         finally:
             with self._changed:
+                self.count += done
                 self._inside = False
                 self._changed.notify_all()
 
     def freeze(self) -> int:
-        """Block further updates, wait for the one in progress, and return the final ``count``."""
+        """Block further updates; returns what ``count`` will be after the one in progress."""
         with self._changed:
             self._limit = self.count + self._inside
-            self._changed.wait_for(lambda: not self._inside)
-            self._limit = self.count
-            return self.count
+            return self._limit
 
     def freeze_after(self, last: int, timeout: float) -> bool:
         """Allow updates up to number ``last`` and wait for it; False after ``timeout`` seconds."""

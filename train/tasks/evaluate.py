@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
@@ -13,7 +16,6 @@ from train.data.documents import Documents
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED, evaluation_documents, evaluation_samples, pack
 from train.engine.parallel import ParallelLayout, sum_over_ranks
-from train.model.transformer import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: LanguageModel,
+    losses_of: Callable[[Batch], Tensor],
     documents: Documents,
     config: Config,
     parallel: ParallelLayout,
@@ -61,8 +63,9 @@ def evaluate(
 ) -> Evaluation:
     """Predict every token of the first documents that sum to ``max_bytes`` bytes; None means all.
 
-    Documents are read in windows of ``data.piece_len`` tokens (``data.seq_len`` if it is null), as
-    in training. Every rank must call this, and gets the same totals. With ``window_size`` (0, 0)
+    ``losses_of`` is a model or an engine's ``evaluate``. Documents are read in windows of
+    ``data.piece_len`` tokens (``data.seq_len`` if it is null), as in training. Every rank must call
+    this, calls ``losses_of`` equally often, and gets the same totals. With ``window_size`` (0, 0)
     each token attends to itself alone.
     """
     seq_len = config.data.seq_len
@@ -77,7 +80,10 @@ def evaluate(
         for source, numbers in enumerate(by_source)
         for pieces in evaluation_samples(documents, numbers, seq_len, window)
     ]
-    own = samples[parallel.dp_rank :: parallel.dp]
+    # In the last turn some ranks may have no sample left. They repeat one and do not count it.
+    last, turns = len(samples) - 1, math.ceil(len(samples) / parallel.dp)
+    numbers = [turn * parallel.dp + parallel.dp_rank for turn in range(turns)]
+    own = [(*samples[min(number, last)], number <= last) for number in numbers]
     buckets = n_buckets(seq_len)
     totals = torch.zeros(len(by_source), 2, buckets, dtype=torch.float64, device=parallel.device)
 
@@ -85,9 +91,11 @@ def evaluate(
         sample = pack(documents, own[index][1])
         return make_batch(sample, parallel.cp_group, config.parallel.layout, window_size)
 
-    for (source, _), batch in zip(own, prefetch(make, 0, len(own)), strict=True):
+    for (source, _, counts), batch in zip(own, prefetch(make, 0, len(own)), strict=True):
         here = batch.to(parallel.device)
-        losses = model(here)
+        losses = losses_of(here)
+        if not counts:
+            continue
         valid = (here.labels != IGNORED).float()
         totals[source, 0] += sum_by_bucket(losses, here.buckets, buckets)
         totals[source, 1] += sum_by_bucket(valid, here.buckets, buckets)
@@ -98,7 +106,7 @@ def evaluate(
         bucket_losses=losses,
         bucket_tokens=[round(n) for n in tokens],
         nats_per_byte_by_source={
-            name: float(total[0].sum()) / int(documents.n_bytes[numbers].sum())
-            for name, numbers, total in zip(documents.sources, by_source, totals, strict=True)
+            name: float(total[0].sum()) / int(documents.n_bytes[of_source].sum())
+            for name, of_source, total in zip(documents.sources, by_source, totals, strict=True)
         },
     )

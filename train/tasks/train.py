@@ -54,7 +54,7 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
         stopper.arm(trainer.stoppable(None if limit is None else begin + limit))
         trainer.train()
         trainer.finish()
-        shutdown(parallel, 0, closers)
+        shutdown(parallel, 0, closers, trainer.engine.groups)
     except ConfigError:
         raise
     except Exception as error:  # the outermost frame: every error must name its rank

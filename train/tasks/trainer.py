@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,18 +19,13 @@ from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED, Piece, pack
 from train.data.shards import Corpus
 from train.engine.checkpoint import Checkpoints, read_facts, require_shared
-from train.engine.parallel import (
-    ParallelLayout,
-    data_parallel,
-    require_agreement,
-    sum_over_ranks,
-)
+from train.engine.make_engine import make_engine
+from train.engine.parallel import ParallelLayout, require_agreement, sum_over_ranks
 from train.engine.train_state import TrainState
 from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
 from train.log.profiler import profiled
 from train.log.wandb_run import WandbRun
-from train.model.optim import learning_rate, make_optimizer, set_learning_rate
-from train.model.transformer import build_model
+from train.model.optim import learning_rate
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Run
@@ -64,12 +58,9 @@ class Trainer:
         data, train = config.data, config.train
         self.accumulation = train.accumulation_over(parallel.dp)
         self.samples = training_samples(corpus.train, data.seq_len, data.piece_len, train.seed)
-        self.model = build_model(
-            config, corpus.tokenizer.get_vocab_size(), parallel.device, parallel.cp_group
-        )
-        self.optimizer = make_optimizer(self.model.transformer, config.optim)
-        self.state = TrainState(config, corpus.digest, self.model.transformer, self.optimizer)
-        self.wrapped = data_parallel(self.model, parallel)
+        self.engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
+        self.model = self.engine.model
+        self.state = TrainState(config, corpus.digest, self.engine)
         self.updates = UpdateLock()
         self.updated: torch.cuda.Event | None = None  # recorded after the latest update
         keep = config.checkpoint
@@ -172,33 +163,30 @@ class Trainer:
         """One optimiser step, begun at ``begin`` of ``perf_counter``; returns its line of metrics.
 
         The loss is the sum of all token losses over N, the number of valid tokens of all ranks and
-        micro-batches. ``data_parallel`` averages gradients over W ranks, hence the factor W / N.
+        micro-batches. An engine averages gradients over W ranks, hence the factor W / N.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
         n_valid = sum_over_ranks(parallel, torch.tensor(sum(batch.n_valid for batch in batches)))
         scale = parallel.world / n_valid.clamp(min=1)
         buckets = n_buckets(self.config.data.seq_len)
         sums = torch.zeros(2, buckets, dtype=torch.float64, device=parallel.device)
-        for batch, context in self._micro_batches(batches):
-            with context:
-                losses = self.wrapped(batch)
-                (losses.sum() * scale).backward()
-            sums[0] += sum_by_bucket(losses.detach(), batch.buckets, buckets)
+        for number, on_host in enumerate(batches, start=1):
+            batch = on_host.to(parallel.device)
+            losses = self.engine.backward(batch, scale, last=number == len(batches))
+            sums[0] += sum_by_bucket(losses, batch.buckets, buckets)
             sums[1] += sum_by_bucket((batch.labels != IGNORED).float(), batch.buckets, buckets)
-        limit = optim.clip if optim.clip is not None else float("inf")
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        grad_norm = self.engine.grad_norm(float("inf") if optim.clip is None else optim.clip)
         losses_by_bucket, tokens_by_bucket = sum_over_ranks(parallel, sums).tolist()
         loss = sum(losses_by_bucket) / max(1, int(n_valid))
         objection = self._agreed(state.guard.objection(loss, grad_norm))
         lr = learning_rate(optim, state.step, self.config.train.steps)
         with self.updates.update():
             if objection is None:
-                set_learning_rate(self.optimizer, lr)
-                self.optimizer.step()
+                self.engine.step(lr)
                 state.guard.accept(loss, grad_norm)
             else:
+                self.engine.discard()
                 state.guard.skip()
-            self.optimizer.zero_grad(set_to_none=True)
             if parallel.device.type == "cuda":
                 self.updated = torch.cuda.current_stream().record_event()
             seconds = time.perf_counter() - begin
@@ -241,15 +229,16 @@ class Trainer:
         length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
         sample = pack(self.corpus.train, [Piece(0, 0, length)])
         batch = make_batch(sample, self.parallel.cp_group, self.config.parallel.layout)
-        self.wrapped(batch.to(self.parallel.device)).sum().backward()
-        self.optimizer.zero_grad(set_to_none=True)
+        one = torch.ones((), device=self.parallel.device)
+        self.engine.backward(batch.to(self.parallel.device), one, last=True)
+        self.engine.discard()
 
     def _save(self) -> None:
         """Start to save the current state; called by the trainer or, at a stop, by the stopper."""
         with self.checkpoints.lock:
             if not self.checkpoints.has(self.state.step):
                 self.checkpoints.begin(
-                    self.state.step, self.state.tensors(), self.state.facts(), self.updated
+                    self.state.step, self.state.shards(), self.state.facts(), self.updated
                 )
 
     def _save_at_once(self) -> str:
@@ -317,18 +306,9 @@ class Trainer:
         layout = self.config.parallel.layout
         return [make_batch(self.samples[index], parallel.cp_group, layout) for index in indices]
 
-    def _micro_batches(
-        self, batches: list[Batch]
-    ) -> Iterator[tuple[Batch, contextlib.AbstractContextManager[None]]]:
-        """Each batch on the device, with a context in which only the last reduces gradients."""
-        for number, batch in enumerate(batches, start=1):
-            last = number == len(batches) or self.parallel.world == 1
-            context = contextlib.nullcontext() if last else self.wrapped.no_sync()
-            yield batch.to(self.parallel.device), context
-
     def _evaluate(self, max_bytes: int | None, window: tuple[int, int] = (-1, -1)) -> Evaluation:
-        held_out = self.corpus.held_out
-        return evaluate(self.model, held_out, self.config, self.parallel, max_bytes, window)
+        losses_of, held_out = self.engine.evaluate, self.corpus.held_out
+        return evaluate(losses_of, held_out, self.config, self.parallel, max_bytes, window)
 
     def _validate(self, step: int) -> str:
         evaluation = self._evaluate(self.config.train.eval_bytes)
@@ -351,7 +331,7 @@ class Trainer:
 
     def _introduce(self) -> None:
         parallel, corpus = self.parallel, self.corpus
-        parameters = sum(p.numel() for p in self.model.parameters())
+        parameters = sum(p.numel() for p in self.engine.parameters.values())
         precision = str(self.model.dtype).removeprefix("torch.")
         self.console.print(
             f"{parameters:,} parameters in {precision} on {parallel.world} x "

@@ -11,20 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from tests.support.ranks import Ranks
 from train.config import ConfigError
+from train.data import manifest
 from train.engine.checkpoint import (
     Checkpoints,
     checkpoints_in,
     find_checkpoint,
     load_tensors,
     newest_valid,
-    own_share,
     read_facts,
     require_shared,
 )
 from train.engine.parallel import ParallelLayout, from_rank_0
+from train.engine.shard import Shard, own_share, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -36,6 +38,11 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(40, 30), (7,), (), (3, 0), (100, 10)]
     return {f"t{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
+
+
+def shards(tensors: dict[str, torch.Tensor], rank: int = 0, world: int = 1) -> dict[str, Shard]:
+    """The tensors as ``world`` ranks hold them that all have them whole."""
+    return {name: whole(tensor, rank, world) for name, tensor in tensors.items()}
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -52,7 +59,7 @@ def checkpoints(tmp_path, messages) -> Checkpoints:
     """Of steps 1, 2 and 3, with the tensors of seeds 1, 2 and 3."""
     checkpoints = Checkpoints(tmp_path, ALONE, keep=3, keep_every=None, say=messages.append)
     for step in (1, 2, 3):
-        checkpoints.begin(step, tensors(step), {"samples": 10 * step})
+        checkpoints.begin(step, shards(tensors(step)), {"samples": 10 * step})
     checkpoints.wait()
     assert not messages
     return checkpoints
@@ -71,7 +78,7 @@ def test_saved_tensors_are_loaded(checkpoints):
 def test_tensors_may_change_while_they_are_written(tmp_path, messages):
     checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
     live = tensors(1)
-    checkpoints.begin(1, live, {})
+    checkpoints.begin(1, shards(live), {})
     for tensor in live.values():
         tensor.fill_(0)
     checkpoints.wait()
@@ -83,7 +90,7 @@ def test_tensors_may_change_while_they_are_written(tmp_path, messages):
 def test_the_newest_and_every_keep_every_th_are_kept(tmp_path, messages):
     checkpoints = Checkpoints(tmp_path, ALONE, keep=2, keep_every=3, say=messages.append)
     for step in range(1, 9):
-        checkpoints.begin(step, tensors(step), {})
+        checkpoints.begin(step, shards(tensors(step)), {})
     checkpoints.wait()
     assert list(checkpoints_in(tmp_path)) == [3, 6, 7, 8]
     assert {path.name[:5] for path in tmp_path.iterdir()} == {"step-"}
@@ -140,7 +147,7 @@ def test_others_cannot_write_to_it_under_any_umask(tmp_path, messages):
     before = os.umask(0o002)
     try:
         checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
-        checkpoints.begin(1, tensors(1), {})
+        checkpoints.begin(1, shards(tensors(1)), {})
         checkpoints.wait()
     finally:
         os.umask(before)
@@ -190,12 +197,23 @@ def test_tensors_that_do_not_fit_are_named(checkpoints):
         load_tensors(path, {"t9": torch.zeros(1)})
 
 
+def test_an_older_checkpoint_is_read_by_the_names_of_its_time(tmp_path):
+    """Whole tensors as torch.distributed.checkpoint writes them, and a head named ``output``."""
+    head = torch.arange(6.0).view(3, 2)
+    stored = {"model.output": head, "optimizer.state.output.exp_avg": 2 * head}
+    dcp.save(stored, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    names = ("model.output.weight", "optimizer.state.output.weight.exp_avg")
+    loaded = {name: torch.zeros(3, 2) for name in names}
+    load_tensors(tmp_path, loaded)
+    assert [t.tolist() for t in loaded.values()] == [head.tolist(), (2 * head).tolist()]
+
+
 def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages):
     folder = tmp_path / "run" / "checkpoints"
     checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=messages.append)
     folder.mkdir(parents=True)
     for step in (1, 2):
-        checkpoints.begin(step, tensors(step), {})
+        checkpoints.begin(step, shards(tensors(step)), {})
     checkpoints.wait()
     newest = folder / "step-00000002"
     for path in (tmp_path / "run", folder, newest):
@@ -211,7 +229,7 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
-        checkpoints.begin(4, tensors(4), {})
+        checkpoints.begin(4, shards(tensors(4)), {})
         checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -220,17 +238,17 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     assert "File too large" in line
     assert checkpoints.saved == 3
     assert sorted(path.name[:5] for path in checkpoints.folder.iterdir()) == ["step-"] * 3
-    checkpoints.begin(5, tensors(5), {})
+    checkpoints.begin(5, shards(tensors(5)), {})
     checkpoints.wait()
     assert checkpoints.choose().name == "step-00000005"
 
 
 def test_ranks_write_about_equal_numbers_of_bytes():
     model = {f"w{i}": torch.zeros(100 + i) for i in range(31)}
-    shares = [own_share(model, rank, 4) for rank in range(4)]
+    shares = [own_share(shards(model, rank, 4)) for rank in range(4)]
     assert sorted(name for share in shares for name in share) == sorted(model)
-    sizes = [sum(t.numel() for t in share.values()) for share in shares]
-    assert max(sizes) - min(sizes) <= 130  # one tensor
+    sizes = [sum(shard.n_bytes for shard in share.values()) for share in shares]
+    assert max(sizes) - min(sizes) <= 4 * 130  # one tensor
 
 
 def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str]:
@@ -244,7 +262,7 @@ def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str
     try:
         if rank == fails:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-        checkpoints.begin(7, tensors(7), {"samples": 1})
+        checkpoints.begin(7, shards(tensors(7), rank, world), {"samples": 1})
         checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -263,6 +281,26 @@ def test_any_number_of_ranks_writes_what_one_reads(ranks: Ranks, tmp_path, world
     assert equal(loaded, tensors(7))
     files = {path.name for path in (tmp_path / "step-00000007").glob("*.distcp")}
     assert files == {f"__{rank}_0.distcp" for rank in range(world)}
+
+
+def _reads(group: dist.ProcessGroup, folder: Path) -> list[str]:
+    """The names of the files that a rank reads to complete a checkpoint."""
+    read: list[str] = []
+    whole_file = manifest.checksum
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "checksum", lambda p: read.append(p.name) or whole_file(p))
+        rank, world = group.rank(), group.size()
+        parallel = ParallelLayout(rank, world, 1, torch.device("cpu"), None, group, group)
+        checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, say=print)
+        checkpoints.begin(1, shards(tensors(1), rank, world), {})
+        checkpoints.wait()
+    return read
+
+
+def test_each_rank_checksums_its_own_file(ranks: Ranks, tmp_path):
+    read = ranks.run(3, _reads, tmp_path)
+    assert read == [["__0_0.distcp", ".metadata"], ["__1_0.distcp"], ["__2_0.distcp"]]
+    newest_valid(tmp_path, print)  # the manifest fits
 
 
 @pytest.mark.parametrize("fails", [0, 2])

@@ -1,9 +1,8 @@
-"""Updates wait while the lock is frozen, and a freeze waits for the update in progress."""
+"""Updates wait while the lock is frozen, and a freeze promises the update in progress."""
 
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -27,19 +26,18 @@ def updating(updates: UpdateLock, held: threading.Event) -> threading.Thread:
     return thread
 
 
-def test_a_freeze_waits_for_the_update_in_progress():
-    updates, held, frozen = UpdateLock(), threading.Event(), []
+def test_a_freeze_promises_the_update_in_progress():
+    """``freeze`` returns at once: the update may wait for a rank that is frozen before it."""
+    updates, held = UpdateLock(), threading.Event()
     thread = updating(updates, held)
-    freezer = threading.Thread(target=lambda: frozen.append(updates.freeze()), daemon=True)
-    freezer.start()
-    time.sleep(0.1)
-    assert frozen == []
+    assert updates.freeze() == 1
+    assert updates.count == 0
+    assert not updates.freeze_after(1, timeout=0.05)
     held.set()
-    freezer.join(5)
-    assert frozen == [1]
+    assert updates.freeze_after(1, timeout=5)
     thread.join(0.1)
     assert thread.is_alive()  # the second update does not begin
-    assert updates.count == 1
+    assert updates.count == updates.freeze() == 1
 
 
 def test_a_frozen_lock_allows_a_given_number_of_updates():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from train.data.batches import Batch
 from train.data.shards import open_corpus
 from train.engine.parallel import join
+from train.model.transformer import build_model
 from train.tasks import evaluate as evaluation
 from train.tasks.evaluate import evaluate
-from train.tasks.trainer import SELF_ONLY, build_model
+from train.tasks.trainer import SELF_ONLY
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, piece_le
     assert filled == pytest.approx([log_vocabulary] * len(filled), rel=1e-6)
 
 
-@pytest.mark.parametrize("dp", [1, 3])
+@pytest.mark.parametrize("dp", [1, 3, 99])
 def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
     """Each is that of its source alone (1e-6); the total is their mean by bytes."""
     config.model.zero_init = False
@@ -53,7 +56,17 @@ def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
     parts = [evaluate(model, mixed.of_source(k), config, parallel, None) for k in range(2)]
     monkeypatch.setattr(evaluation, "sum_over_ranks", lambda parallel, values: values)
     ranks = [replace(parallel, rank=rank, world=dp) for rank in range(dp)]
-    whole = [evaluate(model, mixed, config, rank, None) for rank in ranks]  # not summed
+    forwards = [0] * dp
+
+    def counting(rank: int) -> Callable[[Batch], torch.Tensor]:
+        def losses_of(batch: Batch) -> torch.Tensor:
+            forwards[rank] += 1
+            return model(batch)
+
+        return losses_of
+
+    whole = [evaluate(counting(r.rank), mixed, config, r, None) for r in ranks]  # not summed
+    assert len(set(forwards)) == 1  # a sharded model is gathered in each: all ranks take part
     by_source = {
         name: sum(result.nats_per_byte_by_source[name] for result in whole) for name in ("a", "b")
     }

@@ -1,0 +1,90 @@
+"""What the trainer asks of an engine: how a model is spread over the ranks and takes its steps.
+
+In a step each rank gives every micro-batch to ``backward``, reads ``grad_norm``, and then calls
+``step`` or ``discard``. Only ``shards`` may be called from another thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from train.config import Config
+from train.data.batches import Batch
+from train.engine.parallel import ParallelLayout
+from train.engine.shard import Shard, shard_of, state_tensors
+from train.model.optim import make_optimizer, set_learning_rate
+from train.model.transformer import LanguageModel, build_model
+
+
+class Engine(ABC):
+    """The model of ``config`` and its AdamW on this rank of ``parallel``; ``vocab_size`` tokens.
+
+    Every rank makes the same calls in the same order, except ``shards``. ``groups`` are the process
+    groups that the engine has made.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, parallel: ParallelLayout) -> None:
+        self.config, self.parallel = config, parallel
+        self.groups: list[dist.ProcessGroup] = []
+        self.model = self.wrap(self._build(vocab_size))
+        self.parameters = dict(self.model.transformer.named_parameters())
+        self.optimizer = make_optimizer(self.model.transformer, config.optim)
+        self._create_optimizer_state()
+
+    def _build(self, vocab_size: int) -> LanguageModel:
+        parallel = self.parallel
+        return build_model(self.config, vocab_size, parallel.device, parallel.cp_group)
+
+    @abstractmethod
+    def wrap(self, model: LanguageModel) -> LanguageModel:
+        """Spread ``model`` over the ranks. Its parameters start alike on all."""
+
+    @abstractmethod
+    def backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
+        """Add the gradients of ``scale`` times the sum of the losses of a micro-batch.
+
+        Returns the loss of every local token, (t,) float32, detached. The ``last`` micro-batch of a
+        step reduces the gradients: they become the mean over all ranks.
+        """
+
+    @abstractmethod
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The loss of every local token, (t,) float32, without gradients."""
+
+    def grad_norm(self, limit: float) -> float:
+        """Norm of the gradients of all parameters; clips them to ``limit``."""
+        return float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
+
+    def step(self, lr: float) -> None:
+        """Take an optimiser step with learning rate ``lr`` and drop the gradients."""
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def shards(self) -> dict[str, Shard]:
+        """What this rank holds of weights and optimiser state, not copied, without communication.
+
+        All engines give a tensor the same name and the same shape.
+        """
+        rank, world = self.parallel.rank, self.parallel.world
+        tensors = state_tensors(self.parameters, self.optimizer)
+        return {name: shard_of(tensor, rank, world) for name, tensor in tensors}
+
+    def loaded(self) -> None:  # noqa: B027
+        """Take over what was written to the tensors of ``shards``. Every rank must call this."""
+
+    def _create_optimizer_state(self) -> None:
+        """Create the optimiser's tensors by a step with zero gradients and zero learning rate."""
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        self.step(0.0)
+        for entry in self.optimizer.state.values():
+            entry["step"].zero_()

@@ -1,0 +1,94 @@
+"""``engine=fsdp2``: weights, gradients and optimiser state are sharded, block by block."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from train.config import Config, ConfigError
+from train.data.batches import Batch
+from train.engine.engine import Engine
+from train.engine.parallel import ParallelLayout, require_agreement, require_group
+from train.engine.shard import local_box
+from train.model.initialise import initialise
+from train.model.transformer import LanguageModel, build_model
+
+
+class FSDP2Engine(Engine):
+    """PyTorch's ``fully_shard``. Every block, the embedding and the head are gathered apart.
+
+    A tied embedding is gathered with the last norm, for the whole step. Weights are gathered and
+    gradients reduced in float32. A rank holds the unsharded gradients of all micro-batches of a
+    step until the last one.
+    """
+
+    def _build(self, vocab_size: int) -> LanguageModel:
+        parallel = self.parallel
+        return build_model(self.config, vocab_size, parallel.device, parallel.cp_group, meta=True)
+
+    def wrap(self, model: LanguageModel) -> LanguageModel:
+        transformer = model.transformer
+        self.mesh = make_mesh(self.config, self.parallel)
+        if self.mesh.ndim > 1:  # it has groups of its own
+            self.groups = self.mesh.get_all_groups()
+        apart: list[nn.Module] = list(transformer.blocks)
+        if transformer.output is not None:
+            apart += [transformer.embedding, transformer.output]
+        # The root is gathered again in the backward: weights of an evaluation are never stale.
+        for module in (*apart, model):
+            fully_shard(
+                module,
+                mesh=self.mesh,
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+                reshard_after_forward=True,
+            )
+        model.to_empty(device=self.parallel.device)
+        initialise(transformer, self.config.model, self.config.train.seed, _local_rows)
+        return model
+
+    def backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
+        self.model.set_requires_gradient_sync(last)
+        losses = self.model(batch)
+        (losses.sum() * scale).backward()
+        return losses.detach()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        return self.model(batch)
+
+    def grad_norm(self, limit: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+        assert isinstance(norm, DTensor)
+        return float(norm.full_tensor())
+
+
+def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:
+    """The ranks over which parameters are cut: all, or (copies, cut) for ``engine.shard=host``.
+
+    Raises ``ConfigError`` on every rank unless all hosts have the same number of processes.
+    """
+    require_group(parallel)
+    kind, world = parallel.device.type, parallel.world
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if config.engine.shard == "all":
+        return DeviceMesh(kind, list(range(world)))
+    require_agreement(parallel, {"number of processes on its host": str(local)})
+    if world % local:
+        raise ConfigError(
+            f"engine.shard=host: {local} processes on this host do not divide the {world} of the "
+            f"job; nearest valid: engine.shard=all"
+        )
+    return init_device_mesh(kind, (world // local, local), mesh_dim_names=("copies", "cut"))
+
+
+def _local_rows(parameter: Tensor) -> tuple[int, Tensor]:
+    """The number of the first row that this rank holds, and its rows."""
+    box = local_box(parameter)
+    if box is None:
+        return 0, parameter.detach()[:0]
+    return box.offsets[0], box.values

@@ -1,0 +1,73 @@
+"""Initial weights: each value depends on the seed, the parameter's name and its place alone.
+
+A rank therefore draws only the rows that it holds, and every engine starts with the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from train.config import ModelConfig
+
+BLOCK = 2**20  # about as many values have a generator of their own
+
+
+def all_rows(parameter: Tensor) -> tuple[int, Tensor]:
+    """The rows of a parameter that this rank holds whole."""
+    return 0, parameter
+
+
+@torch.no_grad()
+def initialise(
+    transformer: nn.Module,
+    model: ModelConfig,
+    seed: int,
+    rows: Callable[[Tensor], tuple[int, Tensor]] = all_rows,
+) -> None:
+    """Fill the parameters of a ``Transformer`` of ``model``.
+
+    ``rows`` gives the number of the first row of a parameter here, and its rows as a tensor. The
+    embedding starts at unit variance. Small rows may pass close to zero as they learn, where
+    RMSNorm magnifies their gradients, and rounding errors with them.
+    """
+    for name, parameter in transformer.named_parameters():
+        first, values = rows(parameter)
+        if parameter.ndim < 2:
+            # A tied head starts aligned with the embedding of the input token. With rows of std s
+            # and the gain g of the last norm, that token's logit is s * g * dim and all others are
+            # N(0, s^2 * g^2 * dim): GPT-2's s = 0.02, g = 1 begins dim 768 at a loss of 15. Here
+            # s = 1 and g = 1 / dim. The gain is learned: Adam's first steps are larger than it.
+            values.fill_(1 / model.dim if model.tied_embeddings and name == "norm.weight" else 1)
+            continue
+        std = parameter.shape[1] ** -0.5
+        if name == "embedding.weight":
+            std = 1.0
+        elif name.endswith((".wo.weight", ".down.weight")):
+            std = 0.0 if model.zero_init else std / math.sqrt(2 * model.n_layers)
+        elif name == "output.weight" and model.zero_init:
+            std = 0.0
+        draw(values, f"{seed} {name}", first, parameter.shape[0], std)
+
+
+def draw(values: Tensor, name: str, first: int, height: int, std: float) -> None:
+    """Fill ``values`` with rows ``first`` ... of the N(0, std^2) matrix of ``name``.
+
+    The matrix has ``height`` rows and the width of ``values``.
+    """
+    if std == 0.0:
+        values.zero_()
+        return
+    width = values.shape[1]
+    step = max(1, BLOCK // width)  # rows of a block
+    for start in range(first // step * step, first + len(values), step):
+        digest = hashlib.sha256(f"{name} {start}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        block = torch.empty(min(step, height - start), width)
+        block.normal_(0.0, std, generator=generator)
+        low, high = max(start, first), min(start + step, first + len(values))
+        values[low - first : high - first] = block[low - start : high - start].to(values.device)
