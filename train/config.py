@@ -194,6 +194,11 @@ class EvalConfig:
 
 
 @dataclass
+class VerifyConfig:
+    seq_len: int | None = None
+
+
+@dataclass
 class Config:
     mode: str = "train"
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -210,6 +215,7 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
 
 
 SOURCES = "data.sources"

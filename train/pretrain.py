@@ -209,6 +209,10 @@ def main() -> None:
             from train.tasks import text_loss
 
             text_loss.run(config)
+        elif config.mode == "verify":
+            from train.tasks import verify
+
+            verify.run(config)
         else:
             from train.tasks import check as check_mode
 

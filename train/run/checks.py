@@ -28,7 +28,7 @@ QUANTISED_HEAD_DIMS = (64, 128, 256)
 # The keys of each engine with their values. A key that an engine has not is null.
 ENGINES = {"ddp": {}, "fsdp2": {"shard": ("all", "host")}}
 CHOICES = {
-    "mode": ("train", "check", "generate", "eval"),
+    "mode": ("train", "check", "verify", "generate", "eval"),
     "model.attention_precision": ("native", "fp8", "int8"),
     "engine.name": tuple(ENGINES),
     "optim.schedule": ("cosine", "linear"),
@@ -79,6 +79,7 @@ MINIMUM = {
     "generate.top_k": 1,
     "generate.seed": 0,
     "eval.bytes": 1,
+    "verify.seq_len": 2,
 }
 
 ABOVE_ZERO = (
@@ -125,6 +126,11 @@ def check(config: Config, world: int) -> None:
             f"nearest valid: parallel.cp={best} (or start a multiple of {cp} processes "
             f"with torchrun --nproc-per-node)"
         )
+    if config.mode == "verify" and cp == 1:
+        raise ConfigError(
+            "mode=verify compares parallel.cp=1 with more processes for a sample; nearest valid: "
+            "parallel.cp=2 (started with torchrun --nproc-per-node 2)"
+        )
     if config.mode != "eval" and config.train.batch is not None:
         _check_batch(config.train, world // cp)
     precision, transport = config.model.attention_precision, config.parallel.transport
@@ -138,7 +144,7 @@ def check(config: Config, world: int) -> None:
     # With several hosts, this may be a restart although the attempt count of this host is 0. Only
     # rank 0 knows, later: the trainer then checks the folder.
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if config.mode != "eval" and first and not _of_several_hosts():
+    if config.mode in ("train", "check") and first and not _of_several_hosts():
         RunFolder(config).require_fit(config)
 
 

@@ -90,6 +90,7 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"model.n_heads": 3}, "model.n_kv_heads=2"),
         ({"model.rope.low_freq_factor": 4.0}, "model.rope.high_freq_factor=4.0"),
         ({"mode": "chek"}, "nearest valid: mode=check"),
+        ({"mode": "verify"}, "nearest valid: parallel.cp=2"),
         ({"profile.steps": [5, 3]}, "for example profile.steps=[3,5]"),
         ({"profile.steps": [1, 301]}, "train.steps=300"),
         ({"profile.steps": [1]}, "the first and the last step"),

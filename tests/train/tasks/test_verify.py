@@ -1,0 +1,93 @@
+"""``mode=verify``: it accepts a correct ring and names what is wrong with a broken one."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from tests.support.ranks import sacrifice
+from train.config import Config
+from train.data import batches
+from train.data.shards import open_corpus
+from train.engine.ddp import DDPEngine
+from train.engine.parallel import ParallelLayout
+from train.tasks.verify import comparable, compare
+
+
+def _off_by_one(plan_context: Any) -> Any:
+    """A ring whose rows see one key more in the past than a window allows."""
+
+    def plan(cu_seqlens: Any, *, group: Any, window_size: Any, **options: Any) -> Any:
+        left = 31 if group is not None and group.size() > 1 else 30
+        return plan_context(cu_seqlens, group=group, window_size=(left, -1), **options)
+
+    return plan
+
+
+def _local_positions(make_batch: Any) -> Any:
+    def make(sample: Any, cp_group: Any, *rest: Any) -> batches.Batch:
+        batch = make_batch(sample, cp_group, *rest)
+        return dataclasses.replace(batch, positions=torch.arange(len(batch.positions)))
+
+    return make
+
+
+def _doubled(backward: Any) -> Any:
+    def double(self: Any, batch: Any, scale: Any, last: bool) -> Any:
+        return backward(self, batch, scale * self.parallel.cp, last)
+
+    return double
+
+
+BUGS = {  # what to replace, by what
+    "none": ("train.tasks.verify.make_batch", batches.make_batch),
+    "mask": ("train.data.batches.plan_context", _off_by_one(batches.plan_context)),
+    "positions": ("train.tasks.verify.make_batch", _local_positions(batches.make_batch)),
+    "gradients": ("train.engine.ddp.DDPEngine.backward", _doubled(DDPEngine.backward)),
+}
+
+
+def _compare_all(_: dist.ProcessGroup, config: Config) -> dict[str, tuple[bool, str]]:
+    """By bug: whether the steps agree, and what this rank prints."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parallel = ParallelLayout(rank, world, world, torch.device("cpu"), dist.group.WORLD)
+    corpus, results = open_corpus(config.data), {}
+    for bug, (target, replacement) in BUGS.items():
+        printed = io.StringIO()
+        with mock.patch(target, replacement):
+            same = compare(comparable(config), corpus, parallel, Console(file=printed, width=200))
+        results[bug] = same, printed.getvalue()
+    return results
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_bugs_of_a_ring_are_found(config: Config, precision: str) -> None:
+    """A mask that is off by one key of 30, local positions, gradients cp times too large."""
+    config.model.dim, config.model.ffn_dim, config.train.accumulation = 32, 64, 2
+    config.data.seq_len, config.train.precision = 300, precision
+    open_corpus(config.data)  # tokenised once, not by every rank
+    by_rank = sacrifice(2, 60, _compare_all, config, limit=100)
+    for results in by_rank:
+        assert [bug for bug, (same, _) in results.items() if same] == ["none"]
+    text = {bug: printed for bug, (_, printed) in by_rank[0].items()}
+    assert "parallel.cp=2 computes what one process does" in text["none"]
+    assert "does NOT compute what one process does: gradient norm\n" in text["gradients"]
+    for bug in ("mask", "positions"):
+        assert "loss of a token" in text[bug].rpartition("NOT")[2]
+
+
+def test_a_job_verifies_itself(pretrain, overrides, tmp_path):
+    """Exit code 0, a table, and no run folder."""
+    folder = tmp_path / "run"
+    done = pretrain(*overrides, f"run.dir={folder}", "mode=verify", "parallel.cp=2", processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "parallel.cp=2 computes what one process does" in done.stdout
+    assert "gradient norm" in done.stdout
+    assert not folder.exists()
