@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from ringfa3.custom_op import autocast_inputs
+from ringfa3.hf import context_parallel
 from ringfa3.hf.checks import check_arguments, check_mask
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
 from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.ring.prepare_call import raise_on_all_ranks
 from ringfa3.validation import check_batch, check_qkv, resolve_scale
 
 
@@ -20,7 +22,7 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Mask | None,
+    attention_mask: Mask | ValueError | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -36,26 +38,37 @@ def attention_forward(
             window (sliding_window - 1, 0).
         s_aux: (h,) attention sinks, a logit a head that takes part in the softmax.
         keywords: position_ids, or cu_seq_lens_q and cu_seq_lens_k, give packed documents.
+            ringfa3_plan, a ContextPlan: the tokens are those of this rank of the plan's group.
 
     Returns:
         (out (b, s, h, d_v), None).
 
     Raises:
-        ValueError: an argument asks for what RingFA3 does not compute exactly.
+        ValueError: an argument asks for what RingFA3 does not compute exactly. With ringfa3_plan
+            every rank of the group raises it.
+        RingError: as `ring_attn_func`.
     """
-    check_arguments(dropout, keywords)
-    mask = check_mask(module, attention_mask, sliding_window, is_causal, query, key)
+    plan = keywords.get("ringfa3_plan")
+    try:
+        check_arguments(dropout, keywords)
+        mask = check_mask(module, attention_mask, sliding_window, is_causal, query, key)
+        if plan is not None:
+            context_parallel.check_context(module, plan, mask, keywords, query)
+    except (TypeError, ValueError) as problem:
+        raise_on_all_ranks(context_parallel.group_of(plan), problem)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     q, k, v = autocast_inputs(q, k, v)
     scale = resolve_scale(scaling, q)
     d_v = v.shape[-1]
     d = max(q.shape[-1], d_v)
     q, k, v = (_widened(x, d) for x in (q, k, v))
-    check_qkv(q, k, v, dims=4)
-    check_batch(q, k)
-    documents = _documents(mask, keywords, q)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    out, lse = padded_attention(q, k, v, *documents, scale, mask.left, mask.right, deterministic)
+    settings = scale, mask.left, mask.right, torch.are_deterministic_algorithms_enabled()
+    if plan is None:
+        check_qkv(q, k, v, dims=4)
+        check_batch(q, k)
+        out, lse = padded_attention(q, k, v, *_documents(mask, keywords, q), *settings)
+    else:
+        out, lse = context_parallel.attend(plan, q, k, v, *settings)
     if s_aux is not None:
         sink = s_aux.to(statistics_dtype(q.dtype))[:, None]
         share = torch.sigmoid(lse - sink).transpose(1, 2)[..., None]

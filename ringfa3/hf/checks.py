@@ -48,9 +48,12 @@ def check_mask(
 ) -> Mask:
     """The mask of a layer; for None that of `is_causal` and `sliding_window`.
 
-    Raises ValueError: another kind of mask, or one of other keys than the layer has.
+    Raises ValueError: the one that the mask function returned, another kind of mask, or one of
+    other keys than the layer has.
     """
     keys = key.shape[2]
+    if isinstance(mask, ValueError):
+        raise mask
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         left = -1 if sliding_window is None else sliding_window - 1

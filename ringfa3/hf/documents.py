@@ -94,6 +94,11 @@ def _of_padding(visible: npt.NDArray[np.bool_], queries: int, causal: bool) -> D
 def _of_breaks(
     packed: torch.Tensor, batch: int, queries: int, keys: int, step: int
 ) -> Documents | None:
+    if step and queries != keys and (first := int(packed[:, 0].min())) < keys - queries:
+        raise ValueError(
+            f"position_ids begin with {first} after {keys - queries} cached tokens, which are then "
+            "of several documents: pass packed documents at once, with use_cache=False"
+        )
     breaks = (packed.diff(dim=-1) != step).nonzero().cpu().numpy()
     if not len(breaks):
         return None

@@ -52,8 +52,23 @@ class _Band(NamedTuple):
         )
 
 
-def mask_function(
-    batch_size: int,
+def mask_function(**arguments: Any) -> Mask | ValueError:
+    """`read_mask`, or the error that it raises: attention raises it, on all ranks of a ring."""
+    try:
+        return read_mask(**arguments)
+    except StaticCacheError:  # `generate` would take what is returned for a mask
+        raise
+    except ValueError as problem:
+        if torch.compiler.is_compiling():
+            raise
+        return problem
+
+
+class StaticCacheError(ValueError):
+    """A cache has slots for tokens to come, which are keys too."""
+
+
+def read_mask(
     kv_length: int,
     q_length: int | None = None,
     q_offset: int | torch.Tensor | None = None,
@@ -63,7 +78,7 @@ def mask_function(
     cache_position: torch.Tensor | None = None,
     **keywords: Any,
 ) -> Mask:
-    """The `Mask` of a layer type, with the arguments of transformers' `sdpa_mask`.
+    """The `Mask` of a layer type, from the arguments of transformers' `sdpa_mask`.
 
     Raises:
         ValueError: the mask, or the cache behind it, is none that RingFA3 computes exactly.
@@ -74,7 +89,7 @@ def mask_function(
         q_length = cache_position.shape[0]
         compiling = torch.compiler.is_compiling()
         q_offset = kv_offset + kv_length - q_length if compiling else int(cache_position[0])
-    _check_cache(q_length, q_offset, kv_length, kv_offset)
+    _check_cache(q_length, q_offset, kv_offset + kv_length, attention_mask)
     if torch.compiler.is_compiling():
         band, unread = _from_keywords(mask_function, keywords)
         unread = unread and attention_mask is None
@@ -87,19 +102,22 @@ def mask_function(
 
 
 def _check_cache(
-    queries: int | None, q_offset: int | torch.Tensor | None, keys: int, kv_offset: int
+    queries: int | None,
+    q_offset: int | torch.Tensor | None,
+    end: int,
+    attention_mask: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError unless the queries are the last of the keys."""
-    if isinstance(q_offset, torch.Tensor):
-        raise ValueError(
+    """Raises ValueError unless the queries are the last keys; those end at position `end`."""
+    columns = 0 if attention_mask is None else attention_mask.shape[-1]
+    if isinstance(q_offset, torch.Tensor) or (queries or 0) + (q_offset or 0) < end > columns:
+        raise StaticCacheError(
             "past_key_values is a static cache, whose unused slots are keys too: use a "
             "DynamicCache, which is cache_implementation='dynamic' of generate"
         )
-    if queries is None or q_offset is None or q_offset + queries != kv_offset + keys:
+    if queries is None or q_offset is None or q_offset + queries != end:
         raise ValueError(
-            f"past_key_values: {queries} queries from position {q_offset} on and {keys} keys from "
-            f"{kv_offset} on do not end together, as with a static cache or prefix tuning: use a "
-            "DynamicCache and an attention_mask of as many columns as keys"
+            f"attention_mask has {columns} columns for {queries} queries that follow {q_offset} "
+            "cached keys: give (batch, keys), the cached keys included"
         )
 
 
