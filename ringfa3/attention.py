@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ringfa3.functional import attention, flash_attn_func
+from ringfa3.custom_op import checkpointed
+from ringfa3.functional import flash_attn_func
 from ringfa3.planning.context_plan import ContextPlan, Group, check_plan, dense_plan, place
-from ringfa3.ring.op import ring_attention, ring_attn_func
+from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import bind_to_group, default_group, raise_on_all_ranks
 from ringfa3.validation import (
     LAYOUTS,
@@ -33,8 +34,7 @@ def keep_attention() -> _Contexts:
     The checkpoint keeps (out, lse) of every attention, on one device or a ring, and recomputes the
     rest: no attention runs twice.
     """
-    ops = [attention, ring_attention]
-    contexts: _Contexts = create_selective_checkpoint_contexts(ops)  # type: ignore[no-untyped-call]
+    contexts: _Contexts = create_selective_checkpoint_contexts(checkpointed)  # type: ignore[no-untyped-call]
     return contexts
 
 

@@ -17,6 +17,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _library: Any = Library("ringfa3", "FRAGMENT")  # type: ignore[no-untyped-call]
 
+# Ops whose outputs `keep_attention` keeps under activation checkpointing.
+checkpointed: list[Callable[..., Any]] = []
+
 
 def custom_op(kernel: F) -> F:
     """Decorator: the op ringfa3::NAME of a function that changes no argument and returns none."""

@@ -13,7 +13,13 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ringfa3.custom_op import autocast_inputs, custom_op, register_autograd, register_fake
+from ringfa3.custom_op import (
+    autocast_inputs,
+    checkpointed,
+    custom_op,
+    register_autograd,
+    register_fake,
+)
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import effective_window
@@ -266,3 +272,4 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
 
 
 register_autograd(attention, _save, _gradients)
+checkpointed.append(attention)

@@ -73,6 +73,8 @@ class ContextPlan:
         self._bound: dict[int, ContextPlan] = {}
         self._published: dict[tuple[torch.device, int], RowIndex] = {}
         self._grids: dict[int, tuple[Plan, KVExchange]] = {}
+        self._windows: dict[tuple[int, int], ContextPlan] = {}  # made by `with_window`
+        self._origin: ContextPlan | None = None  # the plan whose `with_window` made this one
         self.handle = next(_handles)
         _alive[self.handle] = self
 
@@ -82,7 +84,7 @@ class ContextPlan:
                 "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
                 "make it with group=(rank, world)"
             )
-        process_local = ("_bound", "_published", "_grids", "handle")
+        process_local = ("_bound", "_published", "_grids", "_windows", "_origin", "handle")
         return {name: value for name, value in self.__dict__.items() if name not in process_local}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -106,6 +108,41 @@ class ContextPlan:
             self._bound[key] = copy.copy(self)  # the tables are shared
             self._bound[key].group = group
         return self._bound[key]
+
+    def with_window(self, window_size: tuple[int, int]) -> ContextPlan:
+        """The plan that holds the same tokens on the same ranks, under another window.
+
+        Layers of different windows need it: `plan_context` places tokens by the work that a window
+        leaves, so two of its plans may disagree on where a token lies.
+
+        Args:
+            window_size: (left, right) as in `plan_context`; `causal` stays as it is.
+
+        Returns:
+            The same object for the same window, alive as long as this plan. This plan for its own
+            window. Work is balanced for the window that `plan_context` was given.
+
+        Raises:
+            ValueError, TypeError: window_size is not a pair of ints >= -1.
+        """
+        window = check_window(window_size)
+        origin = self._origin or self
+        if window == origin.window_size:
+            return origin
+        if window not in origin._windows:
+            made = ContextPlan(
+                origin.lengths,
+                origin.shards,
+                origin.rank,
+                origin.group,
+                origin.layout,
+                origin.causal,
+                window,
+                origin.implicit,
+            )
+            made._origin = origin
+            origin._windows[window] = made
+        return origin._windows[window]
 
     def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
         """`hops` and `kv_exchange` where ranks exchange whole tiles of so many keys."""

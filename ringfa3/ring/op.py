@@ -15,7 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ringfa3.custom_op import autocast_inputs, custom_op, register_autograd, register_fake
+from ringfa3.custom_op import (
+    autocast_inputs,
+    checkpointed,
+    custom_op,
+    register_autograd,
+    register_fake,
+)
 from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan, check_plan
@@ -245,3 +251,4 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
 
 
 register_autograd(ring_attention, _save, _gradients)
+checkpointed.append(ring_attention)

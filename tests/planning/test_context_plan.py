@@ -155,6 +155,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("window_size", ValueError, lambda: plan_context(5, window_size=(-2, 0))),
     ("window_size", ValueError, lambda: plan_context(5, window_size=(1,))),  # type: ignore[arg-type]
     ("window_size", TypeError, lambda: plan_context(5, window_size=(1.5, 0))),  # type: ignore[arg-type]
+    ("window_size", ValueError, lambda: plan_context(5).with_window((3, -2))),
     ("group", ValueError, lambda: plan_context(5, (2, 2))),
     ("group", ValueError, lambda: plan_context(5, (-1, 2))),
     ("group", TypeError, lambda: plan_context(5, 3)),  # type: ignore[arg-type]

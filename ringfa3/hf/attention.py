@@ -1,0 +1,115 @@
+"""The registered attention function: one layer of a transformers model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ringfa3.custom_op import autocast_inputs
+from ringfa3.hf import context_parallel
+from ringfa3.hf.checks import check_arguments, check_mask
+from ringfa3.hf.masks import Mask
+from ringfa3.hf.op import padded_attention
+from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.ring.prepare_call import raise_on_all_ranks
+from ringfa3.validation import check_batch, check_qkv, resolve_scale
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | ValueError | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, with the arguments of transformers' `sdpa_attention_forward`.
+
+    Args:
+        query: (b, h, s, d); key: (b, h_kv, s_k, d); value: (b, h_kv, s_k, d_v).
+        attention_mask: from `masks.mask_function`; None: causal or full, by `is_causal`, in the
+            window (sliding_window - 1, 0).
+        s_aux: (h,) attention sinks, a logit a head that takes part in the softmax.
+        keywords: position_ids, or cu_seq_lens_q and cu_seq_lens_k, give packed documents.
+            ringfa3_plan, a ContextPlan: the tokens are those of this rank of the plan's group.
+
+    Returns:
+        (out (b, s, h, d_v), None).
+
+    Raises:
+        ValueError: an argument asks for what RingFA3 does not compute exactly. With ringfa3_plan
+            every rank of the group raises it.
+        RingError: as `ring_attn_func`.
+    """
+    plan = keywords.get("ringfa3_plan")
+    try:
+        check_arguments(dropout, keywords)
+        mask = check_mask(module, attention_mask, sliding_window, is_causal, query, key)
+        if plan is not None:
+            context_parallel.check_context(module, plan, mask, keywords, query)
+    except (TypeError, ValueError) as problem:
+        raise_on_all_ranks(context_parallel.group_of(plan), problem)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = autocast_inputs(q, k, v)
+    scale = resolve_scale(scaling, q)
+    d_v = v.shape[-1]
+    d = max(q.shape[-1], d_v)
+    q, k, v = (_widened(x, d) for x in (q, k, v))
+    settings = scale, mask.left, mask.right, torch.are_deterministic_algorithms_enabled()
+    if plan is None:
+        check_qkv(q, k, v, dims=4)
+        check_batch(q, k)
+        out, lse = padded_attention(q, k, v, *_documents(mask, keywords, q), *settings)
+    else:
+        out, lse = context_parallel.attend(plan, q, k, v, *settings)
+    if s_aux is not None:
+        sink = s_aux.to(statistics_dtype(q.dtype))[:, None]
+        share = torch.sigmoid(lse - sink).transpose(1, 2)[..., None]
+        out = (out * share).to(out.dtype)
+    return out[..., :d_v], None
+
+
+_Documents = tuple[
+    torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int
+]
+
+
+def _documents(mask: Mask, keywords: dict[str, Any], q: torch.Tensor) -> _Documents:
+    """(padding, packed, cu_q, cu_k, step) of `padded_attention`.
+
+    A padding mask decides; without one cumulative lengths, then breaks of position_ids, then the
+    documents of the mask. Raises ValueError: two of them at once, or one that cannot be read.
+    """
+    cu_q, cu_k = (keywords.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    if cu_q is not None or cu_k is not None:
+        if cu_q is None or cu_k is None or mask.padding is not None:
+            raise ValueError(
+                "cu_seq_lens_q: give cu_seq_lens_k too, and attention_mask=None: documents have "
+                "their lengths from one argument"
+            )
+        return None, None, cu_q, cu_k, 0
+    if mask.padding is not None:
+        return mask.padding, None, None, None, 0
+    positions = keywords.get("position_ids")
+    if positions is not None and positions.shape in ((1, q.shape[1]), (q.shape[0], q.shape[1])):
+        return None, positions, None, None, 1
+    if mask.documents is not None:
+        return None, mask.documents, None, None, 0
+    if mask.unread:
+        raise ValueError(
+            "position_ids do not reach attention in this model, so torch.compile cannot see packed "
+            "documents: do not compile, or pass cu_seq_lens_q and cu_seq_lens_k"
+        )
+    return None, None, None, None, 0
+
+
+def _widened(x: torch.Tensor, d: int) -> torch.Tensor:
+    """`x` with zero columns up to head_dim d: they change no score and no other column."""
+    return F.pad(x, (0, d - x.shape[-1])) if x.shape[-1] < d else x

@@ -1,0 +1,130 @@
+"""A layer under the ring: its plan, its checks, its call."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringfa3.hf.documents import documents_of
+from ringfa3.hf.masks import Mask
+from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window
+from ringfa3.ring.op import ring_attn_func
+from ringfa3.ring.prepare_call import default_group
+
+# RoPE types of transformers whose frequencies do not depend on the positions of a call.
+FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+def group_of(plan: object) -> dist.ProcessGroup | None:
+    """The group whose ranks share an error of a call with this `ringfa3_plan`."""
+    if plan is None or getattr(plan, "world", 2) == 1:
+        return None
+    group: dist.ProcessGroup | None = getattr(plan, "group", None)
+    return group or default_group()
+
+
+def check_context(
+    module: torch.nn.Module,
+    plan: object,
+    mask: Mask,
+    keywords: dict[str, Any],
+    query: torch.Tensor,
+) -> None:
+    """Raises TypeError, ValueError: what a layer is given does not fit its plan or the ring.
+
+    query: (b, h, s, d).
+    """
+    check_plan(plan)
+    assert isinstance(plan, ContextPlan)
+    batch, tokens = query.shape[0], query.shape[2]
+    if torch.compiler.is_compiling():
+        raise ValueError("ringfa3_plan under torch.compile: run the ring without torch.compile")
+    if mask.keys != tokens:
+        raise ValueError(
+            f"past_key_values holds {mask.keys - tokens} tokens: a ring has no KV cache: pass "
+            "use_cache=False and whole documents"
+        )
+    if batch * tokens != plan.local_tokens:
+        raise ValueError(
+            f"ringfa3_plan gives this rank {plan.local_tokens} of {plan.total_tokens} tokens, "
+            f"input_ids has shape ({batch}, {tokens}): pass plan.shard(input_ids, 1), of the plan "
+            "of these documents"
+        )
+    padding = mask.padding
+    if padding is not None and documents_of(batch, tokens, tokens, True, padding, None, 0):
+        raise ValueError(
+            f"attention_mask hides {int((~padding).sum())} tokens: a ring takes no padding: pack "
+            "the documents, give plan_context their cumulative lengths, and attention_mask=None"
+        )
+    if keywords.get("cu_seq_lens_q") is not None:
+        raise ValueError("cu_seq_lens_q beside ringfa3_plan: the plan has the documents: drop it")
+    if plan.causal and mask.right != 0:
+        raise ValueError(
+            f"ringfa3_plan is causal, the model's mask has window ({mask.left}, {mask.right}): "
+            "make the plan with causal=False"
+        )
+    _check_rope(module)
+    _check_positions(plan, keywords.get("position_ids"))
+
+
+def attend(
+    plan: ContextPlan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out (b, s, h, d), lse (b, h, s)) of this rank's tokens, under a layer's window."""
+    if effective_window(plan.causal, plan.window_size) != (left, right):
+        plan = plan.with_window((left, -1 if plan.causal else right))
+    packed_q, packed_k, packed_v = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = ring_attn_func(
+        packed_q, packed_k, packed_v, plan, scale, deterministic, return_lse=True
+    )
+    lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1)
+    return out.view(q.shape), lse
+
+
+def _check_rope(module: torch.nn.Module) -> None:
+    config = getattr(module, "config", None)
+    for name in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
+        settings = getattr(config, name, None) or {}
+        by_layer_type = [x for x in settings.values() if isinstance(x, dict)]
+        for part in by_layer_type or [settings]:
+            kind = part.get("rope_type", part.get("type", "default"))
+            if kind not in FIXED_ROPE:
+                raise ValueError(
+                    f"{name}: rope_type={kind!r} takes its frequencies from the largest position "
+                    f"of a call, which differs between ranks: allowed are {', '.join(FIXED_ROPE)}"
+                )
+
+
+_checked: dict[int, tuple[weakref.ref[torch.Tensor], int, weakref.ref[ContextPlan]]] = {}
+
+
+def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
+    """Compares position_ids with the plan's, once for each version of the tensor."""
+    remedy = "pass position_ids=plan.positions[None]"
+    if positions is None:
+        raise ValueError(f"position_ids=None beside ringfa3_plan: {remedy}")
+    key, known = id(positions), not positions.is_inference()  # those have no version
+    earlier = _checked.get(key) if known else None
+    if earlier is not None and earlier[0]() is positions and earlier[2]() is plan:
+        _, version, _ = earlier
+        if version == positions._version:
+            return
+    given = positions.flatten().cpu()
+    if not torch.equal(given, plan.positions.to(given.dtype)):
+        raise ValueError(
+            f"position_ids begin with {given[:4].tolist()}, those of ringfa3_plan with "
+            f"{plan.positions[:4].tolist()}: {remedy}"
+        )
+    if known:
+        here = weakref.ref(positions, lambda _: _checked.pop(key, None))
+        _checked[key] = (here, positions._version, weakref.ref(plan))

@@ -1,0 +1,120 @@
+"""Padding masks, position ids and cumulative lengths as lengths of packed documents.
+
+Padding becomes documents of its own, so no token moves. Values are read on the host, once for each
+version of a tensor: on a GPU that costs one synchronisation a forward, not one a layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ringfa3.planning.sharding import Ints
+
+
+class Documents(NamedTuple):
+    """Cumulative lengths of the queries and the keys of all documents of a batch, (n + 1,) each.
+
+    Document i of the queries sees document i of the keys; the last rows are aligned.
+    """
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+
+
+_Key = tuple[int, int, int, bool]
+_read: dict[_Key, tuple[weakref.ref[torch.Tensor], int, Documents | None]] = {}
+
+
+def documents_of(
+    batch: int,
+    queries: int,
+    keys: int,
+    causal: bool,
+    padding: torch.Tensor | None,
+    packed: torch.Tensor | None,
+    step: int,
+) -> Documents | None:
+    """The documents of a batch of `queries` rows and `keys` columns; None if each row is one.
+
+    Args:
+        causal: False if every query sees all keys that are no padding.
+        padding: (b, keys) bool, False for padding.
+        packed: (b or 1, queries) ints; a document begins where neighbours do not differ by `step`.
+
+    Raises:
+        ValueError: the mask has holes, or documents begin among queries that follow cached keys.
+    """
+    tensor = packed if padding is None else padding
+    if tensor is None:
+        return None
+    key = (id(tensor), queries, keys, causal)
+    earlier = _read.get(key)
+    known = not tensor.is_inference()  # inference tensors have no version
+    if known and earlier and earlier[0]() is tensor and earlier[1] == tensor._version:
+        return earlier[2]
+    if padding is not None:
+        documents = _of_padding(padding.cpu().numpy(), queries, causal)
+    else:
+        documents = _of_breaks(tensor, batch, queries, keys, step)
+    if known:
+        here = weakref.ref(tensor, lambda _: _read.pop(key, None))
+        _read[key] = (here, tensor._version, documents)
+    return documents
+
+
+def _of_padding(visible: npt.NDArray[np.bool_], queries: int, causal: bool) -> Documents | None:
+    batch, keys = visible.shape
+    if visible.all():
+        return None
+    count = visible.sum(1)
+    first = np.where(count > 0, visible.argmax(1), 0)
+    last = keys - visible[:, ::-1].argmax(1)
+    holes = np.flatnonzero((count > 0) & (last - first != count))
+    if len(holes):
+        row = int(holes[0])
+        raise ValueError(
+            f"attention_mask hides tokens between visible ones: row {row} shows {count[row]} of "
+            f"tokens {first[row]} to {last[row] - 1}. Allowed is padding on the left and on the "
+            "right: remove the hidden tokens, or use attn_implementation='sdpa'"
+        )
+    ends = np.stack((np.zeros_like(first), first, first + count, np.full_like(first, keys)), axis=1)
+    lengths_k = np.diff(ends, axis=1)
+    if causal:
+        lengths_q = np.diff(np.maximum(ends - (keys - queries), 0), axis=1)
+    else:
+        lengths_q = np.tile([0, queries, 0], (batch, 1))
+    return Documents(_cumulative(lengths_q), _cumulative(lengths_k))
+
+
+def _of_breaks(
+    packed: torch.Tensor, batch: int, queries: int, keys: int, step: int
+) -> Documents | None:
+    if step and queries != keys and (first := int(packed[:, 0].min())) < keys - queries:
+        raise ValueError(
+            f"position_ids begin with {first} after {keys - queries} cached tokens, which are then "
+            "of several documents: pass packed documents at once, with use_cache=False"
+        )
+    breaks = (packed.diff(dim=-1) != step).nonzero().cpu().numpy()
+    if not len(breaks):
+        return None
+    if queries != keys:
+        raise ValueError(
+            f"position_ids begin again at token {int(breaks[0, 1]) + 1} of {queries} that follow "
+            f"{keys - queries} cached ones: pass packed documents at once, with use_cache=False"
+        )
+    rows = len(packed)
+    begins = breaks[:, 0] * queries + breaks[:, 1] + 1
+    starts = np.union1d(np.arange(rows) * queries, begins)
+    if rows == 1:  # of every row of the batch
+        starts = np.concatenate([starts + i * queries for i in range(batch)])
+    cu = torch.from_numpy(np.append(starts, batch * queries))
+    return Documents(cu, cu)
+
+
+def _cumulative(lengths: Ints) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))))

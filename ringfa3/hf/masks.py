@@ -1,0 +1,200 @@
+"""Masks of transformers as windows, padding and documents: the registered mask function.
+
+transformers describes a mask by nested functions of (batch, head, query, key). Their closures are
+read, and only those are allowed whose meaning is known. A compiler cannot read closures: then the
+keywords of the mask function decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+REMEDY = "use attn_implementation='sdpa' or 'eager' for this model"
+_LIBRARY = "transformers.masking_utils"
+
+
+class Mask(NamedTuple):
+    """What a layer's queries see.
+
+    left, right  window, -1 for unlimited; a causal mask has right 0
+    keys         number of keys, the cached ones included
+    padding      (b, keys) bool, False for padding; None: no 2D mask was given
+    documents    (b, queries) number of each token's document; None: one, or not known
+    unread       the mask function may hold documents that could not be read
+    """
+
+    left: int
+    right: int
+    keys: int
+    padding: torch.Tensor | None
+    documents: torch.Tensor | None
+    unread: bool
+
+
+class _Band(NamedTuple):
+    """What one mask function, or several in conjunction, allow."""
+
+    left: int = -1
+    right: int = -1
+    padding: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+
+    def narrowed(self, other: _Band) -> _Band:
+        """The pairs that both allow."""
+        return _Band(
+            _narrower(self.left, other.left),
+            _narrower(self.right, other.right),
+            _both(self.padding, other.padding),
+            other.documents if self.documents is None else self.documents,
+        )
+
+
+def mask_function(**arguments: Any) -> Mask | ValueError:
+    """`read_mask`, or the error that it raises: attention raises it, on all ranks of a ring."""
+    try:
+        return read_mask(**arguments)
+    except StaticCacheError:  # `generate` would take what is returned for a mask
+        raise
+    except ValueError as problem:
+        if torch.compiler.is_compiling():
+            raise
+        return problem
+
+
+class StaticCacheError(ValueError):
+    """A cache has slots for tokens to come, which are keys too."""
+
+
+def read_mask(
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | torch.Tensor | None = None,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    cache_position: torch.Tensor | None = None,
+    **keywords: Any,
+) -> Mask:
+    """The `Mask` of a layer type, from the arguments of transformers' `sdpa_mask`.
+
+    Raises:
+        ValueError: the mask, or the cache behind it, is none that RingFA3 computes exactly.
+    """
+    if mask_function is None:
+        raise ValueError(f"mask_function=None: a mask function of {_LIBRARY} is needed; {REMEDY}")
+    if cache_position is not None:  # transformers 4
+        q_length = cache_position.shape[0]
+        compiling = torch.compiler.is_compiling()
+        q_offset = kv_offset + kv_length - q_length if compiling else int(cache_position[0])
+    _check_cache(q_length, q_offset, kv_offset + kv_length, attention_mask)
+    if torch.compiler.is_compiling():
+        band, unread = _from_keywords(mask_function, keywords)
+        unread = unread and attention_mask is None
+    else:
+        band, unread = _from_closures(mask_function), False
+    padding = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length)
+    if band.padding is not None:
+        padding = _both(padding, _columns(band.padding, kv_offset, kv_length))
+    return Mask(band.left, band.right, kv_length, padding, band.documents, unread)
+
+
+def _check_cache(
+    queries: int | None,
+    q_offset: int | torch.Tensor | None,
+    end: int,
+    attention_mask: torch.Tensor | None,
+) -> None:
+    """Raises ValueError unless the queries are the last keys; those end at position `end`."""
+    columns = 0 if attention_mask is None else attention_mask.shape[-1]
+    if isinstance(q_offset, torch.Tensor) or (queries or 0) + (q_offset or 0) < end > columns:
+        raise StaticCacheError(
+            "past_key_values is a static cache, whose unused slots are keys too: use a "
+            "DynamicCache, which is cache_implementation='dynamic' of generate"
+        )
+    if queries is None or q_offset is None or q_offset + queries != end:
+        raise ValueError(
+            f"attention_mask has {columns} columns for {queries} queries that follow {q_offset} "
+            "cached keys: give (batch, keys), the cached keys included"
+        )
+
+
+def _columns(mask: torch.Tensor, offset: int, keys: int) -> torch.Tensor:
+    """The columns of a 2D mask that belong to the keys."""
+    if mask.dim() != 2 or mask.shape[1] < offset + keys:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, and there are {offset + keys} keys: "
+            "give (batch, keys), the cached keys included"
+        )
+    return mask if mask.shape[1] == keys else mask[:, offset : offset + keys]
+
+
+def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[_Band, bool]:
+    """The band under a compiler, and whether the function may hold documents."""
+    name = function.__qualname__
+    config, window = keywords.get("config"), keywords.get("local_size")
+    if keywords.get("use_vmap", True):
+        raise ValueError(
+            f"mask_function={name} under torch.compile: it is a user's, or transformers does not "
+            f"say whether it is; {REMEDY}, or do not compile"
+        )
+    if "allow_is_bidirectional_skip" in keywords:
+        left = -1 if window is None else window
+        return _Band(left, left), False
+    if name not in ("causal_mask_function", "and_masks.<locals>.and_mask"):
+        raise _unknown(name)
+    if window is not None and getattr(config, "attention_chunk_size", None) is not None:
+        raise ValueError(
+            f"attention_chunk_size={config.attention_chunk_size}: RingFA3 has no chunked "  # type: ignore[union-attr]
+            f"attention; {REMEDY}"
+        )
+    return _Band(-1 if window is None else window - 1, 0), name != "causal_mask_function"
+
+
+def _from_closures(function: Callable[..., Any]) -> _Band:
+    """The band of a function and of all functions in its closure. Raises ValueError: unknown."""
+    name = getattr(function, "__qualname__", repr(function)).removesuffix(".<locals>.inner_mask")
+    if getattr(function, "__module__", None) != _LIBRARY:
+        raise _unknown(name)
+    cells = function.__closure__ or ()
+    names = function.__code__.co_freevars
+    held = {n: cell.cell_contents for n, cell in zip(names, cells, strict=True)}
+    if name == "and_masks.<locals>.and_mask":
+        band = _Band()
+        for part in held["mask_functions"]:
+            band = band.narrowed(_from_closures(part))
+        return band
+    if name == "causal_mask_function":
+        return _Band(right=0)
+    if name == "bidirectional_mask_function":
+        return _Band()
+    if name == "sliding_window_overlay":
+        return _Band(left=held["sliding_window"] - 1)
+    if name == "sliding_window_bidirectional_overlay":
+        return _Band(held["sliding_window"], held["sliding_window"])
+    if name == "packed_sequence_mask_function":
+        return _Band(documents=held["packed_sequence_mask"])
+    if name == "remap_positions_for_packed_sequence":  # distances inside a document stay
+        return _from_closures(held["mask_function"])
+    if name == "padding_mask_function":
+        return _Band(padding=held["padding_mask"])
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> ValueError:
+    return ValueError(
+        f"mask_function={name}: RingFA3 computes causal, sliding-window, packed and padding masks; "
+        f"{REMEDY}"
+    )
+
+
+def _narrower(a: int, b: int) -> int:
+    return max(a, b) if min(a, b) < 0 else min(a, b)
+
+
+def _both(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b

@@ -1,0 +1,22 @@
+"""`register`: makes RingFA3 an attention implementation of transformers."""
+
+from __future__ import annotations
+
+NAME = "ringfa3"  # no name with "flash" in it: transformers replaces those
+
+
+def register() -> None:
+    """Registers `attn_implementation="ringfa3"` in transformers; a second call changes nothing.
+
+    Raises:
+        ImportError: transformers is missing; `pip install 'ringfa3[hf]'` brings it.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as problem:
+        raise ImportError(f"{problem}: pip install 'ringfa3[hf]' brings transformers") from problem
+    from ringfa3.hf.attention import attention_forward
+    from ringfa3.hf.masks import mask_function
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_function)

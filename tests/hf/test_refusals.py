@@ -1,0 +1,244 @@
+"""What RingFA3 does not compute exactly is a ValueError that names argument, value and remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import masking_utils
+
+from ringfa3 import plan_context
+from ringfa3.hf.attention import attention_forward
+from tests.support.hf_models import model_of, shared_model, tokens
+from tests.support.ranks import Ranks
+
+IDS = tokens(2, 9)
+LENGTHS = [0, 4, 5, 12]  # cumulative, of the documents in a ring
+
+
+def llama(**inputs: Any) -> Any:
+    return shared_model("llama", "ringfa3")(IDS, **inputs)
+
+
+def layer(**keywords: Any) -> Any:
+    """One call of attention, as a model makes it."""
+    x = torch.randn(1, 2, 9, 8)
+    return attention_forward(torch.nn.Identity(), x, x, x, None, **keywords)
+
+
+def dropout() -> Any:
+    return model_of("llama", "ringfa3", attention_dropout=0.25).train()(IDS)
+
+
+def softcap() -> Any:
+    config = transformers.Gemma2Config(hidden_size=24, intermediate_size=32, num_hidden_layers=1,
+                                       num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                                       vocab_size=97, attn_logit_softcapping=30.0)  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringfa3")
+    return model(IDS)
+
+
+def with_holes() -> Any:
+    mask = torch.ones_like(IDS)
+    mask[1, 3] = 0
+    return llama(attention_mask=mask)
+
+
+def chunked() -> Any:
+    config = transformers.Llama4TextConfig(hidden_size=24, intermediate_size=32,
+                                           intermediate_size_mlp=32, num_hidden_layers=1,
+                                           num_attention_heads=4, num_key_value_heads=2,
+                                           head_dim=8, vocab_size=97, num_local_experts=2,
+                                           attention_chunk_size=4, pad_token_id=0,
+                                           )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringfa3")
+    return model(IDS)
+
+
+def masked_by(is_causal: bool | None = None, **arguments: Any) -> Any:
+    """A layer under the mask of `create_causal_mask` with further arguments."""
+    model = shared_model("llama", "ringfa3")
+    embeddings = torch.zeros(1, 9, 24)
+    mask = masking_utils.create_causal_mask(model.config, embeddings, None, None, **arguments)
+    x = torch.randn(1, 2, 9, 8)
+    return attention_forward(torch.nn.Identity(), x, x, x, mask, is_causal=is_causal)
+
+
+def blockwise() -> Any:
+    return masked_by(block_sequence_ids=torch.zeros(1, 9, dtype=torch.long))
+
+
+def users_own() -> Any:
+    return masked_by(and_mask_function=lambda b, h, q, k: q - k < 3)
+
+
+def contradicted() -> Any:
+    return masked_by(is_causal=False)
+
+
+def static_cache() -> Any:
+    model = shared_model("llama", "ringfa3")
+    return model.generate(IDS, max_new_tokens=2, cache_implementation="static")
+
+
+def packed_after_a_cache() -> Any:
+    cache = llama(use_cache=True).past_key_values
+    positions = torch.tensor([[9, 10, 0, 1, 2, 3, 4, 5, 6]])
+    return llama(past_key_values=cache, position_ids=positions)
+
+
+def decoded_after_packed() -> Any:
+    """The cache holds documents of 6 and 3 tokens; the new token follows the second."""
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]])
+    cache = llama(use_cache=True, position_ids=positions).past_key_values
+    model = shared_model("llama", "ringfa3")
+    return model(IDS[:, :1], past_key_values=cache, position_ids=torch.tensor([[3]]))
+
+
+def two_sources_of_lengths() -> Any:
+    cu = torch.tensor([0, 9, 18])
+    return llama(attention_mask=torch.ones_like(IDS), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
+CASES: dict[str, tuple[Callable[[], Any], str, str]] = {  # call, argument and value, remedy
+    "dropout": (dropout, "attention_dropout=0.25", "config.attention_dropout to 0"),
+    "softcap": (softcap, "softcap=30.0", "attn_implementation='sdpa' or 'eager'"),
+    "output_attentions": (lambda: llama(output_attentions=True), "output_attentions=True", "eager"),
+    "4D mask": (
+        lambda: llama(attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool)),
+        "attention_mask=<(2, 1, 9, 9) torch.bool>",
+        "give the (batch, keys) mask",
+    ),
+    "holes": (with_holes, "attention_mask hides tokens", "row 1 shows 8 of tokens 0 to 8"),
+    "short mask": (
+        lambda: llama(attention_mask=torch.ones(2, 7)),
+        "attention_mask has shape (2, 7)",
+        "give (batch, keys)",
+    ),
+    "chunked": (chunked, "mask_function=chunked_overlay", "attn_implementation='sdpa'"),
+    "blockwise": (blockwise, "mask_function=or_masks", "attn_implementation='sdpa'"),
+    "a user's mask": (users_own, "mask_function=users_own", "attn_implementation='sdpa'"),
+    "static cache": (static_cache, "past_key_values is a static cache", "use a DynamicCache"),
+    "paged cache": (lambda: layer(cache=object()), "cache=<object>", "attn_implementation='sdpa'"),
+    "position_bias": (
+        lambda: layer(position_bias=torch.zeros(9, 9)),
+        "position_bias=<(9, 9) torch.float32>",
+        "attn_implementation='sdpa'",
+    ),
+    "packed after a cache": (packed_after_a_cache, "position_ids begin again", "use_cache=False"),
+    "decoded after packed": (
+        decoded_after_packed,
+        "position_ids begin with 3 after 9 cached",
+        "use_cache=False",
+    ),
+    "lengths twice": (two_sources_of_lengths, "cu_seq_lens_q", "attention_mask=None"),
+    "is_causal": (contradicted, "is_causal=False", "config.is_causal"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_one_device(case: str) -> None:
+    call, named, remedy = CASES[case]
+    with pytest.raises(ValueError, match=re.escape(named)) as raised:
+        call()
+    assert remedy in str(raised.value)
+
+
+def sharded(model: Any, group: dist.ProcessGroup, **changes: Any) -> Any:
+    """A forward under the ring, with arguments of one rank changed."""
+    plan = plan_context(LENGTHS, group)
+    ids = plan.shard(tokens(1, 12), 1)
+    given = {"position_ids": plan.positions[None], "use_cache": False, "ringfa3_plan": plan}
+    return model(ids, **{**given, **changes})
+
+
+def cached(group: dist.ProcessGroup) -> Any:
+    model = shared_model("llama", "ringfa3")
+    cache = sharded(model, group, use_cache=True).past_key_values
+    return sharded(model, group, past_key_values=cache, use_cache=True)
+
+
+def padded(group: dist.ProcessGroup) -> Any:
+    """Padding on rank 0 alone; a mask of ones, on the others, is none."""
+    mask = torch.ones(1, 12 // dist.get_world_size(group), dtype=torch.long)
+    mask[0, 0] = dist.get_rank(group) > 0
+    return sharded(shared_model("llama", "ringfa3"), group, attention_mask=mask)
+
+
+def roped(kind: str, group: dist.ProcessGroup) -> Any:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    changes: dict[str, Any] = {"max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3,
+                 "original_max_position_embeddings": 32}  # fmt: skip
+    name = "phi3" if kind == "longrope" else "llama"
+    return sharded(model_of(name, "ringfa3", rope_parameters=rope, **changes), group)
+
+
+def longrope(group: dist.ProcessGroup) -> Any:
+    return roped("longrope", group)
+
+
+def dynamic(group: dist.ProcessGroup) -> Any:
+    return roped("dynamic", group)
+
+
+def of_another_length(group: dist.ProcessGroup) -> Any:
+    """The plan of rank 0 has other documents."""
+    other = plan_context(20, group)
+    changes = {"ringfa3_plan": other} if dist.get_rank(group) == 0 else {}
+    return sharded(shared_model("llama", "ringfa3"), group, **changes)
+
+
+def without_positions(group: dist.ProcessGroup) -> Any:
+    return sharded(shared_model("llama", "ringfa3"), group, position_ids=None)
+
+
+def dropping(group: dist.ProcessGroup) -> Any:
+    """Rank 1 alone is in training."""
+    model = model_of("llama", "ringfa3", attention_dropout=0.25)
+    return sharded(model.train(dist.get_rank(group) == 1), group)
+
+
+def of_another_width(group: dist.ProcessGroup) -> Any:
+    """A mask that one rank gives alone is refused where all ranks meet, in attention."""
+    odd = {"attention_mask": torch.ones(1, 3)} if dist.get_rank(group) == 0 else {}
+    return sharded(shared_model("llama", "ringfa3"), group, **odd)
+
+
+RINGS: dict[str, tuple[Callable[[dist.ProcessGroup], Any], str, str]] = {
+    "KV cache": (cached, "past_key_values holds 6 tokens", "use_cache=False"),
+    "padding": (padded, "attention_mask hides 1 tokens", "pack the documents"),
+    "longrope": (longrope, "rope_type='longrope'", "allowed are default, linear"),
+    "dynamic": (dynamic, "rope_type='dynamic'", "allowed are default, linear"),
+    "length": (of_another_length, "ringfa3_plan gives this rank 10 of 20", "plan.shard(input_ids"),
+    "positions": (
+        without_positions,
+        "position_ids begin with [0, 1, 2, 3]",
+        "plan.positions[None]",
+    ),
+    "dropout": (dropping, "attention_dropout=0.25", "config.attention_dropout to 0"),
+    "short mask": (of_another_width, "attention_mask has 3 columns", "give (batch, keys)"),
+}
+
+
+def message(group: dist.ProcessGroup, case: str) -> str:
+    try:
+        RINGS[case][0](group)
+    except ValueError as problem:
+        return str(problem)
+    return "no error"
+
+
+@pytest.mark.parametrize("case", RINGS)
+def test_in_a_ring_on_every_rank(ranks: Ranks, case: str) -> None:
+    """Two ranks; both raise, and the pool, whose ranks must agree, is whole afterwards."""
+    _, named, remedy = RINGS[case]
+    for text in ranks.run(2, message, case):
+        assert named in text
+        assert remedy in text
