@@ -48,11 +48,25 @@ class ModelConfig:
     zero_init: bool = True
     norm_eps: float = 1e-5
     attention_precision: str = "native"
+    softmax_scale: float | None = None
+    vocab_size: int | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def resolved_head_dim(self) -> int:
         """``head_dim``, or ``dim / n_heads`` if it is null."""
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
+
+    def rows(self, n_tokens: int) -> int:
+        """Rows of embedding and head, for a tokenizer of ``n_tokens``; the others are padding.
+
+        Raises ``ConfigError`` if ``vocab_size`` is less.
+        """
+        if self.vocab_size is not None and self.vocab_size < n_tokens:
+            raise ConfigError(
+                f"model.vocab_size={self.vocab_size} has no row for some of the tokenizer's "
+                f"{n_tokens} tokens; nearest valid: model.vocab_size={n_tokens}"
+            )
+        return n_tokens if self.vocab_size is None else self.vocab_size
 
 
 @dataclass
@@ -117,7 +131,7 @@ class TrainConfig:
     loss_chunk: int = 1024
     eval_every: int = 100
     eval_bytes: int | None = 100_000
-    final_eval_bytes: int | None = None
+    final_eval_bytes: int | None = 16_000_000
     max_wall_time: float | None = None
 
     def accumulation_over(self, dp: int) -> int:

@@ -79,7 +79,7 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
         super().__init__()
         head_dim = model.resolved_head_dim()
-        self.head_dim = head_dim
+        self.head_dim, self.softmax_scale = head_dim, model.softmax_scale
         self.wq = nn.Linear(model.dim, model.n_heads * head_dim, bias=False)
         self.wk = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
@@ -87,12 +87,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.attend = (
-            SdpaAttention()
+            SdpaAttention(model.softmax_scale)
             if attention == "sdpa"
             else RingFA3Attention(
                 model.n_heads,
                 model.n_kv_heads,
                 head_dim,
+                softmax_scale=model.softmax_scale,
                 precision=model.attention_precision,
                 **ring,
             )
@@ -111,7 +112,8 @@ class Attention(nn.Module):
             y_THC = self.attend(q_THC, k_TKC, v_TKC, plan=plan)
         else:
             k_SKC, v_SKC = cache.append(k_TKC, v_TKC)
-            y_THC = flash_attn_func(q_THC[None], k_SKC[None], v_SKC[None], causal=True)[0]
+            qkv = q_THC[None], k_SKC[None], v_SKC[None]
+            y_THC = flash_attn_func(*qkv, self.softmax_scale, causal=True)[0]
         return self.wo(y_THC.flatten(-2))
 
 
@@ -274,13 +276,14 @@ class LanguageModel(nn.Module):
 
 def build_model(
     config: Config,
-    vocab_size: int,
+    n_tokens: int,
     device: torch.device,
     cp_group: dist.ProcessGroup | None = None,
 ) -> LanguageModel:
     """The model on ``device``, with the same weights on every rank; attention over ``cp_group``.
 
-    Raises ``ConfigError`` if the device cannot compute in ``model.attention_precision`` or with
+    ``n_tokens`` is the size of the tokenizer's vocabulary. Raises ``ConfigError`` if it exceeds
+    ``model.vocab_size``, or if the device cannot compute in ``model.attention_precision`` or with
     ``train.residual``.
     """
     precision = config.model.attention_precision
@@ -297,7 +300,7 @@ def build_model(
         )
     transformer = Transformer(
         config.model,
-        vocab_size,
+        config.model.rows(n_tokens),
         config.train.seed,
         recompute=config.train.recompute,
         attention=config.train.attention,

@@ -23,6 +23,7 @@ from train.run.run_folder import RunFolder
 
 # Names of ringfa3 stand here again: to import it would import torch.
 QUANTISED_HEAD_DIMS = (64, 128, 256)
+SOFTMAX_SCALES = (2.0**-64, 2.0**64)
 CHOICES = {
     "mode": ("train", "check", "generate", "eval"),
     "model.attention_precision": ("native", "fp8", "int8"),
@@ -43,6 +44,7 @@ MINIMUM = {
     "model.dim": 1,
     "model.head_dim": 2,
     "model.ffn_dim": 1,
+    "model.vocab_size": 1,
     "model.rope.factor": 1,
     "model.rope.original_len": 1,
     "data.vocab_size": 257,  # 256 bytes and the token that starts a document
@@ -107,6 +109,8 @@ def check(config: Config, world: int) -> None:
     else:
         _check_optim(config)
         _check_data(config.data)
+        if config.data.tokenizer is None:  # it gets data.vocab_size tokens
+            config.model.rows(config.data.vocab_size)
         _check_checkpoint(config.checkpoint)
         _check_log(config)
         _check_profile(config, world)
@@ -173,6 +177,13 @@ def _check_model(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.attention_precision={model.attention_precision} has no head dim {width}; "
             f"nearest valid: model.head_dim={best}"
+        )
+    scale, (least, most) = model.softmax_scale, SOFTMAX_SCALES
+    if scale is not None and not least <= scale <= most:
+        best = most if scale > most else least
+        raise ConfigError(
+            f"model.softmax_scale={scale} must lie between {least} and {most}; "
+            f"nearest valid: model.softmax_scale={best} (or null: head_dim ** -0.5)"
         )
     rope = model.rope
     if rope.low_freq_factor >= rope.high_freq_factor:

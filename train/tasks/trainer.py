@@ -198,7 +198,7 @@ class Trainer:
                 state.guard.accept(loss, grad_norm)
             else:
                 state.guard.skip()
-            self.optimizer.zero_grad(set_to_none=True)
+            self._drop_gradients()
             if parallel.device.type == "cuda":
                 self.updated = torch.cuda.current_stream().record_event()
             seconds = time.perf_counter() - begin
@@ -242,6 +242,10 @@ class Trainer:
         sample = pack(self.corpus.train, [Piece(0, 0, length)])
         batch = make_batch(sample, self.parallel.cp_group, self.config.parallel.layout)
         self.wrapped(batch.to(self.parallel.device)).sum().backward()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Free all gradients: after a step, taken or skipped, and after the priming pass."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _save(self) -> None:

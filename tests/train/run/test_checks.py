@@ -10,6 +10,7 @@ import pytest
 
 from ringfa3.validation import (
     LAYOUTS,
+    LEAST_SCALE,
     PRECISIONS,
     QUANTISED_HEAD_DIMS,
     TRANSPORTS,
@@ -67,6 +68,8 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             {"train.batch": 4, "train.accumulation": 2},
             "both set the samples of a step; nearest valid: train.accumulation=1",
         ),
+        ({"model.softmax_scale": 0.0}, "nearest valid: model.softmax_scale=5.42"),
+        ({"model.vocab_size": 299}, "nearest valid: model.vocab_size=300"),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
         ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0"),
         ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
@@ -150,4 +153,5 @@ def test_layouts_and_transports_are_those_of_ringfa3():
     assert set(CHOICES["parallel.transport"]) == set(TRANSPORTS)
     assert set(CHOICES["model.attention_precision"]) == set(PRECISIONS)
     assert checks.QUANTISED_HEAD_DIMS == QUANTISED_HEAD_DIMS
+    assert checks.SOFTMAX_SCALES == (LEAST_SCALE, 1 / LEAST_SCALE)
     assert set(TRANSPORTS) == {"auto"}.union(*TRANSPORTS_OF.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import resource
 import sys
@@ -69,6 +70,40 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(config):
     assert trainer.state.guard.skipped == 1
     assert trainer.state.samples == 12
     assert weights(trainer).isfinite().all()
+
+
+def test_priming_and_a_skipped_step_leave_no_gradients(config):
+    """The step after each has the gradients of a trainer without it, to the last bit."""
+    config.model.zero_init = False
+    norms = []
+    for primed in (False, True):
+        config.run.dir += "-new"
+        trainer = make(config)
+        if primed:
+            trainer._prime()
+            assert all(p.grad is None for p in trainer.model.parameters())
+            spoil(trainer, {0: math.nan})
+            trainer.step(trainer._batches(0), 0.0)
+            assert trainer.state.guard.skipped == 1
+            assert all(p.grad is None for p in trainer.model.parameters())
+        norms.append(trainer.step(trainer._batches(1), 0.0)["grad_norm"])
+        trainer.close()
+    assert norms[0] == norms[1] > 0
+
+
+def test_the_final_evaluation_is_bounded(config):
+    """By the documents that reach ``train.final_eval_bytes``; 16 MB unless it is given."""
+    assert config.train.final_eval_bytes == 16_000_000
+    config.train.final_eval_bytes, config.train.steps, config.model.vocab_size = 1000, 2, 320
+    trainer = make(config)
+    held_out = trainer.corpus.held_out
+    last = int(held_out.n_bytes.max())
+    assert held_out.n_bytes.sum() > 1000 + last
+    trainer.train()
+    trainer.finish()
+    trainer.close()
+    summary = json.loads(trainer.folder.summary.read_text())
+    assert 1000 <= summary["held_out_bytes"] < 1000 + last
 
 
 def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[float], int, list]:
