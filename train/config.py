@@ -127,8 +127,6 @@ class TrainConfig:
     seed: int = 0
     deterministic: bool = False
     attention: str = "ringfa3"
-    recompute: str = "none"
-    loss_chunk: int = 1024
     eval_every: int = 100
     eval_bytes: int | None = 100_000
     final_eval_bytes: int | None = 16_000_000
@@ -137,6 +135,14 @@ class TrainConfig:
     def accumulation_over(self, dp: int) -> int:
         """Samples of a data-parallel rank in a step, where there are ``dp`` of them."""
         return self.accumulation if self.batch is None else self.batch // dp
+
+
+@dataclass
+class MemoryConfig:
+    recompute: str = "none"
+    mlp_chunk: int | None = None
+    loss_chunk: int = 1024
+    offload: str = "none"
 
 
 @dataclass
@@ -209,6 +215,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -222,7 +229,10 @@ class Config:
 SOURCES = "data.sources"
 NAME = "NAME"
 
-GROUPS = ("model", "data", "optim", "experiment")
+GROUPS = ("model", "data", "optim", "memory", "experiment")
+
+# Keys of earlier versions. They are refused with their present name, and read from old runs.
+RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.loss_chunk"}
 
 
 def register_schema() -> None:
@@ -250,7 +260,16 @@ def resolve(composed: DictConfig) -> Config:
 
 
 def from_plain(values: dict[str, Any]) -> Config:
-    """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults."""
+    """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults.
+
+    Keys of earlier versions are taken by their present names.
+    """
+    for old, new in RENAMED.items():
+        (section, key), (present, name) = old.split("."), new.split(".")
+        if key in values.get(section, {}):
+            kept = {k: value for k, value in values[section].items() if k != key}
+            moved = values.get(present, {}) | {name: values[section][key]}
+            values = values | {section: kept, present: moved}
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     assert isinstance(config, Config)
     return config

@@ -25,6 +25,9 @@ ROOT = Path(__file__).absolute().parents[2]
         ("data.path=/nowhere", "data.path", "nearest existing folder: /"),
         ("train.steps=many", "train.steps", "train.steps=300"),
         ("parallel.cp=3", "parallel.cp", "parallel.cp=1"),
+        ("train.recompute=full", "train.recompute", "its name is memory.recompute now"),
+        ("+train.loss_chunk=7", "train.loss_chunk", "its name is memory.loss_chunk now"),
+        ("memory=keeep", "memory=keeep", "did you mean memory=keep?"),
         ("data=text", "data.path", "data.path="),
         ("train.seed=[", "train.seed", "quote a value"),
         ("--multirn", "--multirn", "settings are written key=value"),
@@ -53,6 +56,7 @@ def test_an_invalid_value_exits_2_naming_key_and_remedy(pretrain, argument, key,
             "model: {n_headz: 3}",
             "model.n_headz: no such key; the nearest valid one is model.n_heads",
         ),
+        ("train: {recompute: full}", "train.recompute: no such key; its name is memory.recompute"),
         ("model: {n_heads: lots}", "valid would be model.n_heads=4"),
         ("run: {dir: '${run.nam}'}", "run.dir: Interpolation key 'run.nam' not found"),
         ("model: [", "mine.yaml"),
@@ -63,7 +67,7 @@ def test_an_invalid_value_exits_2_naming_key_and_remedy(pretrain, argument, key,
         ),
         ("data: {sources: {books: 3}}", "data.sources.books: Invalid type assigned"),
     ],
-    ids=["key", "type", "interpolation", "syntax", "source", "source type"],
+    ids=["key", "old key", "type", "interpolation", "syntax", "source", "source type"],
 )
 def test_a_wrong_file_is_explained_like_a_wrong_argument(pretrain, tmp_path, text, message):
     folder = tmp_path / "experiment"
@@ -151,6 +155,7 @@ def test_every_key_of_the_files_is_documented_and_in_the_schema():
     """The files with the defaults: each key is preceded by a comment ``(type, default: ...)``."""
     documented = []
     files = {"": "config", "model": "model/tiny", "data": "data/stdlib", "optim": "optim/adamw"}
+    files["memory"] = "memory/keep"
     for section, name in files.items():
         text = (ROOT / "configs" / f"{name}.yaml").read_text()
         values = {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra")}

@@ -14,6 +14,7 @@ from train.config import (
     Config,
     ConfigError,
     DataConfig,
+    MemoryConfig,
     ModelConfig,
     TrainConfig,
     get,
@@ -34,7 +35,8 @@ CHOICES = {
     "train.precision": ("auto", "float32", "bfloat16"),
     "train.residual": ("float32", "bfloat16"),
     "train.attention": ("ringfa3", "sdpa"),
-    "train.recompute": ("none", "full", "attention-saving"),
+    "memory.recompute": ("none", "full", "attention-saving"),
+    "memory.offload": ("none", "residual", "all"),
 }
 
 MINIMUM = {
@@ -59,7 +61,8 @@ MINIMUM = {
     "train.batch": 1,
     "train.accumulation": 1,
     "train.seed": 0,
-    "train.loss_chunk": 1,
+    "memory.mlp_chunk": 1,
+    "memory.loss_chunk": 1,
     "train.eval_every": 0,
     "train.eval_bytes": 1,
     "train.final_eval_bytes": 1,
@@ -109,6 +112,7 @@ def check(config: Config, world: int) -> None:
     else:
         _check_optim(config)
         _check_data(config.data)
+        _check_offload(config.memory)
         if config.data.tokenizer is None:  # it gets data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
         _check_checkpoint(config.checkpoint)
@@ -221,10 +225,24 @@ def _check_sdpa(config: Config) -> None:
             f"model.attention_precision={config.model.attention_precision}; nearest valid: "
             "model.attention_precision=native (or train.attention=ringfa3)"
         )
-    if config.mode != "eval" and config.train.recompute == "attention-saving":
+    if config.mode != "eval" and config.memory.recompute == "attention-saving":
         raise ConfigError(
-            f"{key} has no output of the ring that train.recompute=attention-saving could keep; "
-            f"nearest valid: train.recompute=full"
+            f"{key} has no output of the ring that memory.recompute=attention-saving could keep; "
+            f"nearest valid: memory.recompute=full"
+        )
+
+
+def _check_offload(memory: MemoryConfig) -> None:
+    key = f"memory.offload={memory.offload}"
+    if memory.offload != "none" and memory.recompute == "none":
+        raise ConfigError(
+            f"{key} moves what a recomputing backward keeps, and memory.recompute=none keeps every "
+            "activation; nearest valid: memory.recompute=attention-saving"
+        )
+    if memory.offload == "all" and memory.recompute == "full":
+        raise ConfigError(
+            f"{key} moves outputs of attention, which memory.recompute=full computes again; "
+            "nearest valid: memory.recompute=attention-saving (or memory.offload=residual)"
         )
 
 

@@ -13,7 +13,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringfa3 import plan_context, ring_attn_func
-from train.config import Config, ConfigError, DataConfig, ModelConfig, RopeConfig
+from train.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from train.data.batches import make_batch
 from train.data.samples import Sample
 from train.model.sdpa import SdpaAttention
@@ -84,7 +91,7 @@ def build(recompute: str = "none", attention: str = "ringfa3", **changes) -> Lan
         ModelConfig(**{**SMALL, "zero_init": False, **changes}),
         VOCABULARY,
         3,
-        recompute,
+        MemoryConfig(recompute),
         attention,
     )
     generator = torch.Generator().manual_seed(1)

@@ -48,12 +48,23 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train.recompute": "ful"}, "nearest valid: train.recompute=full"),
+        ({"memory.recompute": "ful"}, "nearest valid: memory.recompute=full"),
         ({"train.attention": "sdp"}, "nearest valid: train.attention=sdpa"),
         (
-            {"train.attention": "sdpa", "train.recompute": "attention-saving"},
-            "nearest valid: train.recompute=full",
+            {"train.attention": "sdpa", "memory.recompute": "attention-saving"},
+            "nearest valid: memory.recompute=full",
         ),
+        ({"memory.offload": "al"}, "nearest valid: memory.offload=all"),
+        (
+            {"memory.offload": "residual"},
+            "memory.recompute=none keeps every activation; nearest valid: "
+            "memory.recompute=attention-saving",
+        ),
+        (
+            {"memory.offload": "all", "memory.recompute": "full"},
+            "nearest valid: memory.recompute=attention-saving (or memory.offload=residual)",
+        ),
+        ({"memory.mlp_chunk": 0}, "nearest valid: memory.mlp_chunk=1"),
         ({"model.attention_precision": "fp4"}, "nearest valid: model.attention_precision=fp8"),
         ({"model.attention_precision": "fp8"}, "no head dim 32; nearest valid: model.head_dim=64"),
         (

@@ -182,6 +182,24 @@ def test_8_bit_attention_takes_nearly_the_same_steps(config):
     assert off["int8"] < off["fp8"] < 3e-3
 
 
+def test_offload_takes_the_same_steps(config):
+    """float32, the same seed, 12 steps of 2 samples: loss and gradient norm to the last bit, and
+    host buffers for one sample of both layers but the last."""
+    config.model.zero_init, config.model.n_layers, config.train.accumulation = False, 2, 2
+    config.memory.recompute, config.memory.mlp_chunk = "attention-saving", 64
+    folder, found = Path(config.run.dir), []
+    for offload in ("none", "all"):
+        config.memory.offload, config.run.dir = offload, str(folder / offload)
+        trainer = make(config)
+        trainer.train()
+        trainer.close()
+        found.append([step[1:] for step in steps(Path(config.run.dir))])
+    assert found[0] == found[1]
+    assert len(found[0]) == 12
+    buffers = trainer.model.transformer.offload.pool.buffers
+    assert sum(len(buffer) for buffer in buffers) == 256 * 4 * (32 + 32 + 4)
+
+
 def test_ringfa3_and_sdpa_take_the_same_steps(config):
     """float32, the same seed: loss and gradient norm of 12 steps within 1e-4 of each other."""
     config.model.zero_init = False  # attention counts from the first step
