@@ -85,13 +85,15 @@ def reference_hidden(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     return norm(x, model.norm.weight)
 
 
-def build(recompute: str = "none", attention: str = "ringfa3", **changes) -> LanguageModel:
+def build(
+    recompute: str = "none", attention: str = "ringfa3", mlp_chunk: int | None = None, **changes
+) -> LanguageModel:
     """A small model with random norm gains, so that a missing norm fails the test."""
     transformer = Transformer(
         ModelConfig(**{**SMALL, "zero_init": False, **changes}),
         VOCABULARY,
         3,
-        MemoryConfig(recompute),
+        MemoryConfig(recompute, mlp_chunk),
         attention,
     )
     generator = torch.Generator().manual_seed(1)
@@ -110,6 +112,7 @@ def build(recompute: str = "none", attention: str = "ringfa3", **changes) -> Lan
         {"qk_norm": False},
         {"tied_embeddings": True},
         {"n_kv_heads": 1, "head_dim": 16},
+        {"mlp_chunk": 30, "recompute": "attention-saving"},
         {"rope": RopeConfig(factor=8.0, original_len=64)},
         {"softmax_scale": 0.7},
         {"attention": "sdpa"},
@@ -117,7 +120,8 @@ def build(recompute: str = "none", attention: str = "ringfa3", **changes) -> Lan
         {"attention": "sdpa", "recompute": "full", "n_kv_heads": 1},
     ],
     ids=[
-        *("default", "no QK-norm", "tied", "one KV head", "scaled RoPE", "scaled scores"),
+        *("default", "no QK-norm", "tied", "one KV head", "MLP in chunks"),
+        *("scaled RoPE", "scaled scores"),
         *("SDPA", "SDPA, scaled scores", "SDPA again"),
     ],
 )
@@ -186,6 +190,26 @@ def test_recompute_changes_work_but_not_gradients(recompute, rings):
         got = torch.autograd.grad(saving(batch).sum(), list(saving.parameters()))
     assert calls == rings
     torch.testing.assert_close(got, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [None, 30])
+def test_the_mlp_runs_in_chunks_of_tokens(chunk):
+    """Of 65 tokens, chunk by chunk: the most rows of a tensor of hidden states."""
+    rows = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            nonlocal rows
+            out = op(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape[1:] == (48,):
+                rows = max(rows, len(out))
+            return out
+
+    model = build(mlp_chunk=chunk, dim=24)  # weights are (48, 24) and (24, 48)
+    batch = make_batch(packed_sample([40, 25]), None, "zigzag")
+    with torch.no_grad(), Watch():
+        model(batch)
+    assert rows == (chunk or 65)
 
 
 def test_bfloat16_autocast_keeps_weights_and_losses_in_float32():
