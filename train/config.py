@@ -143,6 +143,16 @@ class MemoryConfig:
     mlp_chunk: int | None = None
     loss_chunk: int = 1024
     offload: str = "none"
+    offload_layers: int | None = None
+
+    def offloaded(self, n_layers: int) -> int:
+        """How many of ``n_layers`` layers, the first ones, keep their tensors on the host.
+
+        The last one never does: its backward follows at once.
+        """
+        if self.offload == "none":
+            return 0
+        return n_layers - 1 if self.offload_layers is None else self.offload_layers
 
 
 @dataclass

@@ -125,15 +125,14 @@ class Offload:
     """Runs blocks under activation checkpoints whose tensors wait on the host.
 
     Args:
-        n_layers: number of blocks. The last one keeps its tensors on the device, for its backward
-            follows at once.
+        blocks: the first so many wait on the host; the others keep their tensors on the device.
         tokens: the most tokens of a sample that this rank holds.
         keeps_attention: whether a checkpoint keeps (O, LSE), so that attention runs once.
         attention: whether (O, LSE) wait on the host too; needs ``keeps_attention``.
     """
 
-    def __init__(self, n_layers: int, tokens: int, keeps_attention: bool, attention: bool) -> None:
-        self.n_layers, self.pool = n_layers, HostPool(tokens)
+    def __init__(self, blocks: int, tokens: int, keeps_attention: bool, attention: bool) -> None:
+        self.blocks, self.pool = blocks, HostPool(tokens)
         self.keeps_attention, self.attention = keeps_attention, attention
         self.copies: Copies | None = None
         self._leaving: deque[tuple[Tensor, Any]] = deque()  # sources of copies, with tickets
@@ -148,7 +147,7 @@ class Offload:
         tokens.
         """
         tokens = len(x_TD)
-        stays = number == self.n_layers - 1 or not tokens
+        stays = number >= self.blocks or not tokens
         before = self._block if number else []
         own = self._block = []
 

@@ -171,7 +171,8 @@ class Transformer(nn.Module):
         self.offload = None
         if memory.offload != "none":
             keeps, everything = memory.recompute == "attention-saving", memory.offload == "all"
-            self.offload = Offload(model.n_layers, tokens, keeps, everything)
+            blocks = memory.offloaded(model.n_layers)
+            self.offload = Offload(blocks, tokens, keeps, everything)
         self.embedding = nn.Embedding(vocab_size, model.dim)
         self.blocks = nn.ModuleList(
             Block(model, attention, memory.mlp_chunk, **ring) for _ in range(model.n_layers)

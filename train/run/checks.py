@@ -14,12 +14,12 @@ from train.config import (
     Config,
     ConfigError,
     DataConfig,
-    MemoryConfig,
     ModelConfig,
     TrainConfig,
     get,
     nearest,
 )
+from train.run.check_offload import check_offload
 from train.run.run_folder import RunFolder
 
 # Names of ringfa3 stand here again: to import it would import torch.
@@ -63,6 +63,7 @@ MINIMUM = {
     "train.seed": 0,
     "memory.mlp_chunk": 1,
     "memory.loss_chunk": 1,
+    "memory.offload_layers": 1,
     "train.eval_every": 0,
     "train.eval_bytes": 1,
     "train.final_eval_bytes": 1,
@@ -112,7 +113,7 @@ def check(config: Config, world: int) -> None:
     else:
         _check_optim(config)
         _check_data(config.data)
-        _check_offload(config.memory)
+        check_offload(config.memory, config.model.n_layers)
         if config.data.tokenizer is None:  # it gets data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
         _check_checkpoint(config.checkpoint)
@@ -229,20 +230,6 @@ def _check_sdpa(config: Config) -> None:
         raise ConfigError(
             f"{key} has no output of the ring that memory.recompute=attention-saving could keep; "
             f"nearest valid: memory.recompute=full"
-        )
-
-
-def _check_offload(memory: MemoryConfig) -> None:
-    key = f"memory.offload={memory.offload}"
-    if memory.offload != "none" and memory.recompute == "none":
-        raise ConfigError(
-            f"{key} moves what a recomputing backward keeps, and memory.recompute=none keeps every "
-            "activation; nearest valid: memory.recompute=attention-saving"
-        )
-    if memory.offload == "all" and memory.recompute == "full":
-        raise ConfigError(
-            f"{key} moves outputs of attention, which memory.recompute=full computes again; "
-            "nearest valid: memory.recompute=attention-saving (or memory.offload=residual)"
         )
 
 

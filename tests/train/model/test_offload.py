@@ -24,9 +24,11 @@ LENGTHS = [40, 1, 24]
 WAYS = [("full", "residual"), ("attention-saving", "residual"), ("attention-saving", "all")]
 
 
-def build(recompute: str, offload: str = "none", dtype=torch.float32, **changes) -> LanguageModel:
-    model = ModelConfig(n_layers=LAYERS, dim=32, ffn_dim=48, zero_init=False, **changes)
-    memory = MemoryConfig(recompute, mlp_chunk=16, offload=offload)
+def build(
+    recompute: str, offload: str = "none", dtype=torch.float32, layers: int | None = None
+) -> LanguageModel:
+    model = ModelConfig(n_layers=LAYERS, dim=32, ffn_dim=48, zero_init=False)
+    memory = MemoryConfig(recompute, mlp_chunk=16, offload=offload, offload_layers=layers)
     transformer = Transformer(model, VOCABULARY, 3, memory, residual=dtype, tokens=sum(LENGTHS))
     return LanguageModel(transformer, dtype, loss_chunk=50)
 
@@ -171,6 +173,17 @@ def test_the_pool_is_allocated_once():
     )
     with pytest.raises(ValueError, match="66 tokens do not fit buffers for 65"):
         model(batch_of([66]))
+
+
+@pytest.mark.parametrize(("recompute", "offload"), WAYS)
+def test_the_first_layers_may_offload_alone(recompute, offload):
+    """2 of 4: gradients to the last bit, and host buffers for 2 blocks."""
+    model, plain = build(recompute, offload, layers=2), build(recompute)
+    use_late_copies(model)
+    got, expected = (gradients(m, m(batch_of()).sum()) for m in (model, plain))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    buffers = model.transformer.offload.pool.buffers
+    assert len(buffers) == 2 * (3 if offload == "all" else 1)
 
 
 def test_two_graphs_share_no_buffer():

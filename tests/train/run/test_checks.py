@@ -64,6 +64,19 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             {"memory.offload": "all", "memory.recompute": "full"},
             "nearest valid: memory.recompute=attention-saving (or memory.offload=residual)",
         ),
+        (
+            {
+                "memory.offload": "residual",
+                "memory.recompute": "full",
+                "memory.offload_layers": 4,
+            },
+            "of model.n_layers=4 the last stays on the device; nearest valid: "
+            "memory.offload_layers=3",
+        ),
+        (
+            {"memory.offload": "residual", "memory.recompute": "full", "model.n_layers": 1},
+            "nearest valid: memory.offload=none",
+        ),
         ({"memory.mlp_chunk": 0}, "nearest valid: memory.mlp_chunk=1"),
         ({"model.attention_precision": "fp4"}, "nearest valid: model.attention_precision=fp8"),
         ({"model.attention_precision": "fp8"}, "no head dim 32; nearest valid: model.head_dim=64"),
