@@ -48,11 +48,25 @@ class ModelConfig:
     zero_init: bool = True
     norm_eps: float = 1e-5
     attention_precision: str = "native"
+    softmax_scale: float | None = None
+    vocab_size: int | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def resolved_head_dim(self) -> int:
         """``head_dim``, or ``dim / n_heads`` if it is null."""
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
+
+    def rows(self, n_tokens: int) -> int:
+        """Rows of embedding and head, for a tokenizer of ``n_tokens``; the others are padding.
+
+        Raises ``ConfigError`` if ``vocab_size`` is less.
+        """
+        if self.vocab_size is not None and self.vocab_size < n_tokens:
+            raise ConfigError(
+                f"model.vocab_size={self.vocab_size} has no row for some of the tokenizer's "
+                f"{n_tokens} tokens; nearest valid: model.vocab_size={n_tokens}"
+            )
+        return n_tokens if self.vocab_size is None else self.vocab_size
 
 
 @dataclass
@@ -119,16 +133,32 @@ class TrainConfig:
     seed: int = 0
     deterministic: bool = False
     attention: str = "ringfa3"
-    recompute: str = "none"
-    loss_chunk: int = 1024
     eval_every: int = 100
     eval_bytes: int | None = 100_000
-    final_eval_bytes: int | None = None
+    final_eval_bytes: int | None = 16_000_000
     max_wall_time: float | None = None
 
     def accumulation_over(self, dp: int) -> int:
         """Samples of a data-parallel rank in a step, where there are ``dp`` of them."""
         return self.accumulation if self.batch is None else self.batch // dp
+
+
+@dataclass
+class MemoryConfig:
+    recompute: str = "none"
+    mlp_chunk: int | None = None
+    loss_chunk: int = 1024
+    offload: str = "none"
+    offload_layers: int | None = None
+
+    def offloaded(self, n_layers: int) -> int:
+        """How many of ``n_layers`` layers, the first ones, keep their tensors on the host.
+
+        The last one never does: its backward follows at once.
+        """
+        if self.offload == "none":
+            return 0
+        return n_layers - 1 if self.offload_layers is None else self.offload_layers
 
 
 @dataclass
@@ -207,6 +237,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -221,7 +252,10 @@ class Config:
 SOURCES = "data.sources"
 NAME = "NAME"
 
-GROUPS = ("model", "data", "optim", "engine", "experiment")
+GROUPS = ("model", "data", "optim", "engine", "memory", "experiment")
+
+# Keys of earlier versions. They are refused with their present name, and read from old runs.
+RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.loss_chunk"}
 
 
 def register_schema() -> None:
@@ -249,7 +283,16 @@ def resolve(composed: DictConfig) -> Config:
 
 
 def from_plain(values: dict[str, Any]) -> Config:
-    """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults."""
+    """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults.
+
+    Keys of earlier versions are taken by their present names.
+    """
+    for old, new in RENAMED.items():
+        (section, key), (present, name) = old.split("."), new.split(".")
+        if key in values.get(section, {}):
+            kept = {k: value for k, value in values[section].items() if k != key}
+            moved = values.get(present, {}) | {name: values[section][key]}
+            values = values | {section: kept, present: moved}
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     assert isinstance(config, Config)
     return config

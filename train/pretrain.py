@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 from train.config import (  # noqa: E402
     GROUPS,
     NAME,
+    RENAMED,
     SOURCES,
     ConfigError,
     default,
@@ -137,6 +138,8 @@ def declare_sources(arguments: list[str]) -> list[str]:
 
 
 def _key_hint(key: str) -> str:
+    if key in RENAMED:
+        return f"its name is {RENAMED[key]} now"
     best = nearest(schema_key(key), [*GROUPS, *schema_keys()], cutoff=0) or ""
     best = best.replace(f".{NAME}", f".{source_name(key) or NAME}")
     return f"the nearest valid one is {best} (--help lists all)"

@@ -28,6 +28,9 @@ ROOT = Path(__file__).absolute().parents[2]
         ("parallel.cp=3", "parallel.cp", "parallel.cp=1"),
         ("engine=fsdp", "engine=fsdp", "engine=fsdp2"),
         ("engine.shard=all", "engine=fsdp2, not of engine=ddp", "choose engine=fsdp2"),
+        ("train.recompute=full", "train.recompute", "its name is memory.recompute now"),
+        ("+train.loss_chunk=7", "train.loss_chunk", "its name is memory.loss_chunk now"),
+        ("memory=keeep", "memory=keeep", "did you mean memory=keep?"),
         ("data=text", "data.path", "data.path="),
         ("train.seed=[", "train.seed", "quote a value"),
         ("--multirn", "--multirn", "settings are written key=value"),
@@ -56,6 +59,7 @@ def test_an_invalid_value_exits_2_naming_key_and_remedy(pretrain, argument, key,
             "model: {n_headz: 3}",
             "model.n_headz: no such key; the nearest valid one is model.n_heads",
         ),
+        ("train: {recompute: full}", "train.recompute: no such key; its name is memory.recompute"),
         ("model: {n_heads: lots}", "valid would be model.n_heads=4"),
         ("run: {dir: '${run.nam}'}", "run.dir: Interpolation key 'run.nam' not found"),
         ("model: [", "mine.yaml"),
@@ -66,7 +70,7 @@ def test_an_invalid_value_exits_2_naming_key_and_remedy(pretrain, argument, key,
         ),
         ("data: {sources: {books: 3}}", "data.sources.books: Invalid type assigned"),
     ],
-    ids=["key", "type", "interpolation", "syntax", "source", "source type"],
+    ids=["key", "old key", "type", "interpolation", "syntax", "source", "source type"],
 )
 def test_a_wrong_file_is_explained_like_a_wrong_argument(pretrain, tmp_path, text, message):
     folder = tmp_path / "experiment"
@@ -130,7 +134,7 @@ def test_a_mixture_without_sources_is_rejected(pretrain):
 def test_help_shows_groups_and_keys(pretrain):
     done = pretrain("--help")
     assert done.returncode == 0
-    for expected in ("torchrun", "model: 125m, tiny", "experiment: demo", "seq_len: 4096"):
+    for expected in ("torchrun", "model: 125m, 1b, 8b, tiny", "experiment: demo", "seq_len: 4096"):
         assert expected in done.stdout
 
 
@@ -158,6 +162,7 @@ def test_every_key_of_the_files_is_documented_and_in_the_schema():
     documented = []
     files = [("", "config"), ("model", "model/tiny"), ("data", "data/stdlib")]
     files += [("optim", "optim/adamw"), *(("engine", f"engine/{name}") for name in checks.ENGINES)]
+    files += [("memory", "memory/keep")]
     for section, name in files:
         text = (ROOT / "configs" / f"{name}.yaml").read_text()
         values = {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra")}

@@ -19,7 +19,12 @@ class SdpaAttention(nn.Module):
 
     Has the signature of ``RingFA3Attention``. Supports the causal window and the window (0, 0), in
     which each token attends to itself alone. One process must hold the whole sample.
+    ``softmax_scale`` None means head_dim ** -0.5.
     """
+
+    def __init__(self, softmax_scale: float | None = None) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
 
     def forward(self, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, plan: Any) -> Tensor:
         if plan.world > 1:
@@ -36,6 +41,11 @@ class SdpaAttention(nn.Module):
         q_1HTC, k_1KTC, v_1KTC = (x.transpose(0, 1)[None] for x in qkv)
         grouped = q_1HTC.shape[1] != k_1KTC.shape[1]
         y_1HTC = F.scaled_dot_product_attention(
-            q_1HTC, k_1KTC, v_1KTC, is_causal=True, enable_gqa=grouped
+            q_1HTC,
+            k_1KTC,
+            v_1KTC,
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=grouped,
         )
         return y_1HTC[0].transpose(0, 1)

@@ -17,12 +17,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
-from train.config import Config, ConfigError, ModelConfig, RopeConfig
+from train.config import Config, ConfigError, MemoryConfig, ModelConfig, RopeConfig
 from train.data.batches import Batch
 from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
+from train.model.offload import Offload
 from train.model.sdpa import SdpaAttention
+from train.model.swiglu import SwiGLU
 
 
 class Rotation(NamedTuple):
@@ -80,7 +82,7 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
         super().__init__()
         head_dim = model.resolved_head_dim()
-        self.head_dim = head_dim
+        self.head_dim, self.softmax_scale = head_dim, model.softmax_scale
         self.wq = nn.Linear(model.dim, model.n_heads * head_dim, bias=False)
         self.wk = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
@@ -88,12 +90,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.attend = (
-            SdpaAttention()
+            SdpaAttention(model.softmax_scale)
             if attention == "sdpa"
             else RingFA3Attention(
                 model.n_heads,
                 model.n_kv_heads,
                 head_dim,
+                softmax_scale=model.softmax_scale,
                 precision=model.attention_precision,
                 **ring,
             )
@@ -112,32 +115,26 @@ class Attention(nn.Module):
             y_THC = self.attend(q_THC, k_TKC, v_TKC, plan=plan)
         else:
             k_SKC, v_SKC = cache.append(k_TKC, v_TKC)
-            y_THC = flash_attn_func(q_THC[None], k_SKC[None], v_SKC[None], causal=True)[0]
+            qkv = q_THC[None], k_SKC[None], v_SKC[None]
+            y_THC = flash_attn_func(*qkv, self.softmax_scale, causal=True)[0]
         return self.wo(y_THC.flatten(-2))
-
-
-class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(model.dim, model.ffn_dim, bias=False)
-        self.up = nn.Linear(model.dim, model.ffn_dim, bias=False)
-        self.down = nn.Linear(model.ffn_dim, model.dim, bias=False)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
 
 
 class Block(nn.Module):
     """A pre-norm block: attention and SwiGLU, each added to the residual stream."""
 
-    def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        attention: str = "ringfa3",
+        mlp_chunk: int | None = None,
+        **ring: Any,
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.dim, model.norm_eps)
         self.attention = Attention(model, attention, **ring)
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
-        self.mlp = SwiGLU(model)
+        self.mlp = SwiGLU(model, mlp_chunk)
 
     def forward(
         self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
@@ -162,9 +159,10 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """Token ids -> normalised hidden states; the matrix ``head`` (V, D) maps them to logits.
 
-    ``recompute`` and ``attention`` are the keys of ``train``; ``residual`` is the dtype of the
-    residual stream. ``ring`` are keyword arguments of
-    every ``RingFA3Attention``: group, layout, transport, deterministic.
+    ``attention`` is the key of ``train``; ``residual`` is the dtype of the residual stream. A rank
+    trains on at most ``tokens`` tokens of a sample, for which ``memory.offload`` has buffers.
+    ``ring`` are keyword arguments of every ``RingFA3Attention``: group, layout, transport,
+    deterministic.
     """
 
     def __init__(
@@ -172,17 +170,26 @@ class Transformer(nn.Module):
         model: ModelConfig,
         vocab_size: int,
         seed: int,
-        recompute: str = "none",
+        memory: MemoryConfig | None = None,
         attention: str = "ringfa3",
         residual: torch.dtype = torch.float32,
+        tokens: int = 0,
         **ring: Any,
     ) -> None:
         super().__init__()
         self.config = model
         self.residual = residual
-        self.recompute = recompute
+        memory = memory or MemoryConfig()
+        self.recompute = memory.recompute
+        self.offload = None
+        if memory.offload != "none":
+            keeps, everything = memory.recompute == "attention-saving", memory.offload == "all"
+            blocks = memory.offloaded(model.n_layers)
+            self.offload = Offload(blocks, tokens, keeps, everything)
         self.embedding = nn.Embedding(vocab_size, model.dim)
-        self.blocks = nn.ModuleList(Block(model, attention, **ring) for _ in range(model.n_layers))
+        self.blocks = nn.ModuleList(
+            Block(model, attention, memory.mlp_chunk, **ring) for _ in range(model.n_layers)
+        )
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.output = None
         if not model.tied_embeddings:
@@ -209,14 +216,18 @@ class Transformer(nn.Module):
         turns = rotation(positions_T, self.frequencies)
         for number, block in enumerate(self.blocks):
             if caches is None:
-                x_TD = self._run(block, x_TD, turns, plan)
+                x_TD = self._run(number, block, x_TD, turns, plan)
             else:
                 x_TD = block(x_TD, turns, plan, caches[number])
         return self.norm(x_TD)
 
-    def _run(self, block: nn.Module, x_TD: Tensor, turns: Rotation, plan: Any) -> Tensor:
+    def _run(
+        self, number: int, block: nn.Module, x_TD: Tensor, turns: Rotation, plan: Any
+    ) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return block(x_TD, turns, plan)
+        if self.offload is not None:
+            return self.offload.checkpoint(number, block, x_TD, turns, plan)
         if self.recompute == "full":
             return checkpoint(block, x_TD, turns, plan, use_reentrant=False)
         return checkpoint(block, x_TD, turns, plan, use_reentrant=False, context_fn=keep_attention)
@@ -261,15 +272,16 @@ class LanguageModel(nn.Module):
 
 def build_model(
     config: Config,
-    vocab_size: int,
+    n_tokens: int,
     device: torch.device,
     cp_group: dist.ProcessGroup | None = None,
     meta: bool = False,
 ) -> LanguageModel:
     """The model on ``device``, with the same weights on every rank; attention over ``cp_group``.
 
-    With ``meta`` its parameters have no memory yet: an engine gives each rank its part. Raises
-    ``ConfigError`` if the device cannot compute with ``train.residual``.
+    ``n_tokens`` is the size of the tokenizer's vocabulary. With ``meta`` the parameters have no
+    memory yet: an engine gives each rank its part. Raises ``ConfigError`` if ``n_tokens`` exceeds
+    ``model.vocab_size``, or if the device cannot compute with ``train.residual``.
     """
     dtype = compute_dtype(config.train.precision, device)
     if dtype == torch.float32 and config.train.residual != "float32":
@@ -280,18 +292,19 @@ def build_model(
     with torch.device("meta" if meta else "cpu"):
         transformer = Transformer(
             config.model,
-            vocab_size,
+            config.model.rows(n_tokens),
             config.train.seed,
-            recompute=config.train.recompute,
+            config.memory,
             attention=config.train.attention,
             residual=getattr(torch, config.train.residual),
+            tokens=-(-config.data.seq_len // config.parallel.cp),
             group=cp_group,
             layout=config.parallel.layout,
             transport=config.parallel.transport,
             deterministic=config.train.deterministic,
         )
     transformer = transformer if meta else transformer.to(device)
-    return LanguageModel(transformer, dtype, config.train.loss_chunk)
+    return LanguageModel(transformer, dtype, config.memory.loss_chunk)
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -21,12 +21,14 @@ from train.config import (
     get,
     nearest,
 )
+from train.run.check_offload import check_offload
 from train.run.run_folder import RunFolder
 
 # Names of ringfa3 stand here again: to import it would import torch.
 QUANTISED_HEAD_DIMS = (64, 128, 256)
 # The keys of each engine with their values. A key that an engine has not is null.
 ENGINES = {"ddp": {}, "fsdp2": {"shard": ("all", "host")}}
+SOFTMAX_SCALES = (2.0**-64, 2.0**64)
 CHOICES = {
     "mode": ("train", "check", "verify", "generate", "eval"),
     "model.attention_precision": ("native", "fp8", "int8"),
@@ -38,7 +40,8 @@ CHOICES = {
     "train.precision": ("auto", "float32", "bfloat16"),
     "train.residual": ("float32", "bfloat16"),
     "train.attention": ("ringfa3", "sdpa"),
-    "train.recompute": ("none", "full", "attention-saving"),
+    "memory.recompute": ("none", "full", "attention-saving"),
+    "memory.offload": ("none", "residual", "all"),
 }
 
 MINIMUM = {
@@ -48,6 +51,7 @@ MINIMUM = {
     "model.dim": 1,
     "model.head_dim": 2,
     "model.ffn_dim": 1,
+    "model.vocab_size": 1,
     "model.rope.factor": 1,
     "model.rope.original_len": 1,
     "data.vocab_size": 257,  # 256 bytes and the token that starts a document
@@ -62,7 +66,9 @@ MINIMUM = {
     "train.batch": 1,
     "train.accumulation": 1,
     "train.seed": 0,
-    "train.loss_chunk": 1,
+    "memory.mlp_chunk": 1,
+    "memory.loss_chunk": 1,
+    "memory.offload_layers": 1,
     "train.eval_every": 0,
     "train.eval_bytes": 1,
     "train.final_eval_bytes": 1,
@@ -113,6 +119,9 @@ def check(config: Config, world: int) -> None:
     else:
         _check_optim(config)
         _check_data(config.data)
+        check_offload(config.memory, config.model.n_layers)
+        if config.data.tokenizer is None:  # it gets data.vocab_size tokens
+            config.model.rows(config.data.vocab_size)
         _check_checkpoint(config.checkpoint)
         _check_log(config)
         _check_profile(config, world)
@@ -221,6 +230,13 @@ def _check_model(model: ModelConfig) -> None:
             f"model.attention_precision={model.attention_precision} has no head dim {width}; "
             f"nearest valid: model.head_dim={best}"
         )
+    scale, (least, most) = model.softmax_scale, SOFTMAX_SCALES
+    if scale is not None and not least <= scale <= most:
+        best = most if scale > most else least
+        raise ConfigError(
+            f"model.softmax_scale={scale} must lie between {least} and {most}; "
+            f"nearest valid: model.softmax_scale={best} (or null: head_dim ** -0.5)"
+        )
     rope = model.rope
     if rope.low_freq_factor >= rope.high_freq_factor:
         raise ConfigError(
@@ -257,10 +273,10 @@ def _check_sdpa(config: Config) -> None:
             f"model.attention_precision={config.model.attention_precision}; nearest valid: "
             "model.attention_precision=native (or train.attention=ringfa3)"
         )
-    if config.mode != "eval" and config.train.recompute == "attention-saving":
+    if config.mode != "eval" and config.memory.recompute == "attention-saving":
         raise ConfigError(
-            f"{key} has no output of the ring that train.recompute=attention-saving could keep; "
-            f"nearest valid: train.recompute=full"
+            f"{key} has no output of the ring that memory.recompute=attention-saving could keep; "
+            f"nearest valid: memory.recompute=full"
         )
 
 

@@ -97,18 +97,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def memory_advice(config: Config) -> str:
     """Config values that lower the peak memory, the cheapest first."""
-    ways = []
-    if config.train.loss_chunk > 1024:
-        ways.append(f"train.loss_chunk=1024 (now {config.train.loss_chunk})")
+    ways, memory = [], config.memory
+    if memory.loss_chunk > 1024:
+        ways.append(f"memory.loss_chunk=1024 (now {memory.loss_chunk})")
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     narrow = {"auto": on_gpu, "bfloat16": True, "float32": False}[config.train.precision]
     if config.train.residual == "float32" and narrow:
         ways.append("train.residual=bfloat16")
     ring = config.train.attention == "ringfa3"
-    if config.train.recompute == "none" and ring:
-        ways.append("train.recompute=attention-saving")
-    elif config.train.recompute != "full":
-        ways.append("train.recompute=full")
+    if memory.recompute == "none":
+        ways.append(f"memory.recompute={'attention-saving' if ring else 'full'}")
+    if memory.mlp_chunk is None or memory.mlp_chunk > 16384:
+        ways.append("memory.mlp_chunk=16384")
+    most = "all" if ring and memory.recompute != "full" else "residual"
+    if memory.offload not in (most, "all"):
+        ways.append(f"memory.offload={most}")
+    if memory.recompute == "attention-saving" and memory.offload == "none":
+        ways.append("memory.recompute=full")
     if ring:
         ways.append(f"more processes and parallel.cp={2 * config.parallel.cp}")
     ways.append(f"data.seq_len={config.data.seq_len // 2}")

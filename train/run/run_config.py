@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.config import Config, ConfigError, from_plain, get
 
-RUN_SECTIONS = ("model", "data", "optim", "train")
+RUN_SECTIONS = ("model", "data", "optim", "train", "memory")
 
 
 def read_config(path: Path) -> Config:

@@ -10,26 +10,18 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from train.config import Config, ConfigError, flatten
+from train.config import RENAMED, Config, ConfigError, flatten
 
 LOCK_S = 5.0  # torchrun may still be ending the processes of the previous attempt
 
 # Keys that a run may change when it continues. The others determine its result.
 MAY_CHANGE = (
-    *(
-        "mode",
-        "parallel.",
-        "engine.",
-        "run.",
-        "checkpoint.",
-        "guard.",
-        "data.cache_dir",
-        "data.verify",
-    ),
-    *("train.steps", "train.batch", "train.accumulation", "train.recompute", "train.loss_chunk"),
+    *("mode", "parallel.", "engine.", "memory.", "run.", "checkpoint.", "guard."),
+    *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
     "train.deterministic",
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
     *("log.", "profile.", "sweep.", "generate.", "eval."),
+    *(old for old, new in RENAMED.items() if new.startswith("memory.")),
 )
 
 

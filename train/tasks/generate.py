@@ -38,6 +38,7 @@ def run(config: Config) -> NoReturn:
     parallel = join(config.parallel, choose_device(config))
     loaded = load_model(config, RunFolder(config), parallel, options.checkpoint, say)
     bos = bos_id(loaded.tokenizer, config.data.bos_token)
+    never = no_labels(config, loaded.tokenizer)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     tokens = [bos, *encode(loaded.tokenizer, [prompt])[0]]
     say(f"{loaded.checkpoint}; a prompt of {len(tokens) - 1:,} tokens", soft_wrap=True)
@@ -48,7 +49,7 @@ def run(config: Config) -> NoReturn:
         for sample in range(options.samples):
             if options.samples > 1:
                 say(f"sample {sample + 1} of {options.samples}")
-            ids = continuation(loaded.model, tokens, options, sample, never=bos)
+            ids = continuation(loaded.model, tokens, options, sample, never)
             for text in as_text(loaded.tokenizer, ids):
                 sys.stdout.write(text)
                 sys.stdout.flush()
@@ -59,12 +60,12 @@ def run(config: Config) -> NoReturn:
 
 
 def continuation(
-    model: LanguageModel, prompt: list[int], options: GenerateConfig, sample: int, never: int
+    model: LanguageModel, prompt: list[int], options: GenerateConfig, sample: int, never: list[int]
 ) -> Iterator[int]:
     """Yield ``options.tokens`` tokens that follow ``prompt``, which has at least one token.
 
-    The same seed and the same ``sample`` number give the same tokens. ``never`` is a token that is
-    never generated: the one that starts documents, which is no training label.
+    The same seed and the same ``sample`` number give the same tokens. Tokens in
+    ``never`` are not generated.
     """
     device = next(model.parameters()).device
     state = np.random.SeedSequence([options.seed, sample]).generate_state(1, np.uint64)
@@ -78,6 +79,13 @@ def continuation(
         token = choose(logits, options, generator)
         yield token
         following = [token]
+
+
+def no_labels(config: Config, tokenizer: Tokenizer) -> list[int]:
+    """Ids that are no training label: the one that starts documents, and padding."""
+    n_tokens = tokenizer.get_vocab_size()
+    bos = bos_id(tokenizer, config.data.bos_token)
+    return [bos, *range(n_tokens, config.model.rows(n_tokens))]
 
 
 def choose(logits_V: Tensor, options: GenerateConfig, generator: torch.Generator) -> int:

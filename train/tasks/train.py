@@ -43,6 +43,7 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     parallel, closers, locks = None, [], []
     try:
         corpus = open_corpus(config.data)
+        config.model.rows(corpus.tokenizer.get_vocab_size())  # may raise, before groups are made
         if rank != 0:
             report.console = redirect_output(folder.log(rank))
         parallel = join(config.parallel, device)

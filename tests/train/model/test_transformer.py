@@ -13,7 +13,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringfa3 import plan_context, ring_attn_func
-from train.config import Config, ConfigError, DataConfig, ModelConfig, RopeConfig
+from train.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from train.data.batches import make_batch
 from train.data.samples import Sample
 from train.model.sdpa import SdpaAttention
@@ -68,7 +75,8 @@ def reference_hidden(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
         q, k = turn(q), turn(k)
         k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
         mask = torch.full((n, n), -math.inf).triu(1)
-        scores = torch.einsum("qhc,khc->hqk", q, k) / math.sqrt(width) + mask
+        scale = 1 / math.sqrt(width) if config.softmax_scale is None else config.softmax_scale
+        scores = torch.einsum("qhc,khc->hqk", q, k) * scale + mask
         y = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v).reshape(n, -1)
         x = x + y @ a.wo.weight.T
         y = norm(x, block.mlp_norm.weight)
@@ -77,13 +85,15 @@ def reference_hidden(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     return norm(x, model.norm.weight)
 
 
-def build(recompute: str = "none", attention: str = "ringfa3", **changes) -> LanguageModel:
+def build(
+    recompute: str = "none", attention: str = "ringfa3", mlp_chunk: int | None = None, **changes
+) -> LanguageModel:
     """A small model with random norm gains, so that a missing norm fails the test."""
     transformer = Transformer(
         ModelConfig(**{**SMALL, "zero_init": False, **changes}),
         VOCABULARY,
         3,
-        recompute,
+        MemoryConfig(recompute, mlp_chunk),
         attention,
     )
     generator = torch.Generator().manual_seed(1)
@@ -102,11 +112,18 @@ def build(recompute: str = "none", attention: str = "ringfa3", **changes) -> Lan
         {"qk_norm": False},
         {"tied_embeddings": True},
         {"n_kv_heads": 1, "head_dim": 16},
+        {"mlp_chunk": 30, "recompute": "attention-saving"},
         {"rope": RopeConfig(factor=8.0, original_len=64)},
+        {"softmax_scale": 0.7},
         {"attention": "sdpa"},
+        {"attention": "sdpa", "softmax_scale": 0.7},
         {"attention": "sdpa", "recompute": "full", "n_kv_heads": 1},
     ],
-    ids=["default", "no QK-norm", "tied", "one KV head", "scaled RoPE", "SDPA", "SDPA again"],
+    ids=[
+        *("default", "no QK-norm", "tied", "one KV head", "MLP in chunks"),
+        *("scaled RoPE", "scaled scores"),
+        *("SDPA", "SDPA, scaled scores", "SDPA again"),
+    ],
 )
 def test_packed_losses_and_gradients_equal_the_reference(changes):
     """float32: 1e-5 of the largest value. Documents of 1 token and of odd lengths among them."""
@@ -175,6 +192,26 @@ def test_recompute_changes_work_but_not_gradients(recompute, rings):
     torch.testing.assert_close(got, expected, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("chunk", [None, 30])
+def test_the_mlp_runs_in_chunks_of_tokens(chunk):
+    """Of 65 tokens, chunk by chunk: the most rows of a tensor of hidden states."""
+    rows = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            nonlocal rows
+            out = op(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape[1:] == (48,):
+                rows = max(rows, len(out))
+            return out
+
+    model = build(mlp_chunk=chunk, dim=24)  # weights are (48, 24) and (24, 48)
+    batch = make_batch(packed_sample([40, 25]), None, "zigzag")
+    with torch.no_grad(), Watch():
+        model(batch)
+    assert rows == (chunk or 65)
+
+
 def test_bfloat16_autocast_keeps_weights_and_losses_in_float32():
     """bfloat16 has 8 bits: within 2% of the largest loss in float32."""
     model = build()
@@ -218,10 +255,12 @@ def test_tied_embeddings_do_not_start_at_zero():
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_the_first_loss_is_that_of_the_uniform_distribution(path, tied):
-    """Every model size, its width and heads, but two blocks: within 0.1 of ln(vocabulary)."""
+    """Every width and heads, in one or two blocks: within 0.1 of ln(vocabulary)."""
     values = yaml.safe_load(path.read_text())
     assert values["zero_init"]
     values |= {"n_layers": 2, "tied_embeddings": tied, "rope": RopeConfig(**values["rope"])}
+    if values["dim"] > 1024:  # shorter, to fit a test
+        values |= {"n_layers": 1, "ffn_dim": values["ffn_dim"] // 8}
     vocabulary = DataConfig().vocab_size
     model = LanguageModel(
         Transformer(ModelConfig(**values), vocabulary, seed=0), torch.float32, 256
@@ -283,6 +322,48 @@ def test_a_residual_stream_in_bfloat16():
         assert set(streams) == {residual}
     difference = (found[torch.bfloat16] - found[torch.float32]).abs().max()
     assert 0 < difference < 0.02 * found[torch.float32].max()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "factor"),
+    [("1b", 1_235_814_400, 32.0), ("8b", 8_030_261_248, 1.0)],
+)
+def test_llama_shapes_have_llamas_parameters(name, parameters, factor):
+    """The published numbers of parameters and RoPE of Llama-3.2-1B and Llama-3-8B."""
+    (path,) = [path for path in MODELS if path.stem == name]
+    values = yaml.safe_load(path.read_text())
+    assert values["rope"] == {
+        "theta": 500_000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_len": 8192,
+    }
+    model = ModelConfig(**{**values, "rope": RopeConfig(**values["rope"])})
+    with torch.device("meta"):
+        transformer = Transformer(model, model.rows(128_000), seed=0)
+    assert sum(p.numel() for p in transformer.parameters()) == parameters
+
+
+def test_padded_rows_are_in_no_label_and_in_every_softmax():
+    """A vocabulary of 97 in 128 rows: cross entropy over 128 logits, in float32 to 1e-5."""
+    config = Config()
+    config.model = ModelConfig(**SMALL, zero_init=False, vocab_size=128)
+    model = build_model(config, VOCABULARY, torch.device("cpu"))
+    assert model.transformer.head.shape == model.transformer.embedding.weight.shape == (128, 32)
+    batch = make_batch(packed_sample([40, 25]), None, "zigzag")
+    hidden = model.transformer(batch.tokens, batch.positions, batch.plan)
+    logits = hidden @ model.transformer.head.T
+    expected = F.cross_entropy(logits, batch.labels, ignore_index=-100, reduction="none")
+    torch.testing.assert_close(model(batch), expected, atol=1e-5, rtol=0)
+    assert build_model(Config(), VOCABULARY, torch.device("cpu")).transformer.head.shape[0] == 97
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
+    config = Config()
+    config.model.vocab_size = VOCABULARY - 1
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=96 .* valid: model\.vocab_size=97"):
+        build_model(config, VOCABULARY, torch.device("cpu"))
 
 
 def test_a_narrow_residual_stream_needs_narrow_products():

@@ -10,6 +10,7 @@ import pytest
 
 from ringfa3.validation import (
     LAYOUTS,
+    LEAST_SCALE,
     PRECISIONS,
     QUANTISED_HEAD_DIMS,
     TRANSPORTS,
@@ -47,12 +48,36 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train.recompute": "ful"}, "nearest valid: train.recompute=full"),
+        ({"memory.recompute": "ful"}, "nearest valid: memory.recompute=full"),
         ({"train.attention": "sdp"}, "nearest valid: train.attention=sdpa"),
         (
-            {"train.attention": "sdpa", "train.recompute": "attention-saving"},
-            "nearest valid: train.recompute=full",
+            {"train.attention": "sdpa", "memory.recompute": "attention-saving"},
+            "nearest valid: memory.recompute=full",
         ),
+        ({"memory.offload": "al"}, "nearest valid: memory.offload=all"),
+        (
+            {"memory.offload": "residual"},
+            "memory.recompute=none keeps every activation; nearest valid: "
+            "memory.recompute=attention-saving",
+        ),
+        (
+            {"memory.offload": "all", "memory.recompute": "full"},
+            "nearest valid: memory.recompute=attention-saving (or memory.offload=residual)",
+        ),
+        (
+            {
+                "memory.offload": "residual",
+                "memory.recompute": "full",
+                "memory.offload_layers": 4,
+            },
+            "of model.n_layers=4 the last stays on the device; nearest valid: "
+            "memory.offload_layers=3",
+        ),
+        (
+            {"memory.offload": "residual", "memory.recompute": "full", "model.n_layers": 1},
+            "nearest valid: memory.offload=none",
+        ),
+        ({"memory.mlp_chunk": 0}, "nearest valid: memory.mlp_chunk=1"),
         ({"model.attention_precision": "fp4"}, "nearest valid: model.attention_precision=fp8"),
         ({"model.attention_precision": "fp8"}, "no head dim 32; nearest valid: model.head_dim=64"),
         (
@@ -79,6 +104,8 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"engine.name": "fsdp"}, "allowed are ddp, fsdp2; nearest valid: engine.name=fsdp2"),
         ({"engine.name": "fsdp2", "engine.shard": "hots"}, "nearest valid: engine.shard=host"),
         ({"engine.shard": "all"}, "a key of engine=fsdp2, not of engine=ddp; leave it out"),
+        ({"model.softmax_scale": 0.0}, "nearest valid: model.softmax_scale=5.42"),
+        ({"model.vocab_size": 299}, "nearest valid: model.vocab_size=300"),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
         ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0"),
         ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
@@ -163,4 +190,5 @@ def test_layouts_and_transports_are_those_of_ringfa3():
     assert set(CHOICES["parallel.transport"]) == set(TRANSPORTS)
     assert set(CHOICES["model.attention_precision"]) == set(PRECISIONS)
     assert checks.QUANTISED_HEAD_DIMS == QUANTISED_HEAD_DIMS
+    assert checks.SOFTMAX_SCALES == (LEAST_SCALE, 1 / LEAST_SCALE)
     assert set(TRANSPORTS) == {"auto"}.union(*TRANSPORTS_OF.values())

@@ -94,21 +94,24 @@ def test_errors_that_a_peer_can_cause():
 
 
 def test_advice_when_out_of_memory_names_helpful_values(config):
-    config.train.loss_chunk, config.train.precision = 4096, "bfloat16"
+    config.memory.loss_chunk, config.train.precision = 4096, "bfloat16"
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
     content = explain(caught.value, config)
     for setting in (
         *("loss_chunk=1024", "residual=bfloat16", "recompute=attention-saving"),
+        *("mlp_chunk=16384", "offload=all"),
         *("cp=2", "seq_len=128"),
     ):
         assert setting in content
     config.train.precision = "float32"
     assert "residual" not in explain(caught.value, config)
-    config.train.recompute = "full"
-    assert "recompute" not in explain(torch.OutOfMemoryError("x"), config)
-    config.train.recompute, config.train.attention = "none", "sdpa"
+    config.memory.recompute = "full"
+    content = explain(torch.OutOfMemoryError("x"), config)
+    assert "recompute" not in content
+    assert "memory.offload=residual" in content  # all needs another recompute
+    config.memory.recompute, config.train.attention = "none", "sdpa"
     content = explain(torch.OutOfMemoryError("x"), config)
     assert "recompute=full" in content
     assert not any(setting in content for setting in ("attention-saving", "cp="))

@@ -27,6 +27,17 @@ def test_a_config_is_read_as_written(run):
     assert read_config(Path(run.run.dir) / "config.json") == run
 
 
+def test_keys_of_earlier_versions_are_read_by_their_present_names(run):
+    path = Path(run.run.dir) / "config.json"
+    values = json.loads(path.read_text())
+    values["train"] |= {"recompute": "full", "loss_chunk": 77}
+    del values["memory"]
+    path.write_text(json.dumps(values))
+    got = read_config(path)
+    assert (got.memory.recompute, got.memory.loss_chunk) == ("full", 77)
+    assert got.train == run.train
+
+
 def test_the_run_gives_the_model_and_the_command_line_wins(run):
     asked = Config(mode="eval")
     asked.run.dir, asked.data.piece_len, asked.parallel.cp = run.run.dir, 32, 2

@@ -61,6 +61,15 @@ def test_keys_that_a_run_may_change(config, folder):
     config.train.accumulation = 2
     config.checkpoint.every = 7
     config.guard.sigma = 5.0
+    config.memory.recompute, config.memory.mlp_chunk = "full", 64
+    folder.require_fit(config)
+
+
+def test_a_run_whose_settings_have_old_names_goes_on(config, folder):
+    values = json.loads(folder.config.read_text())
+    values["train"] |= {"recompute": "full", "loss_chunk": 77}
+    del values["memory"]
+    folder.config.write_text(json.dumps(values))
     folder.require_fit(config)
 
 

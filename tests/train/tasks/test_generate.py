@@ -19,7 +19,7 @@ from train.engine.parallel import join
 from train.model.transformer import LanguageModel, Transformer
 from train.run.run_config import read_config
 from train.run.run_folder import RunFolder
-from train.tasks.generate import as_text, choose, continuation, probabilities
+from train.tasks.generate import as_text, choose, continuation, no_labels, probabilities
 from train.tasks.load_model import load_model
 
 VOCABULARY = 60
@@ -49,7 +49,7 @@ def test_greedy_with_cache_is_greedy_by_full_recomputation(model):
     """Token by token; the reference recomputes all tokens through the ring layer at each step."""
     prompt = [0, 7, 11]
     options = GenerateConfig(tokens=40, temperature=0.0)
-    got = list(continuation(model, prompt, options, sample=0, never=0))
+    got = list(continuation(model, prompt, options, sample=0, never=[0]))
     assert got == greedy(model, prompt, 40)
     assert len(set(got)) > 5
 
@@ -57,17 +57,18 @@ def test_greedy_with_cache_is_greedy_by_full_recomputation(model):
 def test_the_same_seed_gives_the_same_text(model):
     def write(seed: int, sample: int) -> list[int]:
         options = GenerateConfig(tokens=20, temperature=1.0, seed=seed)
-        return list(continuation(model, [0, 5], options, sample, never=0))
+        return list(continuation(model, [0, 5], options, sample, never=[0]))
 
     assert write(1, 0) == write(1, 0)
     assert len({tuple(write(seed, sample)) for seed in (1, 2) for sample in (0, 1)}) == 4
 
 
-def test_the_token_that_starts_documents_is_never_generated(model):
+def test_tokens_that_are_no_label_are_never_generated(model):
+    """The one that starts documents, and the padding of the vocabulary."""
     options = GenerateConfig(tokens=300, temperature=50.0)  # nearly uniform over 60 tokens
-    written = list(continuation(model, [0], options, sample=0, never=0))
-    assert 0 not in written
-    assert len(set(written)) > 40
+    written = list(continuation(model, [0], options, sample=0, never=[0, *range(50, 60)]))
+    assert not {0, *range(50, 60)} & {*written}
+    assert len(set(written)) > 35
 
 
 def direct(logits, temperature, top_k, top_p):
@@ -136,6 +137,8 @@ def test_generated_text_is_that_of_the_weights(pretrain, trained_run):
     assert len(set(expected)) > 1  # an untrained head is zero and repeats one token
     assert done.stdout == trained.tokenizer.decode(expected) + "\n"
     assert f"{trained.checkpoint}; a prompt of {len(prompt) - 1} tokens" in done.stderr
+    config.model.vocab_size = 320  # 20 rows of padding
+    assert no_labels(config, trained.tokenizer) == [0, *range(300, 320)]
 
 
 def test_a_prompt_comes_from_stdin_and_samples_differ(trained_run):

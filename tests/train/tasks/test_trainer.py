@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import resource
 import sys
@@ -74,6 +75,40 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(config):
     assert trainer.state.guard.skipped == 1
     assert trainer.state.samples == 12
     assert weights(trainer).isfinite().all()
+
+
+def test_priming_and_a_skipped_step_leave_no_gradients(config):
+    """The step after each has the gradients of a trainer without it, to the last bit."""
+    config.model.zero_init = False
+    norms = []
+    for primed in (False, True):
+        config.run.dir += "-new"
+        trainer = make(config)
+        if primed:
+            trainer._prime()
+            assert all(p.grad is None for p in trainer.model.parameters())
+            spoil(trainer, {0: math.nan})
+            trainer.step(trainer._batches(0), 0.0)
+            assert trainer.state.guard.skipped == 1
+            assert all(p.grad is None for p in trainer.model.parameters())
+        norms.append(trainer.step(trainer._batches(1), 0.0)["grad_norm"])
+        trainer.close()
+    assert norms[0] == norms[1] > 0
+
+
+def test_the_final_evaluation_is_bounded(config):
+    """By the documents that reach ``train.final_eval_bytes``; 16 MB unless it is given."""
+    assert config.train.final_eval_bytes == 16_000_000
+    config.train.final_eval_bytes, config.train.steps, config.model.vocab_size = 1000, 2, 320
+    trainer = make(config)
+    held_out = trainer.corpus.held_out
+    last = int(held_out.n_bytes.max())
+    assert held_out.n_bytes.sum() > 1000 + last
+    trainer.train()
+    trainer.finish()
+    trainer.close()
+    summary = json.loads(trainer.folder.summary.read_text())
+    assert 1000 <= summary["held_out_bytes"] < 1000 + last
 
 
 def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[float], int, list]:
@@ -150,6 +185,24 @@ def test_8_bit_attention_takes_nearly_the_same_steps(config):
     off = {p: (losses[p] / losses["native"] - 1).abs().max().item() for p in ("int8", "fp8")}
     assert 0 < off["int8"] < 5e-4
     assert off["int8"] < off["fp8"] < 3e-3
+
+
+def test_offload_takes_the_same_steps(config):
+    """float32, the same seed, 12 steps of 2 samples: loss and gradient norm to the last bit, and
+    host buffers for one sample of both layers but the last."""
+    config.model.zero_init, config.model.n_layers, config.train.accumulation = False, 2, 2
+    config.memory.recompute, config.memory.mlp_chunk = "attention-saving", 64
+    folder, found = Path(config.run.dir), []
+    for offload in ("none", "all"):
+        config.memory.offload, config.run.dir = offload, str(folder / offload)
+        trainer = make(config)
+        trainer.train()
+        trainer.close()
+        found.append([step[1:] for step in steps(Path(config.run.dir))])
+    assert found[0] == found[1]
+    assert len(found[0]) == 12
+    buffers = trainer.model.transformer.offload.pool.buffers
+    assert sum(len(buffer) for buffer in buffers) == 256 * 4 * (32 + 32 + 4)
 
 
 def test_ringfa3_and_sdpa_take_the_same_steps(config):

@@ -1,0 +1,230 @@
+"""What checkpointed blocks keep for their backward, in host memory until then.
+
+That is a block's input, the residual stream, and attention's (O, LSE). A side stream copies them
+out while the block and the next one run, and back while the next one runs backward. Shapes are
+written as suffixes, as in ``transformer.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ringfa3 import keep_attention
+from ringfa3.functional import attention
+from ringfa3.ring.op import ring_attention
+
+ATTENTION = (attention, ring_attention)  # ops whose outputs are (O, LSE)
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
+
+
+class Copies:
+    """Copies that run at once, on the CPU."""
+
+    def copy(self, to: Tensor, source: Tensor) -> Any:
+        """Begin to copy, after all work that has been issued. Returns a ticket for ``wait``."""
+        to.copy_(source)
+
+    def wait(self, ticket: Any) -> None:
+        """Work that is issued from here on begins after that copy has ended."""
+
+
+class StreamCopies(Copies):
+    """Copies on a CUDA stream of their own, one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            to.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def wait(self, ticket: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.stream.device).wait_event(ticket)
+
+
+class HostPool:
+    """Host buffers for tensors of up to ``tokens`` tokens; never freed, pinned for a GPU."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.buffers: list[Tensor] = []  # all of them, (bytes,) uint8
+        self._free: dict[int, list[Tensor]] = {}  # by bytes of a token
+
+    def take(self, like: Tensor, tokens: int) -> Tensor:
+        """A buffer that holds ``like``, of ``tokens`` tokens; ``ValueError`` if they are too many.
+
+        Allocates only if no buffer is free.
+        """
+        if tokens > self.tokens:
+            raise ValueError(f"{tokens} tokens do not fit buffers for {self.tokens}")
+        row = like.nbytes // tokens
+        free = self._free.setdefault(row, [])
+        if not free:
+            free.append(self._allocate(row * self.tokens, like.device))
+        return free.pop()
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer. Copies from and to it that have begun precede any later one."""
+        self._free[len(buffer) // self.tokens].append(buffer)
+
+    def _allocate(self, n_bytes: int, device: torch.device) -> Tensor:
+        buffer = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+        if device.type == "cuda":  # PyTorch rounds its own pinned memory up to a power of two
+            runtime = torch.cuda.cudart()
+            code = runtime.cudaHostRegister(buffer.data_ptr(), n_bytes, PORTABLE)
+            torch.cuda.check_error(int(code))
+        self.buffers.append(buffer)
+        return buffer
+
+
+class HostTensor:
+    """A tensor in a host buffer; the buffer is free again when this object is."""
+
+    def __init__(self, source: Tensor, tokens: int, pool: HostPool, copies: Copies) -> None:
+        self._here: tuple[Tensor, Any] | None = None
+        self._buffer: Tensor | None = None
+        self._pool, self._copies, self._device = pool, copies, source.device
+        self._buffer = pool.take(source, tokens)
+        self._host = self._buffer[: source.nbytes].view(source.dtype).view(source.shape)
+        self.left = copies.copy(self._host, source)  # the ticket
+
+    def __del__(self) -> None:
+        if self._here is not None:  # fetched and not used: no copy may outlive its tensor
+            self._copies.wait(self._here[1])
+        if self._buffer is not None:
+            self._pool.give(self._buffer)
+
+    def prefetch(self) -> None:
+        """Begin to copy the tensor back to its device, if that has not begun."""
+        if self._here is None:
+            here = torch.empty_like(self._host, device=self._device)
+            self._here = here, self._copies.copy(here, self._host)
+
+    def get(self) -> Tensor:
+        """The tensor on its device, for work that is issued from here on."""
+        self.prefetch()
+        assert self._here is not None
+        (here, ticket), self._here = self._here, None
+        self._copies.wait(ticket)
+        return here
+
+
+class Offload:
+    """Runs blocks under activation checkpoints whose tensors wait on the host.
+
+    Args:
+        blocks: the first so many wait on the host; the others keep their tensors on the device.
+        tokens: the most tokens of a sample that this rank holds.
+        keeps_attention: whether a checkpoint keeps (O, LSE), so that attention runs once.
+        attention: whether (O, LSE) wait on the host too; needs ``keeps_attention``.
+    """
+
+    def __init__(self, blocks: int, tokens: int, keeps_attention: bool, attention: bool) -> None:
+        self.blocks, self.pool = blocks, HostPool(tokens)
+        self.keeps_attention, self.attention = keeps_attention, attention
+        self.copies: Copies | None = None
+        self._leaving: deque[tuple[Tensor, Any]] = deque()  # sources of copies, with tickets
+        self._block: list[weakref.ref[HostTensor]] = []  # tensors of the latest block
+
+    def checkpoint(
+        self, number: int, block: Callable[..., Tensor], x_TD: Tensor, *rest: Any
+    ) -> Tensor:
+        """``block(x_TD, *rest)`` for block ``number``, from 0; ``rest`` stays on the device.
+
+        Of ``rest`` no element may be a tensor. Raises ``ValueError`` for more than ``tokens``
+        tokens.
+        """
+        tokens = len(x_TD)
+        stays = number >= self.blocks or not tokens
+        before = self._block if number else []
+        own = self._block = []
+
+        def store(tensor: Tensor) -> HostTensor:
+            stored = self._store(tensor, tokens)
+            own.append(weakref.ref(stored))
+            return stored
+
+        def pack(x_TD: Tensor) -> Callable[[], Tensor]:
+            kept = x_TD if stays else store(x_TD)
+            return lambda: self._load(kept, before)
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if self.attention and not stays:
+                stored: list[list[HostTensor]] = []
+                return _Store(stored, store), _Load(stored)
+            return keep_attention() if self.keeps_attention else (nullcontext(), nullcontext())
+
+        with saved_tensors_hooks(pack, lambda unpack: unpack()):
+            return checkpoint(block, x_TD, *rest, use_reentrant=False, context_fn=contexts)
+
+    def _store(self, tensor: Tensor, tokens: int) -> HostTensor:
+        """Begin to copy a tensor to the host.
+
+        The device holds the sources of one block's copies. Before a further one is copied, the
+        device waits for the oldest.
+        """
+        if self.copies is None:
+            cuda = tensor.device.type == "cuda"
+            self.copies = StreamCopies(tensor.device) if cuda else Copies()
+        self._release(keep=2 if self.attention else 0)
+        stored = HostTensor(tensor, tokens, self.pool, self.copies)
+        self._leaving.append((tensor, stored.left))
+        return stored
+
+    def _release(self, keep: int) -> None:
+        """Wait for the copies of all sources but the latest ``keep``, and release these sources."""
+        while len(self._leaving) > keep:
+            assert self.copies is not None
+            self.copies.wait(self._leaving[0][1])
+            self._leaving.popleft()
+
+    def _load(self, kept: Tensor | HostTensor, before: list[weakref.ref[HostTensor]]) -> Tensor:
+        """A block's input for its backward; begins to fetch what the block ``before`` needs."""
+        self._release(keep=0)
+        if isinstance(kept, HostTensor):
+            kept.prefetch()
+        for reference in before:
+            if (stored := reference()) is not None:
+                stored.prefetch()
+        return kept.get() if isinstance(kept, HostTensor) else kept
+
+
+class _Store(TorchDispatchMode):
+    """Stores the outputs of attention, in the forward."""
+
+    def __init__(
+        self, stored: list[list[HostTensor]], store: Callable[[Tensor], HostTensor]
+    ) -> None:
+        super().__init__()
+        self.stored, self.store = stored, store
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = op(*args, **(kwargs or {}))
+        if op in ATTENTION:
+            self.stored.append([self.store(output.detach()) for output in outputs])
+        return outputs
+
+
+class _Load(TorchDispatchMode):
+    """Returns the stored outputs in place of attention, in the recomputation."""
+
+    def __init__(self, stored: list[list[HostTensor]]) -> None:
+        super().__init__()
+        self.next = iter(stored)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in ATTENTION:
+            return tuple(output.get() for output in next(self.next))
+        return op(*args, **(kwargs or {}))

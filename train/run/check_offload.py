@@ -1,0 +1,26 @@
+"""The checks of ``memory.offload`` against the other keys of its group."""
+
+from __future__ import annotations
+
+from train.config import ConfigError, MemoryConfig
+
+
+def check_offload(memory: MemoryConfig, n_layers: int) -> None:
+    """Raise ``ConfigError`` if a model of ``n_layers`` cannot offload as ``memory`` says."""
+    key = f"memory.offload={memory.offload}"
+    if memory.offload != "none" and memory.recompute == "none":
+        raise ConfigError(
+            f"{key} moves what a recomputing backward keeps, and memory.recompute=none keeps every "
+            "activation; nearest valid: memory.recompute=attention-saving"
+        )
+    if memory.offload == "all" and memory.recompute == "full":
+        raise ConfigError(
+            f"{key} moves outputs of attention, which memory.recompute=full computes again; "
+            "nearest valid: memory.recompute=attention-saving (or memory.offload=residual)"
+        )
+    if memory.offload != "none" and not 1 <= memory.offloaded(n_layers) < n_layers:
+        advice = f"memory.offload_layers={n_layers - 1}" if n_layers > 1 else "memory.offload=none"
+        raise ConfigError(
+            f"{key} with memory.offload_layers={memory.offload_layers}: of model.n_layers="
+            f"{n_layers} the last stays on the device; nearest valid: {advice}"
+        )
