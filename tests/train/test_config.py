@@ -28,6 +28,7 @@ ROOT = Path(__file__).absolute().parents[2]
         ("parallel.cp=3", "parallel.cp", "parallel.cp=1"),
         ("engine=fsdp", "engine=fsdp", "engine=fsdp2"),
         ("engine.shard=all", "engine=fsdp2, not of engine=ddp", "choose engine=fsdp2"),
+        ("engine.stage=two", "engine.stage", "valid would be engine.stage=null"),
         ("data=text", "data.path", "data.path="),
         ("train.seed=[", "train.seed", "quote a value"),
         ("--multirn", "--multirn", "settings are written key=value"),

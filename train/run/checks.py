@@ -26,7 +26,11 @@ from train.run.run_folder import RunFolder
 # Names of ringfa3 stand here again: to import it would import torch.
 QUANTISED_HEAD_DIMS = (64, 128, 256)
 # The keys of each engine with their values. A key that an engine has not is null.
-ENGINES = {"ddp": {}, "fsdp2": {"shard": ("all", "host")}}
+ENGINES = {
+    "ddp": {},
+    "fsdp2": {"shard": ("all", "host")},
+    "deepspeed": {"stage": (1, 2, 3), "offload": ("none", "optimizer", "all")},
+}
 CHOICES = {
     "mode": ("train", "check", "generate", "eval"),
     "model.attention_precision": ("native", "fp8", "int8"),
@@ -173,6 +177,19 @@ def _check_engine(engine: EngineConfig) -> None:
                 f"engine.{key}={value}: allowed are {', '.join(map(str, allowed))}; "
                 f"nearest valid: engine.{key}={match}"
             )
+
+    if engine.name != "deepspeed":
+        return
+    if engine.offload == "all" and engine.stage < 3:
+        raise ConfigError(
+            f"engine.offload=all moves weights that engine.stage={engine.stage} does not cut; "
+            f"nearest valid: engine.offload=optimizer (or engine.stage=3)"
+        )
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            "engine=deepspeed: the package deepspeed is not installed; "
+            "pip install 'ringfa3[deepspeed]' (or engine=fsdp2)"
+        )
 
 
 def _nearest_choice(value: object, allowed: tuple) -> object:
