@@ -28,7 +28,7 @@ def test_without_deepspeed_its_engine_is_rejected_with_the_extra(config, monkeyp
     check(config, world=1)
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"deepspeed is not .* pip install 'ringfa3\[deepspeed\]'"
+        ConfigError, match=r"is not installed; pip install 'ringfa3\[deepspeed\]'"
     ):
         check(config, world=1)
 
