@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from train.config import default, nearest, schema_key, schema_keys
-from train.run import checks
+from train.run import check_engine
 
 ROOT = Path(__file__).absolute().parents[2]
 
@@ -158,7 +158,10 @@ def test_every_key_of_the_files_is_documented_and_in_the_schema():
     """
     documented = []
     files = [("", "config"), ("model", "model/tiny"), ("data", "data/stdlib")]
-    files += [("optim", "optim/adamw"), *(("engine", f"engine/{name}") for name in checks.ENGINES)]
+    files += [
+        ("optim", "optim/adamw"),
+        *(("engine", f"engine/{name}") for name in check_engine.ENGINES),
+    ]
     for section, name in files:
         text = (ROOT / "configs" / f"{name}.yaml").read_text()
         values = {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra")}

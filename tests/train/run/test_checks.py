@@ -16,7 +16,7 @@ from ringfa3.validation import (
     TRANSPORTS_OF,
 )
 from train.config import ConfigError, EngineConfig, SourceConfig, get
-from train.run import checks
+from train.run import check_engine, checks
 from train.run.checks import CHOICES, check
 
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
@@ -24,12 +24,10 @@ ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 
 def test_without_deepspeed_its_engine_is_rejected_with_the_extra(config, monkeypatch):
     config.engine = EngineConfig("deepspeed", stage=3, offload="none")
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(check_engine.importlib.util, "find_spec", lambda name: object())
     check(config, world=1)
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"is not installed; pip install 'ringfa3\[deepspeed\]'"
-    ):
+    monkeypatch.setattr(check_engine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"is not installed; pip install 'ringfa3\[deepspeed\]'"):
         check(config, world=1)
 
 
