@@ -192,12 +192,12 @@ def test_hosts_hold_copies_of_each_other(config):
 
     A checkpoint that only one of the hosts writes is whole: ddp continues from it.
     """
-    config.train.steps = 6
+    config.train.steps = 5
     host = EngineConfig("fsdp2", shard="host")
     parts = {"parallel": dataclasses.replace(config.parallel, cp=2)}
     engines = {"ddp": DDP, "all": FSDP2, "host": host}
     configs = [variant(config, name, engine, **parts) for name, engine in engines.items()]
-    longer = dataclasses.replace(config.train, steps=9)
+    longer = dataclasses.replace(config.train, steps=7)
     configs += [dataclasses.replace(c, engine=DDP, train=longer) for c in (configs[0], configs[2])]
     by_rank = sacrifice(4, 60, _run_on_two_hosts, configs, limit=LIMIT_S * len(configs))
     ddp, all_, host_, undisturbed, continued = by_rank[0]

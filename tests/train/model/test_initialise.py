@@ -1,4 +1,4 @@
-"""Initial weights: a rank that holds some rows of a matrix draws the same values as one with all."""
+"""Initial weights: a rank that holds some rows of a matrix draws those of the whole."""
 
 from __future__ import annotations
 
