@@ -70,8 +70,6 @@ class DeepSpeedEngine(Engine):
             module.to_empty(device=self.parallel.device)
             initialise(module, self.config.model, self.config.train.seed, prefix=prefix)
             self.library.zero.Init(module=module, config_dict_or_path=self.settings)
-        if transformer.output is None:  # the loss reads it outside of its module
-            self.library.zero.register_external_parameter(model, transformer.embedding.weight)
 
     def _create_optimizer_state(self) -> None:
         self.engine, self.zero, *_ = self.library.initialize(
@@ -81,6 +79,8 @@ class DeepSpeedEngine(Engine):
             dist_init_required=False,
         )
         self.groups = [self.zero.dp_process_group]
+        if self.stage < 3:
+            self.no_micro_step = self.zero.micro_step_id
         for flat in self._flat_weights():
             self.optimizer.state[flat] = {
                 "step": torch.zeros((), device=flat.device),
@@ -114,13 +114,19 @@ class DeepSpeedEngine(Engine):
         self.engine.step()
 
     def discard(self) -> None:
+        """Do what DeepSpeed's own step does if a gradient overflows."""
         zero = self.zero
         if self.stage == 3:
+            zero._pre_step()
+            zero._partition_all_parameters()
             zero._overflow_clean_up(zero.loss_scale)
             return
+        zero.micro_step_id = self.no_micro_step
+        zero._wait_for_offload_copies()
         zero.zero_grad(set_to_none=True)
         zero._release_preflattened_grad_buffers()
         if zero.cpu_offload:
+            zero._offload_accumulated_param_ids = set()
             zero.reset_cpu_buffers()
         else:
             zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
