@@ -1,5 +1,6 @@
 # make demo    set up .venv, then train a tiny transformer with ring attention over two processes
 # make test    set up .venv, then run every test that needs no GPU
+# make deepspeed  set up .venv with deepspeed, then test engine=deepspeed on the CPU
 # make check   set up .venv, then lint, type-check and test the direction of imports
 # make kernels set up .venv with a CUDA compiler, then compile the head dim 128 kernels, judge their
 #              machine code and run their PTX on the CPU; needs g++ and no GPU
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 PIP_INDEX := $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
 READY := $(VENV)/.ready-$(subst /,_,$(subst =,-,$(TORCH)))
 
-.PHONY: demo test check kernels setup clean
+.PHONY: demo test deepspeed check kernels setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -21,6 +22,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+deepspeed: $(READY)-deepspeed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "deepspeed and not soak"
 
 check: setup
 	$(BIN)/ruff check .
@@ -46,6 +50,10 @@ $(READY): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e ".[train,plots,test]"
+	@touch $@
+
+$(READY)-deepspeed: $(READY)
+	$(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e ".[deepspeed]"
 	@touch $@
 
 $(READY)-compiler: $(READY)

@@ -121,6 +121,8 @@ class ParallelConfig:
 class EngineConfig:
     name: str = "ddp"
     shard: str | None = None
+    stage: int | None = None
+    offload: str | None = None
 
 
 @dataclass

@@ -173,7 +173,8 @@ def _explain_key(key: str, error: OmegaConfBaseException) -> str:
     if schema_key(key) not in schema_keys():
         return f"{key}: no such key; {_key_hint(key)}"
     problem = str(error.msg or error).strip().splitlines()[0]
-    return f"{key}: {problem}; valid would be {key}={default(schema_key(key))}"
+    usual = default(schema_key(key))
+    return f"{key}: {problem}; valid would be {key}={'null' if usual is None else usual}"
 
 
 def main() -> None:

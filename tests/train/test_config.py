@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from train.config import default, nearest, schema_key, schema_keys
-from train.run import checks
+from train.run import check_engine
 
 ROOT = Path(__file__).absolute().parents[2]
 
@@ -31,6 +31,7 @@ ROOT = Path(__file__).absolute().parents[2]
         ("train.recompute=full", "train.recompute", "its name is memory.recompute now"),
         ("+train.loss_chunk=7", "train.loss_chunk", "its name is memory.loss_chunk now"),
         ("memory=keeep", "memory=keeep", "did you mean memory=keep?"),
+        ("engine.stage=two", "engine.stage", "valid would be engine.stage=null"),
         ("data=text", "data.path", "data.path="),
         ("train.seed=[", "train.seed", "quote a value"),
         ("--multirn", "--multirn", "settings are written key=value"),
@@ -161,7 +162,10 @@ def test_every_key_of_the_files_is_documented_and_in_the_schema():
     """
     documented = []
     files = [("", "config"), ("model", "model/tiny"), ("data", "data/stdlib")]
-    files += [("optim", "optim/adamw"), *(("engine", f"engine/{name}") for name in checks.ENGINES)]
+    files += [
+        ("optim", "optim/adamw"),
+        *(("engine", f"engine/{name}") for name in check_engine.ENGINES),
+    ]
     files += [("memory", "memory/keep")]
     for section, name in files:
         text = (ROOT / "configs" / f"{name}.yaml").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from train.config import Config
 from train.engine.ddp import DDPEngine
+from train.engine.deepspeed import DeepSpeedEngine
 from train.engine.engine import Engine
 from train.engine.fsdp2 import FSDP2Engine
 from train.engine.parallel import ParallelLayout
@@ -11,5 +12,5 @@ from train.engine.parallel import ParallelLayout
 
 def make_engine(config: Config, vocab_size: int, parallel: ParallelLayout) -> Engine:
     """The engine of ``config`` on this rank; every rank must call this."""
-    kinds = {"ddp": DDPEngine, "fsdp2": FSDP2Engine}
+    kinds = {"ddp": DDPEngine, "fsdp2": FSDP2Engine, "deepspeed": DeepSpeedEngine}
     return kinds[config.engine.name](config, vocab_size, parallel)

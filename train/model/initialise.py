@@ -28,14 +28,16 @@ def initialise(
     model: ModelConfig,
     seed: int,
     rows: Callable[[Tensor], tuple[int, Tensor]] = all_rows,
+    prefix: str = "",
 ) -> None:
-    """Fill the parameters of a ``Transformer`` of ``model``.
+    """Fill the parameters of a ``Transformer`` of ``model``, or of its part with that ``prefix``.
 
     ``rows`` gives the number of the first row of a parameter here, and its rows as a tensor. The
     embedding starts at unit variance. Small rows may pass close to zero as they learn, where
     RMSNorm magnifies their gradients, and rounding errors with them.
     """
-    for name, parameter in transformer.named_parameters():
+    for inner, parameter in transformer.named_parameters():
+        name = prefix + inner
         first, values = rows(parameter)
         if parameter.ndim < 2:
             # A tied head starts aligned with the embedding of the input token. With rows of std s

@@ -13,14 +13,17 @@ from train.model.transformer import Transformer
 def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only and ``embedding_lr_scale`` on the embedding.
 
-    Each group has an ``lr_scale`` that multiplies the scheduled learning rate.
+    Names tell matrices from gains: a parameter that an engine has cut has another shape. Each group
+    has an ``lr_scale`` that multiplies the scheduled learning rate.
     """
     embedding = model.embedding.weight
-    rest = [p for p in model.parameters() if p is not embedding]
+    rest = {name: p for name, p in model.named_parameters() if p is not embedding}
+    gains = [p for name, p in rest.items() if name.endswith("norm.weight")]
+    matrices = [p for name, p in rest.items() if not name.endswith("norm.weight")]
     groups = [
         {"params": [embedding], "weight_decay": 0.0, "lr_scale": optim.embedding_lr_scale},
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": gains, "weight_decay": 0.0},
     ]
     groups = [{"lr_scale": 1.0, **group} for group in groups if group["params"]]
     beta1, beta2 = optim.betas

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 import os
@@ -15,19 +14,17 @@ from train.config import (
     Config,
     ConfigError,
     DataConfig,
-    EngineConfig,
     ModelConfig,
     TrainConfig,
     get,
     nearest,
 )
+from train.run.check_engine import ENGINES, check_engine
 from train.run.check_offload import check_offload
 from train.run.run_folder import RunFolder
 
 # Names of ringfa3 stand here again: to import it would import torch.
 QUANTISED_HEAD_DIMS = (64, 128, 256)
-# The keys of each engine with their values. A key that an engine has not is null.
-ENGINES = {"ddp": {}, "fsdp2": {"shard": ("all", "host")}}
 SOFTMAX_SCALES = (2.0**-64, 2.0**64)
 CHOICES = {
     "mode": ("train", "check", "verify", "generate", "eval"),
@@ -125,7 +122,7 @@ def check(config: Config, world: int) -> None:
         _check_checkpoint(config.checkpoint)
         _check_log(config)
         _check_profile(config, world)
-        _check_engine(config.engine)
+        check_engine(config.engine)
     cp = config.parallel.cp
     if world % cp:
         allowed = [n for n in range(1, world + 1) if world % n == 0]
@@ -173,35 +170,6 @@ def _check_values(config: Config) -> None:
         value = get(config, key)
         if value is not None and not value > 0:
             raise ConfigError(f"{key}={value} must be above 0")
-
-
-def _check_engine(engine: EngineConfig) -> None:
-    keys = ENGINES[engine.name]
-    for field in dataclasses.fields(engine):
-        key, value = field.name, getattr(engine, field.name)
-        if key == "name":
-            continue
-        allowed = keys.get(key)
-        if allowed is None and value is not None:
-            owners = [name for name, of_engine in ENGINES.items() if key in of_engine]
-            raise ConfigError(
-                f"engine.{key}={value} is a key of engine={' and engine='.join(owners)}, not of "
-                f"engine={engine.name}; leave it out, or choose engine={owners[0]}"
-            )
-        if allowed is not None and value not in allowed:
-            match = _nearest_choice(value, allowed)
-            raise ConfigError(
-                f"engine.{key}={value}: allowed are {', '.join(map(str, allowed))}; "
-                f"nearest valid: engine.{key}={match}"
-            )
-
-
-def _nearest_choice(value: object, allowed: tuple) -> object:
-    """The most similar of ``allowed``, which are words or numbers."""
-    if isinstance(allowed[0], int):
-        number = value if isinstance(value, int) else allowed[0]
-        return min(allowed, key=lambda choice: abs(choice - number))
-    return nearest(str(value), allowed) or allowed[0]
 
 
 def _check_model(model: ModelConfig) -> None:

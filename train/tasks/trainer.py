@@ -331,7 +331,8 @@ class Trainer:
 
     def _introduce(self) -> None:
         parallel, corpus = self.parallel, self.corpus
-        parameters = sum(p.numel() for p in self.engine.parameters.values())
+        shards = self.engine.shards().items()
+        parameters = sum(s.shape.numel() for name, s in shards if name.startswith("model."))
         precision = str(self.model.dtype).removeprefix("torch.")
         self.console.print(
             f"{parameters:,} parameters in {precision} on {parallel.world} x "

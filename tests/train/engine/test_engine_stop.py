@@ -1,4 +1,4 @@
-"""SIGTERM in the middle of a step under each engine: saved beside the step, exit code 0.
+"""SIGTERM in the middle of a step under a sharded engine: saved beside the step, exit code 0.
 
 The reference is a run of ddp without a stop: the steps after the stop agree within 1e-5.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,13 +16,27 @@ from tests.train.jobs import HANG_S, events, start_ranks, steps
 from train.data.manifest import verify
 from train.engine.checkpoint import checkpoints_in
 
-STEPS = 4
-ENGINES = ["ddp", "fsdp2"]
+STEPS = 3
+ENGINES = [
+    pytest.param(["engine=fsdp2"], id="fsdp2"),
+    *(
+        pytest.param(
+            ["engine=deepspeed", f"engine.stage={stage}"],
+            marks=[
+                pytest.mark.deepspeed,
+                pytest.mark.skipif(find_spec("deepspeed") is None, reason="not installed"),
+                *([pytest.mark.soak] if stage == 2 else []),
+            ],
+            id=f"zero-{stage}",
+        )
+        for stage in (1, 2, 3)
+    ),
+]
 
 
 @pytest.fixture(scope="module")
 def overrides(overrides) -> list[str]:
-    slow = [f"train.steps={STEPS}", "train.batch=40", "model.zero_init=false"]
+    slow = [f"train.steps={STEPS}", "train.batch=16", "model.zero_init=false"]
     return [*overrides, *slow, "parallel.cp=2", "train.eval_every=0", "checkpoint.every=0"]
 
 
@@ -40,9 +55,9 @@ def finish(command: list[str]) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sigterm_in_the_middle_of_a_step(overrides, undisturbed, tmp_path, engine):
-    """The ranks compute the next of the step's 40 micro-batches while the stopper saves."""
+    """The ranks compute the next of the step's 16 micro-batches while the stopper saves."""
     folder = tmp_path / "run"
-    command = [*overrides, f"engine={engine}", f"run.dir={folder}", "train.final_eval_bytes=1"]
+    command = [*overrides, *engine, f"run.dir={folder}", "train.final_eval_bytes=1"]
     ranks = start_ranks(command, command)
     try:
         deadline = time.monotonic() + HANG_S

@@ -16,9 +16,20 @@ from ringfa3.validation import (
     TRANSPORTS,
     TRANSPORTS_OF,
 )
-from train.config import ConfigError, SourceConfig, get
-from train.run import checks
+from train.config import ConfigError, EngineConfig, SourceConfig, get
+from train.run import check_engine, checks
 from train.run.checks import CHOICES, check
+
+ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
+
+
+def test_without_deepspeed_its_engine_is_rejected_with_the_extra(config, monkeypatch):
+    config.engine = EngineConfig("deepspeed", stage=3, offload="none")
+    monkeypatch.setattr(check_engine.importlib.util, "find_spec", lambda name: object())
+    check(config, world=1)
+    monkeypatch.setattr(check_engine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"is not installed; pip install 'ringfa3\[deepspeed\]'"):
+        check(config, world=1)
 
 
 def test_sources_and_their_weights_must_fit(config, text_folder):
@@ -101,11 +112,17 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             {"train.batch": 4, "train.accumulation": 2},
             "both set the samples of a step; nearest valid: train.accumulation=1",
         ),
-        ({"engine.name": "fsdp"}, "allowed are ddp, fsdp2; nearest valid: engine.name=fsdp2"),
+        ({"engine.name": "fsdp"}, "ddp, fsdp2, deepspeed; nearest valid: engine.name=fsdp2"),
         ({"engine.name": "fsdp2", "engine.shard": "hots"}, "nearest valid: engine.shard=host"),
         ({"engine.shard": "all"}, "a key of engine=fsdp2, not of engine=ddp; leave it out"),
         ({"model.softmax_scale": 0.0}, "nearest valid: model.softmax_scale=5.42"),
         ({"model.vocab_size": 299}, "nearest valid: model.vocab_size=300"),
+        ({**ZERO, "engine.stage": 5}, "allowed are 1, 2, 3; nearest valid: engine.stage=3"),
+        ({**ZERO, "engine.stage": None}, "nearest valid: engine.stage=1"),
+        ({**ZERO, "engine.offload": "optimiser"}, "nearest valid: engine.offload=optimizer"),
+        ({**ZERO, "engine.stage": 2, "engine.offload": "all"}, "valid: engine.offload=optimizer"),
+        ({**ZERO, "engine.shard": "host"}, "a key of engine=fsdp2, not of engine=deepspeed"),
+        ({"engine.stage": 3}, "a key of engine=deepspeed, not of engine=ddp; leave it out"),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
         ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0"),
         ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),

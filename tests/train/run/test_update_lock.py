@@ -28,9 +28,12 @@ def updating(updates: UpdateLock, held: threading.Event) -> threading.Thread:
 
 def test_a_freeze_promises_the_update_in_progress():
     """``freeze`` returns at once: the update may wait for a rank that is frozen before it."""
-    updates, held = UpdateLock(), threading.Event()
+    updates, held, frozen = UpdateLock(), threading.Event(), []
     thread = updating(updates, held)
-    assert updates.freeze() == 1
+    freezer = threading.Thread(target=lambda: frozen.append(updates.freeze()), daemon=True)
+    freezer.start()
+    freezer.join(5)
+    assert frozen == [1]
     assert updates.count == 0
     assert not updates.freeze_after(1, timeout=0.05)
     held.set()

@@ -1,0 +1,58 @@
+"""The checks of ``engine.*``: its keys, their values, and the package that it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+from train.config import ConfigError, EngineConfig, nearest
+
+# The keys of each engine with their values. A key that an engine has not is null.
+ENGINES = {
+    "ddp": {},
+    "fsdp2": {"shard": ("all", "host")},
+    "deepspeed": {"stage": (1, 2, 3), "offload": ("none", "optimizer", "all")},
+}
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """Raise ``ConfigError`` for the first key or value that ``engine.name`` has not."""
+    keys = ENGINES[engine.name]
+    for field in dataclasses.fields(engine):
+        key, value = field.name, getattr(engine, field.name)
+        if key == "name":
+            continue
+        allowed = keys.get(key)
+        if allowed is None and value is not None:
+            owners = [name for name, of_engine in ENGINES.items() if key in of_engine]
+            raise ConfigError(
+                f"engine.{key}={value} is a key of engine={' and engine='.join(owners)}, not of "
+                f"engine={engine.name}; leave it out, or choose engine={owners[0]}"
+            )
+        if allowed is not None and value not in allowed:
+            match = _nearest_choice(value, allowed)
+            raise ConfigError(
+                f"engine.{key}={value}: allowed are {', '.join(map(str, allowed))}; "
+                f"nearest valid: engine.{key}={match}"
+            )
+
+    if engine.name != "deepspeed":
+        return
+    if engine.offload == "all" and engine.stage < 3:
+        raise ConfigError(
+            f"engine.offload=all moves weights that engine.stage={engine.stage} does not cut; "
+            f"nearest valid: engine.offload=optimizer (or engine.stage=3)"
+        )
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            "engine=deepspeed: the package deepspeed is not installed; "
+            "pip install 'ringfa3[deepspeed]' (or engine=fsdp2)"
+        )
+
+
+def _nearest_choice(value: object, allowed: tuple) -> object:
+    """The most similar of ``allowed``, which are words or numbers."""
+    if isinstance(allowed[0], int):
+        number = value if isinstance(value, int) else allowed[0]
+        return min(allowed, key=lambda choice: abs(choice - number))
+    return nearest(str(value), allowed) or allowed[0]
