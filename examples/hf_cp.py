@@ -135,6 +135,7 @@ def main() -> None:
     if args.save and plan.rank == 0:
         torch.save(results, args.save)
     if dist.is_initialized():
+        dist.barrier()  # no rank leaves while another still uses the group
         dist.destroy_process_group()
 
 
