@@ -90,6 +90,7 @@ class RingFA3Attention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         plan: ContextPlan | None = None,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of this rank's tokens.
 
@@ -97,6 +98,7 @@ class RingFA3Attention(nn.Module):
             q: (b, s, h, d) or (t, h, d), the rank's shard; k, v: the same with h_kv heads.
             plan: which tokens these are, b * s or t of them. None: b sequences of world * s tokens,
                 of each of which this rank holds s, in the layout of `plan_context(world * s)`.
+            sink: as in `flash_attn_func` on one device, as in `ring_attn_func` on several.
 
         Returns:
             The shape and dtype of q.
@@ -110,7 +112,7 @@ class RingFA3Attention(nn.Module):
         except (TypeError, ValueError) as problem:
             raise_on_all_ranks(group or default_group() if world > 1 else None, problem)
         if plan is None and world == 1:
-            return self._one_device(q, k, v)
+            return self._one_device(q, k, v, sink)
         if plan is None:
             batch, tokens = (q.shape[0], q.shape[1]) if q.dim() == 4 else (1, q.shape[0])
             plan = dense_plan(batch, tokens, self.group, self.layout, self.causal, self.window_size)
@@ -123,6 +125,7 @@ class RingFA3Attention(nn.Module):
             self.deterministic,
             precision=self.precision,
             transport=self.transport,
+            sink=sink,
         )
         assert isinstance(out, torch.Tensor)
         return out.view(q.shape)
@@ -151,7 +154,9 @@ class RingFA3Attention(nn.Module):
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def _one_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _one_device(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+    ) -> torch.Tensor:
         out = flash_attn_func(
             _batched(q),
             _batched(k),
@@ -161,6 +166,7 @@ class RingFA3Attention(nn.Module):
             self.window_size,
             self.deterministic,
             precision=self.precision,
+            sink=sink,
         )
         assert isinstance(out, torch.Tensor)
         return out.view(q.shape)

@@ -22,6 +22,7 @@ from ringfa3.custom_op import (
 )
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.sinks import apply_sink, sink_gradient
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.validation import (
@@ -30,6 +31,7 @@ from ringfa3.validation import (
     check_precision,
     check_qkv,
     check_quantisable,
+    check_sink,
     check_tensors,
     check_window,
     resolve_scale,
@@ -48,6 +50,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_lse: bool = False,
     precision: str = "native",
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(scale * Q K^T) V, over a batch of sequences.
 
@@ -62,6 +65,8 @@ def flash_attn_func(
         precision: "native" computes in the dtype of q. "fp8" rounds Q, K, V and P to E4M3, "int8"
             Q and K to int8, as `ringfa3.quantisation` does; head_dim 64, 128 or 256, not float64.
             Gradients are those of "native", from the LSE of this precision.
+        sink: (h,) float32 (float64 for float64 inputs), a logit a head that takes part in the
+            softmax of every row and has no value; differentiable. It counts in LSE.
 
     Returns:
         out (b, s, h, d) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
@@ -79,7 +84,8 @@ def flash_attn_func(
     check_batch(q, k)
     check_quantisable(precision, q)
     scale = resolve_scale(softmax_scale, q)
-    out, lse = attention(q, k, v, None, None, scale, left, right, deterministic, precision)
+    check_sink(sink, q)
+    out, lse = attention(q, k, v, sink, None, None, scale, left, right, deterministic, precision)
     return (out, lse) if return_lse else out
 
 
@@ -97,6 +103,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
     precision: str = "native",
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over packed sequences of any length, 0 and 1 included.
 
@@ -121,7 +128,8 @@ def flash_attn_varlen_func(
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     )
     scale = resolve_scale(softmax_scale, q)
-    out, lse = attention(q, k, v, cu_q, cu_k, scale, left, right, deterministic, precision)
+    check_sink(sink, q)
+    out, lse = attention(q, k, v, sink, cu_q, cu_k, scale, left, right, deterministic, precision)
     return (out, lse) if return_lse else out
 
 
@@ -189,6 +197,7 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sink: torch.Tensor | None,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
     scale: float,
@@ -213,13 +222,15 @@ def attention(
             operands = in_8_bits.quantise(*qkv, plan)
             tiling = plan.forward(in_8_bits.tile_m)[0]
             in_8_bits.attend(*operands, tiling, scale, packed, packed[:0], lse)
+    if sink is not None:
+        lse = apply_sink(packed, lse, sink)
     if q.dim() == 4:
         lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
     return out, lse
 
 
 @register_fake(attention)
-def _(q, k, v, cu_q, cu_k, scale, left, right, deterministic, precision):  # type: ignore[no-untyped-def]
+def _(q, k, v, sink, cu_q, cu_k, scale, left, right, deterministic, precision):  # type: ignore[no-untyped-def]
     lse = q.new_empty(_lse_shape(q), dtype=statistics_dtype(q.dtype))
     return q.new_empty(q.shape), lse
 
@@ -261,14 +272,16 @@ def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
-    q, k, v, cu_q, cu_k, *ctx.settings, _ = inputs  # the gradient has one precision
-    ctx.save_for_backward(q, k, v, *outputs, cu_q, cu_k)
+    q, k, v, sink, cu_q, cu_k, *ctx.settings, _ = inputs  # the gradient has one precision
+    ctx.save_for_backward(sink, q, k, v, *outputs, cu_q, cu_k)
 
 
 def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    saved = ctx.saved_tensors
-    dout = torch.zeros_like(saved[3]) if dout is None else dout  # saved[3] is out
-    return attention_backward(dout, dlse, *saved, *ctx.settings)
+    sink, *saved = ctx.saved_tensors
+    out, lse = saved[3:5]
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = attention_backward(dout, dlse, *saved, *ctx.settings)
+    return grads if sink is None else (*grads, sink_gradient(dout, dlse, out, lse, sink))
 
 
 register_autograd(attention, _save, _gradients)

@@ -162,6 +162,22 @@ def check_batch(q: torch.Tensor, k: torch.Tensor) -> None:
         raise ValueError(f"k has batch {k.shape[0]}, q has {q.shape[0]}: they must be equal")
 
 
+def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Whether `sink` is None or one logit for each head of q (..., h, d)."""
+    if sink is None:
+        return
+    if not isinstance(sink, torch.Tensor):
+        raise TypeError(f"sink must be a tensor or None, got {type(sink).__name__}")
+    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if sink.dtype != wanted:
+        raise TypeError(f"sink is {sink.dtype}: with q of {q.dtype} give {wanted}")
+    if sink.shape != q.shape[-2:-1] or sink.device != q.device:
+        raise ValueError(
+            f"sink has shape {tuple(sink.shape)} on {sink.device}: give ({q.shape[-2]},), a logit "
+            f"for each head of q, on {q.device}"
+        )
+
+
 def check_local_tokens(
     q: torch.Tensor, k: torch.Tensor, local_tokens: int, total_tokens: int
 ) -> None:

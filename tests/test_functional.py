@@ -234,13 +234,14 @@ def test_opcheck() -> None:
     settings = (0.5, -1, 0, True)
     inputs = dense_inputs(2, 9, 9)
     op = torch.ops.ringfa3.attention.default
-    torch.library.opcheck(op, (*inputs, None, None, *settings, "native"))
+    torch.library.opcheck(op, (*inputs, None, None, None, *settings, "native"))
     packed = [x[0].detach().requires_grad_() for x in inputs]
     cu = torch.tensor([0, 3, 9])
-    torch.library.opcheck(op, (*packed, cu, cu, *settings, "native"))
+    sink = torch.randn(packed[0].shape[1], dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(op, (*packed, sink, cu, cu, *settings, "native"))
     for x, c in ((inputs, None), (packed, cu)):
         q, k, v = (y.detach() for y in x)
-        out, lse = functional.attention(q, k, v, c, c, *settings, "native")
+        out, lse = functional.attention(q, k, v, None, c, c, *settings, "native")
         args = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, c, c, *settings)
         torch.library.opcheck(torch.ops.ringfa3.attention_backward.default, args)
 

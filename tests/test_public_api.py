@@ -28,13 +28,14 @@ NAMES = {
 # Each function below has the parameters of the public one: names, order, defaults.
 def flash_attn_func(
     q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False,
-    return_lse=False, precision="native",
+    return_lse=False, precision="native", sink=None,
 ): ...  # fmt: skip
 
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
     causal=False, window_size=(-1, -1), deterministic=False, return_lse=False, precision="native",
+    sink=None,
 ): ...  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def plan_context(cu_seqlens, group=None, layout="zigzag", causal=True, window_si
 
 def ring_attn_func(
     q, k, v, plan, softmax_scale=None, deterministic=False, return_lse=False, precision="native",
-    transport="auto",
+    transport="auto", sink=None,
 ): ...  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def layer(
 ): ...  # fmt: skip
 
 
-def layer_forward(self, q, k, v, plan=None): ...
+def layer_forward(self, q, k, v, plan=None, sink=None): ...
 
 
 def shard(self, x, dim=0): ...

@@ -14,7 +14,7 @@ from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.ring.prepare_call import raise_on_all_ranks
-from ringfa3.validation import check_batch, check_qkv, resolve_scale
+from ringfa3.validation import check_batch, check_qkv, check_sink, resolve_scale
 
 
 def attention_forward(
@@ -62,17 +62,15 @@ def attention_forward(
     d_v = v.shape[-1]
     d = max(q.shape[-1], d_v)
     q, k, v = (_widened(x, d) for x in (q, k, v))
+    sink = None if s_aux is None else s_aux.to(statistics_dtype(q.dtype))
     settings = scale, mask.left, mask.right, torch.are_deterministic_algorithms_enabled()
     if plan is None:
         check_qkv(q, k, v, dims=4)
         check_batch(q, k)
-        out, lse = padded_attention(q, k, v, *_documents(mask, keywords, q), *settings)
+        check_sink(sink, q)
+        out, _ = padded_attention(q, k, v, sink, *_documents(mask, keywords, q), *settings)
     else:
-        out, lse = context_parallel.attend(plan, q, k, v, *settings)
-    if s_aux is not None:
-        sink = s_aux.to(statistics_dtype(q.dtype))[:, None]
-        share = torch.sigmoid(lse - sink).transpose(1, 2)[..., None]
-        out = (out * share).to(out.dtype)
+        out = context_parallel.attend(plan, q, k, v, sink, *settings)
     return out[..., :d_v], None
 
 

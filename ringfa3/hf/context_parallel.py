@@ -75,20 +75,19 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sink: torch.Tensor | None,
     scale: float,
     left: int,
     right: int,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (b, s, h, d), lse (b, h, s)) of this rank's tokens, under a layer's window."""
+) -> torch.Tensor:
+    """out (b, s, h, d) of this rank's tokens, under a layer's window."""
     if effective_window(plan.causal, plan.window_size) != (left, right):
         plan = plan.with_window((left, -1 if plan.causal else right))
-    packed_q, packed_k, packed_v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = ring_attn_func(
-        packed_q, packed_k, packed_v, plan, scale, deterministic, return_lse=True
-    )
-    lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1)
-    return out.view(q.shape), lse
+    packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    out = ring_attn_func(*packed, plan, scale, deterministic, sink=sink)
+    assert isinstance(out, torch.Tensor)
+    return out.view(q.shape)
 
 
 def _check_rope(module: torch.nn.Module) -> None:

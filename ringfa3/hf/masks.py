@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from transformers.masking_utils import causal_mask_function
 
 REMEDY = "use attn_implementation='sdpa' or 'eager' for this model"
 _LIBRARY = "transformers.masking_utils"
@@ -133,7 +134,8 @@ def _columns(mask: torch.Tensor, offset: int, keys: int) -> torch.Tensor:
 
 def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[_Band, bool]:
     """The band under a compiler, and whether the function may hold documents."""
-    name = function.__qualname__
+    causal = function is causal_mask_function
+    name = "causal_mask_function" if causal else function.__qualname__
     config, window = keywords.get("config"), keywords.get("local_size")
     if keywords.get("use_vmap", True):
         raise ValueError(
@@ -143,14 +145,14 @@ def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tu
     if "allow_is_bidirectional_skip" in keywords:
         left = -1 if window is None else window
         return _Band(left, left), False
-    if name not in ("causal_mask_function", "and_masks.<locals>.and_mask"):
+    if not causal and name != "and_masks.<locals>.and_mask":
         raise _unknown(name)
     if window is not None and getattr(config, "attention_chunk_size", None) is not None:
         raise ValueError(
             f"attention_chunk_size={config.attention_chunk_size}: RingFA3 has no chunked "  # type: ignore[union-attr]
             f"attention; {REMEDY}"
         )
-    return _Band(-1 if window is None else window - 1, 0), name != "causal_mask_function"
+    return _Band(-1 if window is None else window - 1, 0), not causal
 
 
 def _from_closures(function: Callable[..., Any]) -> _Band:

@@ -14,6 +14,7 @@ from ringfa3 import functional
 from ringfa3.custom_op import checkpointed, custom_op, register_autograd, register_fake
 from ringfa3.hf.documents import Documents, documents_of
 from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.sinks import sink_gradient
 
 
 @custom_op
@@ -21,6 +22,7 @@ def padded_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sink: torch.Tensor | None,
     padding: torch.Tensor | None,
     packed: torch.Tensor | None,
     cu_q: torch.Tensor | None,
@@ -46,8 +48,8 @@ def padded_attention(
         precision="native",
     )
     if documents is None:
-        return attend(q, k, v, None, None)
-    out, lse = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *documents)
+        return attend(q, k, v, sink, None, None)
+    out, lse = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sink, *documents)
     return out.view(q.shape), _by_batch(lse, q)
 
 
@@ -126,14 +128,16 @@ def _by_head(lse: torch.Tensor) -> torch.Tensor:
 
 
 def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
-    q, k, v, padding, packed, cu_q, cu_k, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *outputs, padding, packed, cu_q, cu_k)
+    q, k, v, sink, padding, packed, cu_q, cu_k, *ctx.settings = inputs
+    ctx.save_for_backward(sink, q, k, v, *outputs, padding, packed, cu_q, cu_k)
 
 
 def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    saved = ctx.saved_tensors
-    dout = torch.zeros_like(saved[3]) if dout is None else dout  # saved[3] is out
-    return padded_attention_backward(dout, dlse, *saved, *ctx.settings)
+    sink, *saved = ctx.saved_tensors
+    out, lse = saved[3:5]
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = padded_attention_backward(dout, dlse, *saved, *ctx.settings)
+    return grads if sink is None else (*grads, sink_gradient(dout, dlse, out, lse, sink))
 
 
 register_autograd(padded_attention, _save, _gradients)

@@ -24,6 +24,7 @@ from ringfa3.custom_op import (
 )
 from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.sinks import apply_sink, sink_gradient
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.ring import quantised_forward
 from ringfa3.ring.group import RingGroup
@@ -34,7 +35,7 @@ from ringfa3.ring.prepare_call import (
     prepare_call,
     raise_on_all_ranks,
 )
-from ringfa3.validation import check_tensors, check_type, resolve_scale
+from ringfa3.validation import check_sink, check_tensors, check_type, resolve_scale
 
 
 def ring_attn_func(
@@ -47,6 +48,7 @@ def ring_attn_func(
     return_lse: bool = False,
     precision: str = "native",
     transport: str = "auto",
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over documents that are spread over a context group.
 
@@ -60,6 +62,8 @@ def ring_attn_func(
             "fp8", V in 8 bits; the forward moves them by messages, not over "symmetric".
         transport: "gloo" for CPU tensors; for CUDA tensors "nccl" or, between GPUs of one host,
             "symmetric", which "auto" prefers where it is possible.
+        sink: as in `flash_attn_func`, the same on all ranks. Its gradient on a rank is that of the
+            rank's tokens: sum it over the ranks, as those of weights.
 
     Returns:
         out (t, h, d); with `return_lse` (out, lse), lse (h, t) float32 (float64 for float64).
@@ -81,13 +85,16 @@ def ring_attn_func(
     try:
         check_tensors(q, k, v)
         scale = resolve_scale(softmax_scale, q)
+        if q.dim() == 3:  # else prepare_call raises
+            check_sink(sink, autocast_inputs(q)[0])
         check_type("deterministic", deterministic, bool)
         check_type("precision", precision, str)
         check_type("transport", transport, str)
     except (TypeError, ValueError) as problem:
         raise_on_all_ranks(plan.group, problem)
     q, k, v = autocast_inputs(q, k, v)
-    out, lse = ring_attention(q, k, v, plan.handle, scale, deterministic, precision, transport)
+    settings = plan.handle, scale, deterministic, precision, transport
+    out, lse = ring_attention(q, k, v, sink, *settings)
     return (out, lse) if return_lse else out
 
 
@@ -112,6 +119,7 @@ def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sink: torch.Tensor | None,
     plan: int,
     scale: float,
     deterministic: bool,
@@ -120,11 +128,18 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
-    call = prepare_call(q, k, v, context, scale, deterministic, precision, transport, "forward")
+    settings = scale, deterministic, precision, transport
+    call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
     if precision == "native":
-        return run_forward(q, k, v, scale, call)
-    with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
-        return quantised_forward.run_forward(q, k, v, call.plan, scale, precision, call.messages)
+        out, lse = run_forward(q, k, v, scale, call)
+    else:
+        with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
+            out, lse = quantised_forward.run_forward(
+                q, k, v, call.plan, scale, precision, call.messages
+            )
+    if sink is not None:
+        lse = apply_sink(out, lse, sink)
+    return out, lse
 
 
 def run_forward(
@@ -160,7 +175,7 @@ def run_forward(
 
 
 @register_fake(ring_attention)
-def _(q, k, v, plan, scale, deterministic, precision, transport):  # type: ignore[no-untyped-def]
+def _(q, k, v, sink, plan, scale, deterministic, precision, transport):  # type: ignore[no-untyped-def]
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
     return q.new_empty(q.shape), lse
 
@@ -238,16 +253,18 @@ def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
-    q, k, v, *ctx.settings = inputs
-    if isinstance(inputs[3], int):  # a compiler traces with a symbol
-        ctx.plan = ContextPlan.from_handle(inputs[3])  # alive until the backward
-    ctx.save_for_backward(q, k, v, *outputs)
+    q, k, v, sink, *ctx.settings = inputs
+    if isinstance(inputs[4], int):  # a compiler traces with a symbol
+        ctx.plan = ContextPlan.from_handle(inputs[4])  # alive until the backward
+    ctx.save_for_backward(sink, q, k, v, *outputs)
 
 
 def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    saved = ctx.saved_tensors
-    dout = torch.zeros_like(saved[3]) if dout is None else dout  # of out
-    return ring_attention_backward(dout, dlse, *saved, *ctx.settings)
+    sink, *saved = ctx.saved_tensors
+    out, lse = saved[3:]
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = ring_attention_backward(dout, dlse, *saved, *ctx.settings)
+    return grads if sink is None else (*grads, sink_gradient(dout, dlse, out, lse, sink))
 
 
 register_autograd(ring_attention, _save, _gradients)

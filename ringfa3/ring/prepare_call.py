@@ -125,8 +125,12 @@ def prepare_call(
     precision: str,
     transport: str,
     direction: str,
+    sink: bool = False,
 ) -> PreparedCall:
-    """Checks a call, agrees on it with all ranks and chooses its transport and forward mode."""
+    """Checks a call, agrees on it with all ranks and chooses its transport and forward mode.
+
+    sink: whether a forward has sinks; a backward is the same with and without.
+    """
     error: Exception | None = None
     known = _validated.setdefault(plan, {})
     key = (
@@ -134,6 +138,7 @@ def prepare_call(
         *(k.shape, k.dtype, k.device, k.stride()),
         *(v.shape, v.dtype, v.device, v.stride()),
         *(scale, deterministic, precision, transport, direction, os.environ.get(FORWARD_MODE_ENV)),
+        sink,
     )
     validated = known.get(key)
     first = validated is None
@@ -143,6 +148,8 @@ def prepare_call(
             _validate(q, k, v, plan, transport, precision)
             mode = select_forward_mode(plan, q, k)
             settings = _settings(q, k, plan, scale, deterministic, precision, transport, mode)
+            if sink:
+                settings = Settings({**settings, "sink": "given"})
             validated = _Validated(settings, settings, mode)
             _build_kernels(q, direction, precision)
             if len(known) == MAX_VALIDATED:

@@ -33,6 +33,8 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# The experts that compute in every dtype; transformers 4 has no others.
+EXPERTS = {"experts_implementation": "eager"} if hf.__version__ >= "5" else {}
 MIXED = ["sliding_attention", "full_attention"]
 DEEPSEEK = {
     "num_key_value_heads": 4,
@@ -76,7 +78,7 @@ def model_of(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = hf.AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, experts_implementation="eager"
+            config, attn_implementation=attention, **EXPERTS
         )
     generator = torch.Generator().manual_seed(0)
     for which, parameter in model.named_parameters():

@@ -69,7 +69,7 @@ def _layers(
         plan = placement.plans[group.rank]
         token = plan.token_index
         mine = [x[token].requires_grad_() for x in inputs]
-        settings = (plan.handle, 2**-0.5, False, "native", "symmetric")
+        settings = (None, plan.handle, 2**-0.5, False, "native", "symmetric")
         there = ring_attention(*mine, *settings)
         grads = gradients(mine, there, dout[token], dlse[:, token])
         made += [(there[0], whole[0][token]), (there[1], whole[1][:, token])]
@@ -114,7 +114,7 @@ def test_attention_equals_one_device_while_the_memory_grows(world: int, forward:
     kind, *inside = forward.split(", ")
     kernel = Waiting(ranks.cuda) if inside else op.select_forward
 
-    def prepared(*given: Any) -> PreparedCall:
+    def prepared(*given: Any, sink: bool = False) -> PreparedCall:
         q, k, _, plan, *_, direction = given
         kind = pass_kind(direction, select_forward_mode(plan, q, k))
         return PreparedCall(plan, kind, partial(SymmetricRingPass, here[threading.get_ident()]))

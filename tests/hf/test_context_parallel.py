@@ -1,0 +1,120 @@
+"""Models of transformers under the ring, against each document alone with eager attention."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from examples.hf_cp import (
+    CUMULATIVE,
+    TINY,
+    checkpoint,
+    example_ids,
+    loss_of,
+    main,
+    results_of,
+    tiny_model,
+)
+from ringfa3 import plan_context
+from tests.support.hf_models import difference
+from tests.support.markdown import ROOT
+from tests.support.ranks import Ranks
+
+BOUND = 5e-6  # relative to the largest number of a tensor
+
+
+def one_process(name: str) -> dict[str, torch.Tensor]:
+    """The loss, and the gradients by parameter, of documents that the model sees one by one."""
+    model = tiny_model(name, "eager").train()
+    ids = example_ids(97)
+    losses = []
+    for begin, end in itertools.pairwise(CUMULATIVE):
+        logits = model(ids[None, begin:end], use_cache=False).logits[0]
+        losses.append(F.cross_entropy(logits[:-1], ids[begin + 1 : end], reduction="sum"))
+    loss = sum(losses) / (CUMULATIVE[-1] - len(losses))
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    errors = {name: difference(ours[name], theirs[name]) for name in theirs}
+    assert max(errors.values()) <= BOUND, max(errors.items(), key=lambda item: item[1])
+
+
+def _shared(group: dist.ProcessGroup, name: str, checkpointing: bool) -> dict[str, torch.Tensor]:
+    model = tiny_model(name).train()
+    if checkpointing:
+        checkpoint(model)
+    return results_of(model, example_ids(97), plan_context(CUMULATIVE, group))
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), [("llama", False), ("gpt-oss", True)])
+def test_three_ranks(ranks: Ranks, name: str, checkpointing: bool) -> None:
+    """The functions of examples/hf_cp.py: the loss and every summed gradient on each rank, 5e-6."""
+    expected = one_process(name)
+    for results in ranks.run(3, _shared, name, checkpointing):
+        assert_alike(results, expected)
+
+
+def test_the_example_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchrun, one process holds all tokens; 5e-6."""
+    saved = tmp_path / "results.pt"
+    monkeypatch.setattr("sys.argv", ["hf_cp.py", "--tiny", "qwen3", "--save", str(saved)])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    main()
+    assert_alike(torch.load(saved), one_process("qwen3"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", TINY)
+def test_the_example_under_torchrun(name: str, checkpointing: bool, tmp_path: Path) -> None:
+    """Three processes: the loss and every summed gradient, 5e-6."""
+    saved = tmp_path / "results.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3",
+               str(ROOT / "examples" / "hf_cp.py"), "--tiny", name, "--save", str(saved),
+               *(["--checkpointing"] if checkpointing else [])]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False,
+                          timeout=240)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_alike(torch.load(saved), one_process(name))
+
+
+def _averaged(group: dist.ProcessGroup, how: str) -> dict[str, torch.Tensor]:
+    """The gradients that DDP or FSDP averages over two ranks, of a loss times two."""
+    plan = plan_context(CUMULATIVE, group)
+    model = tiny_model("llama").train()
+    wrapped = DistributedDataParallel(model, process_group=group) if how == "ddp" else model
+    if how == "fsdp":
+        mesh = dist.DeviceMesh.from_group(group, "cpu")
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    loss = loss_of(wrapped, example_ids(97), plan)
+    (loss * plan.world).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    whole = {n: g.full_tensor() if how == "fsdp" else g for n, g in grads.items()}
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    return {"loss": total, **whole}
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_loss_times_the_ranks_under_an_average(ranks: Ranks, how: str) -> None:
+    """As the docs say: gradients of DDP and of FSDP2 are those of one process, 5e-6."""
+    expected = one_process("llama")
+    for results in ranks.run(2, _averaged, how):
+        assert_alike(results, expected)
