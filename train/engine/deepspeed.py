@@ -34,7 +34,7 @@ class DeepSpeedEngine(Engine):
     differently. Gradients are reduced in float32.
     """
 
-    def __init__(self, config: Config, vocab_size: int, parallel: ParallelLayout) -> None:
+    def __init__(self, config: Config, n_tokens: int, parallel: ParallelLayout) -> None:
         if parallel.device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # read at the import of deepspeed
         os.environ.setdefault("LOCAL_RANK", "0")  # without torchrun
@@ -47,11 +47,11 @@ class DeepSpeedEngine(Engine):
         self.settings = _settings(config, parallel)
         require_group(parallel)
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-        super().__init__(config, vocab_size, parallel)
+        super().__init__(config, n_tokens, parallel)
 
-    def _build(self, vocab_size: int) -> LanguageModel:
+    def _build(self, n_tokens: int) -> LanguageModel:
         parallel, meta = self.parallel, self.stage == 3
-        return build_model(self.config, vocab_size, parallel.device, parallel.cp_group, meta)
+        return build_model(self.config, n_tokens, parallel.device, parallel.cp_group, meta)
 
     def wrap(self, model: LanguageModel) -> LanguageModel:
         self.shapes = {name: p.shape for name, p in model.transformer.named_parameters()}

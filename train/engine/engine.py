@@ -21,23 +21,23 @@ from train.model.transformer import LanguageModel, build_model
 
 
 class Engine(ABC):
-    """The model of ``config`` and its AdamW on this rank of ``parallel``; ``vocab_size`` tokens.
+    """The model of ``config`` and its AdamW, on this rank of ``parallel``.
 
-    Every rank makes the same calls in the same order, except ``shards``. ``groups`` are the process
-    groups that the engine has made.
+    ``n_tokens`` is the size of the tokenizer's vocabulary. Every rank makes the same calls in the
+    same order, except ``shards``. ``groups`` are the process groups that the engine has made.
     """
 
-    def __init__(self, config: Config, vocab_size: int, parallel: ParallelLayout) -> None:
+    def __init__(self, config: Config, n_tokens: int, parallel: ParallelLayout) -> None:
         self.config, self.parallel = config, parallel
         self.groups: list[dist.ProcessGroup] = []
-        self.model = self.wrap(self._build(vocab_size))
+        self.model = self.wrap(self._build(n_tokens))
         self.parameters = dict(self.model.transformer.named_parameters())
         self.optimizer = make_optimizer(self.model.transformer, config.optim)
         self._create_optimizer_state()
 
-    def _build(self, vocab_size: int) -> LanguageModel:
+    def _build(self, n_tokens: int) -> LanguageModel:
         parallel = self.parallel
-        return build_model(self.config, vocab_size, parallel.device, parallel.cp_group)
+        return build_model(self.config, n_tokens, parallel.device, parallel.cp_group)
 
     @abstractmethod
     def wrap(self, model: LanguageModel) -> LanguageModel:

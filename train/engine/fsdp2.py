@@ -27,9 +27,9 @@ class FSDP2Engine(Engine):
     step until the last one.
     """
 
-    def _build(self, vocab_size: int) -> LanguageModel:
+    def _build(self, n_tokens: int) -> LanguageModel:
         parallel = self.parallel
-        return build_model(self.config, vocab_size, parallel.device, parallel.cp_group, meta=True)
+        return build_model(self.config, n_tokens, parallel.device, parallel.cp_group, meta=True)
 
     def wrap(self, model: LanguageModel) -> LanguageModel:
         transformer = model.transformer

@@ -10,7 +10,7 @@ from train.engine.fsdp2 import FSDP2Engine
 from train.engine.parallel import ParallelLayout
 
 
-def make_engine(config: Config, vocab_size: int, parallel: ParallelLayout) -> Engine:
+def make_engine(config: Config, n_tokens: int, parallel: ParallelLayout) -> Engine:
     """The engine of ``config`` on this rank; every rank must call this."""
     kinds = {"ddp": DDPEngine, "fsdp2": FSDP2Engine, "deepspeed": DeepSpeedEngine}
-    return kinds[config.engine.name](config, vocab_size, parallel)
+    return kinds[config.engine.name](config, n_tokens, parallel)
