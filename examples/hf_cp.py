@@ -82,7 +82,9 @@ def results_of(model: nn.Module, ids: torch.Tensor, plan: ContextPlan) -> dict[s
     """The loss and the gradients by parameter, summed over the ranks of the plan."""
     loss = loss_of(model, ids, plan)
     loss.backward()
-    grads = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {}
+    for name, p in model.named_parameters():  # some ranks may have no gradient of an expert
+        grads[name] = torch.zeros_like(p).float() if p.grad is None else p.grad.float()
     results = {"loss": loss.detach(), **grads}
     if plan.world > 1:
         for x in results.values():

@@ -22,7 +22,7 @@ from ringfa3.custom_op import (
 )
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.kernels.reference import statistics_dtype
-from ringfa3.kernels.sinks import apply_sink, sink_gradient
+from ringfa3.kernels.sinks import SINK, apply_sink, sink_gradient
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.validation import (
@@ -71,7 +71,7 @@ def flash_attn_func(
     Returns:
         out (b, s, h, d) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
         (float64 for float64 inputs), natural log. A row that sees no key has output 0, LSE -inf
-        and gradient 0.
+        (with a sink: the sink) and gradient 0.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it and what is allowed.
@@ -281,7 +281,9 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     out, lse = saved[3:5]
     dout = torch.zeros_like(out) if dout is None else dout
     grads = attention_backward(dout, dlse, *saved, *ctx.settings)
-    return grads if sink is None else (*grads, sink_gradient(dout, dlse, out, lse, sink))
+    if sink is None or not ctx.needs_input_grad[SINK]:
+        return grads
+    return *grads, sink_gradient(dout, dlse, out, lse, sink)
 
 
 register_autograd(attention, _save, _gradients)

@@ -59,8 +59,9 @@ def check_context(
             f"attention_mask hides {int((~padding).sum())} tokens: a ring takes no padding: pack "
             "the documents, give plan_context their cumulative lengths, and attention_mask=None"
         )
-    if keywords.get("cu_seq_lens_q") is not None:
-        raise ValueError("cu_seq_lens_q beside ringfa3_plan: the plan has the documents: drop it")
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if keywords.get(name) is not None:
+            raise ValueError(f"{name} beside ringfa3_plan: the plan has the documents: drop it")
     if plan.causal and mask.right != 0:
         raise ValueError(
             f"ringfa3_plan is causal, the model's mask has window ({mask.left}, {mask.right}): "

@@ -26,7 +26,7 @@ class Documents(NamedTuple):
     cu_k: torch.Tensor
 
 
-_Key = tuple[int, int, int, bool]
+_Key = tuple[int, int, int, int, bool, int]
 _read: dict[_Key, tuple[weakref.ref[torch.Tensor], int, Documents | None]] = {}
 
 
@@ -52,7 +52,7 @@ def documents_of(
     tensor = packed if padding is None else padding
     if tensor is None:
         return None
-    key = (id(tensor), queries, keys, causal)
+    key = (id(tensor), batch, queries, keys, causal, step)
     earlier = _read.get(key)
     known = not tensor.is_inference()  # inference tensors have no version
     if known and earlier and earlier[0]() is tensor and earlier[1] == tensor._version:

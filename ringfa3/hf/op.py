@@ -14,7 +14,7 @@ from ringfa3 import functional
 from ringfa3.custom_op import checkpointed, custom_op, register_autograd, register_fake
 from ringfa3.hf.documents import Documents, documents_of
 from ringfa3.kernels.reference import statistics_dtype
-from ringfa3.kernels.sinks import sink_gradient
+from ringfa3.kernels.sinks import SINK, sink_gradient
 
 
 @custom_op
@@ -137,7 +137,9 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     out, lse = saved[3:5]
     dout = torch.zeros_like(out) if dout is None else dout
     grads = padded_attention_backward(dout, dlse, *saved, *ctx.settings)
-    return grads if sink is None else (*grads, sink_gradient(dout, dlse, out, lse, sink))
+    if sink is None or not ctx.needs_input_grad[SINK]:
+        return grads
+    return *grads, sink_gradient(dout, dlse, out, lse, sink)
 
 
 register_autograd(padded_attention, _save, _gradients)

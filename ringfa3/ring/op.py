@@ -24,7 +24,7 @@ from ringfa3.custom_op import (
 )
 from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
-from ringfa3.kernels.sinks import apply_sink, sink_gradient
+from ringfa3.kernels.sinks import SINK, apply_sink, sink_gradient
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.ring import quantised_forward
 from ringfa3.ring.group import RingGroup
@@ -264,7 +264,9 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     out, lse = saved[3:]
     dout = torch.zeros_like(out) if dout is None else dout
     grads = ring_attention_backward(dout, dlse, *saved, *ctx.settings)
-    return grads if sink is None else (*grads, sink_gradient(dout, dlse, out, lse, sink))
+    if sink is None or not ctx.needs_input_grad[SINK]:
+        return grads
+    return *grads, sink_gradient(dout, dlse, out, lse, sink)
 
 
 register_autograd(ring_attention, _save, _gradients)

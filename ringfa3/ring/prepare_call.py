@@ -152,6 +152,9 @@ def prepare_call(
                 settings = Settings({**settings, "sink": "given"})
             validated = _Validated(settings, settings, mode)
             _build_kernels(q, direction, precision)
+            if direction == "forward" and precision != "native":  # the order of V in records
+                kernel = type(select_quantised(q, precision)).__name__
+                settings = Settings({**settings, "8-bit forward": kernel})
             if len(known) == MAX_VALIDATED:
                 known.clear()
             validated = _Validated(settings, Settings({**settings, "pass": direction}), mode)

@@ -276,9 +276,10 @@ class Checkpoints:
         files, problem = self._measured(temporary)
         if self.parallel.rank == 0 and problem is None:
             try:
-                for path in (temporary, *temporary.iterdir()):
+                paths = [temporary / name for name in (*files, ".metadata")]
+                for path in (temporary, *paths):
                     path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
-                write_manifest(temporary, facts, measured=files)
+                write_manifest(temporary, facts, paths, measured=files)
                 before = final.with_name(f".old-{final.name}")
                 if final.exists():  # of the same step, from before the run rolled back
                     final.rename(before)

@@ -186,7 +186,7 @@ class DeepSpeedEngine(Engine):
 
 
 def _settings(config: Config, parallel: ParallelLayout) -> dict[str, Any]:
-    """The configuration of DeepSpeed. ``gradient_clipping`` is 1 if it is not given."""
+    """The configuration of DeepSpeed. It clips to 1 unless ``gradient_clipping`` is given."""
     engine = config.engine
     host = {"device": "cpu", "pin_memory": parallel.device.type == "cuda"}
     zero: dict[str, Any] = {"stage": engine.stage, "overlap_comm": False}
@@ -196,7 +196,7 @@ def _settings(config: Config, parallel: ParallelLayout) -> dict[str, Any]:
         zero["offload_param"] = host
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": config.train.accumulation_over(parallel.dp),
+        "gradient_accumulation_steps": 1,  # `backward` sets the boundaries
         "gradient_clipping": config.optim.clip or 0.0,
         "communication_data_type": "fp32",
         "zero_optimization": zero,

@@ -70,7 +70,7 @@ class FSDP2Engine(Engine):
 def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:
     """The ranks over which parameters are cut: all, or (copies, cut) for ``engine.shard=host``.
 
-    Raises ``ConfigError`` on every rank unless all hosts have the same number of processes.
+    Raises ``RuntimeError`` on every rank if hosts have different numbers of processes.
     """
     require_group(parallel)
     kind, world = parallel.device.type, parallel.world
@@ -90,5 +90,5 @@ def _local_rows(parameter: Tensor) -> tuple[int, Tensor]:
     """The number of the first row that this rank holds, and its rows."""
     box = local_box(parameter)
     if box is None:
-        return 0, parameter.detach()[:0]
+        return 0, parameter.detach().to_local()  # to slice would gather
     return box.offsets[0], box.values

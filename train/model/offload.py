@@ -85,6 +85,7 @@ class HostPool:
             runtime = torch.cuda.cudart()
             code = runtime.cudaHostRegister(buffer.data_ptr(), n_bytes, PORTABLE)
             torch.cuda.check_error(int(code))
+            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
         self.buffers.append(buffer)
         return buffer
 
@@ -157,6 +158,8 @@ class Offload:
             return stored
 
         def pack(x_TD: Tensor) -> Callable[[], Tensor]:
+            if not x_TD.numel():  # some versions of PyTorch save an empty tensor, on the CPU
+                return lambda: x_TD
             kept = x_TD if stays else store(x_TD)
             return lambda: self._load(kept, before)
 

@@ -32,7 +32,8 @@ def check_engine(engine: EngineConfig) -> None:
         if allowed is not None and value not in allowed:
             match = _nearest_choice(value, allowed)
             raise ConfigError(
-                f"engine.{key}={value}: allowed are {', '.join(map(str, allowed))}; "
+                f"engine.{key}={'null' if value is None else value}: "
+                f"allowed are {', '.join(map(str, allowed))}; "
                 f"nearest valid: engine.{key}={match}"
             )
 

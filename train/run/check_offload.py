@@ -8,6 +8,11 @@ from train.config import ConfigError, MemoryConfig
 def check_offload(memory: MemoryConfig, n_layers: int) -> None:
     """Raise ``ConfigError`` if a model of ``n_layers`` cannot offload as ``memory`` says."""
     key = f"memory.offload={memory.offload}"
+    if memory.offload == "none" and memory.offload_layers is not None:
+        raise ConfigError(
+            f"memory.offload_layers={memory.offload_layers} needs memory.offload; nearest valid: "
+            "memory.offload=residual (or memory.offload_layers=null)"
+        )
     if memory.offload != "none" and memory.recompute == "none":
         raise ConfigError(
             f"{key} moves what a recomputing backward keeps, and memory.recompute=none keeps every "

@@ -137,6 +137,12 @@ def check(config: Config, world: int) -> None:
             "mode=verify compares parallel.cp=1 with more processes for a sample; nearest valid: "
             "parallel.cp=2 (started with torchrun --nproc-per-node 2)"
         )
+    if config.mode == "verify" and config.model.attention_precision != "native":
+        raise ConfigError(
+            f"mode=verify with model.attention_precision={config.model.attention_precision}: its "
+            "scales depend on how a sample is shared, and steps differ by more than rounding; "
+            "nearest valid: model.attention_precision=native"
+        )
     if config.mode != "eval" and config.train.batch is not None:
         _check_batch(config.train, world // cp)
     precision, transport = config.model.attention_precision, config.parallel.transport

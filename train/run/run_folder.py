@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from train.config import RENAMED, Config, ConfigError, flatten
+from train.config import Config, ConfigError, flatten, from_plain
 
 LOCK_S = 5.0  # torchrun may still be ending the processes of the previous attempt
 
@@ -20,8 +20,7 @@ MAY_CHANGE = (
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
     "train.deterministic",
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
-    *("log.", "profile.", "sweep.", "generate.", "eval."),
-    *(old for old, new in RENAMED.items() if new.startswith("memory.")),
+    *("log.", "profile.", "sweep.", "generate.", "eval.", "verify."),
 )
 
 
@@ -132,12 +131,12 @@ class RunFolder:
     def difference(self, config: Config) -> tuple[str, Any, Any] | None:
         """The first key that must not change and differs: (key, value in the folder, new value)."""
         try:
-            there = flatten(json.loads(self.config.read_text()))
+            there = flatten(dataclasses.asdict(from_plain(json.loads(self.config.read_text()))))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.config}, the settings of a run, cannot be read: {error}"
             ) from None
-        here = flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+        here = flatten(dataclasses.asdict(config))
         for key in sorted(here.keys() | there.keys()):
             if not may_change(key) and here.get(key) != there.get(key):
                 return key, there.get(key), here.get(key)

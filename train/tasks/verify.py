@@ -7,6 +7,7 @@ depends on how a sample is shared shows as a difference of losses or of the norm
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 import time
@@ -109,6 +110,8 @@ def compare(config: Config, corpus: Corpus, parallel: ParallelLayout, console: C
     console.print(f"A step with cp {cp} ...")
     shared = take_step(config, corpus, parallel, samples, parallel)
     console.print("The same step with cp 1 ...")
+    single = dataclasses.replace(config.parallel, cp=1)
+    config = dataclasses.replace(config, parallel=single)
     alone = take_step(config, corpus, one_process(parallel), samples, parallel)
     apart = [
         (x - y).abs().max() for x, y in zip(shared.losses, alone.losses, strict=True) if len(x)
@@ -135,6 +138,7 @@ def compare(config: Config, corpus: Corpus, parallel: ParallelLayout, console: C
         else f"parallel.cp={cp} computes what one process does"
     )
     console.print(verdict, soft_wrap=True)
+    dist.barrier(group=parallel.host_group)  # torchrun ends all ranks when one fails
     return not wrong
 
 
@@ -180,6 +184,7 @@ def take_step(
     seconds = time.perf_counter() - begin
     dtype = engine.model.dtype
     del engine
+    gc.collect()  # a wrapped model refers to itself
     if parallel.device.type == "cuda":
         torch.cuda.empty_cache()
     return StepResult(loss, grad_norm, losses, dtype, seconds)

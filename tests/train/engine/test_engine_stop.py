@@ -25,7 +25,7 @@ ENGINES = [
             marks=[
                 pytest.mark.deepspeed,
                 pytest.mark.skipif(find_spec("deepspeed") is None, reason="not installed"),
-                *([pytest.mark.soak] if stage == 2 else []),
+                *([pytest.mark.soak] if stage < 3 else []),
             ],
             id=f"zero-{stage}",
         )

@@ -135,6 +135,16 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"model.rope.low_freq_factor": 4.0}, "model.rope.high_freq_factor=4.0"),
         ({"mode": "chek"}, "nearest valid: mode=check"),
         ({"mode": "verify"}, "nearest valid: parallel.cp=2"),
+        (
+            {
+                "mode": "verify",
+                "parallel.cp": 2,
+                "model.head_dim": 64,
+                "model.attention_precision": "int8",
+            },
+            "nearest valid: model.attention_precision=native",
+        ),
+        ({"memory.offload_layers": 1}, "nearest valid: memory.offload=residual"),
         ({"profile.steps": [5, 3]}, "for example profile.steps=[3,5]"),
         ({"profile.steps": [1, 301]}, "train.steps=300"),
         ({"profile.steps": [1]}, "the first and the last step"),

@@ -68,7 +68,9 @@ def test_keys_that_a_run_may_change(config, folder):
 def test_a_run_whose_settings_have_old_names_goes_on(config, folder):
     values = json.loads(folder.config.read_text())
     values["train"] |= {"recompute": "full", "loss_chunk": 77}
-    del values["memory"]
+    for section in ("memory", "engine", "verify"):  # keys that it did not have yet
+        del values[section]
+    del values["train"]["residual"], values["model"]["attention_precision"]
     folder.config.write_text(json.dumps(values))
     folder.require_fit(config)
 

@@ -72,6 +72,7 @@ def test_bugs_of_a_ring_are_found(config: Config, precision: str) -> None:
     """A mask that is off by one key of 30, local positions, gradients cp times too large."""
     config.model.dim, config.model.ffn_dim, config.train.accumulation = 32, 64, 2
     config.data.seq_len, config.train.precision = 300, precision
+    config.memory.recompute, config.memory.offload = "attention-saving", "all"
     open_corpus(config.data)  # tokenised once, not by every rank
     by_rank = sacrifice(2, 60, _compare_all, config, limit=100)
     for results in by_rank:
