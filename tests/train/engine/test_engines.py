@@ -14,6 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import sacrifice
 from tests.train.jobs import steps
-from train.config import Config, EngineConfig
+from train.config import Config, EngineConfig, MemoryConfig
 from train.data.batches import Batch
 from train.data.samples import IGNORED
 from train.data.shards import open_corpus
+from train.engine import deepspeed
 from train.engine.parallel import ParallelLayout
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
@@ -74,10 +76,26 @@ def layout(cp: int) -> ParallelLayout:
     return ParallelLayout(rank, world, cp, torch.device("cpu"), groups[rank // cp], host, save)
 
 
+def _releasing(settings: Any) -> Any:
+    """Settings of ZeRO-3 with which small weights are released after each use, as large ones."""
+
+    def with_thresholds(*args: Any) -> dict[str, Any]:
+        made = settings(*args)
+        made["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+        }
+        return made
+
+    return with_thresholds
+
+
 def train(config: Config, parallel: ParallelLayout, spoiled: int = -1) -> Trainer:
     """A finished run on this rank. The losses of step ``spoiled`` are not finite on rank 0."""
     report = FailureReport(parallel.rank, sys.stderr)
-    trainer = Trainer(config, open_corpus(config.data), parallel, RunFolder(config), report)
+    with mock.patch.object(deepspeed, "_settings", _releasing(deepspeed._settings)):
+        trainer = Trainer(config, open_corpus(config.data), parallel, RunFolder(config), report)
     whole = trainer.model.forward
 
     def forward(batch: Batch) -> torch.Tensor:
@@ -170,6 +188,26 @@ def test_engines_take_the_same_steps(config, engines):
 @pytest.mark.parametrize("engines", SAME_STEPS)
 def test_a_tied_embedding_is_trained_by_both_of_its_uses(config, engines):
     config.model.tied_embeddings, config.train.steps = True, 6
+    check_alike(config, 2, engines, [2])
+
+
+def test_a_rank_may_hold_no_row_of_a_parameter(config):
+    """Four ranks, and gains of two rows."""
+    config.model.head_dim, config.model.qk_norm, config.train.steps = 2, True, 5
+    check_alike(config, 4, ENGINES, [2])
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        pytest.param(ENGINES, id="fsdp2"),
+        pytest.param({"ddp": DDP, **ZERO}, marks=needs_deepspeed, id="zero"),
+    ],
+)
+def test_engines_take_the_same_steps_with_less_memory(config, engines):
+    """Recomputation, the MLP in chunks, offload: steps are those of ddp with the same."""
+    config.memory = MemoryConfig("attention-saving", mlp_chunk=64, loss_chunk=50, offload="all")
+    config.train.steps = 5
     check_alike(config, 2, engines, [2])
 
 
