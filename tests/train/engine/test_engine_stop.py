@@ -18,7 +18,7 @@ from train.engine.checkpoint import checkpoints_in
 
 STEPS = 3
 ENGINES = [
-    pytest.param(["engine=fsdp2"], id="fsdp2"),
+    pytest.param(["engine=fsdp2"], marks=pytest.mark.soak, id="fsdp2"),  # zero-3 runs in CI
     *(
         pytest.param(
             ["engine=deepspeed", f"engine.stage={stage}"],
