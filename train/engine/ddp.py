@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +31,3 @@ class DDPEngine(Engine):
             losses = run(batch)
             (losses.sum() * scale).backward()
         return losses.detach()
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
-        return self.model(batch)

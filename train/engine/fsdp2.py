@@ -57,10 +57,6 @@ class FSDP2Engine(Engine):
         (losses.sum() * scale).backward()
         return losses.detach()
 
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
-        return self.model(batch)
-
     def grad_norm(self, limit: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
         assert isinstance(norm, DTensor)
