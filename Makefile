@@ -38,7 +38,7 @@ UNITS = forward-d128-bf16 forward-d128-fp16 forward-d128-bf16-fp8 forward-d128-b
 
 kernels: $(READY)-compiler
 	$(BIN)/python -m ringfa3.build --units $(UNITS) --check
-	$(BIN)/python -m pytest -m "kernels and not soak"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "kernels and not soak"
 
 setup: $(READY)
 
