@@ -1,48 +1,58 @@
 #!/usr/bin/env bash
-# Records the result files of docs/benchmarks.md, a folder of OUT for each:
-#
-#   benchmarks/record.sh forward|backward OUT [option ...]   one GPU, about 8 minutes
-#   benchmarks/record.sh ring OUT [option ...]               all GPUs of the host
-#
-# Options go to every command: --fa3 LIBRARY, and with forward and backward --fa4 FOLDER.
+# Records the result folders of docs/benchmarks.md. Without arguments it prints how to call it.
 set -euo pipefail
+
+usage() {
+  cat >&2 <<'END'
+usage: benchmarks/record.sh GROUP OUT [option ...]
+
+GROUP   forward, backward (one GPU) or ring (all GPUs of the host)
+OUT     a folder; each result is a folder in it
+option  of every command: --fa3 LIBRARY; with forward and backward also --fa4 FOLDER
+END
+  exit 2
+}
+
+[[ $# -ge 2 ]] || usage
 group=$1 out=$2
 shift 2
+options=("$@")
 
 attention() {  # NAME argument ...: one result folder
   local name=$1
   shift
-  python -m ringfa3.bench attention -q --out "$out/$name" "$@"
+  python -m ringfa3.bench attention -q --out "$out/$name" "$@" "${options[@]}"
 }
 
 ring() {
   local name=$1
   shift
-  torchrun --standalone --nproc-per-node gpu -m ringfa3.bench ring -q --out "$out/$name" "$@"
+  torchrun --standalone --nproc-per-node gpu -m ringfa3.bench ring -q --out "$out/$name" \
+    "$@" "${options[@]}"
 }
 
 case $group in
   forward)
-    attention paper-forward --set paper --direction fwd "$@"
-    attention scores-forward --set scores --direction fwd --peers fa3 fa4 --sample-ms 10 "$@"
-    attention gqa-forward --set gqa --direction fwd "$@"
-    attention mqa-hops --set mqa hops --direction fwd "$@"
-    attention masks-forward --set masks --direction fwd "$@"
+    attention paper-forward --set paper --direction fwd
+    attention scores-forward --set scores --direction fwd --peers fa3 fa4 --sample-ms 10
+    attention gqa-forward --set gqa --direction fwd
+    attention mqa-hops --set mqa hops --direction fwd
+    attention masks-forward --set masks --direction fwd
     attention merge --set merge --direction fwd
     ;;
   backward)
-    attention paper-backward --set paper --direction bwd "$@"
-    attention gqa-backward --set gqa --direction bwd "$@"
-    attention masks-backward --set masks --direction bwd "$@"
-    attention deterministic --set deterministic --direction bwd "$@"
-    attention scores-errors-backward --set scores --direction bwd --errors-only "$@"
+    attention paper-backward --set paper --direction bwd
+    attention gqa-backward --set gqa --direction bwd
+    attention masks-backward --set masks --direction bwd
+    attention deterministic --set deterministic --direction bwd
+    attention scores-errors-backward --set scores --direction bwd --errors-only
     ;;
   ring)
-    ring lengths --set lengths "$@"
-    ring sets --set documents window error memory host checkpoint "$@"
+    ring lengths --set lengths --transport symmetric nccl
+    ring sets --set documents window error memory host checkpoint
     ;;
   *)
     echo "record.sh: no group $group; allowed are forward, backward, ring" >&2
-    exit 2
+    usage
     ;;
 esac
