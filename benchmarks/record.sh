@@ -6,9 +6,9 @@ usage() {
   cat >&2 <<'END'
 usage: benchmarks/record.sh GROUP OUT [option ...]
 
-GROUP   forward, backward (one GPU) or ring (all GPUs of the host)
+GROUP   forward, backward, 8-bits (one GPU) or ring (all GPUs of the host)
 OUT     a folder; each result is a folder in it
-option  of every command: --fa3 LIBRARY; with forward and backward also --fa4 FOLDER
+option  of every command: --fa3 LIBRARY; with forward and backward --fa4 FOLDER
 END
   exit 2
 }
@@ -36,23 +36,28 @@ case $group in
     attention paper-forward --set paper --direction fwd
     attention scores-forward --set scores --direction fwd --peers fa3 fa4 --sample-ms 10
     attention gqa-forward --set gqa --direction fwd
-    attention mqa-hops --set mqa hops --direction fwd
+    attention mqa-hops-forward --set mqa hops --direction fwd
     attention masks-forward --set masks --direction fwd
-    attention merge --set merge --direction fwd
+    python -m ringfa3.bench attention -q --out "$out/merge" --set merge  # has no peer
     ;;
   backward)
     attention paper-backward --set paper --direction bwd
     attention gqa-backward --set gqa --direction bwd
+    attention mqa-hops-backward --set mqa hops --direction bwd
     attention masks-backward --set masks --direction bwd
     attention deterministic --set deterministic --direction bwd
     attention scores-errors-backward --set scores --direction bwd --errors-only
+    ;;
+  8-bits)
+    attention fp8 --set fp8 --peers fa3
+    attention int8 --set int8 --peers fa3
     ;;
   ring)
     ring lengths --set lengths --transport symmetric nccl
     ring sets --set documents window error memory host checkpoint
     ;;
   *)
-    echo "record.sh: no group $group; allowed are forward, backward, ring" >&2
+    echo "record.sh: no group $group; allowed are forward, backward, 8-bits, ring" >&2
     usage
     ;;
 esac

@@ -199,7 +199,8 @@ def parser() -> argparse.ArgumentParser:
         "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one that compares "
         "RingFA3 with itself: ablation (the kernel without parts of it, or with three stages; the "
         "paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic (the "
-        "deterministic backward); default paper gqa",
+        "deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype); default "
+        "paper gqa",
     )  # fmt: skip
     p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))
     p.add_argument(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from ringfa3.bench.common.cases import (
     BACKWARD,
@@ -19,11 +20,18 @@ from ringfa3.bench.common.cases import (
 )
 from ringfa3.bench.common.scores import TIMED, UNTIMED
 
-# Sets that compare RingFA3 with itself, and the direction of each. They run one at a time.
+# Sets with implementations of their own, and the direction of each. They run one at a time.
 ABLATION = "ablation"  # against the kernel without some of its optimisations
 MERGE = "merge"  # against other epilogues of a hop
 DETERMINISTIC = "deterministic"  # with deterministic=True and without
-SELF_COMPARISONS = {ABLATION: FORWARD, MERGE: FORWARD, DETERMINISTIC: BACKWARD}
+FP8, INT8 = "fp8", "int8"  # with 8-bit operands and without
+SELF_COMPARISONS = {
+    ABLATION: FORWARD,
+    MERGE: FORWARD,
+    DETERMINISTIC: BACKWARD,
+    FP8: FORWARD,
+    INT8: FORWARD,
+}
 SCORES = "scores"
 HEAD_DIMS = (64, 128, 256)
 PEERS = ("fa3", "fa4", "cudnn")  # the other libraries, as options name them
@@ -125,7 +133,18 @@ def ablation(shrink: int) -> Iterable[Case]:
     yield dense(ABLATION, 4, 8448 // shrink, (16, 16), 128, FULL)
 
 
-SETS = {
+def quantised(set_name: str, shrink: int) -> Iterable[Case]:
+    """16k tokens, hidden size 2048, scores of 1 and 4 nats; packed documents and a window."""
+    for d in HEAD_DIMS:
+        for window in (FULL, CAUSAL):
+            for name in (None, "sigma 4"):
+                case = dense(set_name, 1, 16 * K // shrink, (2048 // d, 2048 // d), d, window)
+                yield replace(case, label=name or case.label, scores=name)
+    for case in list(masks(shrink))[2:6]:  # documents of 1k to 64k, the window of 4k
+        yield replace(case, set=set_name)
+
+
+SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     "paper": paper,
     "gqa": gqa,
     "mqa": mqa,
@@ -135,6 +154,8 @@ SETS = {
     ABLATION: ablation,
     MERGE: merge,
     DETERMINISTIC: deterministic,
+    FP8: partial(quantised, FP8),
+    INT8: partial(quantised, INT8),
 }
 
 

@@ -14,6 +14,9 @@ from ringfa3.bench.attention.ablation import ForwardVariant
 from ringfa3.bench.attention.cases import (
     ABLATION,
     DETERMINISTIC,
+    FP8,
+    INT8,
+    MERGE,
     PEERS,
     SCORES,
     SELF_COMPARISONS,
@@ -23,6 +26,7 @@ from ringfa3.bench.attention.errors import add_errors
 from ringfa3.bench.attention.fa4 import flash_attention_4
 from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
 from ringfa3.bench.attention.plot import attention_figures
+from ringfa3.bench.attention.quantised import QuantisedForward
 from ringfa3.bench.attention.sdpa import Sdpa
 from ringfa3.bench.attention.table import attention_line, attention_lines, attention_tables
 from ringfa3.bench.common import machine
@@ -140,7 +144,7 @@ def _implementations(
             raise BenchError(f"--{option} was given, but --peers leaves {option} out")
     if own := [name for name in options.sets if name in SELF_COMPARISONS]:
         if len(options.sets) > 1:
-            raise BenchError(f"--set {own[0]} measures RingFA3 against itself: it stands alone")
+            raise BenchError(f"--set {own[0]} has implementations of its own: it stands alone")
         return _of_self_comparison(own[0], device, options)
     if device.type == "cpu":
         for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
@@ -186,7 +190,7 @@ def _of_self_comparison(
     """As `_implementations`, for a set of `SELF_COMPARISONS`."""
     smoke = device.type == "cpu"
     for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
-        if given is not None and (smoke or name != DETERMINISTIC):
+        if given is not None and (smoke or name in (ABLATION, MERGE)):
             where = " on the CPU" if smoke else ""
             raise BenchError(f"--{option} has no part in --set {name}{where}")
     if name == DETERMINISTIC:
@@ -194,6 +198,10 @@ def _of_self_comparison(
         found, missing = ([], []) if smoke else _flash_attentions(options, deterministic=True)
         missing.append("cuDNN: PyTorch has no deterministic backward of it")
         return [turns, RingFA3(), *found], missing
+    if name in (FP8, INT8):
+        found, missing = ([], []) if smoke else _flash_attentions(options)
+        quantised = QuantisedForward(name), QuantisedForward(name, whole=True)
+        return [*quantised, RingFA3(), *found], missing
     if name == ABLATION:
         if not ablation_folder().is_dir():
             raise BenchError(

@@ -109,15 +109,19 @@ class AccuracyCheck:
         return errors
 
     def differences(
-        self, ours: Outputs, theirs: Outputs, rows: torch.Tensor | None = None
+        self,
+        ours: Outputs,
+        theirs: Outputs,
+        rows: torch.Tensor | None = None,
+        leniency: float = 1.0,
     ) -> dict[str, float]:
         """max|ours - theirs| of whole outputs; `theirs` has the tokens `rows`.
 
-        Raises WrongResultError where one is above the sum of both bounds.
+        Raises WrongResultError where one is above `leniency` times the sum of both bounds.
         """
         here = ours if rows is None else {name: x[rows] for name, x in ours.items()}
         differences = {name: _distance(here[name], theirs[name]) for name in self.bound}
-        self._require(differences, 1 + PEER_LENIENCY, "of the two differs by {:.2e}")
+        self._require(differences, leniency * (1 + PEER_LENIENCY), "of the two differs by {:.2e}")
         return differences
 
     def _require(self, errors: dict[str, float], times: float, message: str) -> None:

@@ -72,6 +72,7 @@ class PreparedRun:
              problem
     rows     (n,) the problem's tokens that `outputs` has, in order; None: all of them
     flops    of `run`, where they differ from the problem's
+    leniency times the bound for its errors
     close    releases what `prepare` has acquired
     """
 
@@ -79,6 +80,7 @@ class PreparedRun:
     outputs: Callable[[Any], Outputs] | None
     rows: torch.Tensor | None = None
     flops: int | None = None
+    leniency: float = 1.0
     close: Callable[[], None] = lambda: None
 
     def results(self) -> Outputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import CAUSAL, Case
 from ringfa3.bench.common.comparison import DeviceLostError
 from ringfa3.bench.common.results import Results, Row
+from ringfa3.kernels import quantised_reference
 
 SMALL = [
     Case("paper", "24 x 2", (24, 24), 4, 4, 64, CAUSAL),
@@ -217,7 +219,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     ("sets", "more", "message"),
     [
         (["ablation"], [], "--set ablation compiles kernels: it needs a GPU"),
-        (["merge", "paper"], [], "--set merge measures RingFA3 against itself: it stands alone"),
+        (["merge", "paper"], [], "--set merge has implementations of its own: it stands alone"),
         (["merge"], ["--fa3", "x.so"], "--fa3 has no part in --set merge"),
         (["deterministic"], ["--fa3", "x.so"], "--fa3 has no part in --set deterministic on the"),
         (["deterministic"], ["--direction", "fwd"], "nothing to measure: no such case"),
@@ -270,3 +272,26 @@ def test_sets_on_the_cpu_from_end_to_end(
     assert (tmp_path / f"{direction}-{name}.png").exists()
     notes = [line for line in found.left_out if line.startswith("cuDNN: ")]
     assert bool(notes) is (name == "deterministic")
+
+
+def test_outputs_in_8_bits_are_timed_if_they_are_right(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The int8 kernel alone, with quantisation and beside bfloat16; with half of every output."""
+    names = ["RingFA3 int8", "RingFA3 int8 with quantisation", "RingFA3"]
+    arguments = ("--device", "cpu", "--set", "int8", "--direction", "fwd", "-q", "--out")
+    assert run(*arguments, tmp_path / "right") == 0
+    for row in Results.load(tmp_path / "right" / "results.json").rows:
+        assert (row.implementations, row.stopped) == (names, None)
+        assert all(row.comparisons[peer].ratio is not None for peer in names[1:])
+    attend = quantised_reference.attend
+
+    def wrong(*args: Any, **more: Any) -> None:
+        attend(*args, **more)
+        args[4].mul_(0.5)
+
+    monkeypatch.setattr(quantised_reference, "attend", wrong)
+    assert run(*arguments, tmp_path / "wrong") == 1
+    for row in Results.load(tmp_path / "wrong" / "results.json").rows:
+        assert row.stopped is not None
+        assert row.stopped.startswith("wrong: out is off by")
