@@ -14,8 +14,16 @@ from ringfa3.bench.common.results import FILE, Results
 from ringfa3.bench.tables.provenance import command
 
 DOCS = Path(__file__).parent.parent.parent.parent / "docs"
-PAPER = "attention/nvidia-h200-2026-11-20-bf16-paper-forward"
-RING = "ring/nvidia-h200-x2-2026-11-22-bf16-lengths-and-scaling"
+
+
+def committed(kind: str, name: str) -> str:
+    """The only result folder of a kind and name; between the two are GPU, date and dtype."""
+    (folder,) = (DOCS / "results" / kind).glob(f"nvidia-{name}")
+    return f"{kind}/{folder.name}"
+
+
+PAPER = committed("attention", "h200-*-paper-forward")
+RING = committed("ring", "h200-x2-*-lengths")
 
 
 def tables(page: Path, *options: str) -> int:
@@ -61,13 +69,15 @@ def test_figures_are_those_of_the_file(page: Path) -> None:
     row = paper["rows"][5]
     fa3 = row["matches"]["FA3"]
     low, high = fa3["interval"]
-    cell = f"| {fa3['tflops'][0]:.0f} | {fa3['tflops'][1]:.0f}, {fa3['ratio']:.3f} "
-    assert f"{cell}[{low:.3f}, {high:.3f}] |" in text
+    head = f"| {row['label']} | 32:32 | {row['head_dim']} | {fa3['tflops'][0]:.0f} | "
+    (line,) = (x for x in text.splitlines() if x.startswith(f"| forward | {row['mask']} {head}"))
+    assert f"| {fa3['tflops'][1]:.0f}, {fa3['ratio']:.3f} [{low:.3f}, {high:.3f}] |" in line
     row = json.loads((page.parent / "results" / RING / FILE).read_text())["rows"][0]
     share = min(row["matches"][name]["ratio"] for name in row["yardsticks"])
     assert f"| {row['direction']} | {row['world']} | {row['label']} | " in text
     assert f" {share:.3f} [" in text
-    for word in ("NVIDIA H200, 2026-11-20", "inputs N(0,1)", f"`{paper['machine']['sources']}`"):
+    date = paper["machine"]["date"][:10]
+    for word in (f"NVIDIA H200, {date}", "inputs N(0,1)", f"`{paper['machine']['sources']}`"):
         assert word in text
 
 
@@ -92,7 +102,7 @@ def test_a_file_or_row_that_no_block_shows_must_be_listed(
     page.write_text(text.replace(f"results: {RING}", f"results: {RING} direction=forward"))
     assert tables(page) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"6 of 12 rows of results/{RING}/{FILE} are in no block" in line
+    assert f"3 of 6 rows of results/{RING}/{FILE} are in no block" in line
     page.write_text(page.read_text() + f"\n* `{RING}`: its backward is superseded.\n")
     assert tables(page, "--check") == 0
     shutil.copytree(page.parent / "results" / PAPER, page.parent / "results" / f"{PAPER}-2")
@@ -138,19 +148,20 @@ def test_options_of_peers_and_errors_are_in_the_command() -> None:
 
 def test_commands_are_those_of_the_settings() -> None:
     commands = {
-        path.parent.name: command(Results.load(path)) for path in DOCS.glob(f"results/*/*/{FILE}")
+        "/".join(path.parts[-3:-1]): command(Results.load(path))
+        for path in DOCS.glob(f"results/*/*/{FILE}")
     }
-    assert commands["nvidia-h200-2026-11-20-bf16-paper-forward"] == (
-        "python -m ringfa3.bench attention --set paper --direction fwd --fa3 fa3.so"
+    assert commands[PAPER] == (
+        "python -m ringfa3.bench attention --set paper --direction fwd --fa3 fa3.so --fa4 fa4"
     )
-    assert commands["nvidia-h200-2026-11-22-fp16-ablation"] == (
+    assert commands[committed("attention", "h200-*-ablation")] == (
         "python -m ringfa3.bench attention --set ablation --dtype fp16 --direction fwd"
     )
-    assert commands["nvidia-h200-x2-2026-11-22-bf16-lengths-backward"] == (
+    assert commands[RING] == (
         "torchrun --standalone --nproc-per-node 2 -m ringfa3.bench ring --set lengths "
-        "--direction bwd --transport symmetric nccl --worlds 2 --longest 65536 --fa3 fa3.so"
+        "--transport symmetric nccl --worlds 2 --longest 65536 --fa3 fa3.so"
     )
-    assert commands["nvidia-h200-x4-2026-11-20-bf16-lengths-forward"] == (
+    assert commands[committed("ring", "h200-x4-*-lengths-forward")] == (
         "torchrun --standalone --nproc-per-node 4 -m ringfa3.bench ring --set lengths "
         "--direction fwd --transport symmetric nccl --worlds 4 --fa3 fa3.so"
     )
