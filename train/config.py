@@ -164,6 +164,24 @@ class MemoryConfig:
 
 
 @dataclass
+class HardwareConfig:
+    name: str = "h200"
+    memory_gb: float = 150.7
+    host_gb: float | None = None
+    context_gb: float = 3.0
+    peak_tflops: float = 989.0
+    head_dims: list[int] = field(default_factory=lambda: [64, 128])
+    forward_tflops: list[float] = field(default_factory=lambda: [600.0, 650.0])
+    backward_tflops: list[float] = field(default_factory=lambda: [545.0, 600.0])
+    widths: list[int] = field(default_factory=lambda: [768, 2048, 4096])
+    matmul_tflops: list[float] = field(default_factory=lambda: [610.0, 650.0, 700.0])
+    kernel_share: float = 0.87
+    memory_gb_s: float = 4300.0
+    link_gb_s: float = 130.0
+    host_link_gb_s: float = 50.0
+
+
+@dataclass
 class CheckpointConfig:
     every: int = 100
     keep: int = 2
@@ -240,6 +258,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -254,7 +273,7 @@ class Config:
 SOURCES = "data.sources"
 NAME = "NAME"
 
-GROUPS = ("model", "data", "optim", "engine", "memory", "experiment")
+GROUPS = ("model", "data", "optim", "engine", "memory", "hardware", "experiment")
 
 # Keys of earlier versions. They are refused with their present name, and read from old runs.
 RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.loss_chunk"}

@@ -166,7 +166,7 @@ def test_every_key_of_the_files_is_documented_and_in_the_schema():
         ("optim", "optim/adamw"),
         *(("engine", f"engine/{name}") for name in check_engine.ENGINES),
     ]
-    files += [("memory", "memory/keep")]
+    files += [("memory", "memory/keep"), ("hardware", "hardware/h200")]
     for section, name in files:
         text = (ROOT / "configs" / f"{name}.yaml").read_text()
         values = {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra")}

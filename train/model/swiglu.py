@@ -13,23 +13,28 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from train.config import ModelConfig
+from train.model.matmul import Linear, compute_dtype_of, linear, matmul
+
+ALL = 1 << 62  # tokens: more than any sample has
 
 
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``, (T, D) -> (T, D); the hidden states are (T, F).
 
-    With ``chunk`` the hidden states of only so many tokens exist at a time.
+    With ``chunk`` the hidden states of only so many tokens exist at a time. ``ALL`` is one chunk:
+    in an activation checkpoint, which computes less again with chunks than without.
     """
 
     def __init__(self, model: ModelConfig, chunk: int | None = None) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.dim, model.ffn_dim, bias=False)
-        self.up = nn.Linear(model.dim, model.ffn_dim, bias=False)
-        self.down = nn.Linear(model.ffn_dim, model.dim, bias=False)
+        self.gate = Linear(model.dim, model.ffn_dim)
+        self.up = Linear(model.dim, model.ffn_dim)
+        self.down = Linear(model.ffn_dim, model.dim)
         self.chunk = chunk
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.chunk is None:
+            x_TD = x_TD.to(compute_dtype_of(x_TD))  # gate and up save the same tensor
             return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
         weights = self.gate.weight, self.up.weight, self.down.weight
         return chunked_swiglu(x_TD, *weights, self.chunk)
@@ -45,14 +50,13 @@ def chunked_swiglu(
     recomputation of an activation checkpoint skips the products of the forward: it ends at the last
     tensor that the graph holds, which is an input of this function.
     """
-    kind = x_TD.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_TD.dtype
+    dtype = compute_dtype_of(x_TD)
     x_TD = _Inputs.apply(x_TD, gate_FD, up_FD, down_DF, chunk, dtype)
     with torch.no_grad():
         gate_FD, up_FD, down_DF = (weight.to(dtype) for weight in (gate_FD, up_FD, down_DF))
         y_TD = torch.empty_like(x_TD)
         for x, y in zip(x_TD.split(chunk), y_TD.split(chunk), strict=True):
-            y.copy_(F.linear(F.silu(F.linear(x, gate_FD)) * F.linear(x, up_FD), down_DF))
+            y.copy_(linear(F.silu(linear(x, gate_FD)) * linear(x, up_FD), down_DF))
     return _Output.apply(x_TD, y_TD)
 
 
@@ -97,14 +101,14 @@ class _Inputs(torch.autograd.Function):
         dx_TD = torch.empty_like(x_TD, dtype=ctx.dtype)
         chunks = (tensor.split(ctx.chunk) for tensor in (x_TD, dy_TD, dx_TD))
         for x, dy, dx in zip(*chunks, strict=True):
-            gate_TF, up_TF = F.linear(x, gate_FD), F.linear(x, up_FD)
+            gate_TF, up_TF = linear(x, gate_FD), linear(x, up_FD)
             silu_TF = F.silu(gate_TF)
-            ddown_DF += dy.T @ (silu_TF * up_TF)
-            dhidden_TF = dy @ down_DF
+            ddown_DF += matmul(dy.T, silu_TF * up_TF)
+            dhidden_TF = matmul(dy, down_DF)
             dup_TF = dhidden_TF * silu_TF
             dgate_TF = torch.ops.aten.silu_backward(dhidden_TF * up_TF, gate_TF)
-            dgate_FD += dgate_TF.T @ x
-            dup_FD += dup_TF.T @ x
-            dx.copy_(torch.addmm(dgate_TF @ gate_FD, dup_TF, up_FD))
+            dgate_FD += matmul(dgate_TF.T, x)
+            dup_FD += matmul(dup_TF.T, x)
+            dx.copy_(matmul(dup_TF, up_FD, matmul(dgate_TF, gate_FD)))
         dweights = zip((dgate_FD, dup_FD, ddown_DF), weights, strict=True)
         return dx_TD, *(total.to(weight.dtype) for total, weight in dweights), None, None

@@ -22,9 +22,10 @@ from train.data.batches import Batch
 from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
+from train.model.matmul import Linear
 from train.model.offload import Offload
 from train.model.sdpa import SdpaAttention
-from train.model.swiglu import SwiGLU
+from train.model.swiglu import ALL, SwiGLU
 
 
 class Rotation(NamedTuple):
@@ -83,10 +84,10 @@ class Attention(nn.Module):
         super().__init__()
         head_dim = model.resolved_head_dim()
         self.head_dim, self.softmax_scale = head_dim, model.softmax_scale
-        self.wq = nn.Linear(model.dim, model.n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(model.n_heads * head_dim, model.dim, bias=False)
+        self.wq = Linear(model.dim, model.n_heads * head_dim)
+        self.wk = Linear(model.dim, model.n_kv_heads * head_dim)
+        self.wv = Linear(model.dim, model.n_kv_heads * head_dim)
+        self.wo = Linear(model.n_heads * head_dim, model.dim)
         self.q_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.attend = (
@@ -186,9 +187,13 @@ class Transformer(nn.Module):
             keeps, everything = memory.recompute == "attention-saving", memory.offload == "all"
             blocks = memory.offloaded(model.n_layers)
             self.offload = Offload(blocks, tokens, keeps, everything)
+        self.rows = vocab_size  # of embedding and head
         self.embedding = nn.Embedding(vocab_size, model.dim)
+        chunk = memory.mlp_chunk
+        if chunk is None and memory.recompute != "none":
+            chunk = ALL
         self.blocks = nn.ModuleList(
-            Block(model, attention, memory.mlp_chunk, **ring) for _ in range(model.n_layers)
+            Block(model, attention, chunk, **ring) for _ in range(model.n_layers)
         )
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.output = None

@@ -20,7 +20,7 @@ MAY_CHANGE = (
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
     "train.deterministic",
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
-    *("log.", "profile.", "sweep.", "generate.", "eval.", "verify."),
+    *("hardware.", "log.", "profile.", "sweep.", "generate.", "eval.", "verify."),
 )
 
 
