@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from train.config import MemoryConfig, ModelConfig
 
-FORWARD_PER_PAIR = 4  # FLOPs per head and channel: the products Q K and P V
-BACKWARD_PER_PAIR = 10  # S again, dP, dV, dQ, dK
+# FLOPs per allowed pair, query head and channel
+FORWARD_PER_PAIR = 4  # the products Q K and P V
+BACKWARD_PER_PAIR = 8  # dP, dV, dQ, dK
+AGAIN_PER_PAIR = 2  # Q K, which the backward computes again in place of keeping the scores
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class StepFlops:
     """FLOPs of a step.
 
     ``linear`` and ``attention`` are forward and backward of the model, ``repeated_linear`` and
-    ``repeated_attention`` what the backward computes a second time to save memory.
+    ``repeated_attention`` what the backward computes a second time to save memory: also the scores,
+    which attention's backward never keeps.
     """
 
     linear: int
@@ -54,12 +57,6 @@ def mlp_weights(model: ModelConfig) -> int:
     return 3 * model.dim * model.ffn_dim
 
 
-def attention_flops(model: ModelConfig, pairs: int) -> tuple[int, int]:
-    """Forward and backward of all blocks, for ``pairs`` allowed (query, key) pairs."""
-    each = pairs * model.n_heads * model.resolved_head_dim() * model.n_layers
-    return FORWARD_PER_PAIR * each, BACKWARD_PER_PAIR * each
-
-
 def step_flops(
     model: ModelConfig, memory: MemoryConfig, rows: int, tokens: int, pairs: int
 ) -> StepFlops:
@@ -70,7 +67,8 @@ def step_flops(
     """
     block = attention_weights(model) + mlp_weights(model)
     forward = 2 * tokens * (model.n_layers * block + rows * model.dim)
-    pairs_forward, pairs_backward = attention_flops(model, pairs)
+    each = pairs * model.n_heads * model.resolved_head_dim() * model.n_layers
+    forwards = 2 if memory.recompute == "full" else 1
     # A recomputed block ends before `down`, whose output no gradient needs. Chunks of the MLP
     # compute gate and up again, and chunks of the loss the logits.
     gate_and_up = mlp_weights(model) * 2 // 3
@@ -81,7 +79,7 @@ def step_flops(
         again = gate_and_up
     return StepFlops(
         linear=3 * forward,
-        attention=pairs_forward + pairs_backward,
+        attention=(FORWARD_PER_PAIR + BACKWARD_PER_PAIR) * each,
         repeated_linear=2 * tokens * (model.n_layers * again + rows * model.dim),
-        repeated_attention=pairs_forward if memory.recompute == "full" else 0,
+        repeated_attention=(AGAIN_PER_PAIR + (forwards - 1) * FORWARD_PER_PAIR) * each,
     )

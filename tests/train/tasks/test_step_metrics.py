@@ -72,12 +72,12 @@ def test_every_line_has_the_split_and_the_utilisation(config):
 
 
 def test_a_line_of_a_cpu_has_flops_alone(config):
-    """6 FLOPs a weight and token, and 14 a pair, head and channel, of documents of up to 256."""
+    """6 FLOPs a weight and token, and 12 a pair, head and channel, of documents of up to 256."""
     lines, _ = run(config, on_device=False)
     model, tokens = config.model, config.data.seq_len
     weights = model.dim * (2 * model.dim + 2 * model.dim // 2 + 3 * model.ffn_dim + 300)
     for line in lines:
-        pairs = (line["flops"] - 6 * tokens * weights) / (14 * model.dim)
+        pairs = (line["flops"] - 6 * tokens * weights) / (12 * model.dim)
         assert pairs == int(pairs)
         assert tokens <= pairs <= tokens * (tokens + 1) / 2
         assert not {"mfu", "hfu", "attention_s"} & line.keys()
