@@ -24,6 +24,7 @@ from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout, require_agreement, sum_over_ranks
 from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
+from train.estimate.prediction import Prediction
 from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
 from train.log.profiler import profiled
 from train.log.wandb_run import WandbRun
@@ -33,6 +34,7 @@ from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
+from train.tasks.estimate import errors_of
 from train.tasks.evaluate import Evaluation, evaluate
 from train.tasks.resume import prepare_folder, restore, set_batch
 from train.tasks.summary import summarise, write_summary
@@ -51,16 +53,19 @@ class Trainer:
         parallel: ParallelLayout,
         folder: RunFolder,
         report: FailureReport,
+        prediction: Prediction | None = None,
     ) -> None:
         self.config, self.corpus, self.parallel = config, corpus, parallel
-        self.folder, self.report = folder, report
+        self.folder, self.report, self.prediction = folder, report, prediction
         self.console = Console(quiet=parallel.rank != 0, markup=False, highlight=False)
         config_json = json.dumps(dataclasses.asdict(config), indent=1)
         digest = hashlib.sha256(config_json.encode()).hexdigest()[:12]
         require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
         self.accumulation = train.accumulation_over(parallel.dp)
-        self.samples = training_samples(corpus.train, data.seq_len, data.piece_len, train.seed)
+        self.samples = training_samples(
+            corpus.train, data.seq_len, data.piece_len, train.seed, data.document_mask
+        )
         self.engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
         self.model = self.engine.model
         self.times = time_split_on(parallel.device)
@@ -155,6 +160,7 @@ class Trainer:
             self.report.begin_step(state.step + 1)
             record = self.step(batches, previous)
             step_done()
+            self._compare(time.perf_counter() - previous, record)
             previous = time.perf_counter()
             progress.update(record)
             if state.guard.exhausted:
@@ -244,6 +250,16 @@ class Trainer:
         peak = config.hardware.peak_tflops
         return {"flops": flops.model} | flops.utilisation(seconds, self.parallel.world, peak)
 
+    def _compare(self, seconds: float, record: dict[str, Any]) -> None:
+        """Report the errors of the prediction, once, after the first step of this process."""
+        if self.prediction is None:
+            return
+        offload = self.model.transformer.offload
+        moved = 0 if offload is None else sum(b.nbytes for b in offload.pool.buffers)
+        line = errors_of(self.prediction, seconds, record["device_memory"], moved)
+        self.prediction = None
+        self._say_event(line)
+
     def _agreed(self, objection: str | None) -> str | None:
         """Return the objection of any rank on all ranks: all accept a step, or none."""
         if self.parallel.world == 1:
@@ -256,13 +272,15 @@ class Trainer:
 
         DDP rebuilds its buckets after its first backward pass. This pass makes it do so before the
         first step of every run, so a resumed run sums in the same order as an uninterrupted one. It
-        also opens connections and compiles kernels.
+        also opens connections and compiles kernels. Blocks run uncompiled here: graphs for so few
+        tokens would serve no step.
         """
         length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
         sample = pack(self.corpus.train, [Piece(0, 0, length)])
         batch = make_batch(sample, self.parallel.cp_group, self.config.parallel.layout)
         one = torch.ones((), device=self.parallel.device)
-        self.engine.backward(batch.to(self.parallel.device), one, last=True)
+        with torch.compiler.set_stance("force_eager"):
+            self.engine.backward(batch.to(self.parallel.device), one, last=True)
         self.engine.discard()
 
     def _save(self) -> None:

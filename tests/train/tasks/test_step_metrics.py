@@ -11,9 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.train.jobs import events
 from train.data.shards import open_corpus
 from train.engine.parallel import ParallelLayout
 from train.engine.time_split import KINDS, TimeSplit
+from train.estimate.job import Job
+from train.estimate.prediction import Prediction, predict
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
 from train.tasks import trainer
@@ -30,7 +33,7 @@ class HostEvent:
         return 1e3 * (later.at - self.at)
 
 
-def run(config, on_device: bool) -> tuple[list[dict], int]:
+def run(config, on_device: bool, prediction: Prediction | None = None) -> tuple[list[dict], int]:
     """The lines of a run, and how often it waited for its device."""
     waits = []
     times = TimeSplit(HostEvent, lambda: waits.append(1)) if on_device else None
@@ -39,7 +42,9 @@ def run(config, on_device: bool) -> tuple[list[dict], int]:
     parallel = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
     report = FailureReport(0, sys.stderr)
     with mock.patch.object(trainer, "time_split_on", return_value=times):
-        made = Trainer(config, open_corpus(config.data), parallel, RunFolder(config), report)
+        made = Trainer(
+            config, open_corpus(config.data), parallel, RunFolder(config), report, prediction
+        )
     try:
         made.train()
     finally:
@@ -81,3 +86,17 @@ def test_a_line_of_a_cpu_has_flops_alone(config):
         assert pairs == int(pairs)
         assert tokens <= pairs <= tokens * (tokens + 1) / 2
         assert not {"mfu", "hfu", "attention_s"} & line.keys()
+
+
+def test_the_first_step_is_compared_with_its_prediction(config):
+    """Once, in the events, relative to what was predicted."""
+    config.model.head_dim, data = 64, config.data
+    prediction = predict(Job(config, 1, 1, 300, [0, data.seq_len]))
+    lines, _ = run(config, on_device=True, prediction=prediction)
+    said = [event for event in events(Path(config.run.dir)) if "prediction" in event]
+    found = lines[0]["device_memory"] / 1e9
+    percent = 100 * (found / (prediction.memory.device / 1e9) - 1)
+    assert said == [
+        f"first step beside its prediction: device memory {found:.1f} GB, "
+        f"predicted {prediction.memory.device / 1e9:.1f} ({percent:+.1f}%)"
+    ]
