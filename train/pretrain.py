@@ -199,7 +199,7 @@ def main() -> None:
             config = with_run_config(config, given)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if config.mode == "estimate":
-            world = config.estimate.gpus or world
+            world = config.estimate.gpus or max(world, config.parallel.cp)
         check(config, world)
 
         # torch is imported after all checks, and after the stopper has blocked signals

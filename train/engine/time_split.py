@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,8 +36,9 @@ class Mark(NamedTuple):
 
 
 class TimeSplit:
-    """Splits the periods between two ``begin`` by kinds of work.
+    """Splits periods by kinds of work.
 
+    A period lasts from ``begin`` to ``end``; what is issued outside of one is not looked at.
     ``enter`` and ``leave`` may nest: the inner kind counts. What no kind claims is "rest", and a
     stretch of it is "idle" if the device had finished it when the host issued what follows. Small
     kernels of a starved device so count as idle.
@@ -53,15 +55,19 @@ class TimeSplit:
     ) -> None:
         self._new_event, self._synchronise, self._clock = new_event, synchronise, clock
         self._open: list[str] = []
-        self._marks: list[Mark] = []
+        self._marks: list[Mark] = []  # of the present period; empty outside of one
+        self._ended: list[Mark] = []  # of the period before
         self._free: list[Event] = []
 
     def begin(self) -> None:
         """Begin a period. The device has finished all earlier work."""
-        self._free += [mark.event for mark in self._marks]
-        self._marks = []
-        self._open = []
+        self.pause()
         self._mark()
+
+    def pause(self) -> None:
+        """Drop the present period, for work that is no part of a step."""
+        self._free += [mark.event for mark in self._marks]
+        self._marks, self._open = [], []
 
     def begin_outside_a_step(self) -> None:
         """``begin``, after a wait for the device."""
@@ -70,8 +76,9 @@ class TimeSplit:
 
     def enter(self, kind: str) -> None:
         """Work that is issued from here on is of ``kind``, one of the first three of ``KINDS``."""
-        self._open.append(kind)
-        self._mark()
+        if self._marks:
+            self._open.append(kind)
+            self._mark()
 
     def leave(self) -> None:
         """End what the latest ``enter`` began."""
@@ -101,14 +108,16 @@ class TimeSplit:
             yield
 
     def end(self) -> None:
-        """Mark the end of the period; ``seconds`` needs the device to have reached it."""
+        """End the period; ``seconds`` needs the device to have reached this point."""
         self._mark()
+        self._free += [mark.event for mark in self._ended]
+        self._ended, self._marks, self._open = self._marks, [], []
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of the period by kind, all ``KINDS``; their sum is its length."""
+        """Seconds of the latest period that has ended, by ``KINDS``; their sum is its length."""
         split = dict.fromkeys(KINDS, 0.0)
-        first = self._marks[0]
-        for mark, following in zip(self._marks, self._marks[1:], strict=False):
+        first = self._ended[0]
+        for mark, following in pairwise(self._ended):
             kind = mark.kind
             if kind == "rest":
                 since_issued = first.event.elapsed_time(following.event)

@@ -163,6 +163,7 @@ def _phases(job: Job, block: int, embedding: int) -> dict[str, int]:
     if memory.mlp_chunk is not None or memory.recompute != "none":
         mlp = HIDDEN * hidden + 2 * T * model.dim * HALF  # and dy, dx
     else:
+        # `_others_kept` counts four of them: gate, up, silu, their product.
         mlp = (HIDDEN_WHOLE - 4) * hidden + 2 * T * model.dim * HALF
     if memory.recompute != "none":
         mlp += _normed(job) + stream

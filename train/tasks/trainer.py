@@ -199,9 +199,7 @@ class Trainer:
             self.times.end()
         losses_by_bucket, tokens_by_bucket = sums.tolist()
         n_valid, pairs = counts.tolist()
-        split: dict[str, float] = {}
         if self.times is not None:  # the device has reached `end`
-            split = {f"{kind}_s": seconds for kind, seconds in self.times.seconds().items()}
             self.times.begin()
         loss = sum(losses_by_bucket) / max(1, n_valid)
         objection = self._agreed(state.guard.objection(loss, grad_norm))
@@ -226,8 +224,7 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "tokens_per_s": tokens / seconds,
-                **self._utilisation(tokens, pairs, seconds),
-                **split,
+                **self._speed(tokens, pairs, seconds),
                 "memory": peak_memory(parallel.device),
                 "device_memory": memory_in_use(parallel.device),
                 "skipped": state.guard.skipped,
@@ -241,14 +238,18 @@ class Trainer:
             )
         return record
 
-    def _utilisation(self, tokens: int, pairs: int, seconds: float) -> dict[str, float]:
-        """FLOPs of a step, and on GPUs ``mfu`` and ``hfu``: shares of ``hardware.peak_tflops``."""
+    def _speed(self, tokens: int, pairs: int, seconds: float) -> dict[str, float]:
+        """FLOPs of a step; on GPUs ``mfu`` and ``hfu``, shares of ``hardware.peak_tflops``, and the
+        split of the time that ended when its loss was read.
+        """
         config, rows = self.config, self.model.transformer.rows
         flops = step_flops(config.model, config.memory, rows, tokens, pairs)
         if self.times is None:
             return {"flops": flops.model}
         peak = config.hardware.peak_tflops
-        return {"flops": flops.model} | flops.utilisation(seconds, self.parallel.world, peak)
+        shares = flops.utilisation(seconds, self.parallel.world, peak)
+        split = {f"{kind}_s": part for kind, part in self.times.seconds().items()}
+        return {"flops": flops.model, **shares, **split}
 
     def _compare(self, seconds: float, record: dict[str, Any]) -> None:
         """Report the errors of the prediction, once, after the first step of this process."""
@@ -357,6 +358,8 @@ class Trainer:
         return [make_batch(self.samples[index], parallel.cp_group, layout) for index in indices]
 
     def _evaluate(self, max_bytes: int | None, window: tuple[int, int] = (-1, -1)) -> Evaluation:
+        if self.times is not None:
+            self.times.pause()
         losses_of, held_out = self.engine.evaluate, self.corpus.held_out
         return evaluate(losses_of, held_out, self.config, self.parallel, max_bytes, window)
 

@@ -35,7 +35,7 @@ def test_a_run_that_does_not_fit_ends_before_its_process_groups(config):
         device_of(2e9),
         mock.patch.object(train, "choose_device", return_value=CUDA),
         mock.patch.object(train, "set_affinity"),
-        mock.patch.object(train, "join") as join,
+        mock.patch.object(train, "join", side_effect=ConfigError("joined")) as join,
         pytest.raises(ConfigError, match=r"needs 3\.0 GB of device memory.*are 2\.0.*force=true"),
     ):
         train.run(config, mock.Mock())

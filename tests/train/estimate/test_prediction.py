@@ -200,7 +200,7 @@ def test_the_errors_of_a_prediction_are_relative_to_it():
 def test_the_mode_prints_a_table_and_writes_a_file(tmp_path):
     """For text that is not there yet. A timeout that a step exceeds is named, with what helps."""
     command = [sys.executable, "train/pretrain.py", "mode=estimate", f"run.dir={tmp_path}"]
-    command += ["experiment=8b_512k", "data=text", "estimate.gpus=4", "parallel.timeout_s=100"]
+    command += ["experiment=8b_512k", "data=text", "parallel.timeout_s=100"]
     done = subprocess.run(
         [*command, "hardware.host_gb=550"], cwd=ROOT, capture_output=True, text=True, timeout=200
     )

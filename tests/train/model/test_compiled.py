@@ -100,12 +100,16 @@ def test_an_evaluation_compiles_nothing(graphs):
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("recompute", ["none", "attention-saving"])
-def test_generated_code_computes_the_same(recompute):
-    """inductor, float32: 1e-6 of the largest value. Needs g++."""
+def test_generated_code_computes_the_same(recompute, tmp_path, monkeypatch):
+    """inductor, float32: losses 1e-6 of the largest, gradients 1e-5, as their sums have another
+    order. Needs g++.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     memory = MemoryConfig(recompute, None)
     models = [build(memory, compile, torch.float32) for compile in (True, False)]
     for lengths in PLANS[:2]:
         (losses, got), (expected, wanted) = (step(model, lengths) for model in models)
         for one, other in zip([losses, *got], [expected, *wanted], strict=True):
-            assert float((one - other).abs().max()) <= 1e-6 * float(other.abs().max())
+            bound = 1e-6 if other is expected else 1e-5
+            assert float((one - other).abs().max()) <= bound * float(other.abs().max())
