@@ -10,6 +10,10 @@ from ringfa3 import plan_context
 from ringfa3.planning.context_plan import ContextPlan
 from train.config import Config, ConfigError, ModelConfig
 
+COVERED = (
+    "predictions cover bfloat16 on GPUs under engine=ddp and engine=fsdp2, with train.compile=none "
+    "and rings over the NVLink of a host"
+)
 STATISTIC_DIMS = (64, 128, 256)  # head dims of the kernels
 
 
@@ -89,7 +93,7 @@ class Job:
         }
         for option, is_refused in refused.items():
             if is_refused:
-                raise UnpredictableError(f"{option} cannot be predicted")
+                raise UnpredictableError(f"{option} cannot be predicted; {COVERED}")
 
 
 def parameters(model: ModelConfig, rows: int) -> tuple[int, int, int]:

@@ -55,13 +55,15 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     block, embedding, head = parameters(config.model, job.rows)
     total = config.model.n_layers * block + embedding + head + config.model.dim
     share = -(-total // job.sharded_over)
+    # fsdp2 has whole gradients from the first micro-batch of a step to the last.
+    summed = total if job.samples > 1 else share
     residual, attention = _kept(job)
     layers = config.model.n_layers
     resident = min(layers, layers - memory.offloaded(layers) + RESIDENT - 1)
     moved = {"none": 0, "residual": residual, "all": residual + attention}[memory.offload]
     parts = {
         "weights": FULL * share,
-        "gradients": FULL * share,
+        "gradients": FULL * summed,
         "Adam": 2 * FULL * share,
         "residual stream": residual * (layers if memory.offload == "none" else resident),
         "attention's (O, LSE)": attention * (layers if memory.offload != "all" else resident),
@@ -175,6 +177,8 @@ def _phases(job: Job, block: int, embedding: int) -> dict[str, int]:
     # engine has a block's rounded weights, and the float32 sums of its MLP's chunks.
     of_block = block * (HALF + (2 + 2) * FULL) if cut else block * (HALF + FULL)
     of_head = embedding * (HALF + FULL)  # rounded, and the float32 gradient
+    if cut and model.tied_embeddings:  # gathered for the whole step, with a whole gradient
+        of_block += 2 * embedding * FULL
     if cut:
         of_head += 2 * embedding * FULL + block * FULL
     return {

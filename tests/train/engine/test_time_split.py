@@ -170,6 +170,7 @@ def _communication(_: dist.ProcessGroup, configs: list[Config]) -> list[list[int
     return seen
 
 
+@pytest.mark.soak
 def test_engines_say_when_they_wait(config):
     """ddp once, behind the backward. fsdp2 also for the weights of the embedding, two blocks, the
     head and the root, in forward and backward, and at the recomputation of a block.

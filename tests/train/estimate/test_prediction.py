@@ -124,6 +124,15 @@ def test_the_smallest_change_fits_and_no_smaller_one_does():
     assert smallest_change(large, HOST) == []
 
 
+def test_fsdp2_holds_whole_gradients_between_micro_batches():
+    """Of 1.236e9 weights in float32, and of a quarter with one micro-batch; ddp's are whole."""
+    for engine, samples, expected in (("fsdp2", 1, 1), ("fsdp2", 2, 4), ("ddp", 1, 4)):
+        made = job("1b", 65536, engine)
+        made.config.train.accumulation = samples
+        gradients = predict(made).memory.parts["gradients"]
+        assert gradients == pytest.approx(1.2358e9 * expected, rel=1e-4)
+
+
 def test_where_no_setting_helps_more_gpus_share_a_sample():
     names = smallest_change(job("8b", 524288, "fsdp2", gpus=1), HOST)
     assert names[0] == "parallel.cp=2 on 2 GPUs"
