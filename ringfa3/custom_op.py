@@ -6,7 +6,9 @@ are new tensors, and does not read the schema.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -20,13 +22,32 @@ _library: Any = Library("ringfa3", "FRAGMENT")  # type: ignore[no-untyped-call]
 # Ops whose outputs `keep_attention` keeps under activation checkpointing.
 checkpointed: list[Callable[..., Any]] = []
 
+Observer = Callable[[str], AbstractContextManager[object]]
+_observers: list[Observer] = []  # at most one
+
+
+def observe(observer: Observer | None) -> None:
+    """Runs every op inside ``observer(name)``, its forward and its backward op, eager or compiled.
+
+    None ends it. Tensors without data, which a compiler traces with, are not observed.
+    """
+    _observers[:] = [] if observer is None else [observer]
+
 
 def custom_op(kernel: F) -> F:
     """Decorator: the op ringfa3::NAME of a function that changes no argument and returns none."""
     name = kernel.__name__
     schema = torch.library.infer_schema(kernel, mutates_args=())
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, _disable_dynamo(kernel), "CompositeExplicitAutograd")
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        if not _observers:
+            return kernel(*args)
+        with _observers[0](name):
+            return kernel(*args)
+
+    _library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")
     op: F = getattr(torch.ops.ringfa3, name).default
     return op
 

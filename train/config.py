@@ -57,10 +57,7 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
 
     def rows(self, n_tokens: int) -> int:
-        """Rows of embedding and head, for a tokenizer of ``n_tokens``; the others are padding.
-
-        Raises ``ConfigError`` if ``vocab_size`` is less.
-        """
+        """Rows of embedding and head for ``n_tokens``; ``ConfigError`` if ``vocab_size`` < it."""
         if self.vocab_size is not None and self.vocab_size < n_tokens:
             raise ConfigError(
                 f"model.vocab_size={self.vocab_size} has no row for some of the tokenizer's "
@@ -89,6 +86,7 @@ class DataConfig:
     bos_token: str = "<|endoftext|>"
     seq_len: int = 4096
     piece_len: int | None = None
+    document_mask: bool = True
     cache_dir: str = "~/.cache/ringfa3/data"
     verify: bool = True
 
@@ -135,6 +133,7 @@ class TrainConfig:
     seed: int = 0
     deterministic: bool = False
     attention: str = "ringfa3"
+    compile: str = "none"
     eval_every: int = 100
     eval_bytes: int | None = 100_000
     final_eval_bytes: int | None = 16_000_000
@@ -152,15 +151,31 @@ class MemoryConfig:
     loss_chunk: int = 1024
     offload: str = "none"
     offload_layers: int | None = None
+    force: bool = False
 
     def offloaded(self, n_layers: int) -> int:
-        """How many of ``n_layers`` layers, the first ones, keep their tensors on the host.
-
-        The last one never does: its backward follows at once.
-        """
+        """How many of ``n_layers`` layers offload their tensors: the first ones, not the last."""
         if self.offload == "none":
             return 0
         return n_layers - 1 if self.offload_layers is None else self.offload_layers
+
+
+@dataclass
+class HardwareConfig:
+    name: str = "h200"
+    memory_gb: float = 150.7
+    host_gb: float | None = None
+    context_gb: float = 3.0
+    peak_tflops: float = 989.0
+    head_dims: list[int] = field(default_factory=lambda: [64, 128])
+    forward_tflops: list[float] = field(default_factory=lambda: [600.0, 650.0])
+    backward_tflops: list[float] = field(default_factory=lambda: [545.0, 600.0])
+    widths: list[int] = field(default_factory=lambda: [768, 2048, 4096])
+    matmul_tflops: list[float] = field(default_factory=lambda: [610.0, 650.0, 700.0])
+    elementwise_bytes: float = 780.0
+    memory_gb_s: float = 4300.0
+    link_gb_s: float = 130.0
+    host_link_gb_s: float = 50.0
 
 
 @dataclass
@@ -231,6 +246,13 @@ class VerifyConfig:
 
 
 @dataclass
+class EstimateConfig:
+    gpus: int | None = None
+    gpus_per_host: int = 8
+    document: int | None = None
+
+
+@dataclass
 class Config:
     mode: str = "train"
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -240,6 +262,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -249,12 +272,13 @@ class Config:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    estimate: EstimateConfig = field(default_factory=EstimateConfig)
 
 
 SOURCES = "data.sources"
 NAME = "NAME"
 
-GROUPS = ("model", "data", "optim", "engine", "memory", "experiment")
+GROUPS = ("model", "data", "optim", "engine", "memory", "hardware", "experiment")
 
 # Keys of earlier versions. They are refused with their present name, and read from old runs.
 RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.loss_chunk"}
@@ -268,10 +292,11 @@ def register_schema() -> None:
 def resolve(composed: DictConfig) -> Config:
     """Convert Hydra's composed config to a ``Config``: check types, resolve interpolations.
 
-    With ``data.sources``, ``data.path`` may have no value and becomes None. Raises ``ConfigError``
-    for any other missing value.
+    With ``data.sources``, ``data.path`` may have no value and becomes None; ``mode=estimate`` reads
+    no data. Raises ``ConfigError`` for any other missing value.
     """
-    if OmegaConf.is_missing(composed.data, "path") and composed.data.sources:
+    optional = composed.data.sources or composed.mode == "estimate"
+    if OmegaConf.is_missing(composed.data, "path") and optional:
         composed.data.path = None
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
@@ -330,8 +355,7 @@ def schema_key(key: str) -> str:
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The most similar of ``allowed``, or None if no similarity reaches ``cutoff`` (0 to 1).
 
-    Compares whole keys and their last parts, so that a right name in a wrong section matches.
-    Transposed letters count as the same word.
+    A right name in a wrong section matches; transposed letters count as the same word.
     """
 
     def similarity(candidate: str) -> float:

@@ -197,7 +197,10 @@ def main() -> None:
         config = resolve(composed)
         if config.mode in ("generate", "eval"):
             config = with_run_config(config, given)
-        check(config, world=int(os.environ.get("WORLD_SIZE", "1")))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if config.mode == "estimate":
+            world = config.estimate.gpus or max(world, config.parallel.cp)
+        check(config, world)
 
         # torch is imported after all checks, and after the stopper has blocked signals
         if config.mode == "train":
@@ -213,6 +216,10 @@ def main() -> None:
             from train.tasks import text_loss
 
             text_loss.run(config)
+        elif config.mode == "estimate":
+            from train.tasks import estimate
+
+            estimate.run(config, world)
         elif config.mode == "verify":
             from train.tasks import verify
 

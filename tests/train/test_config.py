@@ -135,7 +135,12 @@ def test_a_mixture_without_sources_is_rejected(pretrain):
 def test_help_shows_groups_and_keys(pretrain):
     done = pretrain("--help")
     assert done.returncode == 0
-    for expected in ("torchrun", "model: 125m, 1b, 8b, tiny", "experiment: demo", "seq_len: 4096"):
+    for expected in (
+        "torchrun",
+        "model: 125m, 1b, 8b, tiny",
+        "experiment: 1b_1m, 8b_512k, demo",
+        "seq_len: 4096",
+    ):
         assert expected in done.stdout
 
 
@@ -166,7 +171,7 @@ def test_every_key_of_the_files_is_documented_and_in_the_schema():
         ("optim", "optim/adamw"),
         *(("engine", f"engine/{name}") for name in check_engine.ENGINES),
     ]
-    files += [("memory", "memory/keep")]
+    files += [("memory", "memory/keep"), ("hardware", "hardware/h200")]
     for section, name in files:
         text = (ROOT / "configs" / f"{name}.yaml").read_text()
         values = {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra")}

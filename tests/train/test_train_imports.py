@@ -10,7 +10,7 @@ import pytest
 TRAIN = Path(__file__).parents[2] / "train"
 
 # A package imports from those before it. Each package's docstring names them.
-ORDER = ["config", "data", "model", "engine", "run", "log", "tasks", "pretrain"]
+ORDER = ["config", "data", "model", "engine", "run", "log", "estimate", "tasks", "pretrain"]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

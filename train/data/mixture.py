@@ -80,11 +80,15 @@ class MixedSamples:
 
 
 def training_samples(
-    documents: Documents, seq_len: int, piece_len: int | None, seed: int
+    documents: Documents,
+    seq_len: int,
+    piece_len: int | None,
+    seed: int,
+    document_mask: bool = True,
 ) -> Samples:
     """The stream of training samples of all sources, mixed by their weights."""
     streams = [
-        TrainingSamples(documents.of_source(number), seq_len, piece_len, seed)
+        TrainingSamples(documents.of_source(number), seq_len, piece_len, seed, document_mask)
         for number in range(len(documents.sources))
     ]
     if len(streams) == 1:

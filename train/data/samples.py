@@ -57,13 +57,27 @@ def pack(documents: Documents, pieces: list[Piece]) -> Sample:
     return Sample(np.concatenate(tokens), np.concatenate(labels), cu_seqlens)
 
 
+def join(sample: Sample) -> Sample:
+    """The sample as one document: each token but the last predicts the next one of the sample."""
+    labels = np.append(sample.tokens[1:], sample.labels[-1:])
+    return Sample(sample.tokens, labels, [0, len(sample.tokens)])
+
+
 class TrainingSamples:
-    """The endless stream of training samples, each of exactly ``seq_len`` tokens."""
+    """The endless stream of training samples, each of exactly ``seq_len`` tokens.
+
+    Without ``document_mask`` a sample is one document: its pieces see each other.
+    """
 
     def __init__(
-        self, documents: Documents, seq_len: int, piece_len: int | None, seed: int
+        self,
+        documents: Documents,
+        seq_len: int,
+        piece_len: int | None,
+        seed: int,
+        document_mask: bool = True,
     ) -> None:
-        self.documents = documents
+        self.documents, self.document_mask = documents, document_mask
         self.seq_len = seq_len
         self.seed = seed
         self.piece_len = piece_len or int(documents.lengths.max())
@@ -78,7 +92,8 @@ class TrainingSamples:
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of the stream."""
-        return pack(self.documents, self.pieces(index))
+        sample = pack(self.documents, self.pieces(index))
+        return sample if self.document_mask else join(sample)
 
     def pieces(self, index: int) -> list[Piece]:
         """The pieces of sample ``index``; their lengths sum to ``seq_len``."""

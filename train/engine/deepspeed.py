@@ -22,7 +22,7 @@ from train.engine.parallel import ParallelLayout, require_group
 from train.engine.shard import Shard, flat_boxes, whole
 from train.model.initialise import initialise
 from train.model.optim import set_learning_rate
-from train.model.transformer import LanguageModel, build_model
+from train.model.transformer import Block, LanguageModel, build_model
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -62,6 +62,8 @@ class DeepSpeedEngine(Engine):
     def _partition(self, model: LanguageModel) -> None:
         """Give one part of the model after the other its weights, and keep this rank's part."""
         transformer = model.transformer
+        if self.config.train.compile == "block":  # no hooks inside of the graphs
+            self.library.utils.set_z3_leaf_modules(model, [Block])
         apart = {f"blocks.{n}.": block for n, block in enumerate(transformer.blocks)}
         apart |= {"embedding.": transformer.embedding, "norm.": transformer.norm}
         if transformer.output is not None:

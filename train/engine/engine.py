@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from train.config import Config
 from train.data.batches import Batch
 from train.engine.parallel import ParallelLayout
 from train.engine.shard import Shard, shard_of, state_tensors
+from train.engine.time_split import TimeSplit
 from train.model.optim import make_optimizer, set_learning_rate
 from train.model.transformer import LanguageModel, build_model
 
@@ -50,6 +51,32 @@ class Engine(ABC):
         Returns the loss of every local token, (t,) float32, detached. The ``last`` micro-batch of a
         step reduces the gradients: they become the mean over all ranks.
         """
+
+    def watch(self, times: TimeSplit) -> None:
+        """Tell ``times`` when a backward waits for other ranks.
+
+        It does from the gradient of the embedding's output, the last of the backward, on. The
+        embedding's own gradient, one kernel, counts with it.
+        """
+        if self.parallel.world == 1:
+            return
+
+        def began(gradient: Tensor) -> None:
+            times.enter("communication")
+
+        def follow(module: nn.Module, inputs: object, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(began)
+
+        self.model.transformer.embedding.register_forward_hook(follow)
+        backward = self.backward
+
+        def watched(batch: Batch, scale: Tensor, last: bool) -> Tensor:
+            losses = backward(batch, scale, last)
+            times.leave()
+            return losses
+
+        self.backward = watched
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:

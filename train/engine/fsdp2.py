@@ -15,6 +15,7 @@ from train.data.batches import Batch
 from train.engine.engine import Engine
 from train.engine.parallel import ParallelLayout, require_agreement, require_group
 from train.engine.shard import local_box
+from train.engine.time_split import TimeSplit
 from train.model.initialise import initialise
 from train.model.transformer import LanguageModel, build_model
 
@@ -39,8 +40,9 @@ class FSDP2Engine(Engine):
         apart: list[nn.Module] = list(transformer.blocks)
         if transformer.output is not None:
             apart += [transformer.embedding, transformer.output]
+        self.gathered = [*apart, model]
         # The root is gathered again in the backward: weights of an evaluation are never stale.
-        for module in (*apart, model):
+        for module in self.gathered:
             fully_shard(
                 module,
                 mesh=self.mesh,
@@ -50,6 +52,30 @@ class FSDP2Engine(Engine):
         model.to_empty(device=self.parallel.device)
         initialise(transformer, self.config.model, self.config.train.seed, _local_rows)
         return model
+
+    def watch(self, times: TimeSplit) -> None:
+        """As for every engine; also the waits for a module's weights, in forward and backward."""
+        super().watch(times)
+
+        def enter(*_: object) -> None:
+            times.enter("communication")
+
+        def leave(*_: object) -> None:
+            times.leave()
+
+        def before_gather(module: nn.Module, inputs: object, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(enter)
+
+        def after_gather(module: nn.Module, inputs: object, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(leave)
+
+        for module in self.gathered:  # FSDP's own hooks run between these
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_pre_hook(leave)
+            module.register_forward_hook(before_gather, prepend=True)
+            module.register_forward_hook(after_gather)
 
     def backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
         self.model.set_requires_gradient_sync(last)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from train.data.samples import IGNORED
+from train.model.matmul import compute_dtype_of, linear, matmul
 
 
 def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
@@ -28,9 +29,7 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int
     ) -> Tensor:
-        kind = hidden_TD.device.type
-        lower = torch.is_autocast_enabled(kind)
-        ctx.dtype = torch.get_autocast_dtype(kind) if lower else hidden_TD.dtype
+        ctx.dtype = compute_dtype_of(hidden_TD)
         ctx.chunk = chunk
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T)
         head_VD = weight_VD.to(ctx.dtype)
@@ -57,8 +56,8 @@ class _TokenLosses(torch.autograd.Function):
             dlogits_TV.scatter_add_(1, target_T1, dlogits_TV.new_full(target_T1.shape, -1))
             dlogits_TV *= (dlosses * counted).unsqueeze(1)
             rounded_TV = dlogits_TV.to(ctx.dtype)
-            dhidden.copy_(rounded_TV @ head_VD)
-            dhead_VD += rounded_TV.T @ hidden
+            dhidden.copy_(matmul(rounded_TV, head_VD))
+            dhead_VD += matmul(rounded_TV.T, hidden)
         return dhidden_TD, dhead_VD.to(weight_VD.dtype), None, None
 
 
@@ -68,4 +67,4 @@ def _chunks(
     """(labels, hidden in the compute dtype, logits in float32) of each chunk."""
     for hidden, labels in zip(hidden_TD.split(ctx.chunk), labels_T.split(ctx.chunk), strict=True):
         rounded = hidden.to(ctx.dtype)
-        yield labels, rounded, F.linear(rounded, head_VD).float()
+        yield labels, rounded, linear(rounded, head_VD).float()

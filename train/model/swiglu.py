@@ -12,24 +12,30 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ringfa3.custom_op import custom_op, register_autograd, register_fake
 from train.config import ModelConfig
+from train.model.matmul import Linear, compute_dtype_of, linear, matmul
+
+ALL = 1 << 62  # tokens: more than any sample has
 
 
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``, (T, D) -> (T, D); the hidden states are (T, F).
 
-    With ``chunk`` the hidden states of only so many tokens exist at a time.
+    With ``chunk`` the hidden states of only so many tokens exist at a time. ``ALL`` is one chunk:
+    in an activation checkpoint, which computes less again with chunks than without.
     """
 
     def __init__(self, model: ModelConfig, chunk: int | None = None) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.dim, model.ffn_dim, bias=False)
-        self.up = nn.Linear(model.dim, model.ffn_dim, bias=False)
-        self.down = nn.Linear(model.ffn_dim, model.dim, bias=False)
+        self.gate = Linear(model.dim, model.ffn_dim)
+        self.up = Linear(model.dim, model.ffn_dim)
+        self.down = Linear(model.ffn_dim, model.dim)
         self.chunk = chunk
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.chunk is None:
+            x_TD = x_TD.to(compute_dtype_of(x_TD))  # gate and up save the same tensor
             return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
         weights = self.gate.weight, self.up.weight, self.down.weight
         return chunked_swiglu(x_TD, *weights, self.chunk)
@@ -43,17 +49,55 @@ def chunked_swiglu(
     The graph holds ``x`` in that dtype and the weights; the backward computes gate and up again. It
     sums the gradients of the weights over chunks in float32 (float64 for float64 inputs). The
     recomputation of an activation checkpoint skips the products of the forward: it ends at the last
-    tensor that the graph holds, which is an input of this function.
+    tensor that the graph holds, which is an input of this function. A compiler takes the whole as
+    one node.
     """
-    kind = x_TD.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_TD.dtype
-    x_TD = _Inputs.apply(x_TD, gate_FD, up_FD, down_DF, chunk, dtype)
+    weights, dtype = (gate_FD, up_FD, down_DF), compute_dtype_of(x_TD)
+    if torch.compiler.is_compiling():
+        return swiglu(x_TD.to(dtype), *weights, chunk)
+    x_TD = _Inputs.apply(x_TD, *weights, chunk, dtype)
     with torch.no_grad():
-        gate_FD, up_FD, down_DF = (weight.to(dtype) for weight in (gate_FD, up_FD, down_DF))
-        y_TD = torch.empty_like(x_TD)
-        for x, y in zip(x_TD.split(chunk), y_TD.split(chunk), strict=True):
-            y.copy_(F.linear(F.silu(F.linear(x, gate_FD)) * F.linear(x, up_FD), down_DF))
+        y_TD = _forward(x_TD, *weights, chunk)
     return _Output.apply(x_TD, y_TD)
+
+
+def _forward(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, chunk: int) -> Tensor:
+    gate_FD, up_FD, down_DF = (weight.to(x_TD.dtype) for weight in (gate_FD, up_FD, down_DF))
+    y_TD = torch.empty_like(x_TD)
+    for x, y in zip(x_TD.split(chunk), y_TD.split(chunk), strict=True):
+        y.copy_(linear(F.silu(linear(x, gate_FD)) * linear(x, up_FD), down_DF))
+    return y_TD
+
+
+def _backward(
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    gate_FD: Tensor,
+    up_FD: Tensor,
+    down_DF: Tensor,
+    chunk: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dgate, dup, ddown); dx is in ``dtype``, the others are in those of the weights."""
+    weights = gate_FD, up_FD, down_DF
+    gate_FD, up_FD, down_DF = (weight.to(x_TD.dtype) for weight in weights)
+    sums = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    dgate_FD, dup_FD, ddown_DF = (torch.zeros_like(w, dtype=sums) for w in weights)
+    dx_TD = torch.empty_like(x_TD, dtype=dtype)
+    chunks = (tensor.split(chunk) for tensor in (x_TD, dy_TD, dx_TD))
+    for x, dy, dx in zip(*chunks, strict=True):
+        gate_TF, up_TF = linear(x, gate_FD), linear(x, up_FD)
+        silu_TF = F.silu(gate_TF)
+        ddown_DF += matmul(dy.T, silu_TF * up_TF)
+        dhidden_TF = matmul(dy, down_DF)
+        dup_TF = dhidden_TF * silu_TF
+        dgate_TF = torch.ops.aten.silu_backward(dhidden_TF * up_TF, gate_TF)
+        dgate_FD += matmul(dgate_TF.T, x)
+        dup_FD += matmul(dup_TF.T, x)
+        dx.copy_(matmul(dup_TF, up_FD, matmul(dgate_TF, gate_FD)))
+    dweights = zip((dgate_FD, dup_FD, ddown_DF), weights, strict=True)
+    dgate_FD, dup_FD, ddown_DF = (total.to(weight.dtype) for total, weight in dweights)
+    return dx_TD, dgate_FD, dup_FD, ddown_DF
 
 
 class _Output(torch.autograd.Function):
@@ -90,21 +134,40 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, *weights = ctx.saved_tensors
-        gate_FD, up_FD, down_DF = (weight.to(x_TD.dtype) for weight in weights)
-        sums = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-        dgate_FD, dup_FD, ddown_DF = (torch.zeros_like(w, dtype=sums) for w in weights)
-        dx_TD = torch.empty_like(x_TD, dtype=ctx.dtype)
-        chunks = (tensor.split(ctx.chunk) for tensor in (x_TD, dy_TD, dx_TD))
-        for x, dy, dx in zip(*chunks, strict=True):
-            gate_TF, up_TF = F.linear(x, gate_FD), F.linear(x, up_FD)
-            silu_TF = F.silu(gate_TF)
-            ddown_DF += dy.T @ (silu_TF * up_TF)
-            dhidden_TF = dy @ down_DF
-            dup_TF = dhidden_TF * silu_TF
-            dgate_TF = torch.ops.aten.silu_backward(dhidden_TF * up_TF, gate_TF)
-            dgate_FD += dgate_TF.T @ x
-            dup_FD += dup_TF.T @ x
-            dx.copy_(torch.addmm(dgate_TF @ gate_FD, dup_TF, up_FD))
-        dweights = zip((dgate_FD, dup_FD, ddown_DF), weights, strict=True)
-        return dx_TD, *(total.to(weight.dtype) for total, weight in dweights), None, None
+        return *_backward(dy_TD, *ctx.saved_tensors, ctx.chunk, ctx.dtype), None, None
+
+
+@custom_op
+def swiglu(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, chunk: int) -> Tensor:
+    """``chunked_swiglu`` as one op, of x in the dtype of the products."""
+    return _forward(x_TD, gate_FD, up_FD, down_DF, chunk)
+
+
+@custom_op
+def swiglu_backward(
+    dy_TD: Tensor, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of ``swiglu``."""
+    return _backward(dy_TD, x_TD, gate_FD, up_FD, down_DF, chunk, x_TD.dtype)
+
+
+@register_fake(swiglu)
+def _(x_TD: Tensor, *_: Any) -> Tensor:
+    return x_TD.new_empty(x_TD.shape)
+
+
+@register_fake(swiglu_backward)
+def _(dy_TD: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:4])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
+    *tensors, ctx.chunk = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, ...]:
+    return swiglu_backward(dy_TD, *ctx.saved_tensors, ctx.chunk)
+
+
+register_autograd(swiglu, _save, _gradients)

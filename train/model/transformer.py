@@ -7,7 +7,7 @@ C channels of a head, F hidden width of the SwiGLU, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
 from train.config import Config, ConfigError, MemoryConfig, ModelConfig, RopeConfig
 from train.data.batches import Batch
+from train.model.compiled import compiled_block
 from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
+from train.model.matmul import Linear
 from train.model.offload import Offload
 from train.model.sdpa import SdpaAttention
-from train.model.swiglu import SwiGLU
+from train.model.swiglu import ALL, SwiGLU
 
 
 class Rotation(NamedTuple):
@@ -83,10 +85,10 @@ class Attention(nn.Module):
         super().__init__()
         head_dim = model.resolved_head_dim()
         self.head_dim, self.softmax_scale = head_dim, model.softmax_scale
-        self.wq = nn.Linear(model.dim, model.n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(model.n_heads * head_dim, model.dim, bias=False)
+        self.wq = Linear(model.dim, model.n_heads * head_dim)
+        self.wk = Linear(model.dim, model.n_kv_heads * head_dim)
+        self.wv = Linear(model.dim, model.n_kv_heads * head_dim)
+        self.wo = Linear(model.n_heads * head_dim, model.dim)
         self.q_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.attend = (
@@ -121,7 +123,12 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block: attention and SwiGLU, each added to the residual stream."""
+    """A pre-norm block: attention and SwiGLU, each added to the residual stream.
+
+    ``compiled`` is what runs a training step's forward in place of ``body``, if anything does.
+    """
+
+    compiled: Callable[..., Tensor] | None = None
 
     def __init__(
         self,
@@ -139,6 +146,14 @@ class Block(nn.Module):
     def forward(
         self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
     ) -> Tensor:
+        if self.compiled is None or not torch.is_grad_enabled():
+            return self.body(x_TD, rotation, plan, cache)
+        return self.compiled(self, x_TD, rotation, plan)
+
+    def body(
+        self, x_TD: Tensor, rotation: Rotation, plan: Any, cache: KVCache | None = None
+    ) -> Tensor:
+        """The block, uncompiled."""
         y_TD = self.attention(self.attention_norm(x_TD), rotation, plan, cache)
         x_TD = x_TD + y_TD.to(x_TD.dtype)
         return x_TD + self.mlp(self.mlp_norm(x_TD)).to(x_TD.dtype)
@@ -161,6 +176,7 @@ class Transformer(nn.Module):
 
     ``attention`` is the key of ``train``; ``residual`` is the dtype of the residual stream. A rank
     trains on at most ``tokens`` tokens of a sample, for which ``memory.offload`` has buffers.
+    ``compile`` runs every block as compiled graphs, with what it recomputes.
     ``ring`` are keyword arguments of every ``RingFA3Attention``: group, layout, transport,
     deterministic.
     """
@@ -174,10 +190,11 @@ class Transformer(nn.Module):
         attention: str = "ringfa3",
         residual: torch.dtype = torch.float32,
         tokens: int = 0,
+        compile: bool = False,
         **ring: Any,
     ) -> None:
         super().__init__()
-        self.config = model
+        self.config, self.compile = model, compile
         self.residual = residual
         memory = memory or MemoryConfig()
         self.recompute = memory.recompute
@@ -186,10 +203,17 @@ class Transformer(nn.Module):
             keeps, everything = memory.recompute == "attention-saving", memory.offload == "all"
             blocks = memory.offloaded(model.n_layers)
             self.offload = Offload(blocks, tokens, keeps, everything)
+        self.rows = vocab_size  # of embedding and head
         self.embedding = nn.Embedding(vocab_size, model.dim)
+        chunk = memory.mlp_chunk
+        if chunk is None and memory.recompute != "none" and not compile:
+            chunk = ALL
         self.blocks = nn.ModuleList(
-            Block(model, attention, memory.mlp_chunk, **ring) for _ in range(model.n_layers)
+            Block(model, attention, chunk, **ring) for _ in range(model.n_layers)
         )
+        if compile:
+            for block in self.blocks:
+                block.compiled = compiled_block(memory.recompute)
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.output = None
         if not model.tied_embeddings:
@@ -224,7 +248,7 @@ class Transformer(nn.Module):
     def _run(
         self, number: int, block: nn.Module, x_TD: Tensor, turns: Rotation, plan: Any
     ) -> Tensor:
-        if self.recompute == "none" or not torch.is_grad_enabled():
+        if self.recompute == "none" or self.compile or not torch.is_grad_enabled():
             return block(x_TD, turns, plan)
         if self.offload is not None:
             return self.offload.checkpoint(number, block, x_TD, turns, plan)
@@ -298,6 +322,7 @@ def build_model(
             attention=config.train.attention,
             residual=getattr(torch, config.train.residual),
             tokens=-(-config.data.seq_len // config.parallel.cp),
+            compile=config.train.compile == "block",
             group=cp_group,
             layout=config.parallel.layout,
             transport=config.parallel.transport,

@@ -15,11 +15,13 @@ from train.config import (
     ConfigError,
     DataConfig,
     ModelConfig,
-    TrainConfig,
     get,
     nearest,
 )
+from train.run.check_batch import check_batch
+from train.run.check_compile import check_compile
 from train.run.check_engine import ENGINES, check_engine
+from train.run.check_hardware import check_hardware
 from train.run.check_offload import check_offload
 from train.run.run_folder import RunFolder
 
@@ -27,7 +29,7 @@ from train.run.run_folder import RunFolder
 QUANTISED_HEAD_DIMS = (64, 128, 256)
 SOFTMAX_SCALES = (2.0**-64, 2.0**64)
 CHOICES = {
-    "mode": ("train", "check", "verify", "generate", "eval"),
+    "mode": ("train", "check", "estimate", "verify", "generate", "eval"),
     "model.attention_precision": ("native", "fp8", "int8"),
     "engine.name": tuple(ENGINES),
     "optim.schedule": ("cosine", "linear"),
@@ -37,6 +39,7 @@ CHOICES = {
     "train.precision": ("auto", "float32", "bfloat16"),
     "train.residual": ("float32", "bfloat16"),
     "train.attention": ("ringfa3", "sdpa"),
+    "train.compile": ("none", "block"),
     "memory.recompute": ("none", "full", "attention-saving"),
     "memory.offload": ("none", "residual", "all"),
 }
@@ -83,12 +86,21 @@ MINIMUM = {
     "generate.seed": 0,
     "eval.bytes": 1,
     "verify.seq_len": 2,
+    "estimate.gpus": 1,
+    "estimate.gpus_per_host": 1,
+    "estimate.document": 1,
 }
 
 ABOVE_ZERO = (
     "model.norm_eps",
     "model.rope.theta",
     "model.rope.low_freq_factor",
+    "hardware.memory_gb",
+    "hardware.host_gb",
+    "hardware.peak_tflops",
+    "hardware.memory_gb_s",
+    "hardware.link_gb_s",
+    "hardware.host_link_gb_s",
     "optim.lr",
     "optim.eps",
     "optim.clip",
@@ -117,6 +129,8 @@ def check(config: Config, world: int) -> None:
         _check_optim(config)
         _check_data(config.data)
         check_offload(config.memory, config.model.n_layers)
+        check_compile(config)
+        check_hardware(config.hardware)
         if config.data.tokenizer is None:  # it gets data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
         _check_checkpoint(config.checkpoint)
@@ -144,7 +158,7 @@ def check(config: Config, world: int) -> None:
             "nearest valid: model.attention_precision=native"
         )
     if config.mode != "eval" and config.train.batch is not None:
-        _check_batch(config.train, world // cp)
+        check_batch(config.train, world // cp)
     precision, transport = config.model.attention_precision, config.parallel.transport
     if precision != "native" and cp > 1 and transport == "symmetric":
         raise ConfigError(
@@ -216,21 +230,6 @@ def _check_model(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.rope.low_freq_factor={rope.low_freq_factor} must be below "
             f"model.rope.high_freq_factor={rope.high_freq_factor}"
-        )
-
-
-def _check_batch(train: TrainConfig, dp: int) -> None:
-    batch = train.batch
-    if train.accumulation > 1:
-        raise ConfigError(
-            f"train.batch={batch} and train.accumulation={train.accumulation} both set the samples "
-            "of a step; nearest valid: train.accumulation=1"
-        )
-    if batch % dp:
-        best = max(round(batch / dp), 1) * dp
-        raise ConfigError(
-            f"train.batch={batch} is no multiple of the {dp} data-parallel ranks; "
-            f"nearest valid: train.batch={best}"
         )
 
 

@@ -18,9 +18,9 @@ LOCK_S = 5.0  # torchrun may still be ending the processes of the previous attem
 MAY_CHANGE = (
     *("mode", "parallel.", "engine.", "memory.", "run.", "checkpoint.", "guard."),
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
-    "train.deterministic",
+    *("train.deterministic", "train.compile"),
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
-    *("log.", "profile.", "sweep.", "generate.", "eval.", "verify."),
+    *("hardware.", "log.", "profile.", "sweep.", "generate.", "eval.", "verify.", "estimate."),
 )
 
 
@@ -35,11 +35,13 @@ class RunFolder:
     checkpoints/  tensorboard/  logs/  profile/  and plots
     eval-*.json       results of mode=eval
     wandb-id.txt      the run at Weights & Biases
+    estimate.json     the prediction of mode=estimate
     """
 
     FILES = (
         *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json"),
         *("ranks.json", "tokenizer.json", "wandb-id.txt", "loss.png", "loss_by_position.png"),
+        "estimate.json",
     )
     FOLDERS = ("checkpoints", "tensorboard", "logs", "profile")
     MEASURED = ("eval-*.json", "eval-*.png")

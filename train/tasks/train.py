@@ -20,6 +20,7 @@ from train.run.affinity import set_affinity
 from train.run.failure import FailureReport, redirect_output
 from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Stopper
+from train.tasks.estimate import before_run
 from train.tasks.trainer import Trainer
 
 
@@ -44,11 +45,12 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     try:
         corpus = open_corpus(config.data)
         config.model.rows(corpus.tokenizer.get_vocab_size())  # may raise, before groups are made
+        prediction = before_run(config, corpus, device) if device.type == "cuda" else None
         if rank != 0:
             report.console = redirect_output(folder.log(rank))
         parallel = join(config.parallel, device)
         from_rank_0(parallel, lambda: locks.append(folder.lock()))
-        trainer = Trainer(config, corpus, parallel, folder, report)
+        trainer = Trainer(config, corpus, parallel, folder, report, prediction)
         closers = [trainer.close]
         write_ranks(folder, parallel)
         limit = config.train.max_wall_time

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ringfa3.custom_op import observe
 from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
 from train.data.mixture import training_samples
@@ -21,15 +22,19 @@ from train.data.shards import Corpus
 from train.engine.checkpoint import Checkpoints, read_facts, require_shared
 from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout, require_agreement, sum_over_ranks
+from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
+from train.estimate.prediction import Prediction
 from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
 from train.log.profiler import profiled
 from train.log.wandb_run import WandbRun
+from train.model.flops import step_flops
 from train.model.optim import learning_rate
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
+from train.tasks.estimate import errors_of
 from train.tasks.evaluate import Evaluation, evaluate
 from train.tasks.resume import prepare_folder, restore, set_batch
 from train.tasks.summary import summarise, write_summary
@@ -48,18 +53,25 @@ class Trainer:
         parallel: ParallelLayout,
         folder: RunFolder,
         report: FailureReport,
+        prediction: Prediction | None = None,
     ) -> None:
         self.config, self.corpus, self.parallel = config, corpus, parallel
-        self.folder, self.report = folder, report
+        self.folder, self.report, self.prediction = folder, report, prediction
         self.console = Console(quiet=parallel.rank != 0, markup=False, highlight=False)
         config_json = json.dumps(dataclasses.asdict(config), indent=1)
         digest = hashlib.sha256(config_json.encode()).hexdigest()[:12]
         require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
         self.accumulation = train.accumulation_over(parallel.dp)
-        self.samples = training_samples(corpus.train, data.seq_len, data.piece_len, train.seed)
+        self.samples = training_samples(
+            corpus.train, data.seq_len, data.piece_len, train.seed, data.document_mask
+        )
         self.engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
         self.model = self.engine.model
+        self.times = time_split_on(parallel.device)
+        if self.times is not None:
+            observe(self.times.op)
+            self.engine.watch(self.times)
         self.state = TrainState(config, corpus.digest, self.engine)
         self.updates = UpdateLock()
         self.updated: torch.cuda.Event | None = None  # recorded after the latest update
@@ -140,12 +152,15 @@ class Trainer:
         """Run steps until the last one, or until a roll-back."""
         train, state = self.config.train, self.state
         first, offset, stride = state.step, state.samples, self.accumulation * self.parallel.dp
+        if self.times is not None:
+            self.times.begin_outside_a_step()
         make = lambda step: self._batches(offset + (step - first) * stride)  # noqa: E731
         previous = time.perf_counter()
         for batches in prefetch(make, first, train.steps):
             self.report.begin_step(state.step + 1)
             record = self.step(batches, previous)
             step_done()
+            self._compare(time.perf_counter() - previous, record)
             previous = time.perf_counter()
             progress.update(record)
             if state.guard.exhausted:
@@ -155,6 +170,8 @@ class Trainer:
             if train.eval_every and done % train.eval_every == 0 and done < train.steps:
                 progress.say(self._validate(done))
                 previous = time.perf_counter()
+                if self.times is not None:
+                    self.times.begin_outside_a_step()
             # Not during skipped steps: their cause may be these weights.
             if every and done % every == 0 and not state.guard.in_a_row:
                 self._save()
@@ -166,8 +183,9 @@ class Trainer:
         micro-batches. An engine averages gradients over W ranks, hence the factor W / N.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
-        n_valid = sum_over_ranks(parallel, torch.tensor(sum(batch.n_valid for batch in batches)))
-        scale = parallel.world / n_valid.clamp(min=1)
+        counts = torch.tensor([[batch.n_valid, batch.pairs] for batch in batches]).sum(0)
+        counts = sum_over_ranks(parallel, counts)
+        scale = parallel.world / counts[0].clamp(min=1)
         buckets = n_buckets(self.config.data.seq_len)
         sums = torch.zeros(2, buckets, dtype=torch.float64, device=parallel.device)
         for number, on_host in enumerate(batches, start=1):
@@ -176,8 +194,14 @@ class Trainer:
             sums[0] += sum_by_bucket(losses, batch.buckets, buckets)
             sums[1] += sum_by_bucket((batch.labels != IGNORED).float(), batch.buckets, buckets)
         grad_norm = self.engine.grad_norm(float("inf") if optim.clip is None else optim.clip)
-        losses_by_bucket, tokens_by_bucket = sum_over_ranks(parallel, sums).tolist()
-        loss = sum(losses_by_bucket) / max(1, int(n_valid))
+        sums = sum_over_ranks(parallel, sums)
+        if self.times is not None:
+            self.times.end()
+        losses_by_bucket, tokens_by_bucket = sums.tolist()
+        n_valid, pairs = counts.tolist()
+        if self.times is not None:  # the device has reached `end`
+            self.times.begin()
+        loss = sum(losses_by_bucket) / max(1, n_valid)
         objection = self._agreed(state.guard.objection(loss, grad_norm))
         lr = learning_rate(optim, state.step, self.config.train.steps)
         with self.updates.update():
@@ -193,24 +217,49 @@ class Trainer:
             state.step += 1
             state.samples += len(batches) * parallel.dp
             state.seconds += seconds
+            tokens = self.config.data.seq_len * len(batches) * parallel.dp
             record = {
                 "step": state.step,
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "lr": lr,
-                "tokens_per_s": self.config.data.seq_len * len(batches) * parallel.dp / seconds,
+                "tokens_per_s": tokens / seconds,
+                **self._speed(tokens, pairs, seconds),
                 "memory": peak_memory(parallel.device),
                 "device_memory": memory_in_use(parallel.device),
                 "skipped": state.guard.skipped,
             }
             if self.recorder is not None:
-                tokens = [round(n) for n in tokens_by_bucket]
-                self.recorder.step(record, mean_by_bucket(losses_by_bucket, tokens))
+                counted = [round(n) for n in tokens_by_bucket]
+                self.recorder.step(record, mean_by_bucket(losses_by_bucket, counted))
         if objection is not None:
             self._say_event(
                 f"step {state.step} skipped ({state.guard.skipped} so far): {objection}"
             )
         return record
+
+    def _speed(self, tokens: int, pairs: int, seconds: float) -> dict[str, float]:
+        """FLOPs of a step; on GPUs ``mfu`` and ``hfu``, shares of ``hardware.peak_tflops``, and the
+        split of the time that ended when its loss was read.
+        """
+        config, rows = self.config, self.model.transformer.rows
+        flops = step_flops(config.model, config.memory, rows, tokens, pairs)
+        if self.times is None:
+            return {"flops": flops.model}
+        peak = config.hardware.peak_tflops
+        shares = flops.utilisation(seconds, self.parallel.world, peak)
+        split = {f"{kind}_s": part for kind, part in self.times.seconds().items()}
+        return {"flops": flops.model, **shares, **split}
+
+    def _compare(self, seconds: float, record: dict[str, Any]) -> None:
+        """Report the errors of the prediction, once, after the first step of this process."""
+        if self.prediction is None:
+            return
+        offload = self.model.transformer.offload
+        moved = 0 if offload is None else sum(b.nbytes for b in offload.pool.buffers)
+        line = errors_of(self.prediction, seconds, record["device_memory"], moved)
+        self.prediction = None
+        self._say_event(line)
 
     def _agreed(self, objection: str | None) -> str | None:
         """Return the objection of any rank on all ranks: all accept a step, or none."""
@@ -224,13 +273,15 @@ class Trainer:
 
         DDP rebuilds its buckets after its first backward pass. This pass makes it do so before the
         first step of every run, so a resumed run sums in the same order as an uninterrupted one. It
-        also opens connections and compiles kernels.
+        also opens connections and compiles kernels. Blocks run uncompiled here: graphs for so few
+        tokens would serve no step.
         """
         length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
         sample = pack(self.corpus.train, [Piece(0, 0, length)])
         batch = make_batch(sample, self.parallel.cp_group, self.config.parallel.layout)
         one = torch.ones((), device=self.parallel.device)
-        self.engine.backward(batch.to(self.parallel.device), one, last=True)
+        with torch.compiler.set_stance("force_eager"):
+            self.engine.backward(batch.to(self.parallel.device), one, last=True)
         self.engine.discard()
 
     def _save(self) -> None:
@@ -307,6 +358,8 @@ class Trainer:
         return [make_batch(self.samples[index], parallel.cp_group, layout) for index in indices]
 
     def _evaluate(self, max_bytes: int | None, window: tuple[int, int] = (-1, -1)) -> Evaluation:
+        if self.times is not None:
+            self.times.pause()
         losses_of, held_out = self.engine.evaluate, self.corpus.held_out
         return evaluate(losses_of, held_out, self.config, self.parallel, max_bytes, window)
 

@@ -120,3 +120,16 @@ def test_a_budget_is_divided_by_weight(make_documents):
     assert evaluation_documents(documents, 120) == [0, 1, 3, 4]
     assert evaluation_documents(documents, None) == [0, 1, 2, 3, 4, 5]
     assert first_documents(documents, documents.lengths, 4) == [0, 3]
+
+
+def test_without_a_document_mask_a_sample_is_one_document(make_documents):
+    """The same tokens; each predicts the next of the sample, the last the next of its document."""
+    documents = make_documents([61, 1, 2, 40, 300])
+    packed = TrainingSamples(documents, 64, 90, seed=0)
+    joined = TrainingSamples(documents, 64, 90, seed=0, document_mask=False)
+    for index in range(8):
+        sample, whole = packed[index], joined[index]
+        assert whole.cu_seqlens == [0, 64]
+        assert whole.tokens.tolist() == sample.tokens.tolist()
+        assert whole.labels.tolist() == [*sample.tokens[1:], sample.labels[-1]]
+    assert any(len(packed[index].cu_seqlens) > 2 for index in range(8))

@@ -65,6 +65,20 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             {"train.attention": "sdpa", "memory.recompute": "attention-saving"},
             "nearest valid: memory.recompute=full",
         ),
+        ({"train.compile": "blocks"}, "nearest valid: train.compile=block"),
+        (
+            {
+                "train.compile": "block",
+                "memory.offload": "residual",
+                "memory.recompute": "attention-saving",
+            },
+            "memory.offload=residual moves tensors while a block runs, which a compiled block "
+            "cannot; nearest valid: train.compile=none (or memory.offload=none)",
+        ),
+        (
+            {"train.compile": "block", "train.attention": "sdpa"},
+            "nearest valid: train.attention=ringfa3 (or train.compile=none)",
+        ),
         ({"memory.offload": "al"}, "nearest valid: memory.offload=all"),
         (
             {"memory.offload": "residual"},

@@ -1,0 +1,82 @@
+"""FLOPs of a step, against what a model really multiplies and against a dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringfa3 import plan_context
+from tests.train.model.test_transformer import packed_sample
+from train.config import MemoryConfig, ModelConfig
+from train.data.batches import make_batch
+from train.model.flops import StepFlops, step_flops
+from train.model.transformer import LanguageModel, Transformer
+
+MODEL = ModelConfig(n_layers=3, n_heads=4, n_kv_heads=2, dim=24, head_dim=8, ffn_dim=40)
+ROWS, LENGTHS = 50, [31, 1, 64]
+
+
+class Products(TorchDispatchMode):
+    """Adds up the FLOPs of matrix products, and counts calls of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.forwards, self.backwards = 0, 0, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name, shapes = op.name(), [a.shape for a in args if isinstance(a, torch.Tensor)]
+        if name == "ringfa3::linear":
+            self.flops += 2 * shapes[0].numel() * shapes[1][0]
+        elif name == "ringfa3::linear_backward":  # dx and dweight
+            self.flops += 2 * 2 * shapes[1].numel() * shapes[2][0]
+        elif name == "ringfa3::matmul":
+            self.flops += 2 * shapes[0].numel() * shapes[1][1]
+        self.forwards += name == "ringfa3::ring_attention"
+        self.backwards += name == "ringfa3::ring_attention_backward"
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk", [None, 20])
+@pytest.mark.parametrize("recompute", ["none", "full", "attention-saving"])
+def test_counts_are_what_a_step_multiplies(recompute, chunk):
+    """Every product of forward and backward, equal to the last FLOP."""
+    memory = MemoryConfig(recompute, chunk, loss_chunk=30)
+    model = LanguageModel(Transformer(MODEL, ROWS, 0, memory), torch.float32, memory.loss_chunk)
+    batch = make_batch(packed_sample(LENGTHS, ROWS), None, "zigzag")
+    with Products() as seen:
+        model(batch).sum().backward()
+    expected = step_flops(MODEL, memory, ROWS, sum(LENGTHS), batch.pairs)
+    assert seen.flops == expected.linear + expected.repeated_linear
+    forward = 4 * batch.pairs * MODEL.n_heads * 8
+    assert seen.backwards == MODEL.n_layers
+    assert expected.attention == MODEL.n_layers * forward * 3
+    again = seen.forwards - MODEL.n_layers + seen.backwards / 2  # a backward has the scores again
+    assert expected.repeated_attention == again * forward
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("window", [(-1, -1), (7, 0)])
+def test_pairs_are_those_of_a_dense_mask(world, window):
+    """The ranks' shares add up to the allowed pairs, counted one by one."""
+    sample = packed_sample(LENGTHS, ROWS)
+    shares = [make_batch(sample, (r, world), "zigzag", window).pairs for r in range(world)]
+    counted = 0
+    for length in LENGTHS:
+        row, column = torch.arange(length)[:, None], torch.arange(length)
+        allowed = column <= row
+        if window[0] >= 0:
+            allowed &= row - column <= window[0]
+        counted += int(allowed.sum())
+    assert sum(shares) == counted
+    assert (
+        shares[0]
+        == plan_context(sample.cu_seqlens, (0, world), window_size=window).work_per_rank[0]
+    )
+
+
+def test_utilisation_counts_repeated_work_in_hfu_alone():
+    """3 TFLOP of the model and 1 repeated, in 2 s on 5 devices of 1 TFLOP/s."""
+    flops = StepFlops(int(1e12), int(2e12), int(6e11), int(4e11))
+    shares = flops.utilisation(seconds=2.0, ranks=5, peak_tflops=1.0)
+    assert shares == pytest.approx({"mfu": 0.3, "hfu": 0.4})

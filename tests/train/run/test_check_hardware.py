@@ -1,0 +1,24 @@
+"""Speeds of ``hardware`` that do not fit each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from train.config import ConfigError, HardwareConfig
+from train.run.check_hardware import check_hardware
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forward_tflops": [600.0]}, r"hardware\.forward_tflops=\[600\.0\] must have a speed"),
+        ({"backward_tflops": [0.0, 1.0]}, r"above 0 for each of hardware\.head_dims=\[64, 128\]"),
+        ({"head_dims": [], "forward_tflops": [], "backward_tflops": []}, r"head_dims=\[\]"),
+        ({"matmul_tflops": [1.0, 2.0]}, r"hardware\.widths=\[768, 2048, 4096\]"),
+        ({"widths": [768, 4096, 2048]}, r"must rise; for example \[768, 2048, 4096\]"),
+    ],
+)
+def test_lists_must_fit_each_other(changes, message):
+    check_hardware(HardwareConfig())
+    with pytest.raises(ConfigError, match=message):
+        check_hardware(HardwareConfig(**changes))

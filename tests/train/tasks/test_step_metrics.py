@@ -1,0 +1,102 @@
+"""What a line of metrics says about the speed of its step, with a host's clock for a GPU's."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.train.jobs import events
+from train.data.shards import open_corpus
+from train.engine.parallel import ParallelLayout
+from train.engine.time_split import KINDS, TimeSplit
+from train.estimate.job import Job
+from train.estimate.prediction import Prediction, predict
+from train.run.failure import FailureReport
+from train.run.run_folder import RunFolder
+from train.tasks import trainer
+from train.tasks.trainer import Trainer
+
+
+class HostEvent:
+    """An event of a device that has done all work when the host issues the next."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+def run(config, on_device: bool, prediction: Prediction | None = None) -> tuple[list[dict], int]:
+    """The lines of a run, and how often it waited for its device."""
+    waits = []
+    times = TimeSplit(HostEvent, lambda: waits.append(1)) if on_device else None
+    config.model.n_layers, config.train.steps, config.train.eval_every = 1, 4, 2
+    config.optim.warmup_steps, config.checkpoint.every = 1, 0
+    parallel = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
+    report = FailureReport(0, sys.stderr)
+    with mock.patch.object(trainer, "time_split_on", return_value=times):
+        made = Trainer(
+            config, open_corpus(config.data), parallel, RunFolder(config), report, prediction
+        )
+    try:
+        made.train()
+    finally:
+        made.close()
+        trainer.observe(None)
+    lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], len(waits)
+
+
+def test_every_line_has_the_split_and_the_utilisation(config):
+    """The split of step 2 to 4 sums to less than the time between lines; attention is in each.
+
+    The run waits for the device before the first step and after the validation, in no step.
+    """
+    config.hardware.peak_tflops = 0.5
+    begin = time.perf_counter()
+    lines, waits = run(config, on_device=True)
+    elapsed = time.perf_counter() - begin
+    assert waits == 2
+    tokens = config.data.seq_len
+    for line in lines:
+        seconds = tokens / line["tokens_per_s"]
+        assert line["mfu"] == pytest.approx(line["flops"] / (seconds * 0.5e12))
+        assert line["hfu"] > line["mfu"]
+        split = {kind: line[f"{kind}_s"] for kind in KINDS}
+        assert split["attention"] > 0
+        assert split["matmul"] > 0
+        assert split["communication"] == 0  # of one process
+    assert sum(line[f"{kind}_s"] for line in lines for kind in KINDS) < elapsed
+
+
+def test_a_line_of_a_cpu_has_flops_alone(config):
+    """6 FLOPs a weight and token, and 12 a pair, head and channel, of documents of up to 256."""
+    lines, _ = run(config, on_device=False)
+    model, tokens = config.model, config.data.seq_len
+    weights = model.dim * (2 * model.dim + 2 * model.dim // 2 + 3 * model.ffn_dim + 300)
+    for line in lines:
+        pairs = (line["flops"] - 6 * tokens * weights) / (12 * model.dim)
+        assert pairs == int(pairs)
+        assert tokens <= pairs <= tokens * (tokens + 1) / 2
+        assert not {"mfu", "hfu", "attention_s"} & line.keys()
+
+
+def test_the_first_step_is_compared_with_its_prediction(config):
+    """Once, in the events, relative to what was predicted."""
+    config.model.head_dim, data = 64, config.data
+    prediction = predict(Job(config, 1, 1, 300, [0, data.seq_len]))
+    lines, _ = run(config, on_device=True, prediction=prediction)
+    said = [event for event in events(Path(config.run.dir)) if "prediction" in event]
+    found = lines[0]["device_memory"] / 1e9
+    percent = 100 * (found / (prediction.memory.device / 1e9) - 1)
+    assert said == [
+        f"first step beside its prediction: device memory {found:.1f} GB, "
+        f"predicted {prediction.memory.device / 1e9:.1f} ({percent:+.1f}%)"
+    ]

@@ -1,0 +1,207 @@
+"""A prediction of a job, whether it fits, and the smallest change of the settings that does."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.config import Config, ConfigError
+from train.estimate.job import Job, UnpredictableError
+from train.estimate.memory import MemoryEstimate, estimate_memory
+from train.estimate.step_time import StepTime, estimate_time
+
+# Settings that need less memory, the cheaper ones first. Of a pair of one key one at most is taken.
+CHANGES: tuple[tuple[str, object], ...] = (
+    ("memory.loss_chunk", 1024),
+    ("memory.mlp_chunk", 16384),
+    ("train.residual", "bfloat16"),
+    ("memory.recompute", "attention-saving"),
+    ("engine", "fsdp2"),
+    ("memory.offload", "residual"),
+    ("memory.offload", "all"),
+    ("memory.recompute", "full"),
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes of a device and of a host."""
+
+    device: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory, and the time or why there is none."""
+
+    job: Job
+    memory: MemoryEstimate
+    time: StepTime | None
+    no_time: str = ""
+
+    def problems(self, limits: Limits) -> list[str]:
+        """What does not fit, each in a clause without a remedy."""
+        timeout, found = self.job.config.parallel.timeout_s, []
+        if self.memory.device > limits.device:
+            found.append(
+                f"a step needs {_gb(self.memory.device)} GB of device memory by prediction, and "
+                f"there are {_gb(limits.device)}"
+            )
+        if self.memory.on_host > limits.host:
+            found.append(
+                f"the ranks of a host need {_gb(self.memory.on_host)} GB of its memory by "
+                f"prediction, and there are {_gb(limits.host)}"
+            )
+        if self.time is not None and self.time.total > timeout:
+            found.append(
+                f"parallel.timeout_s={timeout:g} is less than the {self.time.total:.0f} s of a "
+                f"step by prediction"
+            )
+        return found
+
+
+def predict(job: Job) -> Prediction:
+    """The prediction of ``job``. Raises ``UnpredictableError`` if its memory has none."""
+    memory = estimate_memory(job)
+    try:
+        return Prediction(job, memory, estimate_time(job))
+    except UnpredictableError as error:
+        return Prediction(job, memory, None, str(error))
+
+
+def host_memory() -> float:
+    """Bytes of this machine's memory."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            return 1024.0 * int(line.split()[1])
+    raise ConfigError("hardware.host_gb=null: /proc/meminfo has no MemTotal; give hardware.host_gb")
+
+
+def limits_of(config: Config, device: float | None = None) -> Limits:
+    """``hardware``'s, with this machine's host memory where it gives none.
+
+    ``device``, in bytes, goes before ``hardware.memory_gb``.
+    """
+    hardware = config.hardware
+    host = host_memory() if hardware.host_gb is None else hardware.host_gb * 1e9
+    return Limits(device or hardware.memory_gb * 1e9, host)
+
+
+def smallest_change(job: Job, limits: Limits) -> list[str]:
+    """The fewest settings with which ``job`` fits, as overrides; of as many the fastest.
+
+    Empty if it fits, or if nothing helps. Where no setting of a group is enough, more GPUs share
+    each sample.
+    """
+    if not predict(job).problems(limits):
+        return []
+    for more in (1, 2, 4, 8):
+        wider, overrides = _on_more(job, more)
+        if wider is None:
+            continue
+        for size in range(4):
+            fitting = []
+            for number, (changed, names) in enumerate(_changed(wider, size, limits)):
+                predicted = predict(changed)
+                if not predicted.problems(limits):
+                    seconds = math.inf if predicted.time is None else predicted.time.total
+                    fitting.append((seconds, number, overrides + names))
+            if fitting:
+                return min(fitting)[2]
+    return []
+
+
+def require_fit(job: Job, limits: Limits) -> Prediction:
+    """The prediction of ``job``.
+
+    Raises ``ConfigError`` with the smallest change that helps if the job does not fit, unless
+    ``memory.force``; ``UnpredictableError`` if there is no prediction.
+    """
+    prediction = predict(job)
+    problems = prediction.problems(limits)
+    if problems and not job.config.memory.force:
+        change = " ".join(smallest_change(job, limits))
+        remedy = f"nearest valid: {change}" if change else "no setting of memory and engine helps"
+        raise ConfigError(f"{problems[0]}; {remedy} (or memory.force=true)")
+    return prediction
+
+
+def _changed(job: Job, size: int, limits: Limits) -> Iterator[tuple[Job, list[str]]]:
+    """``job`` with each choice of ``size`` settings that differ from its own and fit each other.
+
+    A timeout that is too short is raised with them.
+    """
+    config = job.config
+    open_changes = [(key, value) for key, value in CHANGES if _value(config, key) != value]
+    for chosen in itertools.combinations(open_changes, size):
+        keys = [key for key, _ in chosen]
+        if len(set(keys)) < size:
+            continue
+        changed = _apply(config, dict(chosen))
+        if changed is None:
+            continue
+        names = [f"{key}={value}" for key, value in chosen]
+        made = dataclasses.replace(job, config=changed)
+        made.__dict__["plan"] = job.plan  # the same documents on the same ranks
+        time = predict(made).time
+        if time is not None and time.total > changed.parallel.timeout_s:
+            seconds = 60 * math.ceil(2 * time.total / 60)
+            parallel = dataclasses.replace(changed.parallel, timeout_s=seconds)
+            changed = dataclasses.replace(changed, parallel=parallel)
+            made = dataclasses.replace(made, config=changed)
+            made.__dict__["plan"] = job.plan
+            names.append(f"parallel.timeout_s={seconds}")
+        yield made, names
+
+
+def _apply(config: Config, chosen: dict[str, object]) -> Config | None:
+    """``config`` with settings; None if they contradict others, or free nothing."""
+    memory, train, engine = config.memory, config.train, config.engine
+    for key, value in chosen.items():
+        section, _, name = key.partition(".")
+        if key == "engine":
+            engine = dataclasses.replace(engine, name=value, shard="all")
+        elif section == "memory":
+            memory = dataclasses.replace(memory, **{name: value})
+        else:
+            train = dataclasses.replace(train, **{name: value})
+    before, after = (m.recompute for m in (config.memory, memory))
+    if memory.offload != "none" and after == "none":
+        return None
+    if memory.offload == "all" and after == "full":
+        return None
+    if before == "full" and after != "full":
+        return None
+    for chunk in ("mlp_chunk", "loss_chunk"):
+        old, new = (getattr(m, chunk) for m in (config.memory, memory))
+        if old is not None and new > old:
+            return None
+    return dataclasses.replace(config, memory=memory, train=train, engine=engine)
+
+
+def _value(config: Config, key: str) -> object:
+    section, _, name = key.partition(".")
+    return config.engine.name if key == "engine" else getattr(getattr(config, section), name)
+
+
+def _on_more(job: Job, more: int) -> tuple[Job | None, list[str]]:
+    """``job`` on ``more`` times the GPUs, which share each sample; None if a host has too few."""
+    if more == 1:
+        return job, []
+    config, cp = job.config, job.config.parallel.cp * more
+    if cp > job.per_host:
+        return None, []
+    parallel = dataclasses.replace(config.parallel, cp=cp)
+    config = dataclasses.replace(config, parallel=parallel)
+    gpus = job.gpus * more
+    wider = Job(config, gpus, job.per_host, job.rows, job.cu_seqlens)
+    return wider, [f"parallel.cp={cp} on {gpus} GPUs"]
+
+
+def _gb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.1f}"

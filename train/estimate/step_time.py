@@ -1,0 +1,127 @@
+"""Seconds of a step on GPUs, by kind of work, from measured speeds of kernels and links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from train.config import Config, HardwareConfig
+from train.estimate.job import Job, UnpredictableError, parameters
+from train.estimate.memory import FULL, HALF
+from train.model.flops import StepFlops, step_flops
+
+LONG = 8192  # tokens of a document from which attention reaches the speeds of ``hardware``
+LONG_SHARE = 0.9  # of all pairs that must lie in documents so long
+ADAM_BYTES = 28  # a fused AdamW reads 16 bytes of a parameter and writes 12
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by kind, and the FLOPs of all ranks in it."""
+
+    seconds: dict[str, float]
+    flops: StepFlops
+    ranks: int
+    peak_tflops: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.seconds.values())
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """``mfu`` and ``hfu``."""
+        return self.flops.utilisation(self.total, self.ranks, self.peak_tflops)
+
+
+def estimate_time(job: Job) -> StepTime:
+    """The time of a step, as long as its slowest rank.
+
+    Raises ``UnpredictableError``, also for documents too short for the speeds of ``hardware``.
+    """
+    job.require_predictable()
+    _require_long(job.cu_seqlens)
+    config, hardware, memory = job.config, job.config.hardware, job.config.memory
+    model, samples = config.model, job.samples
+    pairs = sum(job.plan.work_per_rank) * samples * job.dp
+    tokens = job.plan.total_tokens * samples * job.dp
+    flops = step_flops(model, memory, job.rows, tokens, pairs)
+    forward, backward = _attention_speeds(config)
+    slowest = max(job.plan.work_per_rank) * samples
+    each = slowest * model.n_heads * model.resolved_head_dim() * model.n_layers
+    forwards = 2 if memory.recompute == "full" else 1
+    linear = (flops.linear + flops.repeated_linear) / job.gpus
+    elements = job.tokens * samples * model.dim * model.n_layers
+    # A recomputed block runs its forward, a third of this work, once more.
+    again = 1 if memory.recompute == "none" else 4 / 3
+    attention = 4 * forwards * each / forward + 10 * each / backward
+    matmul = linear / (np.interp(model.dim, hardware.widths, hardware.matmul_tflops) * 1e12)
+    elementwise = again * elements * hardware.elementwise_bytes / (hardware.memory_gb_s * 1e9)
+    block, embedding, head = parameters(model, job.rows)
+    total = model.n_layers * block + embedding + head
+    update = ADAM_BYTES * total / job.sharded_over / (hardware.memory_gb_s * 1e9)
+    busy = attention + matmul + elementwise
+    seconds = {
+        "attention": attention,
+        "matrix products": float(matmul),
+        "elementwise": elementwise,
+        "optimiser": update,
+        "exposed communication": _exposed(job, hardware, total, busy),
+        "exposed offload": _exposed_offload(job, hardware, busy),
+    }
+    return StepTime(seconds, flops, job.gpus, hardware.peak_tflops)
+
+
+def _require_long(cu_seqlens: Sequence[int]) -> None:
+    lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
+    pairs = sum(n * n for n in lengths)
+    if sum(n * n for n in lengths if n >= LONG) < LONG_SHARE * pairs:
+        raise UnpredictableError(
+            f"the time of attention on documents below {LONG} tokens cannot be predicted"
+        )
+
+
+def _attention_speeds(config: Config) -> tuple[float, float]:
+    """FLOP/s of the forward (4 a pair) and of the backward (10 a pair)."""
+    hardware, head_dim = config.hardware, config.model.resolved_head_dim()
+    if head_dim not in hardware.head_dims:
+        raise UnpredictableError(
+            f"the time of attention with head dim {head_dim} cannot be predicted: hardware="
+            f"{hardware.name} has {', '.join(map(str, hardware.head_dims))}"
+        )
+    place = hardware.head_dims.index(head_dim)
+    return hardware.forward_tflops[place] * 1e12, hardware.backward_tflops[place] * 1e12
+
+
+def _exposed(job: Job, hardware: HardwareConfig, total: int, busy: float) -> float:
+    """Collectives of weights and gradients, less what two thirds of the work, a backward, hide.
+
+    fsdp2 gathers twice and reduces once, the latter for the last micro-batch; ddp all-reduces.
+    """
+    ranks = job.gpus
+    if ranks == 1:
+        return 0.0
+    if ranks > job.per_host:
+        raise UnpredictableError("the time of collectives between hosts cannot be predicted")
+    once = FULL * total * (ranks - 1) / ranks / (hardware.link_gb_s * 1e9)
+    rounds = 2 if job.config.engine.name == "ddp" else 2 * job.samples + 1
+    return max(0.0, rounds * once - 2 / 3 * busy)
+
+
+def _exposed_offload(job: Job, hardware: HardwareConfig, busy: float) -> float:
+    """Copies out in the forward, a third of the work, and back; each way less what hides it."""
+    config = job.config
+    model, memory = config.model, config.memory
+    if memory.offload == "none":
+        return 0.0
+    stream = HALF if config.train.residual == "bfloat16" else FULL
+    row = model.dim * stream
+    if memory.offload == "all":
+        row += model.n_heads * (model.resolved_head_dim() * HALF + FULL)
+    moved = row * job.tokens * job.samples * memory.offloaded(model.n_layers)
+    one_way = moved / (hardware.host_link_gb_s * 1e9)
+    return max(0.0, one_way - busy / 4) + max(0.0, one_way - busy / 2)

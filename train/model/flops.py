@@ -1,0 +1,85 @@
+"""FLOPs of an optimiser step: matrix products and attention, and what the backward repeats.
+
+A multiplication and an addition are 2 FLOPs. Norms, rotations, activations, the softmax and the
+optimiser count nothing. Counts are of all ranks together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from train.config import MemoryConfig, ModelConfig
+
+# FLOPs per allowed pair, query head and channel
+FORWARD_PER_PAIR = 4  # the products Q K and P V
+BACKWARD_PER_PAIR = 8  # dP, dV, dQ, dK
+AGAIN_PER_PAIR = 2  # Q K, which the backward computes again in place of keeping the scores
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of a step.
+
+    ``linear`` and ``attention`` are forward and backward of the model, ``repeated_linear`` and
+    ``repeated_attention`` what the backward computes a second time to save memory: also the scores,
+    which attention's backward never keeps.
+    """
+
+    linear: int
+    attention: int
+    repeated_linear: int
+    repeated_attention: int
+
+    @property
+    def model(self) -> int:
+        """What MFU counts: no credit for recomputation."""
+        return self.linear + self.attention
+
+    @property
+    def hardware(self) -> int:
+        """What HFU counts: all that runs."""
+        return self.model + self.repeated_linear + self.repeated_attention
+
+    def utilisation(self, seconds: float, ranks: int, peak_tflops: float) -> dict[str, float]:
+        """``mfu`` and ``hfu``, shares of the peak of ``ranks`` devices in a step of ``seconds``."""
+        available = seconds * ranks * peak_tflops * 1e12
+        return {"mfu": self.model / available, "hfu": self.hardware / available}
+
+
+def attention_weights(model: ModelConfig) -> int:
+    """Elements of the four projections of a block's attention."""
+    heads = 2 * model.n_heads + 2 * model.n_kv_heads
+    return model.dim * model.resolved_head_dim() * heads
+
+
+def mlp_weights(model: ModelConfig) -> int:
+    """Elements of the three matrices of a block's SwiGLU."""
+    return 3 * model.dim * model.ffn_dim
+
+
+def step_flops(
+    model: ModelConfig, memory: MemoryConfig, rows: int, tokens: int, pairs: int
+) -> StepFlops:
+    """FLOPs of a step with ``tokens`` tokens in all its samples and as many allowed ``pairs``.
+
+    ``rows`` is the height of the head. A plan of ``plan_context`` knows its pairs:
+    ``sum(plan.work_per_rank)``, exact for packed documents and windows.
+    """
+    block = attention_weights(model) + mlp_weights(model)
+    forward = 2 * tokens * (model.n_layers * block + rows * model.dim)
+    each = pairs * model.n_heads * model.resolved_head_dim() * model.n_layers
+    forwards = 2 if memory.recompute == "full" else 1
+    # A recomputed block ends before `down`, whose output no gradient needs. Chunks of the MLP
+    # compute gate and up again, and chunks of the loss the logits.
+    gate_and_up = mlp_weights(model) * 2 // 3
+    again = 0
+    if memory.recompute != "none":
+        again = attention_weights(model) + gate_and_up
+    elif memory.mlp_chunk is not None:
+        again = gate_and_up
+    return StepFlops(
+        linear=3 * forward,
+        attention=(FORWARD_PER_PAIR + BACKWARD_PER_PAIR) * each,
+        repeated_linear=2 * tokens * (model.n_layers * again + rows * model.dim),
+        repeated_attention=(AGAIN_PER_PAIR + (forwards - 1) * FORWARD_PER_PAIR) * each,
+    )

@@ -1,0 +1,76 @@
+"""The matrix products of the model, as ops that an observer of ops sees in every engine.
+
+A compiler takes each as one node. Shapes are written as suffixes, as in ``transformer.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ringfa3.custom_op import custom_op, register_autograd, register_fake
+
+
+@custom_op
+def matmul(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor:
+    """``a @ b``, or ``addend + a @ b`` with one rounding, of matrices of one dtype; no gradient."""
+    return a @ b if addend is None else torch.addmm(addend, a, b)
+
+
+@register_fake(matmul)
+def _(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+@custom_op
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (T, D) times the transpose of ``weight`` (F, D), which is rounded to the dtype of x."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+@register_fake(linear)
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@custom_op
+def linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dweight) in the dtypes of x and of ``weight``."""
+    dweight = (dy.T @ x).to(weight.dtype)
+    return dy @ weight.to(dy.dtype), dweight
+
+
+@register_fake(linear_backward)
+def _(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    # The weight itself: ZeRO-3 releases its memory until the backward and then fills it again.
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return linear_backward(dy, *ctx.saved_tensors)
+
+
+register_autograd(linear, _save, _gradients)
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` without a bias, of matrices (T, D)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return linear(x_TD.to(compute_dtype_of(x_TD)), self.weight)
+
+
+def compute_dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype that autocast multiplies ``x`` in, or that of ``x`` without autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

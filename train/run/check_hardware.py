@@ -1,0 +1,25 @@
+"""The checks of ``hardware.*``: its lists of speeds fit each other."""
+
+from __future__ import annotations
+
+from train.config import ConfigError, HardwareConfig
+
+
+def check_hardware(hardware: HardwareConfig) -> None:
+    """Raise ``ConfigError`` unless the lists of ``hardware`` fit each other."""
+    for keys, names in (
+        ("head_dims", ("forward_tflops", "backward_tflops")),
+        ("widths", ("matmul_tflops",)),
+    ):
+        given = getattr(hardware, keys)
+        for name in names:
+            values = getattr(hardware, name)
+            if len(values) != len(given) or not given or min(values) <= 0:
+                raise ConfigError(
+                    f"hardware.{name}={values} must have a speed above 0 for each of "
+                    f"hardware.{keys}={given}"
+                )
+        if given != sorted(set(given)):
+            raise ConfigError(
+                f"hardware.{keys}={given} must rise; for example {sorted(set(given))}"
+            )

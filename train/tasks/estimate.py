@@ -1,0 +1,168 @@
+"""``mode=estimate``: what a job would need, without a GPU; and the same check before a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from train.config import Config
+from train.data.mixture import training_samples
+from train.data.shards import Corpus
+from train.estimate.job import Job, UnpredictableError
+from train.estimate.prediction import (
+    Limits,
+    Prediction,
+    limits_of,
+    predict,
+    require_fit,
+    smallest_change,
+)
+from train.run.run_folder import RunFolder, write_atomically
+
+
+def run(config: Config, gpus: int) -> None:
+    """Print the prediction of a job on ``gpus`` GPUs and write it to ``estimate.json``.
+
+    Raises ``UnpredictableError`` if its memory cannot be predicted.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    job = Job(config, gpus, config.estimate.gpus_per_host, _rows(config), _documents(config))
+    prediction, limits = predict(job), limits_of(config)
+    change = smallest_change(job, limits)
+    path = RunFolder(config).path / "estimate.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(as_json(prediction, limits, change), indent=1) + "\n")
+    show(prediction, limits, change, Console(markup=False, highlight=False), path)
+
+
+def before_run(config: Config, corpus: Corpus, device: torch.device) -> Prediction | None:
+    """The prediction of a run on GPUs, from its first sample and this machine's memory.
+
+    None if there is none; rank 0 then prints why. Raises ``ConfigError`` if the run does not fit.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    data = config.data
+    samples = training_samples(
+        corpus.train, data.seq_len, data.piece_len, config.train.seed, data.document_mask
+    )
+    rows = config.model.rows(corpus.tokenizer.get_vocab_size())
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    job = Job(config, world, per_host, rows, samples[0].cu_seqlens)
+    total = torch.cuda.get_device_properties(device).total_memory
+    try:
+        return require_fit(job, limits_of(config, total))
+    except UnpredictableError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"No prediction of memory and time: {error}", flush=True)
+        return None
+
+
+def errors_of(prediction: Prediction, seconds: float, device_memory: int, offloaded: int) -> str:
+    """How far a step was from its prediction, as a line.
+
+    ``device_memory`` is what the driver counts on this device, ``offloaded`` the bytes of this
+    rank's buffers for activations on the host.
+    """
+    rows = [("device memory", prediction.memory.device / 1e9, device_memory / 1e9, "GB")]
+    if prediction.time is not None:
+        rows.append(("step", prediction.time.total, seconds, "s"))
+    expected = prediction.memory.host["offloaded activations"] / prediction.job.hosts_ranks
+    if expected:
+        rows.append(("offloaded activations of a rank", expected / 1e9, offloaded / 1e9, "GB"))
+    texts = [
+        f"{name} {found:.1f} {unit}, predicted {guess:.1f} ({100 * (found / guess - 1):+.1f}%)"
+        for name, guess, found, unit in rows
+    ]
+    return f"first step beside its prediction: {'; '.join(texts)}"
+
+
+def as_json(prediction: Prediction, limits: Limits, change: list[str]) -> dict[str, Any]:
+    """The prediction in bytes and seconds."""
+    memory, time = prediction.memory, prediction.time
+    found: dict[str, Any] = {
+        "gpus": prediction.job.gpus,
+        "device_memory": {
+            "parts": memory.parts,
+            "phases": memory.phases,
+            "total": memory.device,
+            "available": limits.device,
+        },
+        "host_memory": {**memory.host, "total": memory.on_host, "available": limits.host},
+        "problems": prediction.problems(limits),
+        "smallest_change": change,
+        "timeout_s": prediction.job.config.parallel.timeout_s,
+    }
+    if time is None:
+        return {**found, "no_step_time": prediction.no_time}
+    step = {**time.seconds, "total": time.total}
+    return {**found, "step_seconds": step, "flops": time.flops.model, **time.utilisation}
+
+
+def show(
+    prediction: Prediction, limits: Limits, change: list[str], console: Console, path: Path
+) -> None:
+    """Print the prediction as a table, with its verdict."""
+    job, memory, time = prediction.job, prediction.memory, prediction.time
+    hardware = job.config.hardware
+    table = Table("", "GB", title=f"{job.gpus} x {hardware.name}, {job.tokens:,} tokens each")
+    table.columns[1].justify = "right"
+
+    def add(name: str, n_bytes: float, **style: Any) -> None:
+        table.add_row(name, f"{n_bytes / 1e9:.1f}", **style)
+
+    for name, size in memory.parts.items():
+        if size:
+            add(name, size)
+    largest = max(memory.phases, key=lambda name: memory.phases[name])
+    for name, size in memory.phases.items():
+        add(name if name == largest else f"({name}, at another time)", size)
+    table.add_section()
+    add("device, at the peak", memory.device)
+    add("device, available", limits.device, end_section=True)
+    for name, size in memory.host.items():
+        add(f"host: {name}", size)
+    add("host, available", limits.host)
+    console.print(table)
+    if time is None:
+        console.print(f"No time of a step: {prediction.no_time}", soft_wrap=True)
+    else:
+        parts = ", ".join(f"{name} {s:.1f}" for name, s in time.seconds.items() if s >= 0.05)
+        shares = ", ".join(f"{k.upper()} {100 * v:.0f}%" for k, v in time.utilisation.items())
+        console.print(f"A step: {time.total:.1f} s ({parts}); {shares}", soft_wrap=True)
+    problems = prediction.problems(limits)
+    for problem in problems:
+        console.print(f"Does not fit: {problem}", soft_wrap=True)
+    if problems:
+        remedy = " ".join(change) if change else "none of memory, engine and up to 8 times the GPUs"
+        console.print(f"The smallest change that fits: {remedy}", soft_wrap=True)
+    else:
+        console.print("It fits.")
+    console.print(f"Written to {path}", soft_wrap=True)
+
+
+def _rows(config: Config) -> int:
+    """Rows of embedding and head: of the given tokenizer, or of the one that a run would train."""
+    data = config.data
+    if data.tokenizer is None:
+        return config.model.rows(data.vocab_size)
+    tokenizer = Tokenizer.from_file(str(Path(data.tokenizer).expanduser()))
+    return config.model.rows(tokenizer.get_vocab_size())
+
+
+def _documents(config: Config) -> list[int]:
+    """Bounds of the documents of a sample, all of ``estimate.document`` tokens but the last."""
+    data = config.data
+    usual = data.piece_len if data.document_mask else None
+    length = config.estimate.document or usual or data.seq_len
+    bounds = [*range(0, data.seq_len, length), data.seq_len]
+    assert all(start < stop for start, stop in pairwise(bounds))
+    return bounds
