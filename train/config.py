@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+
+from train.mode_config import (
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    SweepConfig,
+    VerifyConfig,
+)
 
 
 class ConfigError(ValueError):
@@ -28,15 +36,21 @@ class ConfigError(ValueError):
 
 @dataclass
 class RopeConfig:
+    type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_len: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
 
 @dataclass
 class ModelConfig:
+    inherit: bool = False
     n_layers: int = 4
     n_heads: int = 4
     n_kv_heads: int = 2
@@ -44,6 +58,7 @@ class ModelConfig:
     head_dim: int | None = None
     ffn_dim: int = 384
     qk_norm: bool = True
+    qkv_bias: bool = False
     tied_embeddings: bool = False
     zero_init: bool = True
     norm_eps: float = 1e-5
@@ -200,37 +215,6 @@ class ProfileConfig:
 
 
 @dataclass
-class SweepConfig:
-    dir: str = "runs/${run.name}-sweep"
-    nproc_per_node: int | None = None
-
-
-@dataclass
-class GenerateConfig:
-    checkpoint: str | None = None
-    prompt: str = ""
-    tokens: int = 200
-    samples: int = 1
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-
-@dataclass
-class EvalConfig:
-    checkpoint: str | None = None
-    path: str | None = None
-    name: str | None = None
-    bytes: int | None = None
-
-
-@dataclass
-class VerifyConfig:
-    seq_len: int | None = None
-
-
-@dataclass
 class Config:
     mode: str = "train"
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -249,6 +233,7 @@ class Config:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
 
 
 SOURCES = "data.sources"
@@ -261,8 +246,26 @@ RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.lo
 
 
 def register_schema() -> None:
-    """Register ``Config`` with Hydra as ``schema``, the first entry of ``configs/config.yaml``."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    """Register ``Config`` with Hydra as ``schema``, the first entry of ``configs/config.yaml``.
+
+    No key of ``model`` has a value there, so that ``fill_model`` finds those that no file gives.
+    """
+    config = Config()
+    for section in (config.model, config.model.rope):
+        for entry in fields(section):
+            if entry.name not in ("rope", "inherit"):
+                setattr(section, entry.name, MISSING)
+    ConfigStore.instance().store(name="schema", node=config)
+
+
+def fill_model(composed: DictConfig, origin: Callable[[], ModelConfig]) -> None:
+    """Give the keys of ``model`` without a value that of ``origin`` or, unless ``model.inherit``,
+    their default."""
+    missing = [key for key in OmegaConf.missing_keys(composed) if key.startswith("model.")]
+    if missing:
+        model = origin() if composed.model.inherit else ModelConfig()
+        for key in missing:
+            OmegaConf.update(composed, key, get(Config(model=model), key))
 
 
 def resolve(composed: DictConfig) -> Config:
@@ -287,7 +290,8 @@ def resolve(composed: DictConfig) -> Config:
 def from_plain(values: dict[str, Any]) -> Config:
     """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults.
 
-    Keys of earlier versions are taken by their present names.
+    Keys of earlier versions are taken by their present names. A RoPE factor without a type is that
+    of Llama 3.
     """
     for old, new in RENAMED.items():
         (section, key), (present, name) = old.split("."), new.split(".")
@@ -295,6 +299,9 @@ def from_plain(values: dict[str, Any]) -> Config:
             kept = {k: value for k, value in values[section].items() if k != key}
             moved = values.get(present, {}) | {name: values[section][key]}
             values = values | {section: kept, present: moved}
+    rope = values.get("model", {}).get("rope", {})
+    if rope.get("factor", 1.0) != 1.0 and "type" not in rope:  # the one type of earlier versions
+        values = values | {"model": values["model"] | {"rope": rope | {"type": "llama3"}}}
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     assert isinstance(config, Config)
     return config

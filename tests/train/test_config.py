@@ -135,7 +135,12 @@ def test_a_mixture_without_sources_is_rejected(pretrain):
 def test_help_shows_groups_and_keys(pretrain):
     done = pretrain("--help")
     assert done.returncode == 0
-    for expected in ("torchrun", "model: 125m, 1b, 8b, tiny", "experiment: demo", "seq_len: 4096"):
+    for expected in (
+        "torchrun",
+        "model: 125m, 1b, 8b, inherit, tiny",
+        "experiment: demo",
+        "seq_len: 4096",
+    ):
         assert expected in done.stdout
 
 

@@ -9,21 +9,23 @@ import torch
 from train.config import OptimConfig
 from train.model.transformer import Transformer
 
+VECTORS = ("norm.weight", ".bias")  # ends of the names of gains and biases
+
 
 def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only and ``embedding_lr_scale`` on the embedding.
 
-    Names tell matrices from gains: a parameter that an engine has cut has another shape. Each group
-    has an ``lr_scale`` that multiplies the scheduled learning rate.
+    Names tell matrices from vectors: a parameter that an engine has cut has another shape. Each
+    group has an ``lr_scale`` that multiplies the scheduled learning rate.
     """
     embedding = model.embedding.weight
     rest = {name: p for name, p in model.named_parameters() if p is not embedding}
-    gains = [p for name, p in rest.items() if name.endswith("norm.weight")]
-    matrices = [p for name, p in rest.items() if not name.endswith("norm.weight")]
+    vectors = [p for name, p in rest.items() if name.endswith(VECTORS)]
+    matrices = [p for name, p in rest.items() if not name.endswith(VECTORS)]
     groups = [
         {"params": [embedding], "weight_decay": 0.0, "lr_scale": optim.embedding_lr_scale},
         {"params": matrices, "weight_decay": optim.weight_decay},
-        {"params": gains, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [{"lr_scale": 1.0, **group} for group in groups if group["params"]]
     beta1, beta2 = optim.betas

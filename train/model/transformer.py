@@ -6,9 +6,8 @@ C channels of a head, F hidden width of the SwiGLU, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,51 +16,21 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
-from train.config import Config, ConfigError, MemoryConfig, ModelConfig, RopeConfig
+from train.config import Config, ConfigError, MemoryConfig, ModelConfig
 from train.data.batches import Batch
 from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
 from train.model.offload import Offload
+from train.model.rope import (
+    Rotation,
+    attention_factor,
+    rope_frequencies,
+    rotate,
+    rotation,
+)
 from train.model.sdpa import SdpaAttention
 from train.model.swiglu import SwiGLU
-
-
-class Rotation(NamedTuple):
-    """Cosine and sine of every token's rotary angles, (T, 1, C/2) float32."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
-    """Angle per position of each channel pair, (head_dim / 2,) float64, scaled as in Llama 3.
-
-    Wavelengths below ``original_len / high_freq_factor`` keep their frequency. For those above
-    ``original_len / low_freq_factor`` it is divided by ``factor``. In between it is interpolated.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-    frequencies = rope.theta**-exponents
-    if rope.factor == 1.0:
-        return frequencies
-    turns = rope.original_len * frequencies / (2 * math.pi)  # over the original context
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    share = share.clamp(0, 1)
-    return share * frequencies + (1 - share) * frequencies / rope.factor
-
-
-def rotation(positions_T: Tensor, frequencies: Tensor) -> Rotation:
-    """The rotation of each token. Angles are computed in float64: positions may exceed 2^24."""
-    angles = positions_T.double()[:, None, None] * frequencies.to(positions_T.device)
-    return Rotation(angles.cos().float(), angles.sin().float())
-
-
-def rotate(x_THC: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate channels i and i + C/2 of ``x`` as a pair, in float32; returns the dtype of ``x``."""
-    first, second = x_THC.float().chunk(2, dim=-1)
-    cos, sin = rotation
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x_THC.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -77,15 +46,15 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and optional QK-norm."""
+    """Grouped-query attention with rotary positions, optional biases and optional QK-norm."""
 
     def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
         super().__init__()
         head_dim = model.resolved_head_dim()
         self.head_dim, self.softmax_scale = head_dim, model.softmax_scale
-        self.wq = nn.Linear(model.dim, model.n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=False)
+        self.wq = nn.Linear(model.dim, model.n_heads * head_dim, bias=model.qkv_bias)
+        self.wk = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=model.qkv_bias)
+        self.wv = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=model.qkv_bias)
         self.wo = nn.Linear(model.n_heads * head_dim, model.dim, bias=False)
         self.q_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
@@ -196,6 +165,7 @@ class Transformer(nn.Module):
             self.output = Head(vocab_size, model.dim)
         # Not a buffer: every rank computes the same values, so DDP need not broadcast them.
         self.frequencies = rope_frequencies(model.resolved_head_dim(), model.rope)
+        self.attention_factor = attention_factor(model.rope)
         if not self.norm.weight.is_meta:
             initialise(self, model, seed)
 
@@ -213,7 +183,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Normalised hidden states (T, D). ``caches``, one per block, hold the preceding tokens."""
         x_TD = self.embedding(tokens_T).to(self.residual)
-        turns = rotation(positions_T, self.frequencies)
+        turns = rotation(positions_T, self.frequencies, self.attention_factor)
         for number, block in enumerate(self.blocks):
             if caches is None:
                 x_TD = self._run(number, block, x_TD, turns, plan)

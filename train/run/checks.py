@@ -14,21 +14,22 @@ from train.config import (
     Config,
     ConfigError,
     DataConfig,
-    ModelConfig,
     TrainConfig,
     get,
     nearest,
 )
+from train.hf.architecture import hf_folder
 from train.run.check_engine import ENGINES, check_engine
+from train.run.check_export import check_export
+from train.run.check_hf import check_hf
+from train.run.check_model import ROPE_TYPES, check_model
 from train.run.check_offload import check_offload
 from train.run.run_folder import RunFolder
 
-# Names of ringfa3 stand here again: to import it would import torch.
-QUANTISED_HEAD_DIMS = (64, 128, 256)
-SOFTMAX_SCALES = (2.0**-64, 2.0**64)
 CHOICES = {
-    "mode": ("train", "check", "verify", "generate", "eval"),
+    "mode": ("train", "check", "verify", "generate", "eval", "export"),
     "model.attention_precision": ("native", "fp8", "int8"),
+    "model.rope.type": tuple(ROPE_TYPES),
     "engine.name": tuple(ENGINES),
     "optim.schedule": ("cosine", "linear"),
     "parallel.layout": ("zigzag", "contiguous"),
@@ -39,6 +40,7 @@ CHOICES = {
     "train.attention": ("ringfa3", "sdpa"),
     "memory.recompute": ("none", "full", "attention-saving"),
     "memory.offload": ("none", "residual", "all"),
+    "export.dtype": ("float32", "bfloat16"),
 }
 
 MINIMUM = {
@@ -83,12 +85,15 @@ MINIMUM = {
     "generate.seed": 0,
     "eval.bytes": 1,
     "verify.seq_len": 2,
+    "export.shard_bytes": 1,
 }
 
 ABOVE_ZERO = (
     "model.norm_eps",
     "model.rope.theta",
     "model.rope.low_freq_factor",
+    "model.rope.beta_slow",
+    "model.rope.attention_factor",
     "optim.lr",
     "optim.eps",
     "optim.clip",
@@ -104,12 +109,14 @@ MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one 
 def check(config: Config, world: int) -> None:
     """Raise ``ConfigError`` for the first value that cannot work with ``world`` processes."""
     _check_values(config)
-    _check_model(config.model)
+    check_model(config.model)
     if config.generate.top_p is not None and config.generate.top_p > 1:
         raise ConfigError(
             f"generate.top_p={config.generate.top_p} exceeds 1; nearest valid: generate.top_p=1"
         )
-    if config.mode == "generate":
+    if config.mode == "export":
+        check_export(config)
+    if config.mode in ("generate", "export"):
         return
     if config.mode == "eval":
         _check_text(config)
@@ -120,6 +127,7 @@ def check(config: Config, world: int) -> None:
         if config.data.tokenizer is None:  # it gets data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
         _check_checkpoint(config.checkpoint)
+        check_hf(config)
         _check_log(config)
         _check_profile(config, world)
         check_engine(config.engine)
@@ -176,47 +184,6 @@ def _check_values(config: Config) -> None:
         value = get(config, key)
         if value is not None and not value > 0:
             raise ConfigError(f"{key}={value} must be above 0")
-
-
-def _check_model(model: ModelConfig) -> None:
-    def fits(n_heads: int) -> bool:
-        even = model.head_dim is not None or model.dim % (2 * n_heads) == 0
-        return even and n_heads % model.n_kv_heads == 0
-
-    if model.n_heads % model.n_kv_heads or not fits(model.n_heads):
-        allowed = [n for n in range(1, max(model.dim, 2 * model.n_heads) + 1) if fits(n)]
-        best = min(allowed, key=lambda n: abs(n - model.n_heads), default=None)
-        nearest_valid = f"; nearest valid: model.n_heads={best}" if best else ""
-        raise ConfigError(
-            f"model.n_heads={model.n_heads} must be a multiple of "
-            f"model.n_kv_heads={model.n_kv_heads} and, where model.head_dim is null, split "
-            f"model.dim={model.dim} into heads of even width{nearest_valid}"
-        )
-    if model.head_dim is not None and model.head_dim % 2:
-        raise ConfigError(
-            f"model.head_dim={model.head_dim} must be even (RoPE turns pairs); "
-            f"nearest valid: model.head_dim={model.head_dim + 1}"
-        )
-    width = model.resolved_head_dim()
-    if model.attention_precision != "native" and width not in QUANTISED_HEAD_DIMS:
-        best = min(QUANTISED_HEAD_DIMS, key=lambda n: abs(n - width))
-        raise ConfigError(
-            f"model.attention_precision={model.attention_precision} has no head dim {width}; "
-            f"nearest valid: model.head_dim={best}"
-        )
-    scale, (least, most) = model.softmax_scale, SOFTMAX_SCALES
-    if scale is not None and not least <= scale <= most:
-        best = most if scale > most else least
-        raise ConfigError(
-            f"model.softmax_scale={scale} must lie between {least} and {most}; "
-            f"nearest valid: model.softmax_scale={best} (or null: head_dim ** -0.5)"
-        )
-    rope = model.rope
-    if rope.low_freq_factor >= rope.high_freq_factor:
-        raise ConfigError(
-            f"model.rope.low_freq_factor={rope.low_freq_factor} must be below "
-            f"model.rope.high_freq_factor={rope.high_freq_factor}"
-        )
 
 
 def _check_batch(train: TrainConfig, dp: int) -> None:
@@ -371,7 +338,7 @@ def _nearest_path(value: str) -> str:
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     for key, value in (("resume", checkpoint.resume), ("init_from", checkpoint.init_from)):
-        if value in (None, "auto", "never"):
+        if value in (None, "auto", "never") or (key == "init_from" and hf_folder(value)):
             continue
         if not Path(value).expanduser().is_dir():
             words = "auto, never or " if key == "resume" else ""

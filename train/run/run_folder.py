@@ -33,6 +33,7 @@ class RunFolder:
     summary.json      written when the run is complete
     ranks.json        host and process of each rank
     checkpoints/  tensorboard/  logs/  profile/  and plots
+    origin/           settings of the Hugging Face folder that the weights came from
     eval-*.json       results of mode=eval
     wandb-id.txt      the run at Weights & Biases
     """
@@ -41,7 +42,7 @@ class RunFolder:
         *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json"),
         *("ranks.json", "tokenizer.json", "wandb-id.txt", "loss.png", "loss_by_position.png"),
     )
-    FOLDERS = ("checkpoints", "tensorboard", "logs", "profile")
+    FOLDERS = ("checkpoints", "tensorboard", "logs", "profile", "origin")
     MEASURED = ("eval-*.json", "eval-*.png")
 
     def __init__(self, config: Config) -> None:
@@ -52,6 +53,7 @@ class RunFolder:
         )
         self.tokenizer, self.wandb_id = (self.path / name for name in self.FILES[6:8])
         self.profile = self.path / "profile"
+        self.origin = self.path / "origin"
         self.tensorboard = self.path / "tensorboard"
 
     def log(self, rank: int) -> Path:

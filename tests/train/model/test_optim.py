@@ -31,7 +31,7 @@ def test_linear_decay_ends_one_step_above_zero():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(tied):
-    model = Transformer(ModelConfig(tied_embeddings=tied), vocab_size=300, seed=0)
+    model = Transformer(ModelConfig(tied_embeddings=tied, qkv_bias=True), vocab_size=300, seed=0)
     optim = OptimConfig(lr=1e-3, embedding_lr_scale=3.0, weight_decay=0.1)
     optimizer = make_optimizer(model, optim)
     set_learning_rate(optimizer, 0.5)
