@@ -34,6 +34,9 @@ class ConfigError(ValueError):
     found_by_all = True
 
 
+FULL = "full"  # in model.windows: no window
+
+
 @dataclass
 class RopeConfig:
     type: str = "default"
@@ -65,11 +68,19 @@ class ModelConfig:
     attention_precision: str = "native"
     softmax_scale: float | None = None
     vocab_size: int | None = None
+    windows: list[Any] | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def resolved_head_dim(self) -> int:
         """``head_dim``, or ``dim / n_heads`` if it is null."""
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
+
+    def window(self, layer: int) -> int | None:
+        """Keys that a token of a layer sees, its own included; None for all before it."""
+        if self.windows is None:
+            return None
+        window = self.windows[layer % len(self.windows)]
+        return None if window == FULL else window
 
     def rows(self, n_tokens: int) -> int:
         """Rows of embedding and head, for a tokenizer of ``n_tokens``; the others are padding.
@@ -90,6 +101,7 @@ class SourceConfig:
     weight: float = 1.0
     pattern: str | None = None
     text_field: str | None = None
+    min_len: int | None = None
 
 
 @dataclass
@@ -104,6 +116,8 @@ class DataConfig:
     bos_token: str = "<|endoftext|>"
     seq_len: int = 4096
     piece_len: int | None = None
+    min_len: int | None = None
+    packing: str = "stream"
     cache_dir: str = "~/.cache/ringfa3/data"
     verify: bool = True
 
@@ -117,6 +131,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     schedule: str = "cosine"
     warmup_steps: int = 10
+    decay_steps: int | None = None
     final_lr_ratio: float = 0.0
     clip: float | None = 1.0
 

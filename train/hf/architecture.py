@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from train.config import ConfigError, ModelConfig, RopeConfig
+from train.config import FULL, ConfigError, ModelConfig, RopeConfig
 
 PREFIX = "hf:"  # of checkpoint.init_from
 CONFIG = "config.json"
@@ -27,7 +27,6 @@ FIXED = {
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0,
-    "use_sliding_window": False,
     "partial_rotary_factor": 1,
     "quantization_config": None,
 }
@@ -50,6 +49,7 @@ ROPE = {
         "truncate": "truncate",
     },
 }
+WHOLE, SLIDING = "full_attention", "sliding_attention"  # types of layers
 MSCALES = ("mscale", "mscale_all_dim")  # of yarn; they give the attention factor
 
 
@@ -118,6 +118,7 @@ def read_model(folder: Path) -> dict[str, Any]:
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "softmax_scale": None,
         "vocab_size": config.number("vocab_size", whole=True),
+        "windows": None if kind == "llama" else _read_windows(config),
         "rope": _read_rope(config),
     }
 
@@ -132,6 +133,19 @@ def _read(path: Path) -> Values:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings of a model")
     return Values(path, values)
+
+
+def _read_windows(config: Values) -> list[int | str] | None:
+    """``model.windows``: one window for the layers of type sliding_attention."""
+    if not config.get("use_sliding_window", False):
+        return None
+    layers = config.number("num_hidden_layers", whole=True)
+    first = config.get("max_window_layers", 28)
+    kinds = config.get("layer_types", [SLIDING if n >= first else WHOLE for n in range(layers)])
+    if len(kinds) != layers or set(kinds) - {SLIDING, WHOLE}:
+        raise config.refuse("layer_types", kinds, f"{SLIDING} and {WHOLE}, one for each layer")
+    window = config.number("sliding_window", 4096, whole=True)
+    return [window if kind == SLIDING else FULL for kind in kinds] if SLIDING in kinds else None
 
 
 def _read_rope(config: Values) -> dict[str, Any]:
@@ -195,7 +209,14 @@ def model_type(model: ModelConfig) -> str:
             f"mode=export: model.softmax_scale={model.softmax_scale}; Llama, Qwen2 and Qwen3 have "
             f"head_dim ** -0.5 only"
         )
-    return "qwen2" if model.qkv_bias else "qwen3" if model.qk_norm else "llama"
+    kind = "qwen2" if model.qkv_bias else "qwen3" if model.qk_norm else "llama"
+    windows = {model.window(layer) for layer in range(model.n_layers)} - {None}
+    if windows and (kind == "llama" or len(windows) > 1):
+        raise ConfigError(
+            f"mode=export: model.windows={model.windows}; Llama has no windows, Qwen2 and Qwen3 "
+            "one width in all layers that have one"
+        )
+    return kind
 
 
 def hf_config(model: ModelConfig, n_rows: int, length: int, dtype: str) -> dict[str, Any]:
@@ -229,7 +250,20 @@ def hf_config(model: ModelConfig, n_rows: int, length: int, dtype: str) -> dict[
     }
     if kind != "qwen2":
         config["attention_bias"] = False
-    return config | ({"mlp_bias": False} if kind == "llama" else {"use_sliding_window": False})
+    return config | ({"mlp_bias": False} if kind == "llama" else _hf_windows(model))
+
+
+def _hf_windows(model: ModelConfig) -> dict[str, Any]:
+    windows = [model.window(layer) for layer in range(model.n_layers)]
+    width = next((window for window in windows if window is not None), None)
+    if width is None:
+        return {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": width,
+        "max_window_layers": 0,
+        "layer_types": [WHOLE if window is None else SLIDING for window in windows],
+    }
 
 
 def _hf_rope(rope: RopeConfig) -> dict[str, Any] | None:

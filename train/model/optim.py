@@ -36,12 +36,16 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     """Learning rate of optimiser step ``step`` (from 0) of ``steps``.
 
     It rises linearly over ``warmup_steps`` and reaches ``lr`` in the last of them. Then it falls to
-    ``lr * final_lr_ratio``, which it would reach at step ``steps``.
+    ``lr * final_lr_ratio``, which it would reach at step ``steps``; with ``wsd`` in the last
+    ``decay_steps`` alone.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
-    done = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
-    left = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    first = optim.warmup_steps
+    if optim.schedule == "wsd":
+        first = steps - (optim.decay_steps or max(1, steps // 10))
+    done = max(0, step - first) / max(1, steps - first)
+    left = (1 + math.cos(math.pi * done)) / 2 if optim.schedule == "cosine" else 1 - done
     return optim.lr * (optim.final_lr_ratio + (1 - optim.final_lr_ratio) * left)
 
 

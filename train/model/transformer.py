@@ -31,6 +31,7 @@ from train.model.rope import (
 )
 from train.model.sdpa import SdpaAttention
 from train.model.swiglu import SwiGLU
+from train.model.window import narrowed, window_size
 
 
 class RMSNorm(nn.Module):
@@ -48,9 +49,16 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, optional biases and optional QK-norm."""
 
-    def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        attention: str = "ringfa3",
+        window: int | None = None,
+        **ring: Any,
+    ) -> None:
         super().__init__()
         head_dim = model.resolved_head_dim()
+        self.window_size = window_size(window)
         self.head_dim, self.softmax_scale = head_dim, model.softmax_scale
         self.wq = nn.Linear(model.dim, model.n_heads * head_dim, bias=model.qkv_bias)
         self.wk = nn.Linear(model.dim, model.n_kv_heads * head_dim, bias=model.qkv_bias)
@@ -85,7 +93,7 @@ class Attention(nn.Module):
         else:
             k_SKC, v_SKC = cache.append(k_TKC, v_TKC)
             qkv = q_THC[None], k_SKC[None], v_SKC[None]
-            y_THC = flash_attn_func(*qkv, self.softmax_scale, causal=True)[0]
+            y_THC = flash_attn_func(*qkv, self.softmax_scale, True, self.window_size)[0]
         return self.wo(y_THC.flatten(-2))
 
 
@@ -97,11 +105,12 @@ class Block(nn.Module):
         model: ModelConfig,
         attention: str = "ringfa3",
         mlp_chunk: int | None = None,
+        window: int | None = None,
         **ring: Any,
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.dim, model.norm_eps)
-        self.attention = Attention(model, attention, **ring)
+        self.attention = Attention(model, attention, window, **ring)
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
         self.mlp = SwiGLU(model, mlp_chunk)
 
@@ -157,7 +166,8 @@ class Transformer(nn.Module):
             self.offload = Offload(blocks, tokens, keeps, everything)
         self.embedding = nn.Embedding(vocab_size, model.dim)
         self.blocks = nn.ModuleList(
-            Block(model, attention, memory.mlp_chunk, **ring) for _ in range(model.n_layers)
+            Block(model, attention, memory.mlp_chunk, model.window(layer), **ring)
+            for layer in range(model.n_layers)
         )
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.output = None
@@ -181,12 +191,16 @@ class Transformer(nn.Module):
         plan: Any,
         caches: Sequence[KVCache] | None = None,
     ) -> Tensor:
-        """Normalised hidden states (T, D). ``caches``, one per block, hold the preceding tokens."""
+        """Normalised hidden states (T, D). ``caches``, one per block, hold the preceding tokens.
+
+        A layer with a window attends under the narrower of its own and that of ``plan``.
+        """
         x_TD = self.embedding(tokens_T).to(self.residual)
         turns = rotation(positions_T, self.frequencies, self.attention_factor)
         for number, block in enumerate(self.blocks):
             if caches is None:
-                x_TD = self._run(number, block, x_TD, turns, plan)
+                own = narrowed(plan, self.config.window(number))
+                x_TD = self._run(number, block, x_TD, turns, own)
             else:
                 x_TD = block(x_TD, turns, plan, caches[number])
         return self.norm(x_TD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from train.config import ConfigError, ModelConfig, RopeConfig
+from train.config import FULL, ConfigError, ModelConfig, RopeConfig
 
 # Names of ringfa3 stand here again: to import it would import torch.
 QUANTISED_HEAD_DIMS = (64, 128, 256)
@@ -54,7 +54,25 @@ def check_model(model: ModelConfig) -> None:
             f"model.softmax_scale={scale} must lie between {least} and {most}; "
             f"nearest valid: model.softmax_scale={best} (or null: head_dim ** -0.5)"
         )
+    _check_windows(model)
     _check_rope(model.rope)
+
+
+def _check_windows(model: ModelConfig) -> None:
+    windows = model.windows
+    if windows is None:
+        return
+    if not 1 <= len(windows) <= model.n_layers:
+        raise ConfigError(
+            f"model.windows={windows} must have 1 to model.n_layers={model.n_layers} entries; "
+            f"nearest valid: model.windows={windows[: model.n_layers] or [FULL]}"
+        )
+    for window in windows:
+        if window != FULL and not (type(window) is int and window >= 1):
+            raise ConfigError(
+                f"model.windows={windows}: {window} must be a number of keys, at least 1, or "
+                f"{FULL}; for example model.windows=[512,512,{FULL}]"
+            )
 
 
 def _check_rope(rope: RopeConfig) -> None:

@@ -31,7 +31,8 @@ CHOICES = {
     "model.attention_precision": ("native", "fp8", "int8"),
     "model.rope.type": tuple(ROPE_TYPES),
     "engine.name": tuple(ENGINES),
-    "optim.schedule": ("cosine", "linear"),
+    "optim.schedule": ("cosine", "linear", "wsd"),
+    "data.packing": ("stream", "best_fit"),
     "parallel.layout": ("zigzag", "contiguous"),
     "parallel.transport": ("auto", "gloo", "nccl", "symmetric"),
     "parallel.device": ("auto", "cpu", "cuda"),
@@ -56,9 +57,11 @@ MINIMUM = {
     "data.vocab_size": 257,  # 256 bytes and the token that starts a document
     "data.seq_len": 2,
     "data.piece_len": 1,
+    "data.min_len": 1,
     "optim.embedding_lr_scale": 0,
     "optim.weight_decay": 0,
     "optim.warmup_steps": 0,
+    "optim.decay_steps": 1,
     "optim.final_lr_ratio": 0,
     "parallel.cp": 1,
     "train.steps": 1,
@@ -214,6 +217,11 @@ def _check_sdpa(config: Config) -> None:
             f"model.attention_precision={config.model.attention_precision}; nearest valid: "
             "model.attention_precision=native (or train.attention=ringfa3)"
         )
+    if config.model.windows is not None:
+        raise ConfigError(
+            f"{key} has no windows, and model.windows={config.model.windows}; nearest valid: "
+            "model.windows=null (or train.attention=ringfa3)"
+        )
     if config.mode != "eval" and config.memory.recompute == "attention-saving":
         raise ConfigError(
             f"{key} has no output of the ring that memory.recompute=attention-saving could keep; "
@@ -229,6 +237,17 @@ def _check_optim(config: Config) -> None:
         raise ConfigError(
             f"optim.warmup_steps={optim.warmup_steps} exceeds train.steps={config.train.steps}; "
             f"nearest valid: optim.warmup_steps={config.train.steps}"
+        )
+    decay, room = optim.decay_steps, config.train.steps - optim.warmup_steps
+    if decay is not None and optim.schedule != "wsd":
+        raise ConfigError(
+            f"optim.decay_steps={decay} is a key of optim.schedule=wsd, not of "
+            f"{optim.schedule}; nearest valid: optim.decay_steps=null (or optim.schedule=wsd)"
+        )
+    if decay is not None and decay > room:
+        raise ConfigError(
+            f"optim.decay_steps={decay} exceeds the {room} steps that optim.warmup_steps leaves of "
+            f"train.steps={config.train.steps}; nearest valid: optim.decay_steps={max(1, room)}"
         )
 
 
@@ -266,6 +285,8 @@ def _check_sources(data: DataConfig) -> None:
         key = f"{SOURCES}.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
+        if source.min_len is not None and source.min_len < 1:
+            raise ConfigError(f"{key}.min_len={source.min_len}; nearest valid: {key}.min_len=1")
         if not 0 < source.weight < math.inf:
             raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
     total = sum(source.weight for source in data.sources.values())

@@ -26,6 +26,7 @@ from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
 from train.log.profiler import profiled
 from train.log.wandb_run import WandbRun
 from train.model.optim import learning_rate
+from train.model.window import widest
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Run
@@ -57,7 +58,7 @@ class Trainer:
         require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
         self.accumulation = train.accumulation_over(parallel.dp)
-        self.samples = training_samples(corpus.train, data.seq_len, data.piece_len, train.seed)
+        self.samples = training_samples(corpus.train, data, train.seed)
         self.engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
         self.model = self.engine.model
         self.state = TrainState(config, corpus.digest, self.engine)
@@ -190,6 +191,7 @@ class Trainer:
             if parallel.device.type == "cuda":
                 self.updated = torch.cuda.current_stream().record_event()
             seconds = time.perf_counter() - begin
+            tokens = sum(batch.plan.total_tokens for batch in batches)
             state.step += 1
             state.samples += len(batches) * parallel.dp
             state.seconds += seconds
@@ -198,7 +200,7 @@ class Trainer:
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "lr": lr,
-                "tokens_per_s": self.config.data.seq_len * len(batches) * parallel.dp / seconds,
+                "tokens_per_s": tokens * parallel.dp / seconds,
                 "memory": peak_memory(parallel.device),
                 "device_memory": memory_in_use(parallel.device),
                 "skipped": state.guard.skipped,
@@ -303,8 +305,8 @@ class Trainer:
         """This rank's micro-batches of the step whose first sample is number ``sample``."""
         parallel = self.parallel
         indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(self.accumulation)]
-        layout = self.config.parallel.layout
-        return [make_batch(self.samples[index], parallel.cp_group, layout) for index in indices]
+        place = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
+        return [make_batch(self.samples[index], *place) for index in indices]
 
     def _evaluate(self, max_bytes: int | None, window: tuple[int, int] = (-1, -1)) -> Evaluation:
         losses_of, held_out = self.engine.evaluate, self.corpus.held_out

@@ -68,7 +68,8 @@ def make_folder(tokenizer_file: Path, tmp_path: Path) -> Callable[..., Path]:
 
     def make(name: str, rope: str = "default", shards: bool = False, **changes: Any) -> Path:
         changes = {"vocab_size": ROWS, "rope_parameters": dict(ROPES[rope]), **changes}
-        changes |= {"use_sliding_window": False} if name.startswith("qwen") else {}
+        if name.startswith("qwen"):
+            changes.setdefault("use_sliding_window", False)
         model = model_of(name, "eager", **changes)
         folder = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
         model.save_pretrained(folder, max_shard_size=20_000 if shards else "1GB")

@@ -75,6 +75,21 @@ def test_a_written_config_is_read_alike_here_and_by_transformers(tmp_path, name,
         assert ratio == pytest.approx(model.rope.factor)
 
 
+@pytest.mark.parametrize("kinds", [None, ["full_attention", "sliding_attention"]])
+def test_windows_are_written_as_they_were_read(tmp_path, kinds):
+    """By the number of the first layer with a window, and by types; as transformers takes them."""
+    keys = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    model = model_in(saved(tmp_path, "qwen2", **keys, layer_types=kinds))
+    assert model.windows == ["full", 9]
+    check_model(model)
+    written = hf_config(model, model.vocab_size, 256, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.layer_types == ["full_attention", "sliding_attention"]
+    assert theirs.sliding_window == 9
+    assert model_in(tmp_path) == model
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_missing_keys_have_the_defaults_of_transformers(tmp_path, name):
     """Only what every model must give; against transformers' own defaults."""
@@ -116,6 +131,11 @@ def test_shapes_are_those_of_the_transformer(qk_norm, changes):
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type=su"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (
+            {"model_type": "qwen3", "architectures": None, "use_sliding_window": True}
+            | {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types=['full_attention', 'chunked_attention']; the trainer has sliding_",
+        ),
+        (
             {"attention_bias": True},
             "attention_bias=True; the trainer has attention_bias=False only",
         ),
@@ -147,5 +167,8 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path, content):
 def test_a_model_without_an_architecture_is_not_exported():
     with pytest.raises(ConfigError, match="neither Llama"):
         hf_config(ModelConfig(qkv_bias=True, qk_norm=True), 300, 64, "float32")
+    for windows, more in (([4, "full"], {"qk_norm": False}), ([4, 5], {})):
+        with pytest.raises(ConfigError, match=r"model\.windows=.*Llama has no windows, Qwen2 and"):
+            hf_config(ModelConfig(windows=windows, **more), 300, 64, "float32")
     with pytest.raises(ConfigError, match=r"model\.softmax_scale=0\.7; Llama, Qwen2 and Qwen3"):
         hf_config(ModelConfig(softmax_scale=0.7), 300, 64, "float32")

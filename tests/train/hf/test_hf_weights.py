@@ -38,6 +38,7 @@ MODELS = [
     *(pytest.param("llama", rope, {}, id=f"llama {rope}") for rope in ROPES),
     pytest.param("qwen2", "yarn", {"tie_word_embeddings": True}, id="qwen2 tied yarn"),
     pytest.param("qwen2", "default", {}, id="qwen2"),
+    pytest.param("qwen2", "default", {"use_sliding_window": True}, id="qwen2 windows"),
     pytest.param("qwen3", "llama3", {"tie_word_embeddings": True}, id="qwen3 tied llama3"),
     pytest.param("qwen3", "yarn, all keys", {"num_key_value_heads": 1}, id="qwen3 yarn, all keys"),
 ]

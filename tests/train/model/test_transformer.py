@@ -64,7 +64,8 @@ def reference_hidden(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
         return torch.cat([turned.real, turned.imag], -1).float()
 
     x = model.embedding.weight[tokens]
-    for block in model.blocks:
+    ages = torch.arange(n)[:, None] - torch.arange(n)
+    for number, block in enumerate(model.blocks):
         a, m = block.attention, block.mlp
         y = norm(x, block.attention_norm.weight)
         q, k, v = (y @ w.weight.T + (w.bias if config.qkv_bias else 0) for w in (a.wq, a.wk, a.wv))
@@ -73,7 +74,9 @@ def reference_hidden(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
             q, k = norm(q, a.q_norm.weight), norm(k, a.k_norm.weight)
         q, k = turn(q), turn(k)
         k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-        mask = torch.full((n, n), -math.inf).triu(1)
+        window = n if config.windows is None else config.windows[number % len(config.windows)]
+        seen = (ages >= 0) & (ages < (n if window == "full" else window))
+        mask = torch.zeros(n, n).masked_fill(~seen, -math.inf)
         scale = 1 / math.sqrt(width) if config.softmax_scale is None else config.softmax_scale
         scores = torch.einsum("qhc,khc->hqk", q, k) * scale + mask
         y = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v).reshape(n, -1)
@@ -115,6 +118,8 @@ def build(
         {"rope": RopeConfig("llama3", factor=8.0, original_len=64)},
         {"rope": RopeConfig("yarn", factor=8.0, original_len=64, attention_factor=1.3)},
         {"qkv_bias": True},
+        {"windows": [7, "full"]},
+        {"windows": [2, 12], "recompute": "attention-saving"},
         {"softmax_scale": 0.7},
         {"attention": "sdpa"},
         {"attention": "sdpa", "softmax_scale": 0.7},
@@ -122,7 +127,7 @@ def build(
     ],
     ids=[
         *("default", "no QK-norm", "tied", "one KV head", "MLP in chunks"),
-        *("scaled RoPE", "YaRN", "biases", "scaled scores"),
+        *("scaled RoPE", "YaRN", "biases", "windows", "narrow windows", "scaled scores"),
         *("SDPA", "SDPA, scaled scores", "SDPA again"),
     ],
 )
