@@ -20,6 +20,7 @@ from train.mode_config import (
     EvalConfig,
     ExportConfig,
     GenerateConfig,
+    NeedleConfig,
     SweepConfig,
     VerifyConfig,
 )
@@ -249,6 +250,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    needle: NeedleConfig = field(default_factory=NeedleConfig)
 
 
 SOURCES = "data.sources"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -43,3 +43,16 @@ class ExportConfig:
     dtype: str = "float32"
     padding: bool = False
     shard_bytes: int = 5_000_000_000
+
+
+@dataclass
+class NeedleConfig:
+    checkpoint: str | None = None
+    tasks: list[str] = field(default_factory=lambda: ["single", "multi_key", "variable"])
+    lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096])
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    trials: int = 4
+    digits: int = 5
+    others: int = 3
+    hops: int = 2
+    seed: int = 0

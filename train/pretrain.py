@@ -195,7 +195,7 @@ def main() -> None:
         if composed is None:
             return
         config = resolve_inherited(composed)
-        if config.mode in ("generate", "eval", "export"):
+        if config.mode in ("generate", "eval", "export", "needle"):
             config = with_run_config(config, given)
         check(config, world=int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -213,6 +213,10 @@ def main() -> None:
             from train.tasks import text_loss
 
             text_loss.run(config)
+        elif config.mode == "needle":
+            from train.probes import needle
+
+            needle.run(config)
         elif config.mode == "export":
             from train.tasks import export
 

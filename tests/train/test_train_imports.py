@@ -20,6 +20,7 @@ ORDER = [
     "run",
     "log",
     "tasks",
+    "probes",
     "pretrain",
 ]
 PACKAGES = ORDER[2:-1]

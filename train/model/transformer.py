@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
 from train.config import Config, ConfigError, MemoryConfig, ModelConfig
 from train.data.batches import Batch
+from train.data.samples import IGNORED
 from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
@@ -236,6 +237,18 @@ class LanguageModel(nn.Module):
             if self.transformer.output is not None:
                 return self.transformer.output(hidden_TD, batch.labels, self.loss_chunk)
             return token_losses(hidden_TD, self.transformer.head, batch.labels, self.loss_chunk)
+
+    @torch.no_grad()
+    def hits(self, batch: Batch) -> Tensor:
+        """Whether the most probable token after each local token is its label, (T,) bool."""
+        found = torch.zeros_like(batch.labels, dtype=torch.bool)
+        places = (batch.labels != IGNORED).nonzero()[:, 0]
+        with self._arithmetic(batch.tokens.device):
+            hidden_TD = self.transformer(batch.tokens, batch.positions, batch.plan)
+            for some in places.split(self.loss_chunk):
+                logits_TV = F.linear(hidden_TD[some], self.transformer.head).float()
+                found[some] = logits_TV.argmax(-1) == batch.labels[some]
+        return found
 
     @torch.no_grad()
     def next_logits(self, tokens_T: Tensor, caches: Sequence[KVCache]) -> Tensor:

@@ -19,15 +19,16 @@ from train.config import (
     nearest,
 )
 from train.hf.architecture import hf_folder
+from train.hf.check_export import check_export
+from train.hf.check_origin import check_origin
 from train.run.check_engine import ENGINES, check_engine
-from train.run.check_export import check_export
-from train.run.check_hf import check_hf
 from train.run.check_model import ROPE_TYPES, check_model
+from train.run.check_needle import check_needle
 from train.run.check_offload import check_offload
 from train.run.run_folder import RunFolder
 
 CHOICES = {
-    "mode": ("train", "check", "verify", "generate", "eval", "export"),
+    "mode": ("train", "check", "verify", "generate", "eval", "export", "needle"),
     "model.attention_precision": ("native", "fp8", "int8"),
     "model.rope.type": tuple(ROPE_TYPES),
     "engine.name": tuple(ENGINES),
@@ -89,6 +90,11 @@ MINIMUM = {
     "eval.bytes": 1,
     "verify.seq_len": 2,
     "export.shard_bytes": 1,
+    "needle.trials": 1,
+    "needle.digits": 1,
+    "needle.others": 0,
+    "needle.hops": 1,
+    "needle.seed": 0,
 }
 
 ABOVE_ZERO = (
@@ -106,6 +112,7 @@ ABOVE_ZERO = (
     "generate.top_p",
 )
 
+RUN_MODES = ("eval", "needle")  # evaluate a run, on any number of ranks
 MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one of each source
 
 
@@ -121,8 +128,9 @@ def check(config: Config, world: int) -> None:
         check_export(config)
     if config.mode in ("generate", "export"):
         return
-    if config.mode == "eval":
+    if config.mode in RUN_MODES:
         _check_text(config)
+        check_needle(config.needle)
     else:
         _check_optim(config)
         _check_data(config.data)
@@ -130,7 +138,7 @@ def check(config: Config, world: int) -> None:
         if config.data.tokenizer is None:  # it gets data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
         _check_checkpoint(config.checkpoint)
-        check_hf(config)
+        check_origin(config)
         _check_log(config)
         _check_profile(config, world)
         check_engine(config.engine)
@@ -154,7 +162,7 @@ def check(config: Config, world: int) -> None:
             "scales depend on how a sample is shared, and steps differ by more than rounding; "
             "nearest valid: model.attention_precision=native"
         )
-    if config.mode != "eval" and config.train.batch is not None:
+    if config.mode not in RUN_MODES and config.train.batch is not None:
         _check_batch(config.train, world // cp)
     precision, transport = config.model.attention_precision, config.parallel.transport
     if precision != "native" and cp > 1 and transport == "symmetric":
@@ -222,7 +230,7 @@ def _check_sdpa(config: Config) -> None:
             f"{key} has no windows, and model.windows={config.model.windows}; nearest valid: "
             "model.windows=null (or train.attention=ringfa3)"
         )
-    if config.mode != "eval" and config.memory.recompute == "attention-saving":
+    if config.mode not in RUN_MODES and config.memory.recompute == "attention-saving":
         raise ConfigError(
             f"{key} has no output of the ring that memory.recompute=attention-saving could keep; "
             f"nearest valid: memory.recompute=full"

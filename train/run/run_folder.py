@@ -20,7 +20,7 @@ MAY_CHANGE = (
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
     "train.deterministic",
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
-    *("log.", "profile.", "sweep.", "generate.", "eval.", "verify."),
+    *("log.", "profile.", "sweep.", "generate.", "eval.", "verify.", "export.", "needle."),
 )
 
 
@@ -34,7 +34,7 @@ class RunFolder:
     ranks.json        host and process of each rank
     checkpoints/  tensorboard/  logs/  profile/  and plots
     origin/           settings of the Hugging Face folder that the weights came from
-    eval-*.json       results of mode=eval
+    eval-*.json       results of mode=eval; needle.json those of mode=needle
     wandb-id.txt      the run at Weights & Biases
     """
 
@@ -43,7 +43,7 @@ class RunFolder:
         *("ranks.json", "tokenizer.json", "wandb-id.txt", "loss.png", "loss_by_position.png"),
     )
     FOLDERS = ("checkpoints", "tensorboard", "logs", "profile", "origin")
-    MEASURED = ("eval-*.json", "eval-*.png")
+    MEASURED = ("eval-*.json", "eval-*.png", "needle.*")
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir).expanduser().absolute()

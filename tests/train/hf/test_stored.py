@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from train.config import ConfigError
-from train.run.check_hf import check_hf
+from train.hf.check_origin import check_origin
 from train.run.checks import check
 from train.run.inherit import inherited_model
 
@@ -45,7 +45,7 @@ def refusal(started: Any, folder: Path, **changes: Any) -> str:
         section, name = key.split("__")
         setattr(getattr(config, section), name, value)
     with pytest.raises(ConfigError) as raised:
-        check_hf(config)
+        check_origin(config)
     message = str(raised.value)
     assert len(message.splitlines()) == 1
     assert str(folder) in message
@@ -55,7 +55,7 @@ def refusal(started: Any, folder: Path, **changes: Any) -> str:
 def test_a_good_folder_passes(started, folder, sharded):
     for good in (folder, sharded):
         check(started(good), world=1)
-        check_hf(started(good))
+        check_origin(started(good))
 
 
 def test_missing_extra_and_misshapen_tensors(started, folder):
@@ -146,14 +146,14 @@ def test_another_model_than_that_of_the_folder(started, folder):
     assert "valid: model.n_kv_heads=2 (or model=inherit" in message
     config = started(folder)
     config.model.rope.type, config.model.rope.factor = "linear", 4.0  # the run's own choice
-    check_hf(config)
+    check_origin(config)
     shutil.rmtree(folder)
     assert "must be a folder with config.json" in refusal_of(config)
 
 
 def refusal_of(config: Any) -> str:
     with pytest.raises(ConfigError) as raised:
-        check_hf(config)
+        check_origin(config)
     return str(raised.value)
 
 

@@ -16,7 +16,7 @@ TOKENIZER = "tokenizer.json"
 OF_THE_RUN = ("rope", "softmax_scale")  # keys of `model` that may differ from those in the folder
 
 
-def check_hf(config: Config) -> None:
+def check_origin(config: Config) -> None:
     """Raise ``ConfigError`` if a run of ``config`` cannot start from its folder, if it has one."""
     folder = hf_folder(config.checkpoint.init_from)
     if folder is None:
