@@ -16,11 +16,16 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from train.mode_config import (
+from train.sections import (
     EvalConfig,
     ExportConfig,
     GenerateConfig,
+    GuardConfig,
+    LogConfig,
     NeedleConfig,
+    ProfileConfig,
+    RopeSweepConfig,
+    RunConfig,
     SweepConfig,
     VerifyConfig,
 )
@@ -169,6 +174,8 @@ class TrainConfig:
     eval_every: int = 100
     eval_bytes: int | None = 100_000
     final_eval_bytes: int | None = 16_000_000
+    final_eval_last: int | None = None
+    final_eval_len: int | None = None
     max_wall_time: float | None = None
 
     def accumulation_over(self, dp: int) -> int:
@@ -204,33 +211,6 @@ class CheckpointConfig:
 
 
 @dataclass
-class GuardConfig:
-    sigma: float | None = None
-    window: int = 128
-    patience: int = 10
-
-
-@dataclass
-class RunConfig:
-    name: str = "default"
-    dir: str = "runs/${run.name}"
-    overwrite: bool = False
-
-
-@dataclass
-class LogConfig:
-    wandb: bool = False
-    wandb_project: str = "ringfa3"
-
-
-@dataclass
-class ProfileConfig:
-    steps: list[int] | None = None
-    ranks: list[int] = field(default_factory=lambda: [0])
-    memory: bool = False
-
-
-@dataclass
 class Config:
     mode: str = "train"
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -251,6 +231,7 @@ class Config:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)
+    rope: RopeSweepConfig = field(default_factory=RopeSweepConfig)
 
 
 SOURCES = "data.sources"

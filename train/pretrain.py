@@ -195,7 +195,7 @@ def main() -> None:
         if composed is None:
             return
         config = resolve_inherited(composed)
-        if config.mode in ("generate", "eval", "export", "needle"):
+        if config.mode in ("generate", "eval", "export", "needle", "rope"):
             config = with_run_config(config, given)
         check(config, world=int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -217,6 +217,10 @@ def main() -> None:
             from train.probes import needle
 
             needle.run(config)
+        elif config.mode == "rope":
+            from train.probes import rope_sweep
+
+            rope_sweep.run(config)
         elif config.mode == "export":
             from train.tasks import export
 

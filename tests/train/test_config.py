@@ -138,7 +138,7 @@ def test_help_shows_groups_and_keys(pretrain):
     for expected in (
         "torchrun",
         "model: 125m, 1b, 8b, inherit, tiny",
-        "experiment: demo",
+        "experiment: demo, extend",
         "seq_len: 4096",
     ):
         assert expected in done.stdout

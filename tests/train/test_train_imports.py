@@ -11,7 +11,7 @@ TRAIN = Path(__file__).parents[2] / "train"
 
 # A package imports from those before it. Each package's docstring names them.
 ORDER = [
-    "mode_config",
+    "sections",
     "config",
     "data",
     "model",

@@ -32,10 +32,10 @@ def plot_run(folder: Path, full: list[float], self_only: list[float]) -> None:
     figure.savefig(folder / "loss_by_position.png", dpi=150)
 
 
-def plot_text_loss(path: Path, loss_by_bucket: list[float], text: str) -> None:
-    """Plot the loss on one ``text`` by position."""
+def plot_losses(path: Path, loss_by_bucket: dict[str, list[float]]) -> None:
+    """Plot losses by position, a labelled curve each."""
     figure, axes = _axes()
-    _draw_by_position(axes, {text: loss_by_bucket})
+    _draw_by_position(axes, loss_by_bucket)
     axes.set(ylabel="loss (nats per token)")
     figure.savefig(path, dpi=150)
 

@@ -22,13 +22,13 @@ from train.hf.architecture import hf_folder
 from train.hf.check_export import check_export
 from train.hf.check_origin import check_origin
 from train.run.check_engine import ENGINES, check_engine
+from train.run.check_evaluation import check_final, check_needle, check_rope_sweep
 from train.run.check_model import ROPE_TYPES, check_model
-from train.run.check_needle import check_needle
 from train.run.check_offload import check_offload
 from train.run.run_folder import RunFolder
 
 CHOICES = {
-    "mode": ("train", "check", "verify", "generate", "eval", "export", "needle"),
+    "mode": ("train", "check", "verify", "generate", "eval", "export", "needle", "rope"),
     "model.attention_precision": ("native", "fp8", "int8"),
     "model.rope.type": tuple(ROPE_TYPES),
     "engine.name": tuple(ENGINES),
@@ -75,6 +75,8 @@ MINIMUM = {
     "train.eval_every": 0,
     "train.eval_bytes": 1,
     "train.final_eval_bytes": 1,
+    "train.final_eval_last": 1,
+    "train.final_eval_len": 2,
     "parallel.threads": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
@@ -112,7 +114,7 @@ ABOVE_ZERO = (
     "generate.top_p",
 )
 
-RUN_MODES = ("eval", "needle")  # evaluate a run, on any number of ranks
+RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
 MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one of each source
 
 
@@ -131,12 +133,14 @@ def check(config: Config, world: int) -> None:
     if config.mode in RUN_MODES:
         _check_text(config)
         check_needle(config.needle)
+        check_rope_sweep(config)
     else:
         _check_optim(config)
         _check_data(config.data)
         check_offload(config.memory, config.model.n_layers)
         if config.data.tokenizer is None:  # it gets data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
+        check_final(config)
         _check_checkpoint(config.checkpoint)
         check_origin(config)
         _check_log(config)

@@ -20,6 +20,7 @@ MAY_CHANGE = (
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
     "train.deterministic",
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
+    *("train.final_eval_last", "train.final_eval_len", "rope."),
     *("log.", "profile.", "sweep.", "generate.", "eval.", "verify.", "export.", "needle."),
 )
 
@@ -43,7 +44,7 @@ class RunFolder:
         *("ranks.json", "tokenizer.json", "wandb-id.txt", "loss.png", "loss_by_position.png"),
     )
     FOLDERS = ("checkpoints", "tensorboard", "logs", "profile", "origin")
-    MEASURED = ("eval-*.json", "eval-*.png", "needle.*")
+    MEASURED = ("eval-*.json", "eval-*.png", "needle.*", "rope.*")
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir).expanduser().absolute()

@@ -294,11 +294,14 @@ class Trainer:
         max_bytes = self.config.train.final_eval_bytes
         full = self._evaluate(max_bytes)
         alone = self._evaluate(max_bytes, SELF_ONLY)
+        length = self.config.train.final_eval_len
+        short = None if length is None else self._evaluate(max_bytes, length=length)
         if self.recorder is None:
             return
         self._record_evaluation(self.state.step, full)
         self.say("Counting the baselines ...")
-        summary = summarise(self.config, self.corpus, self.parallel, self.state, full, alone)
+        state, parallel = self.state, self.parallel
+        summary = summarise(self.config, self.corpus, parallel, state, full, alone, short)
         write_summary(self.folder, summary, full, alone, self.console)
 
     def _batches(self, sample: int) -> list[Batch]:
@@ -308,9 +311,14 @@ class Trainer:
         place = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
         return [make_batch(self.samples[index], *place) for index in indices]
 
-    def _evaluate(self, max_bytes: int | None, window: tuple[int, int] = (-1, -1)) -> Evaluation:
-        losses_of, held_out = self.engine.evaluate, self.corpus.held_out
-        return evaluate(losses_of, held_out, self.config, self.parallel, max_bytes, window)
+    def _evaluate(
+        self,
+        max_bytes: int | None,
+        window: tuple[int, int] = (-1, -1),
+        length: int | None = None,
+    ) -> Evaluation:
+        what = (self.engine.evaluate, self.corpus.held_out, self.config, self.parallel)
+        return evaluate(*what, max_bytes, window, length)
 
     def _validate(self, step: int) -> str:
         evaluation = self._evaluate(self.config.train.eval_bytes)

@@ -158,10 +158,12 @@ def refusal_of(config: Any) -> str:
 
 
 def test_model_inherit_takes_the_model_of_the_folder(pretrain, folder, text_folder, tmp_path):
-    """On the command line: a key that is given wins; a damaged folder exits 2 with one line."""
-    arguments = ["mode=check", "model=inherit", f"checkpoint.init_from=hf:{folder}"]
-    arguments += [f"data.path={text_folder}", f"data.tokenizer={folder}/tokenizer.json"]
-    arguments += ["model.rope.type=yarn", "model.rope.factor=4", f"run.dir={tmp_path}/run"]
+    """By experiment=extend, on the command line: keys that are given win; a damaged folder exits 2
+    with one line."""
+    arguments = ["mode=check", "experiment=extend", f"checkpoint.init_from=hf:{folder}"]
+    arguments += [f"data.sources.{name}.path={text_folder}" for name in ("long", "short")]
+    arguments += [f"data.tokenizer={folder}/tokenizer.json", f"run.dir={tmp_path}/run"]
+    arguments += ["model.rope.factor=4", "model.rope.original_len=256", "data.seq_len=1024"]
     done = pretrain(*arguments)
     assert done.returncode == 0, done.stderr
     path = folder / PLAIN

@@ -1,8 +1,35 @@
-"""The sections of the config that one mode of the trainer reads."""
+"""The sections of the config that nothing else of it depends on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+
+@dataclass
+class GuardConfig:
+    sigma: float | None = None
+    window: int = 128
+    patience: int = 10
+
+
+@dataclass
+class RunConfig:
+    name: str = "default"
+    dir: str = "runs/${run.name}"
+    overwrite: bool = False
+
+
+@dataclass
+class LogConfig:
+    wandb: bool = False
+    wandb_project: str = "ringfa3"
+
+
+@dataclass
+class ProfileConfig:
+    steps: list[int] | None = None
+    ranks: list[int] = field(default_factory=lambda: [0])
+    memory: bool = False
 
 
 @dataclass
@@ -56,3 +83,11 @@ class NeedleConfig:
     others: int = 3
     hops: int = 2
     seed: int = 0
+
+
+@dataclass
+class RopeSweepConfig:
+    checkpoint: str | None = None
+    types: list[str] = field(default_factory=lambda: ["linear", "yarn"])
+    factors: list[float] = field(default_factory=lambda: [2.0, 4.0])
+    thetas: list[float] = field(default_factory=list)
