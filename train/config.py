@@ -9,12 +9,28 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+
+from train.sections import (
+    EstimateConfig,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    GuardConfig,
+    HardwareConfig,
+    LogConfig,
+    NeedleConfig,
+    ProfileConfig,
+    RopeSweepConfig,
+    RunConfig,
+    SweepConfig,
+    VerifyConfig,
+)
 
 
 class ConfigError(ValueError):
@@ -26,17 +42,26 @@ class ConfigError(ValueError):
     found_by_all = True
 
 
+FULL = "full"  # in model.windows: no window
+
+
 @dataclass
 class RopeConfig:
+    type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_len: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
 
 @dataclass
 class ModelConfig:
+    inherit: bool = False
     n_layers: int = 4
     n_heads: int = 4
     n_kv_heads: int = 2
@@ -44,17 +69,26 @@ class ModelConfig:
     head_dim: int | None = None
     ffn_dim: int = 384
     qk_norm: bool = True
+    qkv_bias: bool = False
     tied_embeddings: bool = False
     zero_init: bool = True
     norm_eps: float = 1e-5
     attention_precision: str = "native"
     softmax_scale: float | None = None
     vocab_size: int | None = None
+    windows: list[Any] | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def resolved_head_dim(self) -> int:
         """``head_dim``, or ``dim / n_heads`` if it is null."""
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
+
+    def window(self, layer: int) -> int | None:
+        """Keys that a token of a layer sees, its own included; None for all before it."""
+        if self.windows is None:
+            return None
+        window = self.windows[layer % len(self.windows)]
+        return None if window == FULL else window
 
     def rows(self, n_tokens: int) -> int:
         """Rows of embedding and head for ``n_tokens``; ``ConfigError`` if ``vocab_size`` < it."""
@@ -72,6 +106,7 @@ class SourceConfig:
     weight: float = 1.0
     pattern: str | None = None
     text_field: str | None = None
+    min_len: int | None = None
 
 
 @dataclass
@@ -87,6 +122,8 @@ class DataConfig:
     seq_len: int = 4096
     piece_len: int | None = None
     document_mask: bool = True
+    min_len: int | None = None
+    packing: str = "stream"
     cache_dir: str = "~/.cache/ringfa3/data"
     verify: bool = True
 
@@ -100,6 +137,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     schedule: str = "cosine"
     warmup_steps: int = 10
+    decay_steps: int | None = None
     final_lr_ratio: float = 0.0
     clip: float | None = 1.0
 
@@ -137,6 +175,8 @@ class TrainConfig:
     eval_every: int = 100
     eval_bytes: int | None = 100_000
     final_eval_bytes: int | None = 16_000_000
+    final_eval_last: int | None = None
+    final_eval_len: int | None = None
     max_wall_time: float | None = None
 
     def accumulation_over(self, dp: int) -> int:
@@ -161,95 +201,12 @@ class MemoryConfig:
 
 
 @dataclass
-class HardwareConfig:
-    name: str = "h200"
-    memory_gb: float = 150.7
-    host_gb: float | None = None
-    context_gb: float = 3.0
-    peak_tflops: float = 989.0
-    head_dims: list[int] = field(default_factory=lambda: [64, 128])
-    forward_tflops: list[float] = field(default_factory=lambda: [600.0, 650.0])
-    backward_tflops: list[float] = field(default_factory=lambda: [545.0, 600.0])
-    widths: list[int] = field(default_factory=lambda: [768, 2048, 4096])
-    matmul_tflops: list[float] = field(default_factory=lambda: [610.0, 650.0, 700.0])
-    elementwise_bytes: float = 780.0
-    memory_gb_s: float = 4300.0
-    link_gb_s: float = 130.0
-    host_link_gb_s: float = 50.0
-
-
-@dataclass
 class CheckpointConfig:
     every: int = 100
     keep: int = 2
     keep_every: int | None = None
     resume: str = "auto"
     init_from: str | None = None
-
-
-@dataclass
-class GuardConfig:
-    sigma: float | None = None
-    window: int = 128
-    patience: int = 10
-
-
-@dataclass
-class RunConfig:
-    name: str = "default"
-    dir: str = "runs/${run.name}"
-    overwrite: bool = False
-
-
-@dataclass
-class LogConfig:
-    wandb: bool = False
-    wandb_project: str = "ringfa3"
-
-
-@dataclass
-class ProfileConfig:
-    steps: list[int] | None = None
-    ranks: list[int] = field(default_factory=lambda: [0])
-    memory: bool = False
-
-
-@dataclass
-class SweepConfig:
-    dir: str = "runs/${run.name}-sweep"
-    nproc_per_node: int | None = None
-
-
-@dataclass
-class GenerateConfig:
-    checkpoint: str | None = None
-    prompt: str = ""
-    tokens: int = 200
-    samples: int = 1
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-
-@dataclass
-class EvalConfig:
-    checkpoint: str | None = None
-    path: str | None = None
-    name: str | None = None
-    bytes: int | None = None
-
-
-@dataclass
-class VerifyConfig:
-    seq_len: int | None = None
-
-
-@dataclass
-class EstimateConfig:
-    gpus: int | None = None
-    gpus_per_host: int = 8
-    document: int | None = None
 
 
 @dataclass
@@ -273,6 +230,9 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     estimate: EstimateConfig = field(default_factory=EstimateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    needle: NeedleConfig = field(default_factory=NeedleConfig)
+    rope: RopeSweepConfig = field(default_factory=RopeSweepConfig)
 
 
 SOURCES = "data.sources"
@@ -285,8 +245,26 @@ RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.lo
 
 
 def register_schema() -> None:
-    """Register ``Config`` with Hydra as ``schema``, the first entry of ``configs/config.yaml``."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    """Register ``Config`` with Hydra as ``schema``, the first entry of ``configs/config.yaml``.
+
+    No key of ``model`` has a value there, so that ``fill_model`` finds those that no file gives.
+    """
+    config = Config()
+    for section in (config.model, config.model.rope):
+        for entry in fields(section):
+            if entry.name not in ("rope", "inherit"):
+                setattr(section, entry.name, MISSING)
+    ConfigStore.instance().store(name="schema", node=config)
+
+
+def fill_model(composed: DictConfig, origin: Callable[[], ModelConfig]) -> None:
+    """Give the keys of ``model`` without a value that of ``origin`` or, unless ``model.inherit``,
+    their default."""
+    missing = [key for key in OmegaConf.missing_keys(composed) if key.startswith("model.")]
+    if missing:
+        model = origin() if composed.model.inherit else ModelConfig()
+        for key in missing:
+            OmegaConf.update(composed, key, get(Config(model=model), key))
 
 
 def resolve(composed: DictConfig) -> Config:
@@ -312,7 +290,8 @@ def resolve(composed: DictConfig) -> Config:
 def from_plain(values: dict[str, Any]) -> Config:
     """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults.
 
-    Keys of earlier versions are taken by their present names.
+    Keys of earlier versions are taken by their present names. A RoPE factor without a type is that
+    of Llama 3.
     """
     for old, new in RENAMED.items():
         (section, key), (present, name) = old.split("."), new.split(".")
@@ -320,6 +299,9 @@ def from_plain(values: dict[str, Any]) -> Config:
             kept = {k: value for k, value in values[section].items() if k != key}
             moved = values.get(present, {}) | {name: values[section][key]}
             values = values | {section: kept, present: moved}
+    rope = values.get("model", {}).get("rope", {})
+    if rope.get("factor", 1.0) != 1.0 and "type" not in rope:  # the one type of earlier versions
+        values = values | {"model": values["model"] | {"rope": rope | {"type": "llama3"}}}
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     assert isinstance(config, Config)
     return config

@@ -39,12 +39,12 @@ from train.config import (  # noqa: E402
     default,
     nearest,
     register_schema,
-    resolve,
     schema_key,
     schema_keys,
     source_name,
 )
 from train.run.checks import check  # noqa: E402
+from train.run.inherit import resolve_inherited  # noqa: E402
 from train.run.run_config import with_run_config  # noqa: E402
 from train.run.stopper import Stopper  # noqa: E402
 
@@ -194,8 +194,8 @@ def main() -> None:
         composed = compose([*line.flags, *line.overrides])
         if composed is None:
             return
-        config = resolve(composed)
-        if config.mode in ("generate", "eval"):
+        config = resolve_inherited(composed)
+        if config.mode in ("generate", "eval", "export", "needle", "rope"):
             config = with_run_config(config, given)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if config.mode == "estimate":
@@ -220,6 +220,18 @@ def main() -> None:
             from train.tasks import estimate
 
             estimate.run(config, world)
+        elif config.mode == "needle":
+            from train.probes import needle
+
+            needle.run(config)
+        elif config.mode == "rope":
+            from train.probes import rope_sweep
+
+            rope_sweep.run(config)
+        elif config.mode == "export":
+            from train.tasks import export
+
+            export.run(config)
         elif config.mode == "verify":
             from train.tasks import verify
 

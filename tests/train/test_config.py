@@ -137,8 +137,8 @@ def test_help_shows_groups_and_keys(pretrain):
     assert done.returncode == 0
     for expected in (
         "torchrun",
-        "model: 125m, 1b, 8b, tiny",
-        "experiment: 1b_1m, 8b_512k, demo",
+        "model: 125m, 1b, 8b, inherit, tiny",
+        "experiment: 1b_1m, 8b_512k, demo, extend",
         "seq_len: 4096",
     ):
         assert expected in done.stdout

@@ -23,8 +23,7 @@ class Batch:
     """The local tokens of a sample. Tensors are (t,) int64 with t = ``plan.local_tokens`` >= 0.
 
     ``positions`` count from the start of the token's piece, ``buckets`` are those of
-    ``position_buckets``. ``n_valid`` local tokens have a label. ``pairs`` (query, key) pairs are
-    allowed for the local queries.
+    ``position_buckets``. ``n_valid`` local tokens have a label.
     """
 
     tokens: Tensor
@@ -33,7 +32,6 @@ class Batch:
     buckets: Tensor
     plan: Any
     n_valid: int
-    pairs: int
 
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors on ``device``; the plan stays on the host."""
@@ -41,7 +39,7 @@ class Batch:
             return self
         tensors = (self.tokens, self.labels, self.positions, self.buckets)
         moved = (tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
-        return Batch(*moved, plan=self.plan, n_valid=self.n_valid, pairs=self.pairs)
+        return Batch(*moved, plan=self.plan, n_valid=self.n_valid)
 
 
 def make_batch(
@@ -70,7 +68,6 @@ def make_batch(
         buckets=position_buckets(plan.positions),
         plan=plan,
         n_valid=int((labels != IGNORED).sum()),
-        pairs=plan.work_per_rank[plan.rank],
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
@@ -115,6 +115,12 @@ class Documents:
         kept = {"files": self.files, "vocab_size": self.vocab_size, "shards": self.shards}
         source, weight = list(self.sources.items())[number]
         return Documents(**columns, **kept, sources={source: weight}, bounds=(0, stop - first))
+
+    def at_least(self, tokens: int) -> Documents:
+        """The documents of the one source that have at least ``tokens`` tokens, renumbered."""
+        long = self.lengths >= tokens
+        columns = {name: getattr(self, name)[long] for name in COLUMNS}
+        return replace(self, **columns, bounds=(0, int(long.sum())))
 
 
 class SplitWriter:

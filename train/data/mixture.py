@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from train.config import SOURCES, ConfigError, DataConfig
+from train.data.best_fit import BestFitSamples
 from train.data.documents import Documents
 from train.data.samples import Sample, TrainingSamples
 
@@ -67,6 +69,26 @@ class Mixture:
         return order, numbers
 
 
+def long_documents(documents: Documents, data: DataConfig) -> list[Documents]:
+    """The documents of each source that have at least its ``min_len`` tokens.
+
+    Raises ``ConfigError`` if a source has none.
+    """
+    chosen = []
+    for number, name in enumerate(documents.sources):
+        own, key, least = documents.of_source(number), "data.min_len", data.min_len
+        if name and data.sources[name].min_len is not None:
+            key, least = f"{SOURCES}.{name}.min_len", data.sources[name].min_len
+        longest = int(own.lengths.max())
+        if least is not None and longest < least:
+            raise ConfigError(
+                f"{key}={least}: no training document has so many tokens; "
+                f"nearest valid: {key}={longest}"
+            )
+        chosen.append(own if least is None else own.at_least(least))
+    return chosen
+
+
 class MixedSamples:
     """The endless stream of training samples of several sources; each sample has one source."""
 
@@ -79,18 +101,18 @@ class MixedSamples:
         return self.streams[source][number]
 
 
-def training_samples(
-    documents: Documents,
-    seq_len: int,
-    piece_len: int | None,
-    seed: int,
-    document_mask: bool = True,
-) -> Samples:
-    """The stream of training samples of all sources, mixed by their weights."""
-    streams = [
-        TrainingSamples(documents.of_source(number), seq_len, piece_len, seed, document_mask)
-        for number in range(len(documents.sources))
-    ]
+def training_samples(documents: Documents, data: DataConfig, seed: int) -> Samples:
+    """The stream of training samples of all sources, mixed by their weights.
+
+    Raises ``ConfigError`` as ``long_documents``.
+    """
+
+    def stream(own: Documents) -> TrainingSamples | BestFitSamples:
+        if data.packing == "best_fit":
+            return BestFitSamples(own, data.seq_len, data.piece_len, seed)
+        return TrainingSamples(own, data.seq_len, data.piece_len, seed, data.document_mask)
+
+    streams = [stream(own) for own in long_documents(documents, data)]
     if len(streams) == 1:
         return streams[0]
     return MixedSamples(streams, Mixture(list(documents.sources.values()), seed))

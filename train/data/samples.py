@@ -63,6 +63,15 @@ def join(sample: Sample) -> Sample:
     return Sample(sample.tokens, labels, [0, len(sample.tokens)])
 
 
+def cut(documents: Documents, piece_len: int) -> tuple[NDArray[np.int64], ...]:
+    """Pieces of at most ``piece_len`` tokens: document, start and stop of each, (pieces,) int64."""
+    per_document = -(-documents.lengths // piece_len)
+    document = np.repeat(np.arange(len(documents)), per_document)
+    first = np.cumsum(per_document) - per_document
+    start = (np.arange(len(document)) - np.repeat(first, per_document)) * piece_len
+    return document, start, np.minimum(start + piece_len, documents.lengths[document])
+
+
 class TrainingSamples:
     """The endless stream of training samples, each of exactly ``seq_len`` tokens.
 
@@ -81,12 +90,7 @@ class TrainingSamples:
         self.seq_len = seq_len
         self.seed = seed
         self.piece_len = piece_len or int(documents.lengths.max())
-        per_document = -(-documents.lengths // self.piece_len)
-        self._document = np.repeat(np.arange(len(documents)), per_document)
-        first = np.cumsum(per_document) - per_document
-        number = np.arange(len(self._document)) - np.repeat(first, per_document)
-        self._start = number * self.piece_len
-        self._stop = np.minimum(self._start + self.piece_len, documents.lengths[self._document])
+        self._document, self._start, self._stop = cut(documents, self.piece_len)
         self.tokens_per_epoch = int(documents.lengths.sum())
         self._epoch = lru_cache(maxsize=2)(self._permutation)
 

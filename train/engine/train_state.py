@@ -88,6 +88,11 @@ def _stream(facts: dict[str, Any]) -> dict[str, Any]:
         for key, value in flatten(facts["settings"]).items()
         if key in ("data.seq_len", "data.piece_len", "train.seed") or key.endswith(".weight")
     }
+    for key, value in flatten(facts["settings"]).items():  # earlier versions have no such keys
+        if key == "data.packing" and value != "stream":
+            keys[key] = value
+        if key.startswith("data.") and key.endswith(".min_len") and value is not None:
+            keys[key] = value
     return {"corpus": facts["corpus"], **keys}
 
 

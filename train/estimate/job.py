@@ -78,6 +78,8 @@ class Job:
             f"train.attention={config.train.attention}": config.train.attention != "ringfa3",
             f"train.compile={config.train.compile}": config.train.compile != "none",
             "train.deterministic=true": config.train.deterministic,
+            f"model.windows={config.model.windows}": config.model.windows is not None,
+            f"data.packing={config.data.packing}": config.data.packing != "stream",
             f"train.precision={config.train.precision}": config.train.precision == "float32",
             f"model.attention_precision={config.model.attention_precision}": (
                 config.model.attention_precision != "native"

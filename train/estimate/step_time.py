@@ -47,7 +47,7 @@ def estimate_time(job: Job) -> StepTime:
     _require_long(job.cu_seqlens)
     config, hardware, memory = job.config, job.config.hardware, job.config.memory
     model, samples = config.model, job.samples
-    pairs = sum(job.plan.work_per_rank) * samples * job.dp
+    pairs = sum(job.plan.work_per_rank) * model.n_layers * samples * job.dp
     tokens = job.plan.total_tokens * samples * job.dp
     flops = step_flops(model, memory, job.rows, tokens, pairs)
     forward, backward = _attention_speeds(config)

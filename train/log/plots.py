@@ -32,11 +32,32 @@ def plot_run(folder: Path, full: list[float], self_only: list[float]) -> None:
     figure.savefig(folder / "loss_by_position.png", dpi=150)
 
 
-def plot_text_loss(path: Path, loss_by_bucket: list[float], text: str) -> None:
-    """Plot the loss on one ``text`` by position."""
+def plot_losses(path: Path, loss_by_bucket: dict[str, list[float]]) -> None:
+    """Plot losses by position, a labelled curve each."""
     figure, axes = _axes()
-    _draw_by_position(axes, {text: loss_by_bucket})
+    _draw_by_position(axes, loss_by_bucket)
     axes.set(ylabel="loss (nats per token)")
+    figure.savefig(path, dpi=150)
+
+
+def plot_needle(path: Path, cells: list[dict[str, Any]]) -> None:
+    """Draw the share of matches of each task by length and depth, from the cells of needle.json."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
+    lengths, depths = (sorted({cell[key] for cell in cells}) for key in ("length", "depth"))
+    figure = Figure(figsize=(1 + 4 * len(tasks), 4), layout="constrained")
+    image = None
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        shares = [[math.nan] * len(lengths) for _ in depths]
+        for cell in (cell for cell in cells if cell["task"] == task):
+            row, column = depths.index(cell["depth"]), lengths.index(cell["length"])
+            shares[row][column] = cell["matches"] / cell["trials"]
+        image = axes.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+        axes.set(title=task, xlabel="tokens", ylabel="depth of the fact")
+    figure.colorbar(image, ax=figure.axes, label="share of exact matches")
     figure.savefig(path, dpi=150)
 
 

@@ -60,14 +60,14 @@ def mlp_weights(model: ModelConfig) -> int:
 def step_flops(
     model: ModelConfig, memory: MemoryConfig, rows: int, tokens: int, pairs: int
 ) -> StepFlops:
-    """FLOPs of a step with ``tokens`` tokens in all its samples and as many allowed ``pairs``.
+    """FLOPs of a step with ``tokens`` tokens in all its samples, whose layers allow ``pairs``.
 
-    ``rows`` is the height of the head. A plan of ``plan_context`` knows its pairs:
-    ``sum(plan.work_per_rank)``, exact for packed documents and windows.
+    ``rows`` is the height of the head. ``pairs`` is the sum over layers and ranks of
+    ``window.allowed_pairs``, exact for packed documents and windows.
     """
     block = attention_weights(model) + mlp_weights(model)
     forward = 2 * tokens * (model.n_layers * block + rows * model.dim)
-    each = pairs * model.n_heads * model.resolved_head_dim() * model.n_layers
+    each = pairs * model.n_heads * model.resolved_head_dim()
     forwards = 2 if memory.recompute == "full" else 1
     # A recomputed block ends before `down`, whose output no gradient needs. Chunks of the MLP
     # compute gate and up again, and chunks of the loss the logits.

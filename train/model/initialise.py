@@ -39,6 +39,9 @@ def initialise(
     for inner, parameter in transformer.named_parameters():
         name = prefix + inner
         first, values = rows(parameter)
+        if name.endswith(".bias"):
+            values.zero_()
+            continue
         if parameter.ndim < 2:
             # A tied head starts aligned with the embedding of the input token. With rows of std s
             # and the gain g of the last norm, that token's logit is s * g * dim and all others are

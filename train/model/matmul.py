@@ -61,13 +61,14 @@ register_autograd(linear, _save, _gradients)
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` without a bias, of matrices (T, D)."""
+    """``nn.Linear`` of matrices (T, D). The bias is added to the rounded product."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return linear(x_TD.to(compute_dtype_of(x_TD)), self.weight)
+        y_TF = linear(x_TD.to(compute_dtype_of(x_TD)), self.weight)
+        return y_TF if self.bias is None else y_TF + self.bias.to(y_TF.dtype)
 
 
 def compute_dtype_of(x: Tensor) -> torch.dtype:

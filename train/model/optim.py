@@ -9,21 +9,23 @@ import torch
 from train.config import OptimConfig
 from train.model.transformer import Transformer
 
+VECTORS = ("norm.weight", ".bias")  # ends of the names of gains and biases
+
 
 def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only and ``embedding_lr_scale`` on the embedding.
 
-    Names tell matrices from gains: a parameter that an engine has cut has another shape. Each group
-    has an ``lr_scale`` that multiplies the scheduled learning rate.
+    Names tell matrices from vectors: a parameter that an engine has cut has another shape. Each
+    group has an ``lr_scale`` that multiplies the scheduled learning rate.
     """
     embedding = model.embedding.weight
     rest = {name: p for name, p in model.named_parameters() if p is not embedding}
-    gains = [p for name, p in rest.items() if name.endswith("norm.weight")]
-    matrices = [p for name, p in rest.items() if not name.endswith("norm.weight")]
+    vectors = [p for name, p in rest.items() if name.endswith(VECTORS)]
+    matrices = [p for name, p in rest.items() if not name.endswith(VECTORS)]
     groups = [
         {"params": [embedding], "weight_decay": 0.0, "lr_scale": optim.embedding_lr_scale},
         {"params": matrices, "weight_decay": optim.weight_decay},
-        {"params": gains, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [{"lr_scale": 1.0, **group} for group in groups if group["params"]]
     beta1, beta2 = optim.betas
@@ -34,12 +36,16 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     """Learning rate of optimiser step ``step`` (from 0) of ``steps``.
 
     It rises linearly over ``warmup_steps`` and reaches ``lr`` in the last of them. Then it falls to
-    ``lr * final_lr_ratio``, which it would reach at step ``steps``.
+    ``lr * final_lr_ratio``, which it would reach at step ``steps``; with ``wsd`` in the last
+    ``decay_steps`` alone.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
-    done = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
-    left = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    first = optim.warmup_steps
+    if optim.schedule == "wsd":
+        first = steps - (optim.decay_steps or max(1, steps // 10))
+    done = max(0, step - first) / max(1, steps - first)
+    left = (1 + math.cos(math.pi * done)) / 2 if optim.schedule == "cosine" else 1 - done
     return optim.lr * (optim.final_lr_ratio + (1 - optim.final_lr_ratio) * left)
 
 

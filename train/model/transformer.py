@@ -6,9 +6,8 @@ C channels of a head, F hidden width of the SwiGLU, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,53 +16,25 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
-from train.config import Config, ConfigError, MemoryConfig, ModelConfig, RopeConfig
+from train.config import Config, ConfigError, MemoryConfig, ModelConfig
 from train.data.batches import Batch
+from train.data.samples import IGNORED
 from train.model.compiled import compiled_block
 from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
 from train.model.matmul import Linear
 from train.model.offload import Offload
+from train.model.rope import (
+    Rotation,
+    attention_factor,
+    rope_frequencies,
+    rotate,
+    rotation,
+)
 from train.model.sdpa import SdpaAttention
 from train.model.swiglu import ALL, SwiGLU
-
-
-class Rotation(NamedTuple):
-    """Cosine and sine of every token's rotary angles, (T, 1, C/2) float32."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
-    """Angle per position of each channel pair, (head_dim / 2,) float64, scaled as in Llama 3.
-
-    Wavelengths below ``original_len / high_freq_factor`` keep their frequency. For those above
-    ``original_len / low_freq_factor`` it is divided by ``factor``. In between it is interpolated.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-    frequencies = rope.theta**-exponents
-    if rope.factor == 1.0:
-        return frequencies
-    turns = rope.original_len * frequencies / (2 * math.pi)  # over the original context
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    share = share.clamp(0, 1)
-    return share * frequencies + (1 - share) * frequencies / rope.factor
-
-
-def rotation(positions_T: Tensor, frequencies: Tensor) -> Rotation:
-    """The rotation of each token. Angles are computed in float64: positions may exceed 2^24."""
-    angles = positions_T.double()[:, None, None] * frequencies.to(positions_T.device)
-    return Rotation(angles.cos().float(), angles.sin().float())
-
-
-def rotate(x_THC: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate channels i and i + C/2 of ``x`` as a pair, in float32; returns the dtype of ``x``."""
-    first, second = x_THC.float().chunk(2, dim=-1)
-    cos, sin = rotation
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x_THC.dtype)
+from train.model.window import narrowed, window_size
 
 
 class RMSNorm(nn.Module):
@@ -79,15 +50,22 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and optional QK-norm."""
+    """Grouped-query attention with rotary positions, optional biases and optional QK-norm."""
 
-    def __init__(self, model: ModelConfig, attention: str = "ringfa3", **ring: Any) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        attention: str = "ringfa3",
+        window: int | None = None,
+        **ring: Any,
+    ) -> None:
         super().__init__()
         head_dim = model.resolved_head_dim()
+        self.window_size = window_size(window)
         self.head_dim, self.softmax_scale = head_dim, model.softmax_scale
-        self.wq = Linear(model.dim, model.n_heads * head_dim)
-        self.wk = Linear(model.dim, model.n_kv_heads * head_dim)
-        self.wv = Linear(model.dim, model.n_kv_heads * head_dim)
+        self.wq = Linear(model.dim, model.n_heads * head_dim, model.qkv_bias)
+        self.wk = Linear(model.dim, model.n_kv_heads * head_dim, model.qkv_bias)
+        self.wv = Linear(model.dim, model.n_kv_heads * head_dim, model.qkv_bias)
         self.wo = Linear(model.n_heads * head_dim, model.dim)
         self.q_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
@@ -118,7 +96,7 @@ class Attention(nn.Module):
         else:
             k_SKC, v_SKC = cache.append(k_TKC, v_TKC)
             qkv = q_THC[None], k_SKC[None], v_SKC[None]
-            y_THC = flash_attn_func(*qkv, self.softmax_scale, causal=True)[0]
+            y_THC = flash_attn_func(*qkv, self.softmax_scale, True, self.window_size)[0]
         return self.wo(y_THC.flatten(-2))
 
 
@@ -135,11 +113,12 @@ class Block(nn.Module):
         model: ModelConfig,
         attention: str = "ringfa3",
         mlp_chunk: int | None = None,
+        window: int | None = None,
         **ring: Any,
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.dim, model.norm_eps)
-        self.attention = Attention(model, attention, **ring)
+        self.attention = Attention(model, attention, window, **ring)
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
         self.mlp = SwiGLU(model, mlp_chunk)
 
@@ -209,7 +188,8 @@ class Transformer(nn.Module):
         if chunk is None and memory.recompute != "none" and not compile:
             chunk = ALL
         self.blocks = nn.ModuleList(
-            Block(model, attention, chunk, **ring) for _ in range(model.n_layers)
+            Block(model, attention, chunk, model.window(layer), **ring)
+            for layer in range(model.n_layers)
         )
         if compile:
             for block in self.blocks:
@@ -220,6 +200,7 @@ class Transformer(nn.Module):
             self.output = Head(vocab_size, model.dim)
         # Not a buffer: every rank computes the same values, so DDP need not broadcast them.
         self.frequencies = rope_frequencies(model.resolved_head_dim(), model.rope)
+        self.attention_factor = attention_factor(model.rope)
         if not self.norm.weight.is_meta:
             initialise(self, model, seed)
 
@@ -235,12 +216,16 @@ class Transformer(nn.Module):
         plan: Any,
         caches: Sequence[KVCache] | None = None,
     ) -> Tensor:
-        """Normalised hidden states (T, D). ``caches``, one per block, hold the preceding tokens."""
+        """Normalised hidden states (T, D). ``caches``, one per block, hold the preceding tokens.
+
+        A layer with a window attends under the narrower of its own and that of ``plan``.
+        """
         x_TD = self.embedding(tokens_T).to(self.residual)
-        turns = rotation(positions_T, self.frequencies)
+        turns = rotation(positions_T, self.frequencies, self.attention_factor)
         for number, block in enumerate(self.blocks):
             if caches is None:
-                x_TD = self._run(number, block, x_TD, turns, plan)
+                own = narrowed(plan, self.config.window(number))
+                x_TD = self._run(number, block, x_TD, turns, own)
             else:
                 x_TD = block(x_TD, turns, plan, caches[number])
         return self.norm(x_TD)
@@ -276,6 +261,18 @@ class LanguageModel(nn.Module):
             if self.transformer.output is not None:
                 return self.transformer.output(hidden_TD, batch.labels, self.loss_chunk)
             return token_losses(hidden_TD, self.transformer.head, batch.labels, self.loss_chunk)
+
+    @torch.no_grad()
+    def hits(self, batch: Batch) -> Tensor:
+        """Whether the most probable token after each local token is its label, (T,) bool."""
+        found = torch.zeros_like(batch.labels, dtype=torch.bool)
+        places = (batch.labels != IGNORED).nonzero()[:, 0]
+        with self._arithmetic(batch.tokens.device):
+            hidden_TD = self.transformer(batch.tokens, batch.positions, batch.plan)
+            for some in places.split(self.loss_chunk):
+                logits_TV = F.linear(hidden_TD[some], self.transformer.head).float()
+                found[some] = logits_TV.argmax(-1) == batch.labels[some]
+        return found
 
     @torch.no_grad()
     def next_logits(self, tokens_T: Tensor, caches: Sequence[KVCache]) -> Tensor:

@@ -14,25 +14,30 @@ from train.config import (
     Config,
     ConfigError,
     DataConfig,
-    ModelConfig,
     get,
     nearest,
 )
+from train.hf.architecture import hf_folder
+from train.hf.check_export import check_export
+from train.hf.check_origin import check_origin
 from train.run.check_batch import check_batch
 from train.run.check_compile import check_compile
 from train.run.check_engine import ENGINES, check_engine
+from train.run.check_evaluation import check_final, check_needle, check_rope_sweep
 from train.run.check_hardware import check_hardware
+from train.run.check_model import ROPE_TYPES, check_model
 from train.run.check_offload import check_offload
 from train.run.run_folder import RunFolder
 
-# Names of ringfa3 stand here again: to import it would import torch.
-QUANTISED_HEAD_DIMS = (64, 128, 256)
-SOFTMAX_SCALES = (2.0**-64, 2.0**64)
 CHOICES = {
-    "mode": ("train", "check", "estimate", "verify", "generate", "eval"),
+    "mode": (
+        *("train", "check", "estimate", "verify", "generate", "eval", "export", "needle", "rope"),
+    ),
     "model.attention_precision": ("native", "fp8", "int8"),
+    "model.rope.type": tuple(ROPE_TYPES),
     "engine.name": tuple(ENGINES),
-    "optim.schedule": ("cosine", "linear"),
+    "optim.schedule": ("cosine", "linear", "wsd"),
+    "data.packing": ("stream", "best_fit"),
     "parallel.layout": ("zigzag", "contiguous"),
     "parallel.transport": ("auto", "gloo", "nccl", "symmetric"),
     "parallel.device": ("auto", "cpu", "cuda"),
@@ -42,6 +47,7 @@ CHOICES = {
     "train.compile": ("none", "block"),
     "memory.recompute": ("none", "full", "attention-saving"),
     "memory.offload": ("none", "residual", "all"),
+    "export.dtype": ("float32", "bfloat16"),
 }
 
 MINIMUM = {
@@ -57,9 +63,11 @@ MINIMUM = {
     "data.vocab_size": 257,  # 256 bytes and the token that starts a document
     "data.seq_len": 2,
     "data.piece_len": 1,
+    "data.min_len": 1,
     "optim.embedding_lr_scale": 0,
     "optim.weight_decay": 0,
     "optim.warmup_steps": 0,
+    "optim.decay_steps": 1,
     "optim.final_lr_ratio": 0,
     "parallel.cp": 1,
     "train.steps": 1,
@@ -72,6 +80,8 @@ MINIMUM = {
     "train.eval_every": 0,
     "train.eval_bytes": 1,
     "train.final_eval_bytes": 1,
+    "train.final_eval_last": 1,
+    "train.final_eval_len": 2,
     "parallel.threads": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
@@ -89,6 +99,12 @@ MINIMUM = {
     "estimate.gpus": 1,
     "estimate.gpus_per_host": 1,
     "estimate.document": 1,
+    "export.shard_bytes": 1,
+    "needle.trials": 1,
+    "needle.digits": 1,
+    "needle.others": 0,
+    "needle.hops": 1,
+    "needle.seed": 0,
 }
 
 ABOVE_ZERO = (
@@ -101,6 +117,8 @@ ABOVE_ZERO = (
     "hardware.memory_gb_s",
     "hardware.link_gb_s",
     "hardware.host_link_gb_s",
+    "model.rope.beta_slow",
+    "model.rope.attention_factor",
     "optim.lr",
     "optim.eps",
     "optim.clip",
@@ -110,21 +128,26 @@ ABOVE_ZERO = (
     "generate.top_p",
 )
 
+RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
 MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one of each source
 
 
 def check(config: Config, world: int) -> None:
     """Raise ``ConfigError`` for the first value that cannot work with ``world`` processes."""
     _check_values(config)
-    _check_model(config.model)
+    check_model(config.model)
     if config.generate.top_p is not None and config.generate.top_p > 1:
         raise ConfigError(
             f"generate.top_p={config.generate.top_p} exceeds 1; nearest valid: generate.top_p=1"
         )
-    if config.mode == "generate":
+    if config.mode == "export":
+        check_export(config)
+    if config.mode in ("generate", "export"):
         return
-    if config.mode == "eval":
+    if config.mode in RUN_MODES:
         _check_text(config)
+        check_needle(config.needle)
+        check_rope_sweep(config)
     else:
         _check_optim(config)
         _check_data(config.data)
@@ -133,7 +156,9 @@ def check(config: Config, world: int) -> None:
         check_hardware(config.hardware)
         if config.data.tokenizer is None:  # it gets data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
+        check_final(config)
         _check_checkpoint(config.checkpoint)
+        check_origin(config)
         _check_log(config)
         _check_profile(config, world)
         check_engine(config.engine)
@@ -157,7 +182,7 @@ def check(config: Config, world: int) -> None:
             "scales depend on how a sample is shared, and steps differ by more than rounding; "
             "nearest valid: model.attention_precision=native"
         )
-    if config.mode != "eval" and config.train.batch is not None:
+    if config.mode not in RUN_MODES and config.train.batch is not None:
         check_batch(config.train, world // cp)
     precision, transport = config.model.attention_precision, config.parallel.transport
     if precision != "native" and cp > 1 and transport == "symmetric":
@@ -192,47 +217,6 @@ def _check_values(config: Config) -> None:
             raise ConfigError(f"{key}={value} must be above 0")
 
 
-def _check_model(model: ModelConfig) -> None:
-    def fits(n_heads: int) -> bool:
-        even = model.head_dim is not None or model.dim % (2 * n_heads) == 0
-        return even and n_heads % model.n_kv_heads == 0
-
-    if model.n_heads % model.n_kv_heads or not fits(model.n_heads):
-        allowed = [n for n in range(1, max(model.dim, 2 * model.n_heads) + 1) if fits(n)]
-        best = min(allowed, key=lambda n: abs(n - model.n_heads), default=None)
-        nearest_valid = f"; nearest valid: model.n_heads={best}" if best else ""
-        raise ConfigError(
-            f"model.n_heads={model.n_heads} must be a multiple of "
-            f"model.n_kv_heads={model.n_kv_heads} and, where model.head_dim is null, split "
-            f"model.dim={model.dim} into heads of even width{nearest_valid}"
-        )
-    if model.head_dim is not None and model.head_dim % 2:
-        raise ConfigError(
-            f"model.head_dim={model.head_dim} must be even (RoPE turns pairs); "
-            f"nearest valid: model.head_dim={model.head_dim + 1}"
-        )
-    width = model.resolved_head_dim()
-    if model.attention_precision != "native" and width not in QUANTISED_HEAD_DIMS:
-        best = min(QUANTISED_HEAD_DIMS, key=lambda n: abs(n - width))
-        raise ConfigError(
-            f"model.attention_precision={model.attention_precision} has no head dim {width}; "
-            f"nearest valid: model.head_dim={best}"
-        )
-    scale, (least, most) = model.softmax_scale, SOFTMAX_SCALES
-    if scale is not None and not least <= scale <= most:
-        best = most if scale > most else least
-        raise ConfigError(
-            f"model.softmax_scale={scale} must lie between {least} and {most}; "
-            f"nearest valid: model.softmax_scale={best} (or null: head_dim ** -0.5)"
-        )
-    rope = model.rope
-    if rope.low_freq_factor >= rope.high_freq_factor:
-        raise ConfigError(
-            f"model.rope.low_freq_factor={rope.low_freq_factor} must be below "
-            f"model.rope.high_freq_factor={rope.high_freq_factor}"
-        )
-
-
 def _check_sdpa(config: Config) -> None:
     key = "train.attention=sdpa"
     if config.parallel.cp > 1:
@@ -246,7 +230,12 @@ def _check_sdpa(config: Config) -> None:
             f"model.attention_precision={config.model.attention_precision}; nearest valid: "
             "model.attention_precision=native (or train.attention=ringfa3)"
         )
-    if config.mode != "eval" and config.memory.recompute == "attention-saving":
+    if config.model.windows is not None:
+        raise ConfigError(
+            f"{key} has no windows, and model.windows={config.model.windows}; nearest valid: "
+            "model.windows=null (or train.attention=ringfa3)"
+        )
+    if config.mode not in RUN_MODES and config.memory.recompute == "attention-saving":
         raise ConfigError(
             f"{key} has no output of the ring that memory.recompute=attention-saving could keep; "
             f"nearest valid: memory.recompute=full"
@@ -261,6 +250,17 @@ def _check_optim(config: Config) -> None:
         raise ConfigError(
             f"optim.warmup_steps={optim.warmup_steps} exceeds train.steps={config.train.steps}; "
             f"nearest valid: optim.warmup_steps={config.train.steps}"
+        )
+    decay, room = optim.decay_steps, config.train.steps - optim.warmup_steps
+    if decay is not None and optim.schedule != "wsd":
+        raise ConfigError(
+            f"optim.decay_steps={decay} is a key of optim.schedule=wsd, not of "
+            f"{optim.schedule}; nearest valid: optim.decay_steps=null (or optim.schedule=wsd)"
+        )
+    if decay is not None and decay > room:
+        raise ConfigError(
+            f"optim.decay_steps={decay} exceeds the {room} steps that optim.warmup_steps leaves of "
+            f"train.steps={config.train.steps}; nearest valid: optim.decay_steps={max(1, room)}"
         )
 
 
@@ -298,6 +298,8 @@ def _check_sources(data: DataConfig) -> None:
         key = f"{SOURCES}.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
+        if source.min_len is not None and source.min_len < 1:
+            raise ConfigError(f"{key}.min_len={source.min_len}; nearest valid: {key}.min_len=1")
         if not 0 < source.weight < math.inf:
             raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
     total = sum(source.weight for source in data.sources.values())
@@ -370,7 +372,7 @@ def _nearest_path(value: str) -> str:
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     for key, value in (("resume", checkpoint.resume), ("init_from", checkpoint.init_from)):
-        if value in (None, "auto", "never"):
+        if value in (None, "auto", "never") or (key == "init_from" and hf_folder(value)):
             continue
         if not Path(value).expanduser().is_dir():
             words = "auto, never or " if key == "resume" else ""

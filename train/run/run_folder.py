@@ -20,7 +20,9 @@ MAY_CHANGE = (
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
     *("train.deterministic", "train.compile"),
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
+    *("train.final_eval_last", "train.final_eval_len", "rope."),
     *("hardware.", "log.", "profile.", "sweep.", "generate.", "eval.", "verify.", "estimate."),
+    *("export.", "needle."),
 )
 
 
@@ -33,7 +35,8 @@ class RunFolder:
     summary.json      written when the run is complete
     ranks.json        host and process of each rank
     checkpoints/  tensorboard/  logs/  profile/  and plots
-    eval-*.json       results of mode=eval
+    origin/           settings of the Hugging Face folder that the weights came from
+    eval-*.json       results of mode=eval; needle.json those of mode=needle
     wandb-id.txt      the run at Weights & Biases
     estimate.json     the prediction of mode=estimate
     """
@@ -43,8 +46,8 @@ class RunFolder:
         *("ranks.json", "tokenizer.json", "wandb-id.txt", "loss.png", "loss_by_position.png"),
         "estimate.json",
     )
-    FOLDERS = ("checkpoints", "tensorboard", "logs", "profile")
-    MEASURED = ("eval-*.json", "eval-*.png")
+    FOLDERS = ("checkpoints", "tensorboard", "logs", "profile", "origin")
+    MEASURED = ("eval-*.json", "eval-*.png", "needle.*", "rope.*")
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir).expanduser().absolute()
@@ -54,6 +57,7 @@ class RunFolder:
         )
         self.tokenizer, self.wandb_id = (self.path / name for name in self.FILES[6:8])
         self.profile = self.path / "profile"
+        self.origin = self.path / "origin"
         self.tensorboard = self.path / "tensorboard"
 
     def log(self, rank: int) -> Path:

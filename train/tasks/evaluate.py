@@ -23,12 +23,15 @@ class Evaluation:
     """Totals over all ranks; ``bucket_losses`` and ``bucket_tokens`` split them by position.
 
     ``nats_per_byte_by_source`` maps the name of each source to the result on its documents.
+    ``last_loss`` is the sum over the ``last_tokens`` predicted tokens at the end of full windows.
     """
 
     n_bytes: int
     bucket_losses: list[float]
     bucket_tokens: list[int]
     nats_per_byte_by_source: dict[str, float]
+    last_loss: float = 0.0
+    last_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -60,13 +63,14 @@ def evaluate(
     parallel: ParallelLayout,
     max_bytes: int | None,
     window_size: tuple[int, int] = (-1, -1),
+    length: int | None = None,
 ) -> Evaluation:
     """Predict every token of the first documents that sum to ``max_bytes`` bytes; None means all.
 
     ``losses_of`` is a model or an engine's ``evaluate``. Documents are read in windows of
-    ``data.piece_len`` tokens (``data.seq_len`` if it is null), as in training. Every rank must call
-    this, calls ``losses_of`` equally often, and gets the same totals. With ``window_size`` (0, 0)
-    each token attends to itself alone.
+    ``data.piece_len`` tokens (``data.seq_len`` if it is null), as in training, or of ``length``.
+    Every rank must call this, calls ``losses_of`` equally often, and gets the same totals. With
+    ``window_size`` (0, 0) each token attends to itself alone.
     """
     seq_len = config.data.seq_len
     chosen = evaluation_documents(documents, max_bytes)
@@ -74,7 +78,8 @@ def evaluate(
         [document for document in chosen if first <= document < stop]
         for first, stop in pairwise(documents.bounds)
     ]
-    window = config.data.piece_len or seq_len
+    window = length or config.data.piece_len or seq_len
+    first_of_last = window - (config.train.final_eval_last or 0)
     samples = [
         (source, pieces)
         for source, numbers in enumerate(by_source)
@@ -85,7 +90,9 @@ def evaluate(
     numbers = [turn * parallel.dp + parallel.dp_rank for turn in range(turns)]
     own = [(*samples[min(number, last)], number <= last) for number in numbers]
     buckets = n_buckets(seq_len)
-    totals = torch.zeros(len(by_source), 2, buckets, dtype=torch.float64, device=parallel.device)
+    # A row for the losses, one for the tokens; after the buckets, a column for the last positions.
+    totals = torch.zeros(len(by_source), 2, buckets + 1, dtype=torch.float64)
+    totals = totals.to(parallel.device)
 
     def make(index: int) -> Batch:
         sample = pack(documents, own[index][1])
@@ -97,16 +104,20 @@ def evaluate(
         if not counts:
             continue
         valid = (here.labels != IGNORED).float()
-        totals[source, 0] += sum_by_bucket(losses, here.buckets, buckets)
-        totals[source, 1] += sum_by_bucket(valid, here.buckets, buckets)
+        last = here.positions.to(parallel.device) >= first_of_last
+        for row, values in enumerate((losses, valid)):
+            totals[source, row, :-1] += sum_by_bucket(values, here.buckets, buckets)
+            totals[source, row, -1] += torch.where(last, values.double(), 0).sum()
     totals = sum_over_ranks(parallel, totals).cpu()
-    losses, tokens = totals.sum(0).tolist()
+    (*losses, last_loss), (*tokens, last_tokens) = totals.sum(0).tolist()
     return Evaluation(
         n_bytes=int(documents.n_bytes[chosen].sum()),
         bucket_losses=losses,
         bucket_tokens=[round(n) for n in tokens],
         nats_per_byte_by_source={
-            name: float(total[0].sum()) / int(documents.n_bytes[of_source].sum())
+            name: float(total[0, :-1].sum()) / int(documents.n_bytes[of_source].sum())
             for name, of_source, total in zip(documents.sources, by_source, totals, strict=True)
         },
+        last_loss=last_loss,
+        last_tokens=round(last_tokens),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from train.config import Config, ConfigError
+from train.config import CheckpointConfig, Config, ConfigError
 from train.engine.checkpoint import DAMAGED, Checkpoints, find_checkpoint
 from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.train_state import TrainState
+from train.hf.architecture import hf_folder
+from train.hf.load import load_folder
+from train.hf.origin import keep_origin
 from train.run.run_folder import RunFolder
 
 
@@ -23,7 +26,9 @@ def prepare_folder(config: Config, folder: RunFolder, parallel: ParallelLayout) 
             folder.require_fit(config)
             if folder.is_replaced_by(config):
                 folder.clear()
-        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        if not folder.checkpoints.exists():
+            folder.checkpoints.mkdir(parents=True)
+            keep_origin(_settings_of(config.checkpoint), folder.origin)
 
     from_rank_0(parallel, prepare)
 
@@ -52,6 +57,10 @@ def restore(
         origin = config.checkpoint.resume
     if origin is None:
         return "starts at step 0"
+    if theirs := hf_folder(config.checkpoint.init_from):
+        load_folder(theirs, state.shards())
+        state.engine.loaded()
+        return f"starts at step 0 with the weights of {theirs}"
     path = from_rank_0(
         checkpoints.parallel, lambda: find_checkpoint(Path(origin).expanduser(), say)
     )
@@ -68,3 +77,17 @@ def set_batch(state: TrainState, batch: int) -> str:
     if before in (None, batch):
         return ""
     return f"; {batch} samples a step from here on, {before} before (train.batch={before} keeps it)"
+
+
+def _settings_of(checkpoint: CheckpointConfig) -> Path | None:
+    """Where the settings lie that came from Hugging Face with the weights of a new run, if any."""
+    if theirs := hf_folder(checkpoint.init_from):
+        return theirs
+    resumes = checkpoint.resume not in ("auto", "never")
+    place = checkpoint.resume if resumes else checkpoint.init_from
+    if place is None:
+        return None
+    path = Path(place).expanduser()  # a run, or its checkpoints/step-N
+    return next(
+        (run / "origin" for run in (path, *path.parents[:2]) if (run / "origin").is_dir()), None
+    )

@@ -33,8 +33,10 @@ def summarise(
     state: TrainState,
     full: Evaluation,
     alone: Evaluation,
+    short: Evaluation | None = None,
 ) -> dict[str, Any]:
-    """The contents of ``summary.json``. In ``alone`` each token saw only itself."""
+    """The contents of ``summary.json``. In ``alone`` each token saw only itself; ``short`` read
+    documents in windows of ``train.final_eval_len`` tokens."""
     return {
         "nats_per_byte": full.nats_per_byte,
         "nats_per_byte_self_only": alone.nats_per_byte,
@@ -48,6 +50,33 @@ def summarise(
         "held_out_bytes": full.n_bytes,
         "held_out_tokens": full.tokens,
         **full.by_source,
+        **_of_lengths(config, full, short),
+    }
+
+
+def _of_lengths(config: Config, full: Evaluation, short: Evaluation | None) -> dict[str, Any]:
+    """The losses by ``train.final_eval_last`` and ``final_eval_len``; None without such tokens."""
+    found: dict[str, Any] = {}
+    if config.train.final_eval_last is not None:
+        found["last"] = _last(config, config.data.piece_len or config.data.seq_len, full)
+    if short is not None:
+        found["short"] = {
+            "length": config.train.final_eval_len,
+            "nats_per_byte": short.nats_per_byte,
+            "nats_per_token": sum(short.bucket_losses) / max(1, short.tokens),
+        }
+        if config.train.final_eval_last is not None:
+            found["short_last"] = _last(config, config.train.final_eval_len, short)
+    return found
+
+
+def _last(config: Config, length: int, result: Evaluation) -> dict[str, Any]:
+    mean = result.last_loss / result.last_tokens if result.last_tokens else None
+    first = length - config.train.final_eval_last
+    return {
+        "positions": [first, length - 1],
+        "tokens": result.last_tokens,
+        "nats_per_token": mean,
     }
 
 

@@ -32,9 +32,10 @@ from omegaconf import DictConfig, open_dict, read_write
 from rich.console import Console
 from rich.table import Table
 
-from train.config import Config, ConfigError, resolve
+from train.config import Config, ConfigError
 from train.run.checks import check
 from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
+from train.run.inherit import resolve_inherited
 from train.run.run_folder import RunFolder
 
 SCRIPT = Path(__file__).parents[1] / "pretrain.py"
@@ -244,7 +245,7 @@ def _without_hydra(composed: DictConfig) -> Config:
     task = copy.deepcopy(composed)
     with read_write(task), open_dict(task):
         del task["hydra"]
-    return resolve(task)
+    return resolve_inherited(task)
 
 
 def run_sweep(compose: Callable[[list[str]], None], flags: list[str], overrides: list[str]) -> int:

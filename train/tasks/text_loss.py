@@ -24,7 +24,7 @@ from train.data.shards import open_corpus
 from train.data.tokenizer import bos_id, encode
 from train.engine.checkpoint import read_facts
 from train.engine.parallel import choose_device, join, require_agreement, shutdown
-from train.log.plots import plot_text_loss
+from train.log.plots import plot_losses
 from train.run.affinity import set_affinity
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
@@ -173,7 +173,7 @@ def _report(
         f"{summary['nats_per_byte']:.4f} nats per byte, {summary['nats_per_token']:.4f} per token"
     )
     try:
-        plot_text_loss(plot, result.loss_by_bucket, path or "held out")
+        plot_losses(plot, {path or "held out": result.loss_by_bucket})
     except ModuleNotFoundError as error:
         console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
     console.print(f"written to {path_json}", soft_wrap=True)

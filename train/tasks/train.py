@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from train.config import Config, ConfigError
+from train.data.mixture import long_documents
 from train.data.shards import open_corpus
 from train.engine.deterministic import make_deterministic
 from train.engine.parallel import ParallelLayout, choose_device, from_rank_0, join, shutdown
@@ -45,6 +46,7 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     try:
         corpus = open_corpus(config.data)
         config.model.rows(corpus.tokenizer.get_vocab_size())  # may raise, before groups are made
+        long_documents(corpus.train, config.data)  # likewise
         prediction = before_run(config, corpus, device) if device.type == "cuda" else None
         if rank != 0:
             report.console = redirect_output(folder.log(rank))

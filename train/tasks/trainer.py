@@ -27,9 +27,10 @@ from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction
 from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
 from train.log.profiler import profiled
+from train.log.speed import Timing, counts_of, speed_of
 from train.log.wandb_run import WandbRun
-from train.model.flops import step_flops
 from train.model.optim import learning_rate
+from train.model.window import widest
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Run
@@ -63,9 +64,7 @@ class Trainer:
         require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
         self.accumulation = train.accumulation_over(parallel.dp)
-        self.samples = training_samples(
-            corpus.train, data.seq_len, data.piece_len, train.seed, data.document_mask
-        )
+        self.samples = training_samples(corpus.train, data, train.seed)
         self.engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
         self.model = self.engine.model
         self.times = time_split_on(parallel.device)
@@ -183,8 +182,7 @@ class Trainer:
         micro-batches. An engine averages gradients over W ranks, hence the factor W / N.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
-        counts = torch.tensor([[batch.n_valid, batch.pairs] for batch in batches]).sum(0)
-        counts = sum_over_ranks(parallel, counts)
+        counts = sum_over_ranks(parallel, counts_of(batches, self.config.model))
         scale = parallel.world / counts[0].clamp(min=1)
         buckets = n_buckets(self.config.data.seq_len)
         sums = torch.zeros(2, buckets, dtype=torch.float64, device=parallel.device)
@@ -198,7 +196,7 @@ class Trainer:
         if self.times is not None:
             self.times.end()
         losses_by_bucket, tokens_by_bucket = sums.tolist()
-        n_valid, pairs = counts.tolist()
+        n_valid, tokens, pairs = counts.tolist()
         if self.times is not None:  # the device has reached `end`
             self.times.begin()
         loss = sum(losses_by_bucket) / max(1, n_valid)
@@ -217,14 +215,14 @@ class Trainer:
             state.step += 1
             state.samples += len(batches) * parallel.dp
             state.seconds += seconds
-            tokens = self.config.data.seq_len * len(batches) * parallel.dp
+            timing = Timing(seconds, parallel.world, self.times)
             record = {
                 "step": state.step,
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "tokens_per_s": tokens / seconds,
-                **self._speed(tokens, pairs, seconds),
+                **speed_of(self.config, self.model.transformer.rows, tokens, pairs, timing),
                 "memory": peak_memory(parallel.device),
                 "device_memory": memory_in_use(parallel.device),
                 "skipped": state.guard.skipped,
@@ -237,19 +235,6 @@ class Trainer:
                 f"step {state.step} skipped ({state.guard.skipped} so far): {objection}"
             )
         return record
-
-    def _speed(self, tokens: int, pairs: int, seconds: float) -> dict[str, float]:
-        """FLOPs of a step; on GPUs ``mfu`` and ``hfu``, shares of ``hardware.peak_tflops``, and the
-        split of the time that ended when its loss was read.
-        """
-        config, rows = self.config, self.model.transformer.rows
-        flops = step_flops(config.model, config.memory, rows, tokens, pairs)
-        if self.times is None:
-            return {"flops": flops.model}
-        peak = config.hardware.peak_tflops
-        shares = flops.utilisation(seconds, self.parallel.world, peak)
-        split = {f"{kind}_s": part for kind, part in self.times.seconds().items()}
-        return {"flops": flops.model, **shares, **split}
 
     def _compare(self, seconds: float, record: dict[str, Any]) -> None:
         """Report the errors of the prediction, once, after the first step of this process."""
@@ -343,25 +328,33 @@ class Trainer:
         max_bytes = self.config.train.final_eval_bytes
         full = self._evaluate(max_bytes)
         alone = self._evaluate(max_bytes, SELF_ONLY)
+        length = self.config.train.final_eval_len
+        short = None if length is None else self._evaluate(max_bytes, length=length)
         if self.recorder is None:
             return
         self._record_evaluation(self.state.step, full)
         self.say("Counting the baselines ...")
-        summary = summarise(self.config, self.corpus, self.parallel, self.state, full, alone)
+        state, parallel = self.state, self.parallel
+        summary = summarise(self.config, self.corpus, parallel, state, full, alone, short)
         write_summary(self.folder, summary, full, alone, self.console)
 
     def _batches(self, sample: int) -> list[Batch]:
         """This rank's micro-batches of the step whose first sample is number ``sample``."""
         parallel = self.parallel
         indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(self.accumulation)]
-        layout = self.config.parallel.layout
-        return [make_batch(self.samples[index], parallel.cp_group, layout) for index in indices]
+        place = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
+        return [make_batch(self.samples[index], *place) for index in indices]
 
-    def _evaluate(self, max_bytes: int | None, window: tuple[int, int] = (-1, -1)) -> Evaluation:
+    def _evaluate(
+        self,
+        max_bytes: int | None,
+        window: tuple[int, int] = (-1, -1),
+        length: int | None = None,
+    ) -> Evaluation:
         if self.times is not None:
             self.times.pause()
-        losses_of, held_out = self.engine.evaluate, self.corpus.held_out
-        return evaluate(losses_of, held_out, self.config, self.parallel, max_bytes, window)
+        what = (self.engine.evaluate, self.corpus.held_out, self.config, self.parallel)
+        return evaluate(*what, max_bytes, window, length)
 
     def _validate(self, step: int) -> str:
         evaluation = self._evaluate(self.config.train.eval_bytes)

@@ -106,9 +106,7 @@ def comparable(config: Config) -> Config:
 def compare(config: Config, corpus: Corpus, parallel: ParallelLayout, console: Console) -> bool:
     """Take both steps and print them side by side; whether they agree, on every rank."""
     data, cp = config.data, parallel.cp
-    samples = training_samples(
-        corpus.train, data.seq_len, data.piece_len, config.train.seed, data.document_mask
-    )
+    samples = training_samples(corpus.train, data, config.train.seed)
     console.print(f"A step with cp {cp} ...")
     shared = take_step(config, corpus, parallel, samples, parallel)
     console.print("The same step with cp 1 ...")

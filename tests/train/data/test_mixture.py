@@ -10,9 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from train.config import ConfigError, DataConfig, SourceConfig
 from train.data.mixture import MIN_BLOCK, Mixture, training_samples
 from train.data.samples import TrainingSamples
 
+DATA = DataConfig(
+    seq_len=32, piece_len=25, sources={"a": SourceConfig("a"), "b": SourceConfig("b")}
+)
 WEIGHTS = st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=9)
 
 
@@ -85,10 +89,10 @@ def two_sources(make_documents):
 @pytest.mark.parametrize(("dp", "accumulation"), [(1, 1), (1, 6), (2, 3), (3, 2), (6, 1)])
 def test_the_samples_do_not_depend_on_dp_and_accumulation(two_sources, dp, accumulation):
     """The trainer's numbering: (step * accumulation + m) * dp + dp_rank."""
-    whole = training_samples(two_sources, 32, 25, seed=1)
+    whole = training_samples(two_sources, DATA, seed=1)
     expected = [whole[index].tokens for index in range(60)]
     for rank in range(dp):
-        own = training_samples(two_sources, 32, 25, seed=1)
+        own = training_samples(two_sources, DATA, seed=1)
         for turn in range(60 // dp):
             step, m = divmod(turn, accumulation)
             index = (step * accumulation + m) * dp + rank
@@ -96,7 +100,7 @@ def test_the_samples_do_not_depend_on_dp_and_accumulation(two_sources, dp, accum
 
 
 def test_a_sample_has_one_source_and_each_stream_is_that_of_its_source_alone(two_sources):
-    samples = training_samples(two_sources, 32, 25, seed=1)
+    samples = training_samples(two_sources, DATA, seed=1)
     streams = [
         TrainingSamples(two_sources.of_source(number), 32, 25, seed=1) for number in range(2)
     ]
@@ -111,7 +115,9 @@ def test_a_sample_has_one_source_and_each_stream_is_that_of_its_source_alone(two
 
 def test_one_source_gives_the_recorded_stream(make_documents):
     """Samples recorded without mixtures: the same seed must give the same samples."""
-    samples = training_samples(make_documents([61, 1, 2, 40, 300]), 257, 90, seed=3)
+    samples = training_samples(
+        make_documents([61, 1, 2, 40, 300]), DataConfig(seq_len=257, piece_len=90), seed=3
+    )
     assert isinstance(samples, TrainingSamples)
     assert [tuple(piece) for piece in samples.pieces(1000)] == [
         *((4, 285, 300), (4, 0, 90), (0, 0, 61), (4, 180, 270), (2, 0, 1)),
@@ -122,3 +128,21 @@ def test_one_source_gives_the_recorded_stream(make_documents):
         for values in (sample.tokens, sample.labels, np.array(sample.cu_seqlens)):
             digest.update(values.astype("<i8").tobytes())
     assert digest.hexdigest() == "cff252dbbe32561d81e885c1a1325482471f664610fe6ce0e17eabd7c052eb18"
+
+
+def test_short_documents_are_left_out_of_a_source(two_sources):
+    """A source keeps its share; documents of 5 tokens of "b" and of 10 and 20 of "a" never come."""
+    sources = {"a": SourceConfig("a"), "b": SourceConfig("b", min_len=6)}
+    data = replace(DATA, min_len=30, sources=sources)
+    samples = training_samples(two_sources, data, seed=1)
+    seen = set(np.concatenate([samples[index].tokens for index in range(128)]).tolist())
+    assert seen == set(range(30, 100)) | set(range(110, 410))
+    for least, message in ((301, "b.min_len=300"), (300, None)):
+        sources["b"] = SourceConfig("b", min_len=least)
+        if message is None:
+            training_samples(two_sources, data, seed=1)
+            continue
+        with pytest.raises(ConfigError, match=rf"valid: data\.sources\.{message}"):
+            training_samples(two_sources, data, seed=1)
+    with pytest.raises(ConfigError, match=r"data\.min_len=41: .* valid: data\.min_len=40"):
+        training_samples(two_sources, replace(data, min_len=41), seed=1)

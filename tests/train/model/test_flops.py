@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3 import plan_context
 from tests.train.model.test_transformer import packed_sample
 from train.config import MemoryConfig, ModelConfig
 from train.data.batches import make_batch
 from train.model.flops import StepFlops, step_flops
 from train.model.transformer import LanguageModel, Transformer
+from train.model.window import allowed_pairs, widest
 
 MODEL = ModelConfig(n_layers=3, n_heads=4, n_kv_heads=2, dim=24, head_dim=8, ffn_dim=40)
 ROWS, LENGTHS = 50, [31, 1, 64]
@@ -46,9 +48,10 @@ def test_counts_are_what_a_step_multiplies(recompute, chunk):
     batch = make_batch(packed_sample(LENGTHS, ROWS), None, "zigzag")
     with Products() as seen:
         model(batch).sum().backward()
-    expected = step_flops(MODEL, memory, ROWS, sum(LENGTHS), batch.pairs)
+    pairs = allowed_pairs(MODEL, batch.plan)
+    expected = step_flops(MODEL, memory, ROWS, sum(LENGTHS), pairs)
     assert seen.flops == expected.linear + expected.repeated_linear
-    forward = 4 * batch.pairs * MODEL.n_heads * 8
+    forward = 4 * batch.plan.work_per_rank[0] * MODEL.n_heads * 8  # of a layer
     assert seen.backwards == MODEL.n_layers
     assert expected.attention == MODEL.n_layers * forward * 3
     again = seen.forwards - MODEL.n_layers + seen.backwards / 2  # a backward has the scores again
@@ -56,23 +59,21 @@ def test_counts_are_what_a_step_multiplies(recompute, chunk):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("window", [(-1, -1), (7, 0)])
-def test_pairs_are_those_of_a_dense_mask(world, window):
-    """The ranks' shares add up to the allowed pairs, counted one by one."""
+@pytest.mark.parametrize("windows", [None, [8], [8, "full"]])
+def test_pairs_are_those_of_a_dense_mask(world, windows):
+    """The ranks' shares of three layers add up to the allowed pairs, counted one by one."""
+    model = replace(MODEL, windows=windows)
     sample = packed_sample(LENGTHS, ROWS)
-    shares = [make_batch(sample, (r, world), "zigzag", window).pairs for r in range(world)]
+    plans = [make_batch(sample, (r, world), "zigzag", widest(model)).plan for r in range(world)]
     counted = 0
-    for length in LENGTHS:
-        row, column = torch.arange(length)[:, None], torch.arange(length)
-        allowed = column <= row
-        if window[0] >= 0:
-            allowed &= row - column <= window[0]
-        counted += int(allowed.sum())
-    assert sum(shares) == counted
-    assert (
-        shares[0]
-        == plan_context(sample.cu_seqlens, (0, world), window_size=window).work_per_rank[0]
-    )
+    for layer in range(model.n_layers):
+        for length in LENGTHS:
+            row, column = torch.arange(length)[:, None], torch.arange(length)
+            allowed = column <= row
+            if model.window(layer) is not None:
+                allowed &= row - column < model.window(layer)
+            counted += int(allowed.sum())
+    assert sum(allowed_pairs(model, plan) for plan in plans) == counted
 
 
 def test_utilisation_counts_repeated_work_in_hfu_alone():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from train.config import ModelConfig
 from train.model.initialise import BLOCK, draw
+from train.model.transformer import Transformer
 
 WIDTH = 1024
 HEIGHT = 5 * BLOCK // (2 * WIDTH)  # two blocks and a half
@@ -37,3 +39,10 @@ def test_all_values_are_independent_draws_of_the_given_deviation(matrix):
     other = torch.empty_like(first)
     draw(other, "7 blocks.1.mlp.up.weight", 0, HEIGHT, 0.5)
     assert (first * other).mean().abs() < 0.005
+
+
+def test_biases_start_at_zero():
+    named = dict(Transformer(ModelConfig(qkv_bias=True), 300, seed=0).named_parameters())
+    biases = [parameter for name, parameter in named.items() if name.endswith(".bias")]
+    assert len(biases) == 3 * ModelConfig().n_layers
+    assert not any(bias.any() for bias in biases)

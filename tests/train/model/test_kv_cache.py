@@ -23,11 +23,11 @@ def test_appended_pieces_are_returned_as_one():
         cache.append(k[:1], v[:1])
 
 
-@pytest.mark.parametrize("softmax_scale", [None, 0.7])
-def test_hidden_states_are_the_same_for_pieces_and_for_the_whole(softmax_scale):
+@pytest.mark.parametrize(("softmax_scale", "windows"), [(None, None), (0.7, [3, "full"])])
+def test_hidden_states_are_the_same_for_pieces_and_for_the_whole(softmax_scale, windows):
     """A whole document through the ring layer, against pieces of 9, 1, 1 and 5 tokens: 1e-5."""
     model = ModelConfig(n_layers=2, dim=32, ffn_dim=48, n_heads=4, n_kv_heads=2, zero_init=False)
-    model.softmax_scale = softmax_scale
+    model.softmax_scale, model.windows = softmax_scale, windows
     transformer = Transformer(model, vocab_size=50, seed=0)
     tokens = torch.randint(50, (16,), generator=torch.Generator().manual_seed(1))
     plan = plan_context([0, 16])

@@ -14,13 +14,21 @@ from train.model.transformer import Transformer
     [
         ("linear", {0: 0.25, 3: 1.0, 4: 1.0, 8: 0.5 * 0.9 + 0.1, 11: 0.125 * 0.9 + 0.1}),
         ("cosine", {0: 0.25, 3: 1.0, 4: 1.0, 8: 0.5 * 0.9 + 0.1, 6: 0.853553 * 0.9 + 0.1}),
+        ("wsd", {0: 0.25, 3: 1.0, 4: 1.0, 9: 1.0, 10: 2 / 3 * 0.9 + 0.1, 11: 1 / 3 * 0.9 + 0.1}),
     ],
 )
 def test_learning_rates(schedule, expected):
-    """Four steps of warm-up, eight of decay to a tenth: to six digits."""
+    """Four steps of warm-up, eight of decay to a tenth (wsd: three): to six digits."""
     optim = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=4, final_lr_ratio=0.1)
+    optim.decay_steps = 3 if schedule == "wsd" else None
     for step, share in expected.items():
         assert learning_rate(optim, step, steps=12) == pytest.approx(2 * share, rel=1e-6)
+
+
+def test_wsd_decays_in_the_last_tenth():
+    optim = OptimConfig(lr=1.0, schedule="wsd", warmup_steps=0)
+    rates = [learning_rate(optim, step, steps=40) for step in range(40)]
+    assert rates == pytest.approx([1.0] * 37 + [0.75, 0.5, 0.25])
 
 
 def test_linear_decay_ends_one_step_above_zero():
@@ -31,7 +39,7 @@ def test_linear_decay_ends_one_step_above_zero():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(tied):
-    model = Transformer(ModelConfig(tied_embeddings=tied), vocab_size=300, seed=0)
+    model = Transformer(ModelConfig(tied_embeddings=tied, qkv_bias=True), vocab_size=300, seed=0)
     optim = OptimConfig(lr=1e-3, embedding_lr_scale=3.0, weight_decay=0.1)
     optimizer = make_optimizer(model, optim)
     set_learning_rate(optimizer, 0.5)

@@ -23,17 +23,16 @@ from train.config import (
 )
 from train.data.batches import make_batch
 from train.data.samples import Sample
+from train.model.rope import rope_frequencies, rotate, rotation
 from train.model.sdpa import SdpaAttention
 from train.model.transformer import (
     LanguageModel,
     Transformer,
     build_model,
-    rope_frequencies,
-    rotate,
-    rotation,
 )
 
-MODELS = sorted((Path(__file__).absolute().parents[3] / "configs" / "model").glob("*.yaml"))
+FOLDER = Path(__file__).absolute().parents[3] / "configs" / "model"
+MODELS = [path for path in sorted(FOLDER.glob("*.yaml")) if path.stem != "inherit"]
 VOCABULARY = 97
 SMALL = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "dim": 32, "ffn_dim": 48}
 
@@ -60,21 +59,24 @@ def reference_hidden(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     def turn(x):
         angles = torch.outer(torch.arange(n).double(), rope_frequencies(width, config.rope))
         pairs = torch.complex(x[..., : width // 2].double(), x[..., width // 2 :].double())
-        turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        sizes = torch.full_like(angles, config.rope.attention_factor or 1.0)
+        turned = pairs * torch.polar(sizes, angles)[:, None]
         return torch.cat([turned.real, turned.imag], -1).float()
 
     x = model.embedding.weight[tokens]
-    for block in model.blocks:
+    ages = torch.arange(n)[:, None] - torch.arange(n)
+    for number, block in enumerate(model.blocks):
         a, m = block.attention, block.mlp
         y = norm(x, block.attention_norm.weight)
-        q = (y @ a.wq.weight.T).view(n, heads, width)
-        k = (y @ a.wk.weight.T).view(n, kv_heads, width)
-        v = (y @ a.wv.weight.T).view(n, kv_heads, width)
+        q, k, v = (y @ w.weight.T + (w.bias if config.qkv_bias else 0) for w in (a.wq, a.wk, a.wv))
+        q, k, v = q.view(n, heads, width), k.view(n, kv_heads, width), v.view(n, kv_heads, width)
         if config.qk_norm:
             q, k = norm(q, a.q_norm.weight), norm(k, a.k_norm.weight)
         q, k = turn(q), turn(k)
         k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-        mask = torch.full((n, n), -math.inf).triu(1)
+        window = n if config.windows is None else config.windows[number % len(config.windows)]
+        seen = (ages >= 0) & (ages < (n if window == "full" else window))
+        mask = torch.zeros(n, n).masked_fill(~seen, -math.inf)
         scale = 1 / math.sqrt(width) if config.softmax_scale is None else config.softmax_scale
         scores = torch.einsum("qhc,khc->hqk", q, k) * scale + mask
         y = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v).reshape(n, -1)
@@ -113,7 +115,11 @@ def build(
         {"tied_embeddings": True},
         {"n_kv_heads": 1, "head_dim": 16},
         {"mlp_chunk": 30, "recompute": "attention-saving"},
-        {"rope": RopeConfig(factor=8.0, original_len=64)},
+        {"rope": RopeConfig("llama3", factor=8.0, original_len=64)},
+        {"rope": RopeConfig("yarn", factor=8.0, original_len=64, attention_factor=1.3)},
+        {"qkv_bias": True},
+        {"windows": [7, "full"]},
+        {"windows": [2, 12], "recompute": "attention-saving"},
         {"softmax_scale": 0.7},
         {"attention": "sdpa"},
         {"attention": "sdpa", "softmax_scale": 0.7},
@@ -121,7 +127,7 @@ def build(
     ],
     ids=[
         *("default", "no QK-norm", "tied", "one KV head", "MLP in chunks"),
-        *("scaled RoPE", "scaled scores"),
+        *("scaled RoPE", "YaRN", "biases", "windows", "narrow windows", "scaled scores"),
         *("SDPA", "SDPA, scaled scores", "SDPA again"),
     ],
 )
@@ -285,7 +291,7 @@ def llama3_frequency(frequency: float, rope: RopeConfig) -> float:
 
 
 def test_rope_frequencies_equal_llama_3():
-    rope = RopeConfig(theta=500_000.0, factor=8.0, original_len=8192)
+    rope = RopeConfig("llama3", theta=500_000.0, factor=8.0, original_len=8192)
     plain = [500_000.0 ** (-2 * i / 128) for i in range(64)]
     expected = torch.tensor([llama3_frequency(f, rope) for f in plain], dtype=torch.float64)
     torch.testing.assert_close(rope_frequencies(128, rope), expected, rtol=1e-12, atol=0)
@@ -332,7 +338,8 @@ def test_llama_shapes_have_llamas_parameters(name, parameters, factor):
     """The published numbers of parameters and RoPE of Llama-3.2-1B and Llama-3-8B."""
     (path,) = [path for path in MODELS if path.stem == name]
     values = yaml.safe_load(path.read_text())
-    assert values["rope"] == {
+    assert {key: values["rope"][key] for key in list(values["rope"])[:6]} == {
+        "type": "default" if factor == 1 else "llama3",
         "theta": 500_000.0,
         "factor": factor,
         "low_freq_factor": 1.0,

@@ -17,7 +17,7 @@ from ringfa3.validation import (
     TRANSPORTS_OF,
 )
 from train.config import ConfigError, EngineConfig, SourceConfig, get
-from train.run import check_engine, checks
+from train.run import check_engine, check_model
 from train.run.checks import CHOICES, check
 
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
@@ -146,7 +146,60 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"data.tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json does not exist"),
         ({"model.head_dim": 31}, "model.head_dim=32"),
         ({"model.n_heads": 3}, "model.n_kv_heads=2"),
-        ({"model.rope.low_freq_factor": 4.0}, "model.rope.high_freq_factor=4.0"),
+        (
+            {"model.rope.type": "llama3", "model.rope.low_freq_factor": 4.0},
+            "model.rope.high_freq_factor=4.0",
+        ),
+        ({"model.rope.type": "llama"}, "nearest valid: model.rope.type=llama3"),
+        (
+            {"model.rope.factor": 4.0},
+            "a key of model.rope.type=linear and llama3 and yarn, not of model.rope.type=default; "
+            "nearest valid: model.rope.type=llama3",
+        ),
+        (
+            {"model.rope.type": "llama3", "model.rope.beta_fast": 8.0},
+            "nearest valid: model.rope.type=yarn",
+        ),
+        (
+            {"model.rope.type": "yarn", "model.rope.beta_slow": 32.0},
+            "must be below model.rope.beta_fast=32.0",
+        ),
+        (
+            {"model.rope.type": "yarn", "model.rope.theta": 1.0},
+            "model.rope.theta=1.0 must be above 1",
+        ),
+        ({"optim.schedule": "wds"}, "nearest valid: optim.schedule=wsd"),
+        (
+            {"optim.decay_steps": 5},
+            "a key of optim.schedule=wsd, not of cosine; nearest valid: optim.decay_steps=null",
+        ),
+        (
+            {"optim.schedule": "wsd", "optim.decay_steps": 291},
+            "exceeds the 290 steps that optim.warmup_steps leaves",
+        ),
+        ({"data.packing": "bestfit"}, "nearest valid: data.packing=best_fit"),
+        ({"data.min_len": 0}, "nearest valid: data.min_len=1"),
+        ({"train.final_eval_last": 257}, "nearest valid: train.final_eval_last=256"),
+        (
+            {"train.final_eval_len": 64, "train.final_eval_last": 65},
+            "nearest valid: train.final_eval_last=64",
+        ),
+        ({"train.final_eval_len": 257}, "nearest valid: train.final_eval_len=256"),
+        ({"mode": "rope", "rope.types": ["yarm"]}, "nearest valid: rope.types=[yarn]"),
+        ({"mode": "rope", "rope.types": ["default"]}, "allowed are linear, llama3, yarn"),
+        ({"mode": "rope", "rope.factors": [1.0]}, "rope.factors=[1.0]: 1.0 must be above 1"),
+        ({"mode": "needle", "needle.trials": 0}, "nearest valid: needle.trials=1"),
+        ({"model.windows": []}, "nearest valid: model.windows=['full']"),
+        ({"model.windows": [8] * 5}, "nearest valid: model.windows=[8, 8, 8, 8]"),
+        ({"model.windows": [8, 0]}, "0 must be a number of keys, at least 1, or full"),
+        ({"model.windows": [8, "ful"]}, "ful must be a number of keys, at least 1, or full"),
+        (
+            {"model.windows": [8], "train.attention": "sdpa"},
+            "nearest valid: model.windows=null (or train.attention=ringfa3)",
+        ),
+        ({"mode": "export"}, "give it with export.dir=FOLDER"),
+        ({"mode": "export", "export.dir": "/"}, "export.dir=/ exists; choose an empty or a new"),
+        ({"export.dtype": "float16"}, "nearest valid: export.dtype=bfloat16"),
         ({"mode": "chek"}, "nearest valid: mode=check"),
         ({"mode": "verify"}, "nearest valid: parallel.cp=2"),
         (
@@ -230,6 +283,6 @@ def test_layouts_and_transports_are_those_of_ringfa3():
     assert set(CHOICES["parallel.layout"]) == set(LAYOUTS)
     assert set(CHOICES["parallel.transport"]) == set(TRANSPORTS)
     assert set(CHOICES["model.attention_precision"]) == set(PRECISIONS)
-    assert checks.QUANTISED_HEAD_DIMS == QUANTISED_HEAD_DIMS
-    assert checks.SOFTMAX_SCALES == (LEAST_SCALE, 1 / LEAST_SCALE)
+    assert check_model.QUANTISED_HEAD_DIMS == QUANTISED_HEAD_DIMS
+    assert check_model.SOFTMAX_SCALES == (LEAST_SCALE, 1 / LEAST_SCALE)
     assert set(TRANSPORTS) == {"auto"}.union(*TRANSPORTS_OF.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from train.config import Config, ConfigError
+from train.config import Config, ConfigError, RopeConfig
 from train.run.run_config import read_config, with_run_config
 
 
@@ -36,6 +36,15 @@ def test_keys_of_earlier_versions_are_read_by_their_present_names(run):
     got = read_config(path)
     assert (got.memory.recompute, got.memory.loss_chunk) == ("full", 77)
     assert got.train == run.train
+
+
+def test_a_rope_factor_of_earlier_versions_is_that_of_llama_3(run):
+    path = Path(run.run.dir) / "config.json"
+    for factor, kind in ((1.0, "default"), (8.0, "llama3")):
+        values = dataclasses.asdict(run)
+        values["model"]["rope"] = {"theta": 5e5, "factor": factor}
+        path.write_text(json.dumps(values))
+        assert read_config(path).model.rope == RopeConfig(kind, 5e5, factor)
 
 
 def test_the_run_gives_the_model_and_the_command_line_wins(run):

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from train.data.batches import Batch
+from train.data.batches import Batch, make_batch
+from train.data.samples import IGNORED, Piece, evaluation_documents, pack
 from train.data.shards import open_corpus
 from train.engine.parallel import join
 from train.model.transformer import build_model
@@ -77,6 +78,28 @@ def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
     mean = sum(part.nats_per_byte * part.n_bytes for part in parts) / whole[0].n_bytes
     assert sum(result.nats_per_byte for result in whole) == pytest.approx(mean, rel=1e-6)
     assert sum(result.tokens for result in whole) == sum(part.tokens for part in parts)
+
+
+@pytest.mark.parametrize("length", [None, 40])
+def test_the_last_tokens_are_those_at_the_end_of_full_windows(config, corpus, length):
+    """Losses of each window by itself, 1e-6; windows of 70 tokens, or of a shorter length."""
+    config.model.zero_init = False
+    config.data.piece_len, config.train.final_eval_last = 70, 9
+    model, parallel = model_of(config, corpus)
+    documents = corpus.held_out
+    result = evaluate(model, documents, config, parallel, 2500, length=length)
+    window, total, count = length or 70, 0.0, 0
+    for document in evaluation_documents(documents, 2500):
+        end = int(documents.lengths[document])
+        for start in range(0, end, window):
+            piece = Piece(document, start, min(start + window, end))
+            batch = make_batch(pack(documents, [piece]), None, "zigzag")
+            last = (batch.labels != IGNORED)[window - 9 :]
+            total += float(model(batch).detach()[window - 9 :][last].double().sum())
+            count += int(last.sum())
+    assert count > 50
+    assert result.last_tokens == count
+    assert result.last_loss == pytest.approx(total, rel=1e-6)
 
 
 def test_a_budget_counts_whole_documents(config, corpus):

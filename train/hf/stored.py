@@ -1,0 +1,105 @@
+"""The tensors in a folder's safetensors files, from the headers alone.
+
+The safetensors library imports numpy, whose threads would take signals that the stopper waits for.
+Headers are read here before such threads may start; tensors are read by the library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.config import ConfigError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # of an element; all of these fit into float32
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor: its file, and its shape and type of elements there."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """All tensors of ``folder`` by name: of ``model.safetensors``, or of the files in its index.
+
+    Raises ``ConfigError`` for pickled weights, a damaged or truncated file, an index that names a
+    file elsewhere or differs from the files, and elements that float32 cannot hold.
+    """
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    if (folder / WEIGHTS).is_file():
+        return _header(folder / WEIGHTS)
+    pickled = next((path for pattern in PICKLES for path in sorted(folder.glob(pattern))), None)
+    if pickled is not None:
+        raise ConfigError(
+            f"{pickled} is a pickle, which can run code; save the model as safetensors: "
+            "save_pretrained of transformers does"
+        )
+    raise ConfigError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX}")
+
+
+def _indexed(folder: Path) -> dict[str, Stored]:
+    path = folder / INDEX
+    try:
+        places = json.loads(path.read_bytes())["weight_map"]
+        names = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no index of weights: {error!r}") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+            raise ConfigError(f"{path} names {name!r}, which is no file of its folder")
+    files = {name: _header(folder / name) for name in names}
+    for tensor, name in places.items():
+        if tensor not in files[name]:
+            raise ConfigError(f"{path} places {tensor} in {name}, which lacks it")
+    for name, tensors in files.items():
+        if extra := sorted(tensor for tensor in tensors if places.get(tensor) != name):
+            raise ConfigError(
+                f"{folder / name} holds {extra[0]}, which {INDEX} does not place there"
+            )
+    return {tensor: files[name][tensor] for tensor, name in places.items()}
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """The tensors of a file; its size must be the one that they have."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        tensors = {name: _entry(path, name, entry) for name, entry in entries.items()}
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        raise ConfigError(f"{path} is damaged: {error!r}") from None
+    whole = 8 + length + max(ends, default=0)
+    if size != whole:
+        raise ConfigError(f"{path} is damaged: it has {size} bytes, its header tells of {whole}")
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: dict[str, Any]) -> Stored:
+    stored = Stored(path, tuple(map(int, entry["shape"])), entry["dtype"])
+    if stored.dtype not in BYTES:
+        raise ConfigError(
+            f"{path}: {name} is of type {stored.dtype}; the trainer reads {', '.join(BYTES)}"
+        )
+    first, stop = entry["data_offsets"]
+    if stop - first != math.prod(stored.shape) * BYTES[stored.dtype]:
+        raise ValueError(f"{name} of {list(stored.shape)} takes {stop - first} bytes")
+    return stored

@@ -1,0 +1,46 @@
+"""The figures of a step's speed: FLOPs, MFU, HFU and the split of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from train.config import Config, ModelConfig
+from train.data.batches import Batch
+from train.engine.time_split import TimeSplit
+from train.model.flops import step_flops
+from train.model.window import allowed_pairs
+
+
+def counts_of(batches: Iterable[Batch], model: ModelConfig) -> torch.Tensor:
+    """Of this rank, (3,) int64: tokens with a label, tokens, (query, key) pairs of all layers."""
+    counts = [
+        [batch.n_valid, len(batch.tokens), allowed_pairs(model, batch.plan)] for batch in batches
+    ]
+    return torch.tensor(counts).sum(0)
+
+
+class Timing(NamedTuple):
+    """The seconds of a step on ``world`` ranks; ``split`` is None on CPUs."""
+
+    seconds: float
+    world: int
+    split: TimeSplit | None
+
+
+def speed_of(
+    config: Config, rows: int, tokens: int, pairs: int, timing: Timing
+) -> dict[str, float]:
+    """FLOPs of a step; on GPUs ``mfu`` and ``hfu``, shares of ``hardware.peak_tflops``, and the
+    split of the time that ended when its loss was read.
+
+    ``rows`` is the height of the head; ``tokens`` and ``pairs`` are as in ``step_flops``.
+    """
+    flops = step_flops(config.model, config.memory, rows, tokens, pairs)
+    if timing.split is None:
+        return {"flops": flops.model}
+    shares = flops.utilisation(timing.seconds, timing.world, config.hardware.peak_tflops)
+    split = {f"{kind}_s": part for kind, part in timing.split.seconds().items()}
+    return {"flops": flops.model, **shares, **split}

@@ -1,0 +1,146 @@
+"""Trials of a needle in a haystack: a text that holds a fact, and a question whose answer is given.
+
+A trial is one document of a given number of tokens: the start token, running text with facts in it,
+a question, and its answer. Only the answer's tokens have labels. Three tasks:
+
+    single      one number under one name
+    multi_key   as single, among ``others`` numbers under other names
+    variable    a number given to a name, passed on from name to name ``hops`` times; the question
+                is for the last
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from train.config import ConfigError, NeedleConfig
+from train.data.documents import Documents
+from train.data.samples import IGNORED, Sample
+from train.data.tokenizer import encode
+
+LETTERS = list("BCDFGHJKLMNPQRSTVWXZ")
+TASKS = ("single", "multi_key", "variable")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial: its cell of the result, and its number there."""
+
+    task: str
+    length: int
+    depth: float
+    number: int
+
+
+def all_trials(needle: NeedleConfig) -> list[Trial]:
+    """The trials of every task, length and depth, in this order."""
+    return [
+        Trial(task, length, depth, number)
+        for task in needle.tasks
+        for length in needle.lengths
+        for depth in needle.depths
+        for number in range(needle.trials)
+    ]
+
+
+class Haystack:
+    """Makes the samples of trials from the running text of ``documents``.
+
+    A trial is a function of the text, the tokenizer, ``needle`` and itself.
+    """
+
+    def __init__(
+        self, documents: Documents, tokenizer: Tokenizer, bos: int, needle: NeedleConfig
+    ) -> None:
+        self.tokenizer, self.bos, self.needle = tokenizer, bos, needle
+        longest = max(needle.lengths)
+        pieces, total = [], 0
+        for document in range(len(documents)):
+            pieces.append(documents.tokens(document, 1, int(documents.lengths[document])))
+            total += len(pieces[-1])
+            if total > 4 * longest:
+                break
+        text = np.concatenate(pieces)
+        if not len(text):
+            raise ConfigError(
+                "mode=needle: the text has no tokens; give another with eval.path=..."
+            )
+        self.text = np.resize(text, max(len(text), 4 * longest))  # repeats a short text
+
+    def sample(self, trial: Trial) -> Sample:
+        """The tokens of a trial but the last, and their labels.
+
+        Raises ``ConfigError`` if its facts and its question do not fit into its length.
+        """
+        where = [self.needle.seed, TASKS.index(trial.task), trial.length, trial.number]
+        rng = np.random.default_rng([*where, round(1e6 * trial.depth)])
+        facts, question, answer = self._parts(trial, rng)
+        room = trial.length - 1 - sum(map(len, (*facts.values(), question, answer)))
+        if room < 0:
+            least = trial.length - room
+            raise ConfigError(
+                f"needle.lengths={self.needle.lengths}: the task {trial.task} takes {least} "
+                f"tokens; nearest valid: needle.lengths=[{least}]"
+            )
+        start = int(rng.integers(0, len(self.text) - room + 1))
+        text = self.text[start : start + room]
+        tokens, done = [np.array([self.bos])], 0
+        for depth in sorted(facts):
+            stop = round(depth * room)
+            tokens += [text[done:stop], facts[depth]]
+            done = stop
+        tokens += [text[done:], question, answer]
+        whole = np.concatenate(tokens).astype(np.int64)
+        labels = np.full(len(whole) - 1, IGNORED)
+        labels[-len(answer) :] = answer
+        return Sample(whole[:-1], labels, [0, len(whole) - 1])
+
+    def _parts(
+        self, trial: Trial, rng: np.random.Generator
+    ) -> tuple[dict[float, NDArray[np.int64]], NDArray[np.int64], NDArray[np.int64]]:
+        """Facts by their depth in the text (0 to 1), the question and the answer, as tokens."""
+        needle = self.needle
+        count = {"single": 1, "multi_key": 1 + needle.others, "variable": 1 + needle.hops}
+        names = _names(rng, count[trial.task])
+        digits = "".join(map(str, rng.integers(0, 10, needle.digits)))
+        answer = self._encode(f" {digits}")
+        if trial.task == "variable":
+            depths = trial.depth + (1 - trial.depth) * np.sort(rng.random(needle.hops))
+            facts = {trial.depth: self._fact(names[0], answer)}
+            for depth, before, name in zip(depths.tolist(), names, names[1:], strict=False):
+                facts[_free(depth, facts)] = self._fact(name, self._encode(f" {before}"))
+            return facts, self._question(names[-1]), answer
+        facts = {trial.depth: self._fact(names[0], answer)}
+        for name in names[1:]:
+            other = "".join(map(str, rng.integers(0, 10, needle.digits)))
+            facts[_free(float(rng.random()), facts)] = self._fact(name, self._encode(f" {other}"))
+        return facts, self._question(names[0]), answer
+
+    def _fact(self, name: str, value: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.concatenate([self._question(name), value, self._encode("\n")])
+
+    def _question(self, name: str) -> NDArray[np.int64]:
+        """What precedes the value, in a fact and at the end: the same tokens."""
+        return self._encode(f"\nThe value of {name} is")
+
+    def _encode(self, text: str) -> NDArray[np.int64]:
+        return np.array(encode(self.tokenizer, [text])[0], np.int64)
+
+
+def _names(rng: np.random.Generator, count: int) -> list[str]:
+    """Different names of five letters."""
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names["".join(rng.choice(LETTERS, 5))] = None
+    return list(names)
+
+
+def _free(depth: float, taken: dict[float, NDArray[np.int64]]) -> float:
+    """``depth``, or the next float above it that is no key of ``taken``."""
+    while depth in taken:
+        depth = float(np.nextafter(depth, 2.0))
+    return depth

@@ -1,0 +1,50 @@
+"""``model=inherit``: the model of the folder, run or checkpoint in ``checkpoint.init_from``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from train.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    RopeConfig,
+    fill_model,
+    from_plain,
+    resolve,
+)
+from train.data.manifest import DamagedError, UnknownFormatError, read_manifest
+from train.hf.architecture import CONFIG, hf_folder, read_model
+from train.run.run_config import read_config
+
+
+def resolve_inherited(composed: Any) -> Config:
+    """``resolve``, after keys of ``model`` without a value have got one.
+
+    Raises ``ConfigError`` if ``checkpoint.init_from`` names none, or one that cannot be read.
+    """
+    fill_model(composed, lambda: inherited_model(composed.checkpoint.init_from))
+    return resolve(composed)
+
+
+def inherited_model(init_from: str | None) -> ModelConfig:
+    """The model of a value of ``checkpoint.init_from``."""
+    if init_from is None:
+        raise ConfigError(
+            "model=inherit takes the model from checkpoint.init_from, which is null; give it an "
+            "hf:FOLDER or a run, or choose another model"
+        )
+    folder = hf_folder(init_from)
+    if folder is not None:
+        there = read_model(folder)
+        return ModelConfig(**{**there, "rope": RopeConfig(**there["rope"])})
+    path = Path(init_from).expanduser()
+    if (path / CONFIG).is_file():
+        return read_config(path / CONFIG).model
+    try:
+        return from_plain(read_manifest(path).facts["settings"]).model
+    except (DamagedError, UnknownFormatError, KeyError) as error:
+        raise ConfigError(
+            f"checkpoint.init_from={init_from} is no hf:FOLDER, no run and no checkpoint: {error}"
+        ) from None

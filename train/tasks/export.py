@@ -1,0 +1,107 @@
+"""``mode=export``: a checkpoint as a folder that transformers loads with ``from_pretrained``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from train.config import Config, ConfigError
+from train.data.tokenizer import bos_id
+from train.engine.checkpoint import find_checkpoint, load_tensors
+from train.engine.shard import Box, Shard
+from train.hf.architecture import CONFIG, hf_config
+from train.hf.names import shapes
+from train.hf.origin import keep_origin
+from train.hf.save import save_weights
+from train.run.run_folder import RunFolder
+from train.tasks.load_model import read_tokenizer
+
+Shapes = dict[str, tuple[int, ...]]
+OF_A_ROW = ("embedding.weight", "output.weight")  # a row for each token
+
+
+def run(config: Config) -> NoReturn:
+    """Write the folder and end the process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "mode=export under torchrun: one process writes the folder; start python "
+            "train/pretrain.py mode=export ... without torchrun"
+        )
+    console = Console(markup=False, highlight=False)
+    folder = RunFolder(config)
+    place = config.export.checkpoint
+    checkpoint = find_checkpoint(
+        folder.path if place is None else Path(place).expanduser(), console.print
+    )
+    target = export(config, folder, checkpoint)
+    console.print(f"{checkpoint} is now {target}", soft_wrap=True)
+    sys.exit(0)
+
+
+def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
+    """Write the weights of a verified ``checkpoint`` of the run in ``folder``; returns the folder.
+
+    It appears complete, by a rename. Raises ``ConfigError`` if the checkpoint is not of this model.
+    """
+    tokenizer = read_tokenizer(folder)
+    here = shapes(config.model, config.model.rows(tokenizer.get_vocab_size()))
+    rows = here["embedding.weight"][0]
+    if not config.export.padding:
+        rows = max(tokenizer.get_vocab().values()) + 1
+    wanted = {name: (rows, *s[1:]) if name in OF_A_ROW else s for name, s in here.items()}
+
+    def read(some: Shapes) -> dict[str, Tensor]:
+        """The first rows, as many as ``some`` says, of tensors of the checkpoint."""
+        tensors = {name: torch.empty(shape) for name, shape in some.items()}
+        boxes = {
+            f"model.{name}": Shard(torch.Size(here[name]), (Box((0,) * tensor.ndim, tensor),))
+            for name, tensor in tensors.items()
+        }
+        load_tensors(checkpoint, boxes)
+        return tensors
+
+    target = Path(config.export.dir or "").expanduser().absolute()
+    temporary = target.with_name(f".{target.name}.tmp")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    keep_origin(folder.origin, temporary)
+    temporary.mkdir(exist_ok=True)
+    try:
+        dtype = getattr(torch, config.export.dtype)
+        save_weights(temporary, wanted, read, dtype, config.export.shard_bytes)
+        _write_settings(temporary, config, rows, tokenizer)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _write_settings(folder: Path, config: Config, rows: int, tokenizer: Tokenizer) -> None:
+    """Config and tokenizer: those kept of the folder that the run began with, brought up to date.
+
+    Without them no token ends a text, because none does in training.
+    """
+    length = config.data.piece_len or config.data.seq_len
+    path, name = folder / CONFIG, config.data.bos_token
+    ends: dict[str, Any] = {"bos_token_id": bos_id(tokenizer, name)}
+    ends |= {"eos_token_id": None, "pad_token_id": None}
+    if path.exists():
+        there = json.loads(path.read_text())
+        ends = {key: there.get(key) for key in ends}
+        length = max(length, there.get("max_position_embeddings") or 0)
+        kept = {k: v for k, v in there.items() if k not in ("rope_parameters", "torch_dtype")}
+    else:
+        kept = {}
+        fast = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": name}
+        (folder / "tokenizer_config.json").write_text(json.dumps(fast, indent=2) + "\n")
+    new = hf_config(config.model, rows, length, config.export.dtype)
+    path.write_text(json.dumps({**kept, **ends, **new}, indent=2) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"))
