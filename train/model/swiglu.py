@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from train.config import ModelConfig
+from train.model.precision import product_dtype, sum_dtype
 
 
 class SwiGLU(nn.Module):
@@ -45,8 +46,7 @@ def chunked_swiglu(
     recomputation of an activation checkpoint skips the products of the forward: it ends at the last
     tensor that the graph holds, which is an input of this function.
     """
-    kind = x_TD.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_TD.dtype
+    dtype = product_dtype(x_TD)
     x_TD = _Inputs.apply(x_TD, gate_FD, up_FD, down_DF, chunk, dtype)
     with torch.no_grad():
         gate_FD, up_FD, down_DF = (weight.to(dtype) for weight in (gate_FD, up_FD, down_DF))
@@ -92,8 +92,8 @@ class _Inputs(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, *weights = ctx.saved_tensors
         gate_FD, up_FD, down_DF = (weight.to(x_TD.dtype) for weight in weights)
-        sums = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-        dgate_FD, dup_FD, ddown_DF = (torch.zeros_like(w, dtype=sums) for w in weights)
+        sums = (torch.zeros_like(w, dtype=sum_dtype(x_TD.dtype)) for w in weights)
+        dgate_FD, dup_FD, ddown_DF = sums
         dx_TD = torch.empty_like(x_TD, dtype=ctx.dtype)
         chunks = (tensor.split(ctx.chunk) for tensor in (x_TD, dy_TD, dx_TD))
         for x, dy, dx in zip(*chunks, strict=True):

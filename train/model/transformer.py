@@ -23,6 +23,7 @@ from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
 from train.model.offload import Offload
+from train.model.precision import compute_dtype
 from train.model.sdpa import SdpaAttention
 from train.model.swiglu import SwiGLU
 
@@ -305,10 +306,3 @@ def build_model(
         )
     transformer = transformer if meta else transformer.to(device)
     return LanguageModel(transformer, dtype, config.memory.loss_chunk)
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The compute dtype of ``train.precision`` on ``device``."""
-    if precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, precision)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ringfa3.errors import RingError
 from train.config import Config
+from train.model.precision import compute_dtype
 
 
 class FailureReport:
@@ -104,7 +105,8 @@ def memory_advice(config: Config) -> str:
     if memory.loss_chunk > 1024:
         ways.append(f"memory.loss_chunk=1024 (now {memory.loss_chunk})")
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
-    narrow = {"auto": on_gpu, "bfloat16": True, "float32": False}[config.train.precision]
+    device = torch.device("cuda" if on_gpu else "cpu")
+    narrow = compute_dtype(config.train.precision, device) != torch.float32
     if config.train.residual == "float32" and narrow:
         ways.append("train.residual=bfloat16")
     if config.engine.name == "ddp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
