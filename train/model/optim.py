@@ -13,8 +13,8 @@ from train.model.transformer import Transformer
 def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only and ``embedding_lr_scale`` on the embedding.
 
-    Names tell matrices from gains: a parameter that an engine has cut has another shape. Each group
-    has an ``lr_scale`` that multiplies the scheduled learning rate.
+    Names tell matrices from gains: a parameter that an engine has sharded has another shape. Each
+    group has an ``lr_scale`` that multiplies the scheduled learning rate.
     """
     embedding = model.embedding.weight
     rest = {name: p for name, p in model.named_parameters() if p is not embedding}
