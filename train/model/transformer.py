@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
-from train.config import Config, ConfigError, MemoryConfig, ModelConfig, RopeConfig
+from train.config import Config, MemoryConfig, ModelConfig, RopeConfig
 from train.data.batches import Batch
 from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
@@ -282,14 +282,9 @@ def build_model(
 
     ``n_tokens`` is the size of the tokenizer's vocabulary. With ``meta`` the parameters have no
     memory yet: an engine gives each rank its part. Raises ``ConfigError`` if ``n_tokens`` exceeds
-    ``model.vocab_size``, or if the device cannot compute with ``train.residual``.
+    ``model.vocab_size``.
     """
     dtype = compute_dtype(config.train.precision, device)
-    if dtype == torch.float32 and config.train.residual != "float32":
-        raise ConfigError(
-            f"train.residual={config.train.residual} is narrower than the float32 that matrix "
-            "products take; nearest valid: train.residual=float32 (or train.precision=bfloat16)"
-        )
     with torch.device("meta" if meta else "cpu"):
         transformer = Transformer(
             config.model,
