@@ -81,6 +81,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         groups[world] = dist.group.WORLD
         permanent = [group.group_name for n, group in groups.items() if rank < n]
         gc.freeze()  # the collector need not look at the imported modules
+        pipe.send_bytes(b"")  # ready: no time limit includes the start
         while job := pipe.recv_bytes():
             faulthandler.dump_traceback_later(LIMIT_S - 5)
             size, function, args = pickle.loads(job)
@@ -183,6 +184,8 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv_bytes()
 
 
 def _answer(rank: int, pipe: Connection, deadline: float) -> tuple[bool, Any]:

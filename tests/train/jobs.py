@@ -114,7 +114,7 @@ def start_ranks(*commands: list[str]) -> list[Fork]:
 
 
 def run_ranks(world: int, *arguments: str) -> str:
-    """What rank 0 of ``world`` ranks prints, without torchrun; each must exit with code 0."""
+    """What ``world`` ranks print to stdout, without torchrun; each must exit with code 0."""
     ranks = start_ranks(*[[*arguments]] * world)
     try:
         printed = [rank.communicate(HANG_S) for rank in ranks]
@@ -122,7 +122,7 @@ def run_ranks(world: int, *arguments: str) -> str:
     finally:
         for rank in ranks:
             rank.kill()
-    return printed[0][0]
+    return "".join(out for out, _ in printed)
 
 
 def one_line_of(rank: int, process: Fork, timeout: float) -> str:

@@ -97,7 +97,7 @@ def test_a_run_leaves_its_files(alone):
     assert summary["nats_per_byte"] == evaluations[-1]["nats_per_byte"]
 
 
-def test_a_mixture_is_evaluated_by_source(pretrain, overrides, text_folder, tmp_path):
+def test_a_mixture_is_evaluated_by_source(overrides, text_folder, tmp_path):
     """Two processes share each sample; every record has each source."""
     lines = [json.dumps({"text": f"{number} " * 40}) for number in range(60)]
     (tmp_path / "numbers.jsonl").write_text("\n".join(lines))
@@ -106,9 +106,8 @@ def test_a_mixture_is_evaluated_by_source(pretrain, overrides, text_folder, tmp_
     mixed += [f"data.sources.words.path={text_folder}", "data.sources.words.weight=0.25"]
     mixed += [f"data.sources.numbers.path={tmp_path}/numbers.jsonl", f"run.dir={folder}"]
     mixed += ["data=mixture", "parallel.cp=2", "train.deterministic=true"]
-    done = pretrain(*mixed, processes=2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("deterministic: torch.use_deterministic_algorithms") == 1
+    printed = run_ranks(2, *mixed)
+    assert printed.count("deterministic: torch.use_deterministic_algorithms") == 1
     evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     for record in (*evaluations, summary):
