@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _library: Any = Library("ringfa3", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-# Ops whose outputs `keep_attention` keeps under activation checkpointing.
+# Ops with outputs (out, lse), which `keep_attention` keeps under activation checkpointing.
 checkpointed: list[Callable[..., Any]] = []
 
 Observer = Callable[[str], AbstractContextManager[object]]

@@ -6,25 +6,20 @@ and selective activation checkpointing see one node with outputs (out, lse).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from ringfa3.custom_op import (
-    autocast_inputs,
-    checkpointed,
-    custom_op,
-    register_autograd,
-    register_fake,
-)
+from ringfa3.attention_op import lse_by_head, lse_by_sequence, register_attention
+from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.kernels.reference import statistics_dtype
-from ringfa3.kernels.sinks import SINK, apply_sink, sink_gradient
+from ringfa3.kernels.sinks import apply_sink
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
+from ringfa3.tensor_cache import TensorCache
 from ringfa3.validation import (
     check_batch,
     check_cu_seqlens,
@@ -138,26 +133,22 @@ def _plan(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], left: int, rig
     return plan_local(np.array(q_lengths, np.int64), np.array(k_lengths, np.int64), left, right)
 
 
-# Lengths of cu_seqlens tensors on a GPU, each read once: id -> (tensor, version, lengths)
-_read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
+_lengths_on_gpu: TensorCache[tuple[int, ...]] = TensorCache()  # of cu_seqlens
 
 
 def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
     """Lengths of packed sequences of `tokens` tokens. Raises ValueError: `cu` does not fit them."""
     check_cu_seqlens(name, cu)
-    earlier = _read.get(id(cu))
-    if earlier is not None and earlier[0]() is cu and earlier[1] == cu._version:
-        lengths = earlier[2]
-    else:
+
+    def read() -> tuple[int, ...]:
         if cu.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 f"{name} is on the GPU and would be read under CUDA graph capture: pass it on "
                 "the CPU"
             )
-        lengths = sequence_lengths(name, cu.tolist())
-        if cu.is_cuda and not cu.is_inference():  # inference tensors have no version
-            key = id(cu)
-            _read[key] = (weakref.ref(cu, lambda _: _read.pop(key, None)), cu._version, lengths)
+        return sequence_lengths(name, cu.tolist())
+
+    lengths = _lengths_on_gpu.get(cu, None, read) if cu.is_cuda else read()
     if sum(lengths) != tokens:
         raise ValueError(f"{name} ends at {sum(lengths)}, but there are {tokens} tokens")
     return lengths
@@ -186,10 +177,6 @@ def _local_plan(
 def _packed(x: torch.Tensor) -> torch.Tensor:
     """(b, s, h, d) or (t, h, d) as (t, h, d)."""
     return x.flatten(0, 1) if x.dim() == 4 else x
-
-
-def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
-    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
 @custom_op
@@ -225,14 +212,8 @@ def attention(
     if sink is not None:
         lse = apply_sink(packed, lse, sink)
     if q.dim() == 4:
-        lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
+        lse = lse_by_sequence(lse, q)
     return out, lse
-
-
-@register_fake(attention)
-def _(q, k, v, sink, cu_q, cu_k, scale, left, right, deterministic, precision):  # type: ignore[no-untyped-def]
-    lse = q.new_empty(_lse_shape(q), dtype=statistics_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
 
 
 @custom_op
@@ -253,9 +234,8 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) in the dtypes of q, k, v, from the gradients of out and lse."""
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
-    if q.dim() == 4:  # (b, h, s) to (h, b * s)
-        lse = lse.transpose(0, 1).flatten(1)
-        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
+    if q.dim() == 4:
+        lse, dlse = lse_by_head(lse), None if dlse is None else lse_by_head(dlse)
     qp, kp, vp, dp, op = (_packed(x) for x in (q, k, v, dout, out))
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     with torch.autocast(q.device.type, enabled=False):
@@ -266,25 +246,8 @@ def attention_backward(
     return backward.dq().view(q.shape), dk, dv
 
 
-@register_fake(attention_backward)
-def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
-    q, k, v, sink, cu_q, cu_k, *ctx.settings, _ = inputs  # the gradient has one precision
-    ctx.save_for_backward(sink, q, k, v, *outputs, cu_q, cu_k)
-
-
-def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    sink, *saved = ctx.saved_tensors
-    out, lse = saved[3:5]
-    dout = torch.zeros_like(out) if dout is None else dout
-    grads = attention_backward(dout, dlse, *saved, *ctx.settings)
-    if sink is None or not ctx.needs_input_grad[SINK]:
-        return grads
-    return *grads, sink_gradient(dout, dlse, out, lse, sink)
-
-
-register_autograd(attention, _save, _gradients)
-checkpointed.append(attention)
+register_attention(
+    attention,
+    attention_backward,
+    lambda ctx, cu_q, cu_k, *settings: ((cu_q, cu_k), settings[:-1]),  # less the precision
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from ringfa3.hf.masks import Mask
 from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import default_group
+from ringfa3.tensor_cache import TensorCache
 
 # RoPE types of transformers whose frequencies do not depend on the positions of a call.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
@@ -105,7 +105,7 @@ def _check_rope(module: torch.nn.Module) -> None:
                 )
 
 
-_checked: dict[int, tuple[weakref.ref[torch.Tensor], int, weakref.ref[ContextPlan]]] = {}
+_checked: TensorCache[None] = TensorCache()  # position_ids that are a plan's
 
 
 def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
@@ -113,18 +113,13 @@ def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
     remedy = "pass position_ids=plan.positions[None]"
     if positions is None:
         raise ValueError(f"position_ids=None beside ringfa3_plan: {remedy}")
-    key, known = id(positions), not positions.is_inference()  # those have no version
-    earlier = _checked.get(key) if known else None
-    if earlier is not None and earlier[0]() is positions and earlier[2]() is plan:
-        _, version, _ = earlier
-        if version == positions._version:
-            return
-    given = positions.flatten().cpu()
-    if not torch.equal(given, plan.positions.to(given.dtype)):
-        raise ValueError(
-            f"position_ids begin with {given[:4].tolist()}, those of ringfa3_plan with "
-            f"{plan.positions[:4].tolist()}: {remedy}"
-        )
-    if known:
-        here = weakref.ref(positions, lambda _: _checked.pop(key, None))
-        _checked[key] = (here, positions._version, weakref.ref(plan))
+
+    def compare() -> None:
+        given = positions.flatten().cpu()
+        if not torch.equal(given, plan.positions.to(given.dtype)):
+            raise ValueError(
+                f"position_ids begin with {given[:4].tolist()}, those of ringfa3_plan with "
+                f"{plan.positions[:4].tolist()}: {remedy}"
+            )
+
+    _checked.get(positions, plan.handle, compare)

@@ -6,7 +6,6 @@ version of a tensor: on a GPU that costs one synchronisation a forward, not one 
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ringfa3.planning.sharding import Ints
+from ringfa3.tensor_cache import TensorCache
 
 
 class Documents(NamedTuple):
@@ -26,8 +26,7 @@ class Documents(NamedTuple):
     cu_k: torch.Tensor
 
 
-_Key = tuple[int, int, int, int, bool, int]
-_read: dict[_Key, tuple[weakref.ref[torch.Tensor], int, Documents | None]] = {}
+_read: TensorCache[Documents | None] = TensorCache()
 
 
 def documents_of(
@@ -52,19 +51,13 @@ def documents_of(
     tensor = packed if padding is None else padding
     if tensor is None:
         return None
-    key = (id(tensor), batch, queries, keys, causal, step)
-    earlier = _read.get(key)
-    known = not tensor.is_inference()  # inference tensors have no version
-    if known and earlier and earlier[0]() is tensor and earlier[1] == tensor._version:
-        return earlier[2]
-    if padding is not None:
-        documents = _of_padding(padding.cpu().numpy(), queries, causal)
-    else:
-        documents = _of_breaks(tensor, batch, queries, keys, step)
-    if known:
-        here = weakref.ref(tensor, lambda _: _read.pop(key, None))
-        _read[key] = (here, tensor._version, documents)
-    return documents
+
+    def read() -> Documents | None:
+        if padding is not None:
+            return _of_padding(padding.cpu().numpy(), queries, causal)
+        return _of_breaks(tensor, batch, queries, keys, step)
+
+    return _read.get(tensor, (batch, queries, keys, causal, step), read)
 
 
 def _of_padding(visible: npt.NDArray[np.bool_], queries: int, causal: bool) -> Documents | None:

@@ -11,10 +11,9 @@ from functools import partial
 import torch
 
 from ringfa3 import functional
-from ringfa3.custom_op import checkpointed, custom_op, register_autograd, register_fake
+from ringfa3.attention_op import lse_by_head, lse_by_sequence, register_attention
+from ringfa3.custom_op import custom_op
 from ringfa3.hf.documents import Documents, documents_of
-from ringfa3.kernels.reference import statistics_dtype
-from ringfa3.kernels.sinks import SINK, sink_gradient
 
 
 @custom_op
@@ -50,13 +49,7 @@ def padded_attention(
     if documents is None:
         return attend(q, k, v, sink, None, None)
     out, lse = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sink, *documents)
-    return out.view(q.shape), _by_batch(lse, q)
-
-
-@register_fake(padded_attention)
-def _(q, k, v, *_):  # type: ignore[no-untyped-def]
-    shape = (q.shape[0], q.shape[2], q.shape[1])
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=statistics_dtype(q.dtype))
+    return out.view(q.shape), lse_by_sequence(lse, q)
 
 
 @custom_op
@@ -90,15 +83,12 @@ def padded_attention_backward(
     if documents is None:
         return differentiate(dout, dlse, q, k, v, out, lse, None, None)
     flat_q, flat_k, flat_v, flat_out, dout = (x.flatten(0, 1) for x in (q, k, v, out, dout))
-    dlse = None if dlse is None else _by_head(dlse)
-    grads = differentiate(dout, dlse, flat_q, flat_k, flat_v, flat_out, _by_head(lse), *documents)
+    dlse = None if dlse is None else lse_by_head(dlse)
+    grads = differentiate(
+        dout, dlse, flat_q, flat_k, flat_v, flat_out, lse_by_head(lse), *documents
+    )
     dq, dk, dv = (x.view(y.shape) for x, y in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
-
-
-@register_fake(padded_attention_backward)
-def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _documents(
@@ -117,30 +107,8 @@ def _documents(
     return documents_of(q.shape[0], q.shape[1], k.shape[1], causal, padding, packed, step)
 
 
-def _by_batch(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """(h, b * s) as (b, h, s)."""
-    return lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
-
-
-def _by_head(lse: torch.Tensor) -> torch.Tensor:
-    """(b, h, s) as (h, b * s)."""
-    return lse.transpose(0, 1).flatten(1)
-
-
-def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
-    q, k, v, sink, padding, packed, cu_q, cu_k, *ctx.settings = inputs
-    ctx.save_for_backward(sink, q, k, v, *outputs, padding, packed, cu_q, cu_k)
-
-
-def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    sink, *saved = ctx.saved_tensors
-    out, lse = saved[3:5]
-    dout = torch.zeros_like(out) if dout is None else dout
-    grads = padded_attention_backward(dout, dlse, *saved, *ctx.settings)
-    if sink is None or not ctx.needs_input_grad[SINK]:
-        return grads
-    return *grads, sink_gradient(dout, dlse, out, lse, sink)
-
-
-register_autograd(padded_attention, _save, _gradients)
-checkpointed.append(padded_attention)
+register_attention(
+    padded_attention,
+    padded_attention_backward,
+    lambda ctx, *others: (others[:4], others[4:]),
+)

@@ -22,7 +22,7 @@ from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import Formats
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
-from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
+from ringfa3.quantisation.operands import QuantisedQ
 from ringfa3.quantisation.tile_records import TileRecords
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
@@ -94,8 +94,8 @@ class TiledKV:
 
     k        (n, hk, d) in the format of Q and K
     k_scale  (hk, tiles) float32
-    v        (tiles, hk, d, 128) in the format of V; position p of a tile holds key
-             `value_order()[p]`, or 0 past the tile's rows. In 16 bits: (n, hk, d), the tensor given
+    v        (tiles, hk, d, 128) in the format of V: keys of a tile in the order of
+             csrc/quantise/values.cuh, 0 past its rows. In 16 bits: (n, hk, d), the tensor given
     centres  of K and V
     tiles    of the keys
     """
@@ -105,22 +105,6 @@ class TiledKV:
     v: torch.Tensor
     centres: KVCentres
     tiles: KeyTiles
-
-    def in_rows(self) -> QuantisedKV:
-        """The same numbers in the layout of the executor; 0 in rows of no tile."""
-        row, place = self.tiles.rows(self.k.device)
-        at, tile, number = row.rows, place // KEY_TILE, place % KEY_TILE
-        k = torch.zeros_like(self.k).view(torch.uint8)
-        k[at] = self.k.view(torch.uint8)[at]
-        scale = self.k_scale.new_zeros(self.k.shape[:2])
-        scale[at] = self.k_scale.t()[tile]
-        v = self.v
-        if v.dim() == 4:
-            position = value_order().argsort().to(v.device)[number]
-            in_rows = torch.zeros_like(k)
-            in_rows[at] = v.view(torch.uint8)[tile, :, :, position]
-            v = in_rows.view(v.dtype)
-        return QuantisedKV(k.view(self.k.dtype), scale, v, self.centres)
 
     def records(self) -> TileRecords:
         """All tiles, to be sent to other ranks."""
@@ -140,12 +124,6 @@ class TiledKV:
 @lru_cache(None)
 def _tiles_in_a_row(count: int) -> KeyTiles:
     return KeyTiles(whole_sequences(np.array([count * KEY_TILE], np.int64)))
-
-
-def value_order() -> torch.Tensor:
-    """(128,) int64: the key of each position of a tile of V, see csrc/quantise/values.cuh."""
-    p = torch.arange(KEY_TILE)
-    return p // 16 * 16 + p % 4 // 2 * 8 + p % 16 // 4 * 2 + p % 2
 
 
 def quantise(

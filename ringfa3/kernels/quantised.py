@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,8 +51,11 @@ class QuantisedKernel:
 
     def __init__(self, unit: Unit, quantiser: Unit, formats: Formats) -> None:
         """unit: a forward of precision "fp8" or "int8". quantiser: a unit that quantises."""
-        self._unit, self._quantiser, self._formats = unit, quantiser, formats
+        self._quantiser, self._formats = quantiser, formats
         self.tile_m = unit.tile_m
+        self.attend = partial(attend, unit)
+        self.new_partial_out = partial(forward.new_partial_out, unit)
+        self.keys = TiledKV.of_records
 
     def quantise(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
@@ -72,24 +76,6 @@ class QuantisedKernel:
         self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
     ) -> TileRecords:
         return quantise.quantise_kv(self._quantiser, k, v, tiles, centres, self._formats).records()
-
-    def keys(self, records: TileRecords, centres: KVCentres) -> TiledKV:
-        return TiledKV.of_records(records, centres)
-
-    def new_partial_out(self, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        return forward.new_partial_out(self._unit, q, plan)
-
-    def attend(
-        self,
-        q: QuantisedQ,
-        kv: TiledKV,
-        tiling: Tiling,
-        scale: float,
-        out: torch.Tensor,
-        partial_out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        attend(self._unit, q, kv, tiling, scale, out, partial_out, lse)
 
 
 def attend(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -49,6 +50,8 @@ class QuantisedExecutor:
 
     def __init__(self, formats: Formats) -> None:
         self._formats = formats
+        self.attend = partial(attend, p_format=formats.v)
+        self.new_partial_out = new_partial_out
 
     def quantise(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
@@ -74,21 +77,6 @@ class QuantisedExecutor:
     def keys(self, records: TileRecords, centres: KVCentres) -> QuantisedKV:
         scale = records.k_scale.repeat_interleave(KEY_TILE, 0)
         return QuantisedKV(records.k.flatten(0, 1), scale, records.v.flatten(0, 1), centres)
-
-    def new_partial_out(self, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        return new_partial_out(q, plan)
-
-    def attend(
-        self,
-        q: QuantisedQ,
-        kv: QuantisedKV,
-        tiling: Tiling,
-        scale: float,
-        out: torch.Tensor,
-        partial_out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        attend(q, kv, tiling, scale, out, partial_out, lse, p_format=self._formats.v)
 
 
 def attend(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-SINK = 4  # its number in `ctx.needs_input_grad` of an op whose inputs begin with q, k, v, sink
-
 
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
     """Scales out (t, h, d) in place and returns LSE' (h, t), for lse (h, t) and sink (h,).

@@ -2,5 +2,5 @@
 
 In: local q, k, v and a context plan. Out: (out, LSE), or gradients, of the local tokens.
 Imports `planning`, `quantisation`, `kernels`, `symmetric`, `ring_pass`, `validation`, `custom_op`,
-`errors`.
+`attention_op`, `errors`.
 """

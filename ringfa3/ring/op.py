@@ -12,19 +12,15 @@ block's owner while the next kernels run: over peers' memory each contribution a
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
-from ringfa3.custom_op import (
-    autocast_inputs,
-    checkpointed,
-    custom_op,
-    register_autograd,
-    register_fake,
-)
+from ringfa3.attention_op import register_attention
+from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
-from ringfa3.kernels.sinks import SINK, apply_sink, sink_gradient
+from ringfa3.kernels.sinks import apply_sink
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.ring import quantised_forward
 from ringfa3.ring.group import RingGroup
@@ -174,12 +170,6 @@ def run_forward(
     return out, lse
 
 
-@register_fake(ring_attention)
-def _(q, k, v, sink, plan, scale, deterministic, precision, transport):  # type: ignore[no-untyped-def]
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
-
-
 @custom_op
 def ring_attention_backward(
     dout: torch.Tensor,
@@ -247,27 +237,10 @@ def run_backward(
     return run.dq(), dk, dv
 
 
-@register_fake(ring_attention_backward)
-def _(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _split(ctx: Any, *settings: Any) -> tuple[tuple[()], tuple[Any, ...]]:
+    if isinstance(settings[0], int):  # a compiler traces with a symbol
+        ctx.plan = ContextPlan.from_handle(settings[0])  # alive until the backward
+    return (), settings
 
 
-def _save(ctx, inputs, outputs):  # type: ignore[no-untyped-def]
-    q, k, v, sink, *ctx.settings = inputs
-    if isinstance(inputs[4], int):  # a compiler traces with a symbol
-        ctx.plan = ContextPlan.from_handle(inputs[4])  # alive until the backward
-    ctx.save_for_backward(sink, q, k, v, *outputs)
-
-
-def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    sink, *saved = ctx.saved_tensors
-    out, lse = saved[3:]
-    dout = torch.zeros_like(out) if dout is None else dout
-    grads = ring_attention_backward(dout, dlse, *saved, *ctx.settings)
-    if sink is None or not ctx.needs_input_grad[SINK]:
-        return grads
-    return *grads, sink_gradient(dout, dlse, out, lse, sink)
-
-
-register_autograd(ring_attention, _save, _gradients)
-checkpointed.append(ring_attention)
+register_attention(ring_attention, ring_attention_backward, _split)

@@ -23,7 +23,7 @@ from ringfa3.planning.sharding import Segments
 from ringfa3.quantisation import operands
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import FORMATS, Format
-from ringfa3.quantisation.key_tiles import KeyTiles
+from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.quantisation.rotation import rotate
 
 LENGTHS = (1, 127, 128, 129, 300)
@@ -87,6 +87,29 @@ def run(
         return quantised_q, quantise.quantise_kv(unit, k, v, KeyTiles(keys), centres, formats)
 
 
+def value_order() -> torch.Tensor:
+    """(128,) int64: the key of each position of a tile of V, see csrc/quantise/values.cuh."""
+    p = torch.arange(KEY_TILE)
+    return p // 16 * 16 + p % 4 // 2 * 8 + p % 16 // 4 * 2 + p % 2
+
+
+def in_rows(tiled: TiledKV) -> operands.QuantisedKV:
+    """The same numbers in the layout of the executor; 0 in rows of no tile."""
+    row, place = tiled.tiles.rows(tiled.k.device)
+    at, tile, number = row.rows, place // KEY_TILE, place % KEY_TILE
+    k = torch.zeros_like(tiled.k).view(torch.uint8)
+    k[at] = tiled.k.view(torch.uint8)[at]
+    scale = tiled.k_scale.new_zeros(tiled.k.shape[:2])
+    scale[at] = tiled.k_scale.t()[tile]
+    v = tiled.v
+    if v.dim() == 4:
+        position = value_order().argsort().to(v.device)[number]
+        rows = torch.zeros_like(k)
+        rows[at] = v.view(torch.uint8)[tile, :, :, position]
+        v = rows.view(v.dtype)
+    return operands.QuantisedKV(k.view(tiled.k.dtype), scale, v, tiled.centres)
+
+
 def hold_values(
     got: torch.Tensor,
     argument: torch.Tensor,
@@ -142,7 +165,7 @@ def hold_kv(
     """Numbers and scales in rows of segments; zeros in V past a tile's rows. As `hold_values`."""
     formats, centres = FORMATS[precision], tiled.centres
     expected = operands.quantise_kv(k, v, keys, centres, formats)
-    got = tiled.in_rows()
+    got = in_rows(tiled)
     inside = torch.zeros(len(k), dtype=torch.bool, device=k.device)
     for row, length in zip(keys.row.tolist(), keys.length.tolist(), strict=True):
         inside[row : row + length] = True
@@ -159,7 +182,7 @@ def hold_kv(
     kept = got.v.float()[inside]
     differ["V"] = hold_values(kept, argument[inside], formats.v, f"{what}, V", slack[inside])
     rows = torch.from_numpy(tiled.tiles.table["rows"].copy()).to(k.device)
-    past = quantise.value_order().to(k.device) >= rows.view(-1, 1, 1, 1)
+    past = value_order().to(k.device) >= rows.view(-1, 1, 1, 1)
     spare = tiled.v.view(torch.uint8).masked_fill(~past, 0)
     assert (spare == 0).all(), f"{what}: V past a tile's rows is not 0"
     return differ

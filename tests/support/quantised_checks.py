@@ -14,7 +14,7 @@ import torch
 
 from ringfa3.build.units import Unit
 from ringfa3.kernels import quantised, quantised_reference
-from ringfa3.kernels.quantise import TiledKV, value_order
+from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.reference import TILE_M
 from ringfa3.planning.tiling import Plan, Tiling, plan_local
 from ringfa3.quantisation.channels import KVCentres
@@ -22,6 +22,7 @@ from ringfa3.quantisation.formats import FORMATS, Formats
 from ringfa3.quantisation.key_tiles import KeyTiles
 from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ, quantise
 from tests.support.forward_checks import LENGTHS, WINDOWS, inputs, split_into_hops
+from tests.support.quantise_checks import value_order
 
 Operands = tuple[QuantisedQ, QuantisedKV, TiledKV]
 

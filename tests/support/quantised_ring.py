@@ -27,6 +27,7 @@ from ringfa3.quantisation.tile_records import TileRecords
 from ringfa3.ring import quantised_forward
 from ringfa3.ring.p2p import Message
 from tests.support.dense import cumulative
+from tests.support.quantise_checks import in_rows
 from tests.support.quantised_checks import hold, tolerance
 
 CASES = [  # lengths, layout, causal, window, ranks
@@ -86,7 +87,7 @@ class ExecutorOfOperands(QuantisedExecutor):
         self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
     ) -> TileRecords:
         records = self._kernel.quantise_kv(k, v, tiles, centres)
-        v = TiledKV.of_records(records, centres).in_rows().v
+        v = in_rows(TiledKV.of_records(records, centres)).v
         return TileRecords(records.k, v.view(records.k.shape), records.k_scale)
 
 

@@ -26,10 +26,15 @@ from ringfa3.ring.group import RingGroup
 TIMEOUT_S = 20.0  # of the pool's process groups
 LIMIT_S = 25.0  # for one call of `run`
 
-# Ranks are forked from a server that has imported these and has no threads. PyTorch imports
+# Processes are forked from a server that has imported these and has no threads. PyTorch imports
 # torch._dynamo, which takes a second, at the first call of a custom op.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["ringfa3", "torch._dynamo", "pytest", "hypothesis"])
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        *("ringfa3", "torch._dynamo", "pytest", "hypothesis", "hydra.main", "matplotlib.figure"),
+        *(f"train.tasks.{name}" for name in ("generate", "text_loss", "train", "verify")),
+    ]
+)
 
 
 class RankError(AssertionError):
@@ -76,6 +81,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         groups[world] = dist.group.WORLD
         permanent = [group.group_name for n, group in groups.items() if rank < n]
         gc.freeze()  # the collector need not look at the imported modules
+        pipe.send_bytes(b"")  # ready: no time limit includes the start
         while job := pipe.recv_bytes():
             faulthandler.dump_traceback_later(LIMIT_S - 5)
             size, function, args = pickle.loads(job)
@@ -170,14 +176,16 @@ class Ranks:
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         for rank in range(self.size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = SERVER.Pipe()
+            process = SERVER.Process(
                 target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv_bytes()
 
 
 def _answer(rank: int, pipe: Connection, deadline: float) -> tuple[bool, Any]:
@@ -215,8 +223,8 @@ def sacrifice(
     pipes, processes = [], []
     try:
         for rank in range(world):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = SERVER.Pipe()
+            process = SERVER.Process(
                 target=_once, args=(rank, world, port, timeout, hosts, theirs, job), daemon=True
             )
             process.start()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.train.jobs import HANG_S
+from tests.train.jobs import HANG_S, run_script
 from train.config import Config
 from train.data.documents import Documents
 
@@ -78,11 +78,13 @@ def make_documents() -> Callable[[Sequence[int]], Documents]:
 def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs ``train/pretrain.py`` with the given arguments, under torchrun for several processes."""
 
-    def run(*arguments: str, processes: int | None = None) -> subprocess.CompletedProcess[str]:
-        launcher = [sys.executable]
-        if processes is not None:
-            launcher += ["-m", "torch.distributed.run", "--standalone"]
-            launcher += ["--nproc-per-node", str(processes)]
+    def run(
+        *arguments: str, processes: int | None = None, given: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        if processes is None:
+            return run_script(*arguments, given=given)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node", str(processes)]
         command = [*launcher, str(ROOT / "train" / "pretrain.py"), *arguments]
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
 
@@ -106,10 +108,10 @@ def overrides(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 def trained_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run over ``text_folder``: 20 steps of a tiny model."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    command = [sys.executable, "train/pretrain.py", f"data.path={text_folder}", f"run.dir={folder}"]
+    command = [f"data.path={text_folder}", f"run.dir={folder}"]
     command += [f"data.cache_dir={folder.parent / 'cache'}", "data.vocab_size=300"]
     command += ["data.held_out=0.2", "data.seq_len=200", "model.dim=32", "model.ffn_dim=64"]
     command += ["model.n_layers=2", "optim.warmup_steps=2", "train.steps=20", "parallel.threads=1"]
     command += ["train.seed=1"]  # its greedy text has more than one token
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=HANG_S)
+    run_script(*command).check_returncode()
     return folder

@@ -1,4 +1,4 @@
-"""Training jobs under torchrun that tests watch, signal and kill."""
+"""Runs of the trainer, with torchrun and without, that tests watch, signal and kill."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tests.support.ranks import free_port
+from tests.train.forks import Fork
 
 ROOT = Path(__file__).absolute().parents[2]
 HANG_S = 300.0  # a job that takes longer hangs, even on a slow machine
@@ -80,32 +81,51 @@ class Job:
         return output
 
 
-def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
+def run_script(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """A finished run of ``train/pretrain.py`` in one process; ``given`` is its standard input."""
+    script = Fork([*arguments], given=given)
+    try:
+        output = script.communicate(HANG_S)
+    finally:
+        script.kill()
+    return subprocess.CompletedProcess(arguments, script.returncode, *output)
+
+
+def start_ranks(*commands: list[str]) -> list[Fork]:
     """One rank per command (the arguments of ``train/pretrain.py``), without torchrun.
 
     torchrun would end the survivors of a failure and hide their exit codes.
     """
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     return [
-        subprocess.Popen(
-            [sys.executable, "train/pretrain.py", *command],
-            cwd=ROOT,
-            env={
+        Fork(
+            command,
+            {
                 **os.environ,
                 **place,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(len(commands)),
+                "LOCAL_WORLD_SIZE": str(len(commands)),
             },
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank, command in enumerate(commands)
     ]
 
 
-def one_line_of(rank: int, process: subprocess.Popen[str], timeout: float) -> str:
+def run_ranks(world: int, *arguments: str) -> str:
+    """What ``world`` ranks print to stdout, without torchrun; each must exit with code 0."""
+    ranks = start_ranks(*[[*arguments]] * world)
+    try:
+        printed = [rank.communicate(HANG_S) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * world, printed
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return "".join(out for out, _ in printed)
+
+
+def one_line_of(rank: int, process: Fork, timeout: float) -> str:
     """The one line that a failed rank prints about itself; it must exit 1 within ``timeout``."""
     _, output = process.communicate(timeout=timeout)
     assert process.returncode == 1, output

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.jobs import HANG_S, ROOT, one_line_of, start_ranks
+from tests.train.jobs import HANG_S, ROOT, one_line_of, run_ranks, run_script, start_ranks
 
 STEPS = 10
 
@@ -29,9 +29,8 @@ def alone(overrides, tmp_path_factory) -> dict[int, Path]:
     folders = {}
     for accumulation in (1, 2):
         folder = folders[accumulation] = tmp_path_factory.mktemp("alone") / "run"
-        command = [sys.executable, "train/pretrain.py", *overrides, f"run.dir={folder}"]
-        command.append(f"train.accumulation={accumulation}")
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+        own = [f"run.dir={folder}", f"train.accumulation={accumulation}"]
+        done = run_script(*overrides, *own)
         assert done.returncode == 0, done.stderr
     return folders
 
@@ -41,7 +40,7 @@ def alone(overrides, tmp_path_factory) -> dict[int, Path]:
     [(2, 2, 1, 1), (3, 3, 1, 1), (3, 3, 2, 2), (2, 1, 1, 2), (4, 2, 1, 2)],
     ids=["cp 2", "cp 3", "cp 3 accumulating 2", "dp 2", "dp 2 x cp 2"],
 )
-def test_curves_agree(pretrain, overrides, alone, tmp_path, processes, cp, accumulation, same_as):
+def test_curves_agree(overrides, alone, tmp_path, processes, cp, accumulation, same_as):
     """Loss and gradient norm of every step, clipped, within 1e-5 of one process's (float32).
 
     AdamW hides the scale of gradients, their norm does not. Two data-parallel groups read the
@@ -49,8 +48,7 @@ def test_curves_agree(pretrain, overrides, alone, tmp_path, processes, cp, accum
     """
     folder = tmp_path / "run"
     spread = [f"parallel.cp={cp}", f"train.accumulation={accumulation}", f"run.dir={folder}"]
-    done = pretrain(*overrides, *spread, processes=processes)
-    assert done.returncode == 0, done.stderr
+    run_ranks(processes, *overrides, *spread)
     expected, got = metrics(alone[same_as]), metrics(folder)
     assert [record["step"] for record in got] == list(range(1, STEPS + 1))
     for one, other in zip(got, expected, strict=True):
@@ -63,16 +61,15 @@ def test_curves_agree(pretrain, overrides, alone, tmp_path, processes, cp, accum
         assert own[key] == pytest.approx(other[key], rel=1e-4)
 
 
-def test_a_rank_without_tokens_takes_part(pretrain, overrides, tmp_path):
+def test_a_rank_without_tokens_takes_part(overrides, tmp_path):
     """Samples of two tokens over three ranks: the same curve as on one rank, to 1e-5."""
     short = ["data.seq_len=2", "data.piece_len=2", "train.steps=3", "train.final_eval_bytes=1"]
     short += ["train.eval_every=0", "train.accumulation=4"]
     curves = []
-    for processes in (None, 3):
+    for processes in (1, 3):
         folder = tmp_path / f"run{processes}"
-        spread = [f"parallel.cp={processes or 1}", f"run.dir={folder}"]
-        done = pretrain(*overrides, *short, *spread, processes=processes)
-        assert done.returncode == 0, done.stderr
+        spread = [f"parallel.cp={processes}", f"run.dir={folder}"]
+        run_ranks(processes, *overrides, *short, *spread)
         curves.append([(r["loss"], r["grad_norm"]) for r in metrics(folder)])
     for one, other in zip(*curves, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
@@ -100,7 +97,7 @@ def test_a_run_leaves_its_files(alone):
     assert summary["nats_per_byte"] == evaluations[-1]["nats_per_byte"]
 
 
-def test_a_mixture_is_evaluated_by_source(pretrain, overrides, text_folder, tmp_path):
+def test_a_mixture_is_evaluated_by_source(overrides, text_folder, tmp_path):
     """Two processes share each sample; every record has each source."""
     lines = [json.dumps({"text": f"{number} " * 40}) for number in range(60)]
     (tmp_path / "numbers.jsonl").write_text("\n".join(lines))
@@ -109,9 +106,8 @@ def test_a_mixture_is_evaluated_by_source(pretrain, overrides, text_folder, tmp_
     mixed += [f"data.sources.words.path={text_folder}", "data.sources.words.weight=0.25"]
     mixed += [f"data.sources.numbers.path={tmp_path}/numbers.jsonl", f"run.dir={folder}"]
     mixed += ["data=mixture", "parallel.cp=2", "train.deterministic=true"]
-    done = pretrain(*mixed, processes=2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("deterministic: torch.use_deterministic_algorithms") == 1
+    printed = run_ranks(2, *mixed)
+    assert printed.count("deterministic: torch.use_deterministic_algorithms") == 1
     evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     for record in (*evaluations, summary):
@@ -163,6 +159,7 @@ def test_the_process_that_tokenises_names_a_bad_line(overrides, tmp_path):
 
 
 def test_a_repeated_run_is_bit_equal(overrides, alone, tmp_path):
+    """In an interpreter of its own, where the first run was in a fork."""
     folder = tmp_path / "run"
     command = [sys.executable, "train/pretrain.py", *overrides, f"run.dir={folder}"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=HANG_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ class DeepSpeedEngine(Engine):
             self.library.zero.Init(module=module, config_dict_or_path=self.settings)
 
     def _create_optimizer_state(self) -> None:
+        # DeepSpeed makes the group of all its collectives, with PyTorch's default timeout.
+        group = self.library.utils.groups._get_data_parallel_group()
+        timeout = timedelta(seconds=self.config.parallel.timeout_s)
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
         self.engine, self.zero, *_ = self.library.initialize(
             model=self.model,
             optimizer=self.optimizer,

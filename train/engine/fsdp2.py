@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -90,7 +92,9 @@ class FSDP2Engine(Engine):
 
 
 def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:
-    """The ranks over which parameters are cut: all, or (copies, cut) for ``engine.shard=host``.
+    """The mesh over which parameters are sharded: all ranks, or (hosts, ranks of a host).
+
+    The second, for ``engine.shard=host``, replicates them over hosts.
 
     Raises ``RuntimeError`` on every rank if hosts have different numbers of processes.
     """
@@ -105,7 +109,13 @@ def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:
             f"engine.shard=host: {local} processes on this host do not divide the {world} of the "
             f"job; nearest valid: engine.shard=all"
         )
-    return init_device_mesh(kind, (world // local, local), mesh_dim_names=("copies", "cut"))
+    hosts = torch.arange(world).view(-1, local)
+    timeout = timedelta(seconds=config.parallel.timeout_s)  # init_device_mesh takes none
+    groups = [
+        dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)[0]
+        for ranks in (hosts.T, hosts)
+    ]
+    return DeviceMesh.from_group(groups, kind, hosts, mesh_dim_names=("replicate", "shard"))
 
 
 def _local_rows(parameter: Tensor) -> tuple[int, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ringfa3.ring.process_group import rendezvous
 from ringfa3.validation import TRANSPORTS_OF
 from train.config import Config, ConfigError, ParallelConfig
+from train.model.precision import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class ParallelLayout:
 def choose_device(config: Config) -> torch.device:
     """This process's device, by ``parallel.device``.
 
-    Raises ``ConfigError`` if the host has too few GPUs, or if the precision or the transport does
-    not work on that device.
+    Raises ``ConfigError`` if the host has too few GPUs, or if the precision, the residual stream or
+    the transport does not work on that device.
     """
     choice, local_rank = config.parallel.device, int(os.environ.get("LOCAL_RANK", "0"))
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
@@ -83,6 +84,12 @@ def choose_device(config: Config) -> torch.device:
         raise ConfigError(
             "train.precision=float32: attention on the GPU computes in 16 bits; nearest valid: "
             "train.precision=bfloat16 (or parallel.device=cpu)"
+        )
+    dtype = compute_dtype(config.train.precision, device)
+    if dtype == torch.float32 and config.train.residual != "float32":
+        raise ConfigError(
+            f"train.residual={config.train.residual} is narrower than the float32 that matrix "
+            "products take; nearest valid: train.residual=float32 (or train.precision=bfloat16)"
         )
     allowed = TRANSPORTS_OF[device.type]
     if config.parallel.transport not in ("auto", *allowed):
@@ -115,12 +122,8 @@ def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
     # No device_id: a bound default group makes every later NCCL group a split of its communicator,
     # which all ranks must join together. The ring makes groups of a few ranks, when it needs them.
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    own_group = None
-    for first in range(0, world, config.cp):
-        ranks = list(range(first, first + config.cp))
-        group = dist.new_group(ranks, timeout=timeout)  # every rank must call this for every group
-        if rank in ranks:
-            own_group = group
+    cp_groups = [list(range(first, first + config.cp)) for first in range(0, world, config.cp)]
+    own_group, _ = dist.new_subgroups_by_enumeration(cp_groups, timeout=timeout)
     host_group, save_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     return ParallelLayout(
         *(rank, world, config.cp, device, own_group, host_group, save_group, store, restarted)

@@ -2,7 +2,7 @@
 
 A part is a list of boxes: rectangles of the whole tensor, each a tensor of its own.
 torch.distributed.checkpoint fills them from the boxes of any other number of ranks and any other
-way to cut.
+sharding.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Box:
 class Shard:
     """This rank's ``boxes`` of a tensor of ``shape``.
 
-    ``copies`` ranks hold the same boxes; this rank is number ``copy`` of them. The methods with
-    underscores are those that torch.distributed.checkpoint calls of an object that is no tensor.
+    ``replicas`` ranks hold the same boxes; this rank is number ``replica`` of them.
+    torch.distributed.checkpoint calls the methods with underscores of an object that is no tensor.
     """
 
     shape: torch.Size
     boxes: tuple[Box, ...]
-    copy: int = 0
-    copies: int = 1
+    replica: int = 0
+    replicas: int = 1
 
     @property
     def n_bytes(self) -> int:
@@ -112,31 +112,32 @@ def whole(tensor: Tensor, rank: int = 0, world: int = 1) -> Shard:
 def local_box(tensor: Tensor) -> Box | None:
     """The rectangle of ``tensor`` on this rank: all of it unless it is a DTensor. None if empty.
 
-    A DTensor may be cut along its first dimension, and replicated.
+    A DTensor may be sharded along its first dimension, and replicated.
     """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.ndim, tensor.detach())
     local = tensor.detach().to_local()
     if local.numel() == 0:
         return None
-    cuts = [n for n, place in enumerate(tensor.placements) if place.is_shard(0)]
-    if not cuts:
+    sharded = [n for n, place in enumerate(tensor.placements) if place.is_shard(0)]
+    if not sharded:
         return Box((0,) * tensor.ndim, local)
-    mesh, (cut,) = tensor.device_mesh, cuts
-    rows = math.ceil(tensor.shape[0] / mesh.size(cut))
-    return Box((rows * mesh.get_local_rank(cut), *(0,) * (tensor.ndim - 1)), local)
+    mesh, (dim,) = tensor.device_mesh, sharded
+    rows = math.ceil(tensor.shape[0] / mesh.size(dim))
+    return Box((rows * mesh.get_local_rank(dim), *(0,) * (tensor.ndim - 1)), local)
 
 
 def shard_of(tensor: Tensor, rank: int, world: int) -> Shard:
     """This rank's part of a DTensor, or of a plain tensor that all ``world`` ranks hold."""
     if not isinstance(tensor, DTensor):
         return whole(tensor, rank, world)
-    box, copy, copies = local_box(tensor), 0, 1
+    box, replica, replicas = local_box(tensor), 0, 1
     for n, place in enumerate(tensor.placements):
         if isinstance(place, Replicate):
             size = tensor.device_mesh.size(n)
-            copy, copies = copy * size + tensor.device_mesh.get_local_rank(n), copies * size
-    return Shard(tensor.shape, () if box is None else (box,), copy, copies)
+            replica = replica * size + tensor.device_mesh.get_local_rank(n)
+            replicas *= size
+    return Shard(tensor.shape, () if box is None else (box,), replica, replicas)
 
 
 def state_tensors(
@@ -155,10 +156,10 @@ def own_share(shards: Mapping[str, Shard]) -> dict[str, Shard]:
     loads: dict[int, list[int]] = {}
     for name in sorted(shards, key=lambda name: (-shards[name].n_bytes, name)):
         shard = shards[name]
-        of_copies = loads.setdefault(shard.copies, [0] * shard.copies)
-        least = of_copies.index(min(of_copies))
-        of_copies[least] += shard.n_bytes or 1
-        if least == shard.copy:
+        of_replicas = loads.setdefault(shard.replicas, [0] * shard.replicas)
+        least = of_replicas.index(min(of_replicas))
+        of_replicas[least] += shard.n_bytes or 1
+        if least == shard.replica:
             share[name] = shard
     return share
 

@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from train.data.samples import IGNORED
-from train.model.matmul import compute_dtype_of, linear, matmul
+from train.model.matmul import linear, matmul
+from train.model.precision import product_dtype, sum_dtype
 
 
 def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
@@ -29,8 +30,7 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int
     ) -> Tensor:
-        ctx.dtype = compute_dtype_of(hidden_TD)
-        ctx.chunk = chunk
+        ctx.dtype, ctx.chunk = product_dtype(hidden_TD), chunk
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T)
         head_VD = weight_VD.to(ctx.dtype)
         losses = [
@@ -45,8 +45,7 @@ class _TokenLosses(torch.autograd.Function):
         hidden_TD, weight_VD, labels_T = ctx.saved_tensors
         head_VD = weight_VD.to(ctx.dtype)
         dhidden_TD = torch.empty_like(hidden_TD)
-        sums = torch.float64 if ctx.dtype == torch.float64 else torch.float32
-        dhead_VD = torch.zeros_like(weight_VD, dtype=sums)
+        dhead_VD = torch.zeros_like(weight_VD, dtype=sum_dtype(ctx.dtype))
         chunks = _chunks(ctx, hidden_TD, head_VD, labels_T)
         pieces = zip(dlosses_T.split(ctx.chunk), dhidden_TD.split(ctx.chunk), strict=True)
         for (labels, hidden, logits_TV), (dlosses, dhidden) in zip(chunks, pieces, strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringfa3.custom_op import custom_op, register_autograd, register_fake
+from train.model.precision import product_dtype
 
 
 @custom_op
@@ -67,11 +68,5 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        y_TF = linear(x_TD.to(compute_dtype_of(x_TD)), self.weight)
+        y_TF = linear(x_TD.to(product_dtype(x_TD)), self.weight)
         return y_TF if self.bias is None else y_TF + self.bias.to(y_TF.dtype)
-
-
-def compute_dtype_of(x: Tensor) -> torch.dtype:
-    """The dtype that autocast multiplies ``x`` in, or that of ``x`` without autocast."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -20,10 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import keep_attention
-from ringfa3.functional import attention
-from ringfa3.ring.op import ring_attention
+from ringfa3.custom_op import checkpointed
 
-ATTENTION = (attention, ring_attention)  # ops whose outputs are (O, LSE)
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
 
 
@@ -215,7 +213,7 @@ class _Store(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = op(*args, **(kwargs or {}))
-        if op in ATTENTION:
+        if op in checkpointed:
             self.stored.append([self.store(output.detach()) for output in outputs])
         return outputs
 
@@ -228,6 +226,6 @@ class _Load(TorchDispatchMode):
         self.next = iter(stored)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op in ATTENTION:
+        if op in checkpointed:
             return tuple(output.get() for output in next(self.next))
         return op(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ VECTORS = ("norm.weight", ".bias")  # ends of the names of gains and biases
 def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only and ``embedding_lr_scale`` on the embedding.
 
-    Names tell matrices from vectors: a parameter that an engine has cut has another shape. Each
+    Names tell matrices from vectors: a parameter that an engine has sharded has another shape. Each
     group has an ``lr_scale`` that multiplies the scheduled learning rate.
     """
     embedding = model.embedding.weight

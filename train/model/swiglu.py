@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from ringfa3.custom_op import custom_op, register_autograd, register_fake
 from train.config import ModelConfig
-from train.model.matmul import Linear, compute_dtype_of, linear, matmul
+from train.model.matmul import Linear, linear, matmul
+from train.model.precision import product_dtype, sum_dtype
 
 ALL = 1 << 62  # tokens: more than any sample has
 
@@ -35,7 +36,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.chunk is None:
-            x_TD = x_TD.to(compute_dtype_of(x_TD))  # gate and up save the same tensor
+            x_TD = x_TD.to(product_dtype(x_TD))  # gate and up save the same tensor
             return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
         weights = self.gate.weight, self.up.weight, self.down.weight
         return chunked_swiglu(x_TD, *weights, self.chunk)
@@ -52,7 +53,7 @@ def chunked_swiglu(
     tensor that the graph holds, which is an input of this function. A compiler takes the whole as
     one node.
     """
-    weights, dtype = (gate_FD, up_FD, down_DF), compute_dtype_of(x_TD)
+    weights, dtype = (gate_FD, up_FD, down_DF), product_dtype(x_TD)
     if torch.compiler.is_compiling():
         return swiglu(x_TD.to(dtype), *weights, chunk)
     x_TD = _Inputs.apply(x_TD, *weights, chunk, dtype)
@@ -81,8 +82,8 @@ def _backward(
     """(dx, dgate, dup, ddown); dx is in ``dtype``, the others are in those of the weights."""
     weights = gate_FD, up_FD, down_DF
     gate_FD, up_FD, down_DF = (weight.to(x_TD.dtype) for weight in weights)
-    sums = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-    dgate_FD, dup_FD, ddown_DF = (torch.zeros_like(w, dtype=sums) for w in weights)
+    sums = (torch.zeros_like(w, dtype=sum_dtype(x_TD.dtype)) for w in weights)
+    dgate_FD, dup_FD, ddown_DF = sums
     dx_TD = torch.empty_like(x_TD, dtype=dtype)
     chunks = (tensor.split(chunk) for tensor in (x_TD, dy_TD, dx_TD))
     for x, dy, dx in zip(*chunks, strict=True):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
-from train.config import Config, ConfigError, MemoryConfig, ModelConfig
+from train.config import Config, MemoryConfig, ModelConfig
 from train.data.batches import Batch
 from train.data.samples import IGNORED
 from train.model.compiled import compiled_block
@@ -25,6 +25,7 @@ from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
 from train.model.matmul import Linear
 from train.model.offload import Offload
+from train.model.precision import compute_dtype
 from train.model.rope import (
     Rotation,
     attention_factor,
@@ -302,14 +303,9 @@ def build_model(
 
     ``n_tokens`` is the size of the tokenizer's vocabulary. With ``meta`` the parameters have no
     memory yet: an engine gives each rank its part. Raises ``ConfigError`` if ``n_tokens`` exceeds
-    ``model.vocab_size``, or if the device cannot compute with ``train.residual``.
+    ``model.vocab_size``.
     """
     dtype = compute_dtype(config.train.precision, device)
-    if dtype == torch.float32 and config.train.residual != "float32":
-        raise ConfigError(
-            f"train.residual={config.train.residual} is narrower than the float32 that matrix "
-            "products take; nearest valid: train.residual=float32 (or train.precision=bfloat16)"
-        )
     with torch.device("meta" if meta else "cpu"):
         transformer = Transformer(
             config.model,
@@ -327,10 +323,3 @@ def build_model(
         )
     transformer = transformer if meta else transformer.to(device)
     return LanguageModel(transformer, dtype, config.memory.loss_chunk)
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The compute dtype of ``train.precision`` on ``device``."""
-    if precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, precision)

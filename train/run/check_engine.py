@@ -41,7 +41,7 @@ def check_engine(engine: EngineConfig) -> None:
         return
     if engine.offload == "all" and engine.stage < 3:
         raise ConfigError(
-            f"engine.offload=all moves weights that engine.stage={engine.stage} does not cut; "
+            f"engine.offload=all moves weights that engine.stage={engine.stage} does not shard; "
             f"nearest valid: engine.offload=optimizer (or engine.stage=3)"
         )
     if importlib.util.find_spec("deepspeed") is None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ringfa3.errors import RingError
 from train.config import Config
+from train.model.precision import compute_dtype
 
 
 class FailureReport:
@@ -96,23 +97,29 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_advice(config: Config) -> str:
-    """Config values that lower the peak memory, the cheapest first."""
+    """Config values that lower the peak memory, the cheapest first.
+
+    Those of ``memory`` are valid together. torchrun's environment gives the number of processes.
+    """
     ways, memory = [], config.memory
     if memory.loss_chunk > 1024:
         ways.append(f"memory.loss_chunk=1024 (now {memory.loss_chunk})")
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
-    narrow = {"auto": on_gpu, "bfloat16": True, "float32": False}[config.train.precision]
+    device = torch.device("cuda" if on_gpu else "cpu")
+    narrow = compute_dtype(config.train.precision, device) != torch.float32
     if config.train.residual == "float32" and narrow:
         ways.append("train.residual=bfloat16")
+    if config.engine.name == "ddp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        ways.append("engine=fsdp2")
     ring = config.train.attention == "ringfa3"
     if memory.recompute == "none":
         ways.append(f"memory.recompute={'attention-saving' if ring else 'full'}")
     if memory.mlp_chunk is None or memory.mlp_chunk > 16384:
         ways.append("memory.mlp_chunk=16384")
     most = "all" if ring and memory.recompute != "full" else "residual"
-    if memory.offload not in (most, "all"):
+    if memory.offload not in (most, "all") and config.model.n_layers > 1:
         ways.append(f"memory.offload={most}")
-    if memory.recompute == "attention-saving" and memory.offload == "none":
+    elif memory.recompute == "attention-saving" and memory.offload == "none":
         ways.append("memory.recompute=full")
     if ring:
         ways.append(f"more processes and parallel.cp={2 * config.parallel.cp}")

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.train.jobs import HANG_S, events, start_ranks, steps
+from tests.train.jobs import HANG_S, events, run_ranks, start_ranks, steps
 from train.data.manifest import verify
 from train.engine.checkpoint import checkpoints_in
 
@@ -43,14 +43,8 @@ def overrides(overrides) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(overrides, tmp_path_factory) -> list[tuple[int, float, float]]:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    finish([*overrides, f"run.dir={folder}", "train.final_eval_bytes=1"])
+    run_ranks(2, *overrides, f"run.dir={folder}", "train.final_eval_bytes=1")
     return steps(folder)
-
-
-def finish(command: list[str]) -> None:
-    for rank in start_ranks(command, command):
-        output = rank.communicate(timeout=HANG_S)[1]
-        assert rank.returncode == 0, output
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -80,6 +74,6 @@ def test_sigterm_in_the_middle_of_a_step(overrides, undisturbed, tmp_path, engin
     assert list(checkpoints_in(folder / "checkpoints")) == [done]
     verify(folder / "checkpoints" / f"step-{done:08d}")
     assert events(folder)[-1].startswith(f"SIGTERM: stopped after step {done}, which is saved")
-    finish([*overrides, f"run.dir={folder}", "train.final_eval_bytes=1"])
+    run_ranks(2, *overrides, f"run.dir={folder}", "train.final_eval_bytes=1")
     found, expected = (torch.tensor([s[1:] for s in run]) for run in (steps(folder), undisturbed))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

@@ -34,6 +34,7 @@ from train.run.run_folder import RunFolder
 from train.tasks.trainer import Trainer
 
 LIMIT_S = 60.0  # for one run, on a busy machine
+TIMEOUT_S = 77.0  # of the groups that an engine makes
 STEPS = 20
 SPOILED = 4  # this step is skipped
 DDP = EngineConfig()
@@ -64,6 +65,7 @@ def config(config: Config) -> Config:
     config.optim.embedding_lr_scale = 3
     config.train.steps, config.train.batch, config.train.precision = STEPS, 4, "float32"
     config.train.eval_every, config.checkpoint.every = 0, 0
+    config.parallel.timeout_s = TIMEOUT_S
     open_corpus(config.data)  # tokenised once, not by every rank
     return config
 
@@ -109,6 +111,11 @@ def train(config: Config, parallel: ParallelLayout, spoiled: int = -1) -> Traine
     return trainer
 
 
+def timeout_s(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective of a gloo group fails."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def _run_all(_: dist.ProcessGroup, configs: list[Config]) -> list[dict[str, Any]]:
     """What this rank sees of one run after the other."""
     seen = []
@@ -123,6 +130,7 @@ def _run_all(_: dist.ProcessGroup, configs: list[Config]) -> list[dict[str, Any]
                 "labels": [int((batch.labels != IGNORED).sum()) for batch in batches],
                 "evaluation": trainer._evaluate(None),
                 "weights": sum(w.double().sum() for w in weights if not isinstance(w, DTensor)),
+                "timeouts": [timeout_s(group) for group in trainer.engine.groups],
                 "held": sum(shard.n_bytes for shard in trainer.state.shards().values()),
             }
         )
@@ -153,6 +161,7 @@ def check_alike(
         for name, engine in engines.items()
     ]
     by_rank = sacrifice(world, 60, _run_all, configs, limit=LIMIT_S * len(configs))
+    assert {t for rank in by_rank for run in rank for t in run["timeouts"]} <= {TIMEOUT_S}
     for runs in zip(*by_rank, strict=True):  # the weights that a rank holds whole, to the last bit
         assert len({float(run["weights"]) for run in runs}) == 1
     labels = {tuple(rank[0]["labels"]) for rank in by_rank}
@@ -225,7 +234,7 @@ def _run_on_two_hosts(group: dist.ProcessGroup, configs: list[Config]) -> list[d
     return _run_all(group, configs)
 
 
-def test_hosts_hold_copies_of_each_other(config):
+def test_hosts_hold_replicas_of_each_other(config):
     """HSDP, 2 x 2 ranks: the steps of ddp within 1e-5; a rank holds half of all, not a quarter.
 
     A checkpoint that only one of the hosts writes is whole: ddp continues from it.
@@ -242,6 +251,7 @@ def test_hosts_hold_copies_of_each_other(config):
     for other in (all_, host_):
         check_same_steps(ddp["steps"], other["steps"])
     check_same_steps(undisturbed["steps"], continued["steps"])
+    assert host_["timeouts"] == [TIMEOUT_S] * 2
     assert host_["held"] == pytest.approx(ddp["held"] / 2, rel=0.05)
     assert all_["held"] == pytest.approx(ddp["held"] / 4, rel=0.1)
 

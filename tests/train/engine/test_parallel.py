@@ -1,4 +1,4 @@
-"""``shutdown``: its barriers and their devices, and the end of the process groups."""
+"""The device of a process; ``shutdown``: its barriers, and the end of the process groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from train.config import Config, ConfigError
 from train.engine import parallel
-from train.engine.parallel import ParallelLayout, shutdown
+from train.engine.parallel import ParallelLayout, choose_device, shutdown
 
 
 class FakeGroup:
@@ -89,3 +90,15 @@ def test_a_failed_rank_does_not_wait(end, monkeypatch):
     assert closed == [1]
     assert [group.devices for group in groups] == [[]] * 4
     assert end == ["exit 1"]
+
+
+@pytest.mark.parametrize("precision", ["auto", "float32"])
+def test_a_narrow_residual_stream_needs_narrow_products(precision):
+    """``choose_device`` refuses it: no process group exists yet."""
+    config = Config()
+    config.parallel.device, config.train.precision = "cpu", precision
+    config.train.residual = "bfloat16"
+    with pytest.raises(ConfigError, match=r"residual=bfloat16 .* valid: train\.residual=float32"):
+        choose_device(config)
+    config.train.precision = "bfloat16"
+    assert choose_device(config) == torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Parts of tensors: their rectangles cover what the rank holds, once, whatever the cut."""
+"""Parts of tensors: their rectangles cover what the rank holds, once, whatever the sharding."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_the_boxes_of_a_run_are_views():
     assert values.all()
 
 
-def _cut(group: dist.ProcessGroup) -> list:
-    """What a rank writes of DTensors with 5 and 1 rows, cut along their first dimension."""
+def _written(group: dist.ProcessGroup) -> list:
+    """What a rank writes of DTensors with 5 and 1 rows, sharded along their first dimension."""
     mesh = DeviceMesh("cpu", torch.arange(group.size()))
     rows = {f"w{n}": torch.arange(2.0 * n).view(n, 2) for n in (5, 1)}
     shards = {
@@ -54,7 +54,7 @@ def _cut(group: dist.ProcessGroup) -> list:
 
 def test_every_row_of_a_dtensor_is_written_once(ranks: Ranks):
     for world in (2, 4):
-        written = [box for rank in ranks.run(world, _cut) for box in rank]
+        written = [box for rank in ranks.run(world, _written) for box in rank]
         for name, height in (("w5", 5), ("w1", 1)):
             filled = torch.full((height, 2), torch.nan)
             for _, (row, _), values in (box for box in written if box[0] == name):

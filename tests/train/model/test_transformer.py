@@ -371,12 +371,3 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
     config.model.vocab_size = VOCABULARY - 1
     with pytest.raises(ConfigError, match=r"model\.vocab_size=96 .* valid: model\.vocab_size=97"):
         build_model(config, VOCABULARY, torch.device("cpu"))
-
-
-def test_a_narrow_residual_stream_needs_narrow_products():
-    config = Config()
-    config.train.residual = "bfloat16"
-    with pytest.raises(ConfigError, match=r"residual=bfloat16 .* valid: train\.residual=float32"):
-        build_model(config, VOCABULARY, torch.device("cpu"))
-    config.train.precision = "bfloat16"
-    build_model(config, VOCABULARY, torch.device("cpu"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import re
 import time
 
 import pytest
@@ -11,7 +13,14 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.errors import RingError
-from train.run.failure import FailureReport, explain, is_of_a_peer, is_out_of_memory
+from train.run.check_offload import check_offload
+from train.run.failure import (
+    FailureReport,
+    explain,
+    is_of_a_peer,
+    is_out_of_memory,
+    memory_advice,
+)
 
 
 @pytest.fixture
@@ -93,6 +102,39 @@ def test_errors_that_a_peer_can_cause():
     assert not is_of_a_peer(RuntimeError("shape mismatch"))
 
 
+def test_advice_names_a_sharded_engine_to_several_processes_of_ddp(config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "engine" not in memory_advice(config)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "engine=fsdp2" in memory_advice(config)
+    config.engine.name, config.engine.shard = "fsdp2", "all"
+    assert "engine" not in memory_advice(config)
+
+
+@pytest.mark.parametrize(
+    ("attention", "recompute", "offload", "n_layers", "advice"),
+    [
+        ("ringfa3", "none", "none", 2, {"recompute": "attention-saving", "offload": "all"}),
+        ("ringfa3", "none", "none", 1, {"recompute": "attention-saving"}),
+        ("ringfa3", "attention-saving", "none", 2, {"offload": "all"}),
+        ("ringfa3", "attention-saving", "none", 1, {"recompute": "full"}),
+        ("ringfa3", "attention-saving", "residual", 2, {"offload": "all"}),
+        ("ringfa3", "attention-saving", "all", 2, {}),
+        ("ringfa3", "full", "none", 2, {"offload": "residual"}),
+        ("ringfa3", "full", "none", 1, {}),
+        ("sdpa", "none", "none", 2, {"recompute": "full", "offload": "residual"}),
+    ],
+)
+def test_advice_on_recomputation_and_offload_can_be_followed_at_once(
+    config, attention, recompute, offload, n_layers, advice
+):
+    config.train.attention, config.model.n_layers = attention, n_layers
+    config.memory.recompute, config.memory.offload = recompute, offload
+    found = re.findall(r"memory\.(recompute|offload)=([\w-]+)", memory_advice(config))
+    assert found == list(advice.items())
+    check_offload(dataclasses.replace(config.memory, **advice), n_layers)
+
+
 def test_advice_when_out_of_memory_names_helpful_values(config):
     config.memory.loss_chunk, config.train.precision = 4096, "bfloat16"
     with pytest.raises(RuntimeError) as caught:
@@ -107,12 +149,7 @@ def test_advice_when_out_of_memory_names_helpful_values(config):
         assert setting in content
     config.train.precision = "float32"
     assert "residual" not in explain(caught.value, config)
-    config.memory.recompute = "full"
+    config.train.attention = "sdpa"
     content = explain(torch.OutOfMemoryError("x"), config)
-    assert "recompute" not in content
-    assert "memory.offload=residual" in content  # all needs another recompute
-    config.memory.recompute, config.train.attention = "none", "sdpa"
-    content = explain(torch.OutOfMemoryError("x"), config)
-    assert "recompute=full" in content
     assert not any(setting in content for setting in ("attention-saving", "cp="))
     assert "out of memory" not in explain(ValueError("x"), config)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from ringfa3 import plan_context
-from tests.train.jobs import HANG_S
 from train.config import GenerateConfig, ModelConfig, ParallelConfig
 from train.data.tokenizer import train_tokenizer
 from train.engine.parallel import join
@@ -141,13 +137,10 @@ def test_generated_text_is_that_of_the_weights(pretrain, trained_run):
     assert no_labels(config, trained.tokenizer) == [0, *range(300, 320)]
 
 
-def test_a_prompt_comes_from_stdin_and_samples_differ(trained_run):
-    command = [sys.executable, "train/pretrain.py", "mode=generate", f"run.dir={trained_run}"]
+def test_a_prompt_comes_from_stdin_and_samples_differ(pretrain, trained_run):
+    command = ["mode=generate", f"run.dir={trained_run}"]
     command += ["generate.prompt=-", "generate.samples=2", "generate.tokens=20"]
-    root = Path(__file__).absolute().parents[3]
-    done = subprocess.run(
-        command, input="every token", cwd=root, capture_output=True, text=True, timeout=HANG_S
-    )
+    done = pretrain(*command, given="every token")
     assert done.returncode == 0, done.stderr
     assert "sample 2 of 2" in done.stderr
     assert len(done.stdout) > 20

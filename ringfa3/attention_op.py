@@ -1,0 +1,71 @@
+"""What the custom ops of attention share: fakes, gradients, layouts of LSE.
+
+Letters in shapes: b sequences of s rows, t rows in all; h heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ringfa3.custom_op import checkpointed, register_autograd, register_fake
+from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.sinks import sink_gradient
+
+SINK = 4  # its number in `ctx.needs_input_grad`
+
+
+def register_attention(
+    op: Callable[..., Any], backward: Callable[..., Any], split: Callable[..., Any]
+) -> None:
+    """Registers fakes and the gradient of an op, whose outputs `keep_attention` keeps.
+
+    Args:
+        op: op(q, k, v, sink, *others) gives out like q, (b, s, h, d) or (t, h, d), and LSE,
+            (b, h, s) or (h, t).
+        backward: an op; backward(dout, dlse, q, k, v, out, lse, *tensors, *settings) gives
+            (dq, dk, dv). dlse may be None.
+        split: split(ctx, *others) gives (tensors, settings) for `backward`.
+    """
+
+    @register_fake(op)
+    def fake(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        return q.new_empty(q.shape), q.new_empty(shape, dtype=statistics_dtype(q.dtype))
+
+    @register_fake(backward)
+    def fake_backward(
+        dout: torch.Tensor, dlse: torch.Tensor | None, *qkv_and_more: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in qkv_and_more[:3])
+
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+        q, k, v, sink, *others = inputs
+        tensors, ctx.settings = split(ctx, *others)
+        ctx.save_for_backward(sink, q, k, v, *outputs, *tensors)
+
+    def gradients(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        sink, *saved = ctx.saved_tensors
+        out, lse = saved[3:5]
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads: tuple[torch.Tensor, ...] = backward(dout, dlse, *saved, *ctx.settings)
+        if sink is None or not ctx.needs_input_grad[SINK]:
+            return grads
+        return *grads, sink_gradient(dout, dlse, out, lse, sink)
+
+    register_autograd(op, save, gradients)
+    checkpointed.append(op)
+
+
+def lse_by_sequence(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """LSE (h, b * s) as (b, h, s), contiguous, for q (b, s, h, d)."""
+    return lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
+
+
+def lse_by_head(lse: torch.Tensor) -> torch.Tensor:
+    """LSE (b, h, s) as (h, b * s)."""
+    return lse.transpose(0, 1).flatten(1)

@@ -1,0 +1,68 @@
+"""Results are computed once for each version of a tensor, and die with it."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from ringfa3.tensor_cache import TensorCache
+
+
+class Result:
+    """What a test computes; it can be referred to weakly."""
+
+
+def test_one_result_for_each_tensor_version_and_key() -> None:
+    cache: TensorCache[Result] = TensorCache()
+    x, same = torch.zeros(3), torch.zeros(3)
+    first = cache.get(x, 1, Result)
+    assert cache.get(x, 1, Result) is first
+    assert cache.get(same, 1, Result) is not first
+    assert cache.get(x, 2, Result) is not first
+    assert cache.get(x, 1, Result) is first
+    x[0] = 1
+    assert cache.get(x, 1, Result) is not first
+
+
+def test_a_result_that_is_none_is_kept() -> None:
+    cache: TensorCache[None] = TensorCache()
+    x, calls = torch.zeros(3), []
+    for _ in range(2):
+        cache.get(x, None, lambda: calls.append(1))
+    assert len(calls) == 1
+
+
+def test_results_die_with_their_tensor_and_its_version() -> None:
+    cache: TensorCache[Result] = TensorCache()
+    x = torch.zeros(3)
+    old = weakref.ref(cache.get(x, 1, Result))
+    x[0] = 1
+    new = weakref.ref(cache.get(x, 1, Result))
+    assert old() is None
+    assert new() is not None
+    del x
+    assert new() is None
+
+
+def test_an_error_is_raised_again() -> None:
+    cache: TensorCache[None] = TensorCache()
+    x = torch.zeros(3)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            cache.get(x, None, fail)
+
+
+def test_nothing_is_kept_of_an_inference_tensor() -> None:
+    """It has no version: a change would not be seen."""
+    cache: TensorCache[float] = TensorCache()
+    with torch.inference_mode():
+        x = torch.zeros(3)
+        assert cache.get(x, None, lambda: float(x.sum())) == 0
+        x[0] = 1
+        assert cache.get(x, None, lambda: float(x.sum())) == 1
