@@ -1,7 +1,7 @@
 """The schema of ``configs/``.
 
 Each key is documented once, above its value in ``configs/``. The rest of the trainer sees only
-``Config``, a plain dataclass that is complete and has valid types. ``train.run.checks`` compares
+``Config``, a plain dataclass that is complete and has valid types. ``train.checks.config`` compares
 the fields with each other.
 """
 

@@ -30,6 +30,7 @@ from hydra.errors import (  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
+from train.checks.config import check  # noqa: E402
 from train.config import (  # noqa: E402
     GROUPS,
     NAME,
@@ -43,7 +44,6 @@ from train.config import (  # noqa: E402
     schema_keys,
     source_name,
 )
-from train.run.checks import check  # noqa: E402
 from train.run.inherit import resolve_inherited  # noqa: E402
 from train.run.run_config import with_run_config  # noqa: E402
 from train.run.stopper import Stopper  # noqa: E402

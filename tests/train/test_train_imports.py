@@ -18,6 +18,7 @@ ORDER = [
     "engine",
     "hf",
     "run",
+    "checks",
     "log",
     "estimate",
     "tasks",

@@ -1,5 +1,5 @@
 """What a trained model does with long contexts: needles in haystacks, RoPE beyond its length.
 
 In: a run and its checkpoint. Out: right answers and losses by position, JSON and plots.
-Imports: config, data, model, engine, hf, run, log, tasks.
+Imports: config, data, model, engine, hf, run, checks, log, estimate, tasks.
 """

@@ -32,8 +32,8 @@ from omegaconf import DictConfig, open_dict, read_write
 from rich.console import Console
 from rich.table import Table
 
+from train.checks.config import check
 from train.config import Config, ConfigError
-from train.run.checks import check
 from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
 from train.run.inherit import resolve_inherited
 from train.run.run_folder import RunFolder

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
+from train.checks.config import check
 from train.config import (
     Config,
     ConfigError,
@@ -24,7 +25,6 @@ from train.config import (
 )
 from train.estimate.job import Job, UnpredictableError
 from train.estimate.prediction import Limits, predict, require_fit, smallest_change
-from train.run.checks import check
 from train.tasks import estimate
 from train.tasks.estimate import errors_of
 

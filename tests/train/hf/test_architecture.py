@@ -12,12 +12,12 @@ import transformers
 
 from tests.support.hf_models import config_of
 from tests.train.hf.conftest import ROPES, model_of_values
+from train.checks.model import check_model
 from train.config import ConfigError, ModelConfig, RopeConfig
 from train.hf.architecture import CLASSES, hf_config, read_model
 from train.hf.names import shapes
 from train.model.rope import attention_factor, rope_frequencies
 from train.model.transformer import Transformer
-from train.run.check_model import check_model
 
 
 def model_in(folder: Path) -> ModelConfig:

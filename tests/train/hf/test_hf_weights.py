@@ -18,6 +18,7 @@ from tests.support.ranks import sacrifice
 from tests.train.engine.test_engines import DDP, FSDP2, ZERO
 from tests.train.hf.begun import begin, begin_all
 from tests.train.hf.conftest import BOS, N_TOKENS, ROPES, ROWS
+from train.checks.config import check
 from train.config import Config, EngineConfig, ExportConfig
 from train.data.batches import make_batch
 from train.data.samples import Sample
@@ -27,7 +28,6 @@ from train.engine.parallel import ParallelLayout
 from train.engine.shard import whole
 from train.hf.load import load_folder
 from train.model.transformer import build_model
-from train.run.checks import check
 from train.run.run_config import with_run_config
 from train.run.run_folder import RunFolder
 from train.tasks.export import export, run

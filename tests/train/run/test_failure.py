@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.errors import RingError
-from train.run.check_offload import check_offload
+from train.checks.offload import check_offload
 from train.run.failure import (
     FailureReport,
     explain,

@@ -8,6 +8,13 @@ import os
 import re
 from pathlib import Path
 
+from train.checks.batch import check_batch
+from train.checks.compile import check_compile
+from train.checks.engine import ENGINES, check_engine
+from train.checks.evaluation import check_final, check_needle, check_rope_sweep
+from train.checks.hardware import check_hardware
+from train.checks.model import ROPE_TYPES, check_model
+from train.checks.offload import check_offload
 from train.config import (
     SOURCES,
     CheckpointConfig,
@@ -20,13 +27,6 @@ from train.config import (
 from train.hf.architecture import hf_folder
 from train.hf.check_export import check_export
 from train.hf.check_origin import check_origin
-from train.run.check_batch import check_batch
-from train.run.check_compile import check_compile
-from train.run.check_engine import ENGINES, check_engine
-from train.run.check_evaluation import check_final, check_needle, check_rope_sweep
-from train.run.check_hardware import check_hardware
-from train.run.check_model import ROPE_TYPES, check_model
-from train.run.check_offload import check_offload
 from train.run.run_folder import RunFolder
 
 CHOICES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from train.checks.hardware import check_hardware
 from train.config import ConfigError, HardwareConfig
-from train.run.check_hardware import check_hardware
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,18 @@ from ringfa3.validation import (
     TRANSPORTS,
     TRANSPORTS_OF,
 )
+from train.checks import engine, model
+from train.checks.config import CHOICES, check
 from train.config import ConfigError, EngineConfig, SourceConfig, get
-from train.run import check_engine, check_model
-from train.run.checks import CHOICES, check
 
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 
 
 def test_without_deepspeed_its_engine_is_rejected_with_the_extra(config, monkeypatch):
     config.engine = EngineConfig("deepspeed", stage=3, offload="none")
-    monkeypatch.setattr(check_engine.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
     check(config, world=1)
-    monkeypatch.setattr(check_engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"is not installed; pip install 'ringfa3\[deepspeed\]'"):
         check(config, world=1)
 
@@ -283,6 +283,6 @@ def test_layouts_and_transports_are_those_of_ringfa3():
     assert set(CHOICES["parallel.layout"]) == set(LAYOUTS)
     assert set(CHOICES["parallel.transport"]) == set(TRANSPORTS)
     assert set(CHOICES["model.attention_precision"]) == set(PRECISIONS)
-    assert check_model.QUANTISED_HEAD_DIMS == QUANTISED_HEAD_DIMS
-    assert check_model.SOFTMAX_SCALES == (LEAST_SCALE, 1 / LEAST_SCALE)
+    assert model.QUANTISED_HEAD_DIMS == QUANTISED_HEAD_DIMS
+    assert model.SOFTMAX_SCALES == (LEAST_SCALE, 1 / LEAST_SCALE)
     assert set(TRANSPORTS) == {"auto"}.union(*TRANSPORTS_OF.values())

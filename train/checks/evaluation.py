@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from train.checks.model import ROPE_TYPES
 from train.config import Config, ConfigError, NeedleConfig, nearest
-from train.run.check_model import ROPE_TYPES
 
 TASKS = ("single", "multi_key", "variable")  # of train.probes.haystack, which imports numpy
 
