@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from train.checks import engine
 from train.config import default, nearest, schema_key, schema_keys
-from train.run import check_engine
 
 ROOT = Path(__file__).absolute().parents[2]
 
@@ -169,7 +169,7 @@ def test_every_key_of_the_files_is_documented_and_in_the_schema():
     files = [("", "config"), ("model", "model/tiny"), ("data", "data/stdlib")]
     files += [
         ("optim", "optim/adamw"),
-        *(("engine", f"engine/{name}") for name in check_engine.ENGINES),
+        *(("engine", f"engine/{name}") for name in engine.ENGINES),
     ]
     files += [("memory", "memory/keep"), ("hardware", "hardware/h200")]
     for section, name in files:
