@@ -23,7 +23,7 @@ from train.model.transformer import LanguageModel, Transformer
 from train.probes import haystack as haystacks
 from train.probes.haystack import Haystack, Trial, all_trials
 from train.probes.needle import cells_of, find
-from train.run import check_evaluation
+from train.checks import evaluation
 
 BOS = "<|endoftext|>"
 ALONE = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
@@ -168,14 +168,14 @@ def test_the_plot_has_a_panel_a_task(tmp_path: Path):
 )
 def test_lists_are_checked(key, value, message):
     needle = NeedleConfig()
-    check_evaluation.check_needle(needle)
+    evaluation.check_needle(needle)
     setattr(needle, key, value)
     with pytest.raises(ConfigError, match=message):
-        check_evaluation.check_needle(needle)
+        evaluation.check_needle(needle)
 
 
 def test_the_checks_know_the_tasks():
-    assert check_evaluation.TASKS == haystacks.TASKS
+    assert evaluation.TASKS == haystacks.TASKS
 
 
 @pytest.mark.soak
