@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tests.support.ranks import Ranks
 from tests.train.model.test_transformer import build, packed_sample
+from train.checks import evaluation
 from train.config import Config, ConfigError, NeedleConfig
 from train.data.batches import make_batch
 from train.data.samples import IGNORED
@@ -23,7 +24,6 @@ from train.model.transformer import LanguageModel, Transformer
 from train.probes import haystack as haystacks
 from train.probes.haystack import Haystack, Trial, all_trials
 from train.probes.needle import cells_of, find
-from train.checks import evaluation
 
 BOS = "<|endoftext|>"
 ALONE = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
