@@ -23,7 +23,7 @@ _library: Any = Library("ringfa3", "FRAGMENT")  # type: ignore[no-untyped-call]
 checkpointed: list[Callable[..., Any]] = []
 
 Observer = Callable[[str], AbstractContextManager[object]]
-_observers: list[Observer] = []  # at most one
+_observer: Observer | None = None
 
 
 def observe(observer: Observer | None) -> None:
@@ -31,7 +31,8 @@ def observe(observer: Observer | None) -> None:
 
     None ends it. Tensors without data, which a compiler traces with, are not observed.
     """
-    _observers[:] = [] if observer is None else [observer]
+    global _observer
+    _observer = observer
 
 
 def custom_op(kernel: F) -> F:
@@ -42,9 +43,10 @@ def custom_op(kernel: F) -> F:
 
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
-        if not _observers:
+        observer = _observer  # another thread may end it meanwhile
+        if observer is None:
             return kernel(*args)
-        with _observers[0](name):
+        with observer(name):
             return kernel(*args)
 
     _library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")

@@ -11,10 +11,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 T = TypeVar("T")
 
 
-class TensorCache(Generic[T]):
-    """Results by tensor and key. They die with the tensor, and when its values change.
+KEYS = 16  # of a tensor, the latest ones
 
-    An inference tensor has no version, so nothing is kept of it.
+
+class TensorCache(Generic[T]):
+    """Results by tensor and key, of the latest `KEYS` keys of each tensor.
+
+    They die with the tensor, and when its values change. A result must not refer to the tensor,
+    which would keep it. An inference tensor has no version, so nothing is kept of it.
     """
 
     def __init__(self) -> None:
@@ -30,5 +34,8 @@ class TensorCache(Generic[T]):
             results = {}
             self._results[tensor] = tensor._version, results
         if key not in results:
-            results[key] = compute()
+            result = compute()
+            if len(results) == KEYS:
+                del results[next(iter(results))]
+            results[key] = result
         return results[key]

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from ringfa3.tensor_cache import TensorCache
+from ringfa3.tensor_cache import KEYS, TensorCache
 
 
 class Result:
@@ -24,6 +24,14 @@ def test_one_result_for_each_tensor_version_and_key() -> None:
     assert cache.get(x, 1, Result) is first
     x[0] = 1
     assert cache.get(x, 1, Result) is not first
+
+
+def test_a_tensor_has_its_latest_keys() -> None:
+    """A tensor that is read with a new key in every step keeps a few results."""
+    cache: TensorCache[Result] = TensorCache()
+    x = torch.zeros(3)
+    results = [weakref.ref(cache.get(x, key, Result)) for key in range(KEYS + 5)]
+    assert [result() is not None for result in results] == [False] * 5 + [True] * KEYS
 
 
 def test_a_result_that_is_none_is_kept() -> None:

@@ -48,14 +48,6 @@ constexpr float kBelowMaximum = 0.f;
 template <>
 constexpr float kBelowMaximum<cutlass::float_e4m3_t> = 3.f;
 
-// How far the maximum of a row of e4m3 P may be expected to rise above that of its first block, in
-// log2 units, a whole number. K is centred, so scores lie around 0, and the maximum of 16k normal
-// ones is 1.41 times that of 128. One log2 unit needs no room: 432 lies further above the maximum.
-CUTE_DEVICE float expected_rise(float maximum) {
-  float const rise = fminf(fmaxf(fmaf(maximum, 0.40625f, -1.f), 0.f), 5.f);  // of -inf: 0
-  return static_cast<float>(static_cast<int>(rise));
-}
-
 // What scores are multiplied by, to log2 units: one number, or one for each of a thread's rows.
 struct RowScale {
   float by[2];
@@ -245,15 +237,13 @@ struct OnlineSoftmax {
 
   // With e4m3 P, of row R alone: `over` and `fresh` as in `Needs`, equal in a quad.
 
-  // The row's shift becomes its maximum less kBelowMaximum, in its first block with room for the
-  // expected rise. Returns by what O is multiplied. The
+  // The row's shift becomes its maximum less kBelowMaximum. Returns by what O is multiplied. The
   // caller computes P again, and adds it behind a multiplication of the total.
   template <int R, class Scores>
   CUTE_DEVICE float rescale_row(Scores const& s, bool over, bool fresh, float scale_log2) {
     float high = fresh ? -INFINITY : shift[R];
     if (over) high = fmaxf(high, fmaf(row_max<R>(s), scale_log2, -kBelowMaximum<Element>));
     high = quad_max(high);
-    if (fresh) high += expected_rise(high + kBelowMaximum<Element>);
     float const decay = fresh ? 0.f : exp2f(shift[R] - high);
     state = high == -INFINITY ? state | (kNew << R) : state & ~(kNew << R);
     shift[R] = high == -INFINITY ? 0.f : high;

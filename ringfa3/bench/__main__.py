@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ringfa3.bench.attention.cases import HEAD_DIMS, PEERS, SELF_COMPARISONS, SETS
+from ringfa3.bench.attention.cases import HEAD_DIMS, OWN_IMPLEMENTATIONS, PEERS, SETS
 from ringfa3.bench.common.scores import SCORES
 from ringfa3.bench.common.timing import SAMPLE_MS
 from ringfa3.bench.ring.cases import RING_SETS
@@ -155,7 +155,7 @@ def tables(given: argparse.Namespace) -> int:
 
 def chosen(names: list[str], sets: Mapping[str, object]) -> list[str]:
     """Sets by name; "all" are those that compare with other libraries."""
-    every = [name for name in sets if name not in SELF_COMPARISONS]
+    every = [name for name in sets if name not in OWN_IMPLEMENTATIONS]
     return every if "all" in names else list(dict.fromkeys(names))
 
 
@@ -196,11 +196,11 @@ def parser() -> argparse.ArgumentParser:
         "--set", nargs="+", choices=[*SETS, "all"], default=["paper", "gqa"], metavar="SET",
         help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), mqa "
         "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), scores "
-        "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one that compares "
-        "RingFA3 with itself: ablation (the kernel without parts of it, or with three stages; the "
-        "paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic (the "
-        "deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype); default "
-        "paper gqa",
+        "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one with "
+        "implementations of its own: ablation (the kernel without parts of it, or with three "
+        "stages; the paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic "
+        "(the deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype); "
+        "default paper gqa",
     )  # fmt: skip
     p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))
     p.add_argument(

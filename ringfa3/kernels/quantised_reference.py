@@ -1,11 +1,10 @@
 """The executor of 8-bit attention: its operands come rounded, it rounds P, the rest is float32.
 
 A block is a tile of keys with one scale; a span's last one comes first. With P in E4M3 a row's
-shift comes from its first block, with room for the expected rise of the maximum, and rises only
-where P would leave the range: a lane of a quad holds a fourth of the block's columns, and its sum
-of P stays at most 432, below the largest value, 448. The shift lies a whole number from the row's
-maximum, so that P of the maximum is a power of two: where one key dominates, the rounding of P
-costs nothing.
+shift comes from its first block and rises only where P would leave the range: a lane of a quad
+holds a fourth of the block's columns, and its sum of P stays at most 432, below the largest value,
+448. The shift lies a whole number below the row's maximum, so that P of the maximum is a power of
+two: where one key dominates, the rounding of P costs nothing.
 
 Shapes: t query rows, n key rows of a hop; h heads, hk KV heads, g = h // hk; d head dim; m = g *
 rows of a tile.
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 
@@ -38,9 +36,6 @@ from ringfa3.quantisation.tile_records import TileRecords
 LARGEST_SUM = 432.0  # of a lane's P over a block
 # A shift this far below a row's maximum, in log2: KEY_TILE / 4 elements of P fit LARGEST_SUM.
 BELOW_MAXIMUM = math.floor(math.log2(LARGEST_SUM / (KEY_TILE / 4)))
-# Of the maximum of normal scores around 0: that of 16k is 1.41 times that of a first KEY_TILE.
-EXPECTED_RISE = 13 / 32
-LARGEST_RISE = 5.0  # log2 units
 
 
 class QuantisedExecutor:
@@ -50,8 +45,6 @@ class QuantisedExecutor:
 
     def __init__(self, formats: Formats) -> None:
         self._formats = formats
-        self.attend = partial(attend, p_format=formats.v)
-        self.new_partial_out = new_partial_out
 
     def quantise(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
@@ -77,6 +70,21 @@ class QuantisedExecutor:
     def keys(self, records: TileRecords, centres: KVCentres) -> QuantisedKV:
         scale = records.k_scale.repeat_interleave(KEY_TILE, 0)
         return QuantisedKV(records.k.flatten(0, 1), scale, records.v.flatten(0, 1), centres)
+
+    def new_partial_out(self, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return new_partial_out(q, plan)
+
+    def attend(
+        self,
+        q: QuantisedQ,
+        kv: QuantisedKV,
+        tiling: Tiling,
+        scale: float,
+        out: torch.Tensor,
+        partial_out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        attend(q, kv, tiling, scale, out, partial_out, lse, p_format=self._formats.v)
 
 
 def attend(
@@ -146,7 +154,7 @@ class _Tile:
             target = torch.maximum(high, self._shift.masked_fill(self._fresh, -torch.inf))
             raised = seen
         else:
-            target = high - BELOW_MAXIMUM + self._expected_rise(high)
+            target = high - BELOW_MAXIMUM
             raised = seen & (self._fresh | (self._lane_sums(s) > LARGEST_SUM).any(-1))
         decay = torch.exp2(self._shift - target).masked_fill(self._fresh, 0)
         decay = decay.where(raised, 1)
@@ -155,11 +163,6 @@ class _Tile:
         self._total *= decay
         self._o *= decay.unsqueeze(-1)
         return torch.exp2(s - self._shift.unsqueeze(-1))
-
-    def _expected_rise(self, high: torch.Tensor) -> torch.Tensor:
-        """Of the maxima (hk, m) of rows that begin, whole log2 units; 0 of other rows."""
-        rise = (high * EXPECTED_RISE - 1).clamp(0, LARGEST_RISE).floor()
-        return rise.masked_fill(~self._fresh, 0)
 
     def _lane_sums(self, s: torch.Tensor) -> torch.Tensor:
         """(hk, m, 4) sums of P with the present shifts, of the lanes that share a row."""

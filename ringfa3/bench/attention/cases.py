@@ -25,7 +25,7 @@ ABLATION = "ablation"  # against the kernel without some of its optimisations
 MERGE = "merge"  # against other epilogues of a hop
 DETERMINISTIC = "deterministic"  # with deterministic=True and without
 FP8, INT8 = "fp8", "int8"  # with 8-bit operands and without
-SELF_COMPARISONS = {
+OWN_IMPLEMENTATIONS = {
     ABLATION: FORWARD,
     MERGE: FORWARD,
     DETERMINISTIC: BACKWARD,
@@ -97,19 +97,29 @@ def deterministic(shrink: int) -> Iterable[Case]:
 
 def masks(shrink: int) -> Iterable[Case]:
     """Packed documents and sliding windows, each followed by a causal sequence of equal FLOPs."""
-    tokens, rng = MASK_TOKENS // shrink, random.Random(1)
-    cases = []
+    for case in (*_documents(shrink), *_windows(shrink)):
+        yield case
+        yield causal_of_equal_flops(case)
+
+
+def _documents(shrink: int) -> list[Case]:
+    """Packed documents of 128 to 16k and of 1k to 64k tokens."""
+    rng, cases = random.Random(1), []
     for low, high in ((128, 16 * K), (K, 64 * K)):
-        lengths = documents(rng, tokens, max(1, low // shrink), high // shrink)
+        lengths = documents(rng, MASK_TOKENS // shrink, max(1, low // shrink), high // shrink)
         label = f"{len(lengths)} documents of {short(low // shrink)}-{short(high // shrink)}"
         cases.append(Case("masks", label, lengths, 32, 8, 128, CAUSAL, packed=True))
+    return cases
+
+
+def _windows(shrink: int) -> list[Case]:
+    """Sliding windows of 4k and of 1k tokens."""
+    cases = []
     for left in (4 * K, K):
         window = (left // shrink, 0)
         label = f"window {left // shrink}"
-        cases.append(Case("masks", label, (tokens,), 32, 8, 128, window))
-    for case in cases:
-        yield case
-        yield causal_of_equal_flops(case)
+        cases.append(Case("masks", label, (MASK_TOKENS // shrink,), 32, 8, 128, window))
+    return cases
 
 
 def scores(shrink: int) -> Iterable[Case]:
@@ -134,14 +144,16 @@ def ablation(shrink: int) -> Iterable[Case]:
 
 
 def quantised(set_name: str, shrink: int) -> Iterable[Case]:
-    """16k tokens, hidden size 2048, scores of 1 and 4 nats; packed documents and a window."""
+    """16k tokens, hidden size 2048, scores of 1 and 4 nats; documents of 1k to 64k and a window of
+    4k, each followed by a causal sequence of equal FLOPs."""
     for d in HEAD_DIMS:
         for window in (FULL, CAUSAL):
             for name in (None, "sigma 4"):
                 case = dense(set_name, 1, 16 * K // shrink, (2048 // d, 2048 // d), d, window)
                 yield replace(case, label=name or case.label, scores=name)
-    for case in list(masks(shrink))[2:6]:  # documents of 1k to 64k, the window of 4k
+    for case in (*_documents(shrink)[1:], *_windows(shrink)[:1]):
         yield replace(case, set=set_name)
+        yield replace(causal_of_equal_flops(case), set=set_name)
 
 
 SETS: dict[str, Callable[[int], Iterable[Case]]] = {

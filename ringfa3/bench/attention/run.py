@@ -17,16 +17,16 @@ from ringfa3.bench.attention.cases import (
     FP8,
     INT8,
     MERGE,
+    OWN_IMPLEMENTATIONS,
     PEERS,
     SCORES,
-    SELF_COMPARISONS,
     select,
 )
 from ringfa3.bench.attention.errors import add_errors
 from ringfa3.bench.attention.fa4 import flash_attention_4
 from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
 from ringfa3.bench.attention.plot import attention_figures
-from ringfa3.bench.attention.quantised import QuantisedForward
+from ringfa3.bench.attention.quantised import QuantisedRingFA3
 from ringfa3.bench.attention.sdpa import Sdpa
 from ringfa3.bench.attention.table import attention_line, attention_lines, attention_tables
 from ringfa3.bench.common import machine
@@ -142,10 +142,10 @@ def _implementations(
     for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
         if given is not None and option not in options.peers:
             raise BenchError(f"--{option} was given, but --peers leaves {option} out")
-    if own := [name for name in options.sets if name in SELF_COMPARISONS]:
+    if own := [name for name in options.sets if name in OWN_IMPLEMENTATIONS]:
         if len(options.sets) > 1:
             raise BenchError(f"--set {own[0]} has implementations of its own: it stands alone")
-        return _of_self_comparison(own[0], device, options)
+        return _with_own_implementations(own[0], device, options)
     if device.type == "cpu":
         for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
             if given is not None:
@@ -184,10 +184,10 @@ def _flash_attentions(
     return found, missing
 
 
-def _of_self_comparison(
+def _with_own_implementations(
     name: str, device: torch.device, options: Options
 ) -> tuple[list[Implementation], list[str]]:
-    """As `_implementations`, for a set of `SELF_COMPARISONS`."""
+    """As `_implementations`, for a set of `OWN_IMPLEMENTATIONS`."""
     smoke = device.type == "cpu"
     for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
         if given is not None and (smoke or name in (ABLATION, MERGE)):
@@ -200,7 +200,7 @@ def _of_self_comparison(
         return [turns, RingFA3(), *found], missing
     if name in (FP8, INT8):
         found, missing = ([], []) if smoke else _flash_attentions(options)
-        quantised = QuantisedForward(name), QuantisedForward(name, whole=True)
+        quantised = QuantisedRingFA3(name), QuantisedRingFA3(name, whole=True)
         return [*quantised, RingFA3(), *found], missing
     if name == ABLATION:
         if not ablation_folder().is_dir():
@@ -238,7 +238,7 @@ def planned_rows(
             (case, direction)
             for case in cases
             if case.head_dim not in without
-            and SELF_COMPARISONS.get(case.set, direction) == direction
+            and OWN_IMPLEMENTATIONS.get(case.set, direction) == direction
         ]
     left_out = [
         f"{direction} at head dim {', '.join(map(str, dims))}: {reason}, "

@@ -86,12 +86,18 @@ class AccuracyCheck:
         return zip(results, self.reference, strict=True)
 
     def errors(
-        self, results: Outputs, leniency: float = 1.0, rows: torch.Tensor | None = None
+        self,
+        results: Outputs,
+        leniency: float = 1.0,
+        rows: torch.Tensor | None = None,
+        rms: float | None = None,
     ) -> dict[str, float]:
         """max|result - reference| over all parts, by output.
 
         rows: the problem's tokens that `results` has; None: all.
-        Raises WrongResultError where an error is above `leniency` times its bound.
+        rms: the most that the rms of an output's errors may be, over that of the reference.
+        Raises WrongResultError where an error is above `leniency` times its bound; with `rms`,
+        where that of the errors in a part is above it.
         """
         errors = dict.fromkeys(self.bound, 0.0)
         for part, reference in zip(self.parts, self.reference, strict=True):
@@ -103,9 +109,12 @@ class AccuracyCheck:
                     (of_result,) = torch.nonzero(inside, as_tuple=True)
                     of_reference = rows[of_result] - part.begin
                 result = part.heads_of(name, results[name])[of_result]
-                error = _distance(result, reference[name][of_reference])
-                errors[name] = _larger(errors[name], error)
-        self._require(errors, leniency, "is off by {:.2e} from float64")
+                exact = reference[name][of_reference]
+                errors[name] = _larger(errors[name], _distance(result, exact))
+                if rms is not None:
+                    _require_rms(name, result, exact, rms)
+        if rms is None:
+            self._require(errors, leniency, "is off by {:.2e} from float64")
         return errors
 
     def differences(
@@ -113,15 +122,21 @@ class AccuracyCheck:
         ours: Outputs,
         theirs: Outputs,
         rows: torch.Tensor | None = None,
-        leniency: float = 1.0,
+        rms: float | None = None,
     ) -> dict[str, float]:
         """max|ours - theirs| of whole outputs; `theirs` has the tokens `rows`.
 
-        Raises WrongResultError where one is above `leniency` times the sum of both bounds.
+        Raises WrongResultError where one is above the sum of both bounds; with `rms`, where that of
+        the differences of a head is above so much of theirs.
         """
         here = ours if rows is None else {name: x[rows] for name, x in ours.items()}
         differences = {name: _distance(here[name], theirs[name]) for name in self.bound}
-        self._require(differences, leniency * (1 + PEER_LENIENCY), "of the two differs by {:.2e}")
+        if rms is None:
+            self._require(differences, 1 + PEER_LENIENCY, "of the two differs by {:.2e}")
+        else:
+            for name, x in here.items():
+                for head in range(x.shape[1]):
+                    _require_rms(name, x[:, head], theirs[name][:, head], rms)
         return differences
 
     def _require(self, errors: dict[str, float], times: float, message: str) -> None:
@@ -228,6 +243,13 @@ def _attend(
         hidden |= distance > right
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
     return torch.einsum("gmn,nd->mgd", p, v)
+
+
+def _require_rms(name: str, x: torch.Tensor, exact: torch.Tensor, most: float) -> None:
+    """Raises WrongResultError where rms(x - exact) is not at most `most` times rms(exact)."""
+    share = ((x.float() - exact.float()).norm() / exact.float().norm()).item()
+    if not share <= most:  # also for NaN
+        raise WrongResultError(f"{name} has an rms error of {share:.1%}, allowed {most:.0%}")
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -142,8 +142,8 @@ def _compare(
         if theirs.outputs is None:
             return _timed(problem, ours, theirs, pairs, stopwatch)
         errors = _errors(check, theirs, stopwatch.comm, PEER_LENIENCY)
-        leniency = max(whole.leniency, theirs.leniency)
-        differences = check.differences(whole.results(), theirs.results(), theirs.rows, leniency)
+        rms = whole.rms or theirs.rms
+        differences = check.differences(whole.results(), theirs.results(), theirs.rows, rms)
         found = _timed(problem, ours, theirs, pairs, stopwatch) if pairs else Comparison()
         found.errors, found.differences = errors, differences
         return found
@@ -179,8 +179,7 @@ def _errors(
     check: AccuracyCheck, prepared: PreparedRun, comm: Communicator, leniency: float = 1.0
 ) -> dict[str, float]:
     """The errors of a run, by output, each from the rank where it is largest."""
-    leniency *= prepared.leniency
-    errors = check.errors(prepared.results(), leniency, prepared.rows)
+    errors = check.errors(prepared.results(), leniency, prepared.rows, prepared.rms)
     return dict(zip(errors, comm.maximum(list(errors.values())), strict=True))
 
 

@@ -72,7 +72,8 @@ class PreparedRun:
              problem
     rows     (n,) the problem's tokens that `outputs` has, in order; None: all of them
     flops    of `run`, where they differ from the problem's
-    leniency times the bound for its errors
+    rms      what the rms of its errors may be, over that of the reference; None: the bound of
+             `AccuracyCheck` counts
     close    releases what `prepare` has acquired
     """
 
@@ -80,7 +81,7 @@ class PreparedRun:
     outputs: Callable[[Any], Outputs] | None
     rows: torch.Tensor | None = None
     flops: int | None = None
-    leniency: float = 1.0
+    rms: float | None = None
     close: Callable[[], None] = lambda: None
 
     def results(self) -> Outputs:

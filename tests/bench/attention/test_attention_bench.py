@@ -274,12 +274,13 @@ def test_sets_on_the_cpu_from_end_to_end(
     assert bool(notes) is (name == "deterministic")
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_outputs_in_8_bits_are_timed_if_they_are_right(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    """The int8 kernel alone, with quantisation and beside bfloat16; with half of every output."""
-    names = ["RingFA3 int8", "RingFA3 int8 with quantisation", "RingFA3"]
-    arguments = ("--device", "cpu", "--set", "int8", "--direction", "fwd", "-q", "--out")
+    """The kernel alone, with quantisation and beside bfloat16; with 1.25 times every output."""
+    names = [f"RingFA3 {precision}", f"RingFA3 {precision} with quantisation", "RingFA3"]
+    arguments = ("--device", "cpu", "--set", precision, "--direction", "fwd", "-q", "--out")
     assert run(*arguments, tmp_path / "right") == 0
     for row in Results.load(tmp_path / "right" / "results.json").rows:
         assert (row.implementations, row.stopped) == (names, None)
@@ -288,10 +289,10 @@ def test_outputs_in_8_bits_are_timed_if_they_are_right(
 
     def wrong(*args: Any, **more: Any) -> None:
         attend(*args, **more)
-        args[4].mul_(0.5)
+        args[4].mul_(1.25)
 
     monkeypatch.setattr(quantised_reference, "attend", wrong)
     assert run(*arguments, tmp_path / "wrong") == 1
     for row in Results.load(tmp_path / "wrong" / "results.json").rows:
         assert row.stopped is not None
-        assert row.stopped.startswith("wrong: out is off by")
+        assert row.stopped.startswith("wrong: out has an rms error of 2")
