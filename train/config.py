@@ -127,6 +127,11 @@ class DataConfig:
     cache_dir: str = "~/.cache/ringfa3/data"
     verify: bool = True
 
+    def longest_document(self) -> int:
+        """Tokens of the longest document in a sample: what a model is trained to see."""
+        whole = self.seq_len if self.piece_len is None else self.piece_len
+        return whole if self.document_mask else self.seq_len
+
 
 @dataclass
 class OptimConfig:

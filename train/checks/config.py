@@ -99,6 +99,8 @@ MINIMUM = {
     "estimate.gpus": 1,
     "estimate.gpus_per_host": 1,
     "estimate.document": 1,
+    "hardware.context_gb": 0,
+    "hardware.elementwise_bytes": 0,
     "export.shard_bytes": 1,
     "needle.trials": 1,
     "needle.digits": 1,
@@ -258,9 +260,10 @@ def _check_optim(config: Config) -> None:
             f"{optim.schedule}; nearest valid: optim.decay_steps=null (or optim.schedule=wsd)"
         )
     if decay is not None and decay > room:
+        best = f"optim.decay_steps={room}" if room else "optim.decay_steps=null"
         raise ConfigError(
             f"optim.decay_steps={decay} exceeds the {room} steps that optim.warmup_steps leaves of "
-            f"train.steps={config.train.steps}; nearest valid: optim.decay_steps={max(1, room)}"
+            f"train.steps={config.train.steps}; nearest valid: {best}"
         )
 
 
@@ -273,6 +276,11 @@ def _check_data(data: DataConfig) -> None:
         raise ConfigError(
             f"data.piece_len={data.piece_len} exceeds data.seq_len={data.seq_len}; "
             f"nearest valid: data.piece_len={data.seq_len}"
+        )
+    if data.packing == "best_fit" and not data.document_mask:
+        raise ConfigError(
+            "data.packing=best_fit keeps documents apart, which data.document_mask=false joins; "
+            "nearest valid: data.packing=stream (or data.document_mask=true)"
         )
     _check_paths(data)
     if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():

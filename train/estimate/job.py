@@ -12,7 +12,7 @@ from train.config import Config, ConfigError, ModelConfig
 
 COVERED = (
     "predictions cover bfloat16 on GPUs under engine=ddp and engine=fsdp2, with train.compile=none "
-    "and rings over the NVLink of a host"
+    "data.packing=stream, layers without windows, and rings over the NVLink of a host"
 )
 STATISTIC_DIMS = (64, 128, 256)  # head dims of the kernels
 
@@ -103,5 +103,6 @@ def parameters(model: ModelConfig, rows: int) -> tuple[int, int, int]:
     head_dim = model.resolved_head_dim()
     attention = model.dim * head_dim * 2 * (model.n_heads + model.n_kv_heads)
     gains = 2 * model.dim + (2 * head_dim if model.qk_norm else 0)
-    block = attention + 3 * model.dim * model.ffn_dim + gains
+    biases = head_dim * (model.n_heads + 2 * model.n_kv_heads) if model.qkv_bias else 0
+    block = attention + biases + 3 * model.dim * model.ffn_dim + gains
     return block, rows * model.dim, 0 if model.tied_embeddings else rows * model.dim

@@ -35,9 +35,10 @@ def _check_model(config: Config, there: dict[str, Any]) -> None:
     here = dataclasses.asdict(config.model) | {"head_dim": config.model.resolved_head_dim()}
     for key, value in there.items():
         if key not in OF_THE_RUN and here[key] != value:
+            valid = "null" if value is None else value
             raise ConfigError(
                 f"model.{key}={here[key]} differs from {config.checkpoint.init_from}; nearest "
-                f"valid: model.{key}={value} (or model=inherit, which takes the model from there)"
+                f"valid: model.{key}={valid} (or model=inherit, which takes the model from there)"
             )
 
 

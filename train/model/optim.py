@@ -43,7 +43,7 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
         return optim.lr * (step + 1) / optim.warmup_steps
     first = optim.warmup_steps
     if optim.schedule == "wsd":
-        first = steps - (optim.decay_steps or max(1, steps // 10))
+        first = max(first, steps - (optim.decay_steps or max(1, steps // 10)))
     done = max(0, step - first) / max(1, steps - first)
     left = (1 + math.cos(math.pi * done)) / 2 if optim.schedule == "cosine" else 1 - done
     return optim.lr * (optim.final_lr_ratio + (1 - optim.final_lr_ratio) * left)

@@ -57,8 +57,9 @@ def run(config: Config) -> NoReturn:
         bos = bos_id(tokenizer, config.data.bos_token)
         haystack = Haystack(documents, tokenizer, bos, config.needle)
         trials = all_trials(config.needle)
-        for shortest in {trial.task: trial for trial in reversed(trials)}.values():
-            haystack.sample(shortest)  # may raise, before groups are made
+        for trial in trials:
+            if trial.length == min(config.needle.lengths):
+                haystack.sample(trial)  # may raise, before groups are made
         parallel = join(config.parallel, device)
         plain = json.dumps(dataclasses.asdict(config))
         digest = hashlib.sha256(f"{plain} {text}".encode()).hexdigest()[:12]

@@ -28,7 +28,7 @@ from train.run.run_config import read_config
 from train.run.run_folder import RunFolder, write_atomically
 from train.tasks.evaluate import Evaluation, evaluate
 from train.tasks.load_model import load_model, read_tokenizer
-from train.tasks.text_loss import read_text, summary_of
+from train.tasks.text_loss import read_text, require_own_text, summary_of
 
 
 def run(config: Config) -> NoReturn:
@@ -49,6 +49,8 @@ def run(config: Config) -> NoReturn:
         require_agreement(parallel, {"configuration or text": digest})
         console = Console(quiet=rank != 0, markup=False, highlight=False)
         loaded = load_model(config, folder, parallel, config.rope.checkpoint, console.print)
+        if config.eval.path is None:
+            require_own_text(config, text, loaded.checkpoint)
         results = {}
         for label, rope in settings.items():
             set_rope(loaded.model.transformer, rope)
@@ -70,7 +72,7 @@ def settings_of(config: Config, trained: Config) -> dict[str, RopeConfig]:
     settings that the run was trained with.
     """
     own = config.model.rope
-    length = trained.data.piece_len or trained.data.seq_len
+    length = trained.data.longest_document()
     found = {"as it is": own}
     for kind in config.rope.types:
         for factor in config.rope.factors:

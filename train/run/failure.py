@@ -117,7 +117,8 @@ def memory_advice(config: Config) -> str:
     if memory.mlp_chunk is None or memory.mlp_chunk > 16384:
         ways.append("memory.mlp_chunk=16384")
     most = "all" if ring and memory.recompute != "full" else "residual"
-    if memory.offload not in (most, "all") and config.model.n_layers > 1:
+    can_offload = config.model.n_layers > 1 and config.train.compile == "none"
+    if memory.offload not in (most, "all") and can_offload:
         ways.append(f"memory.offload={most}")
     elif memory.recompute == "attention-saving" and memory.offload == "none":
         ways.append("memory.recompute=full")

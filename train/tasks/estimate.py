@@ -50,10 +50,7 @@ def before_run(config: Config, corpus: Corpus, device: torch.device) -> Predicti
     None if there is none; rank 0 then prints why. Raises ``ConfigError`` if the run does not fit.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    data = config.data
-    samples = training_samples(
-        corpus.train, data.seq_len, data.piece_len, config.train.seed, data.document_mask
-    )
+    samples = training_samples(corpus.train, config.data, config.train.seed)
     rows = config.model.rows(corpus.tokenizer.get_vocab_size())
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     job = Job(config, world, per_host, rows, samples[0].cu_seqlens)
@@ -161,8 +158,7 @@ def _rows(config: Config) -> int:
 def _documents(config: Config) -> list[int]:
     """Bounds of the documents of a sample, all of ``estimate.document`` tokens but the last."""
     data = config.data
-    usual = data.piece_len if data.document_mask else None
-    length = config.estimate.document or usual or data.seq_len
+    length = config.estimate.document or data.longest_document()
     bounds = [*range(0, data.seq_len, length), data.seq_len]
     assert all(start < stop for start, stop in pairwise(bounds))
     return bounds

@@ -23,7 +23,8 @@ class Evaluation:
     """Totals over all ranks; ``bucket_losses`` and ``bucket_tokens`` split them by position.
 
     ``nats_per_byte_by_source`` maps the name of each source to the result on its documents.
-    ``last_loss`` is the sum over the ``last_tokens`` predicted tokens at the end of full windows.
+    ``last_loss`` is the sum over the ``last_tokens`` predicted tokens at the last positions below
+    that of a full window.
     """
 
     n_bytes: int

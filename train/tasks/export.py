@@ -89,7 +89,7 @@ def _write_settings(folder: Path, config: Config, rows: int, tokenizer: Tokenize
 
     Without them no token ends a text, because none does in training.
     """
-    length = config.data.piece_len or config.data.seq_len
+    length = config.data.longest_document()
     path, name = folder / CONFIG, config.data.bos_token
     ends: dict[str, Any] = {"bos_token_id": bos_id(tokenizer, name)}
     ends |= {"eos_token_id": None, "pad_token_id": None}

@@ -107,7 +107,8 @@ class Trainer:
             self.recorder.event(self.state.step, text)
 
     def close(self) -> None:
-        """Close the files of the run."""
+        """Close the files of the run; observe its ops no longer."""
+        observe(None)
         if self.recorder is not None:
             self.recorder.close()
 

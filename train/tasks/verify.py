@@ -28,6 +28,7 @@ from train.data.samples import IGNORED
 from train.data.shards import Corpus, open_corpus
 from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout, choose_device, join, shutdown, sum_over_ranks
+from train.model.window import widest
 from train.run.affinity import set_affinity
 from train.run.failure import explain, is_out_of_memory
 
@@ -165,7 +166,8 @@ def take_step(
     batches = []
     for number in range(config.train.accumulation_over(given.dp)):
         sample = samples[number * given.dp + given.dp_rank]
-        batch = make_batch(sample, parallel.cp_group, config.parallel.layout)
+        place = (parallel.cp_group, config.parallel.layout, widest(config.model))
+        batch = make_batch(sample, *place)
         if parallel.cp < given.cp and not first:
             batch = without_labels(batch)
         batches.append(batch.to(parallel.device))

@@ -190,6 +190,10 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"mode": "rope", "rope.factors": [1.0]}, "rope.factors=[1.0]: 1.0 must be above 1"),
         ({"mode": "needle", "needle.trials": 0}, "nearest valid: needle.trials=1"),
         ({"model.windows": []}, "nearest valid: model.windows=['full']"),
+        (
+            {"data.packing": "best_fit", "data.document_mask": False},
+            "nearest valid: data.packing=stream",
+        ),
         ({"model.windows": [8] * 5}, "nearest valid: model.windows=[8, 8, 8, 8]"),
         ({"model.windows": [8, 0]}, "0 must be a number of keys, at least 1, or full"),
         ({"model.windows": [8, "ful"]}, "ful must be a number of keys, at least 1, or full"),

@@ -166,6 +166,8 @@ def test_what_does_not_fit_is_refused_unless_it_is_forced():
         ("train.deterministic", True, "train.deterministic=true"),
         ("train.precision", "float32", "train.precision=float32"),
         ("model.attention_precision", "fp8", "model.attention_precision=fp8"),
+        ("model.windows", [64, "full"], r"model.windows=\[64, 'full'\]"),
+        ("data.packing", "best_fit", "data.packing=best_fit"),
         ("parallel.transport", "nccl", "parallel.transport=nccl"),
         ("parallel.device", "cpu", "parallel.device=cpu"),
         ("model.head_dim", 96, "a head dim of 96"),
