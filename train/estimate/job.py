@@ -57,17 +57,17 @@ class Job:
         return self.gpus // self.config.parallel.cp
 
     @property
-    def hosts_ranks(self) -> int:
+    def ranks_per_host(self) -> int:
         """Ranks of a host."""
         return min(self.gpus, self.per_host)
 
     @property
     def sharded_over(self) -> int:
-        """Ranks among which a weight is cut."""
+        """Ranks that share a weight."""
         engine = self.config.engine
         if engine.name == "ddp":
             return 1
-        return self.gpus if engine.shard == "all" else self.hosts_ranks
+        return self.gpus if engine.shard == "all" else self.ranks_per_host
 
     def require_predictable(self) -> None:
         """Raise ``UnpredictableError`` for the first option that no prediction covers."""
@@ -88,9 +88,8 @@ class Job:
             f"parallel.transport={config.parallel.transport}": (
                 cp > 1 and config.parallel.transport not in ("auto", "symmetric")
             ),
-            f"parallel.cp={cp} on hosts of {self.per_host} GPUs": (
-                cp > self.per_host or self.per_host % cp > 0
-            ),
+            f"parallel.cp={cp} on hosts of {self.ranks_per_host} GPUs": self.ranks_per_host % cp
+            > 0,
             f"a head dim of {head_dim}": head_dim not in STATISTIC_DIMS,
         }
         for option, is_refused in refused.items():

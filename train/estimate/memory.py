@@ -74,9 +74,9 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     if memory.recompute == "full":
         parts["attention's (O, LSE)"] = 0
     host = {
-        "offloaded activations": moved * memory.offloaded(layers) * job.hosts_ranks,
+        "offloaded activations": moved * memory.offloaded(layers) * job.ranks_per_host,
         # A checkpoint copies a rank's part of weights and moments to pinned memory.
-        "checkpoints": 3 * FULL * total * job.hosts_ranks // ranks,
+        "checkpoints": 3 * FULL * total * job.ranks_per_host // ranks,
     }
     return MemoryEstimate(parts, _phases(job, block, embedding), host)
 

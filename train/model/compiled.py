@@ -1,7 +1,8 @@
 """``train.compile=block``: a block as graphs of ``torch.compile``, with attention as one node.
 
 A block of a step has one graph forward and one backward, which all blocks share. They are compiled
-in the first step, and once more in the second, whose plan is another; later plans need no new ones.
+in the first step, once more where the plan is another, and once more where the number of tokens is
+another: then for any number but 0 and 1, which have graphs of their own.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def inherited_model(init_from: str | None) -> ModelConfig:
         return ModelConfig(**{**there, "rope": RopeConfig(**there["rope"])})
     path = Path(init_from).expanduser()
     if (path / CONFIG).is_file():
+        if "model_type" in json.loads((path / CONFIG).read_text()):
+            raise ConfigError(
+                f"checkpoint.init_from={init_from} is a folder of Hugging Face's; nearest valid: "
+                f"checkpoint.init_from=hf:{init_from}"
+            )
         return read_config(path / CONFIG).model
     try:
         return from_plain(read_manifest(path).facts["settings"]).model

@@ -72,7 +72,7 @@ def errors_of(prediction: Prediction, seconds: float, device_memory: int, offloa
     rows = [("device memory", prediction.memory.device / 1e9, device_memory / 1e9, "GB")]
     if prediction.time is not None:
         rows.append(("step", prediction.time.total, seconds, "s"))
-    expected = prediction.memory.host["offloaded activations"] / prediction.job.hosts_ranks
+    expected = prediction.memory.host["offloaded activations"] / prediction.job.ranks_per_host
     if expected:
         rows.append(("offloaded activations of a rank", expected / 1e9, offloaded / 1e9, "GB"))
     texts = [
