@@ -88,8 +88,9 @@ class Job:
             f"parallel.transport={config.parallel.transport}": (
                 cp > 1 and config.parallel.transport not in ("auto", "symmetric")
             ),
-            f"parallel.cp={cp} on hosts of {self.ranks_per_host} GPUs": self.ranks_per_host % cp
-            > 0,
+            f"parallel.cp={cp} on hosts of {self.ranks_per_host} GPUs": bool(
+                self.ranks_per_host % cp
+            ),
             f"a head dim of {head_dim}": head_dim not in STATISTIC_DIMS,
         }
         for option, is_refused in refused.items():
