@@ -110,11 +110,19 @@ def _destroy_groups(permanent: list[str]) -> None:
 
 
 def _once(
-    rank: int, world: int, port: int, timeout: float, hosts: bool, pipe: Connection, job: bytes
+    rank: int,
+    world: int,
+    port: int,
+    timeout: float,
+    hosts: bool,
+    limit: float,
+    pipe: Connection,
+    job: bytes,
 ) -> None:
     """The main function of a disposable process: runs one job, then stays alive.
 
-    Its peers therefore see no closed connection.
+    Its peers therefore see no closed connection. Its stack is printed only when it is about to be
+    killed: to print it can crash a process that runs.
     """
     try:
         _warm_up()
@@ -122,7 +130,7 @@ def _once(
         pipe.recv_bytes()
         _init_process_group(rank, world, port, timeout, hosts)
         function, args = pickle.loads(job)
-        faulthandler.dump_traceback_later(15)
+        faulthandler.dump_traceback_later(max(limit - 5, 1))
         pipe.send_bytes(_call(function, dist.group.WORLD, *args))
         faulthandler.cancel_dump_traceback_later()
         pipe.recv_bytes()
@@ -225,7 +233,9 @@ def sacrifice(
         for rank in range(world):
             ours, theirs = SERVER.Pipe()
             process = SERVER.Process(
-                target=_once, args=(rank, world, port, timeout, hosts, theirs, job), daemon=True
+                target=_once,
+                args=(rank, world, port, timeout, hosts, limit, theirs, job),
+                daemon=True,
             )
             process.start()
             theirs.close()
