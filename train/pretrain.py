@@ -213,7 +213,7 @@ def main() -> None:
 
             generate.run(config)
         elif config.mode == "eval":
-            from train.tasks import text_loss
+            from train.probes import text_loss
 
             text_loss.run(config)
         elif config.mode == "estimate":

@@ -32,7 +32,8 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         *("ringfa3", "torch._dynamo", "pytest", "hypothesis", "hydra.main", "matplotlib.figure"),
-        *(f"train.tasks.{name}" for name in ("generate", "text_loss", "train", "verify")),
+        *(f"train.tasks.{name}" for name in ("generate", "train", "verify")),
+        "train.probes.text_loss",
     ]
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from train.checks.model import ROPE_TYPES
 from train.config import Config, ConfigError, NeedleConfig, nearest
 
-TASKS = ("single", "multi_key", "variable")  # of train.probes.haystack, which imports numpy
+TASKS = ("single", "multi_key", "variable")
 
 
 def check_needle(needle: NeedleConfig) -> None:

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from train.checks.evaluation import TASKS
 from train.config import ConfigError, NeedleConfig
 from train.data.documents import Documents
 from train.data.samples import IGNORED, Sample
 from train.data.tokenizer import encode
 
 LETTERS = list("BCDFGHJKLMNPQRSTVWXZ")
-TASKS = ("single", "multi_key", "variable")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Haystack:
             raise ConfigError(
                 "mode=needle: the text has no tokens; give another with eval.path=..."
             )
+        self.text_tokens = len(text)
         self.text = np.resize(text, max(len(text), 4 * longest))  # repeats a short text
 
     def sample(self, trial: Trial) -> Sample:

@@ -6,76 +6,47 @@ probable token is the right one.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from train.config import Config, ConfigError
+from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
+from train.data.documents import Documents
 from train.data.samples import IGNORED
 from train.data.tokenizer import bos_id
-from train.engine.parallel import (
-    ParallelLayout,
-    choose_device,
-    join,
-    require_agreement,
-    shutdown,
-    sum_over_ranks,
-)
+from train.engine.parallel import ParallelLayout, sum_over_ranks
 from train.log.plots import plot_needle
 from train.model.window import widest
 from train.probes.haystack import Haystack, Trial, all_trials
-from train.run.affinity import set_affinity
-from train.run.failure import FailureReport
-from train.run.run_folder import RunFolder, write_atomically
-from train.tasks.load_model import load_model, read_tokenizer
-from train.tasks.text_loss import read_text
+from train.probes.measure import Subject, draw, run_probe
+from train.run.run_folder import write_atomically
 
 
 def run(config: Config) -> NoReturn:
-    """Run all trials, write ``needle.json`` and ``.png``, print a table, and end the process.
+    """Run all trials, write ``needle.json`` and ``.png``, print a table, end as ``run_probe``."""
 
-    ``ConfigError`` passes through. Any other failure is reported in one line with the rank.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    folder, report, parallel = RunFolder(config), FailureReport(rank, sys.stderr), None
-    try:
-        device = choose_device(config)
-        set_affinity(config.parallel, device)
-        tokenizer = read_tokenizer(folder)
-        documents, text = read_text(config, tokenizer)
+    def prepare(documents: Documents, tokenizer: Tokenizer) -> Haystack:
         bos = bos_id(tokenizer, config.data.bos_token)
         haystack = Haystack(documents, tokenizer, bos, config.needle)
-        trials = all_trials(config.needle)
-        for trial in trials:
+        for trial in all_trials(config.needle):
             if trial.length == min(config.needle.lengths):
-                haystack.sample(trial)  # may raise, before groups are made
-        parallel = join(config.parallel, device)
-        plain = json.dumps(dataclasses.asdict(config))
-        digest = hashlib.sha256(f"{plain} {text}".encode()).hexdigest()[:12]
-        require_agreement(parallel, {"configuration or text": digest})
-        console = Console(quiet=rank != 0, markup=False, highlight=False)
-        loaded = load_model(config, folder, parallel, config.needle.checkpoint, console.print)
-        matches = find(loaded.model.hits, haystack, trials, config, parallel)
-        if rank == 0:
-            cells = cells_of(trials, matches)
-            _report(cells, loaded.checkpoint, folder, console)
-        shutdown(parallel, 0)
-    except ConfigError:
-        raise
-    except Exception as error:  # the outermost frame: every error must name its rank
-        report.report(error, folder.log(rank), config)
-    shutdown(parallel, 1)
+                haystack.sample(trial)  # raises if it does not fit
+        return haystack
+
+    run_probe(config, config.needle.checkpoint, prepare, _measure)
+
+
+def _measure(subject: Subject, haystack: Haystack) -> None:
+    trials, model = all_trials(subject.config.needle), subject.loaded.model
+    matches = find(model.hits, haystack, trials, subject.config, subject.parallel)
+    if subject.parallel.rank == 0:
+        _report(subject, cells_of(trials, matches), haystack)
 
 
 def find(
@@ -117,11 +88,14 @@ def cells_of(trials: list[Trial], matches: list[bool]) -> list[dict[str, Any]]:
     ]
 
 
-def _report(
-    cells: list[dict[str, Any]], checkpoint: Path, folder: RunFolder, console: Console
-) -> None:
-    path, plot = (folder.path / f"needle.{kind}" for kind in ("json", "png"))
-    result = {"checkpoint": str(checkpoint), "cells": cells}
+def _report(subject: Subject, cells: list[dict[str, Any]], haystack: Haystack) -> None:
+    console = subject.console
+    path, plot = (subject.folder.path / f"needle.{kind}" for kind in ("json", "png"))
+    result = {
+        "checkpoint": str(subject.loaded.checkpoint),
+        "text_tokens": haystack.text_tokens,
+        "cells": cells,
+    }
     write_atomically(path, json.dumps(result, indent=1) + "\n")
     lengths = sorted({cell["length"] for cell in cells})
     table = Table("task", "depth", *(f"{length:,}" for length in lengths), title="matches")
@@ -132,8 +106,11 @@ def _report(
     for (task, depth), row in rows.items():
         table.add_row(task, f"{depth:g}", *(row[length] for length in lengths))
     console.print(table)
-    try:
-        plot_needle(plot, cells)
-    except ModuleNotFoundError as error:
-        console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
+    if haystack.text_tokens < len(haystack.text):
+        console.print(
+            f"the running text has {haystack.text_tokens:,} tokens and is repeated; name a longer "
+            "one with eval.path=...",
+            soft_wrap=True,
+        )
+    draw(lambda: plot_needle(plot, cells), console)
     console.print(f"written to {path}", soft_wrap=True)

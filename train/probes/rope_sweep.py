@@ -7,62 +7,45 @@ The weights stay; frequencies and the attention factor change. Text beyond the r
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
-import sys
 from typing import NoReturn
 
-from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
 
-from train.config import Config, ConfigError, RopeConfig
+from train.config import Config, RopeConfig
+from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
-from train.engine.parallel import choose_device, join, require_agreement, shutdown
 from train.log.plots import plot_losses
 from train.model.rope import attention_factor, rope_frequencies
 from train.model.transformer import Transformer
-from train.run.affinity import set_affinity
-from train.run.failure import FailureReport
+from train.probes.measure import Subject, draw, run_probe
+from train.probes.text_loss import summary_of
 from train.run.run_config import read_config
 from train.run.run_folder import RunFolder, write_atomically
 from train.tasks.evaluate import Evaluation, evaluate
-from train.tasks.load_model import load_model, read_tokenizer
-from train.tasks.text_loss import read_text, require_own_text, summary_of
 
 
 def run(config: Config) -> NoReturn:
-    """Evaluate every setting, write ``rope.json`` and ``.png``, print a table, and end the process.
-
-    ``ConfigError`` passes through. Any other failure is reported in one line with the rank.
+    """Evaluate every setting, write ``rope.json`` and ``.png``, print a table, and end as
+    ``run_probe``.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    folder, report, parallel = RunFolder(config), FailureReport(rank, sys.stderr), None
-    try:
-        device = choose_device(config)
-        set_affinity(config.parallel, device)
-        settings = settings_of(config, read_config(folder.config))
-        documents, text = read_text(config, read_tokenizer(folder))
-        parallel = join(config.parallel, device)
-        plain = json.dumps(dataclasses.asdict(config))
-        digest = hashlib.sha256(f"{plain} {text}".encode()).hexdigest()[:12]
-        require_agreement(parallel, {"configuration or text": digest})
-        console = Console(quiet=rank != 0, markup=False, highlight=False)
-        loaded = load_model(config, folder, parallel, config.rope.checkpoint, console.print)
-        if config.eval.path is None:
-            require_own_text(config, text, loaded.checkpoint)
-        results = {}
-        for label, rope in settings.items():
-            set_rope(loaded.model.transformer, rope)
-            results[label] = evaluate(loaded.model, documents, config, parallel, config.eval.bytes)
-        if rank == 0:
-            _report(results, settings, folder, console)
-        shutdown(parallel, 0)
-    except ConfigError:
-        raise
-    except Exception as error:  # the outermost frame: every error must name its rank
-        report.report(error, folder.log(rank), config)
-    shutdown(parallel, 1)
+
+    def prepare(documents: Documents, _: Tokenizer) -> tuple[Documents, dict[str, RopeConfig]]:
+        return documents, settings_of(config, read_config(RunFolder(config).config))
+
+    run_probe(config, config.rope.checkpoint, prepare, _measure)
+
+
+def _measure(subject: Subject, prepared: tuple[Documents, dict[str, RopeConfig]]) -> None:
+    config, parallel, model = subject.config, subject.parallel, subject.loaded.model
+    documents, settings = prepared
+    results = {}
+    for label, rope in settings.items():
+        set_rope(model.transformer, rope)
+        results[label] = evaluate(model, documents, config, parallel, config.eval.bytes)
+    if parallel.rank == 0:
+        _report(subject, results, settings)
 
 
 def settings_of(config: Config, trained: Config) -> dict[str, RopeConfig]:
@@ -90,12 +73,10 @@ def set_rope(transformer: Transformer, rope: RopeConfig) -> None:
 
 
 def _report(
-    results: dict[str, Evaluation],
-    settings: dict[str, RopeConfig],
-    folder: RunFolder,
-    console: Console,
+    subject: Subject, results: dict[str, Evaluation], settings: dict[str, RopeConfig]
 ) -> None:
-    path, plot = (folder.path / f"rope.{kind}" for kind in ("json", "png"))
+    console = subject.console
+    path, plot = (subject.folder.path / f"rope.{kind}" for kind in ("json", "png"))
     rows = [
         {"label": label, "rope": dataclasses.asdict(settings[label]), **summary_of(result)}
         for label, result in results.items()
@@ -108,8 +89,6 @@ def _report(
         losses = (f"{result.loss_by_bucket[bucket]:.3f}" for bucket in filled)
         table.add_row(label, f"{result.nats_per_byte:.4f}", *losses)
     console.print(table)
-    try:
-        plot_losses(plot, {label: result.loss_by_bucket for label, result in results.items()})
-    except ModuleNotFoundError as error:
-        console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
+    losses_of = {label: result.loss_by_bucket for label, result in results.items()}
+    draw(lambda: plot_losses(plot, losses_of), console)
     console.print(f"written to {path}", soft_wrap=True)

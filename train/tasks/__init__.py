@@ -1,5 +1,5 @@
-"""What ``mode`` selects: train, estimate, generate, eval, export, ...; and sweeps (``-m``).
+"""What ``mode`` selects: train, estimate, generate, export, ...; and sweeps (``-m``).
 
-In: a checked config. Out: a trained run, text, a measured loss, a table of runs.
+In: a checked config. Out: a trained run, a prediction, text, a folder, a table of runs.
 Imports: config, data, model, engine, hf, run, checks, log, estimate.
 """

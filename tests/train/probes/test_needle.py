@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch.nn import functional as F
 
 from tests.support.ranks import Ranks
@@ -150,10 +151,23 @@ def test_two_ranks_find_exactly_what_one_process_finds(ranks: Ranks):
         assert torch.equal(found, expected)
 
 
-def test_the_plot_has_a_panel_a_task(tmp_path: Path):
-    trials = all_trials(NeedleConfig())
-    plot_needle(tmp_path / "needle.png", cells_of(trials, [True] * len(trials)))
-    assert (tmp_path / "needle.png").stat().st_size > 10_000
+def test_the_plot_has_a_panel_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Shares by depth and length: each panel's image is that of its task."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: (figures.append(figure), save(figure, *a, **k))
+    )
+    needle = NeedleConfig(lengths=[64, 128], depths=[0.0, 0.5, 1.0], trials=2)
+    trials = all_trials(needle)
+    found = [trial.task == "single" and trial.length == 64 for trial in trials]
+    plot_needle(tmp_path / "needle.png", cells_of(trials, found))
+    (figure,) = figures
+    panels = {axes.get_title(): axes.get_images()[0].get_array() for axes in figure.axes[:-1]}
+    assert list(panels) == needle.tasks
+    assert panels["single"].tolist() == [[1, 0]] * 3
+    assert panels["variable"].tolist() == [[0, 0]] * 3
+    assert (tmp_path / "needle.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from train.config import ConfigError, DataConfig
 from train.data.corpus import find_files, read_documents
 from train.data.tokenizer import encode, load_tokenizer
 from train.engine.checkpoint import find_checkpoint
-from train.tasks.text_loss import read_text, require_own_text, tokenised
+from train.probes.text import read_text, require_own_text, tokenised
 
 
 def result(folder: Path, name: str) -> dict:

@@ -1,0 +1,89 @@
+"""The text that a probe reads: that of ``eval.path``, or the held-out split of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from train.config import Config, ConfigError, DataConfig
+from train.data.corpus import find_files, read_documents
+from train.data.documents import Documents
+from train.data.shards import open_corpus
+from train.data.tokenizer import bos_id, encode
+from train.engine.checkpoint import read_facts
+
+BATCH_DOCUMENTS = 64
+PATH_KEY = "eval.path"
+
+
+def read_text(config: Config, tokenizer: Tokenizer) -> tuple[Documents, str]:
+    """The documents of ``eval.path``, or the held-out documents of the run, and their digest.
+
+    Raises ``ConfigError`` if there are none, or if the run's text has changed.
+    """
+    if config.eval.path is not None:
+        data = dataclasses.replace(config.data, path=config.eval.path, sources={})
+        documents = tokenised(data, tokenizer)
+        return documents, hashlib.sha256(documents.shards[0].tobytes()).hexdigest()[:12]
+    corpus = open_corpus(config.data)
+    if corpus.tokenizer.to_str() != tokenizer.to_str():
+        raise ConfigError(
+            f"data.path={config.data.path} is not what this run was trained on any more: another "
+            f"tokenizer comes out of it; name the text with eval.path=..."
+        )
+    return corpus.held_out, corpus.digest
+
+
+def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
+    """Raise ``ConfigError`` unless ``checkpoint`` was trained on the corpus with this digest.
+
+    Otherwise its training may have seen the held-out split.
+    """
+    if read_facts(checkpoint)["corpus"] != digest:
+        names = ", ".join(config.data.sources)
+        place = f"data.sources ({names})" if names else f"data.path={config.data.path}"
+        raise ConfigError(
+            f"{place} is not what {checkpoint} was trained on: its files or the settings of data "
+            f"have changed; restore them, or name the text with {PATH_KEY}=..."
+        )
+
+
+def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
+    """Tokenise every document of ``data.path`` (the value of ``eval.path``) in memory.
+
+    Raises ``ConfigError`` for a file that is not UTF-8.
+    """
+    bos, files = bos_id(tokenizer, data.bos_token), find_files(data, PATH_KEY)
+    rows, facts = [], []
+    for origin, file in enumerate(files):
+        try:
+            texts = list(read_documents(file))
+        except UnicodeDecodeError:
+            raise ConfigError(f"{PATH_KEY}: {file.path} is not UTF-8 text") from None
+        for start in range(0, len(texts), BATCH_DOCUMENTS):
+            batch = texts[start : start + BATCH_DOCUMENTS]
+            for document, ids in zip(
+                batch, encode(tokenizer, [d.text for d in batch]), strict=True
+            ):
+                rows.append(np.array([bos, *ids], np.uint32))
+                facts.append((len(ids) + 1, document.n_bytes, origin, document.row))
+    if not rows:
+        raise ConfigError(f"{PATH_KEY}={data.path} holds no text")
+    lengths, n_bytes, origins, numbers = np.array(facts, np.int64).T
+    return Documents(
+        shards=(np.concatenate(rows),),
+        shard=np.zeros(len(rows), np.int64),
+        start=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        n_bytes=n_bytes,
+        origin=origins,
+        row=numbers,
+        files=[file.label for file in files],
+        sources={"": 1.0},
+        bounds=(0, len(rows)),
+        vocab_size=tokenizer.get_vocab_size(),
+    )
