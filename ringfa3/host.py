@@ -133,7 +133,9 @@ def _driver() -> tuple[int, int, int]:
     current, capturing, number = (
         ctypes.cast(function, ctypes.c_void_p).value for function in functions
     )
-    assert current and capturing and number
+    assert current is not None
+    assert capturing is not None
+    assert number is not None
     return current, capturing, number
 
 

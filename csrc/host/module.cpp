@@ -112,8 +112,8 @@ PyObject* keep(PyObject*, PyObject* args) {
   }
   auto const steps = in.word();
   for (int64_t i = 0; i < steps; ++i) program->steps.push_back(read_step(in, names));
-  program->outputs.resize(static_cast<size_t>(in.word()));
-  for (int64_t& number : program->outputs) number = in.word();
+  auto const outputs = in.word();
+  for (int64_t i = 0; i < outputs; ++i) program->outputs.push_back(in.view());
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tables); ++i) {
     program->tables.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(tables, i)));
   }

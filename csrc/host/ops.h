@@ -130,7 +130,7 @@ struct Lookup {
     if (!current) return;
     stream = *current;
     Key made;
-    made.add(op << 32 | int64_t{deterministic} << 16 | device.index());
+    made.add(op), made.add(int64_t{deterministic}), made.add(int64_t{device.index()});
     made.add(static_cast<int64_t>(stream.id));
     made.add(scale);
     made.add(*from), made.add(*to);

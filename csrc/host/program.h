@@ -59,10 +59,9 @@ struct Copy {
 using Step = std::variant<Launch, Zero, Copy>;
 
 struct Program {
-  int64_t inputs = 0;
   std::vector<Buffer> buffers;
   std::vector<Step> steps;
-  std::vector<int64_t> outputs;    // numbers of buffers
+  std::vector<View> outputs;
   std::vector<at::Tensor> tables;  // whose addresses the launches hold
 
   // The outputs of a call. `tensors` are its inputs; an undefined one has no launch that reads it.
@@ -82,7 +81,7 @@ struct Program {
       }
     }
     Tensors results;
-    for (int64_t const number : outputs) results.push_back(std::move(tensors[number]));
+    for (View const& output : outputs) results.push_back(output.of(tensors));
     return results;
   }
 

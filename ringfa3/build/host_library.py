@@ -79,7 +79,7 @@ def _compile(compiler: str, headers: Path, entry: Path) -> None:
     root = Path(torch.__file__).parent
     folders = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include", headers)
     options = (*FLAGS, f"-I{source_folder()}", *(f"-isystem{folder}" for folder in folders))
-    command = [
+    command: list[str | Path] = [
         compiler,
         *options,
         "-shared",

@@ -170,7 +170,7 @@ class ProgramRecorder(TorchDispatchMode):
         if not any(step[0] == LAUNCH for step in self._steps):
             raise ProgramError("it launches no kernel")
         outputs = [self._output(x) for x in results]
-        if len(set(outputs)) < len(outputs):
+        if len({number for number, *_ in outputs}) < len(outputs):
             raise ProgramError("two results share memory")
         whole: list[int] = [len(self._buffers)]
         for x, sizes in zip(self._buffers, self._sizes, strict=True):
@@ -178,10 +178,13 @@ class ProgramRecorder(TorchDispatchMode):
         whole.append(len(self._steps))
         for step in self._steps:
             whole += step
-        return array.array("q", _signed([*whole, len(outputs), *outputs])).tobytes()
+        whole.append(len(outputs))
+        for output in outputs:
+            whole += output
+        return array.array("q", _signed(whole)).tobytes()
 
-    def _output(self, x: torch.Tensor) -> int:
-        """The number of the buffer that a result fills; from now on it has the result's shape."""
+    def _output(self, x: torch.Tensor) -> list[int]:
+        """A result, which fills a buffer; from now on the buffer has its shape."""
         place = self._place(x.data_ptr())
         first = len(self._inputs)
         if place is None or place.tensor < first or place.offset or not x.is_contiguous():
@@ -190,7 +193,7 @@ class ProgramRecorder(TorchDispatchMode):
         if self._buffers[number].numel() != x.numel() or self._buffers[number].dtype != x.dtype:
             raise ProgramError("a result is a part of another tensor")
         self._sizes[number] = x.shape
-        return place.tensor
+        return self._view(x)
 
 
 def _tensors(values: object) -> Iterator[torch.Tensor]:

@@ -62,6 +62,13 @@ class FakeKernels:
         """Makes a stream the current one of this thread; its id depends on both numbers."""
         self.library.fake_stream(stream, generation)
 
+    def reset(self) -> None:
+        """No launch, no failure, no capture; the first stream."""
+        self.take()
+        self.use()
+        for what in ("fail", "capture", "idle"):
+            self.library[f"fake_{what}"](0)
+
     def take(self) -> list[Launched]:
         """The launches since the last call."""
         lib = self.library
@@ -96,26 +103,23 @@ class FakeKernels:
         """Attention of CPU tensors of 16 bits launches these kernels."""
 
         @cache
-        def entry(_unit: Unit, name: str) -> object:
-            function = self.library[f"ringfa3_{name}"]
+        def entry(unit: Unit, name: str) -> object:
+            function = self.library[f"ringfa3_{name}_{unit.head_dim}"]
             function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
             return function
 
-        def unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
+        def unit_for(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
             dtype = str(q.dtype).removeprefix("torch.")
             wanted = (direction, dtype, q.shape[-1], precision)
-            found = next(
+            return next(
                 (u for u in UNITS if (u.direction, u.dtype, u.head_dim, u.precision) == wanted),
                 None,
             )
-            if found is not None:
-                self.library.fake_unit(found.head_dim, found.tile_m)
-            return found
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "_entry", entry)
             patch.setattr(launch, "_num_sms", lambda _: SMS)
-            patch.setattr(dispatch, "unit_for", unit)
+            patch.setattr(dispatch, "unit_for", unit_for)
             patch.setattr(dispatch, "_build_problem", lambda _: None)
             patch.setattr(streams, "_handle", self._handle)
             patch.setattr(streams, "_stream_id", self._stream_id)
