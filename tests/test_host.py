@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,36 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, host
-from ringfa3.build.host_library import ensure_host_library
-from tests.support.fake_kernels import FakeKernels, compile_kernels
+from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Outcome, Shape, call, equal
 
 PROGRAMS = 256  # kMaxPrograms of csrc/host/programs.h
 PACKAGE = str(Path(host.__file__).parent)
-
-
-@pytest.fixture(scope="session")
-def library() -> Any:
-    """Built once, and kept in the cache of the kernels."""
-    return host.load(ensure_host_library())
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeKernels]:
-    kernels = FakeKernels(compile_kernels(tmp_path_factory.mktemp("kernels")))
-    with kernels.stands_in():
-        yield kernels
-
-
-@pytest.fixture
-def kernels(fake: FakeKernels, library: Any) -> Iterator[FakeKernels]:
-    """With the library on the CPU's tensors, and no program."""
-    fake.reset()
-    host.start(library, "cpu", fake.driver())
-    host.select("cpp")
-    yield fake
-    fake.reset()
-    host.stop()
 
 
 def counted(what: str) -> int:
@@ -80,7 +54,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     return Shape(draw(st.integers(1, 3)), tokens, keys, heads, d, dtype, layout)
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     shape=shapes(),
     causal=st.booleans(),
@@ -210,10 +184,12 @@ def test_lengths_on_the_cpu_count_by_their_values(kernels: FakeKernels) -> None:
     assert counted("replayed") == before + 2
 
 
-def test_lengths_on_a_gpu_count_by_tensor_and_version(fake: FakeKernels, library: Any) -> None:
+def test_lengths_on_a_gpu_count_by_tensor_and_version(
+    fake_kernels: FakeKernels, host_library: Any
+) -> None:
     """And their programs go with them. A tensor's first call is not recorded."""
-    fake.reset()
-    host.start(library, "cpu", fake.driver(), lengths_by_value=False)
+    fake = fake_kernels
+    host.start(host_library, "cpu", fake.driver(), lengths_by_value=False)
     host.select("cpp")
     try:
         shape = Shape(tokens=200, keys=200, documents=(150, 50))
@@ -347,4 +323,6 @@ def test_a_refused_launch_raises_the_error_of_python(kernels: FakeKernels) -> No
     expected = "forward of forward-d64-bf16 could not be launched: CUDA error 719"
     assert texts == [expected, expected]
     kernels.library.fake_fail(0)
-    assert not call(kernels, BASE, BASE.inputs()).differences(in_python(kernels, BASE, BASE.inputs()))
+    assert not call(kernels, BASE, BASE.inputs()).differences(
+        in_python(kernels, BASE, BASE.inputs())
+    )

@@ -48,8 +48,17 @@ inline bool is_plain(Tensor const& x) {
   return !(x.key_set().raw_repr() & ~host().plain.raw_repr()) && x.device().type() == host().device;
 }
 
-// Whether a transform of torch.func is under way.
-inline bool is_transformed() { return at::functorch::functorchTLSAccessor() != nullptr; }
+// Whether a transform of torch.func is under way, which forbids autograd functions in C++.
+inline bool is_transformed() {
+  auto const& transforms = at::functorch::functorchTLSAccessor();
+  if (!transforms) return false;  // there has been none in this thread
+  try {
+    transforms->checkSupportsCppAutogradFunction();
+  } catch (c10::Error const&) {
+    return true;
+  }
+  return false;
+}
 
 inline auto const& forward_op() {
   static auto const op =
@@ -320,10 +329,11 @@ inline void start(at::DeviceType device, Driver driver, bool lengths_by_value) {
       .impl("attention", TORCH_FN(attention_autograd));
 }
 
-// Removes them, and forgets all programs.
+// Removes them, and forgets all programs and counts.
 inline void stop() {
   libraries().clear();
   host().programs.clear();
+  host().counts.replayed = host().counts.recorded = host().counts.python = 0;
 }
 
 }  // namespace ringfa3::host

@@ -14,6 +14,7 @@ from tests.support.fake_kernels import FakeKernels, Launched
 
 # Pointers of launches to tables of a plan, which both hosts share, and into a backward's workspace.
 TABLES = {"tiles", "spans", "grid.blocks", "work_units", "earlier"}
+FIELDS = ("name", "words", "addresses", "stream")  # of a launch in an `Outcome`
 WORKSPACE = {"grid.statistics", "grid.dq", "words", "counter", "turns"}
 
 
@@ -71,7 +72,7 @@ class Outcome:
         if [x[0] for x in self.launches] != [x[0] for x in other.launches]:
             return [*found, f"launches {[x[0] for x in self.launches]}"]
         for mine, theirs in zip(self.launches, other.launches, strict=True):
-            for what, x, y in zip(("name", "words", "addresses", "stream"), mine, theirs):
+            for what, x, y in zip(FIELDS, mine, theirs, strict=True):
                 if x != y:
                     found.append(f"{what} of {mine[0]}: {_numbers(x)}, not {_numbers(y)}")
         return found
