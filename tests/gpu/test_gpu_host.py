@@ -19,7 +19,7 @@ from ringfa3 import flash_attn_func, flash_attn_varlen_func, host, keep_attentio
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 Inputs = list[torch.Tensor]
-LENGTHS = (700, 1, 0, 1347)
+LENGTHS = (700, 300, 0, 1, 1047)
 
 
 @pytest.fixture(autouse=True)
