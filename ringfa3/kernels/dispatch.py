@@ -12,6 +12,7 @@ import torch
 
 from ringfa3.kernels import backward, forward, quantised, quantised_reference, reference
 from ringfa3.quantisation.formats import FORMATS
+from ringfa3.validation import HEAD_DIM_STEP
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -116,7 +117,7 @@ def select_forward(q: torch.Tensor) -> ForwardKernel:
         unit.tile_m,
         partial(forward.attend, unit),
         partial(forward.new_partial_out, unit),
-        forward.read_partial_out,
+        partial(forward.read_partial_out, q.shape[-1]),
         takes_arrivals=True,
     )
 
@@ -171,14 +172,27 @@ def unit_for(direction: str, q: torch.Tensor, precision: str = "native") -> Unit
 def _unit_for(
     direction: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: str
 ) -> Unit | None:
-    from ringfa3.build.units import UNITS
-
     if torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    wanted = (direction, str(dtype).removeprefix("torch."), head_dim, precision)
-    return next(
-        (u for u in UNITS if (u.direction, u.dtype, u.head_dim, u.precision) == wanted), None
-    )
+    return narrowest_unit(direction, dtype, head_dim, precision)
+
+
+def narrowest_unit(
+    direction: str, dtype: torch.dtype, head_dim: int, precision: str = "native"
+) -> Unit | None:
+    """The unit that takes tensors of a head dim on Hopper; None: there is none.
+
+    A unit of attention in 16 bits takes multiples of 8 up to its own head dim, as `Tensor3` in
+    csrc/params.h says; other units take their own alone.
+    """
+    from ringfa3.build.units import UNITS
+
+    wanted = (direction, str(dtype).removeprefix("torch."), precision)
+    units = [u for u in UNITS if (u.direction, u.dtype, u.precision) == wanted]
+    if direction == "quantise" or precision != "native" or head_dim % HEAD_DIM_STEP:
+        units = [u for u in units if u.head_dim == head_dim]
+    fitting = (u for u in units if u.head_dim >= head_dim)
+    return min(fitting, key=lambda u: u.head_dim, default=None)
 
 
 @lru_cache(None)

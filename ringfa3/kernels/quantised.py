@@ -143,7 +143,7 @@ def _value_fields(v: torch.Tensor) -> tuple[torch.Tensor, Fields]:
     if v.dim() == 3:
         return tma_addressable(v)
     tiles, heads, head_dim, keys = v.shape
-    return v, (v.data_ptr(), head_dim, tiles * heads, keys, head_dim * keys)
+    return v, (v.data_ptr(), head_dim, tiles * heads, keys, keys, head_dim * keys)
 
 
 def _first_tile(tiling: Tiling, tiles: KeyTiles) -> npt.NDArray[np.int32]:
