@@ -202,7 +202,7 @@ def attention(
     with torch.autocast(q.device.type, enabled=False):
         qkv = _packed(q), _packed(k), _packed(v)
         if precision == "native":
-            kernel = select_forward(qkv[0])
+            kernel = select_forward(qkv[0], plan)
             tiling = plan.forward(kernel.tile_m)[0]
             kernel.attend(*qkv, tiling, scale, packed, packed[:0], lse)
         else:

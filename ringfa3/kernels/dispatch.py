@@ -23,6 +23,11 @@ if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs w
     from ringfa3.quantisation.tile_records import TileRecords
 
 
+# Measured at d64: a short unit takes about 1.2 times as long for a score. Sequences that are longer
+# on average than LONG_ROWS fill the tiles of both kinds.
+SHORT_SHARE, LONG_ROWS = 0.8, 2048
+
+
 class ForwardKernel(NamedTuple):
     """What runs one hop of the forward.
 
@@ -102,8 +107,8 @@ class BackwardKernel(NamedTuple):
     make_pass: Callable[..., reference.BackwardPass | backward.BackwardPass]
 
 
-def select_forward(q: torch.Tensor) -> ForwardKernel:
-    """The forward for queries like `q` (t, h, d). A kernel is compiled at its first use."""
+def select_forward(q: torch.Tensor, plan: Plan) -> ForwardKernel:
+    """The forward of a plan for queries like `q` (t, h, d), compiled at its first use."""
     unit = _select_unit("forward", q)
     if unit is None:
         return ForwardKernel(
@@ -113,6 +118,7 @@ def select_forward(q: torch.Tensor) -> ForwardKernel:
             reference.read_partial_out,
             takes_arrivals=False,
         )
+    unit = _unit_of_plan(unit, len(q), plan)
     return ForwardKernel(
         unit.tile_m,
         partial(forward.attend, unit),
@@ -120,6 +126,17 @@ def select_forward(q: torch.Tensor) -> ForwardKernel:
         partial(forward.read_partial_out, q.shape[-1]),
         takes_arrivals=True,
     )
+
+
+def _unit_of_plan(unit: Unit, tokens: int, plan: Plan) -> Unit:
+    """The short unit in place of `unit`, where it computes so much less that it is faster."""
+    from ringfa3.build.units import short_unit
+
+    short = short_unit(unit)
+    if short is None or tokens > LONG_ROWS * len(plan.queries):
+        return unit
+    scores, fewer = (plan.forward_scores(u.tile_m, u.tile_n) for u in (unit, short))
+    return short if fewer <= SHORT_SHARE * scores and _build_problem(short) is None else unit
 
 
 def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
@@ -188,7 +205,7 @@ def narrowest_unit(
     from ringfa3.build.units import UNITS
 
     wanted = (direction, str(dtype).removeprefix("torch."), precision)
-    units = [u for u in UNITS if (u.direction, u.dtype, u.precision) == wanted]
+    units = [u for u in UNITS if (u.direction, u.dtype, u.precision) == wanted and not u.short]
     if direction == "quantise" or precision != "native" or head_dim % HEAD_DIM_STEP:
         units = [u for u in units if u.head_dim == head_dim]
     fitting = (u for u in units if u.head_dim >= head_dim)

@@ -151,7 +151,7 @@ def prepare_call(
             if sink:
                 settings = Settings({**settings, "sink": "given"})
             validated = _Validated(settings, settings, mode)
-            _build_kernels(q, direction, precision)
+            _build_kernels(q, plan, direction, precision)
             if direction == "forward" and precision != "native":  # the order of V in records
                 kernel = type(select_quantised(q, precision)).__name__
                 settings = Settings({**settings, "8-bit forward": kernel})
@@ -219,12 +219,12 @@ def _validate(
     check_ring_precision(precision, q, v, plan.world, transport)
 
 
-def _build_kernels(q: torch.Tensor, direction: str, precision: str) -> None:
+def _build_kernels(q: torch.Tensor, plan: ContextPlan, direction: str, precision: str) -> None:
     """Builds missing kernels while no rank waits in a hop."""
     if direction == "backward":
         select_backward(q)
     elif precision == "native":
-        select_forward(q)
+        select_forward(q, plan.hops)
     else:
         select_quantised(q, precision)
 
