@@ -199,10 +199,13 @@ def parser() -> argparse.ArgumentParser:
         "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one with "
         "implementations of its own: ablation (the kernel without parts of it, or with three "
         "stages; the paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic "
-        "(the deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype); "
-        "default paper gqa",
+        "(the deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype), "
+        "below (head dims 40 to 192 beside the next kernel's own); default paper gqa",
     )  # fmt: skip
-    p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))
+    p.add_argument(
+        "--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS),
+        help="of the kernels that run the cases; default all",
+    )  # fmt: skip
     p.add_argument(
         "--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME",
         help=f"libraries to compare with: {', '.join(PEERS)}; default all",

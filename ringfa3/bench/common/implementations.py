@@ -56,6 +56,7 @@ class RingFA3(SingleDevice):
     def attend(self, case: Case, device: torch.device) -> Attend:
         # Causal is the window (-1, 0).
         options: Any = {"window_size": case.window, "deterministic": self.deterministic}
+        options["softmax_scale"] = case.head_dim**-0.5  # q may have columns of zeros beyond it
         if not case.packed:
             return lambda q, k, v: tensor(flash_attn_func(q, k, v, **options))
         cu = torch.tensor(case.cumulative, dtype=torch.int32)  # on the CPU: the plan reads it there

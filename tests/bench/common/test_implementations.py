@@ -17,6 +17,7 @@ from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.bench.attention import merge as epilogues
 from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
 from ringfa3.bench.attention.sdpa import Sdpa
+from ringfa3.bench.attention.zero_columns import ZeroColumns
 from ringfa3.bench.common import fa3 as fa3_module
 from ringfa3.bench.common import implementations
 from ringfa3.bench.common.cases import BACKWARD, FORWARD, Case
@@ -180,6 +181,9 @@ def check(implementation: Implementation, case: Case, direction: str) -> None:
 class TestEveryImplementation:
     def test_ours(self, case: Case, direction: str) -> None:
         check(RingFA3(), case, direction)
+
+    def test_zero_columns(self, case: Case, direction: str) -> None:
+        check(ZeroColumns(), case, direction)
 
     @pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])
     def test_sdpa(self, case: Case, direction: str, backend: str) -> None:
