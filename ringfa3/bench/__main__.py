@@ -126,6 +126,7 @@ def rehearsal(given: argparse.Namespace) -> int:
 def fp8(given: argparse.Namespace) -> int:
     from ringfa3.bench.fp8 import bandwidth
     from ringfa3.bench.fp8.designs import DESIGNS
+    from ringfa3.bench.fp8.kernels import MEASURED
     from ringfa3.bench.fp8.run import Options, run
 
     if given.bandwidth:
@@ -135,12 +136,13 @@ def fp8(given: argparse.Namespace) -> int:
             lengths=given.lengths,
             head_dims=given.head_dim,
             causal={"full": [False], "causal": [True], "both": [False, True]}[given.mask],
-            designs=list(DESIGNS),
+            designs=list(MEASURED if given.kernels else DESIGNS),
             heads=given.heads,
             seeds=given.seeds,
             scores=given.scores,
             dtype=given.dtype,
             device=given.device,
+            kernels=given.kernels,
             out=given.out,
             quiet=given.quiet,
         )
@@ -270,6 +272,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--bandwidth", action="store_true",
         help="measure no error but the quantisation kernels' bytes per second, on a GPU",
+    )  # fmt: skip
+    p.add_argument(
+        "--kernels", action="store_true",
+        help="measure the kernels, on a GPU, whose O has the inputs' dtype: three designs",
     )  # fmt: skip
     p.add_argument("--mask", choices=("full", "causal", "both"), default="both")
     p.add_argument("--heads", type=int, default=16, help="default 16")
