@@ -11,8 +11,9 @@ from ringfa3.planning.context_plan import ContextPlan
 from train.config import Config, ConfigError, ModelConfig
 
 COVERED = (
-    "predictions cover bfloat16 on GPUs under engine=ddp and engine=fsdp2, with train.compile=none "
-    "data.packing=stream, layers without windows, and rings over the NVLink of a host"
+    "predictions cover bfloat16 on GPUs under engine=ddp and engine=fsdp2, with "
+    "train.compile=none, data.packing=stream, layers without windows, and rings over the NVLink "
+    "of a host"
 )
 STATISTIC_DIMS = (64, 128, 256)  # head dims of the kernels
 

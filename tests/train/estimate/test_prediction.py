@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from train.config import (
     register_schema,
     resolve,
 )
-from train.estimate.job import Job, UnpredictableError
+from train.estimate.job import COVERED, Job, UnpredictableError
 from train.estimate.prediction import Limits, predict, require_fit, smallest_change
 from train.tasks import estimate
 from train.tasks.estimate import errors_of
@@ -179,6 +180,12 @@ def test_what_no_arithmetic_covers_is_refused_by_name(key, value, named):
     setattr(getattr(refused.config, section), name, value)
     with pytest.raises(UnpredictableError, match=f"{named} cannot be predicted"):
         predict(refused)
+
+
+def test_the_options_that_are_covered_are_listed_apart():
+    """At most one setting between two commas."""
+    clauses = re.split(", | and ", COVERED)
+    assert max(clause.count("=") for clause in clauses) == 1, clauses
 
 
 def test_a_ring_of_several_hosts_is_refused():
