@@ -38,7 +38,10 @@ class Job:
 
     @cached_property
     def plan(self) -> ContextPlan:
-        """The plan of a sample on the first rank of its group, which has the most tokens."""
+        """The plan of a sample on the first rank of its group, which has the most tokens.
+
+        Jobs with the same documents on as many ranks share it: ``plan_context`` keeps plans.
+        """
         parallel = self.config.parallel
         return plan_context(list(self.cu_seqlens), (0, parallel.cp), parallel.layout)
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -137,6 +138,16 @@ def test_fsdp2_holds_whole_gradients_between_micro_batches():
 def test_where_no_setting_helps_more_gpus_share_a_sample():
     names = smallest_change(job("8b", 524288, "fsdp2", gpus=1), HOST)
     assert names[0] == "parallel.cp=2 on 2 GPUs"
+
+
+def test_all_changes_of_a_job_share_its_plan():
+    """Predictions for jobs whose samples lie on the same ranks, more than 20, take one plan."""
+    large = job("8b", 524288, "ddp", recompute="none", mlp_chunk=None)
+    with mock.patch("train.estimate.prediction.predict", wraps=predict) as predicted:
+        smallest_change(large, HOST)
+    plans = [call.args[0].plan for call in predicted.call_args_list]
+    assert len(plans) > 20
+    assert all(plan is large.plan for plan in plans)
 
 
 def test_what_does_not_fit_is_refused_unless_it_is_forced():
