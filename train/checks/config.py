@@ -12,9 +12,11 @@ from train.checks.batch import check_batch
 from train.checks.compile import check_compile
 from train.checks.engine import ENGINES, check_engine
 from train.checks.evaluation import check_final, check_needle, check_rope_sweep
+from train.checks.export import check_export
 from train.checks.hardware import check_hardware
 from train.checks.model import ROPE_TYPES, check_model
 from train.checks.offload import check_offload
+from train.checks.origin import check_origin
 from train.config import (
     SOURCES,
     CheckpointConfig,
@@ -25,8 +27,6 @@ from train.config import (
     nearest,
 )
 from train.hf.architecture import hf_folder
-from train.hf.check_export import check_export
-from train.hf.check_origin import check_origin
 from train.run.run_folder import RunFolder
 
 CHOICES = {

@@ -17,7 +17,7 @@ from tests.support.hf_models import difference, tokens
 from tests.support.ranks import sacrifice
 from tests.train.engine.test_engines import DDP, FSDP2, ZERO
 from tests.train.hf.begun import begin, begin_all
-from tests.train.hf.conftest import BOS, N_TOKENS, ROPES, ROWS
+from tests.train.hf_folders import BOS, N_TOKENS, ROPES, ROWS
 from train.checks.config import check
 from train.config import Config, EngineConfig, ExportConfig
 from train.data.batches import make_batch
