@@ -29,10 +29,9 @@ from train.config import (
 from train.hf.architecture import hf_folder
 from train.run.run_folder import RunFolder
 
+RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
 CHOICES = {
-    "mode": (
-        *("train", "check", "estimate", "verify", "generate", "eval", "export", "needle", "rope"),
-    ),
+    "mode": ("train", "check", "estimate", "verify", "generate", "export", *RUN_MODES),
     "model.attention_precision": ("native", "fp8", "int8"),
     "model.rope.type": tuple(ROPE_TYPES),
     "engine.name": tuple(ENGINES),
@@ -130,7 +129,6 @@ ABOVE_ZERO = (
     "generate.top_p",
 )
 
-RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
 MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one of each source
 
 
