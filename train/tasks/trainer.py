@@ -15,7 +15,7 @@ from rich.console import Console
 from ringfa3.custom_op import observe
 from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
-from train.data.mixture import training_samples
+from train.data.mixture import left_out, training_samples
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED, Piece, pack
 from train.data.shards import Corpus
@@ -384,7 +384,8 @@ class Trainer:
         self.console.print(
             f"{parameters:,} parameters in {precision} on {parallel.world} x "
             f"{parallel.device.type} (dp {parallel.dp}, cp {parallel.cp}); "
-            f"{len(corpus.train):,} documents of {corpus.train.lengths.sum():,} tokens, "
-            f"{len(corpus.held_out):,} held out; run folder {self.folder.path}",
+            f"{len(corpus.train):,} documents of {corpus.train.lengths.sum():,} tokens"
+            f"{left_out(corpus.train, self.config.data)}, {len(corpus.held_out):,} held out; "
+            f"run folder {self.folder.path}",
             soft_wrap=True,
         )

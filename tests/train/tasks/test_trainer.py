@@ -146,6 +146,17 @@ def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
     assert [step for step, loss, _ in one[2] if loss is None] == [4]
 
 
+def test_the_introduction_says_what_min_len_leaves_out(config, capsys):
+    config.data.min_len = 200
+    trainer = make(config)
+    trainer._introduce()
+    trainer.close()
+    lengths = trainer.corpus.train.lengths
+    short = int((lengths < 200).sum())
+    assert 0 < short < len(lengths)
+    assert f"tokens, {short} below data.min_len=200 left out, " in capsys.readouterr().out
+
+
 def test_a_run_that_continues_with_another_batch_says_so(config):
     """6 steps of 4 samples, then 6 of 2: none twice and none left out. A run that continues with 2
     has nothing to say."""
