@@ -202,8 +202,8 @@ def _with_own_implementations(
         return [turns, RingFA3(), *found], missing
     if name in (FP8, INT8):
         found, missing = ([], []) if smoke else _flash_attentions(options)
-        quantised = QuantisedRingFA3(name), QuantisedRingFA3(name, whole=True)
-        return [*quantised, RingFA3(), *found], missing
+        whole = RingFA3(f"{RINGFA3} {name} with quantisation", precision=name)
+        return [QuantisedRingFA3(name), whole, RingFA3(), *found], missing
     if name == ABLATION:
         if not ablation_folder().is_dir():
             raise BenchError(
