@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from ringfa3 import (
     ring_attn_func,
 )
 from ringfa3.kernels import dispatch
+from ringfa3.planning.tiling import plan_local
 from tests.support.dense import attention, cumulative, mask, tensors, worst
 from tests.support.ranks import Ranks
 from tests.test_sinks import EXACT, HEADS, SINK, gradients, with_extra_column
@@ -116,11 +118,12 @@ def test_the_executor_is_named_once_and_only_without_a_kernel(
     for cached in (dispatch._unit_for, dispatch.say_executor):
         cached.cache_clear()
     device = torch.device("cuda", 0)
+    plan = plan_local(np.array([3]), np.array([3]), -1, 0)
     said = []
     for d in (40, 96, 192, 248, 100, 100, 260):
         q = SimpleNamespace(is_cuda=True, device=device, dtype=torch.bfloat16, shape=(3, 1, d))
-        for select in (dispatch.select_forward, dispatch.select_backward):
-            select(q)  # type: ignore[arg-type]
+        dispatch.select_forward(q, plan)  # type: ignore[arg-type]
+        dispatch.select_backward(q)  # type: ignore[arg-type]
         said.append(capsys.readouterr().err)
     dispatch._unit_for.cache_clear()  # its device is no GPU here
     assert said[:4] == [""] * 4

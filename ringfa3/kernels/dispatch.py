@@ -118,7 +118,7 @@ def select_forward(q: torch.Tensor, plan: Plan) -> ForwardKernel:
             reference.read_partial_out,
             takes_arrivals=False,
         )
-    unit = _unit_of_plan(unit, len(q), plan)
+    unit = _unit_of_plan(unit, q.shape[0], plan)
     return ForwardKernel(
         unit.tile_m,
         partial(forward.attend, unit),

@@ -33,7 +33,7 @@ from ringfa3.bench.common.problem import (
 )
 from ringfa3.bench.ring.implementations import Ring
 from ringfa3.kernels.dispatch import ForwardKernel
-from ringfa3.planning.tiling import FIRST
+from ringfa3.planning.tiling import FIRST, Plan
 from tests.support.cases import CASES
 from tests.support.dense import attention, gradients, mask, worst
 
@@ -251,8 +251,8 @@ def test_epilogues_give_the_hop_however_often(name: str, monkeypatch: pytest.Mon
     flags: list[int] = []
     select = epilogues.select_forward
 
-    def noted(q: torch.Tensor) -> ForwardKernel:
-        found = select(q)
+    def noted(q: torch.Tensor, plan: Plan) -> ForwardKernel:
+        found = select(q, plan)
 
         def noting(*args: Any) -> None:
             (its,) = np.unique(args[3].tiles["flags"])
