@@ -24,6 +24,11 @@ checkpointed: list[Callable[..., Any]] = []
 
 Observer = Callable[[str], AbstractContextManager[object]]
 _observer: Observer | None = None
+_told: list[Callable[[bool], object]] = []
+
+# Runs the kernel of an op instead of a plain call: recorder(name, kernel, arguments).
+Recorder = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
+_recorder: Recorder | None = None
 
 
 def observe(observer: Observer | None) -> None:
@@ -33,6 +38,21 @@ def observe(observer: Observer | None) -> None:
     """
     global _observer
     _observer = observer
+    for tell in _told:
+        tell(observer is not None)
+
+
+def tell_of_observers(tell: Callable[[bool], object]) -> None:
+    """Calls tell(whether ops are observed) now, and whenever that may change."""
+    if tell not in _told:
+        _told.append(tell)
+    tell(_observer is not None)
+
+
+def record_with(recorder: Recorder | None) -> None:
+    """Lets a recorder run the kernels of all ops that no observer sees. None ends it."""
+    global _recorder
+    _recorder = recorder
 
 
 def custom_op(kernel: F) -> F:
@@ -45,7 +65,8 @@ def custom_op(kernel: F) -> F:
     def run(*args: Any) -> Any:
         observer = _observer  # another thread may end it meanwhile
         if observer is None:
-            return kernel(*args)
+            recorder = _recorder
+            return kernel(*args) if recorder is None else recorder(name, kernel, args)
         with observer(name):
             return kernel(*args)
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from ringfa3 import host
 from ringfa3.attention_op import lse_by_head, lse_by_sequence, out_shape, register_attention
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
@@ -72,6 +73,12 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it and what is allowed.
     """
+    if not torch.compiler.is_compiling() and host.attend is not None:
+        results: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = host.attend(
+            q, k, v, softmax_scale, causal, window_size, deterministic, return_lse, precision, sink
+        )
+        if results is not None:
+            return results
     check_precision(precision)
     left, right = effective_window(causal, check_window(window_size))
     check_tensors(q, k, v)
@@ -113,6 +120,13 @@ def flash_attn_varlen_func(
     Other arguments, results and errors as in `flash_attn_func`; lse is (h, t).
     """
     del max_seqlen_q, max_seqlen_k  # the plan has every length
+    if not torch.compiler.is_compiling() and host.attend_varlen is not None:
+        results: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = host.attend_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, deterministic,
+            return_lse, precision, sink,
+        )  # fmt: skip
+        if results is not None:
+            return results
     check_precision(precision)
     left, right = effective_window(causal, check_window(window_size))
     check_tensors(q, k, v)
@@ -195,6 +209,8 @@ def attention(
     precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of validated inputs: (b, s, h, d), or with cu_q and cu_k packed (t, h, d)."""
+    if q.is_cuda:
+        host.ensure()
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
     packed = _packed(out)

@@ -6,13 +6,17 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from ringfa3 import host
 from ringfa3.build import toolchain
+from ringfa3.build.host_library import ensure_host_library
 from tests.support import fake_tools
+from tests.support.fake_kernels import FakeKernels, compile_kernels
 from tests.support.ranks import Ranks
 
 # Every run has the same examples; HYPOTHESIS_PROFILE=explore tries many new ones.
@@ -57,3 +61,31 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(toolchain, "wheel_folders", lambda: [tmp_path / "wheels"])
     fake_tools.nvcc(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def host_library() -> Any:
+    """The host library as a module, built once and kept in the cache of the kernels."""
+    return host.load(ensure_host_library())
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> FakeKernels:
+    return FakeKernels(compile_kernels(tmp_path_factory.mktemp("kernels")))
+
+
+@pytest.fixture
+def fake_kernels(fake_library: FakeKernels) -> Iterator[FakeKernels]:
+    """Attention of CPU tensors launches kernels that keep their arguments."""
+    with fake_library.stands_in():
+        yield fake_library
+    fake_library.reset()
+
+
+@pytest.fixture
+def kernels(fake_kernels: FakeKernels, host_library: Any) -> Iterator[FakeKernels]:
+    """The host library starts these calls; it has no program yet."""
+    host.start(host_library, "cpu", fake_kernels.driver())
+    host.select("cpp")
+    yield fake_kernels
+    host.stop()

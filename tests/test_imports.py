@@ -26,6 +26,7 @@ ORDER = [
     "build",
     "kernels",
     "attention_op",
+    "host",
     "symmetric",
     "ring",
     "functional",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ringfa3.bench.attention.cases import HEAD_DIMS, OWN_IMPLEMENTATIONS, PEERS, SETS
+from ringfa3.bench.attention.cases import HEAD_DIMS, HOST, OWN_IMPLEMENTATIONS, PEERS, SETS
 from ringfa3.bench.common.scores import SCORES
 from ringfa3.bench.common.timing import SAMPLE_MS
 from ringfa3.bench.ring.cases import RING_SETS
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def attention(given: argparse.Namespace) -> int:
+    if HOST in given.set:
+        return host(given)
     from ringfa3.bench.attention.run import Options, run
 
     return run(
@@ -73,6 +75,27 @@ def attention(given: argparse.Namespace) -> int:
             peers=given.peers,
             sample_ms=given.sample_ms,
             errors_only=given.errors_only,
+        )
+    )
+
+
+def host(given: argparse.Namespace) -> int:
+    from ringfa3.bench.attention.host import Options, run
+    from ringfa3.bench.common.machine import BenchError
+
+    if given.set != [HOST]:
+        raise BenchError(f"--set {HOST} has times of the host alone: it stands alone")
+    return run(
+        Options(
+            dtype=given.dtype,
+            head_dims=given.head_dim,
+            direction=given.direction,
+            pairs=given.pairs,
+            fa3=given.fa3,
+            peers=given.peers,
+            device=given.device,
+            out=given.out,
+            quiet=given.quiet,
         )
     )
 
@@ -157,7 +180,7 @@ def tables(given: argparse.Namespace) -> int:
 
 def chosen(names: list[str], sets: Mapping[str, object]) -> list[str]:
     """Sets by name; "all" are those that compare with other libraries."""
-    every = [name for name in sets if name not in OWN_IMPLEMENTATIONS]
+    every = [name for name in sets if name not in (*OWN_IMPLEMENTATIONS, HOST)]
     return every if "all" in names else list(dict.fromkeys(names))
 
 
@@ -202,7 +225,8 @@ def parser() -> argparse.ArgumentParser:
         "implementations of its own: ablation (the kernel without parts of it, or with three "
         "stages; the paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic "
         "(the deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype), "
-        "below (head dims 40 to 192 beside the next kernel's own); default paper gqa",
+        "below (head dims 40 to 192 beside the next kernel's own), host (microseconds to start a "
+        "call); default paper gqa",
     )  # fmt: skip
     p.add_argument(
         "--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS),

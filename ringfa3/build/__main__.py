@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ringfa3.build.compile import build_all, check_library, default_jobs
 from ringfa3.build.cutlass import include_folder
+from ringfa3.build.host_library import ensure_host_library
 from ringfa3.build.units import select_units
 from ringfa3.errors import BuildError
 
@@ -20,6 +21,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-j", "--jobs", type=int, help="at once; default: by cores and free memory")
     made.add_argument("--check", action="store_true", help="judge the machine code of the units")
     made.add_argument("--headers", action="store_true", help="fetch CUTLASS's headers only")
+    made.add_argument(
+        "--host", action="store_true", help="compile the host library for this PyTorch, no kernel"
+    )
     return made
 
 
@@ -31,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.headers:
             print(include_folder())
+            return
+        if options.host:
+            print(ensure_host_library())
             return
         units = select_units(options.units)
         build_all(units, options.jobs or default_jobs())

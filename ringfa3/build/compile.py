@@ -68,14 +68,17 @@ def unit_folder(unit: Unit) -> Path:
 def library_stem(unit: Unit) -> str:
     """The first part of a library's entry name: the unit's name, and a hash of flags and sources.
 
-    Sources count with their bytes and their paths, in folders at any depth.
+    Sources count with their bytes and their paths, in folders at any depth. Those of the host
+    library, which kernels do not include, do not count.
 
     Raises BuildError: as `unit_folder`.
     """
     source = hashlib.sha256(repr((unit, FLAGS)).encode())
     for folder in dict.fromkeys((source_folder(), unit_folder(unit))):
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            source.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+            name = path.relative_to(folder).as_posix()
+            if not name.startswith("host/"):
+                source.update(name.encode() + path.read_bytes())
     return f"{unit.name}-{source.hexdigest()[:16]}"
 
 

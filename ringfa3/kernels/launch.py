@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
+from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.streams import CurrentStream, on
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
@@ -35,6 +36,11 @@ class Tensor3(ctypes.Structure):
 
 
 _CODES = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_int32: "i", ctypes.c_float: "f"}
+
+
+def pointer_offsets(structure: type[ctypes.Structure]) -> tuple[int, ...]:
+    """The first byte of every pointer in a structure."""
+    return tuple(offset for offset, kind in _scalars(structure) if kind is ctypes.c_void_p)
 
 
 def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
@@ -75,6 +81,15 @@ def launch(unit: Unit, name: str, args: bytes, stream: CurrentStream) -> None:
         status = _entry(unit, name)(args, stream.handle)
     if status:
         raise RuntimeError(f"{name} of {unit.name} could not be launched: CUDA error {status}")
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.launched(unit, name, args)
+
+
+def entry_address(unit: Unit, name: str) -> int:
+    """The address of ringfa3_NAME of a unit's library."""
+    found: Any = _entry(unit, name)
+    return cast(int, ctypes.cast(found, ctypes.c_void_p).value)
 
 
 @lru_cache(None)

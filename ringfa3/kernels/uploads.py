@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.streams import CurrentStream, finish, record_event
 from ringfa3.planning.tiling import Table
 
@@ -85,6 +86,9 @@ class Uploads(Generic[T]):
                 tables[place] = table
                 if len(tables) > MAX_TABLES:
                     del tables[next(iter(tables))]
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.uses(table)
         return table
 
     def clear(self) -> None:
@@ -112,6 +116,9 @@ class Counters:
         if counter is None:
             counter = torch.zeros(1, dtype=torch.int32, device=stream.device)
             counter = self.of_streams.setdefault(key, counter)
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.uses(counter)
         return counter
 
     def clear(self) -> None:

@@ -36,6 +36,7 @@ OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     BELOW: None,
 }
 SCORES = "scores"
+HOST = "host"  # its rows are times of the host; it runs alone, too
 HEAD_DIMS = (64, 128, 256)
 PEERS = ("fa3", "fa4", "cudnn")  # the other libraries, as options name them
 MASK_TOKENS = 128 * K
@@ -141,6 +142,18 @@ def scores(shrink: int) -> Iterable[Case]:
             yield replace(case, label=name, scores=name)
 
 
+def host_time(shrink: int) -> Iterable[Case]:
+    """Short enough that the GPU finishes a call sooner than the host starts it."""
+    tokens = 512 // shrink
+    for d in HEAD_DIMS:
+        for label, window in (("causal", CAUSAL), ("window", (max(1, tokens // 4), 0))):
+            case = dense(HOST, 1, tokens, (8, 8), d, window)
+            yield replace(case, label=f"{case.label}, {label}")
+        lengths = (tokens // 2, tokens - tokens // 2)
+        label = f"2 documents of {short(tokens // 2)}"
+        yield Case(HOST, label, lengths, 8, 8, d, CAUSAL, packed=True)
+
+
 def ablation(shrink: int) -> Iterable[Case]:
     """The shape of FlashAttention-3's Table 2, which the paper measured in fp16."""
     yield dense(ABLATION, 4, 8448 // shrink, (16, 16), 128, FULL)
@@ -174,6 +187,7 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     "hops": hops,
     "masks": masks,
     SCORES: scores,
+    HOST: host_time,
     ABLATION: ablation,
     MERGE: merge,
     DETERMINISTIC: deterministic,

@@ -1,0 +1,34 @@
+// What the host library asks of CUDA. Its functions come as addresses, so no header of CUDA meets
+// one of PyTorch.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace ringfa3::host {
+
+struct Stream {
+  void* handle;
+  uint64_t id;  // the driver's, unique for the life of the process, unlike the handle
+};
+
+// Each function returns 0 for success.
+struct Driver {
+  int (*current_stream)(int32_t device, void** stream);  // aoti_torch_get_current_cuda_stream
+  int (*is_capturing)(void* stream, int* status);        // cuStreamIsCapturing
+  int (*stream_id)(void* stream, uint64_t* id);          // cuStreamGetId
+
+  // The current stream of a device, which is the current device. None if a CUDA graph captures it,
+  // or if CUDA refuses to answer.
+  std::optional<Stream> stream(int32_t device) const {
+    Stream found{};
+    int status = 0;
+    if (current_stream(device, &found.handle) || is_capturing(found.handle, &status) || status ||
+        stream_id(found.handle, &found.id)) {
+      return std::nullopt;
+    }
+    return found;
+  }
+};
+
+}  // namespace ringfa3::host

@@ -1,0 +1,329 @@
+// The library as a module of Python, `ringfa3_host`. It is one translation unit, because PyTorch's
+// headers take most of the time to compile it.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cmath>
+#include <string>
+
+#include "host/ops.h"
+
+namespace {
+
+using namespace ringfa3::host;
+
+struct Settings {
+  double scale;
+  int64_t left, right;
+  bool deterministic;
+};
+
+// Reads what ringfa3/host.py writes: a list of 64-bit integers.
+class Reader {
+ public:
+  Reader(char const* begin, Py_ssize_t bytes) : at_(begin), end_(begin + bytes) {}
+
+  int64_t word() {
+    int64_t value;
+    std::memcpy(&value, take(sizeof value), sizeof value);
+    return value;
+  }
+  Sizes sizes() {
+    Sizes read(static_cast<size_t>(word()));
+    for (int64_t& size : read) size = word();
+    return read;
+  }
+  View view() {
+    int64_t const tensor = word(), offset = word();
+    Sizes sizes = this->sizes();
+    return {tensor, offset, std::move(sizes), this->sizes()};
+  }
+  std::vector<char> bytes() {
+    auto const count = static_cast<size_t>(word());
+    TORCH_CHECK(count <= kMaxWords, "a launch has ", count, " bytes of arguments");
+    char const* const begin = take((count + 7) / 8 * 8);
+    return {begin, begin + count};
+  }
+
+ private:
+  char const* take(size_t bytes) {
+    TORCH_CHECK(static_cast<size_t>(end_ - at_) >= bytes, "a program ends early");
+    return std::exchange(at_, at_ + bytes);
+  }
+
+  char const *at_, *end_;
+};
+
+enum Kind : int64_t { kLaunch, kZero, kCopy };
+
+Step read_step(Reader& in, PyObject* names) {
+  switch (in.word()) {
+    case kLaunch: {
+      Launch launch{};
+      launch.entry = reinterpret_cast<int (*)(void const*, void*)>(in.word());
+      launch.name = PyUnicode_AsUTF8(PyTuple_GetItem(names, in.word()));
+      launch.words = in.bytes();
+      launch.patches.resize(static_cast<size_t>(in.word()));
+      for (Patch& patch : launch.patches) {
+        patch.at = in.word(), patch.tensor = in.word(), patch.offset = in.word();
+      }
+      return launch;
+    }
+    case kZero:
+      return Zero{in.view()};
+    case kCopy: {
+      View target = in.view();
+      return Copy{std::move(target), in.view()};
+    }
+    default:
+      TORCH_CHECK(false, "a program has a step of an unknown kind");
+  }
+}
+
+// Keeps the program of this thread's call; null: Python always runs such calls.
+PyObject* keep_program(std::shared_ptr<Program const> program) {
+  TORCH_CHECK(wanted, "no call of this thread asks for a program");
+  host().programs.put(std::move(*wanted), std::move(program));
+  wanted.reset();
+  Py_RETURN_NONE;
+}
+
+// keep(program: bytes, names: tuple[str, ...], tables: tuple[torch.Tensor, ...])
+PyObject* keep(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  char const* begin;
+  Py_ssize_t bytes;
+  PyObject *names, *tables;
+  if (!PyArg_ParseTuple(args, "y#O!O!", &begin, &bytes, &PyTuple_Type, &names, &PyTuple_Type,
+                        &tables)) {
+    return nullptr;
+  }
+  Reader in(begin, bytes);
+  auto program = std::make_shared<Program>();
+  program->buffers.resize(static_cast<size_t>(in.word()));
+  for (Buffer& buffer : program->buffers) {
+    buffer.dtype = static_cast<at::ScalarType>(in.word());
+    buffer.sizes = in.sizes();
+  }
+  auto const steps = in.word();
+  for (int64_t i = 0; i < steps; ++i) program->steps.push_back(read_step(in, names));
+  auto const outputs = in.word();
+  for (int64_t i = 0; i < outputs; ++i) program->outputs.push_back(in.view());
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tables); ++i) {
+    program->tables.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(tables, i)));
+  }
+  return keep_program(std::move(program));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* decline(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  return keep_program(nullptr);
+  END_HANDLE_TH_ERRORS
+}
+
+// Whether the call that this thread runs asks for a program.
+PyObject* is_wanted(PyObject*, PyObject*) { return PyBool_FromLong(wanted.has_value()); }
+
+// start(device: str, current_stream: int, is_capturing: int, stream_id: int, lengths_by_value:
+// bool)
+PyObject* start_kernels(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  char const* device;
+  unsigned long long current, capturing, id;
+  int by_value;
+  if (!PyArg_ParseTuple(args, "sKKKp", &device, &current, &capturing, &id, &by_value)) {
+    return nullptr;
+  }
+  Driver driver{};
+  driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(current);
+  driver.is_capturing = reinterpret_cast<decltype(driver.is_capturing)>(capturing);
+  driver.stream_id = reinterpret_cast<decltype(driver.stream_id)>(id);
+  start(at::Device(device).type(), driver, by_value);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* stop_kernels(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  stop();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* enable(PyObject*, PyObject* on) {
+  host().enabled = PyObject_IsTrue(on) == 1;
+  Py_RETURN_NONE;
+}
+
+PyObject* clear(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  host().programs.clear();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* counts(PyObject*, PyObject*) {
+  Counts const& n = host().counts;
+  return Py_BuildValue("{s:L,s:L,s:L,s:n}", "replayed", n.replayed.load(), "recorded",
+                       n.recorded.load(), "python", n.python.load(), "programs",
+                       static_cast<Py_ssize_t>(host().programs.size()));
+}
+
+// The arguments of flash_attn_func and flash_attn_varlen_func that all calls may replay. Each
+// function returns whether it takes the argument; ringfa3/functional.py checks the others, and has
+// the texts of the errors.
+
+bool take_tensor(PyObject* given, Tensor& x, int64_t dims) {
+  if (!THPVariable_CheckExact(given)) return false;
+  x = THPVariable_Unpack(given);
+  auto const dtype = x.scalar_type();
+  return is_plain(x) && x.dim() == dims && (dtype == at::kBFloat16 || dtype == at::kHalf) &&
+         x.stride(-1) == 1;
+}
+
+bool take_qkv(PyObject* const* given, int64_t dims, Tensor& q, Tensor& k, Tensor& v) {
+  if (!take_tensor(given[0], q, dims) || !take_tensor(given[1], k, dims) ||
+      !take_tensor(given[2], v, dims)) {
+    return false;
+  }
+  int64_t const heads = q.size(-2), kv_heads = k.size(-2);
+  return k.device() == q.device() && v.device() == q.device() && k.dtype() == q.dtype() &&
+         v.dtype() == q.dtype() && v.sizes() == k.sizes() && k.size(-1) == q.size(-1) &&
+         q.size(-1) > 0 && heads > 0 && kv_heads > 0 && heads % kv_heads == 0 &&
+         (dims == 3 || k.size(0) == q.size(0));
+}
+
+bool take_bool(PyObject* given, bool& value) {
+  value = given == Py_True;
+  return PyBool_Check(given);
+}
+
+bool take_side(PyObject* given, int64_t& value) {
+  if (!PyLong_CheckExact(given)) return false;
+  int overflow = 0;
+  value = PyLong_AsLongLongAndOverflow(given, &overflow);
+  return !overflow && value >= -1;
+}
+
+// (softmax_scale, causal, window_size, deterministic)
+bool take_settings(PyObject* const* given, int64_t head_dim, Settings& settings) {
+  constexpr double kLeast = 0x1p-64;  // LEAST_SCALE of ringfa3/validation.py
+  if (given[0] == Py_None) {
+    settings.scale = std::pow(static_cast<double>(head_dim), -0.5);
+  } else if (PyFloat_CheckExact(given[0])) {
+    settings.scale = PyFloat_AS_DOUBLE(given[0]);
+    if (!(kLeast <= settings.scale && settings.scale <= 1 / kLeast)) return false;
+  } else {
+    return false;
+  }
+  bool causal;
+  if (!take_bool(given[1], causal) || !PyTuple_CheckExact(given[2]) ||
+      PyTuple_GET_SIZE(given[2]) != 2 || !take_side(PyTuple_GET_ITEM(given[2], 0), settings.left) ||
+      !take_side(PyTuple_GET_ITEM(given[2], 1), settings.right)) {
+    return false;
+  }
+  if (causal) settings.right = 0;
+  return take_bool(given[3], settings.deterministic);
+}
+
+// Whether native precision and no sink are given, and nothing changes what a call of an op means.
+bool take_context(PyObject* precision, PyObject* sink) {
+  return sink == Py_None && PyUnicode_CheckExact(precision) &&
+         PyUnicode_CompareWithASCIIString(precision, "native") == 0 &&
+         host().enabled.load(std::memory_order_relaxed) &&
+         !at::impl::torch_function_mode_enabled() &&
+         !at::autocast::is_autocast_enabled(host().device) && !is_transformed();
+}
+
+PyObject* call(Tensor const& q, Tensor const& k, Tensor const& v, MaybeTensor const& cu_q,
+               MaybeTensor const& cu_k, Settings const& settings, bool return_lse) {
+  std::tuple<Tensor, Tensor> results;
+  {
+    pybind11::gil_scoped_release const released;
+    results = forward_op().call(q, k, v, std::nullopt, cu_q, cu_k, settings.scale, settings.left,
+                                settings.right, settings.deterministic, "native");
+  }
+  PyObject* const out = THPVariable_Wrap(std::move(std::get<0>(results)));
+  if (!return_lse || !out) return out;
+  PyObject* const lse = THPVariable_Wrap(std::move(std::get<1>(results)));
+  if (!lse) {
+    Py_DECREF(out);
+    return nullptr;
+  }
+  PyObject* const both = PyTuple_New(2);
+  PyTuple_SET_ITEM(both, 0, out);
+  PyTuple_SET_ITEM(both, 1, lse);
+  return both;
+}
+
+// attend(q, k, v, softmax_scale, causal, window_size, deterministic, return_lse, precision, sink)
+// gives what flash_attn_func gives, or None for arguments that Python must look at.
+PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 10, "attend takes 10 arguments, not ", count);
+  Tensor q, k, v;
+  Settings settings;
+  bool return_lse;
+  if (!take_context(given[8], given[9]) || !take_qkv(given, 4, q, k, v) ||
+      !take_settings(given + 3, q.size(-1), settings) || !take_bool(given[7], return_lse)) {
+    Py_RETURN_NONE;
+  }
+  return call(q, k, v, std::nullopt, std::nullopt, settings, return_lse);
+  END_HANDLE_TH_ERRORS
+}
+
+// As `attend`, with (cu_seqlens_q, cu_seqlens_k) after v, both of them tensors.
+PyObject* attend_varlen(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 12, "attend_varlen takes 12 arguments, not ", count);
+  Tensor q, k, v;
+  Settings settings;
+  bool return_lse;
+  if (!take_context(given[10], given[11]) || !THPVariable_CheckExact(given[3]) ||
+      !THPVariable_CheckExact(given[4]) || !take_qkv(given, 3, q, k, v) ||
+      !take_settings(given + 5, q.size(-1), settings) || !take_bool(given[9], return_lse)) {
+    Py_RETURN_NONE;
+  }
+  return call(q, k, v, THPVariable_Unpack(given[3]), THPVariable_Unpack(given[4]), settings,
+              return_lse);
+  END_HANDLE_TH_ERRORS
+}
+
+template <class F>
+PyCFunction as_method(F* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"attend", as_method(attend), METH_FASTCALL, nullptr},
+    {"attend_varlen", as_method(attend_varlen), METH_FASTCALL, nullptr},
+    {"wanted", is_wanted, METH_NOARGS, nullptr},
+    {"keep", keep, METH_VARARGS, nullptr},
+    {"decline", decline, METH_NOARGS, nullptr},
+    {"start", start_kernels, METH_VARARGS, nullptr},
+    {"stop", stop_kernels, METH_NOARGS, nullptr},
+    {"enable", enable, METH_O, nullptr},
+    {"clear", clear, METH_NOARGS, nullptr},
+    {"counts", counts, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module_definition = {PyModuleDef_HEAD_INIT,
+                                 "ringfa3_host",
+                                 nullptr,
+                                 -1,
+                                 methods,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_ringfa3_host() { return PyModule_Create(&module_definition); }

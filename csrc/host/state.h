@@ -1,0 +1,38 @@
+// What the host library keeps, and how many calls it has served.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "host/driver.h"
+#include "host/programs.h"
+
+namespace ringfa3::host {
+
+// Counts calls of the kernels of this library.
+struct Counts {
+  std::atomic<int64_t> replayed{0};  // by a program
+  std::atomic<int64_t> recorded{0};  // by Python, which makes a program
+  std::atomic<int64_t> python{0};    // by Python: a capture, a graph, 8 bits, ...
+};
+
+struct Host {
+  Programs programs;
+  Counts counts;
+  Driver driver{};
+  at::DeviceType device = at::kCUDA;
+  c10::DispatchKeySet plain;     // keys that a tensor which is nothing but strided may have
+  bool lengths_by_value = true;  // cumulative lengths on the CPU, which change without a version
+  std::atomic<bool> enabled{true};
+};
+
+// Never destroyed: at exit its tensors would be freed after CUDA has ended.
+inline Host& host() {
+  static auto* const made = new Host;
+  return *made;
+}
+
+}  // namespace ringfa3::host

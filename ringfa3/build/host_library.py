@@ -1,0 +1,101 @@
+"""Compiles the host library, which starts calls on a GPU (csrc/host).
+
+It is C++ against PyTorch's headers, whose ABI is that of one version: the name of its entry in the
+cache holds the versions of PyTorch and Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+
+from ringfa3.build.cache import cache_folder, make_once, say
+from ringfa3.build.compile import source_folder
+from ringfa3.build.toolchain import find_host_compiler
+from ringfa3.errors import BuildError
+
+MODULE = "ringfa3_host"
+FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+COMPILE_SECONDS = 20  # on two cores, about
+
+
+def host_folder() -> Path:
+    """The folder of its sources."""
+    return source_folder() / "host"
+
+
+def _stem() -> str:
+    """The first part of the entry's name: sources, flags, PyTorch, Python."""
+    import torch
+
+    given = hashlib.sha256(
+        repr((FLAGS, torch.__version__, sysconfig.get_config_var("SOABI"))).encode()
+    )
+    for path in sorted(host_folder().iterdir()):
+        given.update(path.name.encode() + path.read_bytes())
+    return f"host-{given.hexdigest()[:16]}"
+
+
+def find_host_library() -> Path | None:
+    """The library for this PyTorch and Python, if the cache has it."""
+    return next(iter(sorted(cache_folder().glob(f"{_stem()}-*/{MODULE}.so"))), None)
+
+
+def ensure_host_library() -> Path:
+    """The compiled library, built first if the cache does not have it.
+
+    Raises BuildError: no compiler, no headers of Python, or the compiler's own error. OSError: of
+    the cache's folder.
+    """
+    if found := find_host_library():
+        return found
+    compiler = find_host_compiler()
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").is_file():
+        raise BuildError(
+            f"{headers / 'Python.h'} is missing: install Python's headers (Debian, Ubuntu: "
+            "apt-get install python3-dev)"
+        )
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    tools = hashlib.sha256(version.stdout.encode()).hexdigest()[:8]
+    return make_once(
+        "host-library",
+        f"{_stem()}-{tools}",
+        find_host_library,
+        lambda entry: _compile(compiler, headers, entry),
+    )
+
+
+def _compile(compiler: str, headers: Path, entry: Path) -> None:
+    import torch
+
+    say(f"compiling the host library for PyTorch {torch.__version__}, about {COMPILE_SECONDS} s")
+    began = time.monotonic()
+    root = Path(torch.__file__).parent
+    folders = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include", headers)
+    options = (*FLAGS, f"-I{source_folder()}", *(f"-isystem{folder}" for folder in folders))
+    command: list[str | Path] = [
+        compiler,
+        *options,
+        "-shared",
+        host_folder() / "module.cpp",
+        f"-L{root / 'lib'}",
+        *(f"-l{library}" for library in LIBRARIES),
+        "-o",
+        entry / f"{MODULE}.so",
+    ]
+    environment = {**os.environ, "TMPDIR": str(entry.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
+        raise BuildError(
+            f"the host library does not compile, {compiler} ended with {done.returncode}:\n{last}"
+        )
+    with (entry / f"{MODULE}.so").open("rb") as library:
+        os.fsync(library)  # before the rename: a crash leaves no truncated library
+    say(f"compiled the host library in {time.monotonic() - began:.0f} s")

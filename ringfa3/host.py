@@ -1,0 +1,176 @@
+"""Calls of attention on one GPU that start in C++.
+
+The host library (csrc/host) registers kernels of the ops `attention` and `attention_backward`. The
+first call of its kind runs in Python, which records what it does as a program; later calls of equal
+shapes, strides, settings and streams replay it. Python runs whatever is unusual: CUDA graph
+capture, tensor subclasses, float64, 8 bits, sinks, inputs that share their first byte.
+
+RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringfa3.build.host_library import MODULE, ensure_host_library
+from ringfa3.custom_op import record_with, tell_of_observers
+from ringfa3.errors import BuildError
+from ringfa3.kernels.program import ProgramError, ProgramRecorder
+from ringfa3.kernels.recording import recording
+from ringfa3.validation import check_choice
+
+ENVIRONMENT = "RINGFA3_HOST"
+HOSTS = ("python", "cpp")
+DEFAULT = "python"  # until the library has run on a GPU
+INPUTS = {"attention": slice(0, 3), "attention_backward": slice(0, 7)}  # arguments with data
+
+# While the host library starts calls: flash_attn_func and flash_attn_varlen_func with positional
+# arguments, of which they return None for those that Python must look at.
+attend: Callable[..., Any] | None = None
+attend_varlen: Callable[..., Any] | None = None
+
+_selected: str | None = None  # None: nobody has chosen yet
+_observed = False
+_library: Any = None
+_lock = threading.Lock()
+
+
+def ensure() -> None:
+    """Makes the choice of RINGFA3_HOST, once. A call on a GPU does so.
+
+    Where the host library cannot be built or loaded, calls start in Python, and one line says so.
+
+    Raises ValueError: RINGFA3_HOST has another value.
+    """
+    if _selected is not None:
+        return
+    name = os.environ.get(ENVIRONMENT, DEFAULT)
+    check_choice(ENVIRONMENT, name, HOSTS)
+    try:
+        select(name)
+    except (BuildError, OSError, ImportError, AttributeError) as error:
+        select("python")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            line = f"ringfa3: calls start in Python, at more host time: {error}"
+            print(line, file=sys.stderr, flush=True)
+
+
+def select(name: str) -> None:
+    """Chooses what starts calls on a GPU from now on: "cpp", the host library, or "python".
+
+    The first "cpp" builds and loads the library, in about 20 s.
+
+    Raises:
+        ValueError: there is no such choice.
+        BuildError, OSError, ImportError, AttributeError: the library cannot be built or loaded.
+    """
+    global _selected
+    check_choice("host", name, HOSTS)
+    with _lock:
+        if name == "cpp" and _library is None:
+            start(load(ensure_host_library()), "cuda", _driver())
+        _selected = name
+        _switch()
+
+
+def counts() -> dict[str, int]:
+    """Calls of the library's kernels so far, and programs that it holds; empty without a library.
+
+    replayed: by a program; recorded: by Python, to make one; python: by Python.
+    """
+    return {} if _library is None else dict(_library.counts())
+
+
+def load(path: Path) -> Any:
+    """The library as a module."""
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bool = True) -> None:
+    """Registers the library's kernels for a type of device.
+
+    driver: addresses, see `_driver`. lengths_by_value: as in csrc/host/ops.h.
+    """
+    global _library
+    library.start(device, *driver, lengths_by_value)
+    _library = library
+    tell_of_observers(_observe)
+
+
+def stop() -> None:
+    """Removes the library's kernels and programs. Nobody has chosen then; tests begin so."""
+    global _library, _selected
+    select("python")
+    if _library is not None:
+        _library.stop()
+    _library = _selected = None
+
+
+def _driver() -> tuple[int, int, int]:
+    """The addresses of the functions of csrc/host/driver.h."""
+    shim = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+    cuda = ctypes.CDLL("libcuda.so.1")
+    functions = (
+        shim.aoti_torch_get_current_cuda_stream,
+        cuda.cuStreamIsCapturing,
+        cuda.cuStreamGetId,
+    )
+    current, capturing, number = (
+        ctypes.cast(function, ctypes.c_void_p).value for function in functions
+    )
+    assert current is not None
+    assert capturing is not None
+    assert number is not None
+    return current, capturing, number
+
+
+def _observe(observed: bool) -> None:
+    """An observer of ops sees those that Python runs."""
+    global _observed
+    _observed = observed
+    _switch()
+
+
+def _switch() -> None:
+    """Lets the library start calls, or not, as it is chosen and observed."""
+    global attend, attend_varlen
+    if _library is None:
+        return
+    on = _selected == "cpp" and not _observed
+    _library.enable(on)
+    attend, attend_varlen = (_library.attend, _library.attend_varlen) if on else (None, None)
+    record_with(_record if on else None)
+
+
+def _record(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Runs an op's kernel in Python, and gives the library its program if it asks for one."""
+    if not _library.wanted():
+        return kernel(*arguments)
+    inputs = arguments[INPUTS[name]]
+    if not ProgramRecorder.can_tell_apart(inputs):
+        return kernel(*arguments)  # another call with equal shapes may be recorded
+    recorder = ProgramRecorder(inputs)
+    with recording(recorder), recorder:
+        results = kernel(*arguments)
+    try:
+        program = recorder.words(results)
+    except ProgramError:
+        _library.decline()
+    else:
+        _library.keep(program, tuple(recorder.names), tuple(recorder.tables))
+    return results

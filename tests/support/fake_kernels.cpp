@@ -1,0 +1,183 @@
+// Kernels for tests of the host library, and the driver that it asks: they run on the CPU, at once,
+// and keep the arguments of every launch. Their results show which tensors they were given: rows of
+// out are rows of q, k and v in turn; dk and dv are k and v; dq is dout, with lse and dlse added.
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+using namespace ringfa3;
+
+namespace {
+
+struct Call {
+  std::string name, words;
+  void* stream;
+};
+
+std::mutex mutex;
+std::vector<Call> calls;
+int failure;
+thread_local int64_t handle = 7;
+int64_t generation;
+int capturing;
+bool idle;
+
+template <class Args>
+int keep(char const* name, Args const* args, void* stream) {
+  if (idle) return -1;
+  std::lock_guard const lock(mutex);
+  calls.push_back({name, {reinterpret_cast<char const*>(args), sizeof *args}, stream});
+  return failure;
+}
+
+uint16_t* row(Tensor3 const& x, int64_t token, int64_t head) {
+  return static_cast<uint16_t*>(x.data) + token * x.token_stride + head * x.head_stride;
+}
+
+float number(uint16_t bits) {
+  uint32_t const wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+uint16_t rounded(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+template <int D>
+void gradient(Tensor3 const& to, Tensor3 const& from, bool float32) {
+  for (int64_t token = 0; token < from.tokens; ++token) {
+    for (int64_t head = 0; head < from.heads; ++head) {
+      uint16_t const* const x = row(from, token, head);
+      for (int c = 0; c < D; ++c) {
+        int64_t const at = token * to.token_stride + head * to.head_stride + c;
+        if (float32) {
+          static_cast<float*>(to.data)[at] += number(x[c]);
+        } else {
+          static_cast<uint16_t*>(to.data)[at] = x[c];
+        }
+      }
+    }
+  }
+}
+
+// Rows of a block of a backward's row grid, as ringfa3/build/units.py has them.
+template <int D>
+constexpr int kTileM = D == 64 ? 128 : 64;
+
+// Calls with(token, its floats of dQ), for each row of a head.
+template <int D, class With>
+void each_row(RowGrid const& grid, int64_t head, With with) {
+  for (int64_t block = 0; block < grid.num_blocks; ++block) {
+    for (int i = 0; i < grid.blocks[block].rows; ++i) {
+      int64_t const place = (head * grid.num_blocks + block) * kTileM<D> + i;
+      with(grid.blocks[block].row0 + i, grid.dq + place * D);
+    }
+  }
+}
+
+template <int D>
+int forward(ForwardArgs const* a, void* stream) {
+  if (int const status = keep("forward", a, stream)) return status < 0 ? 0 : status;
+  int64_t const group = a->q.heads / a->k.heads;
+  for (int64_t token = 0; token < a->q.tokens; ++token) {
+    for (int64_t head = 0; head < a->q.heads; ++head) {
+      Tensor3 const* const from[] = {&a->q, &a->k, &a->v};
+      for (int c = 0; c < D; ++c) {
+        Tensor3 const& x = *from[c % 3];
+        int64_t const at = token % x.tokens;
+        row(a->out, token, head)[c] = row(x, at, c % 3 ? head / group : head)[c];
+      }
+      a->lse[head * a->lse_head_stride + token] = static_cast<float>(token + 1000 * head);
+    }
+  }
+  return 0;
+}
+
+template <int D>
+int preprocess(PreprocessArgs const* a, void* stream) {
+  if (int const status = keep("preprocess", a, stream)) return status < 0 ? 0 : status;
+  for (int64_t head = 0; head < a->dout.heads; ++head) {
+    each_row<D>(a->grid, head, [&](int64_t token, float* dq) {
+      for (int c = 0; c < D; ++c) dq[c] = number(row(a->dout, token, head)[c]);
+      dq[0] += a->lse[head * a->lse_head_stride + token];
+      if (a->dlse) dq[1] += a->dlse[head * a->dlse_head_stride + token];
+      dq[2] += number(row(a->out, token, head)[2]);
+    });
+  }
+  std::memset(a->words, 0, a->num_words * sizeof *a->words);
+  return 0;
+}
+
+template <int D>
+int backward(BackwardArgs const* a, void* stream) {
+  if (int const status = keep("backward", a, stream)) return status < 0 ? 0 : status;
+  gradient<D>(a->dk, a->k, a->float32_grads);
+  gradient<D>(a->dv, a->v, a->float32_grads);
+  return 0;
+}
+
+template <int D>
+int postprocess(PostprocessArgs const* a, void* stream) {
+  if (int const status = keep("postprocess", a, stream)) return status < 0 ? 0 : status;
+  for (int64_t head = 0; head < a->dq.heads; ++head) {
+    each_row<D>(a->grid, head, [&](int64_t token, float const* dq) {
+      for (int c = 0; c < D; ++c) row(a->dq, token, head)[c] = rounded(dq[c]);
+    });
+  }
+  return 0;
+}
+
+}  // namespace
+
+// The functions of a unit's library, with its head dim behind their names.
+#define UNIT(D)                                                                                  \
+  extern "C" int ringfa3_forward_##D(ForwardArgs const* a, void* s) { return forward<D>(a, s); } \
+  extern "C" int ringfa3_preprocess_##D(PreprocessArgs const* a, void* s) {                      \
+    return preprocess<D>(a, s);                                                                  \
+  }                                                                                              \
+  extern "C" int ringfa3_backward_##D(BackwardArgs const* a, void* s) {                          \
+    return backward<D>(a, s);                                                                    \
+  }                                                                                              \
+  extern "C" int ringfa3_postprocess_##D(PostprocessArgs const* a, void* s) {                    \
+    return postprocess<D>(a, s);                                                                 \
+  }
+UNIT(64)
+UNIT(128)
+
+extern "C" {
+
+int fake_current_stream(int32_t, void** stream) {
+  *stream = reinterpret_cast<void*>(handle);
+  return 0;
+}
+int fake_is_capturing(void*, int* status) {
+  *status = capturing;
+  return 0;
+}
+int fake_stream_id(void* stream, uint64_t* id) {
+  *id = reinterpret_cast<uint64_t>(stream) + 1000 * generation;
+  return 0;
+}
+
+// What tests set: the status of launches, the stream of this thread, whether it is captured.
+void fake_fail(int status) { failure = status; }
+void fake_stream(int64_t value, int64_t made) { handle = value, generation = made; }
+void fake_capture(int status) { capturing = status; }
+void fake_idle(int wanted) { idle = wanted; }  // kernels do nothing and keep nothing
+
+// The launches since the last `fake_forget`.
+int fake_calls() { return static_cast<int>(calls.size()); }
+char const* fake_name(int i) { return calls[i].name.c_str(); }
+int fake_bytes(int i) { return static_cast<int>(calls[i].words.size()); }
+void const* fake_words(int i) { return calls[i].words.data(); }
+int64_t fake_stream_of(int i) { return reinterpret_cast<int64_t>(calls[i].stream); }
+void fake_forget() { calls.clear(); }
+}
