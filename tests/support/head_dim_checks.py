@@ -52,7 +52,7 @@ def function_holds_the_gate(unit: Unit, head_dims: tuple[int, int], case: int, d
 def forward_keeps_to_its_columns(unit: Unit, head_dims: tuple[int, int], device: str) -> None:
     """NaN beside q, k and v is not read; columns beside out are not written. The gate.
 
-    100 rows: the second tile is partial, so that its rows leave without TMA.
+    The second tile is partial: rows of it leave without TMA.
     """
     d, d_v = head_dims
     dtype, t, n = getattr(torch, unit.dtype), unit.tile_m + 37, 200
