@@ -25,16 +25,19 @@ struct Tile {
 // output dtype.
 enum TileFlags : int32_t { kFirst = 1, kLast = 2 };
 
-// A (tokens, heads, head_dim) tensor; strides in elements, the last one is 1.
+// A (tokens, heads, head_dim) tensor; strides in elements, the last one is 1. Attention kernels
+// take a multiple of 8 up to D, the head dim that they are compiled for: columns beyond `head_dim`
+// read as zeros and are not stored.
 struct Tensor3 {
   void* data;
-  int64_t tokens, heads;
+  int64_t tokens;
+  int32_t heads, head_dim;
   int64_t token_stride, head_stride;
 };
 
 struct ForwardArgs {
   Tensor3 q, k, v, out;
-  float* partial_out;  // (padded rows, heads, head_dim), O between hops, see partial_output.cuh
+  float* partial_out;  // (padded rows, heads, D), O between hops, see partial_output.cuh
   float* lse;          // (heads, tokens), natural logarithm
   int64_t lse_head_stride;
   Tile const* tiles;  // in the order in which they are fetched
@@ -60,7 +63,7 @@ struct OperandScales {
 };
 
 // The forward with 8-bit Q and K. E4M3 V is (tiles, kv_heads, head_dim, 128) bytes, see values.cuh:
-// its Tensor3 has head_dim rows, and a head for each tile and KV head.
+// its Tensor3 has head_dim rows of 128 columns, and a head for each tile and KV head.
 struct QuantisedForwardArgs {
   ForwardArgs forward;
   OperandScales scales;

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from ringfa3.attention_op import out_shape
 from ringfa3.custom_op import checkpointed
 from ringfa3.functional import flash_attn_func
 from ringfa3.planning.context_plan import ContextPlan, Group, check_plan, dense_plan, place
@@ -95,13 +96,14 @@ class RingFA3Attention(nn.Module):
         """Attention of this rank's tokens.
 
         Args:
-            q: (b, s, h, d) or (t, h, d), the rank's shard; k, v: the same with h_kv heads.
+            q: (b, s, h, d) or (t, h, d), the rank's shard; k, v: the same with h_kv heads, v also
+                with a smaller head dim d_v as in `flash_attn_func`.
             plan: which tokens these are, b * s or t of them. None: b sequences of world * s tokens,
                 of each of which this rank holds s, in the layout of `plan_context(world * s)`.
             sink: as in `flash_attn_func` on one device, as in `ring_attn_func` on several.
 
         Returns:
-            The shape and dtype of q.
+            The shape and dtype of q, with the head dim of v.
 
         Raises:
             ValueError, TypeError, RingError: as `ring_attn_func`.
@@ -128,7 +130,7 @@ class RingFA3Attention(nn.Module):
             sink=sink,
         )
         assert isinstance(out, torch.Tensor)
-        return out.view(q.shape)
+        return out.view(out_shape(q, v))
 
     def _check(
         self,
@@ -169,7 +171,7 @@ class RingFA3Attention(nn.Module):
             sink=sink,
         )
         assert isinstance(out, torch.Tensor)
-        return out.view(q.shape)
+        return out.view(out_shape(q, v))
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:

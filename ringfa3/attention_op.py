@@ -23,17 +23,19 @@ def register_attention(
     """Registers fakes and the gradient of an op, whose outputs `keep_attention` keeps.
 
     Args:
-        op: op(q, k, v, sink, *others) gives out like q, (b, s, h, d) or (t, h, d), and LSE,
-            (b, h, s) or (h, t).
+        op: op(q, k, v, sink, *others) gives out, which is (b, s, h, d_v) or (t, h, d_v) for v of
+            head dim d_v, and LSE, (b, h, s) or (h, t).
         backward: an op; backward(dout, dlse, q, k, v, out, lse, *tensors, *settings) gives
             (dq, dk, dv). dlse may be None.
         split: split(ctx, *others) gives (tensors, settings) for `backward`.
     """
 
     @register_fake(op)
-    def fake(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def fake(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        return q.new_empty(q.shape), q.new_empty(shape, dtype=statistics_dtype(q.dtype))
+        return q.new_empty(out_shape(q, v)), q.new_empty(shape, dtype=statistics_dtype(q.dtype))
 
     @register_fake(backward)
     def fake_backward(
@@ -59,6 +61,11 @@ def register_attention(
 
     register_autograd(op, save, gradients)
     checkpointed.append(op)
+
+
+def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """The shape of out: that of q with the head dim of v."""
+    return *q.shape[:-1], v.shape[-1]
 
 
 def lse_by_sequence(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

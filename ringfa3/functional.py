@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ringfa3 import host
-from ringfa3.attention_op import lse_by_head, lse_by_sequence, register_attention
+from ringfa3.attention_op import lse_by_head, lse_by_sequence, out_shape, register_attention
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.kernels.reference import statistics_dtype
@@ -51,21 +51,22 @@ def flash_attn_func(
     """Exact attention, softmax(scale * Q K^T) V, over a batch of sequences.
 
     Args:
-        q: (b, s, h, d); k, v: (b, s_k, h_kv, d) with h % h_kv == 0. Any float dtype on the CPU,
-            bfloat16 or float16 on the GPU; last dim contiguous.
+        q: (b, s, h, d); k: (b, s_k, h_kv, d) with h % h_kv == 0; v: (b, s_k, h_kv, d_v), where d_v
+            is d or a smaller multiple of 8. Any float dtype on the CPU, bfloat16 or float16 on the
+            GPU; last dim contiguous.
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
         causal: hide keys to the right of the diagonal, which ends at the bottom right if s != s_k.
         window_size: (left, right) keys around the diagonal that a query sees, -1 for unlimited.
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
         precision: "native" computes in the dtype of q. "fp8" rounds Q, K, V and P to E4M3, "int8"
-            Q and K to int8, as `ringfa3.quantisation` does; head_dim 64, 128 or 256, not float64.
+            Q and K to int8, as `ringfa3.quantisation` does; d = d_v = 64, 128 or 256, not float64.
             Gradients are those of "native", from the LSE of this precision.
         sink: (h,) float32 (float64 for float64 inputs), a logit a head that takes part in the
             softmax of every row and has no value; differentiable. It counts in LSE.
 
     Returns:
-        out (b, s, h, d) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
+        out (b, s, h, d_v) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
         (float64 for float64 inputs), natural log. A row that sees no key has output 0, LSE -inf
         (with a sink: the sink) and gradient 0.
 
@@ -84,7 +85,7 @@ def flash_attn_func(
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=4)
     check_batch(q, k)
-    check_quantisable(precision, q)
+    check_quantisable(precision, q, v)
     scale = resolve_scale(softmax_scale, q)
     check_sink(sink, q)
     out, lse = attention(q, k, v, sink, None, None, scale, left, right, deterministic, precision)
@@ -110,7 +111,7 @@ def flash_attn_varlen_func(
     """Exact attention over packed sequences of any length, 0 and 1 included.
 
     Args:
-        q: (t, h, d); k, v: (t_k, h_kv, d). Query sequence i sees key sequence i.
+        q: (t, h, d); k: (t_k, h_kv, d); v: (t_k, h_kv, d_v). Query sequence i sees key sequence i.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) cumulative lengths from 0 to t and t_k, as
             lists or integer tensors, best on the CPU. A tensor on the GPU costs one synchronisation
             for each version of it, and is an error under CUDA graph capture.
@@ -131,7 +132,7 @@ def flash_attn_varlen_func(
     check_tensors(q, k, v)
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=3)
-    check_quantisable(precision, q)
+    check_quantisable(precision, q, v)
     cu_q, cu_k = (
         cu if isinstance(cu, torch.Tensor) else torch.tensor(whole_numbers(name, cu))
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
@@ -211,13 +212,13 @@ def attention(
     if q.is_cuda:
         host.ensure()
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
     packed = _packed(out)
     lse = packed.new_empty((packed.shape[1], packed.shape[0]), dtype=statistics_dtype(q.dtype))
     with torch.autocast(q.device.type, enabled=False):
         qkv = _packed(q), _packed(k), _packed(v)
         if precision == "native":
-            kernel = select_forward(qkv[0])
+            kernel = select_forward(qkv[0], plan)
             tiling = plan.forward(kernel.tile_m)[0]
             kernel.attend(*qkv, tiling, scale, packed, packed[:0], lse)
         else:
@@ -253,7 +254,7 @@ def attention_backward(
     if q.dim() == 4:
         lse, dlse = lse_by_head(lse), None if dlse is None else lse_by_head(dlse)
     qp, kp, vp, dp, op = (_packed(x) for x in (q, k, v, dout, out))
-    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
         kernel = select_backward(qp)
         tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]

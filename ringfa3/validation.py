@@ -14,6 +14,7 @@ CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 PRECISIONS = ("native", "fp8", "int8")
 QUANTISED_HEAD_DIMS = (64, 128, 256)
+HEAD_DIM_STEP = 8  # kernels take head dims that are multiples of it: 16 bytes
 LAYOUTS = ("zigzag", "contiguous")
 TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
 TRANSPORTS_OF = {"cuda": ("nccl", "symmetric"), "cpu": ("gloo",)}  # by type of device
@@ -33,8 +34,8 @@ def check_precision(precision: str) -> None:
     check_choice("precision", precision, PRECISIONS)
 
 
-def check_quantisable(precision: str, q: torch.Tensor) -> None:
-    """Raises ValueError unless attention on one device takes queries like `q` in `precision`."""
+def check_quantisable(precision: str, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises ValueError unless attention on one device takes tensors like these in `precision`."""
     if precision == "native":
         return
     if q.dtype == torch.float64:
@@ -44,17 +45,24 @@ def check_quantisable(precision: str, q: torch.Tensor) -> None:
             f"precision={precision!r} has no kernel for head_dim {q.shape[-1]}: allowed are "
             f"{', '.join(map(str, QUANTISED_HEAD_DIMS))}"
         )
+    if v.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"precision={precision!r}: v has head_dim {v.shape[-1]}, q has {q.shape[-1]}: add "
+            "columns of zeros to v"
+        )
 
 
-def check_ring_precision(precision: str, q: torch.Tensor, world: int, transport: str) -> None:
-    """Raises ValueError unless `world` ranks take queries like `q` in `precision`."""
+def check_ring_precision(
+    precision: str, q: torch.Tensor, v: torch.Tensor, world: int, transport: str
+) -> None:
+    """Raises ValueError unless `world` ranks take tensors like these in `precision`."""
     check_precision(precision)
     if precision != "native" and world > 1 and transport == "symmetric":
         raise ValueError(
             f"precision={precision!r} moves K/V by messages: use transport='auto' or 'nccl', not "
             "'symmetric'"
         )
-    check_quantisable(precision, q)
+    check_quantisable(precision, q, v)
 
 
 def check_transport(transport: str, device: torch.device) -> None:
@@ -146,15 +154,21 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> N
             raise ValueError(
                 f"{name} has stride {x.stride(-1)} in its last dim: call .contiguous() on it"
             )
-        if x.shape[-1] == 0 or x.shape[-1] != q.shape[-1]:
-            raise ValueError(
-                f"{name} has head_dim {x.shape[-1]}, q has {q.shape[-1]}: they must be equal, > 0"
-            )
+    d, d_k, d_v = (x.shape[-1] for x in (q, k, v))
+    if d == 0 or d_k != d:
+        raise ValueError(f"k has head_dim {d_k}, q has {d}: they must be equal, > 0")
+    if d_v != d and not (0 < d_v < d and d_v % HEAD_DIM_STEP == 0):
+        raise ValueError(
+            f"v has head_dim {d_v}, q has {d}: give {d}, or a smaller multiple of {HEAD_DIM_STEP}"
+        )
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads, k has {kv_heads}: give a multiple of k's heads")
-    if v.shape != k.shape:
-        raise ValueError(f"v has shape {tuple(v.shape)}, k has {tuple(k.shape)}: must be equal")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}, k has {tuple(k.shape)}: all but the last dim must be "
+            "equal"
+        )
 
 
 def check_batch(q: torch.Tensor, k: torch.Tensor) -> None:
@@ -193,11 +207,15 @@ def check_local_tokens(
 def check_layer_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, kv_heads: int, head_dim: int
 ) -> None:
-    """Whether q, k and v are ([b,] t, h, d) with a layer's heads, and of equal batch and tokens."""
+    """Whether q, k and v are ([b,] t, h, d) with a layer's heads, and of equal batch and tokens.
+
+    The attention that follows checks the head dim of v.
+    """
     for name, x, expected in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.dim() not in (3, 4) or x.shape[-2:] != (expected, head_dim):
+        d = x.shape[-1] if x.dim() and name == "v" else head_dim
+        if x.dim() not in (3, 4) or x.shape[-2:] != (expected, d):
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}: give ([batch,] tokens, {expected}, {head_dim})"
             )

@@ -321,7 +321,7 @@ def test_a_refused_launch_raises_the_error_of_python(kernels: FakeKernels) -> No
         with pytest.raises(RuntimeError) as caught:
             flash_attn_func(*BASE.inputs()[:3])
         texts.append(str(caught.value))
-    expected = "forward of forward-d64-bf16 could not be launched: CUDA error 719"
+    expected = "forward of forward-d64-bf16-short could not be launched: CUDA error 719"
     assert texts == [expected, expected]
     kernels.library.fake_fail(0)
     assert not call(kernels, BASE, BASE.inputs()).differences(

@@ -30,7 +30,7 @@ from hydra.errors import (  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
-from train.checks.config import check  # noqa: E402
+from train.checks.config import RUN_MODES, check  # noqa: E402
 from train.config import (  # noqa: E402
     GROUPS,
     NAME,
@@ -195,7 +195,7 @@ def main() -> None:
         if composed is None:
             return
         config = resolve_inherited(composed)
-        if config.mode in ("generate", "eval", "export", "needle", "rope"):
+        if config.mode in ("generate", "export", *RUN_MODES):
             config = with_run_config(config, given)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if config.mode == "estimate":

@@ -8,8 +8,8 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Stores one warpgroup's dK or dV (64, D): in the dtype of k, or in float32, to which a kShared
-// unit adds. A quad of lanes holds the tile's keys `key` and `key + 8`.
+// Stores the columns that dK or dV has of one warpgroup's (64, D): in the dtype of k, or in
+// float32, to which a kShared unit adds. A quad of lanes holds the tile's keys `key` and `key + 8`.
 template <class Shapes, class Accumulator>
 CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
                                 WorkUnit const& unit, int kv_head, int key, int lane,
@@ -22,13 +22,17 @@ CUTE_DEVICE void store_gradient(BackwardArgs const& a, Tensor3 const& gradient,
     int64_t const offset =
         (unit.row0 + key + 8 * r) * gradient.token_stride + kv_head * gradient.head_stride;
     if (!a.float32_grads) {
-      store_row<Element, D>(static_cast<Element*>(gradient.data) + offset, x, r, lane, stored);
+      store_row<Element, D>(static_cast<Element*>(gradient.data) + offset, x, r, lane, stored,
+                            gradient.head_dim);
     } else if (stored) {
       float* const to = static_cast<float*>(gradient.data) + offset + 2 * (lane % 4);
       auto for_each_pair = [&](auto put) {
         CUTE_UNROLL
         for (int n = 2 * r; n < D / 2; n += 4) {
-          put(reinterpret_cast<float2*>(to + 2 * (n - 2 * r)), make_float2(x(n), x(n + 1)));
+          int const column = 2 * (n - 2 * r);  // the first of the eight of a quad
+          if (column < gradient.head_dim) {
+            put(reinterpret_cast<float2*>(to + column), make_float2(x(n), x(n + 1)));
+          }
         }
       };
       if (unit.flags & kShared) {

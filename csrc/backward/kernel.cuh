@@ -126,8 +126,8 @@ cudaError_t launch_backward(BackwardArgs const& a, cudaStream_t stream) {
     if (!encode<Element>(*map, *x, rows, Shapes::D)) return cudaErrorInvalidValue;
   }
   p.args = a;
-  p.kv_heads = static_cast<int32_t>(a.k.heads);
-  p.group = static_cast<int32_t>(a.q.heads / a.k.heads);
+  p.kv_heads = a.k.heads;
+  p.group = a.q.heads / a.k.heads;
   p.num_work = a.num_work_units * p.kv_heads;
   constexpr int kSmem = sizeof(typename Shapes::SharedStorage);
   static_assert(kSmem <= 227 * 1024, "more than an SM has");

@@ -31,13 +31,14 @@ __global__ void __launch_bounds__(kWarpgroup)
     dq(4 * i + 2) = x.z * a.softmax_scale, dq(4 * i + 3) = x.w * a.softmax_scale;
   }
   GridBlock const rows = a.grid.blocks[block];
+  int const column = tile % kColumnTiles * 64;
   int const row = tile / kColumnTiles * 64 + thread / kWarp * 16 + lane / 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int64_t const token = rows.row0 + row + 8 * r;
     auto* const to = static_cast<Element*>(a.dq.data) + token * a.dq.token_stride +
-                     head * a.dq.head_stride + tile % kColumnTiles * 64;
-    store_row<Element, 64>(to, dq, r, lane, row + 8 * r < rows.rows);
+                     head * a.dq.head_stride + column;
+    store_row<Element, 64>(to, dq, r, lane, row + 8 * r < rows.rows, a.dq.head_dim - column);
   }
 }
 

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   for (int row = threadIdx.x / kLanes; row < M; row += kPreprocessThreads / kLanes) {
     int64_t const token = block.row0 + row;
     float sum = 0.f;
-    if (row < block.rows) {
+    if (row < block.rows && 8 * lane < a.out.head_dim) {
       auto eight = [&](Tensor3 const& x) {
         auto* const at = static_cast<Element const*>(x.data) + token * x.token_stride;
         return *reinterpret_cast<uint4 const*>(at + head * x.head_stride + 8 * lane);

@@ -148,7 +148,8 @@ CUTE_DEVICE void store_rows(ForwardParams<Shapes> const& p, WorkItem const& work
     Element* const out = static_cast<Element*>(a.out.data) +
                          (tile.row0 + row + 8 * r) * a.out.token_stride +
                          work.head * a.out.head_stride;
-    store_row<Element, Shapes::D, !Shapes::kPolicy.boxed_o>(out, o, r, lane, stored[r]);
+    store_row<Element, Shapes::D, !Shapes::kPolicy.boxed_o>(out, o, r, lane, stored[r],
+                                                            a.out.head_dim);
   }
 }
 

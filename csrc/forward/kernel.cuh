@@ -78,14 +78,14 @@ cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t strea
   using ElementQK = typename Shapes::ElementQK;
   using ElementPV = typename Shapes::ElementPV;
   ForwardArgs const& a = common_args(args);
-  int const heads = static_cast<int>(a.q.heads);
+  int const heads = a.q.heads;
   ForwardParams<Shapes> p{.q = {},
                           .k = {},
                           .v = {},
                           .out = {},
                           .args = a,
                           .heads = heads,
-                          .group = heads / static_cast<int>(a.k.heads),
+                          .group = heads / a.k.heads,
                           .num_work = a.num_tiles * heads,
                           .scale_log2 = a.softmax_scale * kLog2e,
                           .scales = {}};

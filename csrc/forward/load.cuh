@@ -48,7 +48,7 @@ CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::Sha
       auto& full = smem.v_full[v_stage.index()];
       auto* const to = smem.v + v_stage.index() * N * D;
       if constexpr (Shapes::QuantisedV) {
-        load_box<D, N>(p.v, full, to, 0, at * static_cast<int>(p.args.k.heads) + work.kv_head);
+        load_box<D, N>(p.v, full, to, 0, at * p.args.k.heads + work.kv_head);
       } else {
         load_box<N, D>(p.v, full, to, at, work.kv_head);
       }

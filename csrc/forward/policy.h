@@ -1,4 +1,5 @@
-// The forward's choices that depend on the head dim.
+// The forward's choices that depend on the head dim, the number of consumer warpgroups, and the
+// precision.
 #pragma once
 
 namespace ringfa3 {
@@ -17,7 +18,8 @@ enum class Precision { Native, Fp8, Int8 };
 // boxed_o           O leaves through shared memory by TMA, where shared memory has room for it.
 // early_elements    of a thread's S: they become P before the wait for P V of the block before.
 //                   Registers limit it. Measured at d64: 0 is 3-5% faster than 16, which also
-//                   spilled 20 to 46 bytes.
+//                   spilled 20 to 46 bytes, with three consumers; with two, 48 are 1-8% faster than
+//                   0 from 1k tokens on.
 // steady_rest       Unmasked blocks that the loop of unmasked blocks leaves to the other loop. With
 //                   0 it must look for what follows. Measured, one run: 1 is up to 2% faster at 16k
 //                   tokens at d64 and d128; 0 is 0.4-2% faster on short rows at d256.
@@ -41,16 +43,17 @@ struct ForwardPolicy {
 };
 
 // clang-format off
-template <int HeadDim, Precision P = Precision::Native> constexpr ForwardPolicy kForwardPolicy{};
-template <> constexpr ForwardPolicy kForwardPolicy<64>{2, 2, false, true, 0, 1, true, true, false, false, false};
-template <> constexpr ForwardPolicy kForwardPolicy<128>{2, 2, false, true, 48, 1, false, false, false, false, false};
-template <> constexpr ForwardPolicy kForwardPolicy<256>{2, 1, true, false, 16, 0, true, false, true, true, false};
-template <> constexpr ForwardPolicy kForwardPolicy<64, Precision::Fp8>{4, 2, false, true, 0, 1, true, true, false, false, false};
-template <> constexpr ForwardPolicy kForwardPolicy<128, Precision::Fp8>{2, 2, false, true, 48, 1, false, false, false, false, true};
-template <> constexpr ForwardPolicy kForwardPolicy<256, Precision::Fp8>{2, 2, false, false, 0, 1, false, false, false, false, false};
-template <> constexpr ForwardPolicy kForwardPolicy<64, Precision::Int8>{4, 2, false, true, 0, 1, true, true, false, false, false};
-template <> constexpr ForwardPolicy kForwardPolicy<128, Precision::Int8>{3, 2, false, true, 48, 1, false, false, false, false, false};
-template <> constexpr ForwardPolicy kForwardPolicy<256, Precision::Int8>{2, 1, false, false, 0, 1, true, false, false, false, false};
+template <int HeadDim, int Consumers, Precision P> constexpr ForwardPolicy kForwardPolicy{};
+template <> constexpr ForwardPolicy kForwardPolicy<64, 3, Precision::Native>{2, 2, false, true, 0, 1, true, true, false, false, false};
+template <> constexpr ForwardPolicy kForwardPolicy<64, 2, Precision::Native>{2, 2, false, true, 48, 1, true, true, false, false, false};
+template <> constexpr ForwardPolicy kForwardPolicy<128, 2, Precision::Native>{2, 2, false, true, 48, 1, false, false, false, false, false};
+template <> constexpr ForwardPolicy kForwardPolicy<256, 2, Precision::Native>{2, 1, true, false, 16, 0, true, false, true, true, false};
+template <> constexpr ForwardPolicy kForwardPolicy<64, 3, Precision::Fp8>{4, 2, false, true, 0, 1, true, true, false, false, false};
+template <> constexpr ForwardPolicy kForwardPolicy<128, 2, Precision::Fp8>{2, 2, false, true, 48, 1, false, false, false, false, true};
+template <> constexpr ForwardPolicy kForwardPolicy<256, 2, Precision::Fp8>{2, 2, false, false, 0, 1, false, false, false, false, false};
+template <> constexpr ForwardPolicy kForwardPolicy<64, 3, Precision::Int8>{4, 2, false, true, 0, 1, true, true, false, false, false};
+template <> constexpr ForwardPolicy kForwardPolicy<128, 2, Precision::Int8>{3, 2, false, true, 48, 1, false, false, false, false, false};
+template <> constexpr ForwardPolicy kForwardPolicy<256, 2, Precision::Int8>{2, 1, false, false, 0, 1, true, false, false, false, false};
 // clang-format on
 
 // Registers of a thread: a CTA has 65,536, of which two or three consumer warpgroups take most.

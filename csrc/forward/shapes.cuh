@@ -65,7 +65,7 @@ struct ForwardShapes {
   static constexpr int N = TileN_;
   static constexpr int Consumers = Consumers_;  // warpgroups, of 64 rows each
   static constexpr int M = 64 * Consumers;
-  static constexpr ForwardPolicy kPolicy = kForwardPolicy<D, Precision_>;
+  static constexpr ForwardPolicy kPolicy = kForwardPolicy<D, Consumers, Precision_>;
   static constexpr int Stages = kPolicy.stages;
   static constexpr int QStages = kPolicy.q_stages;
   static constexpr int QParts = kPolicy.splits_q ? Consumers : 1;

@@ -41,22 +41,23 @@ inline MapEncoder map_encoder() {
   return found;
 }
 
-// Encodes the map of a tensor of 8 or 16 bits for boxes of `rows` rows. Rows past the last token
-// read as zero. Returns false if the driver refuses the tensor.
+// Encodes the map of a tensor of 8 or 16 bits for boxes of `rows` rows, of which shared memory
+// holds `width` columns. Rows past the last token and columns past the head dim read as zeros, and
+// stores leave them out. Returns false if the tensor is wider or the driver refuses it.
 template <class Element>
-bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int head_dim) {
+bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int width) {
   static_assert(sizeof(Element) <= 2);
   constexpr auto kType = sizeof(Element) == 1                  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                          : is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  int const columns = slab_columns<Element>(head_dim);
-  cuuint64_t const shape[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(x.tokens),
-                               static_cast<cuuint64_t>(x.heads)};
+  int const columns = slab_columns<Element>(width);
+  cuuint64_t const shape[3] = {static_cast<cuuint64_t>(x.head_dim),
+                               static_cast<cuuint64_t>(x.tokens), static_cast<cuuint64_t>(x.heads)};
   cuuint64_t const stride[2] = {x.token_stride * sizeof(Element), x.head_stride * sizeof(Element)};
   cuuint32_t const box[3] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows), 1};
   cuuint32_t const step[3] = {1, 1, 1};
   auto const encoder = map_encoder();
-  return encoder &&
+  return encoder && x.head_dim <= width &&
          encoder(&map, kType, 3, x.data, shape, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                  columns * sizeof(Element) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                  : CU_TENSOR_MAP_SWIZZLE_128B,

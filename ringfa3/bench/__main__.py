@@ -149,6 +149,7 @@ def rehearsal(given: argparse.Namespace) -> int:
 def fp8(given: argparse.Namespace) -> int:
     from ringfa3.bench.fp8 import bandwidth
     from ringfa3.bench.fp8.designs import DESIGNS
+    from ringfa3.bench.fp8.kernels import MEASURED
     from ringfa3.bench.fp8.run import Options, run
 
     if given.bandwidth:
@@ -158,12 +159,13 @@ def fp8(given: argparse.Namespace) -> int:
             lengths=given.lengths,
             head_dims=given.head_dim,
             causal={"full": [False], "causal": [True], "both": [False, True]}[given.mask],
-            designs=list(DESIGNS),
+            designs=list(MEASURED if given.kernels else DESIGNS),
             heads=given.heads,
             seeds=given.seeds,
             scores=given.scores,
             dtype=given.dtype,
             device=given.device,
+            kernels=given.kernels,
             out=given.out,
             quiet=given.quiet,
         )
@@ -223,9 +225,13 @@ def parser() -> argparse.ArgumentParser:
         "implementations of its own: ablation (the kernel without parts of it, or with three "
         "stages; the paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic "
         "(the deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype), "
-        "host (microseconds to start a call); default paper gqa",
+        "below (head dims 40 to 192 beside the next kernel's own), host (microseconds to start a "
+        "call); default paper gqa",
     )  # fmt: skip
-    p.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))
+    p.add_argument(
+        "--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS),
+        help="of the kernels that run the cases; default all",
+    )  # fmt: skip
     p.add_argument(
         "--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME",
         help=f"libraries to compare with: {', '.join(PEERS)}; default all",
@@ -290,6 +296,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--bandwidth", action="store_true",
         help="measure no error but the quantisation kernels' bytes per second, on a GPU",
+    )  # fmt: skip
+    p.add_argument(
+        "--kernels", action="store_true",
+        help="measure the kernels, on a GPU, whose O has the inputs' dtype: three designs",
     )  # fmt: skip
     p.add_argument("--mask", choices=("full", "causal", "both"), default="both")
     p.add_argument("--heads", type=int, default=16, help="default 16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ringfa3.errors import BuildError
@@ -37,6 +38,7 @@ class Unit:
     tile_n     keys: of a block forward, of a tile backward, with one scale in 8 bits
     variant    one of `VARIANTS`; empty for the product
     precision  of a forward, a key of `PRECISIONS`
+    short      has fewer query rows a tile than the other unit of its kind
     """
 
     direction: str
@@ -46,11 +48,13 @@ class Unit:
     tile_n: int
     variant: str = ""
     precision: str = "native"
+    short: bool = False
 
     @property
     def name(self) -> str:
         precision = "" if self.precision == "native" else self.precision
-        parts = (self.direction, f"d{self.head_dim}", SHORT[self.dtype], precision, self.variant)
+        kind = "short" if self.short else self.variant
+        parts = (self.direction, f"d{self.head_dim}", SHORT[self.dtype], precision, kind)
         return "-".join(filter(None, parts))
 
     @property
@@ -90,10 +94,12 @@ SHAPES = (  # (direction, precisions, head_dim, tile_m, tile_n)
     ("quantise", ("native",), 128, 1, 128),
     ("quantise", ("native",), 256, 1, 128),
 )
+SHORT_SHAPES = (("forward", ("native",), 64, 128, 128),)
 UNITS = tuple(
-    Unit(direction, dtype, head_dim, tile_m, tile_n, precision=precision)
+    Unit(direction, dtype, head_dim, tile_m, tile_n, precision=precision, short=short)
     for dtype in ELEMENTS
-    for direction, precisions, head_dim, tile_m, tile_n in SHAPES
+    for shapes, short in ((SHAPES, False), (SHORT_SHAPES, True))
+    for direction, precisions, head_dim, tile_m, tile_n in shapes
     for precision in precisions
 )
 
@@ -115,6 +121,13 @@ def select_units(selectors: Sequence[str]) -> list[Unit]:
                 f"{', '.join(unit.name for unit in UNITS)}, and parts of these like d128-bf16"
             )
     return [unit for unit in UNITS if any(_matches(unit, selector) for selector in selectors)]
+
+
+@lru_cache(None)
+def short_unit(unit: Unit) -> Unit | None:
+    """The short unit of the same kind as `unit`; None: there is none."""
+    kind = replace(unit, short=True)
+    return next((u for u in UNITS if replace(u, tile_m=unit.tile_m) == kind), None)
 
 
 def _matches(unit: Unit, selector: str) -> bool:

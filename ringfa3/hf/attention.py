@@ -14,7 +14,13 @@ from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.ring.prepare_call import raise_on_all_ranks
-from ringfa3.validation import check_batch, check_qkv, check_sink, resolve_scale
+from ringfa3.validation import (
+    HEAD_DIM_STEP,
+    check_batch,
+    check_qkv,
+    check_sink,
+    resolve_scale,
+)
 
 
 def attention_forward(
@@ -61,7 +67,9 @@ def attention_forward(
     scale = resolve_scale(scaling, q)
     d_v = v.shape[-1]
     d = max(q.shape[-1], d_v)
-    q, k, v = (_widened(x, d) for x in (q, k, v))
+    q, k = _widened(q, d), _widened(k, d)
+    if d_v % HEAD_DIM_STEP:
+        v = _widened(v, d)
     sink = None if s_aux is None else s_aux.to(statistics_dtype(q.dtype))
     settings = scale, mask.left, mask.right, torch.are_deterministic_algorithms_enabled()
     if plan is None:

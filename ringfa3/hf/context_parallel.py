@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringfa3.attention_op import out_shape
 from ringfa3.hf.documents import documents_of
 from ringfa3.hf.masks import Mask
 from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window
@@ -82,13 +83,13 @@ def attend(
     right: int,
     deterministic: bool,
 ) -> torch.Tensor:
-    """out (b, s, h, d) of this rank's tokens, under a layer's window."""
+    """out (b, s, h, d_v) of this rank's tokens, under a layer's window."""
     if effective_window(plan.causal, plan.window_size) != (left, right):
         plan = plan.with_window((left, -1 if plan.causal else right))
     packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     out = ring_attn_func(*packed, plan, scale, deterministic, sink=sink)
     assert isinstance(out, torch.Tensor)
-    return out.view(q.shape)
+    return out.view(out_shape(q, v))
 
 
 def _check_rope(module: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from ringfa3 import functional
-from ringfa3.attention_op import lse_by_head, lse_by_sequence, register_attention
+from ringfa3.attention_op import lse_by_head, lse_by_sequence, out_shape, register_attention
 from ringfa3.custom_op import custom_op
 from ringfa3.hf.documents import Documents, documents_of
 
@@ -32,7 +32,8 @@ def padded_attention(
     right: int,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a batch: q and out (b, s, h, d), k and v (b, s_k, h_kv, d), lse (b, h, s).
+    """(out, lse) of a batch: q (b, s, h, d), out with the head dim of v, k and v (b, s_k, h_kv, d),
+    lse (b, h, s).
 
     The last rows of queries and keys are aligned. `padding`, `packed` and `step` as in
     `documents_of`; with `cu_q` and `cu_k` documents of given lengths, over all b * s tokens.
@@ -49,7 +50,7 @@ def padded_attention(
     if documents is None:
         return attend(q, k, v, sink, None, None)
     out, lse = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sink, *documents)
-    return out.view(q.shape), lse_by_sequence(lse, q)
+    return out.view(out_shape(q, v)), lse_by_sequence(lse, q)
 
 
 @custom_op

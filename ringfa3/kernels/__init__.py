@@ -1,5 +1,6 @@
 """Runs one hop: the compiled kernels, or the PyTorch executor that defines their results.
 
 In: tensors and the tiles of a plan. Out: (out, LSE), or gradients.
-Imports `planning`, `quantisation`, `errors`, and `build` when a kernel is first needed.
+Imports `validation`, `planning`, `quantisation`, `errors`, and `build` when a kernel is first
+needed.
 """

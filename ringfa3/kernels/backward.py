@@ -94,7 +94,9 @@ _pack_postprocess = packer(PostprocessArgs)
 class BackwardPass:
     """`reference.BackwardPass` on the GPU: preprocesses at once, then takes hops in any order.
 
-    LSE, D and the float32 dQ live in the plan's row grid, in workspace of O(tokens). Kernels add to
+    Head dims are multiples of 8 up to that of `unit`. V may have more columns than dout and out, if
+    these are zeros. LSE, D and the float32 dQ live in the plan's row grid, in workspace of
+    O(tokens); dQ has the head dim of `unit` there. Kernels add to
     dQ in place, in turns if `deterministic`. All run on one stream: the stream that is current when
     the pass is made must be current at each hop, too.
     """
@@ -117,7 +119,7 @@ class BackwardPass:
         self._row_fields = q_fields, dout_fields
         lse = _contiguous_rows(lse)
         dlse = None if dlse is None else _contiguous_rows(dlse)
-        (tokens, heads, head_dim), device = q.shape, q.device
+        (tokens, heads, head_dim), width, device = q.shape, unit.head_dim, q.device
         self.num_ctas = num_ctas(device)
         self.stream = stream = CurrentStream.of(device)  # of all hops
         self.blocks = _grid_blocks(plan, unit.tile_m, stream)  # (num_blocks, 2)
@@ -125,18 +127,19 @@ class BackwardPass:
         rows = heads * count * unit.tile_m
         # The words of each call of `hop`, of which the rank's own keys may take two: its work
         # counter, then its turns. The preprocess kernel sets them to 0.
-        self._words_per_call = 1 + (rows * head_dim // DQ_TILE if deterministic else 0)
+        self._words_per_call = 1 + (rows * width // DQ_TILE if deterministic else 0)
         self._calls, self._hop = plan.num_hops + 1, 0
         num_words = self._calls * self._words_per_call
         # statistics (heads, num_blocks, 2, M), dQ (heads, num_blocks, M * D), words
-        statistics = 2 * STATISTIC_WORDS[head_dim]  # words of a row
-        size = rows * (statistics + head_dim) + num_words
+        statistics = 2 * STATISTIC_WORDS[width]  # words of a row
+        size = rows * (statistics + width) + num_words
         self._workspace = torch.empty(size, device=device)
         begin = self._workspace.data_ptr()
         dq_grid = begin + rows * statistics * WORD
-        self._words = dq_grid + rows * head_dim * WORD
+        self._words = dq_grid + rows * width * WORD
         # of Q, dO and dQ, which all work units of a KV head use
-        self._bytes_per_head = head_dim * (4 * tokens + 4 * count * unit.tile_m)
+        columns = head_dim + dout.shape[2]
+        self._bytes_per_head = 2 * columns * tokens + 4 * width * count * unit.tile_m
         self.grid = self.blocks.data_ptr(), begin, dq_grid, count  # as in RowGrid
         if count:
             args = _pack_preprocess(
@@ -216,16 +219,16 @@ class BackwardPass:
 
     def _of_heads(self, first: int, count: int) -> Iterator[int]:
         """The fields of Q and dO for heads [first, first + count)."""
-        for begin, tokens, _, token_stride, head_stride in self._row_fields:
+        for begin, tokens, _, head_dim, token_stride, head_stride in self._row_fields:
             yield from (begin + first * head_stride * self.q.element_size(), tokens, count)
-            yield from (token_stride, head_stride)
+            yield from (head_dim, token_stride, head_stride)
 
     def _grid_from(self, head: int) -> tuple[int, ...]:
         """The fields of the RowGrid for heads from `head` on."""
         blocks, statistics, dq, count = self.grid
-        rows, head_dim = head * count * self.unit.tile_m * WORD, self.q.shape[2]
-        statistics += rows * 2 * STATISTIC_WORDS[head_dim]
-        return blocks, statistics, dq + rows * head_dim, count
+        rows, width = head * count * self.unit.tile_m * WORD, self.unit.head_dim
+        statistics += rows * 2 * STATISTIC_WORDS[width]
+        return blocks, statistics, dq + rows * width, count
 
     def dq(self) -> torch.Tensor:
         """(t, h, d) in the dtype of q, after the last hop."""

@@ -12,6 +12,7 @@ import torch
 
 from ringfa3.kernels import backward, forward, quantised, quantised_reference, reference
 from ringfa3.quantisation.formats import FORMATS
+from ringfa3.validation import HEAD_DIM_STEP
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -20,6 +21,11 @@ if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs w
     from ringfa3.quantisation.key_tiles import KeyTiles
     from ringfa3.quantisation.operands import QuantisedQ
     from ringfa3.quantisation.tile_records import TileRecords
+
+
+# Measured at d64: a short unit takes about 1.2 times as long for a score. Sequences that are longer
+# on average than LONG_ROWS fill the tiles of both kinds.
+SHORT_SHARE, LONG_ROWS = 0.8, 2048
 
 
 class ForwardKernel(NamedTuple):
@@ -101,8 +107,8 @@ class BackwardKernel(NamedTuple):
     make_pass: Callable[..., reference.BackwardPass | backward.BackwardPass]
 
 
-def select_forward(q: torch.Tensor) -> ForwardKernel:
-    """The forward for queries like `q` (t, h, d). A kernel is compiled at its first use."""
+def select_forward(q: torch.Tensor, plan: Plan) -> ForwardKernel:
+    """The forward of a plan for queries like `q` (t, h, d), compiled at its first use."""
     unit = _select_unit("forward", q)
     if unit is None:
         return ForwardKernel(
@@ -112,13 +118,25 @@ def select_forward(q: torch.Tensor) -> ForwardKernel:
             reference.read_partial_out,
             takes_arrivals=False,
         )
+    unit = _unit_of_plan(unit, q.shape[0], plan)
     return ForwardKernel(
         unit.tile_m,
         partial(forward.attend, unit),
         partial(forward.new_partial_out, unit),
-        forward.read_partial_out,
+        partial(forward.read_partial_out, q.shape[-1]),
         takes_arrivals=True,
     )
+
+
+def _unit_of_plan(unit: Unit, tokens: int, plan: Plan) -> Unit:
+    """The short unit in place of `unit`, where it computes so much less that it is faster."""
+    from ringfa3.build.units import short_unit
+
+    short = short_unit(unit)
+    if short is None or tokens > LONG_ROWS * len(plan.queries):
+        return unit
+    scores, fewer = (plan.forward_scores(u.tile_m, u.tile_n) for u in (unit, short))
+    return short if fewer <= SHORT_SHARE * scores and _build_problem(short) is None else unit
 
 
 def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
@@ -171,14 +189,27 @@ def unit_for(direction: str, q: torch.Tensor, precision: str = "native") -> Unit
 def _unit_for(
     direction: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: str
 ) -> Unit | None:
-    from ringfa3.build.units import UNITS
-
     if torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    wanted = (direction, str(dtype).removeprefix("torch."), head_dim, precision)
-    return next(
-        (u for u in UNITS if (u.direction, u.dtype, u.head_dim, u.precision) == wanted), None
-    )
+    return narrowest_unit(direction, dtype, head_dim, precision)
+
+
+def narrowest_unit(
+    direction: str, dtype: torch.dtype, head_dim: int, precision: str = "native"
+) -> Unit | None:
+    """The unit that takes tensors of a head dim on Hopper; None: there is none.
+
+    A unit of attention in 16 bits takes multiples of 8 up to its own head dim, as `Tensor3` in
+    csrc/params.h says; other units take their own alone.
+    """
+    from ringfa3.build.units import UNITS
+
+    wanted = (direction, str(dtype).removeprefix("torch."), precision)
+    units = [u for u in UNITS if (u.direction, u.dtype, u.precision) == wanted and not u.short]
+    if direction == "quantise" or precision != "native" or head_dim % HEAD_DIM_STEP:
+        units = [u for u in units if u.head_dim == head_dim]
+    fitting = (u for u in units if u.head_dim >= head_dim)
+    return min(fitting, key=lambda u: u.head_dim, default=None)
 
 
 @lru_cache(None)

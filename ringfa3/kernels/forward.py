@@ -65,9 +65,10 @@ def attend(
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there, but
     `partial_out` from `new_partial_out`.
 
-    Inputs that TMA cannot address are copied: their strides of tokens and heads, and their first
-    byte, must be whole 16 bytes. Calls may run on any number of streams at once, and in CUDA graphs
-    that replay beside them.
+    The head dims of q and k, and of v and out, are multiples of 8 up to that of `unit`; v may have
+    more columns than out. Inputs that TMA cannot address are copied: their strides of tokens and
+    heads, and their first byte, must be whole 16 bytes. Calls may run on any number of streams at
+    once, and in CUDA graphs that replay beside them.
 
     Args:
         arrivals: (words,) int32, at most 32, on the device. The kernel reads the keys of a span
@@ -135,17 +136,17 @@ def head_section(q: torch.Tensor, kv_heads: int, bytes_per_head: int) -> int:
 
 
 def new_partial_out(unit: Unit, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """The float32 O between hops for queries like q (t, h, d): (padded rows, h, d), uninitialised.
+    """The float32 O between hops for queries like q (t, h, d), uninitialised.
 
-    `partial_out_index` tells its order.
+    It is (padded rows, h, the head dim of `unit`); `partial_out_index` tells its order.
     """
     rows = int(plan.row_grid(unit.tile_m)[-1])
-    return q.new_empty((rows, *q.shape[1:]), dtype=torch.float32)
+    return q.new_empty((rows, q.shape[1], unit.head_dim), dtype=torch.float32)
 
 
-def read_partial_out(partial_out: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-    """O between hops as (t, h, d), of a tiling with all rows."""
-    index = partial_out_index(tiling, *partial_out.shape[1:])
+def read_partial_out(head_dim: int, partial_out: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """O between hops as (t, h, head_dim), of a tiling with all rows."""
+    index = partial_out_index(tiling, *partial_out.shape[1:])[..., :head_dim]
     return partial_out.view(-1)[index.to(partial_out.device)]
 
 

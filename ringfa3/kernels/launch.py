@@ -28,7 +28,8 @@ class Tensor3(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("tokens", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
+        ("heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
         ("token_stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),
     )
@@ -65,14 +66,13 @@ def _scalars(structure: type[ctypes.Structure], base: int = 0) -> Iterator[tuple
             yield offset, kind
 
 
-Fields: TypeAlias = tuple[int, int, int, int, int]  # of a Tensor3
+Fields: TypeAlias = tuple[int, int, int, int, int, int]  # of a Tensor3
 
 
 def tensor3(x: torch.Tensor) -> Fields:
     """The fields of a Tensor3 for (tokens, heads, head_dim)."""
-    tokens, heads, _ = x.shape
     token_stride, head_stride, _ = x.stride()
-    return x.data_ptr(), tokens, heads, token_stride, head_stride
+    return x.data_ptr(), *x.shape, token_stride, head_stride
 
 
 def launch(unit: Unit, name: str, args: bytes, stream: CurrentStream) -> None:
@@ -103,14 +103,14 @@ def _entry(unit: Unit, name: str) -> Callable[..., int]:
 
 def tma_fields(x: torch.Tensor) -> Fields | None:
     """As `tensor3`; None if TMA cannot address x: its strides and begin must be whole 16 bytes."""
-    tokens, heads, _ = x.shape
+    tokens, heads, head_dim = x.shape
     token_stride, head_stride, last = x.stride()
     begin = x.data_ptr()
     if last != 1 or token_stride <= 0 or head_stride <= 0:
         return None
     if ((token_stride | head_stride) * x.element_size() | begin) % 16:
         return None
-    return begin, tokens, heads, token_stride, head_stride
+    return begin, tokens, heads, head_dim, token_stride, head_stride
 
 
 def tma_addressable(x: torch.Tensor) -> tuple[torch.Tensor, Fields]:

@@ -51,7 +51,7 @@ class QuantisedKernel:
 
     def __init__(self, unit: Unit, quantiser: Unit, formats: Formats) -> None:
         """unit: a forward of precision "fp8" or "int8". quantiser: a unit that quantises."""
-        self._quantiser, self._formats = quantiser, formats
+        self.quantiser, self.formats = quantiser, formats
         self.tile_m = unit.tile_m
         self.attend = partial(attend, unit)
         self.new_partial_out = partial(forward.new_partial_out, unit)
@@ -60,22 +60,22 @@ class QuantisedKernel:
     def quantise(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
     ) -> tuple[QuantisedQ, TiledKV]:
-        return quantise.quantise(self._quantiser, q, k, v, plan, self._formats)
+        return quantise.quantise(self.quantiser, q, k, v, plan, self.formats)
 
     def statistics(self, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
-        return quantise.channel_statistics(self._quantiser, k, v, self._formats)[0]
+        return quantise.channel_statistics(self.quantiser, k, v, self.formats)[0]
 
     def centres(self, parts: Sequence[ChannelStatistics]) -> KVCentres:
         values, tokens = torch.stack([p.values for p in parts]), sum(p.tokens for p in parts)
-        return quantise.combine_statistics(self._quantiser, values, tokens, self._formats)[1]
+        return quantise.combine_statistics(self.quantiser, values, tokens, self.formats)[1]
 
     def quantise_q(self, q: torch.Tensor, centres: KVCentres) -> QuantisedQ:
-        return quantise.quantise_q(self._quantiser, q, centres, self._formats)
+        return quantise.quantise_q(self.quantiser, q, centres, self.formats)
 
     def quantise_kv(
         self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
     ) -> TileRecords:
-        return quantise.quantise_kv(self._quantiser, k, v, tiles, centres, self._formats).records()
+        return quantise.quantise_kv(self.quantiser, k, v, tiles, centres, self.formats).records()
 
 
 def attend(
@@ -143,7 +143,7 @@ def _value_fields(v: torch.Tensor) -> tuple[torch.Tensor, Fields]:
     if v.dim() == 3:
         return tma_addressable(v)
     tiles, heads, head_dim, keys = v.shape
-    return v, (v.data_ptr(), head_dim, tiles * heads, keys, head_dim * keys)
+    return v, (v.data_ptr(), head_dim, tiles * heads, keys, keys, head_dim * keys)
 
 
 def _first_tile(tiling: Tiling, tiles: KeyTiles) -> npt.NDArray[np.int32]:

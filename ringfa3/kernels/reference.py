@@ -55,8 +55,9 @@ def attend(
     """One hop of the forward pass: fills or merges the rows of every tile.
 
     Args:
-        q: (t, h, d); k, v: (n, hk, d).
-        out: (t, h, d) in the output dtype, written for rows whose LAST hop this is.
+        q: (t, h, d); k, v: (n, hk, d), v also with another number of columns.
+        out: (t, h, d), or less: the first columns of v's. In the output dtype, written for rows
+            whose LAST hop this is.
         partial_out: from `new_partial_out`. Rows that are FIRST and LAST at once do not use it; it
             may be empty if all rows are.
         lse: (h, t) statistics dtype, natural logarithm; -inf for a row that has seen no key.
@@ -91,7 +92,7 @@ def store_tile(
         o, tile_lse = merge(partial_out[here], lse[:, here], o, tile_lse)
     lse[:, here] = tile_lse
     if flags & LAST:
-        out[here] = o
+        out[here] = o[..., : out.shape[-1]]
     else:
         partial_out[here] = o
 
@@ -123,7 +124,7 @@ def _attend_tile(
     q_tile = by_kv_head(q, hk) * scale  # (hk, g * rows, d)
     high = q_tile.new_full(q_tile.shape[:2], -torch.inf)  # running maximum
     total = torch.zeros_like(high)  # running sum of exp(S - high)
-    o = torch.zeros_like(q_tile)
+    o = q_tile.new_zeros(*q_tile.shape[:2], v.shape[-1])
     for q0, _, k0, k1, lo, hi in spans:
         i = row0 - q0
         for j, end in _blocks(max(0, i + lo), min(k1 - k0, i + rows + hi)):
@@ -179,7 +180,7 @@ class BackwardPass:
         """One hop, for all query heads or `num_heads` of them from `first_head` on.
 
         Args:
-            k, v: (n, hk, d), the KV heads of these query heads.
+            k, v: (n, hk, d), the KV heads of these query heads. V has the columns of dout, or more.
             tiling: of the plan's backward, with the tiles of `select_backward`.
             dk, dv: (n, hk, d), or only the rows up to the last tile. The rows of tiles are stored;
                 other rows may hold anything. Statistics dtype, or the dtype of k if no other rank
@@ -188,6 +189,8 @@ class BackwardPass:
         end = self._q.shape[1] if num_heads is None else first_head + num_heads
         heads = slice(first_head, end)
         dout, q, dq = (x[:, heads] for x in (self._dout, self._q, self._dq))
+        if dout.shape[-1] < v.shape[-1]:
+            dout = torch.nn.functional.pad(dout, (0, v.shape[-1] - dout.shape[-1]))
         lse, delta = self._lse[heads], self._delta[heads]
         attend_backward(dout, q, k, v, lse, delta, tiling, self._scale, dq, dk, dv)
 
@@ -212,10 +215,10 @@ def attend_backward(
     """One hop of the backward pass.
 
     Args:
-        dout, q: (t, h, d); k, v: (n, hk, d).
+        q: (t, h, d); k: (n, hk, d). dout, v: the same, or both with another number of columns.
         lse, delta: (h, t) from `preprocess`, over all hops together.
         dq: (t, h, d) statistics dtype, added to.
-        dk, dv: (n, hk, d), as in `BackwardPass.hop`.
+        dk, dv: like k and v, as in `BackwardPass.hop`.
     """
     hk = k.shape[1]
     g = q.shape[1] // hk

@@ -183,6 +183,7 @@ class Plan:
         self.num_hops = num_hops
         self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
         self._single: dict[int, bool] = {}
+        self._scores: dict[tuple[int, int], int] = {}
 
     def gathered(self, first_row: Ints) -> Plan:
         """All hops as one, for the forward: K/V of hop t start at row first_row[t] of one buffer.
@@ -222,6 +223,14 @@ class Plan:
             flags = (tiling.tiles["flags"] for tiling in self.forward(tile_m))
             self._single[tile_m] = all(bool((f == FIRST | LAST).all()) for f in flags)
         return self._single[tile_m]
+
+    def forward_scores(self, tile_m: int, tile_n: int) -> int:
+        """Scores of a head that a forward in blocks of (tile_m, tile_n) computes, masked or not."""
+        if (tile_m, tile_n) not in self._scores:
+            columns = [tiling.visited_columns() for tiling in self.forward(tile_m)]
+            blocks = sum(int((-(-c // tile_n)).sum()) for c in columns)
+            self._scores[tile_m, tile_n] = blocks * tile_m * tile_n
+        return self._scores[tile_m, tile_n]
 
     def backward(self, tile_n: int, tile_m: int, deterministic: bool = False) -> list[Tiling]:
         """A tiling for each hop: tiles of `tile_n` keys; `tile_m` is the row grid.

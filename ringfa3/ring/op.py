@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from ringfa3.attention_op import register_attention
+from ringfa3.attention_op import out_shape, register_attention
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
@@ -49,7 +50,8 @@ def ring_attn_func(
     """Exact attention over documents that are spread over a context group.
 
     Args:
-        q: (t, h, d); k, v: (t, h_kv, d): the rank's tokens, t = plan.local_tokens.
+        q: (t, h, d); k: (t, h_kv, d); v: (t, h_kv, d_v), d_v as in `flash_attn_func`: the rank's
+            tokens, t = plan.local_tokens. Ranks exchange V with d columns, those beyond d_v zeros.
         plan: from `plan_context`. Made from (rank, world), it runs in the default group.
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
         deterministic: bitwise equal gradients from run to run.
@@ -62,7 +64,7 @@ def ring_attn_func(
             rank's tokens: sum it over the ranks, as those of weights.
 
     Returns:
-        out (t, h, d); with `return_lse` (out, lse), lse (h, t) float32 (float64 for float64).
+        out (t, h, d_v); with `return_lse` (out, lse), lse (h, t) float32 (float64 for float64).
 
     Raises:
         ValueError, TypeError: on every rank of the group, naming the rank, the argument, its
@@ -143,10 +145,10 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ring_attention` in the dtype of q, after `prepare_call`."""
     with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
-        kernel = select_forward(q)
+        kernel = select_forward(q, call.plan.hops)
         hops = call.hops
         tilings = hops.forward(kernel.tile_m)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
         once = hops.single_hop(kernel.tile_m)
         running = out[:0] if once else kernel.new_partial_out(q, hops)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
@@ -165,7 +167,7 @@ def run_forward(
             kernel.attend(q, k, v, tilings[hop], scale, out, running, lse, *more)
 
         ring_pass = call.ring_pass()
-        ring_pass.start(k, v, kernel.takes_arrivals)
+        ring_pass.start(k, _widened(v, k), kernel.takes_arrivals)
         ring_pass.run(attend)
     return out, lse
 
@@ -207,7 +209,7 @@ def run_backward(
     with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
         kernel = select_backward(q)
         ring_pass = call.ring_pass()
-        ring_pass.start(k, v)
+        ring_pass.start(k, _widened(v, k))
         hops = call.hops
         tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
         run = kernel.make_pass(dout, dlse, q, out, lse, hops, scale, deterministic)
@@ -230,11 +232,17 @@ def run_backward(
 
         ring_pass.run(attend)
     dk, dv = (
-        ring_pass.dkv[:, i].to(k.dtype, copy=True, memory_format=torch.contiguous_format)
-        for i in range(2)
+        grad[..., : x.shape[2]].to(x.dtype, copy=True, memory_format=torch.contiguous_format)
+        for x, grad in zip((k, v), ring_pass.dkv.unbind(1), strict=True)
     )
     del ring_pass  # its float32 dK and dV are freed before dQ is made
     return run.dq(), dk, dv
+
+
+def _widened(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """V with columns of zeros up to the head dim of k: K and V of a row move as one tensor."""
+    missing = k.shape[2] - v.shape[2]
+    return F.pad(v, (0, missing)) if missing else v
 
 
 def _split(ctx: Any, *settings: Any) -> tuple[tuple[()], tuple[Any, ...]]:

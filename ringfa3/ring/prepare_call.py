@@ -147,11 +147,11 @@ def prepare_call(
         try:
             _validate(q, k, v, plan, transport, precision)
             mode = select_forward_mode(plan, q, k)
-            settings = _settings(q, k, plan, scale, deterministic, precision, transport, mode)
+            settings = _settings(q, k, v, plan, scale, deterministic, precision, transport, mode)
             if sink:
                 settings = Settings({**settings, "sink": "given"})
             validated = _Validated(settings, settings, mode)
-            _build_kernels(q, direction, precision)
+            _build_kernels(q, plan, direction, precision)
             if direction == "forward" and precision != "native":  # the order of V in records
                 kernel = type(select_quantised(q, precision)).__name__
                 settings = Settings({**settings, "8-bit forward": kernel})
@@ -216,15 +216,15 @@ def _validate(
     check_qkv(q, k, v, dims=3)
     check_local_tokens(q, k, plan.local_tokens, plan.total_tokens)
     check_transport(transport, q.device)
-    check_ring_precision(precision, q, plan.world, transport)
+    check_ring_precision(precision, q, v, plan.world, transport)
 
 
-def _build_kernels(q: torch.Tensor, direction: str, precision: str) -> None:
+def _build_kernels(q: torch.Tensor, plan: ContextPlan, direction: str, precision: str) -> None:
     """Builds missing kernels while no rank waits in a hop."""
     if direction == "backward":
         select_backward(q)
     elif precision == "native":
-        select_forward(q)
+        select_forward(q, plan.hops)
     else:
         select_quantised(q, precision)
 
@@ -232,6 +232,7 @@ def _build_kernels(q: torch.Tensor, direction: str, precision: str) -> None:
 def _settings(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     plan: ContextPlan,
     scale: float,
     deterministic: bool,
@@ -248,6 +249,7 @@ def _settings(
             f"digest {plan.digest}",
             "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",
             "k": f"{k.shape[1]} heads",
+            "v": f"head_dim {v.shape[2]}",
             "softmax_scale": repr(scale),
             "deterministic": str(deterministic),
             "precision": precision,

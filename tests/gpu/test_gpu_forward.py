@@ -23,17 +23,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
-def test_random_sequences_hold_the_gate(dtype: torch.dtype, d: int) -> None:
-    """60 cases; a second run has the same bits."""
-    for case in range(60):
+def random_cases_hold_the_gate(dtype: torch.dtype, d: int, count: int) -> None:
+    """A second run of each case has the same bits."""
+    for case in range(count):
         rng = random.Random(1000 * d + case)
         torch.manual_seed(case)
-        count = rng.randint(1, 6)
+        sequences = rng.randint(1, 6)
         lengths = [
             (n, n if case % 2 else rng.choice((*checks.LENGTHS, rng.randint(1, 1500))))
-            for n in (rng.choice((*checks.LENGTHS, rng.randint(1, 1500))) for _ in range(count))
+            for n in (rng.choice((*checks.LENGTHS, rng.randint(1, 1500))) for _ in range(sequences))
         ]
         if not all(map(sum, zip(*lengths, strict=True))):
             continue
@@ -47,6 +45,25 @@ def test_random_sequences_hold_the_gate(dtype: torch.dtype, d: int) -> None:
         what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"
         checks.hold_gate((out, lse), (q, k, v), lengths, window, what)
         assert torch.equal(out, again), f"{what}: two runs differ"
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+def test_random_sequences_hold_the_gate(dtype: torch.dtype, d: int) -> None:
+    random_cases_hold_the_gate(dtype, d, 60)
+
+
+@pytest.mark.parametrize("share", [0.0, 1e9], ids=["usual", "short"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+def test_both_units_of_head_dim_64_hold_the_gate(
+    dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 cases, and rising scores, with each unit whatever the lengths."""
+    monkeypatch.setattr(dispatch, "SHORT_SHARE", share)
+    monkeypatch.setattr(dispatch, "LONG_ROWS", 10**9)
+    random_cases_hold_the_gate(dtype, 64, 24)
+    checks.rising_scores_hold_the_gate(dtype, 64)
+    checks.bits_do_not_depend_on_neighbours(dtype, 64)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ringfa3 import flash_attn_varlen_func
+from ringfa3.kernels import dispatch
 from tests.support import forward_checks as checks
 from tests.support.emulation import EAGERNESS, Machine, unit
 
@@ -24,8 +25,7 @@ SHAPES = [(torch.bfloat16, 128)] + [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "d"), SHAPES)
-def test_random_sequences_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+def random_cases_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int) -> None:
     """max|x - ref| <= 2 max|x_pt - ref| + 1e-5, LSE to 1e-3; 24 cases, orders drawn at random."""
     for case in range(24):
         rng = random.Random(1000 * d + case)
@@ -43,6 +43,24 @@ def test_random_sequences_hold_the_gate(emulated: Machine, dtype: torch.dtype, d
         out, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, window_size=window, return_lse=True)
         what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"
         checks.hold_gate((out, lse), (q, k, v), lengths, window, what)
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+def test_random_sequences_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+    random_cases_hold_the_gate(emulated, dtype, d)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("share", [0.0, 1e9], ids=["usual", "short"])
+def test_both_units_of_head_dim_64_hold_the_gate(
+    emulated: Machine, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random cases and rising scores with each unit, whatever the lengths."""
+    monkeypatch.setattr(dispatch, "SHORT_SHARE", share)
+    monkeypatch.setattr(dispatch, "LONG_ROWS", 10**9)
+    random_cases_hold_the_gate(emulated, torch.bfloat16, 64)
+    checks.rising_scores_hold_the_gate(torch.bfloat16, 64, "cpu")
+    checks.bits_do_not_depend_on_neighbours(torch.bfloat16, 64, "cpu")
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)

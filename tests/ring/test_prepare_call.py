@@ -23,7 +23,7 @@ CU = [0, 40, 41, 150]
 
 def right(group: Group, cu: Sequence[int] = CU, layout: str = "zigzag") -> Call:
     plan = plan_context(cu, group, layout)
-    q, k = torch.ones(plan.local_tokens, 4, 8), torch.ones(plan.local_tokens, 2, 8)
+    q, k = torch.ones(plan.local_tokens, 4, 16), torch.ones(plan.local_tokens, 2, 16)
     return q, k, k.clone(), plan, {}
 
 
@@ -55,6 +55,11 @@ def integers(call: Call, group: Group) -> Call:
 def wrong_head_dim(call: Call, group: Group) -> Call:
     q, k, v, plan, options = call
     return q[..., :4], k[..., :4], v[..., :4], plan, options
+
+
+def narrow_values(call: Call, group: Group) -> Call:
+    q, k, v, plan, options = call
+    return q, k, v[..., :8], plan, options
 
 
 def no_head_dim(call: Call, group: Group) -> Call:
@@ -147,6 +152,7 @@ WRONG: list[tuple[Callable[[Call, Group], Call], str, bool]] = [
     (mixed_dtypes, "k is torch.bfloat16", True),
     (integers, "q is torch.int32", True),
     (wrong_head_dim, "q differs .* head_dim 4", False),
+    (narrow_values, "v differs .* head_dim 8", False),
     (no_head_dim, "head_dim 0", False),
     (wrong_heads, "q differs .* 2 heads", False),
     (wrong_kv_heads, "k differs .* 1 heads", False),

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ringfa3.build.units import Unit
 from ringfa3.kernels.backward import BackwardPass
@@ -65,13 +66,16 @@ def problem(
     window: tuple[int, int],
     with_dlse: bool = True,
     equal_scores: float | None = None,
+    head_dims: tuple[int, int] | None = None,
 ) -> Problem:
     """A random problem; `heads` is (h, hk). For odd seeds q, k and v are views of one tensor.
 
-    equal_scores: of all pairs, in nats; None: scores are N(0, 1).
+    equal_scores: of all pairs, in nats; None: scores are N(0, 1). head_dims: (d, d_v), None: those
+    of `unit`.
     """
     torch.manual_seed(seed)
-    dtype, d = getattr(torch, unit.dtype), unit.head_dim
+    dtype = getattr(torch, unit.dtype)
+    d, d_v = head_dims or (unit.head_dim, unit.head_dim)
     t, n = (sum(x) for x in zip(*lengths, strict=True))
     h, hk = heads
     if t == n and seed % 2:
@@ -81,9 +85,10 @@ def problem(
             torch.randn(rows, count, d, device=device).to(dtype)
             for rows, count in ((t, h), (n, hk), (n, hk))
         )
+    v = v[..., :d_v]
     if equal_scores is not None:
         q.fill_((equal_scores * d**-0.5) ** 0.5), k.fill_((equal_scores * d**-0.5) ** 0.5)
-    dout = torch.randn(t, h, d, device=device).to(dtype)
+    dout = torch.randn(t, h, d_v, device=device).to(dtype)
     dlse = torch.randn(h, t, device=device) * with_dlse
     mask = torch.from_numpy(dense.mask(*zip(*lengths, strict=True), *window)).to(device)
     results = []
@@ -142,10 +147,16 @@ def hold_gate(got: Gradients, p: Problem, what: str) -> None:
         assert (x[rows] == 0).all(), f"{what}: {name} of a masked row is not 0"
 
 
-def random_problem(case: int, unit: Unit, device: str, longest: int = 0) -> Problem | None:
+def random_problem(
+    case: int,
+    unit: Unit,
+    device: str,
+    longest: int = 0,
+    head_dims: tuple[int, int] | None = None,
+) -> Problem | None:
     """A problem for each `case`: lengths from LENGTHS and random ones up to `longest`.
 
-    None if the case has no query or no key.
+    head_dims as for `problem`. None if the case has no query or no key.
     """
     rng = random.Random(1000 * unit.head_dim + case)
 
@@ -159,7 +170,8 @@ def random_problem(case: int, unit: Unit, device: str, longest: int = 0) -> Prob
         return None
     hk = rng.choice((1, 2))
     heads = (hk * rng.choice((1, 2, 4)), hk)
-    return problem(case, unit, device, lengths, heads, rng.choice(WINDOWS), case % 3 > 0)
+    window = rng.choice(WINDOWS)
+    return problem(case, unit, device, lengths, heads, window, case % 3 > 0, head_dims=head_dims)
 
 
 def large_lse_is_exact(unit: Unit, device: str) -> None:
@@ -194,14 +206,19 @@ def nan_and_inf_stay_in_their_document(unit: Unit, device: str) -> None:
             assert (x[here] - y[here]).abs().max() < 2e-2, f"{name} of document {i}"
 
 
-def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
-    """Three ranks of a ring, run one after another on one device.
+def hops_hold_the_gate(
+    unit: Unit, device: str, deterministic: bool, head_dims: tuple[int, int] | None = None
+) -> None:
+    """Three ranks of a ring, run one after another on one device; head_dims as for `problem`.
 
-    dQ is summed over all hops. Each hop stores dK and dV in buffers of NaN, from the first to the
-    last key that the rank sees. The local keys' first KV head runs first, the second last.
+    V has columns of zeros up to the head dim of K. dQ is summed over all hops. Each hop stores dK
+    and dV in buffers of NaN, from the first to the last key that the rank sees. The local keys'
+    first KV head runs first, the second last.
     """
     lengths, world, heads = [300, 1, 140, 64], 3, (4, 2)
-    p = problem(5, unit, device, [(n, n) for n in lengths], heads, (-1, 0))
+    p = problem(5, unit, device, [(n, n) for n in lengths], heads, (-1, 0), head_dims=head_dims)
+    (d, d_v), dims = (p.q.shape[2], p.v.shape[2]), p.k.shape[1:]
+    values = F.pad(p.v, (0, d - d_v))
     plans = [plan_context(dense.cumulative(lengths), (r, world)) for r in range(world)]
     here = [plan.token_index.to(device) for plan in plans]
     runs = [
@@ -219,14 +236,16 @@ def hops_hold_the_gate(unit: Unit, device: str, deterministic: bool) -> None:
             owner = (rank - hop) % world
             tiling = plan.hops.backward(unit.tile_n, unit.tile_m, deterministic)[hop]
             begin, end = plan.kv_exchange.visible[owner, hop] if hop else (0, len(keys))
-            stored = torch.full((2, end, *p.k.shape[1:]), torch.nan, device=device)
-            k, v, dk, dv = (x[:, kv] for x in (p.k[keys], p.v[keys], *stored))
+            stored = torch.full((2, end, *dims), torch.nan, device=device)
+            k, v, dk, dv = (x[:, kv] for x in (p.k[keys], values[keys], *stored))
             runs[rank].hop(k, v, tiling, dk, dv, 2 * kv.start, 2 * k.shape[1])
             gradients[:, keys[begin:end], kv] += stored[:, begin:, kv]
-    dq = torch.empty_like(p.dout)
+    dq = torch.empty_like(p.q)
     for run, at in zip(runs, here, strict=True):
         dq[at] = run.dq()
-    hold_gate([dq, *gradients.to(dq.dtype)], p, f"{world} ranks")
+    dk, dv = gradients.to(dq.dtype)
+    assert (dv[..., d_v:] == 0).all()
+    hold_gate([dq, dk, dv[..., :d_v]], p, f"{world} ranks")
 
 
 def same_bits(unit: Unit, device: str, repeats: int, reseed: Callable[[int], object]) -> None:

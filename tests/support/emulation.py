@@ -28,7 +28,7 @@ from ringfa3.build.cache import cache_folder, make_once
 from ringfa3.build.compile import FLAGS, default_jobs, library_stem, source_folder, unit_folder
 from ringfa3.build.cutlass import include_folder
 from ringfa3.build.toolchain import find_compiler, find_host_compiler
-from ringfa3.build.units import UNITS, Unit
+from ringfa3.build.units import Unit
 from ringfa3.kernels import (
     backward,
     dispatch,
@@ -242,8 +242,9 @@ class Machine:
 
 def unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit:
     """The unit for tensors like q (t, h, d)."""
-    wanted = (direction, str(q.dtype).removeprefix("torch."), q.shape[-1], precision)
-    return next(u for u in UNITS if (u.direction, u.dtype, u.head_dim, u.precision) == wanted)
+    found = dispatch.narrowest_unit(direction, q.dtype, q.shape[-1], precision)
+    assert found is not None
+    return found
 
 
 @contextmanager

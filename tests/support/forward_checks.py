@@ -32,7 +32,7 @@ def plain(
     """(out, lse) by PyTorch in the inputs' dtype, one sequence at a time with its whole mask."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf)
     a = b = 0
     for n, m in lengths:

@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.train.hf_folders import make_folder, started, tokenizer_file
 from tests.train.jobs import HANG_S, run_script
 from train.config import Config
 from train.data.documents import Documents
+
+__all__ = ["make_folder", "started", "tokenizer_file"]  # fixtures of all folders
 
 ROOT = Path(__file__).absolute().parents[2]
 WORDS = ["ring", "attention", "keeps", "every", "token", "of", "a", "long", "tale", "naïve", "λ"]

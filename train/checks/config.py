@@ -12,9 +12,11 @@ from train.checks.batch import check_batch
 from train.checks.compile import check_compile
 from train.checks.engine import ENGINES, check_engine
 from train.checks.evaluation import check_final, check_needle, check_rope_sweep
+from train.checks.export import check_export
 from train.checks.hardware import check_hardware
 from train.checks.model import ROPE_TYPES, check_model
 from train.checks.offload import check_offload
+from train.checks.origin import check_origin
 from train.config import (
     SOURCES,
     CheckpointConfig,
@@ -25,14 +27,11 @@ from train.config import (
     nearest,
 )
 from train.hf.architecture import hf_folder
-from train.hf.check_export import check_export
-from train.hf.check_origin import check_origin
 from train.run.run_folder import RunFolder
 
+RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
 CHOICES = {
-    "mode": (
-        *("train", "check", "estimate", "verify", "generate", "eval", "export", "needle", "rope"),
-    ),
+    "mode": ("train", "check", "estimate", "verify", "generate", "export", *RUN_MODES),
     "model.attention_precision": ("native", "fp8", "int8"),
     "model.rope.type": tuple(ROPE_TYPES),
     "engine.name": tuple(ENGINES),
@@ -130,7 +129,6 @@ ABOVE_ZERO = (
     "generate.top_p",
 )
 
-RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
 MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one of each source
 
 

@@ -8,6 +8,7 @@ permuted by (seed, block). There is no state to save.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -76,9 +77,7 @@ def long_documents(documents: Documents, data: DataConfig) -> list[Documents]:
     """
     chosen = []
     for number, name in enumerate(documents.sources):
-        own, key, least = documents.of_source(number), "data.min_len", data.min_len
-        if name and data.sources[name].min_len is not None:
-            key, least = f"{SOURCES}.{name}.min_len", data.sources[name].min_len
+        own, (key, least) = documents.of_source(number), _min_len(data, name)
         longest = int(own.lengths.max())
         if least is not None and longest < least:
             raise ConfigError(
@@ -87,6 +86,24 @@ def long_documents(documents: Documents, data: DataConfig) -> list[Documents]:
             )
         chosen.append(own if least is None else own.at_least(least))
     return chosen
+
+
+def left_out(documents: Documents, data: DataConfig) -> str:
+    """A clause with the number of documents that each ``min_len`` leaves out; empty without one."""
+    counts: Counter[str] = Counter()
+    for number, name in enumerate(documents.sources):
+        key, least = _min_len(data, name)
+        if least is not None:
+            short = documents.of_source(number).lengths < least
+            counts[f"{key}={least}"] += int(short.sum())
+    return "".join(f", {count:,} below {key} left out" for key, count in counts.items())
+
+
+def _min_len(data: DataConfig, source: str) -> tuple[str, int | None]:
+    """The key that sets the fewest tokens of a document of ``source``, and its value."""
+    if source and data.sources[source].min_len is not None:
+        return f"{SOURCES}.{source}.min_len", data.sources[source].min_len
+    return "data.min_len", data.min_len
 
 
 class MixedSamples:

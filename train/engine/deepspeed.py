@@ -7,6 +7,7 @@ is taken beside a step. ``shards`` therefore reads the partitions of DeepSpeed's
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -107,14 +108,18 @@ class DeepSpeedEngine(Engine):
         self.engine.train()
         return losses
 
-    def grad_norm(self, limit: float) -> float:
-        """As for every engine; ``step`` clips, to the same ``limit``."""
+    def grad_norm(self, limit: float) -> Tensor:
+        """As for every engine; ``step`` clips, to the same ``limit``.
+
+        With weights or moments on the host DeepSpeed itself waits for the device.
+        """
         if self.stage < 3:
-            norm = float(self.zero.scaled_global_norm())
+            norm = valid = torch.as_tensor(self.zero.scaled_global_norm())
         else:
             norms = torch.stack([n.float() for n in self.zero._get_norm_groups()])
-            norm = float("nan") if bool((norms < 0).any()) else float(norms.norm())
-        return norm if norm >= 0 else float("nan")  # DeepSpeed's -1 is a norm that is not finite
+            norm, valid = norms.norm(), norms.min()
+        norm = torch.where(valid >= 0, norm, math.nan)  # -1 is a norm that is not finite
+        return norm.to(self.parallel.device)
 
     def step(self, lr: float) -> None:
         set_learning_rate(self.optimizer, lr)

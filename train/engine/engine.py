@@ -1,7 +1,7 @@
 """What the trainer asks of an engine: how a model is spread over the ranks and takes its steps.
 
-In a step each rank gives every micro-batch to ``backward``, reads ``grad_norm``, and then calls
-``step`` or ``discard``. Only ``shards`` may be called from another thread.
+In a step each rank gives every micro-batch to ``backward``, calls ``grad_norm``, and then ``step``
+or ``discard``. Only ``shards`` may be called from another thread.
 """
 
 from __future__ import annotations
@@ -83,9 +83,12 @@ class Engine(ABC):
         """The loss of every local token, (t,) float32, without gradients."""
         return self.model(batch)
 
-    def grad_norm(self, limit: float) -> float:
-        """Norm of the gradients of all parameters; clips them to ``limit``."""
-        return float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
+    def grad_norm(self, limit: float) -> Tensor:
+        """Norm of the gradients of all parameters, (); clips them to ``limit``.
+
+        The host does not wait for it. It is NaN or infinite if a gradient is not finite.
+        """
+        return torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
 
     def step(self, lr: float) -> None:
         """Take an optimiser step with learning rate ``lr`` and drop the gradients."""

@@ -85,10 +85,10 @@ class FSDP2Engine(Engine):
         (losses.sum() * scale).backward()
         return losses.detach()
 
-    def grad_norm(self, limit: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+    def grad_norm(self, limit: float) -> Tensor:
+        norm = super().grad_norm(limit)
         assert isinstance(norm, DTensor)
-        return float(norm.full_tensor())
+        return norm.full_tensor()
 
 
 def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:

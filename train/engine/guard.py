@@ -7,6 +7,8 @@ import statistics
 from collections import deque
 from typing import Any
 
+from torch import Tensor
+
 from train.config import GuardConfig
 
 
@@ -23,23 +25,36 @@ class Guard:
         self.in_a_row = 0
         self._accepted: deque[tuple[float, float]] = deque(maxlen=config.window)
 
+    def objects(self, figures: Tensor) -> Tensor:
+        """1 if a step with ``figures``, (2,) loss and gradient norm, must be skipped, else 0.
+
+        (), int64, on their device; the host does not wait for it.
+        """
+        loss, grad_norm = figures
+        (most, _), (most_norm, _) = self._limits()
+        accepted = figures.isfinite().all() & (loss <= most) & (grad_norm <= most_norm)
+        return (~accepted).long()
+
     def objection(self, loss: float, grad_norm: float) -> str | None:
         """Why a step with this loss and norm must be skipped; None to accept it."""
-        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+        named = (("loss", loss), ("gradient norm", grad_norm))
+        for name, value in named:
             if not math.isfinite(value):
                 return f"{name} is {value}"
-        if self.config.sigma is None or len(self._accepted) < self.config.window:
-            return None
-        for name, value, past in zip(
-            ("loss", "gradient norm"),
-            (loss, grad_norm),
-            zip(*self._accepted, strict=True),
-            strict=True,
-        ):
-            mean, deviation = statistics.fmean(past), statistics.pstdev(past)
-            if value > mean + self.config.sigma * deviation:
-                return f"{name} {value:.4g} is a spike (lately {mean:.4g} +- {deviation:.2g})"
+        for (name, value), (most, lately) in zip(named, self._limits(), strict=True):
+            if value > most:
+                return f"{name} {value:.4g} is a spike (lately {lately})"
         return None
+
+    def _limits(self) -> list[tuple[float, str]]:
+        """What loss and gradient norm may be, and what they were lately."""
+        if self.config.sigma is None or len(self._accepted) < self.config.window:
+            return [(math.inf, "")] * 2
+        limits = []
+        for past in zip(*self._accepted, strict=True):
+            mean, deviation = statistics.fmean(past), statistics.pstdev(past)
+            limits.append((mean + self.config.sigma * deviation, f"{mean:.4g} +- {deviation:.2g}"))
+        return limits
 
     def accept(self, loss: float, grad_norm: float) -> None:
         """Record an accepted step."""

@@ -182,8 +182,10 @@ def from_rank_0(parallel: ParallelLayout, make: Callable[[], Any]) -> Any:
 
 
 def sum_over_ranks(parallel: ParallelLayout, values: Tensor) -> Tensor:
-    """``values`` on this rank's device, summed over all ranks."""
-    values = values.to(parallel.device)
+    """``values`` on this rank's device, summed over all ranks. The host does not wait for it."""
+    if parallel.device.type == "cuda" and values.device.type == "cpu":
+        values = values.pin_memory()  # a copy from other memory waits for the device
+    values = values.to(parallel.device, non_blocking=True)
     if parallel.world > 1:
         dist.all_reduce(values)
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +10,12 @@ from functools import cached_property
 from ringfa3 import plan_context
 from ringfa3.planning.context_plan import ContextPlan
 from train.config import Config, ConfigError, ModelConfig
+from train.hf.names import shapes
 
 COVERED = (
-    "predictions cover bfloat16 on GPUs under engine=ddp and engine=fsdp2, with train.compile=none "
-    "data.packing=stream, layers without windows, and rings over the NVLink of a host"
+    "predictions cover bfloat16 on GPUs under engine=ddp and engine=fsdp2, with "
+    "train.compile=none, data.packing=stream, layers without windows, and rings over the NVLink "
+    "of a host"
 )
 STATISTIC_DIMS = (64, 128, 256)  # head dims of the kernels
 
@@ -37,7 +40,10 @@ class Job:
 
     @cached_property
     def plan(self) -> ContextPlan:
-        """The plan of a sample on the first rank of its group, which has the most tokens."""
+        """The plan of a sample on the first rank of its group, which has the most tokens.
+
+        Jobs with the same documents on as many ranks share it: ``plan_context`` keeps plans.
+        """
         parallel = self.config.parallel
         return plan_context(list(self.cu_seqlens), (0, parallel.cp), parallel.layout)
 
@@ -100,9 +106,6 @@ class Job:
 
 def parameters(model: ModelConfig, rows: int) -> tuple[int, int, int]:
     """Elements of a block, of the embedding, and of an untied head (0 if it is tied)."""
-    head_dim = model.resolved_head_dim()
-    attention = model.dim * head_dim * 2 * (model.n_heads + model.n_kv_heads)
-    gains = 2 * model.dim + (2 * head_dim if model.qk_norm else 0)
-    biases = head_dim * (model.n_heads + 2 * model.n_kv_heads) if model.qkv_bias else 0
-    block = attention + biases + 3 * model.dim * model.ffn_dim + gains
-    return block, rows * model.dim, 0 if model.tied_embeddings else rows * model.dim
+    sizes = {name: math.prod(shape) for name, shape in shapes(model, rows).items()}
+    block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
+    return block, sizes["embedding.weight"], sizes.get("output.weight", 0)

@@ -172,14 +172,14 @@ def _phases(job: Job, block: int, embedding: int) -> dict[str, int]:
     chunk = min(T, memory.loss_chunk)
     hidden_state = T * model.dim * (FULL + _stream(job))  # of the last norm, and its output
     loss = chunk * job.rows * LOGIT_BYTES + hidden_state + stream
-    cut = job.sharded_over > 1
+    sharded = job.sharded_over > 1
     # fsdp2 gathers a block and the next one, and reduces a block's gradients from a copy. Every
     # engine has a block's rounded weights, and the float32 sums of its MLP's chunks.
-    of_block = block * (HALF + (2 + 2) * FULL) if cut else block * (HALF + FULL)
+    of_block = block * (HALF + (2 + 2) * FULL) if sharded else block * (HALF + FULL)
     of_head = embedding * (HALF + FULL)  # rounded, and the float32 gradient
-    if cut and model.tied_embeddings:  # gathered for the whole step, with a whole gradient
+    if sharded and model.tied_embeddings:  # gathered for the whole step, with a whole gradient
         of_block += 2 * embedding * FULL
-    if cut:
+    if sharded:
         of_head += 2 * embedding * FULL + block * FULL
     return {
         "loss": loss + of_head,

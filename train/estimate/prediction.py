@@ -147,14 +147,12 @@ def _changed(job: Job, size: int, limits: Limits) -> Iterator[tuple[Job, list[st
             continue
         names = [f"{key}={value}" for key, value in chosen]
         made = dataclasses.replace(job, config=changed)
-        made.__dict__["plan"] = job.plan  # the same documents on the same ranks
         time = predict(made).time
         if time is not None and time.total > changed.parallel.timeout_s:
             seconds = 60 * math.ceil(2 * time.total / 60)
             parallel = dataclasses.replace(changed.parallel, timeout_s=seconds)
             changed = dataclasses.replace(changed, parallel=parallel)
             made = dataclasses.replace(made, config=changed)
-            made.__dict__["plan"] = job.plan
             names.append(f"parallel.timeout_s={seconds}")
         yield made, names
 

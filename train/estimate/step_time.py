@@ -11,7 +11,13 @@ import numpy as np
 from train.config import Config, HardwareConfig
 from train.estimate.job import Job, UnpredictableError, parameters
 from train.estimate.memory import FULL, HALF
-from train.model.flops import StepFlops, step_flops
+from train.model.flops import (
+    AGAIN_PER_PAIR,
+    BACKWARD_PER_PAIR,
+    FORWARD_PER_PAIR,
+    StepFlops,
+    step_flops,
+)
 
 LONG = 8192  # tokens of a document from which attention reaches the speeds of ``hardware``
 LONG_SHARE = 0.9  # of all pairs that must lie in documents so long
@@ -58,7 +64,8 @@ def estimate_time(job: Job) -> StepTime:
     elements = job.tokens * samples * model.dim * model.n_layers
     # A recomputed block runs its forward, a third of this work, once more.
     again = 1 if memory.recompute == "none" else 4 / 3
-    attention = 4 * forwards * each / forward + 10 * each / backward
+    attention = FORWARD_PER_PAIR * forwards * each / forward
+    attention += (BACKWARD_PER_PAIR + AGAIN_PER_PAIR) * each / backward
     matmul = linear / (np.interp(model.dim, hardware.widths, hardware.matmul_tflops) * 1e12)
     elementwise = again * elements * hardware.elementwise_bytes / (hardware.memory_gb_s * 1e9)
     block, embedding, head = parameters(model, job.rows)
@@ -86,7 +93,7 @@ def _require_long(cu_seqlens: Sequence[int]) -> None:
 
 
 def _attention_speeds(config: Config) -> tuple[float, float]:
-    """FLOP/s of the forward (4 a pair) and of the backward (10 a pair)."""
+    """FLOP/s of the forward and of the backward, which computes the scores again."""
     hardware, head_dim = config.hardware, config.model.resolved_head_dim()
     if head_dim not in hardware.head_dims:
         raise UnpredictableError(

@@ -15,7 +15,7 @@ from rich.console import Console
 from ringfa3.custom_op import observe
 from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
-from train.data.mixture import training_samples
+from train.data.mixture import left_out, training_samples
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED, Piece, pack
 from train.data.shards import Corpus
@@ -192,16 +192,24 @@ class Trainer:
             losses = self.engine.backward(batch, scale, last=number == len(batches))
             sums[0] += sum_by_bucket(losses, batch.buckets, buckets)
             sums[1] += sum_by_bucket((batch.labels != IGNORED).float(), batch.buckets, buckets)
-        grad_norm = self.engine.grad_norm(float("inf") if optim.clip is None else optim.clip)
+        norm = self.engine.grad_norm(float("inf") if optim.clip is None else optim.clip)
         sums = sum_over_ranks(parallel, sums)
+        figures = torch.stack([sums[0].sum() / counts[0].clamp(min=1), norm.double()])
+        objecting = sum_over_ranks(parallel, state.guard.objects(figures))  # of one, of all
+        results = torch.cat([figures, objecting[None], counts, sums.flatten()])
         if self.times is not None:
             self.times.end()
-        losses_by_bucket, tokens_by_bucket = sums.tolist()
-        n_valid, tokens, pairs = counts.tolist()
+        # The host waits for the device here alone. It may not issue the update before: a stop saves
+        # the weights that precede it while a step runs.
+        loss, grad_norm, *rest = results.tolist()
         if self.times is not None:  # the device has reached `end`
             self.times.begin()
-        loss = sum(losses_by_bucket) / max(1, n_valid)
-        objection = self._agreed(state.guard.objection(loss, grad_norm))
+        objecting, _, tokens, pairs = (round(count) for count in rest[:4])
+        losses_by_bucket, tokens_by_bucket = rest[4 : 4 + buckets], rest[4 + buckets :]
+        objection = None
+        if objecting:
+            others = f"{objecting} of {parallel.world} ranks object"
+            objection = state.guard.objection(loss, grad_norm) or others
         lr = learning_rate(optim, state.step, self.config.train.steps)
         with self.updates.update():
             if objection is None:
@@ -246,13 +254,6 @@ class Trainer:
         line = errors_of(self.prediction, seconds, record["device_memory"], moved)
         self.prediction = None
         self._say_event(line)
-
-    def _agreed(self, objection: str | None) -> str | None:
-        """Return the objection of any rank on all ranks: all accept a step, or none."""
-        if self.parallel.world == 1:
-            return objection
-        objections = sum_over_ranks(self.parallel, torch.tensor(int(objection is not None)))
-        return objection or (f"{int(objections)} ranks object" if int(objections) else None)
 
     def _prime(self) -> None:
         """Run one backward pass and drop its gradients.
@@ -384,7 +385,8 @@ class Trainer:
         self.console.print(
             f"{parameters:,} parameters in {precision} on {parallel.world} x "
             f"{parallel.device.type} (dp {parallel.dp}, cp {parallel.cp}); "
-            f"{len(corpus.train):,} documents of {corpus.train.lengths.sum():,} tokens, "
-            f"{len(corpus.held_out):,} held out; run folder {self.folder.path}",
+            f"{len(corpus.train):,} documents of {corpus.train.lengths.sum():,} tokens"
+            f"{left_out(corpus.train, self.config.data)}, {len(corpus.held_out):,} held out; "
+            f"run folder {self.folder.path}",
             soft_wrap=True,
         )

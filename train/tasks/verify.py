@@ -181,7 +181,7 @@ def take_step(
         total += local.double().sum()
         whole = batch.plan.unshard(local)
         losses.append(whole if first else whole[:0])
-    grad_norm = engine.grad_norm(float("inf"))
+    grad_norm = float(engine.grad_norm(float("inf")))
     loss = float(sum_over_ranks(parallel, total)) / max(1, int(n_valid))
     seconds = time.perf_counter() - begin
     dtype = engine.model.dtype

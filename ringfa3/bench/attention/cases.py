@@ -20,17 +20,20 @@ from ringfa3.bench.common.cases import (
 )
 from ringfa3.bench.common.scores import TIMED, UNTIMED
 
-# Sets with implementations of their own, and the direction of each. They run one at a time.
+# Sets with implementations of their own, and the direction of each; None: both. They run one at a
+# time.
 ABLATION = "ablation"  # against the kernel without some of its optimisations
 MERGE = "merge"  # against other epilogues of a hop
 DETERMINISTIC = "deterministic"  # with deterministic=True and without
 FP8, INT8 = "fp8", "int8"  # with 8-bit operands and without
-OWN_IMPLEMENTATIONS = {
+BELOW = "below"  # head dims below a kernel's own, and with columns of zeros up to it
+OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     ABLATION: FORWARD,
     MERGE: FORWARD,
     DETERMINISTIC: BACKWARD,
     FP8: FORWARD,
     INT8: FORWARD,
+    BELOW: None,
 }
 SCORES = "scores"
 HOST = "host"  # its rows are times of the host; it runs alone, too
@@ -156,6 +159,14 @@ def ablation(shrink: int) -> Iterable[Case]:
     yield dense(ABLATION, 4, 8448 // shrink, (16, 16), 128, FULL)
 
 
+def below(shrink: int) -> Iterable[Case]:
+    """Sequences of 8k at head dims between those of the kernels, MHA and GQA, full and causal."""
+    for d, heads in ((40, (32, 32)), (80, (16, 16)), (96, (16, 16)), (96, (32, 8)), (192, (8, 8))):
+        for window in (FULL, CAUSAL):
+            case = dense(BELOW, 2, 8 * K // shrink, heads, d, window)
+            yield replace(case, label=f"{case.label}, {heads[0]}:{heads[1]}")
+
+
 def quantised(set_name: str, shrink: int) -> Iterable[Case]:
     """16k tokens, hidden size 2048, scores of 1 and 4 nats; documents of 1k to 64k and a window of
     4k, each followed by a causal sequence of equal FLOPs."""
@@ -182,12 +193,22 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     DETERMINISTIC: deterministic,
     FP8: partial(quantised, FP8),
     INT8: partial(quantised, INT8),
+    BELOW: below,
 }
 
 
 def select(
     names: Iterable[str], head_dims: Iterable[int] = HEAD_DIMS, shrink: int = 1
 ) -> list[Case]:
-    """The cases of the named sets, in order. `shrink` divides every length, for CPU runs."""
+    """The cases of the named sets, in order. `shrink` divides every length, for CPU runs.
+
+    head_dims: of the kernels that run them.
+    """
     wanted = set(head_dims)
-    return [case for name in names for case in SETS[name](shrink) if case.head_dim in wanted]
+    cases = (case for name in names for case in SETS[name](shrink))
+    return [case for case in cases if kernel_head_dim(case.head_dim) in wanted]
+
+
+def kernel_head_dim(head_dim: int) -> int:
+    """The head dim of the kernel that runs a case."""
+    return next(d for d in HEAD_DIMS if d >= head_dim)

@@ -36,9 +36,9 @@ class Epilogue:
         require_kernel(problem)
         case = problem.case
         q, k, v = (x.flatten(0, -3) for x in problem.inputs)
-        kernel = select_forward(q)
         rows, keys = np.array(case.lengths), np.array(case.key_lengths)
         plan = plan_local(rows, keys, *case.window)
+        kernel = select_forward(q, plan)
         whole = plan.forward(kernel.tile_m)[0]
         out, running = torch.empty_like(q), kernel.new_partial_out(q, plan)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=statistics_dtype(q.dtype))

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 from ringfa3.bench.attention.ablation import ForwardVariant
 from ringfa3.bench.attention.cases import (
     ABLATION,
+    BELOW,
     DETERMINISTIC,
     FP8,
     INT8,
@@ -29,6 +30,7 @@ from ringfa3.bench.attention.plot import attention_figures
 from ringfa3.bench.attention.quantised import QuantisedRingFA3
 from ringfa3.bench.attention.sdpa import Sdpa
 from ringfa3.bench.attention.table import attention_line, attention_lines, attention_tables
+from ringfa3.bench.attention.zero_columns import ZeroColumns
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import DIRECTIONS, Case
 from ringfa3.bench.common.comparison import (
@@ -200,8 +202,8 @@ def _with_own_implementations(
         return [turns, RingFA3(), *found], missing
     if name in (FP8, INT8):
         found, missing = ([], []) if smoke else _flash_attentions(options)
-        quantised = QuantisedRingFA3(name), QuantisedRingFA3(name, whole=True)
-        return [*quantised, RingFA3(), *found], missing
+        whole = RingFA3(f"{RINGFA3} {name} with quantisation", precision=name)
+        return [QuantisedRingFA3(name), whole, RingFA3(), *found], missing
     if name == ABLATION:
         if not ablation_folder().is_dir():
             raise BenchError(
@@ -211,6 +213,9 @@ def _with_own_implementations(
         if smoke:
             raise BenchError(f"--set {ABLATION} compiles kernels: it needs a GPU")
         return [ForwardVariant(), *(ForwardVariant(variant) for variant in VARIANTS)], []
+    if name == BELOW:
+        found, missing = ([], []) if smoke else _flash_attentions(options)
+        return [RingFA3(), ZeroColumns(), *found], missing
     return [Epilogue(kind) for kind in EPILOGUES], []
 
 
@@ -238,7 +243,7 @@ def planned_rows(
             (case, direction)
             for case in cases
             if case.head_dim not in without
-            and OWN_IMPLEMENTATIONS.get(case.set, direction) == direction
+            and OWN_IMPLEMENTATIONS.get(case.set) in (None, direction)
         ]
     left_out = [
         f"{direction} at head dim {', '.join(map(str, dims))}: {reason}, "

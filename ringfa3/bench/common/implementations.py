@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ringfa3.bench.common.problem import (
 from ringfa3.kernels.dispatch import executor_reason
 
 RINGFA3, FA3, FA4 = "RingFA3", "FA3", "FA4"
+# Of the errors of 8 bits, over that of O; about twice that of sigma 4.
+RMS = {"fp8": 0.2, "int8": 0.05}
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -48,32 +51,53 @@ class SingleDevice(ABC):
 
 
 class RingFA3(SingleDevice):
-    """RingFA3's public functions. On a GPU only where a kernel runs them, never the executor."""
+    """RingFA3's public functions. On a GPU only where a kernel runs them, never the executor.
 
-    def __init__(self, name: str = RINGFA3, deterministic: bool = False) -> None:
-        self.name, self.deterministic = name, deterministic
+    `precision` as theirs: "fp8" and "int8" quantise in every call, and have a forward alone.
+    """
+
+    def __init__(
+        self, name: str = RINGFA3, deterministic: bool = False, precision: str = "native"
+    ) -> None:
+        self.name, self.deterministic, self.precision = name, deterministic, precision
 
     def attend(self, case: Case, device: torch.device) -> Attend:
         # Causal is the window (-1, 0).
-        options: Any = {"window_size": case.window, "deterministic": self.deterministic}
+        options: Any = {
+            "window_size": case.window,
+            "deterministic": self.deterministic,
+            "precision": self.precision,
+            "softmax_scale": case.head_dim**-0.5,  # q may have columns of zeros beyond it
+        }
         if not case.packed:
             return lambda q, k, v: tensor(flash_attn_func(q, k, v, **options))
         cu = torch.tensor(case.cumulative, dtype=torch.int32)  # on the CPU: the plan reads it there
         return lambda q, k, v: tensor(flash_attn_varlen_func(q, k, v, cu, cu, **options))
 
     def prepare(self, problem: Problem) -> PreparedRun:
-        require_kernel(problem)
-        return super().prepare(problem)
+        require_kernel(problem, self.precision)
+        return replace(super().prepare(problem), rms=RMS.get(self.precision))
 
 
 def name_of(library: str, deterministic: bool) -> str:
     return f"{library} deterministic" if deterministic else library
 
 
-def require_kernel(problem: Problem) -> None:
-    """Raises UnsupportedCaseError for a problem on a GPU that only the executor can run."""
+def require_kernel(problem: Problem, precision: str = "native") -> None:
+    """Raises UnsupportedCaseError for a problem on a GPU that only the executor can run.
+
+    In 8 bits a kernel must quantise, too; any backward in them raises.
+    """
+    if precision in RMS and problem.direction != FORWARD:
+        raise UnsupportedCaseError("8 bits are of the forward: its backward is that of bf16")
     q = problem.q
-    if q.is_cuda and (reason := executor_reason(problem.direction, q.flatten(0, -3))):
+    if not q.is_cuda:
+        return
+    q = q.flatten(0, -3)
+    reason = executor_reason(problem.direction, q, precision)
+    if reason is None and precision in RMS:
+        reason = executor_reason("quantise", q)
+    if reason is not None:
         raise UnsupportedCaseError(reason)
 
 

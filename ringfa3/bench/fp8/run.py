@@ -16,6 +16,7 @@ from rich.table import Table
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.scores import SCORES
+from ringfa3.bench.fp8 import kernels
 from ringfa3.bench.fp8.designs import DESIGNS, FIRST, attention
 
 CHUNK = 1 << 25  # scores that the reference holds at once: 256 MiB in float64
@@ -23,7 +24,8 @@ CHUNK = 1 << 25  # scores that the reference holds at once: 256 MiB in float64
 
 @dataclass(frozen=True)
 class Options:
-    """lengths: tokens of a sequence, each a case; causal: which masks; seeds: pooled."""
+    """lengths: tokens of a sequence, each a case; causal: which masks; seeds: pooled; kernels: not
+    the executor."""
 
     lengths: Sequence[int]
     head_dims: Sequence[int]
@@ -34,6 +36,7 @@ class Options:
     scores: str
     dtype: str
     device: str
+    kernels: bool
     out: Path
     quiet: bool
 
@@ -109,7 +112,10 @@ def _measure(row: Row, options: Options, device: torch.device, seed: int) -> Non
     exact = list(_exact(q, k, v, row.causal))
     row.size += sum(out.square().sum().item() for _, out, _ in exact) / q.numel()
     for name in options.designs:
-        out, lse = attention(DESIGNS[name], q, k, v, row.causal)
+        if options.kernels:
+            out, lse = kernels.attention(name, q, k, v, row.causal)
+        else:
+            out, lse = attention(DESIGNS[name], q, k, v, row.causal)
         errors = [
             ((out[rows] - o).square().sum().item(), (lse[:, rows] - x).square().sum().item())
             for rows, o, x in exact
@@ -146,7 +152,8 @@ def _exact(
 def _table(rows: Sequence[Row], options: Options) -> Table:
     table = Table(
         title=f"rms error of O, {options.scores}, {options.dtype}; (times less than {FIRST})",
-        caption=f"{options.heads} heads x {options.seeds} seeds, against float64; by the executor",
+        caption=f"{options.heads} heads x {options.seeds} seeds, against float64; by the "
+        + ("kernels" if options.kernels else "executor"),
         caption_style="dim",
     )
     for column in ("d", "tokens", "mask", "design", "error", "", "of O", "LSE, nats"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringfa3.bench.ring.cases import RingCase
-from ringfa3.planning.context_plan import plan_context
+from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.planning.tiling import Tiling
 
 
@@ -29,10 +29,7 @@ class LoadBalance:
     @classmethod
     def of(cls, case: RingCase, tile_m: int) -> LoadBalance:
         """tile_m: rows of a forward tile."""
-        plans = [
-            plan_context(case.cumulative, (r, case.world), "zigzag", True, (case.window[0], -1))
-            for r in range(case.world)
-        ]
+        plans = [plan_of_rank(case, rank) for rank in range(case.world)]
         work = plans[0].work_per_rank
         visited = np.sum([_visited(t) for plan in plans for t in plan.hops.forward(tile_m)], 0)
         rows = int(plans[0].kv_exchange.rows[:, 1:].sum())
@@ -43,6 +40,11 @@ class LoadBalance:
             kv_rows=rows,
             kv_share=rows / all_gather if all_gather else 0.0,
         )
+
+
+def plan_of_rank(case: RingCase, rank: int) -> ContextPlan:
+    window = (case.window[0], -1)
+    return plan_context(case.cumulative, (rank, case.world), "zigzag", True, window)
 
 
 def _visited(tiling: Tiling) -> tuple[int, int]:

@@ -48,7 +48,7 @@ from ringfa3.bench.ring.cases import (
 from ringfa3.bench.ring.checkpoint import measure_checkpointed
 from ringfa3.bench.ring.host_time import host_seconds
 from ringfa3.bench.ring.implementations import Distributed, Ring
-from ringfa3.bench.ring.load_balance import LoadBalance
+from ringfa3.bench.ring.load_balance import LoadBalance, plan_of_rank
 from ringfa3.bench.ring.memory import MemoryMeter, MemoryUse
 from ringfa3.bench.ring.peers import ZIGZAG, TorchRing, Ulysses, Zigzag, zigzag_function
 from ringfa3.bench.ring.plot import ring_figures
@@ -246,7 +246,8 @@ class Job:
         row.engine = "executor" if executor_reason(row.direction, q) else "kernels"
         row.transport = ring.moved_by
         row.gathered = self._gathered(ring, case)
-        balance = LoadBalance.of(case, select_forward(q).tile_m)
+        kernel = select_forward(q, plan_of_rank(case, 0).hops)
+        balance = LoadBalance.of(case, kernel.tile_m)
         row.imbalance, row.tile_occupancy = balance.imbalance, balance.tile_occupancy
         row.kv_bytes = balance.kv_rows * 2 * case.kv_heads * case.head_dim * q.element_size()
         row.kv_share = balance.kv_share

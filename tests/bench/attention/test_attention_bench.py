@@ -254,6 +254,7 @@ def test_the_ablation_says_where_its_kernels_are_absent(
     [
         ("merge", "forward", ["merge", "store", "store in float32", "merge and store"]),
         ("deterministic", "backward", ["RingFA3 deterministic", "RingFA3"]),
+        ("below", "backward", ["RingFA3", "RingFA3 at the kernel's head dim"]),
         ("mqa", "forward", ["RingFA3 executor", "SDPA math", "SDPA flash"]),
         ("hops", "backward", ["RingFA3 executor", "SDPA math", "SDPA flash"]),
     ],

@@ -78,6 +78,12 @@ def test_the_deterministic_set_is_causal_at_8k() -> None:
     assert shapes == [(64, 32, 32), (128, 16, 16), (128, 32, 8), (256, 8, 8)]
 
 
+def test_head_dims_between_those_of_the_kernels_are_selected_by_kernel() -> None:
+    dims = {n: {c.head_dim for c in select(["below"], [n])} for n in HEAD_DIMS}
+    assert dims == {64: {40}, 128: {80, 96}, 256: {192}}
+    assert {c.lengths for c in select(["below"])} == {(8192, 8192)}
+
+
 def test_scores_have_the_shapes_of_their_bars() -> None:
     found = select(["scores"])
     timed = [c for c in found if c.scores in TIMED and c.heads == c.kv_heads]

@@ -16,17 +16,24 @@ import torch
 from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.bench.attention import merge as epilogues
 from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
+from ringfa3.bench.attention.quantised import QuantisedRingFA3
 from ringfa3.bench.attention.sdpa import Sdpa
+from ringfa3.bench.attention.zero_columns import ZeroColumns
 from ringfa3.bench.common import fa3 as fa3_module
 from ringfa3.bench.common import implementations
 from ringfa3.bench.common.cases import BACKWARD, FORWARD, Case
 from ringfa3.bench.common.communicator import Communicator
 from ringfa3.bench.common.fa3 import Fa3Module, Fa3Ops, flash_attention_3
-from ringfa3.bench.common.implementations import LoadError, RingFA3
-from ringfa3.bench.common.problem import Implementation, UnsupportedCaseError, make_problem
+from ringfa3.bench.common.implementations import RMS, LoadError, RingFA3
+from ringfa3.bench.common.problem import (
+    Implementation,
+    Problem,
+    UnsupportedCaseError,
+    make_problem,
+)
 from ringfa3.bench.ring.implementations import Ring
 from ringfa3.kernels.dispatch import ForwardKernel
-from ringfa3.planning.tiling import FIRST
+from ringfa3.planning.tiling import FIRST, Plan
 from tests.support.cases import CASES
 from tests.support.dense import attention, gradients, mask, worst
 
@@ -181,6 +188,9 @@ class TestEveryImplementation:
     def test_ours(self, case: Case, direction: str) -> None:
         check(RingFA3(), case, direction)
 
+    def test_zero_columns(self, case: Case, direction: str) -> None:
+        check(ZeroColumns(), case, direction)
+
     @pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])
     def test_sdpa(self, case: Case, direction: str, backend: str) -> None:
         sdpa = Sdpa("SDPA", getattr(torch.nn.attention.SDPBackend, backend))
@@ -241,8 +251,8 @@ def test_epilogues_give_the_hop_however_often(name: str, monkeypatch: pytest.Mon
     flags: list[int] = []
     select = epilogues.select_forward
 
-    def noted(q: torch.Tensor) -> ForwardKernel:
-        found = select(q)
+    def noted(q: torch.Tensor, plan: Plan) -> ForwardKernel:
+        found = select(q, plan)
 
         def noting(*args: Any) -> None:
             (its,) = np.unique(args[3].tiles["flags"])
@@ -261,20 +271,59 @@ def test_epilogues_give_the_hop_however_often(name: str, monkeypatch: pytest.Mon
     assert next(iter(EPILOGUES)) == "merge"
 
 
-def test_on_a_gpu_the_executor_never_stands_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem(CASES[0], BACKWARD, torch.bfloat16, torch.device("cpu"))
+class OnGpu(torch.Tensor):
+    is_cuda = True  # type: ignore[assignment]
 
-    class OnGpu(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
 
+def on_gpu(direction: str) -> Problem:
+    """A problem whose q says that it is on a GPU."""
+    problem = make_problem(CASES[0], direction, torch.bfloat16, torch.device("cpu"))
     object.__setattr__(problem, "q", problem.q.as_subclass(OnGpu))
+    return problem
+
+
+def test_on_a_gpu_the_executor_never_stands_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        implementations, "executor_reason", lambda direction, q: f"no {direction} kernel"
+        implementations, "executor_reason", lambda direction, *_: f"no {direction} kernel"
     )
     with pytest.raises(UnsupportedCaseError, match="no backward kernel"):
-        RingFA3().prepare(problem)
+        RingFA3().prepare(on_gpu(BACKWARD))
     with pytest.raises(UnsupportedCaseError, match="no backward kernel"):
-        Ring(Communicator()).prepare(problem)
+        Ring(Communicator()).prepare(on_gpu(BACKWARD))
+
+
+@pytest.mark.parametrize("precision", RMS)
+@pytest.mark.parametrize("missing", ["quantise", FORWARD])
+def test_in_8_bits_both_kernels_must_exist(
+    monkeypatch: pytest.MonkeyPatch, precision: str, missing: str
+) -> None:
+    """The one that quantises, and the forward of that precision."""
+
+    def reason(direction: str, q: torch.Tensor, of: str = "native") -> str | None:
+        assert of == (precision if direction == FORWARD else "native")
+        return f"no kernel: {direction}" if direction == missing else None
+
+    monkeypatch.setattr(implementations, "executor_reason", reason)
+    for implementation in (QuantisedRingFA3(precision), RingFA3(precision=precision)):
+        with pytest.raises(UnsupportedCaseError, match=f"no kernel: {missing}"):
+            implementation.prepare(on_gpu(FORWARD))
+        with pytest.raises(UnsupportedCaseError, match="8 bits are of the forward"):
+            implementation.prepare(make_problem(CASES[0], BACKWARD, torch.bfloat16, CPU))
+
+
+@pytest.mark.parametrize("precision", RMS)
+def test_in_8_bits_the_rms_of_errors_is_bounded(precision: str) -> None:
+    """The kernel alone and the public function give the same bits, and have the same gate."""
+    problem = make_problem(replace(CASES[0], head_dim=64), FORWARD, torch.bfloat16, CPU)
+    alone, whole = (
+        implementation.prepare(problem)
+        for implementation in (QuantisedRingFA3(precision), RingFA3(precision=precision))
+    )
+    assert alone.rms == whole.rms == RMS[precision]
+    assert torch.equal(alone.results()["out"], whole.results()["out"])
+    native = RingFA3().prepare(problem)
+    assert native.rms is None
+    assert not torch.equal(native.results()["out"], whole.results()["out"])
 
 
 def test_what_was_measured_is_named(library: Path) -> None:

@@ -88,6 +88,14 @@ def test_bandwidth_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no CUDA GPU is visible" in capsys.readouterr().err
 
 
+def test_kernels_need_a_gpu_that_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--lengths", "200", "--seeds", "1", "--kernels", "--out", str(tmp_path)]
+    assert main(["fp8", *small, "--device", "cpu"]) == 2
+    assert "no kernel attends in 8 bits at head_dim 128 on cpu" in capsys.readouterr().err
+
+
 def test_too_few_tokens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fp8", "--lengths", "0", "--device", "cpu"]) == 2
     assert "--lengths" in capsys.readouterr().err

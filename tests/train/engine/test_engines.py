@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import sacrifice
+from tests.train.host_reads import HostReads
 from tests.train.jobs import steps
 from train.config import Config, EngineConfig, MemoryConfig
 from train.data.batches import Batch
@@ -94,7 +95,10 @@ def _releasing(settings: Any) -> Any:
 
 
 def train(config: Config, parallel: ParallelLayout, spoiled: int = -1) -> Trainer:
-    """A finished run on this rank. The losses of step ``spoiled`` are not finite on rank 0."""
+    """A finished run on this rank. The losses of step ``spoiled`` are not finite on rank 0.
+
+    ``reads`` of the trainer are those of the last step.
+    """
     report = FailureReport(parallel.rank, sys.stderr)
     with mock.patch.object(deepspeed, "_settings", _releasing(deepspeed._settings)):
         trainer = Trainer(config, open_corpus(config.data), parallel, RunFolder(config), report)
@@ -106,6 +110,15 @@ def train(config: Config, parallel: ParallelLayout, spoiled: int = -1) -> Traine
 
     if spoiled > 0:
         trainer.model.forward = forward
+    take = trainer.step
+
+    def step(*arguments: Any) -> dict[str, Any]:
+        if trainer.state.step < config.train.steps - 1:
+            return take(*arguments)
+        with HostReads() as trainer.reads:
+            return take(*arguments)
+
+    trainer.step = step
     trainer.train()
     trainer.close()
     return trainer
@@ -131,6 +144,7 @@ def _run_all(_: dist.ProcessGroup, configs: list[Config]) -> list[dict[str, Any]
                 "evaluation": trainer._evaluate(None),
                 "weights": sum(w.double().sum() for w in weights if not isinstance(w, DTensor)),
                 "timeouts": [timeout_s(group) for group in trainer.engine.groups],
+                "reads": trainer.reads.count,
                 "held": sum(shard.n_bytes for shard in trainer.state.shards().values()),
             }
         )
@@ -153,7 +167,10 @@ def check_same_steps(expected: list[tuple], steps_of: list[tuple]) -> None:
 def check_alike(
     config: Config, world: int, engines: dict[str, EngineConfig], cps: list[int]
 ) -> None:
-    """Runs under all ``engines`` take the steps of ddp and evaluate to its totals."""
+    """Runs under all ``engines`` take the steps of ddp and evaluate to its totals.
+
+    In a step under ddp and fsdp2 the host reads once from its device.
+    """
     parts = {cp: dataclasses.replace(config.parallel, cp=cp) for cp in cps}
     configs = [
         variant(config, f"{name}-{cp}", engine, parallel=parts[cp])
@@ -164,6 +181,9 @@ def check_alike(
     assert {t for rank in by_rank for run in rank for t in run["timeouts"]} <= {TIMEOUT_S}
     for runs in zip(*by_rank, strict=True):  # the weights that a rank holds whole, to the last bit
         assert len({float(run["weights"]) for run in runs}) == 1
+    for runs in by_rank:
+        pairs = zip(configs, runs, strict=True)  # DeepSpeed itself reads more
+        assert {run["reads"] for c, run in pairs if c.engine.name != "deepspeed"} == {1}
     labels = {tuple(rank[0]["labels"]) for rank in by_rank}
     assert len(labels) == world  # uneven
     for first in range(0, len(configs), len(engines)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
 import pytest
+import torch
 
 from train.config import GuardConfig
 from train.engine.guard import Guard
@@ -31,6 +33,18 @@ def test_a_spike_lies_above_the_mean_not_below():
     assert "loss 5.01 is a spike" in guard.objection(5.01, 1.0)
     assert "gradient norm 1.01 is a spike" in guard.objection(2.0, 1.01)
     assert guard.objection(-50.0, 0.0) is None
+
+
+@pytest.mark.parametrize("lessons", [0, 4])
+def test_on_a_device_it_objects_to_the_same_steps(lessons):
+    """Before and after its window is full; also where one of both figures is wrong."""
+    guard = taught() if lessons else Guard(GuardConfig(sigma=3.0, window=4))
+    values = (-50.0, 1.0, 1.01, 4.99, 5.01, 1e9, math.inf, -math.inf, math.nan)
+    for figures in itertools.product(values, values):
+        objection = guard.objection(*figures)
+        found = guard.objects(torch.tensor(figures, dtype=torch.float64))
+        assert (found.shape, found.dtype) == ((), torch.int64)
+        assert found == (objection is not None), figures
 
 
 def test_no_spike_without_sigma_or_before_the_window_is_full():

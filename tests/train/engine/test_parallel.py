@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from train.config import Config, ConfigError
 from train.engine import parallel
-from train.engine.parallel import ParallelLayout, choose_device, shutdown
+from train.engine.parallel import ParallelLayout, choose_device, shutdown, sum_over_ranks
 
 
 class FakeGroup:
@@ -102,3 +103,14 @@ def test_a_narrow_residual_stream_needs_narrow_products(precision):
         choose_device(config)
     config.train.precision = "bfloat16"
     assert choose_device(config) == torch.device("cpu")
+
+
+def test_numbers_go_to_a_gpu_from_pinned_memory():
+    """From other memory a copy waits for the GPU. What is there already is not pinned."""
+    layout = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cuda", 0))
+    values, there = (mock.Mock(device=device) for device in (torch.device("cpu"), layout.device))
+    pinned = values.pin_memory.return_value
+    assert sum_over_ranks(layout, values) is pinned.to.return_value
+    pinned.to.assert_called_once_with(layout.device, non_blocking=True)
+    sum_over_ranks(layout, there)
+    there.pin_memory.assert_not_called()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -23,7 +25,7 @@ from train.config import (
     register_schema,
     resolve,
 )
-from train.estimate.job import Job, UnpredictableError
+from train.estimate.job import COVERED, Job, UnpredictableError
 from train.estimate.prediction import Limits, predict, require_fit, smallest_change
 from train.tasks import estimate
 from train.tasks.estimate import errors_of
@@ -138,6 +140,16 @@ def test_where_no_setting_helps_more_gpus_share_a_sample():
     assert names[0] == "parallel.cp=2 on 2 GPUs"
 
 
+def test_all_changes_of_a_job_share_its_plan():
+    """Predictions for jobs whose samples lie on the same ranks, more than 20, take one plan."""
+    large = job("8b", 524288, "ddp", recompute="none", mlp_chunk=None)
+    with mock.patch("train.estimate.prediction.predict", wraps=predict) as predicted:
+        smallest_change(large, HOST)
+    plans = [call.args[0].plan for call in predicted.call_args_list]
+    assert len(plans) > 20
+    assert all(plan is large.plan for plan in plans)
+
+
 def test_what_does_not_fit_is_refused_unless_it_is_forced():
     """Device memory, host memory, and a timeout; the message names a change, which helps."""
     tight = job("8b", 524288, "fsdp2")
@@ -179,6 +191,12 @@ def test_what_no_arithmetic_covers_is_refused_by_name(key, value, named):
     setattr(getattr(refused.config, section), name, value)
     with pytest.raises(UnpredictableError, match=f"{named} cannot be predicted"):
         predict(refused)
+
+
+def test_the_options_that_are_covered_are_listed_apart():
+    """At most one setting between two commas."""
+    clauses = re.split(", | and ", COVERED)
+    assert max(clause.count("=") for clause in clauses) == 1, clauses
 
 
 def test_a_ring_of_several_hosts_is_refused():

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tests.support.hf_models import config_of
-from tests.train.hf.conftest import ROPES, model_of_values
+from tests.train.hf_folders import ROPES, model_of_values
 from train.checks.model import check_model
 from train.config import ConfigError, ModelConfig, RopeConfig
 from train.hf.architecture import CLASSES, hf_config, read_model

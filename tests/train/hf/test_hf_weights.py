@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from tests.support.hf_models import difference, tokens
 from tests.support.ranks import sacrifice
 from tests.train.engine.test_engines import DDP, FSDP2, ZERO
-from tests.train.hf.begun import begin, begin_all
-from tests.train.hf.conftest import BOS, N_TOKENS, ROPES, ROWS
+from tests.train.hf.loaded_runs import load_run, load_runs
+from tests.train.hf_folders import BOS, N_TOKENS, ROPES, ROWS
 from train.checks.config import check
 from train.config import Config, EngineConfig, ExportConfig
 from train.data.batches import make_batch
@@ -112,7 +112,7 @@ def check_round_trip(
             )
             check(configs[-1], world=2)
             origins.append((origin, tied, shards))
-    by_rank = sacrifice(2, 60, begin_all, configs, limit=20 * len(configs))
+    by_rank = sacrifice(2, 60, load_runs, configs, limit=20 * len(configs))
     for number, (config, (origin, tied, shards)) in enumerate(zip(configs, origins, strict=True)):
         before = tensors_in(origin)
         size = sum(tensor.numel() for tensor in before.values())
@@ -155,7 +155,7 @@ def test_an_exported_folder_loads_with_its_tokenizer(make_folder, started, tmp_p
     (origin / "chat_template.jinja").write_text("{{ messages }}")
     config = started(origin)
     check(config, world=1)
-    begin(config, ALONE)
+    load_run(config, ALONE)
     target = exported(config, tmp_path / "out", padding=False, dtype="bfloat16")
     before, after = tensors_in(origin), tensors_in(target)
     name = "model.embed_tokens.weight"
@@ -175,7 +175,7 @@ def test_a_model_of_the_trainer_is_exported(config, tmp_path):
     """Without an origin, as on the command line: logits of transformers, and its tokenizer."""
     config.model = dataclasses.replace(config.model, dim=32, ffn_dim=48, n_layers=2)
     config.model = dataclasses.replace(config.model, zero_init=False)
-    begin(config, ALONE)
+    load_run(config, ALONE)
     asked, target = Config(mode="export"), tmp_path / "out"
     asked.run.dir, asked.export.dir = config.run.dir, str(target)
     asked = with_run_config(asked, ["mode", "run.dir", "export.dir"])

@@ -119,11 +119,13 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
     before: list[torch.Tensor] = []
     if rank == 1:
         spoil(trainer, {3: math.inf})
-    take = trainer.step
+    take, objects = trainer.step, trainer.state.guard.objects
 
     def step(batches: list, begin: float) -> dict:
         if trainer.state.step == 3:
             before.append(weights(trainer))
+        alone = rank == 1 and trainer.state.step == 7
+        trainer.state.guard.objects = lambda figures: objects(figures) | alone
         record = take(batches, begin)
         if trainer.state.step == 4:
             before.append(weights(trainer))
@@ -137,13 +139,25 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
 
 
 def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
-    """Rank 1's losses of one step are infinite: both skip it, and stay equal to the last bit."""
+    """Rank 1 has infinite losses, and later objects alone: both skip, and stay bitwise equal."""
     open_corpus(config.data)
     one, other = sacrifice(2, 20, _one_rank_is_wrong, config, limit=50)
     assert one[0] == other[0]
     assert all(map(math.isfinite, one[0]))
-    assert one[1] == other[1] == 1
+    assert one[1] == other[1] == 2
+    assert "step 8 skipped (2 so far): 1 of 2 ranks object" in events(Path(config.run.dir))
     assert [step for step, loss, _ in one[2] if loss is None] == [4]
+
+
+def test_the_introduction_says_what_min_len_leaves_out(config, capsys):
+    config.data.min_len = 200
+    trainer = make(config)
+    trainer._introduce()
+    trainer.close()
+    lengths = trainer.corpus.train.lengths
+    short = int((lengths < 200).sum())
+    assert 0 < short < len(lengths)
+    assert f"tokens, {short} below data.min_len=200 left out, " in capsys.readouterr().out
 
 
 def test_a_run_that_continues_with_another_batch_says_so(config):

@@ -18,7 +18,21 @@ from train.data import batches
 from train.data.shards import open_corpus
 from train.engine.ddp import DDPEngine
 from train.engine.parallel import ParallelLayout
+from train.model import window
 from train.tasks.verify import comparable, compare
+
+WINDOWS = [40, 90]
+
+
+def _checked(make_batch: Any) -> Any:
+    """No bug: batches whose tokens are placed by the work of the widest layer."""
+
+    def make(*arguments: Any) -> batches.Batch:
+        batch = make_batch(*arguments)
+        assert batch.plan.window_size == (max(WINDOWS) - 1, -1)
+        return batch
+
+    return make
 
 
 def _off_by_one(plan_context: Any) -> Any:
@@ -29,6 +43,11 @@ def _off_by_one(plan_context: Any) -> Any:
         return plan_context(cu_seqlens, group=group, window_size=(left, -1), **options)
 
     return plan
+
+
+def _without_windows(narrowed: Any) -> Any:
+    """A ring whose layers all have the window of the plan, that of the widest."""
+    return lambda plan, window: plan if plan.world > 1 else narrowed(plan, window)
 
 
 def _local_positions(make_batch: Any) -> Any:
@@ -47,8 +66,9 @@ def _doubled(backward: Any) -> Any:
 
 
 BUGS = {  # what to replace, by what
-    "none": ("train.tasks.verify.make_batch", batches.make_batch),
+    "none": ("train.tasks.verify.make_batch", _checked(batches.make_batch)),
     "mask": ("train.data.batches.plan_context", _off_by_one(batches.plan_context)),
+    "windows": ("train.model.transformer.narrowed", _without_windows(window.narrowed)),
     "positions": ("train.tasks.verify.make_batch", _local_positions(batches.make_batch)),
     "gradients": ("train.engine.ddp.DDPEngine.backward", _doubled(DDPEngine.backward)),
 }
@@ -69,8 +89,11 @@ def _compare_all(_: dist.ProcessGroup, config: Config) -> dict[str, tuple[bool, 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_bugs_of_a_ring_are_found(config: Config, precision: str) -> None:
-    """A mask that is off by one key of 30, local positions, gradients cp times too large."""
+    """A mask that is off by one key of 30, a window of 90 keys for one of 40, local positions,
+    gradients cp times too large.
+    """
     config.model.dim, config.model.ffn_dim, config.train.accumulation = 32, 64, 2
+    config.model.n_layers, config.model.windows = 2, WINDOWS
     config.data.seq_len, config.train.precision = 300, precision
     config.memory.recompute, config.memory.offload = "attention-saving", "all"
     open_corpus(config.data)  # tokenised once, not by every rank
@@ -80,7 +103,7 @@ def test_bugs_of_a_ring_are_found(config: Config, precision: str) -> None:
     text = {bug: printed for bug, (_, printed) in by_rank[0].items()}
     assert "parallel.cp=2 computes what one process does" in text["none"]
     assert "does NOT compute what one process does: gradient norm\n" in text["gradients"]
-    for bug in ("mask", "positions"):
+    for bug in ("mask", "windows", "positions"):
         assert "loss of a token" in text[bug].rpartition("NOT")[2]
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from train.checks.config import check
+from train.checks.origin import check_origin
 from train.config import ConfigError
-from train.hf.check_origin import check_origin
 from train.run.inherit import inherited_model
 
 PLAIN = "model.safetensors"

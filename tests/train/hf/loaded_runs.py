@@ -18,7 +18,7 @@ from train.run.run_folder import RunFolder
 from train.tasks.trainer import Trainer
 
 
-def begin(config: Config, parallel: ParallelLayout) -> int:
+def load_run(config: Config, parallel: ParallelLayout) -> int:
     """Save step 0 of a run; returns how many numbers this rank has read of the folder."""
     read = 0
     whole_fill = load._fill
@@ -43,6 +43,6 @@ def begin(config: Config, parallel: ParallelLayout) -> int:
     return read
 
 
-def begin_all(_: dist.ProcessGroup, configs: list[Config]) -> list[int]:
-    """`begin` for one run after the other, on this rank."""
-    return [begin(config, layout(config.parallel.cp)) for config in configs]
+def load_runs(_: dist.ProcessGroup, configs: list[Config]) -> list[int]:
+    """`load_run` for one run after the other, on this rank."""
+    return [load_run(config, layout(config.parallel.cp)) for config in configs]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.hf_models import model_of
 from train.config import Config, ModelConfig, RopeConfig
 from train.data.tokenizer import train_tokenizer
 from train.run.inherit import inherited_model
@@ -65,6 +64,7 @@ def tokenizer_file(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def make_folder(tokenizer_file: Path, tmp_path: Path) -> Callable[..., Path]:
     """Saves the model of a name, as transformers does, with a tokenizer; returns the folder."""
+    from tests.support.hf_models import model_of  # imports transformers: seconds
 
     def make(name: str, rope: str = "default", shards: bool = False, **changes: Any) -> Path:
         changes = {"vocab_size": ROWS, "rope_parameters": dict(ROPES[rope]), **changes}

@@ -1,0 +1,42 @@
+"""Trains with the usual FP8 attention, one scale for each of Q, K and V, beside RingFA3's own.
+
+    python benchmarks/train_per_tensor.py model=125m model.attention_precision=fp8 data.seq_len=8192
+
+Takes the settings of train/pretrain.py. The kernel is that of `precision="fp8"`; its operands are
+neither rotated nor centred. One Hopper GPU, parallel.cp=1.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ringfa3.bench.fp8 import designs, kernels  # noqa: E402
+from ringfa3.functional import flash_attn_func  # noqa: E402
+from ringfa3.kernels.quantised import QuantisedKernel  # noqa: E402
+
+
+def check() -> None:
+    """Compare with the executor of the design; a relative rms difference above 2% ends the run."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 600, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ours = flash_attn_func(q, k, v, causal=True, precision="fp8")[0].float()
+    design = designs.DESIGNS[designs.FIRST]
+    expected, _ = designs.attention(design, q[0], k[0], v[0], causal=True)
+    difference = ((ours - expected).square().mean() / expected.square().mean()).sqrt().item()
+    print(f"per-tensor FP8: rms difference from its executor {difference:.2%}", flush=True)
+    if not difference < 0.02:
+        raise SystemExit("the kernel and the executor of per-tensor FP8 differ")
+
+
+if __name__ == "__main__":
+    QuantisedKernel.quantise = kernels.per_tensor
+    check()
+    sys.argv[0] = str(ROOT / "train" / "pretrain.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,58 @@
+"""Training runs of two kinds side by side: shared settings, means over steps, the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare_runs
+
+
+def finish_run(folder: Path, seed: int, loss: float) -> Path:
+    """The files of a finished run of 12 steps whose loss at step i is `loss` + i."""
+    folder.mkdir()
+    lines = [
+        {"step": i, "loss": loss + i, "grad_norm": 1.0, "tokens_per_s": 5.0} for i in range(1, 13)
+    ]
+    config = {"run": {"dir": str(folder)}, "train": {"seed": seed, "steps": 12}}
+    summary = {"steps": 12, "skipped": 0, "held_out_bytes": 9, "nats_per_byte": loss}
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_kinds_are_compared_with_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    losses = {"bf16-0": 1.0, "bf16-1": 1.2, "fp8-0": 1.21}
+    runs = [
+        f"{name[:-2]}={finish_run(tmp_path / name, int(name[-1]), loss)}"
+        for name, loss in losses.items()
+    ]
+    monkeypatch.setattr("sys.argv", ["compare_runs.py", *runs, "--out", str(tmp_path / "out")])
+    compare_runs.main()
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| bf16 | 1.0000 1.2000 | 1.1000 | +0.00% | 18.18% |",
+        "| fp8 | 1.2100 | 1.2100 | +10.00% |  |",
+    ]
+    written = json.loads((tmp_path / "out" / "runs.json").read_text())
+    assert written["settings"] == {"train.steps": 12}
+    assert [run["config"] for run in written["kinds"]["bf16"]] == [
+        {"train.seed": 0},
+        {"train.seed": 1},
+    ]
+    assert written["kinds"]["fp8"][0]["last_step"] == [10, 12]
+    assert written["kinds"]["fp8"][0]["loss"] == [pytest.approx(1.21 + 5.5), pytest.approx(12.71)]
+    assert (tmp_path / "out" / "runs.png").exists()
+
+
+def test_a_run_that_has_not_finished_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.argv", ["compare_runs.py", f"bf16={tmp_path}", "--out", "nowhere"])
+    with pytest.raises(SystemExit):
+        compare_runs.main()
+    assert f"bf16={tmp_path}: {tmp_path} has no summary.json" in capsys.readouterr().err
