@@ -41,17 +41,18 @@ WINDOWS = st.tuples(st.sampled_from([-1, 0, 5]), st.sampled_from([-1, 0, 9]))
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     heads = draw(st.sampled_from([(1, 1), (4, 2), (6, 1)]))
-    d = draw(st.sampled_from([64, 128]))
+    d = draw(st.sampled_from([40, 64, 128]))
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
     layout = draw(st.sampled_from(["plain", "packed", "heads first"]))
     if draw(st.booleans()):
         lengths = tuple(draw(st.lists(st.integers(0, 90), min_size=1, max_size=4)))
         total = max(1, sum(lengths))
         lengths = lengths if sum(lengths) else (1,)
-        return Shape(1, total, total, heads, d, dtype, layout, lengths)
+        return Shape(1, total, total, heads, d, dtype, layout, documents=lengths)
     tokens = draw(st.integers(1, 300))
     keys = tokens if layout == "packed" else draw(st.integers(1, 300))
-    return Shape(draw(st.integers(1, 3)), tokens, keys, heads, d, dtype, layout)
+    v_dim = None if layout == "packed" else draw(st.sampled_from([None, 32]))
+    return Shape(draw(st.integers(1, 3)), tokens, keys, heads, d, dtype, layout, v_dim)
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
@@ -90,6 +91,7 @@ VARIATIONS: dict[str, tuple[Shape, dict[str, Any]]] = {
     "keys": (Shape(tokens=200, keys=201), {}),
     "heads": (Shape(tokens=200, keys=200, heads=(2, 2)), {}),
     "head dim": (Shape(tokens=200, keys=200, head_dim=128), {}),
+    "head dim of v": (Shape(tokens=200, keys=200, v_dim=48), {}),
     "dtype": (Shape(tokens=200, keys=200, dtype=torch.float16), {}),
     "strides": (Shape(tokens=200, keys=200, layout="packed"), {}),
     "more strides": (Shape(tokens=200, keys=200, layout="heads first"), {}),
@@ -264,6 +266,9 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dtype": ({"dtype": torch.int32}, {}),
     "head dim": ({"k": (1, 8, 2, 32)}, {}),
     "heads": ({"k": (1, 8, 3, 64)}, {}),
+    "narrow v": ({"v": (1, 8, 2, 20)}, {}),
+    "wide v": ({"v": (1, 8, 2, 72)}, {}),
+    "keys of v": ({"v": (1, 9, 2, 64)}, {}),
     "batch": ({"k": (2, 8, 2, 64)}, {}),
     "dims": ({"q": (8, 4, 64)}, {}),
     "no heads": ({"q": (1, 8, 0, 64)}, {}),
@@ -284,7 +289,7 @@ def test_errors_are_those_of_python(kernels: FakeKernels, name: str) -> None:
     """Type and text."""
     given, options = BAD[name]
     dtype = given.get("dtype", torch.bfloat16)
-    defaults = {"q": (1, 8, 4, 64), "k": (1, 8, 2, 64)}
+    defaults = {"q": (1, 8, 4, 64), "k": (1, 8, 2, 64), "v": given.get("k", (1, 8, 2, 64))}
     made: Any = {
         key: None if (size := given.get(key, usual)) is None else torch.zeros(size, dtype=dtype)
         for key, usual in defaults.items()
@@ -293,7 +298,7 @@ def test_errors_are_those_of_python(kernels: FakeKernels, name: str) -> None:
     for which in host.HOSTS:
         host.select(which)
         with pytest.raises((TypeError, ValueError)) as caught:
-            flash_attn_func(made["q"], made["k"], made["k"], **options)
+            flash_attn_func(made["q"], made["k"], made["v"], **options)
         raised.append((caught.type, str(caught.value)))
     assert raised[0] == raised[1]
 

@@ -192,11 +192,13 @@ bool take_qkv(PyObject* const* given, int64_t dims, Tensor& q, Tensor& k, Tensor
       !take_tensor(given[2], v, dims)) {
     return false;
   }
-  int64_t const heads = q.size(-2), kv_heads = k.size(-2);
+  constexpr int64_t kHeadDimStep = 8;  // HEAD_DIM_STEP of ringfa3/validation.py
+  int64_t const heads = q.size(-2), kv_heads = k.size(-2), d = q.size(-1), d_v = v.size(-1);
   return k.device() == q.device() && v.device() == q.device() && k.dtype() == q.dtype() &&
-         v.dtype() == q.dtype() && v.sizes() == k.sizes() && k.size(-1) == q.size(-1) &&
-         q.size(-1) > 0 && heads > 0 && kv_heads > 0 && heads % kv_heads == 0 &&
-         (dims == 3 || k.size(0) == q.size(0));
+         v.dtype() == q.dtype() && k.size(-1) == d && d > 0 &&
+         (d_v == d || (0 < d_v && d_v < d && d_v % kHeadDimStep == 0)) &&
+         v.sizes().slice(0, dims - 1) == k.sizes().slice(0, dims - 1) && heads > 0 &&
+         kv_heads > 0 && heads % kv_heads == 0 && (dims == 3 || k.size(0) == q.size(0));
 }
 
 bool take_bool(PyObject* given, bool& value) {

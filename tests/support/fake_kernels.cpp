@@ -51,12 +51,11 @@ uint16_t rounded(float value) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
-template <int D>
 void gradient(Tensor3 const& to, Tensor3 const& from, bool float32) {
   for (int64_t token = 0; token < from.tokens; ++token) {
     for (int64_t head = 0; head < from.heads; ++head) {
       uint16_t const* const x = row(from, token, head);
-      for (int c = 0; c < D; ++c) {
+      for (int c = 0; c < from.head_dim; ++c) {
         int64_t const at = token * to.token_stride + head * to.head_stride + c;
         if (float32) {
           static_cast<float*>(to.data)[at] += number(x[c]);
@@ -90,7 +89,7 @@ int forward(ForwardArgs const* a, void* stream) {
   for (int64_t token = 0; token < a->q.tokens; ++token) {
     for (int64_t head = 0; head < a->q.heads; ++head) {
       Tensor3 const* const from[] = {&a->q, &a->k, &a->v};
-      for (int c = 0; c < D; ++c) {
+      for (int c = 0; c < a->out.head_dim; ++c) {
         Tensor3 const& x = *from[c % 3];
         int64_t const at = token % x.tokens;
         row(a->out, token, head)[c] = row(x, at, c % 3 ? head / group : head)[c];
@@ -106,7 +105,9 @@ int preprocess(PreprocessArgs const* a, void* stream) {
   if (int const status = keep("preprocess", a, stream)) return status < 0 ? 0 : status;
   for (int64_t head = 0; head < a->dout.heads; ++head) {
     each_row<D>(a->grid, head, [&](int64_t token, float* dq) {
-      for (int c = 0; c < D; ++c) dq[c] = number(row(a->dout, token, head)[c]);
+      for (int c = 0; c < D; ++c) {
+        dq[c] = c < a->dout.head_dim ? number(row(a->dout, token, head)[c]) : 0;
+      }
       dq[0] += a->lse[head * a->lse_head_stride + token];
       if (a->dlse) dq[1] += a->dlse[head * a->dlse_head_stride + token];
       dq[2] += number(row(a->out, token, head)[2]);
@@ -119,8 +120,8 @@ int preprocess(PreprocessArgs const* a, void* stream) {
 template <int D>
 int backward(BackwardArgs const* a, void* stream) {
   if (int const status = keep("backward", a, stream)) return status < 0 ? 0 : status;
-  gradient<D>(a->dk, a->k, a->float32_grads);
-  gradient<D>(a->dv, a->v, a->float32_grads);
+  gradient(a->dk, a->k, a->float32_grads);
+  gradient(a->dv, a->v, a->float32_grads);
   return 0;
 }
 
@@ -129,7 +130,7 @@ int postprocess(PostprocessArgs const* a, void* stream) {
   if (int const status = keep("postprocess", a, stream)) return status < 0 ? 0 : status;
   for (int64_t head = 0; head < a->dq.heads; ++head) {
     each_row<D>(a->grid, head, [&](int64_t token, float const* dq) {
-      for (int c = 0; c < D; ++c) row(a->dq, token, head)[c] = rounded(dq[c]);
+      for (int c = 0; c < a->dq.head_dim; ++c) row(a->dq, token, head)[c] = rounded(dq[c]);
     });
   }
   return 0;
@@ -137,7 +138,7 @@ int postprocess(PostprocessArgs const* a, void* stream) {
 
 }  // namespace
 
-// The functions of a unit's library, with its head dim behind their names.
+// The functions of a unit's library, with its head dim behind their names; tensors may be narrower.
 #define UNIT(D)                                                                                  \
   extern "C" int ringfa3_forward_##D(ForwardArgs const* a, void* s) { return forward<D>(a, s); } \
   extern "C" int ringfa3_preprocess_##D(PreprocessArgs const* a, void* s) {                      \

@@ -16,7 +16,7 @@ import torch
 
 from ringfa3.build.compile import source_folder
 from ringfa3.build.toolchain import find_host_compiler
-from ringfa3.build.units import UNITS, Unit
+from ringfa3.build.units import Unit
 from ringfa3.kernels import dispatch, launch, streams, uploads
 
 SMS = 132
@@ -110,11 +110,7 @@ class FakeKernels:
 
         def unit_for(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
             dtype = str(q.dtype).removeprefix("torch.")
-            wanted = (direction, dtype, q.shape[-1], precision)
-            return next(
-                (u for u in UNITS if (u.direction, u.dtype, u.head_dim, u.precision) == wanted),
-                None,
-            )
+            return dispatch.narrowest_unit(direction, dtype, q.shape[-1], precision)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "_entry", entry)

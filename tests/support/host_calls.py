@@ -32,6 +32,7 @@ class Shape:
     head_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     layout: str = "plain"
+    v_dim: int | None = None  # its head dim, where it is narrower
     documents: tuple[int, ...] | None = None  # lengths
 
     def inputs(self, seed: int = 0) -> list[torch.Tensor]:
@@ -43,13 +44,15 @@ class Shape:
             whole = torch.randn(self.batch, self.tokens, h + 2 * hk, d, generator=generator)
             made = list(whole.to(self.dtype).split((h, hk, hk), 2))
         else:
-            for tokens, heads in ((self.tokens, h), (self.keys, hk), (self.keys, hk)):
-                shape = (self.batch, tokens, heads, d)
+            parts = (self.tokens, h, d), (self.keys, hk, d), (self.keys, hk, self.v_dim or d)
+            for tokens, heads, dim in parts:
+                shape = (self.batch, tokens, heads, dim)
                 if self.layout == "heads first":
-                    shape = (self.batch, heads, tokens, d)
+                    shape = (self.batch, heads, tokens, dim)
                 x = torch.randn(shape, generator=generator).to(self.dtype)
                 made.append(x.transpose(1, 2) if self.layout == "heads first" else x)
-        made.append(torch.randn(made[0].shape, generator=generator).to(self.dtype))
+        shape = (*made[0].shape[:-1], made[2].shape[-1])
+        made.append(torch.randn(shape, generator=generator).to(self.dtype))
         return [x[0] for x in made] if self.documents else made
 
     def cumulative(self) -> torch.Tensor:
