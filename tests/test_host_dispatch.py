@@ -289,16 +289,20 @@ def test_transforms_are_refused_as_in_python(kernels: FakeKernels) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_call_beside_a_transform(kernels: FakeKernels) -> None:
-    """Whose tensors it does not have; autograd functions in C++ are forbidden then."""
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_a_call_beside_a_transform(kernels: FakeKernels, transform: Any) -> None:
+    """Whose tensors it does not have."""
     inputs = leaves()
+    x = torch.tensor(2.0) if transform is torch.func.grad else torch.tensor([2.0, 3.0])
     found = []
     for which in host.HOSTS:
         host.select(which)
         for _ in range(3):
-            function = torch.func.grad(lambda x: attend(*inputs).float().sum() * x)
-            found.append(function(torch.tensor(2.0)))
-    assert len({x.item() for x in found}) == 1
+            try:
+                found.append(transform(lambda y: attend(*inputs).float().sum() * y)(x).tolist())
+            except RuntimeError as refused:
+                found.append(str(refused))
+    assert all(x == found[0] for x in found), found
 
 
 def test_an_observer_sees_every_op(kernels: FakeKernels) -> None:

@@ -240,7 +240,7 @@ bool take_context(PyObject* precision, PyObject* sink) {
          PyUnicode_CompareWithASCIIString(precision, "native") == 0 &&
          host().enabled.load(std::memory_order_relaxed) &&
          !at::impl::torch_function_mode_enabled() &&
-         !at::autocast::is_autocast_enabled(host().device) && !is_transformed();
+         !at::autocast::is_autocast_enabled(host().device);
 }
 
 struct WithoutGil {

@@ -3,7 +3,6 @@
 // kernel in Python, whose exceptions pass; see `by_python`.
 #pragma once
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/zeros_like.h>
@@ -46,18 +45,6 @@ constexpr DispatchKeySet kPlainOnCpu({DispatchKey::CPU, DispatchKey::AutogradCPU
 // wrapper of a transform.
 inline bool is_plain(Tensor const& x) {
   return !(x.key_set().raw_repr() & ~host().plain.raw_repr()) && x.device().type() == host().device;
-}
-
-// Whether a transform of torch.func is under way, which forbids autograd functions in C++.
-inline bool is_transformed() {
-  auto const& transforms = at::functorch::functorchTLSAccessor();
-  if (!transforms) return false;  // there has been none in this thread
-  try {
-    transforms->checkSupportsCppAutogradFunction();
-  } catch (c10::Error const&) {
-    return true;
-  }
-  return false;
 }
 
 inline auto const& forward_op() {
@@ -286,8 +273,8 @@ inline Outputs attention_autograd(DispatchKeySet keys, Tensor const& q, Tensor c
                                   c10::SymInt right, bool deterministic,
                                   std::string_view precision) {
   bool const usual = host().enabled.load(std::memory_order_relaxed) && is_plain(q) && is_plain(k) &&
-                     is_plain(v) && !tensor_of(sink).defined() && !is_transformed() &&
-                     !keys.has(DispatchKey::Python) && left.maybe_as_int() && right.maybe_as_int();
+                     is_plain(v) && !tensor_of(sink).defined() && !keys.has(DispatchKey::Python) &&
+                     left.maybe_as_int() && right.maybe_as_int();
   if (!usual) {
     return forward_op().redispatch(autograd_by_python(keys), q, k, v, sink, cu_q, cu_k, scale, left,
                                    right, deterministic, precision);
