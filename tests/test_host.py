@@ -224,6 +224,7 @@ def test_programs_are_bounded(kernels: FakeKernels) -> None:
         call(kernels, shape, inputs, backward=False, softmax_scale=scale)
         call(kernels, shape, inputs, backward=False, softmax_scale=scales[0])
     assert host.counts()["programs"] == PROGRAMS
+    assert counted("recorded") == PROGRAMS + 1  # the first one stayed
     before = counted("recorded")
     call(kernels, shape, inputs, backward=False, softmax_scale=scales[0])
     assert counted("recorded") == before

@@ -22,7 +22,7 @@ from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Shape, equal
 
 SHAPE = Shape(tokens=200, keys=200)
-ATTENTION = "CppFunction"  # the autograd node of the library
+NODE = "CppFunction"  # the class of the library's autograd node
 
 
 def leaves(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -146,12 +146,14 @@ class Names(TorchDispatchMode):
 
 
 def test_a_mode_sees_one_op_a_direction(kernels: FakeKernels) -> None:
-    """And its kernel still replays."""
+    """And its kernel still replays. The autograd node is Python's, as tracers know it."""
     wanted = step(leaves())
+    assert type(attend(*leaves()).grad_fn).__name__ == NODE
     inputs, dout = leaves(), SHAPE.inputs()[3]
     with replays(2), Names() as mode:
         out = attend(*inputs)
         grads = torch.autograd.grad(out, inputs, dout)
+    assert type(out.grad_fn).__name__ != NODE
     seen = [name for name in mode.names if name.startswith("ringfa3")]
     assert seen == ["ringfa3.attention.default", "ringfa3.attention_backward.default"]
     assert all(map(equal, [out.detach(), *grads], wanted))
@@ -285,6 +287,18 @@ def test_transforms_are_refused_as_in_python(kernels: FakeKernels) -> None:
             torch.func.grad(lambda x: attend(x, k, v).float().sum())(q)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
+
+
+def test_a_call_beside_a_transform(kernels: FakeKernels) -> None:
+    """Whose tensors it does not have; autograd functions in C++ are forbidden then."""
+    inputs = leaves()
+    found = []
+    for which in host.HOSTS:
+        host.select(which)
+        for _ in range(3):
+            function = torch.func.grad(lambda x: attend(*inputs).float().sum() * x)
+            found.append(function(torch.tensor(2.0)))
+    assert len({x.item() for x in found}) == 1
 
 
 def test_an_observer_sees_every_op(kernels: FakeKernels) -> None:

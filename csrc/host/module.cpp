@@ -241,11 +241,16 @@ bool take_context(PyObject* precision, PyObject* sink) {
          !at::autocast::is_autocast_enabled(host().device) && !is_transformed();
 }
 
+struct WithoutGil {
+  PyThreadState* const state = PyEval_SaveThread();
+  ~WithoutGil() { PyEval_RestoreThread(state); }
+};
+
 PyObject* call(Tensor const& q, Tensor const& k, Tensor const& v, MaybeTensor const& cu_q,
                MaybeTensor const& cu_k, Settings const& settings, bool return_lse) {
   std::tuple<Tensor, Tensor> results;
   {
-    pybind11::gil_scoped_release const released;
+    WithoutGil const released;
     results = forward_op().call(q, k, v, std::nullopt, cu_q, cu_k, settings.scale, settings.left,
                                 settings.right, settings.deterministic, "native");
   }

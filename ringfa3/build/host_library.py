@@ -54,7 +54,8 @@ def ensure_host_library() -> Path:
     """
     if found := find_host_library():
         return found
-    compiler = find_host_compiler()
+    named = Path(find_host_compiler())
+    compiler = str(named / "g++" if named.is_dir() else named)
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").is_file():
         raise BuildError(
