@@ -1,6 +1,7 @@
-"""Compares training runs of several kinds: `compare_runs.py bf16=runs/bf16-* fp8=... --out DIR`.
+"""Compares training runs of several kinds: `compare_runs.py 'bf16=runs/bf16-*' fp8=... --out DIR`.
 
-The kind of the first argument is the one that the others are compared with. Writes to DIR
+The kind of the first argument is the one that the others are compared with; `*` is expanded. All
+runs must have the same held-out text. Writes to DIR
 `runs.json`, the settings that all runs share and what each run left, with means over 10 steps, and
 `runs.png`, training loss and gradient norm. Prints a Markdown table: held-out nats per byte of each
 run, their mean, its difference from that of the first kind, and the spread, largest less smallest.
@@ -9,7 +10,9 @@ run, their mean, its difference from that of the first kind, and the spread, lar
 from __future__ import annotations
 
 import argparse
+import glob
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 EVERY = 10  # steps in a mean
-PRIVATE = ("cache_dir", "dir", "name", "path")  # keys that only say where files lie
+PRIVATE = ("run.dir", "run.name", "sweep.dir", "data.cache_dir", "data.path")  # places, names
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -34,10 +37,14 @@ def read_run(folder: Path) -> dict[str, Any]:
         "nats_per_byte": summary["nats_per_byte"],
         "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines),
         "last_step": [part[-1]["step"] for part in parts],
-        **{
-            key: [round(statistics.mean(x[key] for x in part), 5) for part in parts] for key in keys
-        },
+        **{key: [mean([line[key] for line in part]) for part in parts] for key in keys},
     }
+
+
+def mean(values: list[float | None]) -> float | None:
+    """Of the steps that have a value: one that is not finite is None in the metrics."""
+    found = [value for value in values if value is not None]
+    return round(statistics.mean(found), 5) if found else None
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -46,7 +53,7 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         if isinstance(value, dict):
             found |= flat(value, f"{prefix}{key}.")
-        elif key not in PRIVATE:
+        elif prefix + key not in PRIVATE:
             found[prefix + key] = value
     return found
 
@@ -72,7 +79,7 @@ def draw(kinds: dict[str, list[dict[str, Any]]], path: Path) -> None:
             for first, run in enumerate(runs):
                 axes.plot(
                     run["last_step"],
-                    run[key],
+                    [math.nan if value is None else value for value in run[key]],
                     color=f"C{number}",
                     linewidth=0.8,
                     label=None if first else kind,
@@ -105,11 +112,16 @@ def main() -> None:
     args = parser.parse_args()
     kinds: dict[str, list[dict[str, Any]]] = {}
     for argument in args.runs:
-        kind, _, folder = argument.partition("=")
-        if not (Path(folder) / "summary.json").is_file():
-            parser.error(f"{argument}: {folder or 'no folder'} has no summary.json of a run")
-        kinds.setdefault(kind, []).append(read_run(Path(folder)))
-    shared = shared_settings([run for runs in kinds.values() for run in runs])
+        kind, _, pattern = argument.partition("=")
+        for folder in sorted(glob.glob(pattern)) or [pattern]:
+            if not (Path(folder) / "summary.json").is_file():
+                parser.error(f"{argument}: {folder or 'no folder'} has no summary.json of a run")
+            kinds.setdefault(kind, []).append(read_run(Path(folder)))
+    every = [run for runs in kinds.values() for run in runs]
+    texts = {run["held_out_bytes"] for run in every}
+    if len(texts) > 1:
+        parser.error(f"the runs' held-out texts have {sorted(texts)} bytes: they must be the same")
+    shared = shared_settings(every)
     args.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"settings": shared, "kinds": kinds}, separators=(",", ":"))
     (args.out / "runs.json").write_text(text + "\n")

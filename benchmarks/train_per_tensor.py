@@ -1,9 +1,10 @@
 """Trains with the usual FP8 attention, one scale for each of Q, K and V, beside RingFA3's own.
 
-    python benchmarks/train_per_tensor.py model=125m model.attention_precision=fp8 data.seq_len=8192
+    python benchmarks/train_per_tensor.py model=125m data.seq_len=8192
 
-Takes the settings of train/pretrain.py. The kernel is that of `precision="fp8"`; its operands are
-neither rotated nor centred. One Hopper GPU, parallel.cp=1.
+Takes the settings of train/pretrain.py, with model.attention_precision=fp8 and parallel.cp=1 in any
+case. The kernel is that of `precision="fp8"`; its operands are neither rotated nor centred. One
+Hopper GPU. CUDA starts before the trainer blocks signals, so a stop may not save a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,4 +40,5 @@ if __name__ == "__main__":
     QuantisedKernel.quantise = kernels.per_tensor
     check()
     sys.argv[0] = str(ROOT / "train" / "pretrain.py")
+    sys.argv += ["model.attention_precision=fp8", "parallel.cp=1"]
     runpy.run_path(sys.argv[0], run_name="__main__")

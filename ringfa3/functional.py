@@ -114,7 +114,8 @@ def flash_attn_varlen_func(
         q: (t, h, d); k: (t_k, h_kv, d); v: (t_k, h_kv, d_v). Query sequence i sees key sequence i.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) cumulative lengths from 0 to t and t_k, as
             lists or integer tensors, best on the CPU. A tensor on the GPU costs one synchronisation
-            for each version of it, and is an error under CUDA graph capture.
+            for each version of it, and is an error under CUDA graph capture. Collectives and
+            `.data` change values without a version: pass a new tensor then.
         max_seqlen_q, max_seqlen_k: ignored; callers of other libraries pass them.
 
     Other arguments, results and errors as in `flash_attn_func`; lse is (h, t).

@@ -86,7 +86,7 @@ def select(name: str) -> None:
 def counts() -> dict[str, int]:
     """Calls of the library's kernels so far, and programs that it holds; empty without a library.
 
-    replayed: by a program; recorded: by Python, to make one; python: by Python.
+    replayed: by a program; recorded: by Python, which was asked for one; python: by Python.
     """
     return {} if _library is None else dict(_library.counts())
 

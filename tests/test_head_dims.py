@@ -115,7 +115,7 @@ def test_the_executor_is_named_once_and_only_without_a_kernel(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     monkeypatch.setattr(dispatch, "_build_problem", lambda _: None)
-    for cached in (dispatch._unit_for, dispatch.say_executor):
+    for cached in (dispatch._unit_for, dispatch.say):
         cached.cache_clear()
     device = torch.device("cuda", 0)
     plan = plan_local(np.array([3]), np.array([3]), -1, 0)

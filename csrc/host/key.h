@@ -25,7 +25,7 @@ class Key {
     words_.append(x.strides().begin(), x.strides().end());
   }
 
-  // Two different tensors of documents, of which at most the first is known: see `Documents`.
+  // Up to two tensors of lengths: programs of the key go when either changes. See `Programs`.
   void add_document(int64_t id) {
     add(id);
     documents_[documents_[0] ? 1 : 0] = id;

@@ -237,15 +237,16 @@ struct Attention : Function<Attention> {
                                 call.left, call.right, call.deterministic, call.precision);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({q, k, v, out, lse, tensor_of(call.cu_q), tensor_of(call.cu_k)});
-    ctx->saved_data["settings"] = std::vector<double>{
-        call.scale, static_cast<double>(call.left.expect_int()),
-        static_cast<double>(call.right.expect_int()), static_cast<double>(call.deterministic)};
+    ctx->saved_data["scale"] = call.scale;
+    ctx->saved_data["settings"] = std::vector<int64_t>{
+        call.left.expect_int(), call.right.expect_int(), int64_t{call.deterministic}};
     return {out, lse};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list const& grads) {
     auto const saved = ctx->get_saved_variables();
-    auto const settings = ctx->saved_data["settings"].toDoubleVector();
+    double const scale = ctx->saved_data["scale"].toDouble();
+    auto const settings = ctx->saved_data["settings"].toIntVector();
     auto const given = [](Tensor const& x) { return x.defined() ? MaybeTensor(x) : std::nullopt; };
     Grads results;
     {
@@ -254,9 +255,8 @@ struct Attention : Function<Attention> {
       std::optional<at::AutoDispatchBelowAutograd> below;
       if (is_plain(dout) && is_plain(saved[0])) below.emplace();
       results = backward_op().call(dout, given(grads[1]), saved[0], saved[1], saved[2], saved[3],
-                                   saved[4], given(saved[5]), given(saved[6]), settings[0],
-                                   static_cast<int64_t>(settings[1]),
-                                   static_cast<int64_t>(settings[2]), settings[3] != 0);
+                                   saved[4], given(saved[5]), given(saved[6]), scale, settings[0],
+                                   settings[1], settings[2] != 0);
     }
     auto& [dq, dk, dv] = results;
     if (!c10::GradMode::is_enabled()) return {dq, dk, dv, Tensor()};

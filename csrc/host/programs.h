@@ -85,8 +85,11 @@ class Programs {
     std::lock_guard const lock(mutex_);
     auto const at = documents_.find(impl);
     if (at != documents_.end()) {  // the weak reference keeps its address from another tensor
-      if (at->second.version == version) return {at->second.id, true};
-      outdated_.push_back(at->second.id);
+      if (at->second.version == version) {
+        at->second.has_programs = true;
+        return {at->second.id, true};
+      }
+      if (std::exchange(at->second.has_programs, false)) outdated_.push_back(at->second.id);
       at->second.version = version;
       at->second.id = ++last_id_;
       return {last_id_, false};
@@ -106,6 +109,7 @@ class Programs {
     Tensor tensor;
     uint32_t version;
     int64_t id;
+    bool has_programs = false;  // this version may have some: it was asked for twice
   };
 
   // Moves documents whose tensors are gone to `expired`.
@@ -115,7 +119,7 @@ class Programs {
         ++at;
         continue;
       }
-      outdated_.push_back(at->second.id);
+      if (at->second.has_programs) outdated_.push_back(at->second.id);
       expired.push_back(std::move(at->second.tensor));
       at = documents_.erase(at);
     }

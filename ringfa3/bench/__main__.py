@@ -85,6 +85,8 @@ def host(given: argparse.Namespace) -> int:
 
     if given.set != [HOST]:
         raise BenchError(f"--set {HOST} has times of the host alone: it stands alone")
+    if given.errors_only or given.fa4 is not None:
+        raise BenchError(f"--set {HOST} takes neither --errors-only nor --fa4")
     return run(
         Options(
             dtype=given.dtype,

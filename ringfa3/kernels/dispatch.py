@@ -136,7 +136,13 @@ def _unit_of_plan(unit: Unit, tokens: int, plan: Plan) -> Unit:
     if short is None or tokens > LONG_ROWS * len(plan.queries):
         return unit
     scores, fewer = (plan.forward_scores(u.tile_m, u.tile_n) for u in (unit, short))
-    return short if fewer <= SHORT_SHARE * scores and _build_problem(short) is None else unit
+    if not fewer < SHORT_SHARE * scores:
+        return unit
+    problem = _build_problem(short)
+    if problem is None:
+        return short
+    say(f"short sequences run on {unit.name}, which is slower there: of {short.name} {problem}")
+    return unit
 
 
 def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
@@ -169,7 +175,8 @@ def _select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> 
 def executor_reason(direction: str, q: torch.Tensor, precision: str = "native") -> str | None:
     """Why the executor runs a direction for queries like `q` (t, h, d).
 
-    None if a kernel runs it; this call compiles the kernel if the cache does not have it.
+    None if a kernel runs it; this call compiles the kernel if the cache does not have it, but not
+    the short unit of its kind, which the first plan that takes it compiles.
     """
     unit = unit_for(direction, q, precision)
     if unit is None:
@@ -225,9 +232,13 @@ def _build_problem(unit: Unit) -> str | None:
     return None
 
 
-@lru_cache(None)
 def say_executor(reason: str) -> None:
     """Prints once per host and reason that the executor runs attention."""
+    say(f"attention runs on its PyTorch executor, exact but slow: {reason}")
+
+
+@lru_cache(None)
+def say(what: str) -> None:
+    """Prints a line once per host."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        line = f"ringfa3: attention runs on its PyTorch executor, exact but slow: {reason}"
-        print(line, file=sys.stderr, flush=True)
+        print(f"ringfa3: {what}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """A call of an op as a program: the buffers that it allocates, then launches, fills and copies.
 
 The host library replays the program for calls with equal shapes, strides and settings, on other
-tensors. csrc/host/program.h has its structure, csrc/host/python.cpp reads `ProgramRecorder.words`.
+tensors. csrc/host/program.h has its structure, csrc/host/module.cpp reads `ProgramRecorder.words`.
 """
 
 from __future__ import annotations

@@ -225,7 +225,10 @@ class Plan:
         return self._single[tile_m]
 
     def forward_scores(self, tile_m: int, tile_n: int) -> int:
-        """Scores of a head that a forward in blocks of (tile_m, tile_n) computes, masked or not."""
+        """Scores of a head that a forward in blocks of (tile_m, tile_n) computes, masked or not.
+
+        The columns of a tile count as one run: their last block is whole.
+        """
         if (tile_m, tile_n) not in self._scores:
             columns = [tiling.visited_columns() for tiling in self.forward(tile_m)]
             blocks = sum(int((-(-c // tile_n)).sum()) for c in columns)

@@ -145,7 +145,7 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ring_attention` in the dtype of q, after `prepare_call`."""
     with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
-        kernel = select_forward(q, call.plan.hops)
+        kernel = select_forward(q, call.plan.hops)  # which `prepare_call` has built
         hops = call.hops
         tilings = hops.forward(kernel.tile_m)
         out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)

@@ -11,12 +11,18 @@ from benchmarks import compare_runs
 
 
 def finish_run(folder: Path, seed: int, loss: float) -> Path:
-    """The files of a finished run of 12 steps whose loss at step i is `loss` + i."""
+    """The files of a finished run of 12 steps whose loss at step i < 12 is `loss` + i."""
     folder.mkdir()
     lines = [
         {"step": i, "loss": loss + i, "grad_norm": 1.0, "tokens_per_s": 5.0} for i in range(1, 13)
     ]
-    config = {"run": {"dir": str(folder)}, "train": {"seed": seed, "steps": 12}}
+    lines[11]["loss"] = None  # a step that was skipped
+    config = {
+        "run": {"dir": str(folder), "name": folder.name},
+        "engine": {"name": "ddp"},
+        "data": {"path": str(folder), "pattern": "*"},
+        "train": {"seed": seed, "steps": 12},
+    }
     summary = {"steps": 12, "skipped": 0, "held_out_bytes": 9, "nats_per_byte": loss}
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "config.json").write_text(json.dumps(config))
@@ -28,10 +34,9 @@ def test_kinds_are_compared_with_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     losses = {"bf16-0": 1.0, "bf16-1": 1.2, "fp8-0": 1.21}
-    runs = [
-        f"{name[:-2]}={finish_run(tmp_path / name, int(name[-1]), loss)}"
-        for name, loss in losses.items()
-    ]
+    for name, loss in losses.items():
+        finish_run(tmp_path / name, int(name[-1]), loss)
+    runs = [f"bf16={tmp_path}/bf16-*", f"fp8={tmp_path}/fp8-0"]
     monkeypatch.setattr("sys.argv", ["compare_runs.py", *runs, "--out", str(tmp_path / "out")])
     compare_runs.main()
     assert capsys.readouterr().out.splitlines()[2:] == [
@@ -39,14 +44,27 @@ def test_kinds_are_compared_with_the_first(
         "| fp8 | 1.2100 | 1.2100 | +10.00% |  |",
     ]
     written = json.loads((tmp_path / "out" / "runs.json").read_text())
-    assert written["settings"] == {"train.steps": 12}
+    assert written["settings"] == {"engine.name": "ddp", "data.pattern": "*", "train.steps": 12}
     assert [run["config"] for run in written["kinds"]["bf16"]] == [
         {"train.seed": 0},
         {"train.seed": 1},
     ]
     assert written["kinds"]["fp8"][0]["last_step"] == [10, 12]
-    assert written["kinds"]["fp8"][0]["loss"] == [pytest.approx(1.21 + 5.5), pytest.approx(12.71)]
+    assert written["kinds"]["fp8"][0]["loss"] == [pytest.approx(1.21 + 5.5), pytest.approx(12.21)]
     assert (tmp_path / "out" / "runs.png").exists()
+
+
+def test_runs_with_other_texts_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    runs = [finish_run(tmp_path / name, 0, 1.0) for name in ("a", "b")]
+    summary = json.loads((runs[1] / "summary.json").read_text())
+    (runs[1] / "summary.json").write_text(json.dumps({**summary, "held_out_bytes": 8}))
+    given = [f"x={run}" for run in runs]
+    monkeypatch.setattr("sys.argv", ["compare_runs.py", *given, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        compare_runs.main()
+    assert "held-out texts have [8, 9] bytes" in capsys.readouterr().err
 
 
 def test_a_run_that_has_not_finished_is_refused(

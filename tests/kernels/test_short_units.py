@@ -51,6 +51,7 @@ def test_scores_count_whole_blocks(
         ([2048], True, False),  # .90 of the scores
         ([512] * 4, False, False),  # .89
         ([192] * 4, True, False),
+        ([0, 0], True, False),
         ([100] * 7 + [16384], True, False),
         ([40960, 4], True, False),
     ],
@@ -64,10 +65,19 @@ def test_the_short_unit_runs_where_it_computes_much_less(
     assert found == (short_unit(unit) if short else unit)
 
 
-def test_a_short_unit_that_cannot_be_built_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_unit_that_cannot_be_built_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so."""
     (unit,) = select_units(["forward-d64-bf16"])
-    monkeypatch.setattr(dispatch, "_build_problem", lambda u: "no compiler" if u.short else None)
-    assert dispatch._unit_of_plan(unit, 512, plan_of([512])) is unit
+    reason = "its kernel cannot be built (no compiler)"
+    monkeypatch.setattr(dispatch, "_build_problem", lambda u: reason if u.short else None)
+    dispatch.say.cache_clear()
+    for _ in range(2):
+        assert dispatch._unit_of_plan(unit, 512, plan_of([512])) is unit
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "short sequences run on forward-d64-bf16" in line
+    assert line.endswith(f"of forward-d64-bf16-short {reason}")
 
 
 def test_no_other_choice_of_a_unit_meets_the_short_ones() -> None:

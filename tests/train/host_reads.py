@@ -11,6 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WHOLE = ("tolist", "numpy", "cpu")  # methods that read a whole tensor
+aten: Any = torch.ops.aten
+# Ops whose result, or its shape, the host waits for.
+READS = (
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+)
 
 
 class HostReads(TorchDispatchMode):
@@ -34,7 +42,8 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.count += op is torch.ops.aten._local_scalar_dense.default
+        masks = args[1] if op is aten.index.Tensor else ()
+        self.count += op in READS or any(x is not None and x.dtype == torch.bool for x in masks)
         return op(*args, **(kwargs or {}))
 
     def _counting(self, name: str) -> Any:

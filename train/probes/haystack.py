@@ -69,7 +69,7 @@ class Haystack:
             raise ConfigError(
                 "mode=needle: the text has no tokens; give another with eval.path=..."
             )
-        self.text_tokens = len(text)
+        self.text_tokens = len(text)  # that were read
         self.text = np.resize(text, max(len(text), 4 * longest))  # repeats a short text
 
     def sample(self, trial: Trial) -> Sample:

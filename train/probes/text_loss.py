@@ -14,6 +14,7 @@ from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
 from train.log.plots import plot_losses
 from train.probes.measure import Subject, draw, run_probe
+from train.run.run_folder import write_atomically
 from train.tasks.evaluate import Evaluation, evaluate
 
 
@@ -51,7 +52,7 @@ def _report(subject: Subject, result: Evaluation) -> None:
     name = subject.config.eval.name or (Path(path).expanduser().stem if path else "held-out")
     path_json, plot = (subject.folder.path / f"eval-{name}.{kind}" for kind in ("json", "png"))
     summary = {"text": path, "checkpoint": str(checkpoint), **summary_of(result)}
-    path_json.write_text(json.dumps(summary, indent=1) + "\n")
+    write_atomically(path_json, json.dumps(summary, indent=1) + "\n")
     console.print(
         f"{path or 'held out'}: {result.n_bytes:,} bytes, {result.tokens:,} tokens predicted by "
         f"{checkpoint}",

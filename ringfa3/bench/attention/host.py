@@ -22,8 +22,16 @@ from ringfa3 import flash_attn_varlen_func, host
 from ringfa3.bench.attention.cases import HOST, select
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import BACKWARD, DIRECTIONS, FORWARD, FULL, Case
-from ringfa3.bench.common.fa3 import flash_attention_3
-from ringfa3.bench.common.implementations import FA3, RINGFA3, Attend, LoadError, RingFA3, tensor
+from ringfa3.bench.common.fa3 import MODULE, flash_attention_3
+from ringfa3.bench.common.implementations import (
+    FA3,
+    RINGFA3,
+    Attend,
+    LoadError,
+    RingFA3,
+    SingleDevice,
+    tensor,
+)
 from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.problem import make_problem
 from ringfa3.bench.common.timing import compare, median
@@ -81,10 +89,11 @@ def run(options: Options) -> int:
     if options.pairs < 1:
         raise BenchError(f"--pairs {options.pairs}: it must be at least 1")
     directions = DIRECTIONS[options.direction]
+    fa3 = _flash_attention_3(options, device)
     rows = []
     kinds = [k for k in KINDS if (BACKWARD if k == BACKWARD else FORWARD) in directions]
     for case in select([HOST], options.head_dims, CPU_SHRINK if smoke else 1):
-        contenders = list(_contenders(case, device, options))
+        contenders = list(_contenders(case, device, fa3))
         for kind in kinds:
             rows.append(Row(case.label, case.head_dim, kind))
             _measure(rows[-1], case, kind, contenders, device, options)
@@ -92,10 +101,13 @@ def run(options: Options) -> int:
     Console(quiet=options.quiet).print(table(rows, smoke))
     out = options.out or Path("runs/bench/host")
     out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        k: v for k, v in asdict(options).items() if k not in ("out", "quiet", "fa3", "peers")
+    }
     content = {
-        "settings": {k: v for k, v in asdict(options).items() if k not in ("out", "quiet", "fa3")},
+        "settings": settings,
         "smoke": smoke,
-        "machine": machine.describe(device, []),
+        "machine": machine.describe(device, [fa3] if fa3 else []),
         "rows": [asdict(row) for row in rows],
     }
     (out / FILE).write_text(json.dumps(content, indent=1) + "\n")
@@ -103,8 +115,23 @@ def run(options: Options) -> int:
     return 0
 
 
-def _contenders(case: Case, device: torch.device, options: Options) -> Iterator[Contender]:
-    """Raises BenchError: one that was asked for is missing."""
+def _flash_attention_3(options: Options, device: torch.device) -> SingleDevice | None:
+    """None, with a line that says why, where it does not take part."""
+    if "fa3" not in options.peers or device.type == "cpu":
+        if options.fa3 is not None:
+            raise BenchError(f"--fa3 {options.fa3}: FA3 runs on a GPU, and where --peers names it")
+        return None
+    try:
+        fa3 = flash_attention_3(options.fa3)
+    except LoadError as error:
+        raise BenchError(str(error)) from None
+    if fa3 is None:
+        print(f"not compared with {FA3}: {MODULE} is not installed and no --fa3 PATH was given")
+    return fa3
+
+
+def _contenders(case: Case, device: torch.device, fa3: SingleDevice | None) -> Iterator[Contender]:
+    """Raises BenchError: there is no host library."""
     attend = _documents(case, device) if case.packed else RingFA3().attend(case, device)
     if device.type == "cuda":
         try:
@@ -113,11 +140,6 @@ def _contenders(case: Case, device: torch.device, options: Options) -> Iterator[
             raise BenchError(f"the host library cannot be built or loaded: {error}") from None
         yield Contender(CPP, attend, lambda: host.select("cpp"))
     yield Contender(PYTHON, attend, lambda: host.select("python"))
-    try:
-        given = "fa3" in options.peers and device.type == "cuda"
-        fa3 = flash_attention_3(options.fa3) if given else None
-    except LoadError as error:
-        raise BenchError(str(error)) from None
     if fa3 is not None:
         yield Contender(FA3, fa3.attend(case, device))
     if not case.packed and (case.causal or case.window == FULL):

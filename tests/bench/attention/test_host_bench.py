@@ -42,6 +42,20 @@ def test_it_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--set host has times of the host alone" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--errors-only"], "takes neither --errors-only nor --fa4"),
+        (["--fa3", "nowhere.so"], "--fa3 nowhere.so: FA3 runs on a GPU"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused(
+    option: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["attention", "--set", "host", "--device", "cpu", *option]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_contenders_take_turns_and_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each begins before each of its samples; the first rounds do not count."""
     log: list[str] = []
