@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
-from ringfa3.planning.tiling import Tiling
+from ringfa3.planning.tiling import Plan, Tiling
 from ringfa3.ring import op, prepare_call
 from ringfa3.ring.group import RingGroup, Settings
 from ringfa3.ring.op import ring_attention
@@ -83,7 +83,7 @@ class Waiting:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda, self.awaited = cuda, 0
 
-    def __call__(self, q: Tensor) -> ForwardKernel:
+    def __call__(self, q: Tensor, plan: Plan) -> ForwardKernel:
         return ForwardKernel(
             reference.TILE_M,
             self.attend,
