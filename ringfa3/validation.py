@@ -216,8 +216,9 @@ def check_layer_inputs(
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         d = x.shape[-1] if x.dim() and name == "v" else head_dim
         if x.dim() not in (3, 4) or x.shape[-2:] != (expected, d):
+            last = f"at most {head_dim}" if name == "v" else head_dim
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}: give ([batch,] tokens, {expected}, {head_dim})"
+                f"{name} has shape {tuple(x.shape)}: give ([batch,] tokens, {expected}, {last})"
             )
         if x.shape[:-2] != q.shape[:-2]:
             raise ValueError(

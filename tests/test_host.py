@@ -4,7 +4,6 @@ what Python launches, byte for byte, and so do results, gradients and errors."""
 from __future__ import annotations
 
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, host
+from tests.support.both_hosts import in_threads
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Outcome, Shape, call, equal
 
@@ -253,11 +253,7 @@ def test_threads_replay_and_record_at_once(kernels: FakeKernels) -> None:
             elif not all(map(equal, found, expected)):
                 problems.append(f"thread {number}, turn {turn}")
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not problems
     assert counted("replayed") > 0
 

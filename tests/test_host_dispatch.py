@@ -18,6 +18,7 @@ from ringfa3.build import compile as build
 from ringfa3.build.units import UNITS
 from ringfa3.custom_op import observe
 from tests import test_functional
+from tests.support.both_hosts import errors_of_both
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Shape, equal
 
@@ -66,12 +67,7 @@ def test_what_holds_in_python_holds_here(kernels: FakeKernels, test: Any) -> Non
 
 @pytest.mark.parametrize("wrong", [x[2] for x in test_functional.REFUSED])
 def test_errors_name_the_argument(kernels: FakeKernels, wrong: Any) -> None:
-    texts = []
-    for which in host.HOSTS:
-        host.select(which)
-        with pytest.raises((TypeError, ValueError)) as caught:
-            wrong()
-        texts.append((caught.type, str(caught.value)))
+    texts = errors_of_both(wrong)
     assert texts[0] == texts[1]
 
 

@@ -23,7 +23,7 @@ struct Settings {
   bool deterministic;
 };
 
-// Reads what ringfa3/host.py writes: a list of 64-bit integers.
+// Reads what ringfa3/kernels/program.py writes: a list of 64-bit integers.
 class Reader {
  public:
   Reader(char const* begin, Py_ssize_t bytes) : at_(begin), end_(begin + bytes) {}
@@ -269,36 +269,35 @@ PyObject* call(Tensor const& q, Tensor const& k, Tensor const& v, MaybeTensor co
   return both;
 }
 
-// attend(q, k, v, softmax_scale, causal, window_size, deterministic, return_lse, precision, sink)
-// gives what flash_attn_func gives, or None for arguments that Python must look at.
+// given: q, k, v; rest: softmax_scale, causal, window_size, deterministic, return_lse, precision,
+// sink. Gives what flash_attn_func gives, or None for arguments that Python must look at.
+PyObject* attend_checked(PyObject* const* given, int64_t dims, MaybeTensor const& cu_q,
+                         MaybeTensor const& cu_k, PyObject* const* rest) {
+  Tensor q, k, v;
+  Settings settings;
+  bool return_lse;
+  if (!take_context(rest[5], rest[6]) || !take_qkv(given, dims, q, k, v) ||
+      !take_settings(rest, q.size(-1), settings) || !take_bool(rest[4], return_lse)) {
+    Py_RETURN_NONE;
+  }
+  return call(q, k, v, cu_q, cu_k, settings, return_lse);
+}
+
+// attend(q, k, v, ...), see `attend_checked`
 PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 10, "attend takes 10 arguments, not ", count);
-  Tensor q, k, v;
-  Settings settings;
-  bool return_lse;
-  if (!take_context(given[8], given[9]) || !take_qkv(given, 4, q, k, v) ||
-      !take_settings(given + 3, q.size(-1), settings) || !take_bool(given[7], return_lse)) {
-    Py_RETURN_NONE;
-  }
-  return call(q, k, v, std::nullopt, std::nullopt, settings, return_lse);
+  return attend_checked(given, 4, std::nullopt, std::nullopt, given + 3);
   END_HANDLE_TH_ERRORS
 }
 
-// As `attend`, with (cu_seqlens_q, cu_seqlens_k) after v, both of them tensors.
+// attend_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, ...): cumulative lengths in tensors
 PyObject* attend_varlen(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 12, "attend_varlen takes 12 arguments, not ", count);
-  Tensor q, k, v;
-  Settings settings;
-  bool return_lse;
-  if (!take_context(given[10], given[11]) || !THPVariable_CheckExact(given[3]) ||
-      !THPVariable_CheckExact(given[4]) || !take_qkv(given, 3, q, k, v) ||
-      !take_settings(given + 5, q.size(-1), settings) || !take_bool(given[9], return_lse)) {
-    Py_RETURN_NONE;
-  }
-  return call(q, k, v, THPVariable_Unpack(given[3]), THPVariable_Unpack(given[4]), settings,
-              return_lse);
+  if (!THPVariable_CheckExact(given[3]) || !THPVariable_CheckExact(given[4])) Py_RETURN_NONE;
+  return attend_checked(given, 3, THPVariable_Unpack(given[3]), THPVariable_Unpack(given[4]),
+                        given + 5);
   END_HANDLE_TH_ERRORS
 }
 

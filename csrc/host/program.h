@@ -1,4 +1,4 @@
-// What a call does, as ringfa3/host.py records it: buffers to allocate, then launches, fills and
+// What a call does, as ringfa3/kernels/program.py records it: buffers to allocate, then launches, fills and
 // copies. Tensors have numbers: a call's inputs first, then the program's buffers.
 #pragma once
 

@@ -122,18 +122,26 @@ def _compile(unit: Unit, nvcc: Path, include: Path, entry: Path) -> None:
         entry / "kernel.so",
         unit_folder(unit) / f"{unit.direction}.cu",
     ]
+    errors = run_compiler("nvcc", command, unit.name, entry / "kernel.so")
+    (entry / "ptxas.txt").write_text(errors)
+    say(f"compiled {unit.name} in {time.monotonic() - began:.0f} s")
+
+
+def run_compiler(name: str, command: Sequence[str | Path], what: str, library: Path) -> str:
+    """Compiles `what` to `library` by a compiler of that name; what it wrote to stderr.
+
+    Raises BuildError: the compiler's own error.
+    """
     # a killed nvcc leaves its temporary files: in a folder that the next build removes
-    environment = {**os.environ, "TMPDIR": str(entry.parent)}
+    environment = {**os.environ, "TMPDIR": str(library.parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-        raise BuildError(
-            f"{unit.name} does not compile, nvcc ended with {done.returncode}:\n{last}"
-        )
-    (entry / "ptxas.txt").write_text(done.stderr)
-    with (entry / "kernel.so").open("rb") as library:
-        os.fsync(library)  # before the rename: a crash leaves no truncated library
-    say(f"compiled {unit.name} in {time.monotonic() - began:.0f} s")
+        raise BuildError(f"{what} does not compile, {name} ended with {done.returncode}:
+{last}")
+    with library.open("rb") as file:
+        os.fsync(file)  # before the rename: a crash leaves no truncated library
+    return done.stderr
 
 
 def default_jobs() -> int:

@@ -7,14 +7,13 @@ cache holds the versions of PyTorch and Python.
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sysconfig
 import time
 from pathlib import Path
 
 from ringfa3.build.cache import cache_folder, make_once, say
-from ringfa3.build.compile import source_folder
+from ringfa3.build.compile import run_compiler, source_folder
 from ringfa3.build.toolchain import find_host_compiler
 from ringfa3.errors import BuildError
 
@@ -90,13 +89,5 @@ def _compile(compiler: str, headers: Path, entry: Path) -> None:
         "-o",
         entry / f"{MODULE}.so",
     ]
-    environment = {**os.environ, "TMPDIR": str(entry.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-        raise BuildError(
-            f"the host library does not compile, {compiler} ended with {done.returncode}:\n{last}"
-        )
-    with (entry / f"{MODULE}.so").open("rb") as library:
-        os.fsync(library)  # before the rename: a crash leaves no truncated library
+    run_compiler(str(compiler), command, "the host library", entry / f"{MODULE}.so")
     say(f"compiled the host library in {time.monotonic() - began:.0f} s")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ringfa3.errors import BuildError
 
 ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}
-SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 PRECISIONS = {"native": "Native", "fp8": "Fp8", "int8": "Int8"}  # values of csrc/forward/policy.h
 
 
@@ -54,7 +54,7 @@ class Unit:
     def name(self) -> str:
         precision = "" if self.precision == "native" else self.precision
         kind = "short" if self.short else self.variant
-        parts = (self.direction, f"d{self.head_dim}", SHORT[self.dtype], precision, kind)
+        parts = (self.direction, f"d{self.head_dim}", DTYPE_NAMES[self.dtype], precision, kind)
         return "-".join(filter(None, parts))
 
     @property

@@ -6,7 +6,6 @@ last time on other tensors with equal shapes.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, host, keep_attention
+from tests.support.both_hosts import errors_of_both, in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -185,11 +185,7 @@ def test_threads() -> None:
         except AssertionError as problem:
             problems.append(str(problem))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not problems
 
 
@@ -261,12 +257,7 @@ def test_errors_are_those_of_python() -> None:
         lambda: flash_attn_varlen_func(q[0], k[0], k[0], *[torch.tensor([0, 60])] * 2),
     ]
     for number, call in enumerate(calls):
-        said = []
-        for which in host.HOSTS:
-            host.select(which)
-            with pytest.raises((TypeError, ValueError)) as caught:
-                call()
-            said.append((caught.type, str(caught.value)))
+        said = errors_of_both(call)
         assert said[0] == said[1], number
 
 

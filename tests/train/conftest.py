@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests.train.hf_folders import make_folder, started, tokenizer_file
 from tests.train.jobs import HANG_S, run_script
@@ -118,3 +119,14 @@ def trained_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     command += ["train.seed=1"]  # its greedy text has more than one token
     run_script(*command).check_returncode()
     return folder
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that a test saves."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: (figures.append(figure), save(figure, *a, **k))
+    )
+    return figures

@@ -150,18 +150,13 @@ def test_two_ranks_find_exactly_what_one_process_finds(ranks: Ranks):
         assert torch.equal(found, expected)
 
 
-def test_the_plot_has_a_panel_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_plot_has_a_panel_a_task(tmp_path: Path, drawn: list[Figure]):
     """Shares by depth and length: each panel's image is that of its task."""
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: (figures.append(figure), save(figure, *a, **k))
-    )
     needle = NeedleConfig(lengths=[64, 128], depths=[0.0, 0.5, 1.0], trials=2)
     trials = all_trials(needle)
     found = [trial.task == "single" and trial.length == 64 for trial in trials]
     plot_needle(tmp_path / "needle.png", cells_of(trials, found))
-    (figure,) = figures
+    (figure,) = drawn
     panels = {axes.get_title(): axes.get_images()[0].get_array() for axes in figure.axes[:-1]}
     assert list(panels) == needle.tasks
     assert panels["single"].tolist() == [[1, 0]] * 3

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from tests.train.model.test_transformer import build, packed_sample
 from train.config import Config, RopeConfig
@@ -45,15 +44,10 @@ def test_the_settings_are_every_type_with_every_factor():
     assert found["theta 1e+06"] == RopeConfig(theta=1e6)
 
 
-def test_one_plot_has_a_curve_a_setting(tmp_path, monkeypatch):
+def test_one_plot_has_a_curve_a_setting(tmp_path, drawn):
     """The curves' labels and values; positions without tokens leave a gap."""
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: (figures.append(figure), save(figure, *a, **k))
-    )
     plot_losses(tmp_path / "rope.png", {"a": [1.0, math.nan, 2.0], "b": [3.0, 2.0, 1.0]})
-    ((axes,),) = (figure.axes for figure in figures)
+    ((axes,),) = (figure.axes for figure in drawn)
     curves = {line.get_label(): str(line.get_ydata()) for line in axes.get_lines()}
     assert curves == {"a": "[ 1. nan  2.]", "b": "[3. 2. 1.]"}
     assert (tmp_path / "rope.png").exists()
