@@ -137,8 +137,7 @@ def run_compiler(name: str, command: Sequence[str | Path], what: str, library: P
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-        raise BuildError(f"{what} does not compile, {name} ended with {done.returncode}:
-{last}")
+        raise BuildError(f"{what} does not compile, {name} ended with {done.returncode}:\n{last}")
     with library.open("rb") as file:
         os.fsync(file)  # before the rename: a crash leaves no truncated library
     return done.stderr
