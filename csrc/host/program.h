@@ -1,5 +1,5 @@
-// What a call does, as ringfa3/kernels/program.py records it: buffers to allocate, then launches, fills and
-// copies. Tensors have numbers: a call's inputs first, then the program's buffers.
+// What a call does, as ringfa3/kernels/program.py records it: buffers to allocate, then launches,
+// fills and copies. Tensors have numbers: a call's inputs first, then the program's buffers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
