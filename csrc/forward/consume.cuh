@@ -160,13 +160,12 @@ struct ForwardConsumer {
       load_partial<Shapes>(p, smem.work[work_stage.index()], o);
       softmax.resume(earlier_lse, lane);
     }
-    if (unmasked == 0) {
-      if (hides_block(block, kWarpRows * warp)) {
-        clear(fP);
-        return;
-      }
-      apply_mask(scores(), block, row, lane);
+    if (unmasked == 0 && hides_block(block, kWarpRows * warp)) {
+      clear(fP);
+      return;
     }
+    float_scores();
+    if (unmasked == 0) apply_mask(scores(), block, row, lane);
     if constexpr (kPolicy.sums_rounded) {
       float sum[2][2] = {};
       softmax.template exponentiate<0, kSize>(scores(), prob, sum, scale());
@@ -184,16 +183,19 @@ struct ForwardConsumer {
     bool fits;
     do {
       start_block();
-      early_part(sum);
+      early_part(s, sum);
       if constexpr (kPolicy.steady_rest == 0) next_block();
       if constexpr (kPolicy.steady_rest > 0) --unmasked, wait_for_k();
       warpgroup_wait<0>();
       finish_pv();
-      late_part(sum);
+      late_part(s, sum);
       fits = softmax.accumulate(sum);
     } while (fits && more_blocks && unmasked > kPolicy.steady_rest);
     if constexpr (kPolicy.steady_rest > 0) block.skip_unmasked_blocks(before - unmasked);
     own_rows = N;
+    if (!fits) {
+      if constexpr (kIntegers) to_float_bits_by_adding(s), row_scales.spoil(scores());
+    }
     return fits;
   }
 
@@ -201,14 +203,15 @@ struct ForwardConsumer {
   CUTE_DEVICE bool next_softmax(float (&sum)[2][2]) {
     clear_foreign_v();
     start_block();
+    float_scores();
     if (unmasked == 0) apply_mask(scores(), block, row, lane);
     bool const begins = kHidesRows && softmax.begins();
-    if (!begins) early_part(sum);
+    if (!begins) early_part(scores(), sum);
     next_block();
     warpgroup_wait<0>();
     finish_pv();
     if (begins) return false;
-    late_part(sum);
+    late_part(scores(), sum);
     return softmax.accumulate(sum);
   }
 
@@ -224,17 +227,19 @@ struct ForwardConsumer {
   }
 
   // P of a first part of S. The fence keeps it above the wait for P V.
-  CUTE_DEVICE void early_part(float (&sum)[2][2]) {
+  template <class Scores>
+  CUTE_DEVICE void early_part(Scores const& s, float (&sum)[2][2]) {
     sum[0][0] = sum[0][1] = sum[1][0] = sum[1][1] = 0.f;
-    softmax.template exponentiate<0, kEarly>(scores(), prob, sum, scale());
+    softmax.template exponentiate<0, kEarly>(s, prob, sum, scale());
     CUTE_UNROLL
     for (int n = 0; n < kEarly; ++n) warpgroup_fence_operand(prob(n));
   }
 
   // P of the rest of S, and all of P to fP, which P V has read.
-  CUTE_DEVICE void late_part(float (&sum)[2][2]) {
+  template <class Scores>
+  CUTE_DEVICE void late_part(Scores const& s, float (&sum)[2][2]) {
     to_operand<ElementPV, 0, kEarly>(prob, fP);
-    softmax.template exponentiate<kEarly, kSize>(scores(), prob, sum, scale());
+    softmax.template exponentiate<kEarly, kSize>(s, prob, sum, scale());
     to_operand<ElementPV, kEarly, kSize>(prob, fP);
   }
 
@@ -329,7 +334,6 @@ struct ForwardConsumer {
 
   __device__ void finish_qk() {
     warpgroup_fence_operand(s);
-    if constexpr (kIntegers) to_float_bits(s), row_scales.spoil(scores());
     release(smem.k_empty[k_stage.index()]);
     refill.k();
     k_stage.advance();
@@ -377,7 +381,11 @@ struct ForwardConsumer {
     if (more_tiles) block.begin_tile(smem.work[work_stage.index()]);
   }
 
-  CUTE_DEVICE auto scores() { return recast<float>(s); }  // S in float32
+  // S in float32. Integers are so after `float_scores`; unmasked blocks convert them one by one.
+  CUTE_DEVICE auto scores() { return recast<float>(s); }
+  CUTE_DEVICE void float_scores() {
+    if constexpr (kIntegers) to_float_bits(s), row_scales.spoil(scores());
+  }
   CUTE_DEVICE auto scale() const { return row_scales.of_block(p); }
 
   __device__ Turns<Shapes> turns() const { return {warpgroup}; }

@@ -113,7 +113,8 @@ struct OnlineSoftmax {
                                 Scale const& scale_log2) const {
     CUTE_UNROLL
     for (int n = Begin; n < End; ++n) {
-      p(n) = exp2f(fmaf(s(n), of_row(scale_log2, n / 2 % 2), -shift[n / 2 % 2]));
+      float const x = static_cast<float>(s(n));
+      p(n) = exp2f(fmaf(x, of_row(scale_log2, n / 2 % 2), -shift[n / 2 % 2]));
       sum[n / 2 % 2][n % 2] += p(n);
     }
   }

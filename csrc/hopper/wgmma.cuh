@@ -51,6 +51,17 @@ CUTE_DEVICE void to_float_bits(Accumulator& c) {
   for (int n = 0; n < size(c); ++n) c(n) = __float_as_int(static_cast<float>(c(n)));
 }
 
+// The same of integers below 2^22, by other instructions: ptxas would keep the float32 numbers of
+// an earlier conversion beside the integers.
+template <class Accumulator>
+CUTE_DEVICE void to_float_bits_by_adding(Accumulator& c) {
+  constexpr float kMagic = 0x1.8p23f;
+  CUTE_UNROLL
+  for (int n = 0; n < size(c); ++n) {
+    c(n) = __float_as_int(__int_as_float(c(n) + 0x4b400000) - kMagic);
+  }
+}
+
 // Converts elements [Begin, End) of an accumulator (rows, columns), or all of them, to the A
 // operand of another product. The operand's registers hold the accumulator's pairs in the same
 // order. With 8 bits a register holds two pairs of a row, 8 columns apart, so the product's columns
