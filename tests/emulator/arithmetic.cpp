@@ -55,6 +55,10 @@ Step multiply_pairs(Instruction const& i) {
 template <class T>
 Step multiply_add(Instruction const& i) {
   if constexpr (std::is_floating_point_v<T>) {
+    if (i.has("sat")) {  // to [0, 1]; NaN becomes 0
+      return ternary<T, T>(
+          i, [](T a, T b, T c) { return std::fmin(std::fmax(std::fma(a, b, c), T{0}), T{1}); });
+    }
     return ternary<T, T>(i, [](T a, T b, T c) { return std::fma(a, b, c); });
   } else {
     if (i.has("wide")) {
@@ -224,6 +228,7 @@ Step decode_arithmetic(Instruction const& i) {
                      op == "div" || op == "rem" || op == "min" || op == "max" || op == "neg" ||
                      op == "abs" || op == "setp";
   if (!known) return {};
+  if (i.has("sat") && op != "fma") throw std::runtime_error("PTX: " + i.text);
   if (op == "mul" && type == "f16x2") return multiply_pairs<Half, to_half>(i);
   if (op == "mul" && type == "bf16x2") return multiply_pairs<Bfloat, to_bfloat>(i);
   return with_type(type, [&](auto t) -> Step {
