@@ -11,10 +11,12 @@ import difflib
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from train.sections import (
     EstimateConfig,
@@ -296,8 +298,11 @@ def from_plain(values: dict[str, Any]) -> Config:
     """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults.
 
     Keys of earlier versions are taken by their present names. A RoPE factor without a type is that
-    of Llama 3.
+    of Llama 3. Raises ``ConfigError`` for values that no ``Config`` can have, such as a key of a
+    later version.
     """
+    if not isinstance(values, dict) or not all(isinstance(v, dict | str) for v in values.values()):
+        raise ConfigError("the sections of a config are missing")
     for old, new in RENAMED.items():
         (section, key), (present, name) = old.split("."), new.split(".")
         if key in values.get(section, {}):
@@ -307,7 +312,12 @@ def from_plain(values: dict[str, Any]) -> Config:
     rope = values.get("model", {}).get("rope", {})
     if rope.get("factor", 1.0) != 1.0 and "type" not in rope:  # the one type of earlier versions
         values = values | {"model": values["model"] | {"rope": rope | {"type": "llama3"}}}
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    except ConfigKeyError as error:
+        raise ConfigError(f"{error.full_key} is no key of this version") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(config, Config)
     return config
 
@@ -363,6 +373,16 @@ def get(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
+
+
+def make_folder(key: str, path: Path) -> None:
+    """Make the folder of a config ``key``, with its parents; ``ConfigError`` if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: the folder {path} cannot be made ({error.strerror}); choose another"
+        ) from None
 
 
 def default(key: str) -> Any:

@@ -170,6 +170,7 @@ def explain(error: Exception) -> str:
 
 
 def _explain_key(key: str, error: OmegaConfBaseException) -> str:
+    key = key.partition("[")[0]  # of an element of a list
     if schema_key(key) not in schema_keys():
         return f"{key}: no such key; {_key_hint(key)}"
     problem = str(error.msg or error).strip().splitlines()[0]

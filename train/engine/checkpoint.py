@@ -12,6 +12,7 @@ folders that belong to the user.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import threading
@@ -56,12 +57,15 @@ SEEN_S = 10.0  # how long a new file may take to appear on every host that share
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """The checkpoints of ``folder`` by step, oldest first, unverified."""
-    checkpoints = {}
-    for path in folder.glob(f"{PREFIX}*"):
-        number = path.name.removeprefix(PREFIX)
-        if number.isdigit() and path.is_dir():
-            checkpoints[int(number)] = path
-    return dict(sorted(checkpoints.items()))
+    steps = {path: _step_of(path) for path in folder.glob(f"{PREFIX}*")}
+    found = {step: path for path, step in steps.items() if step is not None}
+    return dict(sorted(found.items()))
+
+
+def _step_of(path: Path) -> int | None:
+    """The step of the checkpoint at ``path``; None if no checkpoint has such a name."""
+    name = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
+    return int(name[1]) if name and path.is_dir() else None
 
 
 def newest_valid(folder: Path, say: Callable[[str], None], own: bool = False) -> Path | None:
@@ -105,7 +109,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
 
     Raises ``ConfigError`` if there is none.
     """
-    if path.name.removeprefix(PREFIX).isdigit() and path.is_dir():
+    if _step_of(path) is not None:
         try:
             verify(path)
         except DamagedError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from train.config import CheckpointConfig, Config, ConfigError
-from train.engine.checkpoint import DAMAGED, Checkpoints, find_checkpoint
+from train.engine.checkpoint import DAMAGED, Checkpoints, checkpoints_in, find_checkpoint
 from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.train_state import TrainState
 from train.hf.architecture import hf_folder
@@ -26,8 +26,8 @@ def prepare_folder(config: Config, folder: RunFolder, parallel: ParallelLayout) 
             folder.require_fit(config)
             if folder.is_replaced_by(config):
                 folder.clear()
-        if not folder.checkpoints.exists():
-            folder.checkpoints.mkdir(parents=True)
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        if not checkpoints_in(folder.checkpoints):  # the run starts with these weights
             keep_origin(_settings_of(config.checkpoint), folder.origin)
 
     from_rank_0(parallel, prepare)

@@ -92,8 +92,9 @@ class Sweep:
             self.console.print(f"{len(batch)} jobs: the settings are valid. Nothing was started.")
             return batch
         self.jobs += batch
-        for job in batch:
-            if job.status == "finished":
+        for number, job in enumerate(batch):
+            repeated = any(other.folder == job.folder for other in batch[:number])
+            if job.status == "finished" or (repeated and job.take_result()):
                 self.console.print(f"finished before: {job.folder.name}", soft_wrap=True)
             else:
                 self._run(job)
@@ -226,9 +227,9 @@ class ProcessLauncher(Launcher):
     ) -> list[JobReturn]:
         """Run a batch. A job returns its nats per byte, NaN if it failed."""
         typed = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
-        shared = {o.get_key_element() for o in typed if not o.is_sweep_override()}
+        fixed = {o.get_key_element(): not o.is_sweep_override() for o in typed}  # the last counts
         pairs = [dict(override.split("=", 1) for override in job) for job in job_overrides]
-        choices = [{k.lstrip("+"): job[k] for k in job if k not in shared} for job in pairs]
+        choices = [{k.lstrip("+"): job[k] for k in job if not fixed.get(k)} for job in pairs]
         compose = self._loader.load_sweep_config
         composed = [compose(self._config, list(job)) for job in job_overrides]
         jobs = self._sweep.launch([_without_hydra(config) for config in composed], choices)

@@ -225,6 +225,15 @@ def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages)
         find_checkpoint(tmp_path, messages.append)
 
 
+def test_a_run_whose_name_is_a_number_is_no_checkpoint(tmp_path, messages):
+    folder = tmp_path / "7" / "checkpoints"
+    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=messages.append)
+    folder.mkdir(parents=True)
+    checkpoints.begin(1, shards(tensors(1)), {})
+    checkpoints.wait()
+    assert find_checkpoint(tmp_path / "7", messages.append) == folder / "step-00000001"
+
+
 def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
