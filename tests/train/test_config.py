@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from train.checks import engine
-from train.config import default, nearest, schema_key, schema_keys
+from train.keys import default, nearest, schema_key, schema_keys
 
 ROOT = Path(__file__).absolute().parents[2]
 

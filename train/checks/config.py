@@ -17,16 +17,9 @@ from train.checks.hardware import check_hardware
 from train.checks.model import ROPE_TYPES, check_model
 from train.checks.offload import check_offload
 from train.checks.origin import check_origin
-from train.config import (
-    SOURCES,
-    CheckpointConfig,
-    Config,
-    ConfigError,
-    DataConfig,
-    get,
-    nearest,
-)
+from train.config import SOURCES, CheckpointConfig, Config, ConfigError, DataConfig
 from train.hf.architecture import hf_folder
+from train.keys import get, nearest
 from train.run.run_folder import RunFolder
 
 RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks

@@ -10,7 +10,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from train.config import Config, ConfigError, flatten, from_plain, make_folder
+from train.config import Config, ConfigError, from_plain, make_folder
+from train.keys import flatten
 
 LOCK_S = 5.0  # torchrun may still be ending the processes of the previous attempt
 

@@ -202,12 +202,10 @@ class Sweep:
             status = f"{job.status}: {job.error}" if job.error else job.status
             table.add_row(*(job.choices.get(key, "") for key in keys), result, seconds, status)
         self.console.print(table)
-        from train.log.plots import plot_sweep
+        from train.log.plots import draw, plot_sweep
 
-        try:
-            plot_sweep(self.folder, [job.row() for job in self.sorted_jobs()])
-        except ModuleNotFoundError as error:
-            self.console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
+        folder, rows = self.folder, [job.row() for job in self.sorted_jobs()]
+        draw(lambda: plot_sweep(folder, rows), self.console)
         self.console.print(f"everything is in {self.folder}", soft_wrap=True)
         return all(job.status == "finished" for job in self.jobs)
 

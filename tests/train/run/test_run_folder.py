@@ -8,7 +8,8 @@ import resource
 
 import pytest
 
-from train.config import ConfigError, flatten, get
+from train.config import ConfigError
+from train.keys import flatten, get
 from train.run.run_folder import RunFolder, write_atomically
 
 
