@@ -290,9 +290,10 @@ class Checkpoints:
                 temporary.rename(final)
                 sync_folder(self.folder)
                 shutil.rmtree(before, ignore_errors=True)
-                self._prune()
             except OSError as error:
                 problem = _cause(error)
+            else:
+                self._prune()
         if self.parallel.world > 1:
             answer = [problem]
             dist.broadcast_object_list(answer, src=0, group=self.parallel.save_group)
@@ -321,7 +322,10 @@ class Checkpoints:
         """Remove all but the newest ``keep`` and those of every ``keep_every``-th step."""
         for step, path in list(checkpoints_in(self.folder).items())[: -self.keep]:
             if not self.keep_every or step % self.keep_every:
-                self._remove(path)
+                try:
+                    self._remove(path)
+                except OSError as error:  # the new checkpoint is complete all the same
+                    self.say(f"checkpoint of step {step} could not be removed: {_cause(error)}")
 
     def _remove(self, path: Path) -> None:
         hidden = path.with_name(f".old-{path.name}")  # a half-removed one must not count as damaged

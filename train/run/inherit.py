@@ -15,7 +15,7 @@ from train.config import (
     from_plain,
     resolve,
 )
-from train.data.manifest import DamagedError, UnknownFormatError, read_manifest
+from train.data.manifest import DamagedError, read_manifest
 from train.hf.architecture import CONFIG, hf_folder, read_model
 from train.run.run_config import read_config
 
@@ -50,7 +50,7 @@ def inherited_model(init_from: str | None) -> ModelConfig:
         return read_config(path / CONFIG).model
     try:
         return from_plain(read_manifest(path).facts["settings"]).model
-    except (DamagedError, UnknownFormatError, KeyError, ConfigError) as error:
+    except (DamagedError, KeyError, ConfigError) as error:
         raise ConfigError(
             f"checkpoint.init_from={init_from} is no hf:FOLDER, no run and no checkpoint: {error}"
         ) from None

@@ -48,8 +48,10 @@ def restore(
             f"(checkpoints/{DAMAGED}*); begin anew in another folder, with "
             f"run.overwrite=true checkpoint.resume=never, or from another run's checkpoint"
         )
+    steps = config.train.steps
     if own is not None:
         state.load(own)
+        _require_steps(own, state.step, least=state.step, steps=steps)
         checkpoints.saved = state.step
         return f"goes on after step {state.step}, from {own.name}"
     origin = config.checkpoint.init_from
@@ -68,7 +70,20 @@ def restore(
         state.load_weights(path)
         return f"starts at step 0 with the weights of {path}"
     state.load(path)
+    _require_steps(path, state.step, least=state.step + 1, steps=steps)
     return f"goes on after step {state.step}, from {path}"
+
+
+def _require_steps(path: Path, step: int, least: int, steps: int) -> None:
+    """Raise ``ConfigError`` if the run ends before step ``least``.
+
+    A run's own checkpoint may be that of its last step: a kill has left the final evaluation.
+    """
+    if steps < least:
+        raise ConfigError(
+            f"{path} is the state after step {step}, and train.steps={steps} leaves no step; "
+            f"nearest valid: train.steps={least}"
+        )
 
 
 def set_batch(state: TrainState, batch: int) -> str:

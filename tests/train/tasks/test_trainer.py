@@ -290,7 +290,7 @@ def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
     trainer.train()
     trainer.close()
     other = make(config)
-    assert other.state.step == 12
+    assert other.state.step == 12  # nothing but the final evaluation is left
     assert other.state.facts() == trainer.state.facts()
     tensors, loaded = tensors_of(trainer), tensors_of(other)
     assert any("exp_avg_sq" in name for name in tensors)
@@ -298,6 +298,9 @@ def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
     for name, tensor in tensors.items():
         assert torch.equal(tensor, loaded[name]), name
     other.close()
+    config.train.steps = 11
+    with pytest.raises(ConfigError, match=r"train\.steps=11 leaves no step.*train\.steps=12"):
+        make(config)
 
 
 def test_a_new_run_starts_from_the_state_or_the_weights_of_another(config, tmp_path):
@@ -307,6 +310,9 @@ def test_a_new_run_starts_from_the_state_or_the_weights_of_another(config, tmp_p
     old = config.run.dir
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=f"{old}-2"))
     config.checkpoint = dataclasses.replace(config.checkpoint, resume=old)
+    with pytest.raises(ConfigError, match=r"train\.steps=12 leaves no step.*train\.steps=13"):
+        make(config)
+    config.train = dataclasses.replace(config.train, steps=13)
     heir = make(config)
     heir.close()
     assert heir.state.step == 12
