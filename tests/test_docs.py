@@ -25,7 +25,8 @@ from tests.support.markdown import (
     commands,
     links,
 )
-from train.config import register_schema, schema_key, schema_keys
+from train.config import register_schema
+from train.keys import schema_key, schema_keys
 from train.pretrain import check_command_line, read_command_line
 
 README = ROOT / "README.md"

@@ -7,14 +7,15 @@ the fields with each other.
 
 from __future__ import annotations
 
-import difflib
-import typing
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from train.sections import (
     EstimateConfig,
@@ -40,6 +41,16 @@ class ConfigError(ValueError):
     """
 
     found_by_all = True
+
+
+def make_folder(key: str, path: Path) -> None:
+    """Make the folder of a config ``key``, with its parents; ``ConfigError`` if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: the folder {path} cannot be made ({error.strerror}); choose another"
+        ) from None
 
 
 FULL = "full"  # in model.windows: no window
@@ -269,7 +280,7 @@ def fill_model(composed: DictConfig, origin: Callable[[], ModelConfig]) -> None:
     if missing:
         model = origin() if composed.model.inherit else ModelConfig()
         for key in missing:
-            OmegaConf.update(composed, key, get(Config(model=model), key))
+            OmegaConf.update(composed, key, attrgetter(key.removeprefix("model."))(model))
 
 
 def resolve(composed: DictConfig) -> Config:
@@ -296,8 +307,11 @@ def from_plain(values: dict[str, Any]) -> Config:
     """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults.
 
     Keys of earlier versions are taken by their present names. A RoPE factor without a type is that
-    of Llama 3.
+    of Llama 3. Raises ``ConfigError`` for values that no ``Config`` can have, such as a key of a
+    later version.
     """
+    if not isinstance(values, dict) or not all(isinstance(v, dict | str) for v in values.values()):
+        raise ConfigError("the sections of a config are missing")
     for old, new in RENAMED.items():
         (section, key), (present, name) = old.split("."), new.split(".")
         if key in values.get(section, {}):
@@ -307,78 +321,11 @@ def from_plain(values: dict[str, Any]) -> Config:
     rope = values.get("model", {}).get("rope", {})
     if rope.get("factor", 1.0) != 1.0 and "type" not in rope:  # the one type of earlier versions
         values = values | {"model": values["model"] | {"rope": rope | {"type": "llama3"}}}
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    except ConfigKeyError as error:
+        raise ConfigError(f"{error.full_key} is no key of this version") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(config, Config)
     return config
-
-
-def schema_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, sections included; NAME stands for the name of a source."""
-    hints = typing.get_type_hints(schema)
-    keys = []
-    for entry in fields(schema):
-        key, kind = prefix + entry.name, hints[entry.name]
-        keys.append(key)
-        if typing.get_origin(kind) is dict:
-            key, kind = f"{key}.{NAME}", typing.get_args(kind)[1]
-            keys.append(key)
-        if is_dataclass(kind):
-            keys += schema_keys(kind, key + ".")
-    return keys
-
-
-def source_name(key: str) -> str:
-    """The source name in a dotted key ``data.sources.<name>...``; empty for any other key."""
-    prefix = f"{SOURCES}."
-    return key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
-
-
-def schema_key(key: str) -> str:
-    """``key`` in the form of ``schema_keys``: NAME replaces the name of a source."""
-    name = source_name(key)
-    return key.replace(f"{SOURCES}.{name}", f"{SOURCES}.{NAME}", 1) if name else key
-
-
-def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The most similar of ``allowed``, or None if no similarity reaches ``cutoff`` (0 to 1).
-
-    A right name in a wrong section matches; transposed letters count as the same word.
-    """
-
-    def similarity(candidate: str) -> float:
-        if sorted(candidate) == sorted(name):
-            return 1.0
-        last, candidate_last = name.rpartition(".")[2], candidate.rpartition(".")[2]
-        whole = difflib.SequenceMatcher(None, name, candidate).ratio()
-        part = difflib.SequenceMatcher(None, last, candidate_last).ratio()
-        return max(whole, 0.9 * part)
-
-    best = max(allowed, key=similarity, default=None)
-    return best if best is not None and similarity(best) >= cutoff else None
-
-
-def get(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
-    return value
-
-
-def default(key: str) -> Any:
-    """The default of a dotted key of ``schema_keys``."""
-    config = Config()
-    if source_name(key):
-        config.data.sources[NAME] = SourceConfig()
-    return get(config, key)
-
-
-def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one dictionary with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

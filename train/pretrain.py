@@ -36,14 +36,11 @@ from train.config import (  # noqa: E402
     NAME,
     RENAMED,
     SOURCES,
+    Config,
     ConfigError,
-    default,
-    nearest,
     register_schema,
-    schema_key,
-    schema_keys,
-    source_name,
 )
+from train.keys import default, nearest, schema_key, schema_keys, source_name  # noqa: E402
 from train.run.inherit import resolve_inherited  # noqa: E402
 from train.run.run_config import with_run_config  # noqa: E402
 from train.run.stopper import Stopper  # noqa: E402
@@ -170,6 +167,7 @@ def explain(error: Exception) -> str:
 
 
 def _explain_key(key: str, error: OmegaConfBaseException) -> str:
+    key = key.partition("[")[0]  # of an element of a list
     if schema_key(key) not in schema_keys():
         return f"{key}: no such key; {_key_hint(key)}"
     problem = str(error.msg or error).strip().splitlines()[0]
@@ -201,45 +199,8 @@ def main() -> None:
         if config.mode == "estimate":
             world = config.estimate.gpus or max(world, config.parallel.cp)
         check(config, world)
-
-        # torch is imported after all checks, and after the stopper has blocked signals
-        if config.mode == "train":
-            stopper = Stopper()
-            from train.tasks import train
-
-            train.run(config, stopper)
-        elif config.mode == "generate":
-            from train.tasks import generate
-
-            generate.run(config)
-        elif config.mode == "eval":
-            from train.probes import text_loss
-
-            text_loss.run(config)
-        elif config.mode == "estimate":
-            from train.tasks import estimate
-
-            estimate.run(config, world)
-        elif config.mode == "needle":
-            from train.probes import needle
-
-            needle.run(config)
-        elif config.mode == "rope":
-            from train.probes import rope_sweep
-
-            rope_sweep.run(config)
-        elif config.mode == "export":
-            from train.tasks import export
-
-            export.run(config)
-        elif config.mode == "verify":
-            from train.tasks import verify
-
-            verify.run(config)
-        else:
-            from train.tasks import check as check_mode
-
-            check_mode.run(config)
+        stopper = Stopper() if config.mode == "train" else None
+        run_mode(config, world, stopper)
     except KeyboardInterrupt:
         os._exit(130)
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -252,6 +213,50 @@ def main() -> None:
             _wait_for_local_rank_0()
         sys.stdout.flush()
         os._exit(2)  # skips the destructors of process groups
+
+
+def run_mode(config: Config, world: int, stopper: Stopper | None) -> None:
+    """Run ``config.mode`` on ``world`` processes or, with ``mode=estimate``, GPUs.
+
+    It imports torch: all checks have passed, and the stopper of ``mode=train`` has blocked signals.
+    """
+    match config.mode:
+        case "train":
+            from train.tasks import train
+
+            train.run(config, stopper)
+        case "check":
+            from train.tasks import check as check_mode
+
+            check_mode.run(config)
+        case "estimate":
+            from train.tasks import estimate
+
+            estimate.run(config, world)
+        case "verify":
+            from train.tasks import verify
+
+            verify.run(config)
+        case "generate":
+            from train.tasks import generate
+
+            generate.run(config)
+        case "export":
+            from train.tasks import export
+
+            export.run(config)
+        case "eval":
+            from train.probes import text_loss
+
+            text_loss.run(config)
+        case "needle":
+            from train.probes import needle
+
+            needle.run(config)
+        case "rope":
+            from train.probes import rope_sweep
+
+            rope_sweep.run(config)
 
 
 def _wait_for_local_rank_0() -> None:

@@ -1,4 +1,4 @@
-"""The sections of the config that nothing else of it depends on."""
+"""The sections of the config that one mode or one package reads; the others are in ``config``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from train.checks import engine
-from train.config import default, nearest, schema_key, schema_keys
+from train.keys import default, nearest, schema_key, schema_keys
 
 ROOT = Path(__file__).absolute().parents[2]
 
@@ -25,6 +25,9 @@ ROOT = Path(__file__).absolute().parents[2]
         ("+foo=1", "foo", "nearest valid one is"),
         ("data.path=/nowhere", "data.path", "nearest existing folder: /"),
         ("train.steps=many", "train.steps", "train.steps=300"),
+        ("optim.betas=[0.9,x]", "optim.betas: Value 'x'", "optim.betas=[0.9, 0.95]"),
+        ("run.dir=/dev/null/run", "run.dir: the folder /dev/null/run", "choose another"),
+        ("data.cache_dir=/dev/null/c", "data.cache_dir: the folder /dev/null/c", "choose another"),
         ("parallel.cp=3", "parallel.cp", "parallel.cp=1"),
         ("engine=fsdp", "engine=fsdp", "engine=fsdp2"),
         ("engine.shard=all", "engine=fsdp2, not of engine=ddp", "choose engine=fsdp2"),

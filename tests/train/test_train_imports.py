@@ -13,6 +13,7 @@ TRAIN = Path(__file__).parents[2] / "train"
 ORDER = [
     "sections",
     "config",
+    "keys",
     "data",
     "model",
     "engine",
@@ -25,7 +26,7 @@ ORDER = [
     "probes",
     "pretrain",
 ]
-PACKAGES = ORDER[2:-1]
+PACKAGES = ORDER[3:-1]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
-import re
 from pathlib import Path
 
 from train.checks.batch import check_batch
 from train.checks.compile import check_compile
+from train.checks.data import check_data, check_text, nearest_path
 from train.checks.engine import ENGINES, check_engine
 from train.checks.evaluation import check_final, check_needle, check_rope_sweep
 from train.checks.export import check_export
@@ -17,16 +16,9 @@ from train.checks.hardware import check_hardware
 from train.checks.model import ROPE_TYPES, check_model
 from train.checks.offload import check_offload
 from train.checks.origin import check_origin
-from train.config import (
-    SOURCES,
-    CheckpointConfig,
-    Config,
-    ConfigError,
-    DataConfig,
-    get,
-    nearest,
-)
+from train.config import CheckpointConfig, Config, ConfigError
 from train.hf.architecture import hf_folder
+from train.keys import get, nearest
 from train.run.run_folder import RunFolder
 
 RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
@@ -129,8 +121,6 @@ ABOVE_ZERO = (
     "generate.top_p",
 )
 
-MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one of each source
-
 
 def check(config: Config, world: int) -> None:
     """Raise ``ConfigError`` for the first value that cannot work with ``world`` processes."""
@@ -145,12 +135,12 @@ def check(config: Config, world: int) -> None:
     if config.mode in ("generate", "export"):
         return
     if config.mode in RUN_MODES:
-        _check_text(config)
+        check_text(config)
         check_needle(config.needle)
         check_rope_sweep(config)
     else:
         _check_optim(config)
-        _check_data(config.data)
+        check_data(config.data)
         check_offload(config.memory, config.model.n_layers)
         check_compile(config)
         check_hardware(config.hardware)
@@ -265,66 +255,6 @@ def _check_optim(config: Config) -> None:
         )
 
 
-def _check_data(data: DataConfig) -> None:
-    if not 0 < data.held_out < 1:
-        raise ConfigError(
-            f"data.held_out={data.held_out} must lie between 0 and 1, for example 0.05"
-        )
-    if data.piece_len is not None and data.piece_len > data.seq_len:
-        raise ConfigError(
-            f"data.piece_len={data.piece_len} exceeds data.seq_len={data.seq_len}; "
-            f"nearest valid: data.piece_len={data.seq_len}"
-        )
-    if data.packing == "best_fit" and not data.document_mask:
-        raise ConfigError(
-            "data.packing=best_fit keeps documents apart, which data.document_mask=false joins; "
-            "nearest valid: data.packing=stream (or data.document_mask=true)"
-        )
-    _check_paths(data)
-    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
-        raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
-
-
-def _check_paths(data: DataConfig) -> None:
-    if data.sources:
-        _check_sources(data)
-    paths = {f"{SOURCES}.{name}.path": source.path for name, source in data.sources.items()}
-    paths |= {"data.path": data.path, "data.tokenizer": data.tokenizer}
-    for key, value in paths.items():
-        _check_exists(key, value)
-
-
-def _check_sources(data: DataConfig) -> None:
-    if data.path is not None:
-        raise ConfigError(
-            f"data.path={data.path} and data.sources ({', '.join(data.sources)}) are both given; "
-            f"choose one: data.path=null, or the path without the sources"
-        )
-    for name, source in data.sources.items():
-        key = f"{SOURCES}.{name}"
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
-        if source.min_len is not None and source.min_len < 1:
-            raise ConfigError(f"{key}.min_len={source.min_len}; nearest valid: {key}.min_len=1")
-        if not 0 < source.weight < math.inf:
-            raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
-    total = sum(source.weight for source in data.sources.values())
-    for name, source in data.sources.items():
-        if source.weight < MIN_SHARE * total:
-            raise ConfigError(
-                f"{SOURCES}.{name}.weight={source.weight} is less than {MIN_SHARE:g} of all "
-                f"weights; nearest valid: {SOURCES}.{name}.weight={1.01 * MIN_SHARE * total:.3g}"
-            )
-
-
-def _check_text(config: Config) -> None:
-    if config.eval.path is None:
-        _check_paths(config.data)
-    _check_exists("eval.path", config.eval.path)
-    if config.eval.name is not None and Path(config.eval.name).name != config.eval.name:
-        raise ConfigError(f"eval.name={config.eval.name} becomes part of a file name: no slashes")
-
-
 def _check_log(config: Config) -> None:
     # W&B leaves a folder wandb/ in the working directory, which find_spec finds too.
     found = importlib.util.find_spec("wandb") if config.log.wandb else None
@@ -359,23 +289,6 @@ def _check_profile(config: Config, world: int) -> None:
         )
 
 
-def _check_exists(key: str, value: str | None) -> None:
-    if value is not None and not Path(value).expanduser().exists():
-        raise ConfigError(f"{key}={value} does not exist; {_nearest_path(value)}")
-
-
-def _nearest_path(value: str) -> str:
-    """A suggestion in place of a path that does not exist."""
-    missing = Path(value).expanduser().absolute()
-    while not missing.parent.is_dir():
-        missing = missing.parent
-    names = sorted(entry.name for entry in missing.parent.iterdir())
-    match = nearest(missing.name, names)
-    if match:
-        return f"did you mean {missing.parent / match}?"
-    return f"nearest existing folder: {missing.parent}"
-
-
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     for key, value in (("resume", checkpoint.resume), ("init_from", checkpoint.init_from)):
         if value in (None, "auto", "never") or (key == "init_from" and hf_folder(value)):
@@ -384,7 +297,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
             words = "auto, never or " if key == "resume" else ""
             raise ConfigError(
                 f"checkpoint.{key}={value} must be {words}the folder of a run or of a checkpoint; "
-                f"{_nearest_path(value)}"
+                f"{nearest_path(value)}"
             )
     if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "never"):
         raise ConfigError(

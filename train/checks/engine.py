@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 
-from train.config import ConfigError, EngineConfig, nearest
+from train.config import ConfigError, EngineConfig
+from train.keys import nearest
 
 # The keys of each engine with their values. A key that an engine has not is null.
 ENGINES = {

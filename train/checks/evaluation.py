@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from train.checks.model import ROPE_TYPES
-from train.config import Config, ConfigError, NeedleConfig, nearest
+from train.config import Config, ConfigError, NeedleConfig
+from train.keys import nearest
 
 TASKS = ("single", "multi_key", "variable")
 

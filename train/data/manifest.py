@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from train.config import ConfigError
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 
@@ -24,10 +26,6 @@ class DamagedError(RuntimeError):
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path} {problem}")
         self.path, self.problem = path, problem
-
-
-class UnknownFormatError(RuntimeError):
-    """A manifest of another format version, which is not damaged."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,11 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of ``folder`` and no other file; ``DamagedError`` if missing or damaged."""
+    """Read the manifest of ``folder`` and no other file.
+
+    Raises ``DamagedError`` if it is missing or damaged, ``ConfigError`` if another version of the
+    trainer has written it.
+    """
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes())
@@ -96,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
     if expected != _crc32_of(body):
         raise DamagedError(path, "differs from its checksum")
     if body.get("format") != FORMAT:
-        raise UnknownFormatError(
+        raise ConfigError(
             f"{path} has format {body.get('format')}; this version reads {FORMAT}: use the version "
             f"that has written it"
         )

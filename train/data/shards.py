@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from train.config import ConfigError, DataConfig
+from train.config import ConfigError, DataConfig, make_folder
 from train.data import corpus
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
@@ -55,7 +55,7 @@ def open_corpus(data: DataConfig) -> Corpus:
     files = corpus.find_files(data)
     cache = Path(data.cache_dir).expanduser()
     folder = cache / cache_key(data, files)
-    cache.mkdir(parents=True, exist_ok=True)
+    make_folder("data.cache_dir", cache)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             _build(data, files, folder)

@@ -12,6 +12,7 @@ folders that belong to the user.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import threading
@@ -56,12 +57,15 @@ SEEN_S = 10.0  # how long a new file may take to appear on every host that share
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """The checkpoints of ``folder`` by step, oldest first, unverified."""
-    checkpoints = {}
-    for path in folder.glob(f"{PREFIX}*"):
-        number = path.name.removeprefix(PREFIX)
-        if number.isdigit() and path.is_dir():
-            checkpoints[int(number)] = path
-    return dict(sorted(checkpoints.items()))
+    steps = {path: _step_of(path) for path in folder.glob(f"{PREFIX}*")}
+    found = {step: path for path, step in steps.items() if step is not None}
+    return dict(sorted(found.items()))
+
+
+def _step_of(path: Path) -> int | None:
+    """The step of the checkpoint at ``path``; None if no checkpoint has such a name."""
+    name = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
+    return int(name[1]) if name and path.is_dir() else None
 
 
 def newest_valid(folder: Path, say: Callable[[str], None], own: bool = False) -> Path | None:
@@ -105,7 +109,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
 
     Raises ``ConfigError`` if there is none.
     """
-    if path.name.removeprefix(PREFIX).isdigit() and path.is_dir():
+    if _step_of(path) is not None:
         try:
             verify(path)
         except DamagedError as error:
@@ -286,9 +290,10 @@ class Checkpoints:
                 temporary.rename(final)
                 sync_folder(self.folder)
                 shutil.rmtree(before, ignore_errors=True)
-                self._prune()
             except OSError as error:
                 problem = _cause(error)
+            else:
+                self._prune()
         if self.parallel.world > 1:
             answer = [problem]
             dist.broadcast_object_list(answer, src=0, group=self.parallel.save_group)
@@ -317,7 +322,10 @@ class Checkpoints:
         """Remove all but the newest ``keep`` and those of every ``keep_every``-th step."""
         for step, path in list(checkpoints_in(self.folder).items())[: -self.keep]:
             if not self.keep_every or step % self.keep_every:
-                self._remove(path)
+                try:
+                    self._remove(path)
+                except OSError as error:  # the new checkpoint is complete all the same
+                    self.say(f"checkpoint of step {step} could not be removed: {_cause(error)}")
 
     def _remove(self, path: Path) -> None:
         hidden = path.with_name(f".old-{path.name}")  # a half-removed one must not count as damaged

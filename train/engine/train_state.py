@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from train.config import Config, ConfigError, flatten
+from train.config import Config, ConfigError
 from train.engine.checkpoint import load_tensors, read_facts
 from train.engine.engine import Engine
 from train.engine.guard import Guard
 from train.engine.shard import Shard
+from train.keys import flatten
 from train.model.transformer import Transformer
 
 

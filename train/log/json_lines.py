@@ -13,8 +13,8 @@ class JsonLines:
     """Appends objects to a file, from any thread. Lines that a full disk rejects stay in memory and
     are written later, at the next line or at the end; ``problem`` says why lines are missing.
 
-    ``last_step`` is the step after which the run continues. Lines of later steps, and a torn line
-    of a killed process, are removed first.
+    ``last_step`` is the step after which the run continues. Lines of later steps, and torn lines of
+    a killed process or host, are removed first.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -87,4 +87,7 @@ def _finite(value: Any) -> Any:
 
 
 def _belongs(line: bytes, last_step: int) -> bool:
-    return line.endswith(b"\n") and json.loads(line).get("step", 0) <= last_step
+    try:
+        return line.endswith(b"\n") and json.loads(line).get("step", 0) <= last_step
+    except ValueError:  # a host that lost its power may leave zeros
+        return False

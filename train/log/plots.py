@@ -1,13 +1,16 @@
 """Plots of a run, of a sweep and of an evaluated text.
 
-All raise ``ModuleNotFoundError`` without matplotlib.
+All raise ``ModuleNotFoundError`` without matplotlib; ``draw`` reports it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from train.data.position_buckets import bucket_label
 from train.log.json_lines import read_lines
@@ -15,6 +18,14 @@ from train.log.json_lines import read_lines
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+def draw(plot: Callable[[], None], console: Console) -> None:
+    """``plot()``, or a line that names the extra with the packages that it lacks."""
+    try:
+        plot()
+    except ModuleNotFoundError as error:
+        console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
 
 
 def plot_run(folder: Path, full: list[float], self_only: list[float]) -> None:

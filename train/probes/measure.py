@@ -81,11 +81,3 @@ def run_probe(
     except Exception as error:  # the outermost frame: every error must name its rank
         report.report(error, folder.log(rank), config)
     shutdown(parallel, 1)
-
-
-def draw(plot: Callable[[], None], console: Console) -> None:
-    """``plot()``, or a line that names the extra with the packages that it lacks."""
-    try:
-        plot()
-    except ModuleNotFoundError as error:
-        console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)

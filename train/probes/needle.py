@@ -21,10 +21,10 @@ from train.data.documents import Documents
 from train.data.samples import IGNORED
 from train.data.tokenizer import bos_id
 from train.engine.parallel import ParallelLayout, sum_over_ranks
-from train.log.plots import plot_needle
+from train.log.plots import draw, plot_needle
 from train.model.window import widest
 from train.probes.haystack import Haystack, Trial, all_trials
-from train.probes.measure import Subject, draw, run_probe
+from train.probes.measure import Subject, run_probe
 from train.run.run_folder import write_atomically
 
 

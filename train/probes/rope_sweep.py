@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 from train.config import Config, RopeConfig
 from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
-from train.log.plots import plot_losses
+from train.log.plots import draw, plot_losses
 from train.model.rope import attention_factor, rope_frequencies
 from train.model.transformer import Transformer
-from train.probes.measure import Subject, draw, run_probe
+from train.probes.measure import Subject, run_probe
 from train.probes.text_loss import summary_of
 from train.run.run_config import read_config
 from train.run.run_folder import RunFolder, write_atomically

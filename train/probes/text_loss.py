@@ -12,8 +12,8 @@ from rich.table import Table
 from train.config import Config
 from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
-from train.log.plots import plot_losses
-from train.probes.measure import Subject, draw, run_probe
+from train.log.plots import draw, plot_losses
+from train.probes.measure import Subject, run_probe
 from train.run.run_folder import write_atomically
 from train.tasks.evaluate import Evaluation, evaluate
 

@@ -15,7 +15,7 @@ from train.config import (
     from_plain,
     resolve,
 )
-from train.data.manifest import DamagedError, UnknownFormatError, read_manifest
+from train.data.manifest import DamagedError, read_manifest
 from train.hf.architecture import CONFIG, hf_folder, read_model
 from train.run.run_config import read_config
 
@@ -42,7 +42,7 @@ def inherited_model(init_from: str | None) -> ModelConfig:
         return ModelConfig(**{**there, "rope": RopeConfig(**there["rope"])})
     path = Path(init_from).expanduser()
     if (path / CONFIG).is_file():
-        if "model_type" in json.loads((path / CONFIG).read_text()):
+        if _is_of_transformers(path / CONFIG):
             raise ConfigError(
                 f"checkpoint.init_from={init_from} is a folder of Hugging Face's; nearest valid: "
                 f"checkpoint.init_from=hf:{init_from}"
@@ -50,7 +50,15 @@ def inherited_model(init_from: str | None) -> ModelConfig:
         return read_config(path / CONFIG).model
     try:
         return from_plain(read_manifest(path).facts["settings"]).model
-    except (DamagedError, UnknownFormatError, KeyError) as error:
+    except (DamagedError, KeyError, ConfigError) as error:
         raise ConfigError(
             f"checkpoint.init_from={init_from} is no hf:FOLDER, no run and no checkpoint: {error}"
         ) from None
+
+
+def _is_of_transformers(path: Path) -> bool:
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(values, dict) and "model_type" in values

@@ -6,7 +6,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from train.config import Config, ConfigError, from_plain, get
+from train.config import Config, ConfigError, from_plain
+from train.keys import get
 
 RUN_SECTIONS = ("model", "data", "optim", "train", "memory")
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from train.config import Config, ConfigError, flatten, from_plain
+from train.config import Config, ConfigError, from_plain, make_folder
+from train.keys import flatten
 
 LOCK_S = 5.0  # torchrun may still be ending the processes of the previous attempt
 
@@ -120,17 +121,24 @@ class RunFolder:
         complete = config.train.steps <= self.complete_after()
         return not same or complete or config.checkpoint.resume == "never"
 
+    def make(self) -> None:
+        """Make the folder if there is none; ``ConfigError`` if that is impossible."""
+        make_folder("run.dir", self.path)
+
     def lock(self) -> FileLock:
         """Lock this folder until the process ends; ``ConfigError`` if another job holds it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.make()
         lock = FileLock(self.path / ".lock", timeout=LOCK_S)
         try:
             lock.acquire()
         except Timeout:
-            first = json.loads(self.ranks.read_text())[0] if self.ranks.exists() else {}
+            process = ""  # of a job that starts, until it has written ranks.json
+            if self.ranks.exists():
+                first = json.loads(self.ranks.read_text())[0]
+                process = f": process {first['pid']} on {first['host']}"
             raise ConfigError(
-                f"run.dir={self.path} is in use by another job: process {first.get('pid')} on "
-                f"{first.get('host')}; wait for it, stop it, or choose another run.dir"
+                f"run.dir={self.path} is in use by another job{process}; wait for it, stop it, or "
+                f"choose another run.dir"
             ) from None
         return lock
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
 
 from train.config import Config
 from train.data.mixture import training_samples
 from train.data.shards import Corpus
+from train.data.tokenizer import load_tokenizer
 from train.estimate.job import Job, UnpredictableError
 from train.estimate.prediction import (
     Limits,
@@ -38,8 +38,9 @@ def run(config: Config, gpus: int) -> None:
     job = Job(config, gpus, config.estimate.gpus_per_host, _rows(config), _documents(config))
     prediction, limits = predict(job), limits_of(config)
     change = smallest_change(job, limits)
-    path = RunFolder(config).path / "estimate.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(config)
+    folder.make()
+    path = folder.path / "estimate.json"
     write_atomically(path, json.dumps(as_json(prediction, limits, change), indent=1) + "\n")
     show(prediction, limits, change, Console(markup=False, highlight=False), path)
 
@@ -151,7 +152,7 @@ def _rows(config: Config) -> int:
     data = config.data
     if data.tokenizer is None:
         return config.model.rows(data.vocab_size)
-    tokenizer = Tokenizer.from_file(str(Path(data.tokenizer).expanduser()))
+    tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
     return config.model.rows(tokenizer.get_vocab_size())
 
 

@@ -87,9 +87,9 @@ def evaluate(
         for pieces in evaluation_samples(documents, numbers, seq_len, window)
     ]
     # In the last turn some ranks may have no sample left. They repeat one and do not count it.
-    last, turns = len(samples) - 1, math.ceil(len(samples) / parallel.dp)
+    turns = math.ceil(len(samples) / parallel.dp)
     numbers = [turn * parallel.dp + parallel.dp_rank for turn in range(turns)]
-    own = [(*samples[min(number, last)], number <= last) for number in numbers]
+    own = [(*samples[min(n, len(samples) - 1)], n < len(samples)) for n in numbers]
     buckets = n_buckets(seq_len)
     # A row for the losses, one for the tokens; after the buckets, a column for the last positions.
     totals = torch.zeros(len(by_source), 2, buckets + 1, dtype=torch.float64)
@@ -105,10 +105,10 @@ def evaluate(
         if not counts:
             continue
         valid = (here.labels != IGNORED).float()
-        last = here.positions.to(parallel.device) >= first_of_last
+        is_last = here.positions >= first_of_last
         for row, values in enumerate((losses, valid)):
             totals[source, row, :-1] += sum_by_bucket(values, here.buckets, buckets)
-            totals[source, row, -1] += torch.where(last, values.double(), 0).sum()
+            totals[source, row, -1] += torch.where(is_last, values.double(), 0).sum()
     totals = sum_over_ranks(parallel, totals).cpu()
     (*losses, last_loss), (*tokens, last_tokens) = totals.sum(0).tolist()
     return Evaluation(

@@ -14,7 +14,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from train.config import Config, ConfigError
+from train.config import Config, ConfigError, make_folder
 from train.data.tokenizer import bos_id
 from train.engine.checkpoint import find_checkpoint, load_tensors
 from train.engine.shard import Box, Shard
@@ -71,7 +71,7 @@ def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
 
     target = Path(config.export.dir or "").expanduser().absolute()
     temporary = target.with_name(f".{target.name}.tmp")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder("export.dir", target.parent)
     keep_origin(folder.origin, temporary)
     temporary.mkdir(exist_ok=True)
     try:

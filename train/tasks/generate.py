@@ -22,6 +22,7 @@ from train.data.tokenizer import bos_id, encode
 from train.engine.parallel import choose_device, join
 from train.model.kv_cache import KVCache
 from train.model.transformer import LanguageModel
+from train.run.affinity import set_affinity
 from train.run.run_folder import RunFolder
 from train.tasks.load_model import load_model
 
@@ -35,14 +36,16 @@ def run(config: Config) -> NoReturn:
         )
     say = Console(stderr=True, markup=False, highlight=False).print
     options = config.generate
-    parallel = join(config.parallel, choose_device(config))
+    device = choose_device(config)
+    set_affinity(config.parallel, device)
+    parallel = join(config.parallel, device)
     loaded = load_model(config, RunFolder(config), parallel, options.checkpoint, say)
     bos = bos_id(loaded.tokenizer, config.data.bos_token)
     never = no_labels(config, loaded.tokenizer)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     tokens = [bos, *encode(loaded.tokenizer, [prompt])[0]]
     say(f"{loaded.checkpoint}; a prompt of {len(tokens) - 1:,} tokens", soft_wrap=True)
-    trained_len = config.data.piece_len or config.data.seq_len
+    trained_len = config.data.longest_document()
     if len(tokens) + options.tokens > trained_len:
         say(f"beyond {trained_len:,} tokens the model meets positions that it was not trained on")
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from train.config import CheckpointConfig, Config, ConfigError
-from train.engine.checkpoint import DAMAGED, Checkpoints, find_checkpoint
+from train.engine.checkpoint import DAMAGED, Checkpoints, checkpoints_in, find_checkpoint
 from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.train_state import TrainState
 from train.hf.architecture import hf_folder
@@ -26,8 +26,8 @@ def prepare_folder(config: Config, folder: RunFolder, parallel: ParallelLayout) 
             folder.require_fit(config)
             if folder.is_replaced_by(config):
                 folder.clear()
-        if not folder.checkpoints.exists():
-            folder.checkpoints.mkdir(parents=True)
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        if not checkpoints_in(folder.checkpoints):  # the run starts with these weights
             keep_origin(_settings_of(config.checkpoint), folder.origin)
 
     from_rank_0(parallel, prepare)
@@ -48,8 +48,10 @@ def restore(
             f"(checkpoints/{DAMAGED}*); begin anew in another folder, with "
             f"run.overwrite=true checkpoint.resume=never, or from another run's checkpoint"
         )
+    steps = config.train.steps
     if own is not None:
         state.load(own)
+        _require_steps(own, state.step, least=state.step, steps=steps)
         checkpoints.saved = state.step
         return f"goes on after step {state.step}, from {own.name}"
     origin = config.checkpoint.init_from
@@ -68,7 +70,20 @@ def restore(
         state.load_weights(path)
         return f"starts at step 0 with the weights of {path}"
     state.load(path)
+    _require_steps(path, state.step, least=state.step + 1, steps=steps)
     return f"goes on after step {state.step}, from {path}"
+
+
+def _require_steps(path: Path, step: int, least: int, steps: int) -> None:
+    """Raise ``ConfigError`` if the run ends before step ``least``.
+
+    A run's own checkpoint may be that of its last step: a kill has left the final evaluation.
+    """
+    if steps < least:
+        raise ConfigError(
+            f"{path} is the state after step {step}, and train.steps={steps} leaves no step; "
+            f"nearest valid: train.steps={least}"
+        )
 
 
 def set_batch(state: TrainState, batch: int) -> str:

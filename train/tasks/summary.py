@@ -12,7 +12,7 @@ from train.config import Config
 from train.data.shards import Corpus
 from train.engine.parallel import ParallelLayout
 from train.engine.train_state import TrainState
-from train.log.plots import plot_run
+from train.log.plots import draw, plot_run
 from train.run.run_folder import RunFolder, write_atomically
 from train.tasks.baselines import measure_baselines
 from train.tasks.evaluate import Evaluation
@@ -89,10 +89,7 @@ def write_summary(
 ) -> None:
     """Write ``summary.json`` and the plots, and print the table."""
     write_atomically(folder.summary, json.dumps(summary, indent=1) + "\n")
-    try:
-        plot_run(folder.path, full.loss_by_bucket, alone.loss_by_bucket)
-    except ModuleNotFoundError as error:
-        console.print(f"no plots: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
+    draw(lambda: plot_run(folder.path, full.loss_by_bucket, alone.loss_by_bucket), console)
     title = f"Held out: {summary['held_out_bytes']:,} bytes"
     if summary["baseline_bytes"] < summary["held_out_bytes"]:
         title += f" (baselines: {summary['baseline_bytes']:,})"

@@ -92,8 +92,9 @@ class Sweep:
             self.console.print(f"{len(batch)} jobs: the settings are valid. Nothing was started.")
             return batch
         self.jobs += batch
-        for job in batch:
-            if job.status == "finished":
+        for number, job in enumerate(batch):
+            repeated = any(other.folder == job.folder for other in batch[:number])
+            if job.status == "finished" or (repeated and job.take_result()):
                 self.console.print(f"finished before: {job.folder.name}", soft_wrap=True)
             else:
                 self._run(job)
@@ -201,12 +202,10 @@ class Sweep:
             status = f"{job.status}: {job.error}" if job.error else job.status
             table.add_row(*(job.choices.get(key, "") for key in keys), result, seconds, status)
         self.console.print(table)
-        from train.log.plots import plot_sweep
+        from train.log.plots import draw, plot_sweep
 
-        try:
-            plot_sweep(self.folder, [job.row() for job in self.sorted_jobs()])
-        except ModuleNotFoundError as error:
-            self.console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
+        folder, rows = self.folder, [job.row() for job in self.sorted_jobs()]
+        draw(lambda: plot_sweep(folder, rows), self.console)
         self.console.print(f"everything is in {self.folder}", soft_wrap=True)
         return all(job.status == "finished" for job in self.jobs)
 
@@ -226,9 +225,9 @@ class ProcessLauncher(Launcher):
     ) -> list[JobReturn]:
         """Run a batch. A job returns its nats per byte, NaN if it failed."""
         typed = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
-        shared = {o.get_key_element() for o in typed if not o.is_sweep_override()}
+        fixed = {o.get_key_element(): not o.is_sweep_override() for o in typed}  # the last counts
         pairs = [dict(override.split("=", 1) for override in job) for job in job_overrides]
-        choices = [{k.lstrip("+"): job[k] for k in job if k not in shared} for job in pairs]
+        choices = [{k.lstrip("+"): job[k] for k in job if not fixed.get(k)} for job in pairs]
         compose = self._loader.load_sweep_config
         composed = [compose(self._config, list(job)) for job in job_overrides]
         jobs = self._sweep.launch([_without_hydra(config) for config in composed], choices)

@@ -48,6 +48,7 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
         config.model.rows(corpus.tokenizer.get_vocab_size())  # may raise, before groups are made
         long_documents(corpus.train, config.data)  # likewise
         prediction = before_run(config, corpus, device) if device.type == "cuda" else None
+        folder.make()
         if rank != 0:
             report.console = redirect_output(folder.log(rank))
         parallel = join(config.parallel, device)

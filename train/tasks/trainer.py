@@ -16,18 +16,17 @@ from ringfa3.custom_op import observe
 from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
 from train.data.mixture import left_out, training_samples
-from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
-from train.data.samples import IGNORED, Piece, pack
+from train.data.samples import Piece, pack
 from train.data.shards import Corpus
 from train.engine.checkpoint import Checkpoints, read_facts, require_shared
 from train.engine.make_engine import make_engine
-from train.engine.parallel import ParallelLayout, require_agreement, sum_over_ranks
+from train.engine.parallel import ParallelLayout, require_agreement
 from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction
 from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
 from train.log.profiler import profiled
-from train.log.speed import Timing, counts_of, speed_of
+from train.log.speed import Timing, speed_of
 from train.log.wandb_run import WandbRun
 from train.model.optim import learning_rate
 from train.model.window import widest
@@ -37,6 +36,7 @@ from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
 from train.tasks.estimate import errors_of
 from train.tasks.evaluate import Evaluation, evaluate
+from train.tasks.gradients import compute_gradients
 from train.tasks.resume import prepare_folder, restore, set_batch
 from train.tasks.summary import summarise, write_summary
 
@@ -179,36 +179,16 @@ class Trainer:
     def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
         """One optimiser step, begun at ``begin`` of ``perf_counter``; returns its line of metrics.
 
-        The loss is the sum of all token losses over N, the number of valid tokens of all ranks and
-        micro-batches. An engine averages gradients over W ranks, hence the factor W / N.
+        Every rank updates, or every rank skips: no rank may object to the loss or the norm.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
-        counts = sum_over_ranks(parallel, counts_of(batches, self.config.model))
-        scale = parallel.world / counts[0].clamp(min=1)
-        buckets = n_buckets(self.config.data.seq_len)
-        sums = torch.zeros(2, buckets, dtype=torch.float64, device=parallel.device)
-        for number, on_host in enumerate(batches, start=1):
-            batch = on_host.to(parallel.device)
-            losses = self.engine.backward(batch, scale, last=number == len(batches))
-            sums[0] += sum_by_bucket(losses, batch.buckets, buckets)
-            sums[1] += sum_by_bucket((batch.labels != IGNORED).float(), batch.buckets, buckets)
-        norm = self.engine.grad_norm(float("inf") if optim.clip is None else optim.clip)
-        sums = sum_over_ranks(parallel, sums)
-        figures = torch.stack([sums[0].sum() / counts[0].clamp(min=1), norm.double()])
-        objecting = sum_over_ranks(parallel, state.guard.objects(figures))  # of one, of all
-        results = torch.cat([figures, objecting[None], counts, sums.flatten()])
-        if self.times is not None:
-            self.times.end()
-        # The host waits for the device here alone. It may not issue the update before: a stop saves
-        # the weights that precede it while a step runs.
-        loss, grad_norm, *rest = results.tolist()
-        if self.times is not None:  # the device has reached `end`
-            self.times.begin()
-        objecting, _, tokens, pairs = (round(count) for count in rest[:4])
-        losses_by_bucket, tokens_by_bucket = rest[4 : 4 + buckets], rest[4 + buckets :]
+        figures = compute_gradients(
+            self.engine, batches, self.config, parallel, state.guard, self.times
+        )
+        loss, grad_norm = figures.loss, figures.grad_norm
         objection = None
-        if objecting:
-            others = f"{objecting} of {parallel.world} ranks object"
+        if figures.objecting:
+            others = f"{figures.objecting} of {parallel.world} ranks object"
             objection = state.guard.objection(loss, grad_norm) or others
         lr = learning_rate(optim, state.step, self.config.train.steps)
         with self.updates.update():
@@ -225,20 +205,20 @@ class Trainer:
             state.samples += len(batches) * parallel.dp
             state.seconds += seconds
             timing = Timing(seconds, parallel.world, self.times)
+            rows, tokens, pairs = self.model.transformer.rows, figures.tokens, figures.pairs
             record = {
                 "step": state.step,
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "tokens_per_s": tokens / seconds,
-                **speed_of(self.config, self.model.transformer.rows, tokens, pairs, timing),
+                **speed_of(self.config, rows, tokens, pairs, timing),
                 "memory": peak_memory(parallel.device),
                 "device_memory": memory_in_use(parallel.device),
                 "skipped": state.guard.skipped,
             }
             if self.recorder is not None:
-                counted = [round(n) for n in tokens_by_bucket]
-                self.recorder.step(record, mean_by_bucket(losses_by_bucket, counted))
+                self.recorder.step(record, figures.loss_by_bucket)
         if objection is not None:
             self._say_event(
                 f"step {state.step} skipped ({state.guard.skipped} so far): {objection}"

@@ -18,7 +18,8 @@ from ringfa3.validation import (
 )
 from train.checks import engine, model
 from train.checks.config import CHOICES, check
-from train.config import ConfigError, EngineConfig, SourceConfig, get
+from train.config import ConfigError, EngineConfig, SourceConfig
+from train.keys import get
 
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 

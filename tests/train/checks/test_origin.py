@@ -179,6 +179,10 @@ def test_model_inherit_needs_an_origin(tmp_path):
         inherited_model(None)
     with pytest.raises(ConfigError, match=r"is no hf:FOLDER, no run and no checkpoint"):
         inherited_model(str(tmp_path))
+    for content in ("{", "[]"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"config\.json, the settings of a run, cannot be"):
+            inherited_model(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=f"nearest valid: checkpoint.init_from=hf:{tmp_path}"):
         inherited_model(str(tmp_path))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from train.config import ConfigError
 from train.data import manifest
 from train.data.manifest import (
     DamagedError,
     FileFacts,
-    UnknownFormatError,
     read_manifest,
     verify,
     write_manifest,
@@ -169,5 +169,5 @@ def test_contents_are_compared_on_request(folder):
 
 def test_a_manifest_of_another_version_is_not_damaged(tmp_path):
     seal(tmp_path, {"format": 9, "facts": {}, "files": {}})
-    with pytest.raises(UnknownFormatError, match="has format 9; this version reads 1"):
+    with pytest.raises(ConfigError, match="has format 9; this version reads 1"):
         read_manifest(tmp_path)

@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_the_newest_and_every_keep_every_th_are_kept(tmp_path, messages):
     checkpoints.wait()
     assert list(checkpoints_in(tmp_path)) == [3, 6, 7, 8]
     assert {path.name[:5] for path in tmp_path.iterdir()} == {"step-"}
+
+
+def test_a_checkpoint_is_complete_if_an_older_one_cannot_be_removed(
+    checkpoints, messages, monkeypatch
+):
+    monkeypatch.setattr(checkpoints, "_remove", mock.Mock(side_effect=OSError("busy")))
+    checkpoints.begin(4, shards(tensors(4)), {})
+    checkpoints.wait()
+    assert (checkpoints.saved, checkpoints.failures) == (4, 0)
+    assert 4 in checkpoints_in(checkpoints.folder)
+    assert "checkpoint of step 1 could not be removed: OSError: busy" in messages
 
 
 def flip(path: Path) -> None:
@@ -223,6 +235,15 @@ def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages)
         find_checkpoint(newest, messages.append)
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         find_checkpoint(tmp_path, messages.append)
+
+
+def test_a_run_whose_name_is_a_number_is_no_checkpoint(tmp_path, messages):
+    folder = tmp_path / "7" / "checkpoints"
+    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=messages.append)
+    folder.mkdir(parents=True)
+    checkpoints.begin(1, shards(tensors(1)), {})
+    checkpoints.wait()
+    assert find_checkpoint(tmp_path / "7", messages.append) == folder / "step-00000001"
 
 
 def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):

@@ -243,6 +243,14 @@ def test_the_mode_prints_a_table_and_writes_a_file(tmp_path):
     assert written["smallest_change"] == ["parallel.timeout_s=240"]
 
 
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
+    config = Config(mode="estimate")
+    config.data.path, config.data.tokenizer = None, str(tmp_path / "words.txt")
+    (tmp_path / "words.txt").write_text("words")
+    with pytest.raises(ConfigError, match=r"words\.txt is not a tokenizer\.json"):
+        estimate.run(config, 1)
+
+
 @pytest.mark.parametrize(("name", "shape"), [("8b_512k", JOBS["8b"]), ("1b_1m", JOBS["1b"])])
 def test_the_experiments_are_these_jobs_and_fit(name, shape, tmp_path, capsys):
     """Composed by Hydra: the prediction of four GPUs is that of the job above, in every part."""

@@ -21,7 +21,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
         lines.write({"step": step})
     lines.close()
     with path.open("a") as file:
-        file.write('{"step": 5, "lo')  # torn by a kill
+        file.write('\0\0\0\n{"step": 5, "lo')  # torn by a loss of power, and by a kill
     lines = JsonLines(path, 2)
     lines.write({"step": 3})
     assert [record["step"] for record in read_lines(path)] == [1, 2, 3]

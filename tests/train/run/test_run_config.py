@@ -69,6 +69,21 @@ def test_a_folder_without_a_run_names_those_beside_it(run):
     empty = Path(run.run.dir).with_name("other")
     with pytest.raises(ConfigError, match=r"other holds no run.*beside it: run"):
         read_config(empty / "config.json")
-    (Path(run.run.dir) / "config.json").write_text('{"model": ')
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_config(Path(run.run.dir) / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"model": ', "Expecting value"),
+        ("[]", "the sections of a config are missing"),
+        ('{"train": null}', "the sections of a config are missing"),
+        ('{"train": {"later": 1}}', r"train\.later is no key of this version"),
+        ('{"train": {"steps": "many"}}', r"train\.steps: Value 'many'"),
+    ],
+    ids=["torn", "list", "null", "later", "type"],
+)
+def test_a_config_that_cannot_be_read_is_refused_by_its_file(run, content, problem):
+    path = Path(run.run.dir) / "config.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"config\.json, the settings.* be read.*{problem}"):
+        read_config(path)

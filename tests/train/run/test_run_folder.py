@@ -8,7 +8,8 @@ import resource
 
 import pytest
 
-from train.config import ConfigError, flatten, get
+from train.config import ConfigError
+from train.keys import flatten, get
 from train.run.run_folder import RunFolder, write_atomically
 
 
@@ -100,11 +101,29 @@ def test_overwrite_replaces_complete_and_other_runs_but_never_a_stopped_one(conf
     assert folder.is_replaced_by(config)
 
 
+def test_overwrite_replaces_a_run_of_a_later_version(config, folder):
+    folder.config.write_text('{"train": {"later": 1}}')
+    with pytest.raises(ConfigError, match=r"train\.later is no key of this version"):
+        folder.require_fit(config)
+    config.run.overwrite = True
+    assert folder.is_replaced_by(config)
+
+
+def test_a_folder_that_cannot_be_made_is_named(config, tmp_path):
+    (tmp_path / "file").touch()
+    config.run.dir = str(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match=r"run\.dir: the folder .*file/run cannot be made"):
+        RunFolder(config).lock()
+
+
 def test_one_job_at_a_time(config, folder, monkeypatch):
     monkeypatch.setattr("train.run.run_folder.LOCK_S", 0.1)
     folder.ranks.write_text(json.dumps([{"rank": 0, "host": "here", "pid": 7}]))
     lock = folder.lock()
     with pytest.raises(ConfigError, match="in use by another job: process 7 on here"):
+        RunFolder(config).lock()
+    folder.ranks.unlink()  # a job that starts has not written them yet
+    with pytest.raises(ConfigError, match="in use by another job; wait for it"):
         RunFolder(config).lock()
     lock.release()
     RunFolder(config).lock().release()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
 
 from ringfa3 import plan_context
-from train.config import GenerateConfig, ModelConfig, ParallelConfig
+from train.config import ConfigError, GenerateConfig, ModelConfig, ParallelConfig
 from train.data.tokenizer import train_tokenizer
 from train.engine.parallel import join
 from train.model.transformer import LanguageModel, Transformer
 from train.run.run_config import read_config
 from train.run.run_folder import RunFolder
+from train.tasks import generate
 from train.tasks.generate import as_text, choose, continuation, no_labels, probabilities
 from train.tasks.load_model import load_model
 
@@ -65,6 +67,27 @@ def test_tokens_that_are_no_label_are_never_generated(model):
     written = list(continuation(model, [0], options, sample=0, never=[0, *range(50, 60)]))
     assert not {0, *range(50, 60)} & {*written}
     assert len(set(written)) > 35
+
+
+def test_the_threads_of_the_config_generate(config, monkeypatch):
+    """Until the model is loaded; the number of this process is restored."""
+    before = torch.get_num_threads()
+    config.parallel.threads = before + 1
+    monkeypatch.setattr(generate, "load_model", mock.Mock(side_effect=ConfigError("loaded")))
+    try:
+        with pytest.raises(ConfigError, match="loaded"):
+            generate.run(config)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_samples_of_one_document_train_every_position(trained_run, pretrain):
+    arguments = ["mode=generate", f"run.dir={trained_run}", "data.piece_len=100"]
+    for mask, warned in (("true", True), ("false", False)):
+        done = pretrain(*arguments, f"data.document_mask={mask}", "generate.tokens=120")
+        assert done.returncode == 0, done.stderr
+        assert ("was not trained on" in done.stderr) == warned
 
 
 def direct(logits, temperature, top_k, top_p):

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from tests.train.jobs import HANG_S
 from train.run.run_folder import RunFolder
-from train.tasks.sweep import Job, Sweep, folder_name, quoted
+from train.tasks.sweep import Job, ProcessLauncher, Sweep, folder_name, quoted
 
 ROOT = Path(__file__).absolute().parents[3]
 
@@ -231,6 +233,43 @@ def test_a_job_that_has_finished_its_steps_has_a_result(job):
     )
     Sweep([])._run(job)
     assert (job.status, job.nats_per_byte, job.train_seconds) == ("finished", 1.5, 2.0)
+
+
+def test_the_last_override_of_a_key_decides_whether_the_sweep_varies_it(monkeypatch):
+    """Jobs get the overrides that are not swept, and then their own choices."""
+
+    def launch(_: object, choices: list[dict[str, str]]) -> list[Job]:
+        return [Job(own, Path(), [], steps=1) for own in choices]
+
+    task = ["optim.lr=1", "optim.lr=2,3", "train.seed=4,5", "train.seed=6"]
+    monkeypatch.setattr("train.tasks.sweep._without_hydra", lambda config: config)
+    launcher = ProcessLauncher(mock.Mock(launch=launch))
+    launcher.setup(
+        hydra_context=mock.Mock(),
+        config=OmegaConf.create({"hydra": {"overrides": {"task": task}}}),
+    )
+    jobs = launcher.launch([["optim.lr=1", "optim.lr=2", "train.seed=4", "train.seed=6"]], 0)
+    assert [job.overrides for job in jobs] == [["optim.lr"]]
+
+
+def test_two_jobs_of_the_same_settings_run_once(job, monkeypatch):
+    commands = []
+
+    def run(command: list[str]) -> tuple[int, list[str]]:
+        commands.append(command)
+        (job.folder / "summary.json").write_text(
+            '{"steps": 600, "nats_per_byte": 1.5, "train_seconds": 2.0}'
+        )
+        return 0, []
+
+    monkeypatch.setattr("train.tasks.sweep.run_process", run)
+    sweep = Sweep([])
+    sweep.folder = job.folder
+    twice = iter([job, dataclasses.replace(job)])
+    monkeypatch.setattr(sweep, "_plan", lambda *_: next(twice))
+    jobs = sweep.launch([mock.Mock(), mock.Mock()], [{}, {}])
+    assert [job.status for job in jobs] == ["finished", "finished"]
+    assert len(commands) == 1
 
 
 @pytest.mark.parametrize("left", ['{"steps": 30', '{"steps": 100}'])

@@ -1,12 +1,10 @@
-"""The trainer in process: skipped steps, roll-backs, and the state that a run starts from."""
+"""The trainer in process: steps, skipped steps and roll-backs."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import resource
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,10 @@ import torch.distributed as dist
 
 from tests.support.ranks import sacrifice
 from tests.train.jobs import events, steps
-from train.config import Config, ConfigError
+from tests.train.trainers import make_trainer, shrink, weights
+from train.config import Config
 from train.data.shards import open_corpus
-from train.engine.checkpoint import checkpoints_in
 from train.engine.parallel import ParallelLayout
-from train.run.failure import FailureReport
-from train.run.run_folder import RunFolder
 from train.tasks.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -28,16 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def config(config: Config) -> Config:
-    config.model.dim, config.model.ffn_dim, config.model.n_layers = 32, 64, 1
-    config.train.steps, config.train.eval_every, config.optim.warmup_steps = 12, 0, 2
-    config.checkpoint.every = 4
-    return config
-
-
-def make(config: Config, parallel: ParallelLayout | None = None) -> Trainer:
-    parallel = parallel or ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
-    words = FailureReport(parallel.rank, sys.stderr)
-    return Trainer(config, open_corpus(config.data), parallel, RunFolder(config), words)
+    return shrink(config)
 
 
 def spoil(trainer: Trainer, wrong: dict[int, float]) -> None:
@@ -55,17 +42,8 @@ def spoil(trainer: Trainer, wrong: dict[int, float]) -> None:
     trainer.model.forward = lambda batch: whole(batch) * batches_of.get(id(batch), (0, 1.0))[1]
 
 
-def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights and optimiser state, of which a single process holds all."""
-    return {name: shard.boxes[0].values for name, shard in trainer.state.shards().items()}
-
-
-def weights(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-
 def test_a_step_that_is_not_finite_is_skipped_and_counted(config):
-    trainer = make(config)
+    trainer = make_trainer(config)
     spoil(trainer, {5: math.nan})
     trainer.train()
     trainer.close()
@@ -83,7 +61,7 @@ def test_priming_and_a_skipped_step_leave_no_gradients(config):
     norms = []
     for primed in (False, True):
         config.run.dir += "-new"
-        trainer = make(config)
+        trainer = make_trainer(config)
         if primed:
             trainer._prime()
             assert all(p.grad is None for p in trainer.model.parameters())
@@ -100,7 +78,7 @@ def test_the_final_evaluation_is_bounded(config):
     """By the documents that reach ``train.final_eval_bytes``; 16 MB unless it is given."""
     assert config.train.final_eval_bytes == 16_000_000
     config.train.final_eval_bytes, config.train.steps, config.model.vocab_size = 1000, 2, 320
-    trainer = make(config)
+    trainer = make_trainer(config)
     held_out = trainer.corpus.held_out
     last = int(held_out.n_bytes.max())
     assert held_out.n_bytes.sum() > 1000 + last
@@ -115,7 +93,7 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
     rank, world = group.rank(), group.size()
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
     parallel = ParallelLayout(rank, world, 2, torch.device("cpu"), group, *groups)
-    trainer = make(config, parallel)
+    trainer = make_trainer(config, parallel)
     before: list[torch.Tensor] = []
     if rank == 1:
         spoil(trainer, {3: math.inf})
@@ -151,7 +129,7 @@ def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
 
 def test_the_introduction_says_what_min_len_leaves_out(config, capsys):
     config.data.min_len = 200
-    trainer = make(config)
+    trainer = make_trainer(config)
     trainer._introduce()
     trainer.close()
     lengths = trainer.corpus.train.lengths
@@ -166,7 +144,7 @@ def test_a_run_that_continues_with_another_batch_says_so(config):
     seen, said = [], []
     for batch, last in ((4, 6), (2, 10), (2, 12)):
         config.train.batch, config.train.steps = batch, last
-        trainer = make(config)
+        trainer = make_trainer(config)
         make_batches = trainer._batches
         trainer._batches = lambda sample, make=make_batches: seen.append(sample) or make(sample)
         trainer.train()
@@ -192,7 +170,7 @@ def test_8_bit_attention_takes_nearly_the_same_steps(config):
     for precision in ("native", "int8", "fp8"):
         config.model.attention_precision = precision
         config.run.dir = str(folder / precision)
-        trainer = make(config)
+        trainer = make_trainer(config)
         trainer.train()
         trainer.close()
         losses[precision] = torch.tensor([step[1] for step in steps(Path(config.run.dir))])
@@ -209,7 +187,7 @@ def test_offload_takes_the_same_steps(config):
     folder, found = Path(config.run.dir), []
     for offload in ("none", "all"):
         config.memory.offload, config.run.dir = offload, str(folder / offload)
-        trainer = make(config)
+        trainer = make_trainer(config)
         trainer.train()
         trainer.close()
         found.append([step[1:] for step in steps(Path(config.run.dir))])
@@ -225,7 +203,7 @@ def test_ringfa3_and_sdpa_take_the_same_steps(config):
     folder, found = Path(config.run.dir), {}
     for attention in ("ringfa3", "sdpa"):
         config.train.attention, config.run.dir = attention, str(folder / attention)
-        trainer = make(config)
+        trainer = make_trainer(config)
         kinds = {
             type(block.attention.attend).__name__ for block in trainer.model.transformer.blocks
         }
@@ -241,7 +219,7 @@ def test_ringfa3_and_sdpa_take_the_same_steps(config):
 def test_too_many_skips_roll_back_and_pass_the_bad_data(config):
     """Samples 5, 6 and 7 are bad: roll back to step 4, continue with sample 8."""
     config.guard.patience = 3
-    trainer = make(config)
+    trainer = make_trainer(config)
     used = []
     spoil(trainer, {5: math.nan, 6: math.nan, 7: math.nan})
     make_batches = trainer._batches
@@ -261,7 +239,7 @@ def test_too_many_skips_roll_back_and_pass_the_bad_data(config):
 
 def test_a_spike_is_skipped(config):
     config.guard.sigma, config.guard.window = 5.0, 4
-    trainer = make(config)
+    trainer = make_trainer(config)
     spoil(trainer, {9: 1e3})
     trainer.train()
     trainer.close()
@@ -275,7 +253,7 @@ def test_a_run_that_a_roll_back_does_not_help_ends_with_advice(config, every, pa
     """Also where a checkpoint would be due in the middle of the skipped steps."""
     config.guard.patience, config.checkpoint.every = patience, every
     config.train.steps = 50
-    trainer = make(config)
+    trainer = make_trainer(config)
     spoil(trainer, dict.fromkeys(range(5, 99), math.nan))
     why = "going back has not helped" if every else "there is no checkpoint"
     with pytest.raises(
@@ -285,95 +263,8 @@ def test_a_run_that_a_roll_back_does_not_help_ends_with_advice(config, every, pa
     trainer.close()
 
 
-def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
-    trainer = make(config)
-    trainer.train()
-    trainer.close()
-    other = make(config)
-    assert other.state.step == 12
-    assert other.state.facts() == trainer.state.facts()
-    tensors, loaded = tensors_of(trainer), tensors_of(other)
-    assert any("exp_avg_sq" in name for name in tensors)
-    assert tensors.keys() == loaded.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, loaded[name]), name
-    other.close()
-
-
-def test_a_new_run_starts_from_the_state_or_the_weights_of_another(config, tmp_path):
-    trainer = make(config)
-    trainer.train()
-    trainer.close()
-    old = config.run.dir
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=f"{old}-2"))
-    config.checkpoint = dataclasses.replace(config.checkpoint, resume=old)
-    heir = make(config)
-    heir.close()
-    assert heir.state.step == 12
-    assert torch.equal(weights(heir), weights(trainer))
-    config.run.dir, config.checkpoint.resume, config.checkpoint.init_from = f"{old}-3", "auto", old
-    novice = make(config)
-    novice.close()
-    assert (novice.state.step, novice.state.samples) == (0, 0)
-    assert torch.equal(weights(novice), weights(trainer))
-    assert not any(t.any() for n, t in tensors_of(novice).items() if n.startswith("optimizer"))
-
-
-def test_another_corpus_is_rejected_unless_only_weights_are_loaded(config):
-    trainer = make(config)
-    trainer.train()
-    trainer.close()
-    config.data.held_out = 0.3
-    with pytest.raises(ConfigError, match=r"holds another run, with data\.held_out=0\.2"):
-        make(config)
-    origin = config.run.dir
-    config.run.dir += "-2"
-    config.checkpoint.resume = origin
-    with pytest.raises(ConfigError, match=r"another stream .* corpus=.*checkpoint\.init_from"):
-        make(config)
-    config.data.held_out, config.train.seed = 0.2, 5
-    with pytest.raises(ConfigError, match=r"another stream .* train\.seed=0 \(now 5\)"):
-        make(config)
-    config.checkpoint.resume, config.checkpoint.init_from = "auto", origin
-    make(config).close()
-
-
-def test_a_checkpoint_of_another_model_is_rejected(config):
-    make(config).train()
-    origin = config.run.dir
-    config.run.dir += "-2"
-    config.checkpoint.init_from = origin
-    config.model.ffn_dim = 48
-    with pytest.raises(ConfigError, match=r"does not fit this model: .*\[64, 32\] there"):
-        make(config)
-
-
-def test_overwrite_starts_anew_unless_the_run_was_stopped(config):
-    make(config).train()
-    config.run.overwrite = True
-    going_on = make(config)
-    assert going_on.state.step == 12  # overwrite keeps a stopped run
-    going_on.close()
-    config.optim.lr /= 2
-    trainer = make(config)
-    assert trainer.state.step == 0
-    assert not checkpoints_in(trainer.folder.checkpoints)
-    assert steps(Path(config.run.dir)) == []
-    trainer.close()
-
-
-def test_a_run_with_only_damaged_checkpoints_does_not_start(config):
-    make(config).train()
-    for path in checkpoints_in(RunFolder(config).checkpoints).values():
-        (path / ".metadata").unlink()
-    for _ in range(2):  # the second time they are already set aside
-        with pytest.raises(ConfigError, match="every checkpoint of this run is damaged"):
-            make(config)
-    assert steps(Path(config.run.dir))[-1][0] == 12
-
-
 def test_a_run_whose_last_step_cannot_be_saved_is_not_complete(config):
-    trainer = make(config)
+    trainer = make_trainer(config)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     steps_of, limit = trainer.step, (20_000, before[1])  # metrics fit, weights do not
 
@@ -391,7 +282,7 @@ def test_a_run_whose_last_step_cannot_be_saved_is_not_complete(config):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     trainer.close()
     assert not trainer.folder.summary.exists()
-    again = make(config)
+    again = make_trainer(config)
     assert again.state.step == 4
     again.train()
     again.close()

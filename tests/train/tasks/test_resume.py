@@ -1,0 +1,139 @@
+"""The start of a run: the state, the weights and the settings that it goes on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.jobs import steps
+from tests.train.trainers import make_trainer, shrink, tensors_of, weights
+from train.config import Config, ConfigError
+from train.engine.checkpoint import checkpoints_in
+from train.engine.parallel import ParallelLayout
+from train.run.run_folder import RunFolder
+from train.tasks.resume import prepare_folder
+
+ALONE = ParallelLayout(0, 1, 1, torch.device("cpu"))
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def config(config: Config) -> Config:
+    return shrink(config)
+
+
+def test_the_origin_is_that_of_the_start_that_made_a_checkpoint(config, tmp_path):
+    """A start that was killed before its first checkpoint leaves no settings to a later one."""
+    folder = RunFolder(config)
+
+    def start_with(name: str) -> str:
+        theirs = tmp_path / name
+        theirs.mkdir(exist_ok=True)
+        (theirs / "config.json").write_text(json.dumps({"name": name}))
+        config.checkpoint.init_from = f"hf:{theirs}"
+        folder.path.mkdir(exist_ok=True)
+        prepare_folder(config, folder, ALONE)
+        kept: Path = folder.origin / "config.json"
+        return json.loads(kept.read_text())["name"]
+
+    assert start_with("first") == "first"
+    assert start_with("second") == "second"
+    (folder.checkpoints / "step-00000003").mkdir()
+    assert start_with("third") == "second"
+
+
+def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
+    trainer = make_trainer(config)
+    trainer.train()
+    trainer.close()
+    other = make_trainer(config)
+    assert other.state.step == 12  # nothing but the final evaluation is left
+    assert other.state.facts() == trainer.state.facts()
+    tensors, loaded = tensors_of(trainer), tensors_of(other)
+    assert any("exp_avg_sq" in name for name in tensors)
+    assert tensors.keys() == loaded.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, loaded[name]), name
+    other.close()
+    config.train.steps = 11
+    with pytest.raises(ConfigError, match=r"train\.steps=11 leaves no step.*train\.steps=12"):
+        make_trainer(config)
+
+
+def test_a_new_run_starts_from_the_state_or_the_weights_of_another(config, tmp_path):
+    trainer = make_trainer(config)
+    trainer.train()
+    trainer.close()
+    old = config.run.dir
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=f"{old}-2"))
+    config.checkpoint = dataclasses.replace(config.checkpoint, resume=old)
+    with pytest.raises(ConfigError, match=r"train\.steps=12 leaves no step.*train\.steps=13"):
+        make_trainer(config)
+    config.train = dataclasses.replace(config.train, steps=13)
+    heir = make_trainer(config)
+    heir.close()
+    assert heir.state.step == 12
+    assert torch.equal(weights(heir), weights(trainer))
+    config.run.dir, config.checkpoint.resume, config.checkpoint.init_from = f"{old}-3", "auto", old
+    novice = make_trainer(config)
+    novice.close()
+    assert (novice.state.step, novice.state.samples) == (0, 0)
+    assert torch.equal(weights(novice), weights(trainer))
+    assert not any(t.any() for n, t in tensors_of(novice).items() if n.startswith("optimizer"))
+
+
+def test_another_corpus_is_rejected_unless_only_weights_are_loaded(config):
+    trainer = make_trainer(config)
+    trainer.train()
+    trainer.close()
+    config.data.held_out = 0.3
+    with pytest.raises(ConfigError, match=r"holds another run, with data\.held_out=0\.2"):
+        make_trainer(config)
+    origin = config.run.dir
+    config.run.dir += "-2"
+    config.checkpoint.resume = origin
+    with pytest.raises(ConfigError, match=r"another stream .* corpus=.*checkpoint\.init_from"):
+        make_trainer(config)
+    config.data.held_out, config.train.seed = 0.2, 5
+    with pytest.raises(ConfigError, match=r"another stream .* train\.seed=0 \(now 5\)"):
+        make_trainer(config)
+    config.checkpoint.resume, config.checkpoint.init_from = "auto", origin
+    make_trainer(config).close()
+
+
+def test_a_checkpoint_of_another_model_is_rejected(config):
+    make_trainer(config).train()
+    origin = config.run.dir
+    config.run.dir += "-2"
+    config.checkpoint.init_from = origin
+    config.model.ffn_dim = 48
+    with pytest.raises(ConfigError, match=r"does not fit this model: .*\[64, 32\] there"):
+        make_trainer(config)
+
+
+def test_overwrite_starts_anew_unless_the_run_was_stopped(config):
+    make_trainer(config).train()
+    config.run.overwrite = True
+    going_on = make_trainer(config)
+    assert going_on.state.step == 12  # overwrite keeps a stopped run
+    going_on.close()
+    config.optim.lr /= 2
+    trainer = make_trainer(config)
+    assert trainer.state.step == 0
+    assert not checkpoints_in(trainer.folder.checkpoints)
+    assert steps(Path(config.run.dir)) == []
+    trainer.close()
+
+
+def test_a_run_with_only_damaged_checkpoints_does_not_start(config):
+    make_trainer(config).train()
+    for path in checkpoints_in(RunFolder(config).checkpoints).values():
+        (path / ".metadata").unlink()
+    for _ in range(2):  # the second time they are already set aside
+        with pytest.raises(ConfigError, match="every checkpoint of this run is damaged"):
+            make_trainer(config)
+    assert steps(Path(config.run.dir))[-1][0] == 12

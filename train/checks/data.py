@@ -1,0 +1,91 @@
+"""The checks of ``data.*`` and ``eval.*``: sources, lengths, and paths that exist."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from train.config import SOURCES, Config, ConfigError, DataConfig
+from train.keys import nearest
+
+MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one of each source
+
+
+def check_data(data: DataConfig) -> None:
+    """Raise ``ConfigError`` for the first key of ``data`` that cannot work."""
+    if not 0 < data.held_out < 1:
+        raise ConfigError(
+            f"data.held_out={data.held_out} must lie between 0 and 1, for example 0.05"
+        )
+    if data.piece_len is not None and data.piece_len > data.seq_len:
+        raise ConfigError(
+            f"data.piece_len={data.piece_len} exceeds data.seq_len={data.seq_len}; "
+            f"nearest valid: data.piece_len={data.seq_len}"
+        )
+    if data.packing == "best_fit" and not data.document_mask:
+        raise ConfigError(
+            "data.packing=best_fit keeps documents apart, which data.document_mask=false joins; "
+            "nearest valid: data.packing=stream (or data.document_mask=true)"
+        )
+    _check_paths(data)
+    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
+        raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
+
+
+def _check_paths(data: DataConfig) -> None:
+    if data.sources:
+        _check_sources(data)
+    paths = {f"{SOURCES}.{name}.path": source.path for name, source in data.sources.items()}
+    paths |= {"data.path": data.path, "data.tokenizer": data.tokenizer}
+    for key, value in paths.items():
+        _check_exists(key, value)
+
+
+def _check_sources(data: DataConfig) -> None:
+    if data.path is not None:
+        raise ConfigError(
+            f"data.path={data.path} and data.sources ({', '.join(data.sources)}) are both given; "
+            f"choose one: data.path=null, or the path without the sources"
+        )
+    for name, source in data.sources.items():
+        key = f"{SOURCES}.{name}"
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
+        if source.min_len is not None and source.min_len < 1:
+            raise ConfigError(f"{key}.min_len={source.min_len}; nearest valid: {key}.min_len=1")
+        if not 0 < source.weight < math.inf:
+            raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
+    total = sum(source.weight for source in data.sources.values())
+    for name, source in data.sources.items():
+        if source.weight < MIN_SHARE * total:
+            raise ConfigError(
+                f"{SOURCES}.{name}.weight={source.weight} is less than {MIN_SHARE:g} of all "
+                f"weights; nearest valid: {SOURCES}.{name}.weight={1.01 * MIN_SHARE * total:.3g}"
+            )
+
+
+def check_text(config: Config) -> None:
+    """Raise ``ConfigError`` unless the text of ``eval.path``, or else that of ``data``, exists."""
+    if config.eval.path is None:
+        _check_paths(config.data)
+    _check_exists("eval.path", config.eval.path)
+    if config.eval.name is not None and Path(config.eval.name).name != config.eval.name:
+        raise ConfigError(f"eval.name={config.eval.name} becomes part of a file name: no slashes")
+
+
+def _check_exists(key: str, value: str | None) -> None:
+    if value is not None and not Path(value).expanduser().exists():
+        raise ConfigError(f"{key}={value} does not exist; {nearest_path(value)}")
+
+
+def nearest_path(value: str) -> str:
+    """A suggestion in place of a path that does not exist."""
+    missing = Path(value).expanduser().absolute()
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    names = sorted(entry.name for entry in missing.parent.iterdir())
+    match = nearest(missing.name, names)
+    if match:
+        return f"did you mean {missing.parent / match}?"
+    return f"nearest existing folder: {missing.parent}"

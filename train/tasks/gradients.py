@@ -1,0 +1,75 @@
+"""The gradients of an optimiser step, and its figures over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from train.config import Config
+from train.data.batches import Batch
+from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
+from train.data.samples import IGNORED
+from train.engine.engine import Engine
+from train.engine.guard import Guard
+from train.engine.parallel import ParallelLayout, sum_over_ranks
+from train.engine.time_split import TimeSplit
+from train.log.speed import counts_of
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """A step before its update, over all ranks.
+
+    ``loss`` is in nats per token with a label, ``grad_norm`` is that before clipping; ``objecting``
+    ranks want to skip the update. ``tokens`` and ``pairs`` are as in ``step_flops``;
+    ``loss_by_bucket`` is in nats per token, NaN for a bucket without tokens.
+    """
+
+    loss: float
+    grad_norm: float
+    objecting: int
+    tokens: int
+    pairs: int
+    loss_by_bucket: list[float]
+
+
+def compute_gradients(
+    engine: Engine,
+    batches: list[Batch],
+    config: Config,
+    parallel: ParallelLayout,
+    guard: Guard,
+    times: TimeSplit | None,
+) -> StepFigures:
+    """Compute, reduce and clip the gradients of the micro-batches of this rank.
+
+    The loss is the sum of all token losses over N, the number of valid tokens of all ranks and
+    micro-batches. An engine averages gradients over W ranks, hence the factor W / N. ``times``
+    ends a period and begins the next where the host waits. Every rank must call this.
+    """
+    counts = sum_over_ranks(parallel, counts_of(batches, config.model))
+    n_valid = counts[0].clamp(min=1)
+    scale = parallel.world / n_valid
+    buckets = n_buckets(config.data.seq_len)
+    sums = torch.zeros(2, buckets, dtype=torch.float64, device=parallel.device)
+    for number, on_host in enumerate(batches, start=1):
+        batch = on_host.to(parallel.device)
+        losses = engine.backward(batch, scale, last=number == len(batches))
+        sums[0] += sum_by_bucket(losses, batch.buckets, buckets)
+        sums[1] += sum_by_bucket((batch.labels != IGNORED).float(), batch.buckets, buckets)
+    norm = engine.grad_norm(float("inf") if config.optim.clip is None else config.optim.clip)
+    sums = sum_over_ranks(parallel, sums)
+    figures = torch.stack([sums[0].sum() / n_valid, norm.double()])
+    objecting = sum_over_ranks(parallel, guard.objects(figures))  # of one, of all
+    results = torch.cat([figures, objecting[None], counts, sums.flatten()])
+    if times is not None:
+        times.end()
+    # The host waits for the device here alone. It may not issue the update before: a stop saves
+    # the weights that precede it while a step runs.
+    loss, grad_norm, *rest = results.tolist()
+    if times is not None:  # the device has reached `end`
+        times.begin()
+    objecting, _, tokens, pairs = (round(count) for count in rest[:4])
+    losses, counted = rest[4 : 4 + buckets], [round(n) for n in rest[4 + buckets :]]
+    return StepFigures(loss, grad_norm, objecting, tokens, pairs, mean_by_bucket(losses, counted))
