@@ -270,3 +270,13 @@ def test_a_deep_copy_shares_the_group_and_nothing_else() -> None:
     assert torch.equal(layer(q, k, k), twin(q, k, k))
     assert len(fired) == 1
     assert twin.group is layer.group
+
+
+def _deep_copy_of_a_plan(group: Group) -> None:
+    plan = plan_context(10, group)
+    assert copy.deepcopy({"plan": plan})["plan"] is plan
+
+
+def test_a_deep_copy_shares_plans(ranks: Ranks) -> None:
+    """Of a module that holds a plan, whose group cannot be copied."""
+    ranks.run(1, _deep_copy_of_a_plan)

@@ -102,10 +102,11 @@ def test_dense_equals_pytorchs_attention(causal: bool) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (2, -1), (1, 2)])
 def test_gradcheck(window: tuple[int, int]) -> None:
-    """Out and lse against finite differences, float64; every row sees a key."""
+    """Out and lse against finite differences along random directions, float64; every row sees a
+    key."""
     inputs = dense_inputs(2, 4, 6, (4, 2), 3)
     assert torch.autograd.gradcheck(
-        lambda *x: flash_attn_func(*x, window_size=window, return_lse=True), inputs
+        lambda *x: flash_attn_func(*x, window_size=window, return_lse=True), inputs, fast_mode=True
     )
     packed = [x[0].detach().requires_grad_() for x in inputs]
     cu_q, cu_k = torch.tensor([0, 1, 1, 4]), torch.tensor([0, 2, 3, 6])
@@ -114,6 +115,7 @@ def test_gradcheck(window: tuple[int, int]) -> None:
             *x, cu_q, cu_k, causal=True, window_size=window, return_lse=True
         ),
         packed,
+        fast_mode=True,
     )
 
 

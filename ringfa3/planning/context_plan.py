@@ -90,6 +90,11 @@ class ContextPlan:
         self.__dict__.update(state)
         self._register()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ContextPlan:
+        """The plan itself, which never changes and whose group cannot be copied."""
+        del memo
+        return self
+
     @staticmethod
     def from_handle(handle: int) -> ContextPlan:
         plan = _alive.get(handle)
@@ -228,8 +233,9 @@ class ContextPlan:
     def unshard(self, x_local: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """All tokens from every rank's local ones: the inverse of `shard`, on every rank.
 
-        Differentiable. All ranks must compute the same from the result: the gradient of `x_local`
-        is this rank's shard of its own gradient of the result, not a sum over ranks.
+        Takes any dtype, the same on all ranks. Differentiable. All ranks must compute the same from
+        the result: the gradient of `x_local` is this rank's shard of its own gradient of the
+        result, not a sum over ranks.
 
         Raises:
             ValueError: x_local.shape[dim] is not `local_tokens`, or the plan was made from
@@ -260,7 +266,10 @@ class _Unshard(torch.autograd.Function):
             padded = rows.new_zeros((max(plan.tokens_per_rank), *rows.shape[1:]))
             padded[: len(rows)] = rows
             parts = [torch.empty_like(padded) for _ in range(plan.world)]
-            dist.all_gather(parts, padded, group=plan.group)
+            # as bytes: gloo and NCCL have no int16, and not every 8-bit float
+            dist.all_gather(
+                [x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=plan.group
+            )
             gathered = torch.cat([p[:n] for p, n in zip(parts, plan.tokens_per_rank, strict=True)])
         index = np.concatenate([plan._index_of(r) for r in range(plan.world)])
         out = torch.empty_like(gathered)
