@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -102,8 +101,7 @@ def test_dense_equals_pytorchs_attention(causal: bool) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (2, -1), (1, 2)])
 def test_gradcheck(window: tuple[int, int]) -> None:
-    """Out and lse against finite differences along random directions, float64; every row sees a
-    key."""
+    """Out and lse against finite differences in random directions, float64; all rows see keys."""
     inputs = dense_inputs(2, 4, 6, (4, 2), 3)
     assert torch.autograd.gradcheck(
         lambda *x: flash_attn_func(*x, window_size=window, return_lse=True), inputs, fast_mode=True
@@ -124,9 +122,9 @@ def test_gradcheck(window: tuple[int, int]) -> None:
 def test_the_largest_window_is_unlimited(sizes: tuple[int, int], window: tuple[int, int]) -> None:
     """`sys.maxsize` in place of -1, bit for bit; the diagonal ends at the bottom right."""
     inputs = dense_inputs(1, *sizes)
-    large = [sys.maxsize if side < 0 else side for side in window]
+    large = tuple(sys.maxsize if side < 0 else side for side in window)
     wanted = flash_attn_func(*inputs, window_size=window, return_lse=True)
-    got = flash_attn_func(*inputs, window_size=tuple(large), return_lse=True)
+    got = flash_attn_func(*inputs, window_size=large, return_lse=True)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
@@ -272,16 +270,13 @@ def test_a_second_derivative_raises() -> None:
 
 
 def test_a_forward_mode_derivative_raises() -> None:
-    """The outputs would have no tangent, as if it were zero."""
     q, k, v = (x.detach() for x in dense_inputs(1, 5, 5))
-    said = "has no forward-mode derivative"
-    with pytest.raises(NotImplementedError, match=said):
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
         torch.func.jvp(lambda x: flash_attn_func(q, k, x), (v,), (v,))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, q)
-        with pytest.raises(NotImplementedError, match=said):
+        with pytest.raises(NotImplementedError, match="no forward-mode"):
             flash_attn_func(dual, k, v)
-        assert torch.equal(flash_attn_func(q, k, v), flash_attn_func(q, k, v))  # no tangent here
 
 
 def test_tensors_without_data() -> None:
@@ -345,13 +340,12 @@ def call(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=None, dtype=torch.float32, k_dtype=No
     return flash_attn_func(q, k, v, **options)
 
 
-def varlen(cu_q: object, cu_k: object, **options: Any) -> object:
+def varlen(cu_q: object, cu_k: object) -> object:
     q = torch.zeros(6, 2, 8)
-    return flash_attn_varlen_func(q, q, q, cu_q, cu_k, **options)  # type: ignore[arg-type]
+    return flash_attn_varlen_func(q, q, q, cu_q, cu_k)  # type: ignore[arg-type]
 
 
 def long(queries: int, keys: int) -> object:
-    """A call of many rows that share one row of memory."""
     q, k = (torch.zeros(1, 1, 1, 8).expand(1, n, 1, 8) for n in (queries, keys))
     return flash_attn_func(q, k, k)
 
@@ -383,7 +377,6 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("window_size", ValueError, lambda: call(window_size=(-2, 0))),
     ("window_size has the number 92", ValueError, lambda: call(window_size=(1 << 63, 0))),
     ("deterministic='no'", TypeError, lambda: call(deterministic="no")),
-    ("deterministic='no'", TypeError, lambda: varlen([0, 6], [0, 6], deterministic="no")),
     ("precision", ValueError, lambda: call(precision="fp16")),
     ("precision='fp8' has no kernel for head_dim 8", ValueError, lambda: call(precision="fp8")),
     ("cu_seqlens_q", ValueError, lambda: varlen([1, 6], [0, 6])),
@@ -394,7 +387,6 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("cu_seqlens_k must be one-dim", ValueError, lambda: varlen([0, 6], torch.zeros(2, 1).int())),
     ("cu_seqlens_q must be one-dim", ValueError, lambda: varlen(torch.zeros(2), [0, 6])),
     ("integer, got torch.bool", ValueError, lambda: varlen(torch.tensor([False, True]), [0, 1])),
-    ("integer, got torch.complex", ValueError, lambda: varlen(torch.tensor([0, 6j]), [0, 6])),
     ("cu_seqlens_q must start with 0", ValueError, lambda: varlen([], [0, 6])),
     ("cu_seqlens_k has the number", ValueError, lambda: varlen([0, 6], [0, 1 << 70])),
 ]

@@ -136,15 +136,9 @@ class ContextPlan:
             return origin
         if window not in origin._windows:
             made = ContextPlan(
-                origin.lengths,
-                origin.shards,
-                origin.rank,
-                origin.group,
-                origin.layout,
-                origin.causal,
-                window,
-                origin.implicit,
-            )
+                origin.lengths, origin.shards, origin.rank, origin.group, origin.layout,
+                origin.causal, window, origin.implicit,
+            )  # fmt: skip
             made._origin = origin
             origin._windows[window] = made
         return origin._windows[window]
@@ -191,9 +185,7 @@ class ContextPlan:
             work.append(int((pairs - pairs_before(s.position, length, *self.band)).sum()))
         return work
 
-    # Tensors are made at each access: one that inference mode or a fake mode has made is of no use
-    # outside of it.
-
+    # Tensors are made at each access: inference or fake mode makes some that only serve inside.
     @property
     def positions(self) -> torch.Tensor:
         """(local_tokens,) int64: position of each local token inside its document."""
