@@ -23,6 +23,8 @@ from ringfa3.validation import (
     check_heads,
     check_layer_inputs,
     check_precision,
+    check_scale,
+    check_type,
     check_window,
 )
 
@@ -51,7 +53,7 @@ class RingFA3Attention(nn.Module):
         transport, deterministic: as in `ring_attn_func`.
 
     Raises:
-        ValueError: an argument is wrong; the message names it and what is allowed.
+        TypeError, ValueError: an argument is wrong; the message names it and what is allowed.
     """
 
     def __init__(
@@ -73,6 +75,9 @@ class RingFA3Attention(nn.Module):
         check_choice("layout", layout, LAYOUTS)
         check_choice("transport", transport, TRANSPORTS)
         check_precision(precision)
+        check_type("deterministic", deterministic, bool)
+        if softmax_scale is not None:
+            check_scale(softmax_scale)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.causal, self.window_size = causal, check_window(window_size)
         self.softmax_scale, self.group, self.layout = softmax_scale, group, layout

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo  # the public name would import the compiler
+from torch.autograd import forward_ad
 from torch.library import Library
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -118,6 +119,8 @@ def register_autograd(
             return (None, *results, *none[len(results) :])
 
     def run(keys: Any, *inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(overload, inputs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return Node.apply(keys, *inputs)  # type: ignore[no-untyped-call]
         with torch._C._AutoDispatchBelowAutograd():
@@ -126,13 +129,22 @@ def register_autograd(
     _library.impl(overload._opname, run, "Autograd", with_keyset=True)
 
 
+def _refuse_tangents(op: Any, inputs: tuple[Any, ...]) -> None:
+    """Raises NotImplementedError: an input has a tangent, which the outputs would lose."""
+    tensors = (x for x in inputs if isinstance(x, torch.Tensor))
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
+        raise NotImplementedError(
+            f"{op} has no forward-mode derivative: use reverse mode, backward() or torch.autograd"
+        )
+
+
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Casts tensors as autocast does for PyTorch's attention: float64 stays, others get its dtype.
 
     Without autocast they come back as they are.
     """
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # autocast knows no meta device
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(

@@ -29,6 +29,7 @@ from ringfa3.validation import (
     check_quantisable,
     check_sink,
     check_tensors,
+    check_type,
     check_window,
     resolve_scale,
     sequence_lengths,
@@ -80,6 +81,7 @@ def flash_attn_func(
         if results is not None:
             return results
     check_precision(precision)
+    check_type("deterministic", deterministic, bool)
     left, right = effective_window(causal, check_window(window_size))
     check_tensors(q, k, v)
     q, k, v = autocast_inputs(q, k, v)
@@ -129,13 +131,16 @@ def flash_attn_varlen_func(
         if results is not None:
             return results
     check_precision(precision)
+    check_type("deterministic", deterministic, bool)
     left, right = effective_window(causal, check_window(window_size))
     check_tensors(q, k, v)
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=3)
     check_quantisable(precision, q, v)
     cu_q, cu_k = (
-        cu if isinstance(cu, torch.Tensor) else torch.tensor(whole_numbers(name, cu))
+        cu
+        if isinstance(cu, torch.Tensor)
+        else torch.tensor(whole_numbers(name, cu), dtype=torch.int64)
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     )
     scale = resolve_scale(softmax_scale, q)

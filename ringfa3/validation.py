@@ -15,6 +15,7 @@ GPU_DTYPES = (torch.bfloat16, torch.float16)
 PRECISIONS = ("native", "fp8", "int8")
 QUANTISED_HEAD_DIMS = (64, 128, 256)
 HEAD_DIM_STEP = 8  # kernels take head dims that are multiples of it: 16 bytes
+INT64_END = 1 << 63
 LAYOUTS = ("zigzag", "contiguous")
 TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
 TRANSPORTS_OF = {"cuda": ("nccl", "symmetric"), "cpu": ("gloo",)}  # by type of device
@@ -77,6 +78,10 @@ def check_transport(transport: str, device: torch.device) -> None:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    for name, value in given.items():
+        if not isinstance(value, SupportsIndex):
+            raise TypeError(f"{name}={value!r}: give a whole number")
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}, both > 0"
@@ -86,14 +91,16 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
 
 
 def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """The values as ints."""
+    """The values as ints, which fit int64."""
     try:
-        numbers = tuple(values)
-        if set(map(type, numbers)) <= {int}:
-            return cast(tuple[int, ...], numbers)
-        return tuple(operator.index(x) for x in numbers)
+        given = tuple(values)
+        plain = set(map(type, given)) <= {int}
+        numbers = cast(tuple[int, ...], given) if plain else tuple(map(operator.index, given))
     except TypeError:
         raise TypeError(f"{name}={values!r}: give a sequence of whole numbers") from None
+    if numbers and not -INT64_END <= min(numbers) <= max(numbers) < INT64_END:
+        raise ValueError(f"{name} has the number {max(numbers, key=abs)}: allowed are 64 bits")
+    return numbers
 
 
 def check_window(window_size: Sequence[int]) -> tuple[int, int]:
@@ -107,9 +114,10 @@ def check_window(window_size: Sequence[int]) -> tuple[int, int]:
 
 
 def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+    dtype = cu_seqlens.dtype
+    if cu_seqlens.dim() != 1 or dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
         raise ValueError(
-            f"{name} must be one-dimensional and integer, got {cu_seqlens.dtype} of shape "
+            f"{name} must be one-dimensional and integer, got {dtype} of shape "
             f"{tuple(cu_seqlens.shape)}"
         )
 
@@ -140,6 +148,8 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> N
     check_tensors(q, k, v)
     shape = "(batch, tokens, heads, head_dim)" if dims == 4 else "(tokens, heads, head_dim)"
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} has layout {x.layout}: give a dense tensor, torch.strided")
         if x.dim() != dims:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: give {shape}")
         if x.device != q.device:
@@ -231,9 +241,14 @@ LEAST_SCALE = 2.0**-64  # the backward divides LSE by the scale
 
 
 def resolve_scale(softmax_scale: float | None, q: torch.Tensor) -> float:
-    """`softmax_scale`, or d ** -0.5 for None. Positive: a mask is -inf before the scale."""
+    """`softmax_scale`, or d ** -0.5 for None."""
     if softmax_scale is None:
         return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0  # `check_qkv` rejects d = 0
+    return check_scale(softmax_scale)
+
+
+def check_scale(softmax_scale: float) -> float:
+    """`softmax_scale` as a float. Positive: a mask is -inf before the scale."""
     if isinstance(softmax_scale, str) or not isinstance(softmax_scale, SupportsFloat):
         raise TypeError(f"softmax_scale={softmax_scale!r}: give a number or None")
     scale = float(softmax_scale)

@@ -235,6 +235,10 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("transport='mpi'", ValueError, lambda: RingFA3Attention(4, 2, 8, transport="mpi")),
     ("precision='int4'", ValueError, lambda: RingFA3Attention(4, 2, 8, precision="int4")),
     ("window_size", ValueError, lambda: RingFA3Attention(4, 2, 8, window_size=(-2, 0))),
+    ("num_heads=4.0", TypeError, lambda: RingFA3Attention(4.0, 2, 8)),  # type: ignore[arg-type]
+    ("head_dim='8'", TypeError, lambda: RingFA3Attention(4, 2, "8")),  # type: ignore[arg-type]
+    ("softmax_scale=-1", ValueError, lambda: RingFA3Attention(4, 2, 8, softmax_scale=-1)),
+    ("deterministic=1", TypeError, lambda: RingFA3Attention(4, 2, 8, deterministic=1)),  # type: ignore[arg-type]
     ("q has shape", ValueError, lambda: RingFA3Attention(2, 2, 8)(X, X, X)),
     ("k has shape", ValueError, lambda: RingFA3Attention(4, 2, 8)(X, X, X)),
     ("plan must come", TypeError, lambda: RingFA3Attention(4, 4, 8)(X, X, X, [0, 12])),
@@ -266,3 +270,13 @@ def test_a_deep_copy_shares_the_group_and_nothing_else() -> None:
     assert torch.equal(layer(q, k, k), twin(q, k, k))
     assert len(fired) == 1
     assert twin.group is layer.group
+
+
+def _deep_copy_of_a_plan(group: Group) -> None:
+    plan = plan_context(10, group)
+    assert copy.deepcopy({"plan": plan})["plan"] is plan
+
+
+def test_a_deep_copy_shares_plans(ranks: Ranks) -> None:
+    """Of a module that holds a plan, whose group cannot be copied."""
+    ranks.run(1, _deep_copy_of_a_plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, functional, keep_attention
@@ -99,10 +101,10 @@ def test_dense_equals_pytorchs_attention(causal: bool) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (2, -1), (1, 2)])
 def test_gradcheck(window: tuple[int, int]) -> None:
-    """Out and lse against finite differences, float64; every row sees a key."""
+    """Out and lse against finite differences in random directions, float64; all rows see keys."""
     inputs = dense_inputs(2, 4, 6, (4, 2), 3)
     assert torch.autograd.gradcheck(
-        lambda *x: flash_attn_func(*x, window_size=window, return_lse=True), inputs
+        lambda *x: flash_attn_func(*x, window_size=window, return_lse=True), inputs, fast_mode=True
     )
     packed = [x[0].detach().requires_grad_() for x in inputs]
     cu_q, cu_k = torch.tensor([0, 1, 1, 4]), torch.tensor([0, 2, 3, 6])
@@ -111,7 +113,19 @@ def test_gradcheck(window: tuple[int, int]) -> None:
             *x, cu_q, cu_k, causal=True, window_size=window, return_lse=True
         ),
         packed,
+        fast_mode=True,
     )
+
+
+@pytest.mark.parametrize("sizes", [(3, 8), (8, 3)])
+@pytest.mark.parametrize("window", [(-1, 1), (1, -1), (-1, -1)])
+def test_the_largest_window_is_unlimited(sizes: tuple[int, int], window: tuple[int, int]) -> None:
+    """`sys.maxsize` in place of -1, bit for bit; the diagonal ends at the bottom right."""
+    inputs = dense_inputs(1, *sizes)
+    large = tuple(sys.maxsize if side < 0 else side for side in window)
+    wanted = flash_attn_func(*inputs, window_size=window, return_lse=True)
+    got = flash_attn_func(*inputs, window_size=large, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 def test_rows_without_keys_are_zero_with_zero_gradients() -> None:
@@ -255,6 +269,25 @@ def test_a_second_derivative_raises() -> None:
         dq.sum().backward()
 
 
+def test_a_forward_mode_derivative_raises() -> None:
+    q, k, v = (x.detach() for x in dense_inputs(1, 5, 5))
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        torch.func.jvp(lambda x: flash_attn_func(q, k, x), (v,), (v,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, q)
+        with pytest.raises(NotImplementedError, match="no forward-mode"):
+            flash_attn_func(dual, k, v)
+
+
+def test_tensors_without_data() -> None:
+    """On the meta device, forward and backward; autocast does not know that device."""
+    inputs = [x.detach().to("meta").requires_grad_() for x in dense_inputs(2, 5, 7)]
+    out, lse = flash_attn_func(*inputs, return_lse=True)
+    assert (out.shape, lse.shape) == ((2, 5, 4, 8), (2, 4, 5))
+    grads = torch.autograd.grad(out.sum() + lse.sum(), inputs)
+    assert [(g.shape, g.device.type) for g in grads] == [(x.shape, "meta") for x in inputs]
+
+
 def test_an_output_without_a_gradient_costs_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unused lse gives dLSE None. An unused out gives the right gradients, float64, 1e-12."""
     given = []
@@ -307,9 +340,14 @@ def call(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=None, dtype=torch.float32, k_dtype=No
     return flash_attn_func(q, k, v, **options)
 
 
-def varlen(cu_q: object, cu_k: object, tokens: int = 6) -> object:
-    q = torch.zeros(tokens, 2, 8)
+def varlen(cu_q: object, cu_k: object) -> object:
+    q = torch.zeros(6, 2, 8)
     return flash_attn_varlen_func(q, q, q, cu_q, cu_k)  # type: ignore[arg-type]
+
+
+def long(queries: int, keys: int) -> object:
+    q, k = (torch.zeros(1, 1, 1, 8).expand(1, n, 1, 8) for n in (queries, keys))
+    return flash_attn_func(q, k, k)
 
 
 Q = torch.zeros(2, 6, 4, 8)
@@ -328,12 +366,17 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("k has batch 3, q has 2", ValueError, lambda: call(k=(3, 6, 2, 8))),
     ("q has stride", ValueError, lambda: flash_attn_func(Q.mT.contiguous().mT, Q, Q)),
     ("v has stride", ValueError, lambda: flash_attn_func(Q, Q, Q.mT.contiguous().mT)),
+    ("q has layout torch.sparse_coo", ValueError, lambda: flash_attn_func(Q.to_sparse(), Q, Q)),
+    ("k has 2147483648 tokens", ValueError, lambda: long(1, 1 << 31)),
+    ("q has 2147483648 tokens", ValueError, lambda: long(1 << 31, 1)),
     ("k is on meta", ValueError, lambda: flash_attn_func(Q, Q.to("meta"), Q)),
     ("softmax_scale=0.0", ValueError, lambda: call(softmax_scale=0.0)),
     ("softmax_scale=-1", ValueError, lambda: call(softmax_scale=-1)),
     ("softmax_scale=1e-30: it must be", ValueError, lambda: call(softmax_scale=1e-30)),
     ("softmax_scale=nan", ValueError, lambda: call(softmax_scale=torch.nan)),
     ("window_size", ValueError, lambda: call(window_size=(-2, 0))),
+    ("window_size has the number 92", ValueError, lambda: call(window_size=(1 << 63, 0))),
+    ("deterministic='no'", TypeError, lambda: call(deterministic="no")),
     ("precision", ValueError, lambda: call(precision="fp16")),
     ("precision='fp8' has no kernel for head_dim 8", ValueError, lambda: call(precision="fp8")),
     ("cu_seqlens_q", ValueError, lambda: varlen([1, 6], [0, 6])),
@@ -343,6 +386,9 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("cu_seqlens_q has 1 seq", ValueError, lambda: varlen([0, 6], [0, 3, 6])),
     ("cu_seqlens_k must be one-dim", ValueError, lambda: varlen([0, 6], torch.zeros(2, 1).int())),
     ("cu_seqlens_q must be one-dim", ValueError, lambda: varlen(torch.zeros(2), [0, 6])),
+    ("integer, got torch.bool", ValueError, lambda: varlen(torch.tensor([False, True]), [0, 1])),
+    ("cu_seqlens_q must start with 0", ValueError, lambda: varlen([], [0, 6])),
+    ("cu_seqlens_k has the number", ValueError, lambda: varlen([0, 6], [0, 1 << 70])),
 ]
 
 

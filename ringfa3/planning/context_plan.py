@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ringfa3.planning.kv_exchange import KVExchange, plan_ring
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
-from ringfa3.planning.tiling import Plan, concat_ranges
+from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
 from ringfa3.validation import (
     LAYOUTS,
     check_choice,
@@ -27,7 +27,6 @@ from ringfa3.validation import (
 )
 
 Group = dist.ProcessGroup | tuple[int, int] | None
-MAX_TOKENS = 1 << 31  # of all ranks together: tables of a plan hold rows as int32
 PLANS_KEPT = 64  # the most recent plans, which `plan_context` returns again
 
 _handles = itertools.count(1)
@@ -91,6 +90,11 @@ class ContextPlan:
         self.__dict__.update(state)
         self._register()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ContextPlan:
+        """The plan itself, which never changes and whose group cannot be copied."""
+        del memo
+        return self
+
     @staticmethod
     def from_handle(handle: int) -> ContextPlan:
         plan = _alive.get(handle)
@@ -105,8 +109,9 @@ class ContextPlan:
         """A plan that was made from (rank, world), with a process group."""
         key = id(group)
         if key not in self._bound:
-            self._bound[key] = copy.copy(self)  # the tables are shared
-            self._bound[key].group = group
+            bound = copy.copy(self)  # the tables are shared
+            bound.group = group
+            self._bound[key] = bound
         return self._bound[key]
 
     def with_window(self, window_size: tuple[int, int]) -> ContextPlan:
@@ -131,15 +136,9 @@ class ContextPlan:
             return origin
         if window not in origin._windows:
             made = ContextPlan(
-                origin.lengths,
-                origin.shards,
-                origin.rank,
-                origin.group,
-                origin.layout,
-                origin.causal,
-                window,
-                origin.implicit,
-            )
+                origin.lengths, origin.shards, origin.rank, origin.group, origin.layout,
+                origin.causal, window, origin.implicit,
+            )  # fmt: skip
             made._origin = origin
             origin._windows[window] = made
         return origin._windows[window]
@@ -186,21 +185,30 @@ class ContextPlan:
             work.append(int((pairs - pairs_before(s.position, length, *self.band)).sum()))
         return work
 
-    @cached_property
+    # Tensors are made at each access: inference or fake mode makes some that only serve inside.
+    @property
     def positions(self) -> torch.Tensor:
         """(local_tokens,) int64: position of each local token inside its document."""
-        mine = self.shards[self.rank]
-        return torch.from_numpy(concat_ranges(mine.position, mine.length))
+        return torch.from_numpy(self._positions)
 
     @cached_property
+    def _positions(self) -> Ints:
+        mine = self.shards[self.rank]
+        return concat_ranges(mine.position, mine.length)
+
+    @property
     def token_index(self) -> torch.Tensor:
         """(local_tokens,) int64: global index of each local token."""
+        return torch.from_numpy(self._token_index)
+
+    @cached_property
+    def _token_index(self) -> Ints:
         return self._index_of(self.rank)
 
-    def _index_of(self, rank: int) -> torch.Tensor:
+    def _index_of(self, rank: int) -> Ints:
         s = self.shards[rank]
         start = np.cumsum(self.lengths) - self.lengths
-        return torch.from_numpy(concat_ranges(start[s.sequence] + s.position, s.length))
+        return concat_ranges(start[s.sequence] + s.position, s.length)
 
     def shard(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """This rank's tokens of a tensor that holds all of them along `dim`.
@@ -217,8 +225,9 @@ class ContextPlan:
     def unshard(self, x_local: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """All tokens from every rank's local ones: the inverse of `shard`, on every rank.
 
-        Differentiable. All ranks must compute the same from the result: the gradient of `x_local`
-        is this rank's shard of its own gradient of the result, not a sum over ranks.
+        Takes any dtype, the same on all ranks. Differentiable. All ranks must compute the same from
+        the result: the gradient of `x_local` is this rank's shard of its own gradient of the
+        result, not a sum over ranks.
 
         Raises:
             ValueError: x_local.shape[dim] is not `local_tokens`, or the plan was made from
@@ -249,11 +258,14 @@ class _Unshard(torch.autograd.Function):
             padded = rows.new_zeros((max(plan.tokens_per_rank), *rows.shape[1:]))
             padded[: len(rows)] = rows
             parts = [torch.empty_like(padded) for _ in range(plan.world)]
-            dist.all_gather(parts, padded, group=plan.group)
+            # as bytes: gloo and NCCL have no int16, and not every 8-bit float
+            dist.all_gather(
+                [x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=plan.group
+            )
             gathered = torch.cat([p[:n] for p, n in zip(parts, plan.tokens_per_rank, strict=True)])
-        index = torch.cat([plan._index_of(r) for r in range(plan.world)]).to(rows.device)
+        index = np.concatenate([plan._index_of(r) for r in range(plan.world)])
         out = torch.empty_like(gathered)
-        out[index] = gathered
+        out[torch.from_numpy(index).to(rows.device)] = gathered
         return out.movedim(0, dim)
 
     @staticmethod
@@ -301,7 +313,7 @@ def plan_context(
         check_cu_seqlens("cu_seqlens", cu_seqlens)
         cu = tuple(cu_seqlens.tolist())
     elif isinstance(cu_seqlens, (int, np.integer)):
-        cu = (0, int(cu_seqlens))
+        cu = whole_numbers("cu_seqlens", (0, cu_seqlens))
     else:
         cu = whole_numbers("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
@@ -366,7 +378,7 @@ def _cached_plan(
     implicit: bool,
 ) -> ContextPlan:
     lengths = np.array(sequence_lengths("cu_seqlens", cu_seqlens), np.int64)
-    if lengths.sum() >= MAX_TOKENS:
+    if lengths.sum() >= MAX_ROWS:
         raise ValueError(f"cu_seqlens ends at {lengths.sum()}: allowed are fewer than 2^31 tokens")
     window = effective_window(causal, window_size)
     if batch:

@@ -45,6 +45,7 @@ TILE = np.dtype(
         ("grid_row0", np.int32),  # forward: row0 in padded rows; backward: row0
     ]
 )
+MAX_ROWS = 1 << 31  # of all queries or keys of a plan: the tables hold rows as int32
 # Flags of a forward tile. FIRST: no earlier hop visits its rows, so it stores instead of merging.
 # LAST: no later hop visits them, so it also writes the output dtype. Backward tiles have no flags:
 # a hop stores dK/dV of all its keys, zeros for keys that no query sees.
@@ -135,6 +136,7 @@ def band(
     shift: key length minus query length, per sequence or one number; the diagonals of sequences of
     unequal length end at the bottom right. left, right: window, -1 for unlimited.
     """
+    left, right = min(left, MAX_ROWS), min(right, MAX_ROWS)  # a window of 2^63 - 1 would wrap
     nq, nk = q.length[query], k.length[key]
     delta = q.position[query] - k.position[key]
     delta = delta + (shift if isinstance(shift, int) else shift[q.sequence[query]])
@@ -369,7 +371,14 @@ def plan_local(q_lengths: Ints, k_lengths: Ints, left: int, right: int) -> Plan:
     Args:
         q_lengths, k_lengths: (sequences,) int64 tokens of each sequence, zeros allowed.
         left, right: window, -1 for unlimited; causal is right = 0.
+
+    Raises ValueError: `MAX_ROWS` queries or keys.
     """
+    for name, lengths in (("q", q_lengths), ("k", k_lengths)):
+        if lengths.sum() >= MAX_ROWS:
+            raise ValueError(
+                f"{name} has {lengths.sum()} tokens: allowed are fewer than 2^31 of all sequences"
+            )
     q, k = whole_sequences(q_lengths), whole_sequences(k_lengths)
     bands = band(q, k, *pair_sequences(q, k), k_lengths - q_lengths, left, right)
     return Plan(q, k, np.zeros(len(k), np.int64), bands, 1)

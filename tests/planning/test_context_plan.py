@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringfa3.planning.context_plan import (
     PLANS_KEPT,
@@ -149,6 +152,8 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("cu_seqlens", ValueError, lambda: plan_context([])),
     ("cu_seqlens", ValueError, lambda: plan_context([0, 5, 4])),
     ("cu_seqlens", ValueError, lambda: plan_context(-1)),
+    ("cu_seqlens has the number", ValueError, lambda: plan_context(1 << 70)),
+    ("cu_seqlens.*torch.bool", ValueError, lambda: plan_context(torch.tensor([False, True]))),
     ("cu_seqlens", ValueError, lambda: plan_context(torch.tensor([0.0, 5.0]))),
     ("cu_seqlens", ValueError, lambda: plan_context(torch.tensor([[0, 5]]))),
     ("layout", ValueError, lambda: plan_context(5, layout="zig-zag")),
@@ -268,6 +273,30 @@ def test_a_pickled_plan_gets_a_handle_of_its_own() -> None:
     assert ContextPlan.from_handle(twin.handle) is twin
     assert twin.digest == plan.digest
     assert torch.equal(twin.token_index, plan.token_index)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
+def test_tensors_of_a_plan_outlive_the_mode_of_their_first_use(mode: Callable[[], Any]) -> None:
+    """A plan first used in an evaluation, or without data, serves training afterwards."""
+    plan = plan_context([0, 7, 19, 40], (1, 2))
+    with mode():
+        plan.shard(torch.zeros(40))
+        assert len(plan.positions) == 20
+    x = torch.arange(40.0, requires_grad=True)
+    shard = plan.shard(x) * torch.arange(40.0, requires_grad=True)[plan.positions]
+    (gradient,) = torch.autograd.grad(shard.sum(), x)
+    assert torch.equal(gradient[plan.token_index], plan.positions.float())
+
+
+def test_the_largest_window_is_unlimited() -> None:
+    """`sys.maxsize` in place of -1 gives equal tables."""
+    large, unlimited = (
+        plan_context([0, 300, 1000], (0, 2), causal=False, window_size=(side, side))
+        for side in (sys.maxsize, -1)
+    )
+    for a, b in zip(large.hops.forward(128), unlimited.hops.forward(128), strict=True):
+        np.testing.assert_array_equal(a.tiles, b.tiles)
+        np.testing.assert_array_equal(a.spans, b.spans)
 
 
 def test_too_many_tokens_are_refused() -> None:

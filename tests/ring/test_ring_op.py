@@ -184,6 +184,8 @@ def _unshard(group: Group, layout: str) -> None:
     local = plan.shard(x).requires_grad_()
     assert torch.equal(plan.unshard(local), x)
     assert torch.equal(plan.unshard(local.t(), dim=1), x.t())
+    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex128):
+        assert torch.equal(plan.unshard((local > 0).to(dtype)), (x > 0).to(dtype))
     weights = torch.randn(23, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (plan.unshard(local) * weights).sum().backward()
     assert torch.equal(local.grad, plan.shard(weights))
