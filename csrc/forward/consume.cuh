@@ -44,7 +44,6 @@ struct ForwardConsumer {
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
-  static constexpr bool kIntegers = is_same_v<typename Shapes::Types::Score, int32_t>;
   // Warps may see nothing of a tile's first block: they take their maximum in the second one.
   static constexpr bool kHidesRows = (Shapes::M > N || Shapes::Quantised) && !kPolicy.sums_rounded;
   static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
@@ -164,7 +163,7 @@ struct ForwardConsumer {
       clear(fP);
       return;
     }
-    float_scores();
+    row_scales.to_float(s);
     if (unmasked == 0) apply_mask(scores(), block, row, lane);
     if constexpr (kPolicy.sums_rounded) {
       float sum[2][2] = {};
@@ -193,9 +192,7 @@ struct ForwardConsumer {
     } while (fits && more_blocks && unmasked > kPolicy.steady_rest);
     if constexpr (kPolicy.steady_rest > 0) block.skip_unmasked_blocks(before - unmasked);
     own_rows = N;
-    if (!fits) {
-      if constexpr (kIntegers) to_float_bits_by_adding(s), row_scales.spoil(scores());
-    }
+    if (!fits) row_scales.to_float_again(s);
     return fits;
   }
 
@@ -203,7 +200,7 @@ struct ForwardConsumer {
   CUTE_DEVICE bool next_softmax(float (&sum)[2][2]) {
     clear_foreign_v();
     start_block();
-    float_scores();
+    row_scales.to_float(s);
     if (unmasked == 0) apply_mask(scores(), block, row, lane);
     bool const begins = kHidesRows && softmax.begins();
     if (!begins) early_part(scores(), sum);
@@ -227,8 +224,7 @@ struct ForwardConsumer {
   }
 
   // P of a first part of S. The fence keeps it above the wait for P V.
-  template <class Scores>
-  CUTE_DEVICE void early_part(Scores const& s, float (&sum)[2][2]) {
+  CUTE_DEVICE void early_part(auto const& s, float (&sum)[2][2]) {
     sum[0][0] = sum[0][1] = sum[1][0] = sum[1][1] = 0.f;
     softmax.template exponentiate<0, kEarly>(s, prob, sum, scale());
     CUTE_UNROLL
@@ -236,8 +232,7 @@ struct ForwardConsumer {
   }
 
   // P of the rest of S, and all of P to fP, which P V has read.
-  template <class Scores>
-  CUTE_DEVICE void late_part(Scores const& s, float (&sum)[2][2]) {
+  CUTE_DEVICE void late_part(auto const& s, float (&sum)[2][2]) {
     to_operand<ElementPV, 0, kEarly>(prob, fP);
     softmax.template exponentiate<kEarly, kSize>(s, prob, sum, scale());
     to_operand<ElementPV, kEarly, kSize>(prob, fP);
@@ -381,11 +376,8 @@ struct ForwardConsumer {
     if (more_tiles) block.begin_tile(smem.work[work_stage.index()]);
   }
 
-  // S in float32. Integers are so after `float_scores`; unmasked blocks convert them one by one.
+  // S in float32, after `RowScales::to_float`. Unmasked blocks convert integers one by one.
   CUTE_DEVICE auto scores() { return recast<float>(s); }
-  CUTE_DEVICE void float_scores() {
-    if constexpr (kIntegers) to_float_bits(s), row_scales.spoil(scores());
-  }
   CUTE_DEVICE auto scale() const { return row_scales.of_block(p); }
 
   __device__ Turns<Shapes> turns() const { return {warpgroup}; }

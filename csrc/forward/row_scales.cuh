@@ -3,6 +3,7 @@
 
 #include "forward/shapes.cuh"
 #include "forward/softmax.cuh"
+#include "hopper/wgmma.cuh"
 
 namespace ringfa3 {
 
@@ -16,6 +17,8 @@ struct RowScales {
   CUTE_DEVICE void load_offset(ForwardParams<Shapes> const&, WorkItem const&, int) {}
   CUTE_DEVICE void take_offset(ForwardParams<Shapes> const&, WorkItem const&, int, float (&)[2]) {}
   CUTE_DEVICE void finish(float (&)[2], float (&)[2]) const {}
+  CUTE_DEVICE void to_float(auto const&) {}
+  CUTE_DEVICE void to_float_again(auto const&) {}
   CUTE_DEVICE float of_block(ForwardParams<Shapes> const& p) const { return p.scale_log2; }
 };
 
@@ -62,16 +65,29 @@ struct RowScales<Shapes, true> {
   CUTE_DEVICE RowScale of_block(ForwardParams<Shapes> const&) const {
     return {{row_scale[0] * k_scale, row_scale[1] * k_scale}};
   }
-  // Int8 K has no NaN: the scale of its tile is NaN, and becomes one of S, which a mask can hide.
+  // Makes integers of S float32.
   template <class Scores>
-  CUTE_DEVICE void spoil(Scores&& s) {
-    if (!isnan(k_scale)) return;
-    k_scale = 1.f;
-    CUTE_UNROLL
-    for (int n = 0; n < size(s); ++n) s(n) = NAN;
+  CUTE_DEVICE void to_float(Scores& s) {
+    if constexpr (kIntegers) to_float_bits(s), spoil(s);
+  }
+  // The same behind a softmax that has converted them one by one.
+  template <class Scores>
+  CUTE_DEVICE void to_float_again(Scores& s) {
+    if constexpr (kIntegers) to_float_bits_by_adding(s), spoil(s);
   }
 
  private:
+  static constexpr bool kIntegers = is_same_v<typename Shapes::Types::Score, int32_t>;
+
+  // Int8 K has no NaN: the scale of its tile is NaN, and becomes one of S, which a mask can hide.
+  template <class Scores>
+  CUTE_DEVICE void spoil(Scores& s) {
+    if (!isnan(k_scale)) return;
+    k_scale = 1.f;
+    CUTE_UNROLL
+    for (int n = 0; n < size(s); ++n) s(n) = __float_as_int(NAN);
+  }
+
   // Numbers of `from` (heads, tokens) times a factor; 0 past the end of the tile.
   static CUTE_DEVICE void load(ForwardParams<Shapes> const& p, WorkItem const& work, int row,
                                float const* from, float factor, float (&to)[2]) {

@@ -17,6 +17,7 @@ from ringfa3.planning.kv_exchange import KVExchange, plan_ring
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
+from ringfa3.planning.unshard import Unshard
 from ringfa3.validation import (
     LAYOUTS,
     check_choice,
@@ -136,9 +137,15 @@ class ContextPlan:
             return origin
         if window not in origin._windows:
             made = ContextPlan(
-                origin.lengths, origin.shards, origin.rank, origin.group, origin.layout,
-                origin.causal, window, origin.implicit,
-            )  # fmt: skip
+                origin.lengths,
+                origin.shards,
+                origin.rank,
+                origin.group,
+                origin.layout,
+                origin.causal,
+                window,
+                origin.implicit,
+            )
             made._origin = origin
             origin._windows[window] = made
         return origin._windows[window]
@@ -203,9 +210,10 @@ class ContextPlan:
 
     @cached_property
     def _token_index(self) -> Ints:
-        return self._index_of(self.rank)
+        return self.index_of(self.rank)
 
-    def _index_of(self, rank: int) -> Ints:
+    def index_of(self, rank: int) -> Ints:
+        """(tokens of the rank,) int64: global index of each."""
         s = self.shards[rank]
         start = np.cumsum(self.lengths) - self.lengths
         return concat_ranges(start[s.sequence] + s.position, s.length)
@@ -243,34 +251,8 @@ class ContextPlan:
                 "this plan was made from (rank, world) and cannot gather: make it with "
                 "group=<ProcessGroup> to unshard"
             )
-        result: torch.Tensor = _Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
         return result
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_local, plan, dim):  # type: ignore[no-untyped-def]
-        ctx.plan, ctx.dim = plan, dim
-        rows = x_local.movedim(dim, 0)
-        if plan.world == 1:
-            gathered = rows.contiguous()
-        else:
-            padded = rows.new_zeros((max(plan.tokens_per_rank), *rows.shape[1:]))
-            padded[: len(rows)] = rows
-            parts = [torch.empty_like(padded) for _ in range(plan.world)]
-            # as bytes: gloo and NCCL have no int16, and not every 8-bit float
-            dist.all_gather(
-                [x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=plan.group
-            )
-            gathered = torch.cat([p[:n] for p, n in zip(parts, plan.tokens_per_rank, strict=True)])
-        index = np.concatenate([plan._index_of(r) for r in range(plan.world)])
-        out = torch.empty_like(gathered)
-        out[torch.from_numpy(index).to(rows.device)] = gathered
-        return out.movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return ctx.plan.shard(grad, ctx.dim), None, None
 
 
 def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:

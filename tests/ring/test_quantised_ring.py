@@ -39,7 +39,7 @@ def rounded_inputs(
     K and V are rounded as every rank rounds its own.
     """
     formats = FORMATS[precision]
-    tokens = [plan._index_of(rank) for rank in range(plan.world)]
+    tokens = [plan.index_of(rank) for rank in range(plan.world)]
     parts = [ChannelStatistics.of(k[at], v[at]) for at in tokens]
     centres = KVCentres.of(ChannelStatistics.combine(parts), formats)
     queries = quantise_q(plan.shard(q), centres, formats)
