@@ -1,9 +1,10 @@
 """Calls of attention on one GPU that start in C++.
 
 The host library (csrc/host) registers kernels of the ops `attention` and `attention_backward`. The
-first call of its kind runs in Python, which records what it does as a program; later calls of equal
-shapes, strides, settings and streams replay it. Python runs whatever is unusual: CUDA graph
-capture, tensor subclasses, float64, 8 bits, sinks, inputs that share their first byte.
+first call of its kind runs in Python; so does the second one, beside a recorder, which makes a
+program of what it does; later calls of equal shapes, strides, settings and streams replay it.
+Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64, 8 bits, sinks,
+inputs that share their first byte.
 
 RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp".
 """
@@ -86,7 +87,8 @@ def select(name: str) -> None:
 def counts() -> dict[str, int]:
     """Calls of the library's kernels so far, and programs that it holds; empty without a library.
 
-    replayed: by a program; recorded: by Python, which was asked for one; python: by Python.
+    replayed: by a program; recorded: by Python, which was asked for one; first: by Python, of a
+    kind that the library had not seen, or has forgotten; python: by Python, for other reasons.
     """
     return {} if _library is None else dict(_library.counts())
 

@@ -170,9 +170,9 @@ PyObject* clear(PyObject*, PyObject*) {
 
 PyObject* counts(PyObject*, PyObject*) {
   Counts const& n = host().counts;
-  return Py_BuildValue("{s:L,s:L,s:L,s:n}", "replayed", n.replayed.load(), "recorded",
-                       n.recorded.load(), "python", n.python.load(), "programs",
-                       static_cast<Py_ssize_t>(host().programs.size()));
+  return Py_BuildValue("{s:L,s:L,s:L,s:L,s:n}", "replayed", n.replayed.load(), "recorded",
+                       n.recorded.load(), "first", n.first.load(), "python", n.python.load(),
+                       "programs", static_cast<Py_ssize_t>(host().programs.size()));
 }
 
 // The arguments of flash_attn_func and flash_attn_varlen_func that all calls may replay. Each

@@ -62,7 +62,7 @@ def main() -> None:
                         host.start(library, "cpu", kernels.driver())
                         host.select(name)
                     for what, call in calls().items():
-                        call(), call()  # the library records the second one at the latest
+                        call(), call()  # the library records the second one
                         taken = microseconds(call)
                         if number:
                             times.setdefault((what, name), []).append(taken)
