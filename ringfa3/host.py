@@ -41,7 +41,6 @@ attend: Callable[..., Any] | None = None
 attend_varlen: Callable[..., Any] | None = None
 
 _selected: str | None = None  # None: nobody has chosen yet
-_observed = False
 _library: Any = None
 _lock = threading.Lock()
 
@@ -111,7 +110,7 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     global _library
     library.start(device, *driver, lengths_by_value)
     _library = library
-    tell_of_observers(_observe)
+    tell_of_observers(library.observe)
 
 
 def stop() -> None:
@@ -141,19 +140,12 @@ def _driver() -> tuple[int, int, int]:
     return current, capturing, number
 
 
-def _observe(observed: bool) -> None:
-    """An observer of ops sees those that Python runs."""
-    global _observed
-    _observed = observed
-    _switch()
-
-
 def _switch() -> None:
-    """Lets the library start calls, or not, as it is chosen and observed."""
+    """Lets the library start calls, or not, as it is chosen."""
     global attend, attend_varlen
     if _library is None:
         return
-    on = _selected == "cpp" and not _observed
+    on = _selected == "cpp"
     _library.enable(on)
     attend, attend_varlen = (_library.attend, _library.attend_varlen) if on else (None, None)
     record_with(_record if on else None)
@@ -174,5 +166,6 @@ def _record(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -
     except ProgramError:
         _library.decline()
     else:
-        _library.keep(program, tuple(recorder.names), tuple(recorder.tables))
+        tables = tuple(recorder.tables)
+        _library.keep(program, tuple(recorder.names), tables, tuple(recorder.kept))
     return results

@@ -4,7 +4,7 @@ captures, observers, and everything that Python alone can run."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ringfa3 import flash_attn_func, flash_attn_varlen_func, host, keep_attention
+from ringfa3 import flash_attn_func, flash_attn_varlen_func, functional, host, keep_attention
 from ringfa3.build import compile as build
 from ringfa3.build.units import UNITS
 from ringfa3.custom_op import observe
@@ -99,6 +99,24 @@ def test_a_captured_call_is_run_by_python(kernels: FakeKernels) -> None:
     kernels.library.fake_capture(0)
     with replays(2):
         assert all(map(equal, step(leaves()), wanted))
+
+
+@pytest.mark.parametrize("replayable", [True, False])
+def test_a_capture_finds_the_plan_of_a_program(kernels: FakeKernels, replayable: bool) -> None:
+    """Python's own cache of plans has dropped it, and a capture can upload no other."""
+    left = 7 + replayable  # a plan for each case
+    for _ in range(2):
+        wanted = step(leaves(), window_size=(left, 0))
+    for tokens in range(functional._plan.cache_info().maxsize or 0):
+        functional._plan((1000 + tokens,), (1,), -1, -1)
+    if not replayable:
+        host._library.clear()
+    kernels.library.fake_capture(1)
+    if replayable:
+        assert all(map(equal, step(leaves(), window_size=(left, 0)), wanted))
+    else:  # nothing else keeps plans
+        with pytest.raises(RuntimeError, match="run it once before"):
+            attend(*leaves(), window_size=(left, 0))
 
 
 def test_sinks_and_8_bits_are_run_by_python(kernels: FakeKernels) -> None:
@@ -308,19 +326,83 @@ def test_a_call_beside_a_transform(kernels: FakeKernels, transform: Any) -> None
     assert all(x == found[0] for x in found), found
 
 
-def test_an_observer_sees_every_op(kernels: FakeKernels) -> None:
-    """Python runs them while one watches; then the library goes on."""
-    recorded()
-    names: list[str] = []
-    observe(lambda name: names.append(name) or nullcontext())  # type: ignore[func-returns-value]
-    try:
-        with replays(0):
-            step(leaves())
-    finally:
-        observe(None)
-    assert names == ["attention", "attention_backward"]
+class Observed:
+    """An observer of ops that keeps what it sees: ops, launches, ends, and errors that end them."""
+
+    def __init__(self, kernels: FakeKernels) -> None:
+        self.kernels = kernels
+        self.seen: list[str] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.kernels.take()
+        self.seen.append(name)
+        try:
+            yield
+        except RuntimeError as error:
+            self.seen.append(str(error))
+            raise
+        finally:
+            self.seen += [launched.name for launched in self.kernels.take()]
+            self.seen.append(f"end of {name}")
+
+
+@pytest.fixture
+def observed(kernels: FakeKernels) -> Iterator[Observed]:
+    observer = Observed(kernels)
+    observe(observer)
+    yield observer
+    observe(None)
+
+
+def test_an_observer_sees_every_op(kernels: FakeKernels, observed: Observed) -> None:
+    """A replayed one as one that Python runs, with its launches inside; also autograd's thread."""
+    host.select("python")
+    wanted = step(leaves())
+    seen = list(observed.seen)
+    assert seen == [
+        *("attention", "forward", "end of attention"),
+        *("attention_backward", "preprocess", "backward", "postprocess"),
+        "end of attention_backward",
+    ]
+    host.select("cpp")
+    for count in (0, 0, 2, 2):
+        observed.seen.clear()
+        with replays(count):
+            assert all(map(equal, step(leaves()), wanted))
+        assert observed.seen == seen
+    observe(None)
     with replays(2):
         step(leaves())
+    assert observed.seen == seen
+
+
+def test_an_error_passes_through_the_observer(kernels: FakeKernels, observed: Observed) -> None:
+    """Of a replayed call, with the text of Python; an observer's own error, too."""
+    recorded()
+    inputs = leaves()
+    out = attend(*inputs)
+    kernels.library.fake_fail(719)
+    told = []
+    for which in ("cpp", "python"):
+        host.select(which)
+        for call in (lambda: attend(*leaves()), lambda: torch.autograd.grad(out.sum(), inputs)):
+            observed.seen.clear()
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            told.append((caught.type, str(caught.value), observed.seen.copy()))
+            assert str(caught.value) in observed.seen
+            kernels.library.fake_forget()
+    assert told[:2] == told[2:]
+    kernels.library.fake_fail(0)
+
+    def refuses(name: str) -> Any:
+        raise KeyError(name)
+
+    host.select("cpp")
+    observe(refuses)
+    with replays(1), pytest.raises(KeyError, match="attention"):
+        attend(*leaves())
 
 
 def test_a_choice_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,14 +93,14 @@ PyObject* keep_program(std::shared_ptr<Program const> program) {
   Py_RETURN_NONE;
 }
 
-// keep(program: bytes, names: tuple[str, ...], tables: tuple[torch.Tensor, ...])
+// keep(program: bytes, names: tuple[str, ...], tables: tuple[torch.Tensor, ...], kept: object)
 PyObject* keep(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   char const* begin;
   Py_ssize_t bytes;
-  PyObject *names, *tables;
-  if (!PyArg_ParseTuple(args, "y#O!O!", &begin, &bytes, &PyTuple_Type, &names, &PyTuple_Type,
-                        &tables)) {
+  PyObject *names, *tables, *kept;
+  if (!PyArg_ParseTuple(args, "y#O!O!O", &begin, &bytes, &PyTuple_Type, &names, &PyTuple_Type,
+                        &tables, &kept)) {
     return nullptr;
   }
   Reader in(begin, bytes);
@@ -117,6 +117,11 @@ PyObject* keep(PyObject*, PyObject* args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tables); ++i) {
     program->tables.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(tables, i)));
   }
+  Py_INCREF(kept);
+  program->kept = std::shared_ptr<PyObject>(kept, [](PyObject* object) {
+    py::gil_scoped_acquire const gil;
+    Py_DECREF(object);
+  });
   return keep_program(std::move(program));
   END_HANDLE_TH_ERRORS
 }
@@ -158,6 +163,12 @@ PyObject* stop_kernels(PyObject*, PyObject*) {
 
 PyObject* enable(PyObject*, PyObject* on) {
   host().enabled = PyObject_IsTrue(on) == 1;
+  Py_RETURN_NONE;
+}
+
+// observe(observer: Callable[[str], AbstractContextManager] | None)
+PyObject* observe(PyObject*, PyObject* observer) {
+  host().observer.set(observer);
   Py_RETURN_NONE;
 }
 
@@ -315,6 +326,7 @@ PyMethodDef methods[] = {
     {"start", start_kernels, METH_VARARGS, nullptr},
     {"stop", stop_kernels, METH_NOARGS, nullptr},
     {"enable", enable, METH_O, nullptr},
+    {"observe", observe, METH_O, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -140,6 +140,15 @@ struct Lookup {
     }
   }
 
+  // The outputs of the program, which is known, for these inputs.
+  Tensors replay(char const* op, Tensors inputs) const {
+    ++host().counts.replayed;
+    return host().observer.around(op, [&] {
+      at::AutoDispatchBelowADInplaceOrView const below;
+      return program->run(std::move(inputs), stream);
+    });
+  }
+
   // Runs `python`, which makes the program if the key is set.
   template <class Call>
   auto otherwise(Call const& python) {
@@ -173,9 +182,7 @@ inline Outputs attention(Tensor const& q, Tensor const& k, Tensor const& v, Mayb
   c10::DeviceGuard const device(q.device());
   Lookup found(0, {&q, &k, &v}, cu_q, cu_k, scale, left, right, deterministic);
   if (!found.program) return found.otherwise(python);
-  ++host().counts.replayed;
-  at::AutoDispatchBelowADInplaceOrView const below;
-  Tensors out = found.program->run({q, k, v}, found.stream);
+  Tensors out = found.replay("attention", {q, k, v});
   return {std::move(out[0]), std::move(out[1])};
 }
 
@@ -194,9 +201,7 @@ inline Grads attention_backward(Tensor const& dout, MaybeTensor const& dlse, Ten
                                       left, right, deterministic);
     });
   }
-  ++host().counts.replayed;
-  at::AutoDispatchBelowADInplaceOrView const below;
-  Tensors grads = found.program->run({dout, dlse_of, q, k, v, out, lse}, found.stream);
+  Tensors grads = found.replay("attention_backward", {dout, dlse_of, q, k, v, out, lse});
   return {std::move(grads[0]), std::move(grads[1]), std::move(grads[2])};
 }
 

@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
@@ -63,6 +64,7 @@ struct Program {
   std::vector<Step> steps;
   std::vector<View> outputs;
   std::vector<at::Tensor> tables;  // whose addresses the launches hold
+  std::shared_ptr<void> kept;      // an object of Python that lives as long
 
   // The outputs of a call. `tensors` are its inputs; an undefined one has no launch that reads it.
   Tensors run(Tensors tensors, Stream stream) const {

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "host/driver.h"
+#include "host/observer.h"
 #include "host/programs.h"
 
 namespace ringfa3::host {
@@ -23,6 +24,7 @@ struct Counts {
 struct Host {
   Programs programs;
   Counts counts;
+  Observer observer;
   Driver driver{};
   at::DeviceType device = at::kCUDA;
   c10::DispatchKeySet plain;     // keys that a tensor which is nothing but strided may have

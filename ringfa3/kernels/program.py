@@ -61,6 +61,7 @@ class ProgramRecorder(TorchDispatchMode):
         self._problem: str | None = None
         self.names: list[str] = []
         self.tables: list[torch.Tensor] = []
+        self.kept: list[object] = []
 
     @staticmethod
     def can_tell_apart(inputs: Sequence[torch.Tensor | None]) -> bool:
@@ -130,6 +131,9 @@ class ProgramRecorder(TorchDispatchMode):
 
     def uses(self, memory: object) -> None:
         self.tables.extend(_tensors((memory,)))
+
+    def keeps(self, plan: object) -> None:
+        self.kept.append(plan)
 
     # Where tensors lie
 

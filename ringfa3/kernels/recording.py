@@ -21,6 +21,9 @@ class Recorder(Protocol):
         memory: a tensor, or a tuple that has some among its members.
         """
 
+    def keeps(self, plan: object) -> None:
+        """Called with the plan of the call, whose uploads a captured call reads."""
+
 
 class _Thread(threading.local):
     recorder: Recorder | None = None
