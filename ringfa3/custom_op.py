@@ -25,7 +25,7 @@ checkpointed: list[Callable[..., Any]] = []
 
 Observer = Callable[[str], AbstractContextManager[object]]
 _observer: Observer | None = None
-_told: list[Callable[[bool], object]] = []
+_told: list[Callable[[Observer | None], object]] = []
 
 # Runs the kernel of an op instead of a plain call: recorder(name, kernel, arguments).
 Recorder = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
@@ -40,18 +40,18 @@ def observe(observer: Observer | None) -> None:
     global _observer
     _observer = observer
     for tell in _told:
-        tell(observer is not None)
+        tell(observer)
 
 
-def tell_of_observers(tell: Callable[[bool], object]) -> None:
-    """Calls tell(whether ops are observed) now, and whenever that may change."""
+def tell_of_observers(tell: Callable[[Observer | None], object]) -> None:
+    """Calls tell(observer) now, and whenever there is another one, or none."""
     if tell not in _told:
         _told.append(tell)
-    tell(_observer is not None)
+    tell(_observer)
 
 
 def record_with(recorder: Recorder | None) -> None:
-    """Lets a recorder run the kernels of all ops that no observer sees. None ends it."""
+    """Lets a recorder run the kernels of all ops, inside what observes them. None ends it."""
     global _recorder
     _recorder = recorder
 
@@ -62,14 +62,17 @@ def custom_op(kernel: F) -> F:
     schema = torch.library.infer_schema(kernel, mutates_args=())
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
 
+    def compute(args: tuple[Any, ...]) -> Any:
+        recorder = _recorder
+        return kernel(*args) if recorder is None else recorder(name, kernel, args)
+
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
         observer = _observer  # another thread may end it meanwhile
         if observer is None:
-            recorder = _recorder
-            return kernel(*args) if recorder is None else recorder(name, kernel, args)
+            return compute(args)
         with observer(name):
-            return kernel(*args)
+            return compute(args)
 
     _library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")
     op: F = getattr(torch.ops.ringfa3, name).default

@@ -6,6 +6,7 @@ and selective activation checkpointing see one node with outputs (out, lse).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -16,6 +17,7 @@ from ringfa3 import host
 from ringfa3.attention_op import lse_by_head, lse_by_sequence, out_shape, register_attention
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
+from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.planning.context_plan import effective_window
@@ -149,9 +151,18 @@ def flash_attn_varlen_func(
     return (out, lse) if return_lse else out
 
 
+# Plans that live: those of `_plan`'s cache, and those that programs of the host library keep.
+_living: weakref.WeakValueDictionary[tuple[object, ...], Plan] = weakref.WeakValueDictionary()
+
+
 @lru_cache(64)
 def _plan(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], left: int, right: int) -> Plan:
-    return plan_local(np.array(q_lengths, np.int64), np.array(k_lengths, np.int64), left, right)
+    key = q_lengths, k_lengths, left, right
+    plan = _living.get(key)
+    if plan is None:
+        lengths_q, lengths_k = (np.array(x, np.int64) for x in (q_lengths, k_lengths))
+        plan = _living.setdefault(key, plan_local(lengths_q, lengths_k, left, right))
+    return plan
 
 
 _lengths_on_gpu: TensorCache[tuple[int, ...]] = TensorCache()  # of cu_seqlens
@@ -184,7 +195,7 @@ def _local_plan(
     right: int,
 ) -> Plan:
     if cu_q is None or cu_k is None:
-        return _plan((q.shape[1],) * q.shape[0], (k.shape[1],) * k.shape[0], left, right)
+        return _kept(_plan((q.shape[1],) * q.shape[0], (k.shape[1],) * k.shape[0], left, right))
     lengths_q = _lengths("cu_seqlens_q", cu_q, q.shape[0])
     lengths_k = _lengths("cu_seqlens_k", cu_k, k.shape[0])
     if len(lengths_q) != len(lengths_k):
@@ -192,7 +203,16 @@ def _local_plan(
             f"cu_seqlens_q has {len(lengths_q)} sequences, cu_seqlens_k has {len(lengths_k)}: "
             "they must be equal"
         )
-    return _plan(lengths_q, lengths_k, left, right)
+    return _kept(_plan(lengths_q, lengths_k, left, right))
+
+
+def _kept(plan: Plan) -> Plan:
+    """A plan that lives as long as the program that is recorded, if one is: a capture of the call,
+    which Python runs, finds what the plan has uploaded."""
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.keeps(plan)
+    return plan
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,13 @@
-"""Calls of attention on one GPU that start in C++.
+"""Calls of attention that start in C++.
 
 The host library (csrc/host) registers kernels of the ops `attention` and `attention_backward`. The
-first call of its kind runs in Python, which records what it does as a program; later calls of equal
-shapes, strides, settings and streams replay it. Python runs whatever is unusual: CUDA graph
-capture, tensor subclasses, float64, 8 bits, sinks, inputs that share their first byte.
+first call of its kind runs in Python; so does the second one, beside a recorder, which makes a
+program of what it does; later calls of equal shapes, strides, settings and streams replay it.
+Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64, 8 bits, sinks,
+inputs that share their first byte.
+
+Of a ring over peers' memory Python begins each call, and the library replays the rest: see
+`ringfa3.symmetric.ring_program`.
 
 RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp".
 """
@@ -40,7 +44,6 @@ attend: Callable[..., Any] | None = None
 attend_varlen: Callable[..., Any] | None = None
 
 _selected: str | None = None  # None: nobody has chosen yet
-_observed = False
 _library: Any = None
 _lock = threading.Lock()
 
@@ -83,10 +86,17 @@ def select(name: str) -> None:
         _switch()
 
 
+def library() -> Any:
+    """The library while it starts calls, else None. It holds and runs programs of ring calls:
+    `program` and `run` of csrc/host/module.cpp."""
+    return _library if _selected == "cpp" else None
+
+
 def counts() -> dict[str, int]:
     """Calls of the library's kernels so far, and programs that it holds; empty without a library.
 
-    replayed: by a program; recorded: by Python, which was asked for one; python: by Python.
+    replayed: by a program; recorded: by Python, which was asked for one; first: by Python, of a
+    kind that the library had not seen, or has forgotten; python: by Python, for other reasons.
     """
     return {} if _library is None else dict(_library.counts())
 
@@ -109,7 +119,7 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     global _library
     library.start(device, *driver, lengths_by_value)
     _library = library
-    tell_of_observers(_observe)
+    tell_of_observers(library.observe)
 
 
 def stop() -> None:
@@ -139,19 +149,12 @@ def _driver() -> tuple[int, int, int]:
     return current, capturing, number
 
 
-def _observe(observed: bool) -> None:
-    """An observer of ops sees those that Python runs."""
-    global _observed
-    _observed = observed
-    _switch()
-
-
 def _switch() -> None:
-    """Lets the library start calls, or not, as it is chosen and observed."""
+    """Lets the library start calls, or not, as it is chosen."""
     global attend, attend_varlen
     if _library is None:
         return
-    on = _selected == "cpp" and not _observed
+    on = _selected == "cpp"
     _library.enable(on)
     attend, attend_varlen = (_library.attend, _library.attend_varlen) if on else (None, None)
     record_with(_record if on else None)
@@ -172,5 +175,6 @@ def _record(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -
     except ProgramError:
         _library.decline()
     else:
-        _library.keep(program, tuple(recorder.names), tuple(recorder.tables))
+        tables = tuple(recorder.tables)
+        _library.keep(program, tuple(recorder.names), tables, tuple(recorder.kept))
     return results

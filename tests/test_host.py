@@ -19,7 +19,7 @@ from tests.support.both_hosts import in_threads
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Outcome, Shape, call, equal
 
-PROGRAMS = 256  # kMaxPrograms of csrc/host/programs.h
+PROGRAMS, SEEN = 256, 1024  # kMaxPrograms, kMaxSeen of csrc/host/programs.h
 PACKAGE = str(Path(host.__file__).parent)
 
 
@@ -76,7 +76,7 @@ def test_a_replayed_call_launches_what_python_launches(
     }  # fmt: skip
     wanted = in_python(kernels, shape, shape.inputs(), **options)
     others = shape.inputs(1)
-    call(kernels, shape, others, **options)
+    call(kernels, shape, others, **options), call(kernels, shape, others, **options)
     before = counted("replayed")
     assert not call(kernels, shape, shape.inputs(), **options).differences(wanted)
     launched = [name for name, *_ in wanted.launches]
@@ -106,14 +106,39 @@ VARIATIONS: dict[str, tuple[Shape, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", VARIATIONS)
-def test_a_call_that_differs_is_recorded(kernels: FakeKernels, name: str) -> None:
+def test_a_call_that_differs_is_of_another_kind(kernels: FakeKernels, name: str) -> None:
     shape, options = VARIATIONS[name]
     wanted = in_python(kernels, shape, shape.inputs(), **options)
-    for _ in range(2):
+    for _ in range(3):
         call(kernels, BASE, BASE.inputs())
-    recorded, replayed = counted("recorded"), counted("replayed")
+    before = host.counts()
     assert not call(kernels, shape, shape.inputs(), **options).differences(wanted)
-    assert (counted("recorded"), counted("replayed")) == (recorded + 2, replayed)
+    assert host.counts() == {**before, "first": before["first"] + 2}
+
+
+def test_the_second_call_of_a_kind_is_recorded(kernels: FakeKernels) -> None:
+    """Forward and backward; a call that comes once makes no program and runs without a recorder."""
+    made = ("first", "recorded", "replayed", "programs")
+    for expected in ((2, 0, 0, 0), (2, 2, 0, 2), (2, 2, 2, 2), (2, 2, 4, 2)):
+        call(kernels, BASE, BASE.inputs())
+        assert tuple(map(counted, made)) == expected
+    assert counted("python") == 0
+
+
+def test_kinds_that_were_seen_once_are_bounded(kernels: FakeKernels) -> None:
+    """The oldest is forgotten: its next call is a first one."""
+    shape, inputs = Shape(tokens=4, keys=4), Shape(tokens=4, keys=4).inputs()
+
+    def see(scale: float) -> None:
+        call(kernels, shape, inputs, backward=False, softmax_scale=scale)
+
+    for number in range(SEEN + 1):
+        see(0.1 + number / 1e4)
+    assert (counted("first"), counted("recorded")) == (SEEN + 1, 0)
+    see(0.1)  # was forgotten, so the second one is now
+    assert (counted("first"), counted("recorded")) == (SEEN + 2, 0)
+    see(0.1 + 2 / 1e4)
+    assert (counted("first"), counted("recorded")) == (SEEN + 2, 1)
 
 
 def test_streams_have_programs_of_their_own(kernels: FakeKernels) -> None:
@@ -121,7 +146,7 @@ def test_streams_have_programs_of_their_own(kernels: FakeKernels) -> None:
     for stream, generation in ((7, 0), (8, 0), (7, 1)):
         kernels.use(stream, generation)
         before = counted("recorded")
-        outcomes = [call(kernels, BASE, BASE.inputs()) for _ in range(2)]
+        outcomes = [call(kernels, BASE, BASE.inputs()) for _ in range(3)]
         assert counted("recorded") == before + 2
         assert {launched[3] for x in outcomes for launched in x.launches} == {stream}
     kernels.use(8)
@@ -133,16 +158,17 @@ def test_streams_have_programs_of_their_own(kernels: FakeKernels) -> None:
 def test_inputs_that_begin_elsewhere_in_16_bytes_are_copied(kernels: FakeKernels) -> None:
     """By Python, by the recorded call and by the replayed one."""
     inputs = BASE.inputs()
-    call(kernels, BASE, inputs), call(kernels, BASE, inputs)
+    for _ in range(3):
+        call(kernels, BASE, inputs)
     room = torch.zeros(inputs[0].numel() + 1, dtype=torch.bfloat16)
     shifted = room[1:].view(inputs[0].shape)
     shifted.copy_(inputs[0])
     moved = [shifted, *inputs[1:]]
     wanted = in_python(kernels, BASE, moved)
     recorded = counted("recorded")
-    for number in range(2):
+    for number, more in enumerate((0, 2, 2)):
         assert not call(kernels, BASE, moved).differences(wanted)
-        assert counted("recorded") == recorded + 2, number
+        assert counted("recorded") == recorded + more, number
 
 
 def test_a_steady_call_enters_one_frame_of_python(kernels: FakeKernels) -> None:
@@ -173,7 +199,7 @@ def test_lengths_on_the_cpu_count_by_their_values(kernels: FakeKernels) -> None:
     array = np.array([0, 150, 200], np.int32)
     lengths = torch.from_numpy(array)
     shape = Shape(tokens=200, keys=200, documents=(150, 50))
-    for _ in range(2):
+    for _ in range(3):
         call(kernels, shape, shape.inputs(), lengths, causal=True)
     array[1] = 70
     other = Shape(tokens=200, keys=200, documents=(70, 130))
@@ -189,7 +215,7 @@ def test_lengths_on_the_cpu_count_by_their_values(kernels: FakeKernels) -> None:
 def test_lengths_on_a_gpu_count_by_tensor_and_version(
     fake_kernels: FakeKernels, host_library: Any
 ) -> None:
-    """And their programs go with them. A tensor's first call is not recorded."""
+    """And their programs go with them."""
     fake = fake_kernels
     host.start(host_library, "cpu", fake.driver(), lengths_by_value=False)
     host.select("cpp")
@@ -212,7 +238,8 @@ def test_lengths_on_a_gpu_count_by_tensor_and_version(
         assert counted("replayed") == before + 1
         assert host.counts()["programs"] == 1  # the first version's has gone
         del lengths
-        call(fake, BASE, BASE.inputs(), backward=False)
+        for _ in range(2):
+            call(fake, BASE, BASE.inputs(), backward=False)
         assert host.counts()["programs"] == 1
     finally:
         host.stop()
@@ -223,8 +250,8 @@ def test_programs_are_bounded(kernels: FakeKernels) -> None:
     shape, inputs = Shape(tokens=4, keys=4), Shape(tokens=4, keys=4).inputs()
     scales = [0.1 + n / 1000 for n in range(PROGRAMS + 1)]
     for scale in scales:
-        call(kernels, shape, inputs, backward=False, softmax_scale=scale)
-        call(kernels, shape, inputs, backward=False, softmax_scale=scales[0])
+        for each in (scale, scale, scales[0]):
+            call(kernels, shape, inputs, backward=False, softmax_scale=each)
     assert host.counts()["programs"] == PROGRAMS
     assert counted("recorded") == PROGRAMS + 1  # the first one stayed
     before = counted("recorded")

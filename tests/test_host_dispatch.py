@@ -3,8 +3,6 @@ captures, observers, and everything that Python alone can run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +11,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ringfa3 import flash_attn_func, flash_attn_varlen_func, host, keep_attention
+from ringfa3 import flash_attn_func, flash_attn_varlen_func, functional, host, keep_attention
 from ringfa3.build import compile as build
 from ringfa3.build.units import UNITS
-from ringfa3.custom_op import observe
 from tests import test_functional
 from tests.support.both_hosts import errors_of_both
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Shape, equal
+from tests.support.host_steps import SHAPE, attend, leaves, recorded, replays, step
 
-SHAPE = Shape(tokens=200, keys=200)
 NODE = "CppFunction"  # the class of the library's autograd node
-
-
-def leaves(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    return [x.to(dtype).requires_grad_() for x in SHAPE.inputs()[:3]]
-
-
-def attend(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-    out = flash_attn_func(*inputs, causal=True, **options)
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def step(inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
-    """Out and gradients of a call."""
-    out = attend(*inputs, **options)
-    return [out.detach(), *torch.autograd.grad(out, inputs, SHAPE.inputs()[3])]
-
-
-@contextmanager
-def replays(count: int) -> Iterator[None]:
-    """The block replays `count` programs."""
-    before = host.counts()["replayed"]
-    yield
-    assert host.counts()["replayed"] - before == count
 
 
 @pytest.mark.parametrize(
@@ -72,7 +45,7 @@ def test_errors_name_the_argument(kernels: FakeKernels, wrong: Any) -> None:
 
 
 def test_a_second_derivative_of_a_replayed_call_raises(kernels: FakeKernels) -> None:
-    for count in (0, 2):
+    for count in (0, 0, 2):
         inputs = leaves()
         with replays(count):
             out = attend(*inputs)
@@ -85,7 +58,7 @@ def test_a_second_derivative_of_a_replayed_call_raises(kernels: FakeKernels) -> 
 
 def test_a_captured_call_is_run_by_python(kernels: FakeKernels) -> None:
     """Also when its program is known; a captured call makes none."""
-    wanted = step(leaves())
+    wanted = recorded()
     kernels.library.fake_capture(1)
     with replays(0):
         assert all(map(equal, step(leaves()), wanted))
@@ -95,18 +68,37 @@ def test_a_captured_call_is_run_by_python(kernels: FakeKernels) -> None:
         assert all(map(equal, step(leaves()), wanted))
 
 
+@pytest.mark.parametrize("replayable", [True, False])
+def test_a_capture_finds_the_plan_of_a_program(kernels: FakeKernels, replayable: bool) -> None:
+    """Python's own cache of plans has dropped it, and a capture can upload no other."""
+    left = 7 + replayable  # a plan for each case
+    for _ in range(2):
+        wanted = step(leaves(), window_size=(left, 0))
+    for tokens in range(functional._plan.cache_info().maxsize or 0):
+        functional._plan((1000 + tokens,), (1,), -1, -1)
+    if not replayable:
+        host._library.clear()
+    kernels.library.fake_capture(1)
+    if replayable:
+        assert all(map(equal, step(leaves(), window_size=(left, 0)), wanted))
+    else:  # nothing else keeps plans
+        with pytest.raises(RuntimeError, match="run it once before"):
+            attend(*leaves(), window_size=(left, 0))
+
+
 def test_sinks_and_8_bits_are_run_by_python(kernels: FakeKernels) -> None:
-    step(leaves())
+    recorded()
     sink = torch.zeros(4, requires_grad=True)
     with replays(0):
-        attend(*leaves(), sink=sink)
-        attend(*leaves(torch.float32), precision="fp8")
+        for _ in range(3):
+            attend(*leaves(), sink=sink)
+            attend(*leaves(torch.float32), precision="fp8")
     assert host.counts()["recorded"] == 2
 
 
 def test_float64_is_run_by_the_executor(kernels: FakeKernels) -> None:
     """It launches no kernel, so no program repeats it."""
-    for _ in range(2):
+    for _ in range(3):
         with replays(0):
             assert step(leaves(torch.float64))[0].dtype == torch.float64
 
@@ -114,7 +106,7 @@ def test_float64_is_run_by_the_executor(kernels: FakeKernels) -> None:
 def test_inputs_that_are_one_tensor_are_not_recorded(kernels: FakeKernels) -> None:
     """Which address belongs to which input would not show."""
     x = SHAPE.inputs()[0]
-    for _ in range(2):
+    for _ in range(3):
         with replays(0):
             attend(x, x, x)
     assert host.counts()["programs"] == 0
@@ -143,7 +135,7 @@ class Names(TorchDispatchMode):
 
 def test_a_mode_sees_one_op_a_direction(kernels: FakeKernels) -> None:
     """And its kernel still replays. The autograd node is Python's, as tracers know it."""
-    wanted = step(leaves())
+    wanted = recorded()
     assert type(attend(*leaves()).grad_fn).__name__ == NODE
     inputs, dout = leaves(), SHAPE.inputs()[3]
     with replays(2), Names() as mode:
@@ -224,7 +216,7 @@ def test_hooks_see_saved_tensors(kernels: FakeKernels) -> None:
 
 def test_compiled_autograd(kernels: FakeKernels) -> None:
     """It takes the library's node as it takes Python's."""
-    wanted = step(leaves())
+    wanted = recorded()
 
     def run() -> list[torch.Tensor]:
         inputs = leaves()
@@ -240,7 +232,7 @@ def test_compiled_autograd(kernels: FakeKernels) -> None:
 
 def test_a_compiled_function_replays(kernels: FakeKernels) -> None:
     """Its graph calls the op, whose kernel is the library's."""
-    wanted = step(leaves())
+    wanted = recorded()
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for _ in range(2):
@@ -254,7 +246,7 @@ def test_a_compiled_function_replays(kernels: FakeKernels) -> None:
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_without_gradients(kernels: FakeKernels, mode: Any) -> None:
     """Programs serve calls with gradients and without."""
-    wanted = step(leaves())[0]
+    wanted = recorded()[0]
     with replays(1), mode():
         out = attend(*leaves())
         assert (out.requires_grad, out.is_inference()) == (False, mode is torch.inference_mode)
@@ -266,7 +258,7 @@ def test_a_gradient_of_lse_alone(kernels: FakeKernels) -> None:
     found = []
     for which in host.HOSTS:
         host.select(which)
-        for _ in range(2):
+        for _ in range(3):
             inputs = leaves()
             _, lse = flash_attn_func(*inputs, return_lse=True)
             found.append(torch.autograd.grad(lse.sum(), inputs))
@@ -299,21 +291,6 @@ def test_a_call_beside_a_transform(kernels: FakeKernels, transform: Any) -> None
             except RuntimeError as refused:
                 found.append(str(refused))
     assert all(x == found[0] for x in found), found
-
-
-def test_an_observer_sees_every_op(kernels: FakeKernels) -> None:
-    """Python runs them while one watches; then the library goes on."""
-    step(leaves())
-    names: list[str] = []
-    observe(lambda name: names.append(name) or nullcontext())  # type: ignore[func-returns-value]
-    try:
-        with replays(0):
-            step(leaves())
-    finally:
-        observe(None)
-    assert names == ["attention", "attention_backward"]
-    with replays(2):
-        step(leaves())
 
 
 def test_a_choice_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,9 +78,8 @@ struct Wanted {
 };
 
 // Adds cumulative lengths: by their values on the CPU, where they may change without a new version,
-// else by the tensor and its version. Returns whether a program may be replayed; `make` becomes
-// false where none is worth making.
-inline bool add_lengths(Key& key, MaybeTensor const& cu, bool& make) {
+// else by the tensor and its version. Returns whether a program may be replayed.
+inline bool add_lengths(Key& key, MaybeTensor const& cu) {
   if (!cu || !cu->defined()) {
     key.add(int64_t{-1});
     return true;
@@ -98,19 +97,18 @@ inline bool add_lengths(Key& key, MaybeTensor const& cu, bool& make) {
     return true;
   }
   if (!is_plain(x) || x.is_inference()) return false;
-  auto const [id, known] = host().programs.document(x);
   key.add(int64_t{-2});
-  key.add_document(id);
-  make &= known;  // a tensor that one call uses is not worth a program
+  key.add_document(host().programs.document(x));
   return true;
 }
 
 // Looks for the program of a call with these tensors and settings. `key` is set where Python should
-// make one.
+// make one: from the second call of a kind on, as a call that comes once is not worth a program.
 struct Lookup {
   std::shared_ptr<Program const> program;
   Stream stream{};
   std::optional<Key> key;
+  bool first = false;  // of its kind
 
   Lookup(int64_t op, std::initializer_list<Tensor const*> tensors, MaybeTensor const& cu_q,
          MaybeTensor const& cu_k, double scale, c10::SymInt const& left, c10::SymInt const& right,
@@ -131,21 +129,31 @@ struct Lookup {
     made.add(scale);
     made.add(*from), made.add(*to);
     for (Tensor const* x : tensors) made.add(*x);
-    bool make = true;
-    if (!add_lengths(made, cu_q, make) || !add_lengths(made, cu_k, make)) return;
+    if (!add_lengths(made, cu_q) || !add_lengths(made, cu_k)) return;
     Found found = host().programs.find(made);
     if (found) {
       program = std::move(*found);
-    } else if (make) {
+    } else if (host().programs.seen(made)) {
       key = std::move(made);
+    } else {
+      first = true;
     }
+  }
+
+  // The outputs of the program, which is known, for these inputs.
+  Tensors replay(char const* op, Tensors inputs) const {
+    ++host().counts.replayed;
+    return host().observer.around(op, [&] {
+      at::AutoDispatchBelowADInplaceOrView const below;
+      return program->run(std::move(inputs), stream);
+    });
   }
 
   // Runs `python`, which makes the program if the key is set.
   template <class Call>
   auto otherwise(Call const& python) {
     if (!key) {
-      ++host().counts.python;
+      ++(first ? host().counts.first : host().counts.python);
       return python();
     }
     ++host().counts.recorded;
@@ -174,9 +182,7 @@ inline Outputs attention(Tensor const& q, Tensor const& k, Tensor const& v, Mayb
   c10::DeviceGuard const device(q.device());
   Lookup found(0, {&q, &k, &v}, cu_q, cu_k, scale, left, right, deterministic);
   if (!found.program) return found.otherwise(python);
-  ++host().counts.replayed;
-  at::AutoDispatchBelowADInplaceOrView const below;
-  Tensors out = found.program->run({q, k, v}, found.stream);
+  Tensors out = found.replay("attention", {q, k, v});
   return {std::move(out[0]), std::move(out[1])};
 }
 
@@ -195,9 +201,7 @@ inline Grads attention_backward(Tensor const& dout, MaybeTensor const& dlse, Ten
                                       left, right, deterministic);
     });
   }
-  ++host().counts.replayed;
-  at::AutoDispatchBelowADInplaceOrView const below;
-  Tensors grads = found.program->run({dout, dlse_of, q, k, v, out, lse}, found.stream);
+  Tensors grads = found.replay("attention_backward", {dout, dlse_of, q, k, v, out, lse});
   return {std::move(grads[0]), std::move(grads[1]), std::move(grads[2])};
 }
 
@@ -320,7 +324,8 @@ inline void start(at::DeviceType device, Driver driver, bool lengths_by_value) {
 inline void stop() {
   libraries().clear();
   host().programs.clear();
-  host().counts.replayed = host().counts.recorded = host().counts.python = 0;
+  Counts& counts = host().counts;
+  counts.replayed = counts.recorded = counts.first = counts.python = 0;
 }
 
 }  // namespace ringfa3::host

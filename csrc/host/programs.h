@@ -1,4 +1,5 @@
-// The programs that calls replay, by key, and which tensors of cumulative lengths they belong to.
+// The programs that calls replay, by key, which keys were asked for, and which tensors of
+// cumulative lengths programs belong to.
 #pragma once
 
 #include <c10/core/TensorImpl.h>
@@ -6,10 +7,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -19,6 +22,7 @@
 namespace ringfa3::host {
 
 constexpr size_t kMaxPrograms = 256;  // beyond that the one that was used least recently goes
+constexpr size_t kMaxSeen = 1024;     // keys without a program; beyond that the oldest is forgotten
 
 // A program, or for a call that Python always runs none.
 using Found = std::optional<std::shared_ptr<Program const>>;
@@ -35,6 +39,20 @@ class Programs {
     return at->second.program;
   }
 
+  // Whether the key was asked for before. Of keys only hashes are kept: two keys with one hash pass
+  // for each other, and the first call of the second one makes its program.
+  bool seen(Key const& key) {
+    size_t const hash = key.hash();
+    std::lock_guard const lock(mutex_);
+    if (!seen_.insert(hash).second) return true;
+    order_of_seen_.push_back(hash);
+    if (order_of_seen_.size() > kMaxSeen) {
+      seen_.erase(order_of_seen_.front());
+      order_of_seen_.pop_front();
+    }
+    return false;
+  }
+
   void put(Key key, std::shared_ptr<Program const> program) {
     std::vector<std::shared_ptr<Program const>> dropped;
     std::vector<Tensor> expired;
@@ -49,6 +67,9 @@ class Programs {
         dropped.push_back(std::move(at->second.program));
         at = entries_.erase(at);
       }
+    }
+    for (auto& document : documents_) {
+      document.second.has_programs |= key.has_document(document.second.id);
     }
     Entry& entry = entries_[std::move(key)];
     dropped.push_back(std::exchange(entry.program, std::move(program)));
@@ -69,6 +90,8 @@ class Programs {
     entries.swap(entries_);
     documents.swap(documents_);
     outdated_.clear();
+    seen_.clear();
+    order_of_seen_.clear();
   }
 
   size_t size() {
@@ -76,27 +99,23 @@ class Programs {
     return entries_.size();
   }
 
-  // A number of a tensor and its version, above 0, and whether it was asked for before. Another
-  // tensor, and other values in this one, get another number.
-  std::pair<int64_t, bool> document(at::Tensor const& x) {
+  // A number of a tensor and its version, above 0. Another tensor, and other values in this one,
+  // get another number.
+  int64_t document(at::Tensor const& x) {
     c10::TensorImpl* const impl = x.unsafeGetTensorImpl();
     auto const version = impl->version_counter().current_version();
     std::vector<Tensor> expired;
     std::lock_guard const lock(mutex_);
     auto const at = documents_.find(impl);
     if (at != documents_.end()) {  // the weak reference keeps its address from another tensor
-      if (at->second.version == version) {
-        at->second.has_programs = true;
-        return {at->second.id, true};
-      }
+      if (at->second.version == version) return at->second.id;
       if (std::exchange(at->second.has_programs, false)) outdated_.push_back(at->second.id);
       at->second.version = version;
-      at->second.id = ++last_id_;
-      return {last_id_, false};
+      return at->second.id = ++last_id_;
     }
     if (documents_.size() >= kMaxPrograms) forget_expired(expired);
     documents_.emplace(impl, Document{Tensor(x.getIntrusivePtr()), version, ++last_id_});
-    return {last_id_, false};
+    return last_id_;
   }
 
  private:
@@ -109,7 +128,7 @@ class Programs {
     Tensor tensor;
     uint32_t version;
     int64_t id;
-    bool has_programs = false;  // this version may have some: it was asked for twice
+    bool has_programs = false;  // of this version
   };
 
   // Moves documents whose tensors are gone to `expired`.
@@ -128,6 +147,8 @@ class Programs {
   std::mutex mutex_;
   std::unordered_map<Key, Entry, KeyHash> entries_;
   std::unordered_map<c10::TensorImpl*, Document> documents_;
+  std::unordered_set<size_t> seen_;
+  std::deque<size_t> order_of_seen_;
   std::vector<int64_t> outdated_;  // ids of documents whose programs go at the next `put`
   uint64_t clock_ = 0;
   int64_t last_id_ = 0;

@@ -8,20 +8,23 @@
 #include <cstdint>
 
 #include "host/driver.h"
+#include "host/observer.h"
 #include "host/programs.h"
 
 namespace ringfa3::host {
 
-// Counts calls of the kernels of this library.
+// Counts calls of the kernels of this library, and replays of rings.
 struct Counts {
   std::atomic<int64_t> replayed{0};  // by a program
   std::atomic<int64_t> recorded{0};  // by Python, which makes a program
+  std::atomic<int64_t> first{0};     // by Python, of a kind that was not seen before
   std::atomic<int64_t> python{0};    // by Python: a capture, a graph, 8 bits, ...
 };
 
 struct Host {
   Programs programs;
   Counts counts;
+  Observer observer;
   Driver driver{};
   at::DeviceType device = at::kCUDA;
   c10::DispatchKeySet plain;     // keys that a tensor which is nothing but strided may have

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3 import flash_attn_func
+from ringfa3 import flash_attn_func, host
 from ringfa3.custom_op import observe
 from tests.support.ranks import sacrifice
 from tests.train.engine.test_engines import LIMIT_S, layout
@@ -146,6 +146,29 @@ def test_ops_are_seen_in_forward_and_backward(device, times):
     assert kinds == ["attention", "matmul", "matmul", "attention"]
     layer(torch.randn(3, 4))
     assert len(names) == 4
+
+
+def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
+    """The same marks in the same order, while the host library records and replays."""
+    q, k = torch.randn(2, 1, 8, 2, 64).bfloat16()
+    layer = Linear(128, 64).bfloat16()
+    seen = {}
+    observe(times.op)
+    try:
+        for which in host.HOSTS:
+            host.select(which)
+            for _ in range(3):
+                leaves = [x.clone().requires_grad_() for x in (q, k, k)]
+                times.begin()
+                out = flash_attn_func(*leaves, causal=True)
+                layer(out.flatten(2).flatten(0, 1)).sum().backward()
+                times.end()
+                seen.setdefault(which, []).append([mark.kind for mark in times._ended])
+    finally:
+        observe(None)
+    assert host.counts()["replayed"] == 2
+    assert seen["cpp"] == seen["python"]
+    assert seen["cpp"][-1].count("attention") == 2
 
 
 def _communication(_: dist.ProcessGroup, configs: list[Config]) -> list[list[int]]:
