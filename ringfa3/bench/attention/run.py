@@ -23,6 +23,8 @@ from ringfa3.bench.attention.cases import (
     SCORES,
     select,
 )
+from ringfa3.bench.attention.cudnn_fp8 import NAME as CUDNN_FP8
+from ringfa3.bench.attention.cudnn_fp8 import cudnn_fp8
 from ringfa3.bench.attention.errors import add_errors
 from ringfa3.bench.attention.fa4 import flash_attention_4
 from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
@@ -202,6 +204,12 @@ def _with_own_implementations(
         return [turns, RingFA3(), *found], missing
     if name in (FP8, INT8):
         found, missing = ([], []) if smoke else _flash_attentions(options)
+        if name == FP8 and not smoke and "cudnn" in options.peers:
+            cudnn = cudnn_fp8()
+            if isinstance(cudnn, str):
+                missing.append(f"{CUDNN_FP8}: {cudnn}")
+            else:
+                found.append(cudnn)
         whole = RingFA3(f"{RINGFA3} {name} with quantisation", precision=name)
         return [QuantisedRingFA3(name), whole, RingFA3(), *found], missing
     if name == ABLATION:
