@@ -20,6 +20,7 @@
 #include "forward/mask.cuh"
 #include "forward/operands.cuh"
 #include "forward/partial_output.cuh"
+#include "forward/promotion.cuh"
 #include "forward/row_scales.cuh"
 #include "forward/settle.cuh"
 #include "forward/shapes.cuh"
@@ -50,6 +51,8 @@ struct ForwardConsumer {
   static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
   // The accumulator takes O of earlier hops; that of e4m3 products has too few bits for it.
   static constexpr bool kResumes = !Shapes::QuantisedV, kRescalesRows = Shapes::QuantisedV;
+  static constexpr int kPromotion = kPolicy.promotion_interval;
+  static_assert(kPromotion == 0 || Shapes::QuantisedV);
 
   ForwardParams<Shapes> const& p;
   Shared& smem;
@@ -71,6 +74,7 @@ struct ForwardConsumer {
   decltype(make_tensor<float>(shape(FragmentS{}))) prob;  // P (64, N) in float32
   FragmentO o;                                            // O (64, D)
   FragmentP fP;                                           // P (64, N), the A operand of P V
+  PromotedSums<FragmentO, kPromotion> promoted;           // of O (64, D), see `ForwardPolicy`
 
   Pipeline<Shapes::Stages> k_stage, v_stage;
   Pipeline<Shapes::QStages> q_stage;
@@ -189,6 +193,7 @@ struct ForwardConsumer {
       if constexpr (kPolicy.steady_rest > 0) --unmasked, wait_for_k();
       warpgroup_wait<0>();
       finish_pv();
+      promoted.promote(o, o_empty);
       late_part(sum);
       fits = softmax.accumulate(sum);
     } while (fits && more_blocks && unmasked > kPolicy.steady_rest);
@@ -207,6 +212,7 @@ struct ForwardConsumer {
     next_block();
     warpgroup_wait<0>();
     finish_pv();
+    promoted.promote(o, o_empty);
     if (begins) return false;
     late_part(sum);
     return softmax.accumulate(sum);
@@ -271,6 +277,7 @@ struct ForwardConsumer {
       warpgroup_wait<0>();
     }
     finish_pv();
+    promoted.finish(o);
     // With one stage of Q no registers are left for it beside a product.
     if constexpr (!kTwoQ) finish_lse(lse);
     store_tile(*this, work, inside, strict, early_lse, lse);
