@@ -27,6 +27,7 @@ struct WithoutPingPong : Shapes {
 // Float32 sums take the registers of exponentials before the wait for P V, and of kept P.
 template <class Shapes>
 struct Promoting : Shapes {
+  static_assert(Shapes::QuantisedV);
   static constexpr ForwardPolicy kPolicy = [] {
     ForwardPolicy policy = Shapes::kPolicy;
     policy.promotion_interval = RINGFA3_PROMOTION;

@@ -20,7 +20,6 @@
 #include "forward/mask.cuh"
 #include "forward/operands.cuh"
 #include "forward/partial_output.cuh"
-#include "forward/promotion.cuh"
 #include "forward/row_scales.cuh"
 #include "forward/settle.cuh"
 #include "forward/shapes.cuh"
@@ -51,8 +50,6 @@ struct ForwardConsumer {
   static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
   // The accumulator takes O of earlier hops; that of e4m3 products has too few bits for it.
   static constexpr bool kResumes = !Shapes::QuantisedV, kRescalesRows = Shapes::QuantisedV;
-  static constexpr int kPromotion = kPolicy.promotion_interval;
-  static_assert(kPromotion == 0 || Shapes::QuantisedV);
 
   ForwardParams<Shapes> const& p;
   Shared& smem;
@@ -70,11 +67,11 @@ struct ForwardConsumer {
   using FragmentO = decltype(partition_fragment_C(mma_o, Shape<_64, Int<D>>{}));
   using FragmentP = decltype(make_tensor<ElementPV>(
       Shape<Shape<Int<4 / sizeof(ElementPV)>, _2, _2>, _1, Int<N * sizeof(ElementPV) / 32>>{}));
-  FragmentS s;                                            // S (64, N)
-  decltype(make_tensor<float>(shape(FragmentS{}))) prob;  // P (64, N) in float32
-  FragmentO o;                                            // O (64, D)
-  FragmentP fP;                                           // P (64, N), the A operand of P V
-  PromotedSums<FragmentO, kPromotion> promoted;           // of O (64, D), see `ForwardPolicy`
+  FragmentS s;                                                   // S (64, N)
+  decltype(make_tensor<float>(shape(FragmentS{}))) prob;         // P (64, N) in float32
+  FragmentO o;                                                   // O (64, D)
+  FragmentP fP;                                                  // P (64, N), the A operand of P V
+  PromotedSums<FragmentO, kPolicy.promotion_interval> promoted;  // of O (64, D)
 
   Pipeline<Shapes::Stages> k_stage, v_stage;
   Pipeline<Shapes::QStages> q_stage;
@@ -193,7 +190,6 @@ struct ForwardConsumer {
       if constexpr (kPolicy.steady_rest > 0) --unmasked, wait_for_k();
       warpgroup_wait<0>();
       finish_pv();
-      promoted.promote(o, o_empty);
       late_part(sum);
       fits = softmax.accumulate(sum);
     } while (fits && more_blocks && unmasked > kPolicy.steady_rest);
@@ -212,7 +208,6 @@ struct ForwardConsumer {
     next_block();
     warpgroup_wait<0>();
     finish_pv();
-    promoted.promote(o, o_empty);
     if (begins) return false;
     late_part(sum);
     return softmax.accumulate(sum);
@@ -220,6 +215,7 @@ struct ForwardConsumer {
 
   // P V of the block before runs beside S of this block, and beside its softmax. Waits for S.
   CUTE_DEVICE void start_block() {
+    promoted.promote(o, o_empty);
     turns().await();
     qk_and_pv();
     turns().pass();
@@ -338,15 +334,13 @@ struct ForwardConsumer {
     warpgroup_fence_operand(s);
     if constexpr (kIntegers) to_float_bits(s), row_scales.spoil(scores());
     release(smem.k_empty[k_stage.index()]);
-    refill.k();
-    k_stage.advance();
+    refill.k(), k_stage.advance();
   }
 
   __device__ void finish_pv() {
     warpgroup_fence_operand(o);
     release(smem.v_empty[v_stage.index()]);
-    refill.v();
-    v_stage.advance();
+    refill.v(), v_stage.advance();
   }
 
   // Every warpgroup does it for itself.
@@ -399,8 +393,7 @@ struct ForwardConsumer {
   // After the last S of a tile.
   __device__ void release_q() {
     release(smem.q_empty[q_stage.index()][q_part]);
-    refill.q();
-    q_stage.advance();
+    refill.q(), q_stage.advance();
   }
 };
 
