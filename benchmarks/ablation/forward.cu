@@ -1,9 +1,12 @@
-// The forward kernel without one of its parts, Table 2 of the paper, or with another pipeline or
-// tile. Variants have defines, see `VARIANTS` in ringfa3/build/units.py.
+// The forward kernel without one of its parts, Table 2 of the paper, or with another pipeline,
+// tile, way of V or promotion of its sums. Variants have defines, see `VARIANTS` in
+// ringfa3/build/units.py.
 #if defined(RINGFA3_UNSPECIALISED)
 #include "unspecialised.cuh"
 #elif defined(RINGFA3_THREE_STAGES)
 #include "three_stages.cuh"
+#elif defined(RINGFA3_IN_KERNEL_TRANSPOSE)
+#include "transpose.cuh"
 #else
 #include "forward/kernel.cuh"
 #endif
@@ -20,11 +23,26 @@ struct WithoutPingPong : Shapes {
   static constexpr bool PingPong = false;
 };
 
+#if defined(RINGFA3_PROMOTION)
+// Float32 sums take the registers of exponentials before the wait for P V, and of kept P.
+template <class Shapes>
+struct Promoting : Shapes {
+  static_assert(Shapes::QuantisedV);
+  static constexpr ForwardPolicy kPolicy = [] {
+    ForwardPolicy policy = Shapes::kPolicy;
+    policy.promotion_interval = RINGFA3_PROMOTION;
+    policy.early_elements = 0, policy.keeps_p = false;
+    return policy;
+  }();
+};
+#endif
+
 }  // namespace ringfa3
 
-extern "C" int ringfa3_forward(ringfa3::ForwardArgs const* args, void* stream) {
-  using Shapes = ringfa3::ForwardShapes<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_N,
-                                        RINGFA3_TILE_M / 64>;
+using Shapes = ringfa3::ForwardShapes<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_N,
+                                      RINGFA3_TILE_M / 64, ringfa3::Precision::RINGFA3_PRECISION>;
+
+extern "C" int ringfa3_forward(Shapes::Args const* args, void* stream) {
   auto const on = static_cast<cudaStream_t>(stream);
 #if defined(RINGFA3_UNSPECIALISED)
   return ringfa3::launch_unspecialised<Shapes>(*args, on);
@@ -35,6 +53,10 @@ extern "C" int ringfa3_forward(ringfa3::ForwardArgs const* args, void* stream) {
 #elif defined(RINGFA3_THREE_STAGES)
   using Consumer = ringfa3::ThreeStageConsumer<Shapes>;
   return ringfa3::launch_forward<Shapes>(*args, on, ringfa3::forward_kernel<Shapes, Consumer>);
+#elif defined(RINGFA3_IN_KERNEL_TRANSPOSE)
+  return ringfa3::launch_transposing<Shapes>(*args, on);
+#elif defined(RINGFA3_PROMOTION)
+  return ringfa3::launch_forward<ringfa3::Promoting<Shapes> >(*args, on);
 #else
   return ringfa3::launch_forward<Shapes>(*args, on);
 #endif

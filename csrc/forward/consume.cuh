@@ -66,10 +66,11 @@ struct ForwardConsumer {
   using FragmentO = decltype(partition_fragment_C(mma_o, Shape<_64, Int<D>>{}));
   using FragmentP = decltype(make_tensor<ElementPV>(
       Shape<Shape<Int<4 / sizeof(ElementPV)>, _2, _2>, _1, Int<N * sizeof(ElementPV) / 32>>{}));
-  FragmentS s;                                            // S (64, N)
-  decltype(make_tensor<float>(shape(FragmentS{}))) prob;  // P (64, N) in float32
-  FragmentO o;                                            // O (64, D)
-  FragmentP fP;                                           // P (64, N), the A operand of P V
+  FragmentS s;                                                   // S (64, N)
+  decltype(make_tensor<float>(shape(FragmentS{}))) prob;         // P (64, N) in float32
+  FragmentO o;                                                   // O (64, D)
+  FragmentP fP;                                                  // P (64, N), the A operand of P V
+  PromotedSums<FragmentO, kPolicy.promotion_interval> promoted;  // of O (64, D)
 
   Pipeline<Shapes::Stages> k_stage, v_stage;
   Pipeline<Shapes::QStages> q_stage;
@@ -214,6 +215,7 @@ struct ForwardConsumer {
 
   // P V of the block before runs beside S of this block, and beside its softmax. Waits for S.
   CUTE_DEVICE void start_block() {
+    promoted.promote(o, o_empty);
     turns().await();
     qk_and_pv();
     turns().pass();
@@ -271,6 +273,7 @@ struct ForwardConsumer {
       warpgroup_wait<0>();
     }
     finish_pv();
+    promoted.finish(o);
     // With one stage of Q no registers are left for it beside a product.
     if constexpr (!kTwoQ) finish_lse(lse);
     store_tile(*this, work, inside, strict, early_lse, lse);
@@ -330,15 +333,13 @@ struct ForwardConsumer {
   __device__ void finish_qk() {
     warpgroup_fence_operand(s);
     release(smem.k_empty[k_stage.index()]);
-    refill.k();
-    k_stage.advance();
+    refill.k(), k_stage.advance();
   }
 
   __device__ void finish_pv() {
     warpgroup_fence_operand(o);
     release(smem.v_empty[v_stage.index()]);
-    refill.v();
-    v_stage.advance();
+    refill.v(), v_stage.advance();
   }
 
   // Every warpgroup does it for itself.
@@ -392,8 +393,7 @@ struct ForwardConsumer {
   // After the last S of a tile.
   __device__ void release_q() {
     release(smem.q_empty[q_stage.index()][q_part]);
-    refill.q();
-    q_stage.advance();
+    refill.q(), q_stage.advance();
   }
 };
 

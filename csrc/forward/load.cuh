@@ -12,9 +12,32 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// One thread. V comes one block behind K, in the order in which consumers read them.
+// Loads V as consumers read it. The ablation has another one.
 template <class Shapes>
-CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem) {
+struct ValueLoads {
+  static constexpr bool kByTile = Shapes::QuantisedV;  // places are numbers of tiles, not rows
+
+  // The V of the block at a place, to a stage.
+  CUTE_DEVICE void load(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem,
+                        Pipeline<Shapes::Stages> stage, int at, WorkItem const& work) const {
+    constexpr int N = Shapes::N, D = Shapes::D;
+    smem.v_empty[stage.index()].wait(stage.phase() ^ 1);
+    auto& full = smem.v_full[stage.index()];
+    auto* const to = smem.v + stage.index() * N * D;
+    if constexpr (kByTile) {
+      load_box<D, N>(p.v, full, to, 0, at * p.args.k.heads + work.kv_head);
+    } else {
+      load_box<N, D>(p.v, full, to, at, work.kv_head);
+    }
+  }
+};
+
+// One thread. V comes one block behind K, in the order in which consumers read them. Returns the
+// stage behind the last one.
+template <class Shapes, class Values = ValueLoads<Shapes>>
+CUTE_DEVICE Pipeline<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
+                                                typename Shapes::SharedStorage& smem,
+                                                Values const& values = {}) {
   constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
   Pipeline<Shapes::Stages> k_stage;
   Pipeline<Shapes::QStages> q_stage;
@@ -23,7 +46,7 @@ CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::Sha
   while (true) {
     smem.work_full[work_stage.index()].wait(work_stage.phase());
     WorkItem& work = smem.work[work_stage.index()];
-    if (work.head == kEndOfWork) return;
+    if (work.head == kEndOfWork) return k_stage;
     if (work.head == kNoWork) {
       smem.work_empty[work_stage.index()].arrive();
       work_stage.advance();
@@ -42,21 +65,11 @@ CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::Sha
     };
     if (!(work.tile.flags & kFirst)) prefetch_partial(p, work);
     if constexpr (Shapes::QStages > 1) load_q();
-    auto load_v = [&](int at) {
-      auto const v_stage = k_stage.previous();
-      smem.v_empty[v_stage.index()].wait(v_stage.phase() ^ 1);
-      auto& full = smem.v_full[v_stage.index()];
-      auto* const to = smem.v + v_stage.index() * N * D;
-      if constexpr (Shapes::QuantisedV) {
-        load_box<D, N>(p.v, full, to, 0, at * p.args.k.heads + work.kv_head);
-      } else {
-        load_box<N, D>(p.v, full, to, at, work.kv_head);
-      }
-    };
+    auto load_v = [&](int at) { values.load(p, smem, k_stage.previous(), at, work); };
     typename Shapes::Blocks block(work, p.args.spans);
     int span = -1, key_row = 0;  // of the block
-    int v_at = -1;  // the row, in e4m3 the tile, of the block before, whose V is loaded next
-    bool requested = false;  // the next work item
+    int v_at = -1;               // the place of the block before, whose V is loaded next
+    bool requested = false;      // the next work item
     while (block.next()) {
       if (!requested && block.nearly_done(kBlocksAhead)) {
         smem.work_wanted.arrive();
@@ -93,7 +106,7 @@ CUTE_DEVICE void load_tiles(ForwardParams<Shapes> const& p, typename Shapes::Sha
         load_q();  // behind the first K: a stage of K is free before the last tile releases Q
       }
       k_stage.advance();
-      if constexpr (Shapes::QuantisedV) {
+      if constexpr (Values::kByTile) {
         v_at = tile;
       } else {
         v_at = row;

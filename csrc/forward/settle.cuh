@@ -32,6 +32,7 @@ CUTE_DEVICE void rescale_row(Consumer& c, typename Consumer::Needs const& needs)
   row_to_operand<typename Consumer::ElementPV, R>(c.prob, c.fP);
   c.softmax.total[R] = c.softmax.total[R] * decay + (sum[0] + sum[1]);
   if (!c.o_empty) scale_row<R>(c.o, decay);
+  c.promoted.template scale_row<R>(decay);
 }
 
 // Adds the sums of row R, unless a lane of the warp rescales it.
@@ -51,6 +52,7 @@ CUTE_DEVICE void settle_row(Consumer& c, typename Consumer::Needs const& needs,
       scale_row<R>(c.prob, decay);
       row_to_operand<typename Consumer::ElementPV, R>(c.prob, c.fP);
       if (!c.o_empty) scale_row<R>(c.o, decay);
+      c.promoted.template scale_row<R>(decay);
       return;
     }
   }

@@ -22,6 +22,19 @@ cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t>& allowe
   return status;
 }
 
+// SMs of the current device, 0 if the runtime does not tell. Asked once for each device.
+inline int num_sms() {
+  static std::atomic<int> known[64];
+  int device;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  int count = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count > 0) return count;
+  auto const wanted = cudaDevAttrMultiProcessorCount;
+  if (cudaDeviceGetAttribute(&count, wanted, device) != cudaSuccess) return 0;
+  if (device < 64) known[device].store(count, std::memory_order_relaxed);
+  return count;
+}
+
 // Programmatic dependent launch: the kernel may begin before the one ahead of it in the stream has
 // ended, and calls `wait_for_earlier_kernels` itself. Each `cluster` CTAs in a row are a cluster.
 template <class Kernel, class Params>

@@ -11,16 +11,10 @@ namespace ringfa3 {
 // all of K's have waited for the earlier kernels.
 template <class S>
 cudaError_t launch_quantise_kv(QuantiseKVArgs const& a, cudaStream_t stream) {
-  using Shapes = KeyShapes<S>;
-  dim3 const grid(static_cast<unsigned>(a.num_tiles * a.k.heads));
-  dim3 const k_grid(grid.x * Shapes::Ctas);
-  if (a.int8) {
-    return launch_early(quantise_k_kernel<S, Int8>, k_grid, Shapes::Threads, 0, stream, a,
-                        Shapes::Ctas);
-  }
-  cudaError_t const status =
-      launch_early(quantise_k_kernel<S, E4M3>, k_grid, Shapes::Threads, 0, stream, a, Shapes::Ctas);
+  if (a.int8) return launch_quantise_k<S, Int8>(a, stream);
+  cudaError_t const status = launch_quantise_k<S, E4M3>(a, stream);
   if (status != cudaSuccess) return status;
+  dim3 const grid(static_cast<unsigned>(a.num_tiles * a.v.heads));
   return launch_early(quantise_v_kernel<S>, grid, kValueThreads, 0, stream, a);
 }
 

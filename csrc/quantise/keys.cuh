@@ -1,9 +1,9 @@
 // K in 8 bits: centred, rotated, with a scale for each tile of 128 keys and head.
 #pragma once
 
-#include "hopper/cluster.cuh"
+#include "hopper/launch.cuh"
 #include "hopper/sync.cuh"
-#include "quantise/rotation.cuh"
+#include "quantise/row_stages.cuh"
 
 namespace ringfa3 {
 
@@ -11,68 +11,100 @@ using namespace cute;
 
 template <class S>
 struct KeyShapes {
-  static constexpr int Threads = 512, Warps = Threads / kWarp;
-  static constexpr int Ctas = kKeyTile * S::Lanes / Threads;  // of a cluster, which shares a tile
-  static constexpr int Rows = kKeyTile / Ctas;                // of a CTA
+  static constexpr int Warps = kKeyTile / S::Rows;  // of a CTA, which has a tile of a head
+  static constexpr int Threads = Warps * kWarp;
+  static constexpr int Ctas = 512 / Threads;  // of an SM
+  struct Storage {
+    RowStorage<S, Warps> rows;
+    alignas(16) float centres[2][2][S::D];  // of this tile, of the next one
+    float warp_amax[2][Warps];
+  };
 };
 
-// A cluster, of one CTA or two, per tile and head; heads are next to each other. The tile stays in
-// registers until its largest magnitude is known.
+struct KeyParams {
+  CUtensorMap k;
+  QuantiseKVArgs args;
+  RowStep step;  // as many tiles of a head as CTAs
+};
+
+// A tile stays in registers until its largest magnitude is known.
 template <class S, class Format>
-__global__ void __launch_bounds__(KeyShapes<S>::Threads, 2)
-    quantise_k_kernel(__grid_constant__ QuantiseKVArgs const a) {
+__global__ void __launch_bounds__(KeyShapes<S>::Threads, KeyShapes<S>::Ctas)
+    quantise_k_kernel(__grid_constant__ KeyParams const p) {
   using Shapes = KeyShapes<S>;
   constexpr int D = S::D;
-  __shared__ alignas(16) float centres[2][D];
-  __shared__ float warp_amax[Shapes::Warps], cta_amax;
+  extern __shared__ __align__(1024) char raw[];
+  auto& smem = *reinterpret_cast<typename Shapes::Storage*>(raw);
+  QuantiseKVArgs const& a = p.args;
+  int const lane = threadIdx.x % kWarp, warp = cutlass::canonical_warp_idx_sync();
+  RowStages<S> stages(smem.rows, warp, lane);
+  PartSigns<S> const part_signs(lane);
+  auto const heads = static_cast<uint32_t>(a.k.heads), tiles = static_cast<uint32_t>(a.num_tiles);
   wait_for_earlier_kernels();
   launch_next_kernel();
-  auto const heads = static_cast<uint32_t>(a.k.heads);
-  uint32_t const part = blockIdx.x % Shapes::Ctas, cluster = blockIdx.x / Shapes::Ctas;
-  uint32_t const head = cluster % heads, number = cluster / heads;
-  KeyTile const tile = a.tiles[number];
-  int const lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  int const row = part * Shapes::Rows + threadIdx.x / S::Lanes;
-  bool const here = row < tile.rows;
-  int64_t const token = int64_t{tile.row0} + cute::min(row, tile.rows - 1);
-  auto load = [&](auto& x) { load_row<S>(x, a.k, token, head, lane); };
-  uint4 x[S::Vectors];
-  load(x);
-  if (int const c = threadIdx.x; c < D) {
-    uint64_t signs = sign_bits(0);
+  RowCursor now(blockIdx.x, heads), next = now, ahead = now;
+  auto load = [&] {
+    if (ahead.rows < tiles) {
+      stages.load(p.k, a.tiles[ahead.rows].row0 + warp * S::Rows, ahead.head);
+    }
+    ahead.advance(p.step, heads);
+  };
+  auto centre = [&](RowCursor const& of, int to) {
+    if (int const c = threadIdx.x; c < D && of.rows < tiles) {
+      float const mean = a.k_mean[of.head * D + c];
+      float const clamped = fminf(fmaxf(mean, -kLargestInput), kLargestInput);
+      smem.centres[to][1][c] = clamped, smem.centres[to][0][c] = plain_centre(clamped);
+    }
+  };
+  for (int n = 0; n < kRowStages; ++n) load();
+  centre(now, 0);
+  __syncthreads();
+  for (int turn = 0; now.rows < tiles; now = next, turn ^= 1) {
+    uint32_t const head = now.head;
+    KeyTile const tile = a.tiles[now.rows];
+    int const rows = tile.rows - warp * S::Rows;  // of this warp; may be negative
+    next.advance(p.step, heads);
+    centre(next, turn ^ 1);
+    stages.wait();
+    float y[S::Numbers];
+    auto const nothing = [](int, float const(&)[8]) {};
+    float amax = stages.template rotate_row<Format>(
+        y, &smem.centres[turn][0][S::Numbers * S::part(lane)], part_signs, nothing);
+    if (S::row(lane) >= rows || (!Format::kSpoils && amax != amax)) amax = 0.f;
     CUTE_UNROLL
-    for (int n = 1; n < D / 64; ++n) signs = c / 64 == n ? sign_bits(n) : signs;
-    float const mean = a.k_mean[head * D + c];
-    float const centre = fminf(fmaxf(mean, -kLargestInput), kLargestInput);
-    centres[1][c] = signs >> c % 64 & 1 ? -centre : centre;
-    centres[0][c] = plain_centre(centres[1][c]);
+    for (int i = 1; i < S::Rows; i *= 2) {
+      amax = max_or_nan(amax, __shfl_xor_sync(0xffffffff, amax, i));
+    }
+    if (lane == 0) smem.warp_amax[turn][warp] = amax;
+    __syncthreads();
+    CUTE_UNROLL
+    for (int i = 0; i < Shapes::Warps; ++i) amax = max_or_nan(amax, smem.warp_amax[turn][i]);
+    float const scale = scale_of<Format>(amax * S::kNorm);
+    float const factor = amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
+    int64_t const token = int64_t{tile.row0} + warp * S::Rows;
+    stages.template store<Format>(
+        y, factor, static_cast<uint8_t*>(a.k_values) + (token * heads + head) * D, heads * D, rows);
+    if (threadIdx.x == 0) a.k_scale[int64_t{head} * tiles + now.rows] = scale;
+    load();
   }
-  __syncthreads();
-  float y[S::Numbers];
-  float amax = rotate_row<S, Format>(y, x, centres[0], lane, load);
-  if (!here || (!Format::kSpoils && amax != amax)) amax = 0.f;
-  CUTE_UNROLL
-  for (int i = S::Lanes; i < kWarp; i *= 2) {
-    amax = max_or_nan(amax, __shfl_xor_sync(0xffffffff, amax, i));
+}
+
+template <class S, class Format>
+cudaError_t launch_quantise_k(QuantiseKVArgs const& a, cudaStream_t stream) {
+  using Shapes = KeyShapes<S>;
+  int64_t const heads = a.k.heads;
+  int64_t const ctas = min(a.num_tiles * heads, int64_t{num_sms()} * Shapes::Ctas);
+  KeyParams p{.k = {},
+              .args = a,
+              .step = {static_cast<uint32_t>(ctas / heads), static_cast<uint32_t>(ctas % heads)}};
+  if (!encode<typename S::Element>(p.k, a.k, S::Rows, S::D)) return cudaErrorInvalidValue;
+  constexpr int kSmem = sizeof(typename Shapes::Storage);
+  auto const kernel = quantise_k_kernel<S, Format>;
+  static std::atomic<uint64_t> allowed;
+  if (cudaError_t const status = allow_shared(kernel, kSmem, allowed); status != cudaSuccess) {
+    return status;
   }
-  if (lane == 0) warp_amax[warp] = amax;
-  __syncthreads();
-  CUTE_UNROLL
-  for (int i = 0; i < Shapes::Warps; ++i) amax = max_or_nan(amax, warp_amax[i]);
-  if constexpr (Shapes::Ctas > 1) {
-    static_assert(Shapes::Ctas == 2);
-    if (threadIdx.x == 0) cta_amax = amax;
-    sync_cluster();
-    amax = max_or_nan(amax, load_from_cta(1 - part, &cta_amax));
-  }
-  float const scale = scale_of<Format>(amax * S::kNorm);
-  float const factor = amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
-  if (here) {
-    auto* const to = static_cast<uint8_t*>(a.k_values) + (token * heads + head) * D;
-    store_row_bytes<S, Format>(to, y, factor, lane);
-  }
-  if (threadIdx.x == 0 && part == 0) a.k_scale[int64_t{head} * a.num_tiles + number] = scale;
-  if constexpr (Shapes::Ctas > 1) sync_cluster();  // the peer has read cta_amax
+  return launch_early(kernel, dim3(static_cast<unsigned>(ctas)), Shapes::Threads, kSmem, stream, p);
 }
 
 }  // namespace ringfa3

@@ -1,69 +1,105 @@
 // Q in 8 bits: rotated, with a scale for each row and head.
 #pragma once
 
-#include "quantise/rotation.cuh"
+#include "hopper/launch.cuh"
+#include "quantise/row_stages.cuh"
 
 namespace ringfa3 {
 
 using namespace cute;
 
-constexpr int kQueryThreads = 256, kQueryCtas = 4;  // CTAs of an SM
+constexpr int kQueryThreads = 128, kQueryWarps = kQueryThreads / kWarp;
+constexpr int kQueryCtas = 4;  // of an SM
 
-// A warp per `S::Rows` tokens and head; heads are next to each other, so that a CTA reads whole
-// tokens.
+template <class S>
+using QueryStorage = RowStorage<S, kQueryWarps>;
+
+struct QueryParams {
+  CUtensorMap q;
+  QuantiseQArgs args;
+  uint32_t boxes;  // of `S::Rows` tokens, for each head
+  uint32_t warps;  // that share them
+  RowStep step;    // `warps` boxes
+};
+
+// Heads are next to each other, so that warps which run together read whole tokens.
 template <class S, class Format>
 __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
-    quantise_q_kernel(__grid_constant__ QuantiseQArgs const a) {
+    quantise_q_kernel(__grid_constant__ QueryParams const p) {
   constexpr int D = S::D;
-  int const lane = threadIdx.x % kWarp;
-  // 32 bits hold the number of a warp: its rows take 1 KiB and more.
-  uint32_t const warp = blockIdx.x * (kQueryThreads / kWarp) + threadIdx.x / kWarp;
-  auto const heads = static_cast<uint32_t>(a.q.heads);
-  uint32_t const head = warp % heads;
-  int64_t const token = int64_t{warp / heads} * S::Rows + lane / S::Lanes;
-  auto load = [&](auto& x) { load_row<S>(x, a.q, cute::min(token, a.q.tokens - 1), head, lane); };
-  uint4 x[S::Vectors];
-  load(x);
-  float offset = 0.f;
-  auto const* const mean = a.k_mean + head / (heads / a.kv_heads) * D;
-  CUTE_UNROLL
-  for (int j = 0; j < S::Vectors; ++j) {
-    auto const* const at = reinterpret_cast<float4 const*>(mean + S::channel(lane, j));
-    uint32_t const words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+  extern __shared__ __align__(1024) char raw[];
+  QuantiseQArgs const& a = p.args;
+  int const lane = threadIdx.x % kWarp, in_cta = cutlass::canonical_warp_idx_sync();
+  uint32_t const warp = blockIdx.x * kQueryWarps + in_cta;
+  if (warp >= p.warps) return;
+  RowStages<S> stages(*reinterpret_cast<QueryStorage<S>*>(raw), in_cta, lane);
+  PartSigns<S> const part_signs(lane);
+  auto const heads = static_cast<uint32_t>(a.q.heads), group = heads / a.kv_heads;
+  RowCursor now(warp, heads), ahead = now;
+  auto load = [&] {
+    if (ahead.rows < p.boxes) stages.load(p.q, ahead.rows * S::Rows, ahead.head);
+    ahead.advance(p.step, heads);
+  };
+  for (int n = 0; n < kRowStages; ++n) load();
+  for (; now.rows < p.boxes; now.advance(p.step, heads)) {
+    uint32_t const head = now.head;
+    int64_t const first = int64_t{now.rows} * S::Rows, token = first + S::row(lane);
+    auto const* const mean = a.k_mean + head / group * D + S::Numbers * S::part(lane);
+    float offsets[4], offset;
+    bool visited = false;
+    auto add = [&](int j, float const(&v)[8]) {
+      if (j == 0) offsets[0] = offsets[1] = offsets[2] = offsets[3] = 0.f;
+      CUTE_UNROLL
+      for (int i = 0; i < 8; i += 4) {
+        float4 const m = __ldg(reinterpret_cast<float4 const*>(mean + 8 * j + i));
+        offsets[0] = __fmaf_rn(v[i], m.x, offsets[0]);
+        offsets[1] = __fmaf_rn(v[i + 1], m.y, offsets[1]);
+        offsets[2] = __fmaf_rn(v[i + 2], m.z, offsets[2]);
+        offsets[3] = __fmaf_rn(v[i + 3], m.w, offsets[3]);
+      }
+      if (j == S::Vectors - 1 && !visited) {  // of Q as it is, not saturated
+        offset = (offsets[0] + offsets[1]) + (offsets[2] + offsets[3]);
+        visited = true;
+      }
+    };
+    stages.wait();
+    float y[S::Numbers];
+    float const amax = stages.template rotate_row<Format>(y, NoCentre{}, part_signs, add);
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      float4 const m = __ldg(at + i);
-      auto const low = unpacked<typename S::Element>(words[2 * i]);
-      auto const high = unpacked<typename S::Element>(words[2 * i + 1]);
-      offset = __fmaf_rn(low.x, m.x, offset), offset = __fmaf_rn(low.y, m.y, offset);
-      offset = __fmaf_rn(high.x, m.z, offset), offset = __fmaf_rn(high.y, m.w, offset);
+    for (int i = S::Rows; i < kWarp; i *= 2) offset += __shfl_xor_sync(0xffffffff, offset, i);
+    float const scale = scale_of<Format>(amax * S::kNorm);
+    // A lost row has numbers of int8 that are 0: their scale says it.
+    float const factor = Format::kSpoils && amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
+    stages.template store<Format>(y, factor,
+                                  static_cast<uint8_t*>(a.values) + (first * heads + head) * D,
+                                  heads * D, static_cast<int>(a.q.tokens - first));
+    load();
+    if (S::part(lane) == 0 && token < a.q.tokens) {
+      a.scale[head * a.q.tokens + token] = scale;
+      a.k_offset[head * a.q.tokens + token] = isnan(scale) ? NAN : offset;
     }
-  }
-  CUTE_UNROLL
-  for (int i = 1; i < S::Lanes; i *= 2) offset += __shfl_xor_sync(0xffffffff, offset, i);
-  float y[S::Numbers];
-  float const amax = rotate_row<S, Format>(y, x, nullptr, lane, load);
-  float const scale = scale_of<Format>(amax * S::kNorm);
-  if (token >= a.q.tokens) return;
-  // A lost row has numbers of int8 that are 0: their scale says it.
-  float const factor = Format::kSpoils && amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
-  store_row_bytes<S, Format>(static_cast<uint8_t*>(a.values) + (token * heads + head) * D, y,
-                             factor, lane);
-  if (lane % S::Lanes == 0) {
-    a.scale[head * a.q.tokens + token] = scale;
-    a.k_offset[head * a.q.tokens + token] = isnan(scale) ? NAN : offset;
   }
 }
 
 template <class S>
 cudaError_t launch_quantise_q(QuantiseQArgs const& a, cudaStream_t stream) {
-  constexpr int kWarps = kQueryThreads / kWarp;
-  int64_t const warps = (a.q.tokens + S::Rows - 1) / S::Rows * a.q.heads;
-  auto const ctas = static_cast<unsigned>((warps + kWarps - 1) / kWarps);
+  int64_t const boxes = (a.q.tokens + S::Rows - 1) / S::Rows, heads = a.q.heads;
+  int64_t warps = min(boxes * heads, int64_t{num_sms()} * kQueryCtas * kQueryWarps);
+  // A warp whose boxes have one head reads one mean of K.
+  if (int64_t const rest = warps % heads; rest <= warps / 16) warps -= rest;
+  QueryParams p{
+      .q = {},
+      .args = a,
+      .boxes = static_cast<uint32_t>(boxes),
+      .warps = static_cast<uint32_t>(warps),
+      .step = {static_cast<uint32_t>(warps / heads), static_cast<uint32_t>(warps % heads)}};
+  if (!encode<typename S::Element>(p.q, a.q, S::Rows, S::D)) return cudaErrorInvalidValue;
+  constexpr int kSmem = sizeof(QueryStorage<S>);
+  auto const ctas = static_cast<unsigned>((warps + kQueryWarps - 1) / kQueryWarps);
   if (a.int8) {
-    quantise_q_kernel<S, Int8><<<ctas, kQueryThreads, 0, stream>>>(a);
+    quantise_q_kernel<S, Int8><<<ctas, kQueryThreads, kSmem, stream>>>(p);
   } else {
-    quantise_q_kernel<S, E4M3><<<ctas, kQueryThreads, 0, stream>>>(a);
+    quantise_q_kernel<S, E4M3><<<ctas, kQueryThreads, kSmem, stream>>>(p);
   }
   return cudaGetLastError();
 }

@@ -27,31 +27,51 @@ constexpr uint64_t sign_bits(int n) {
   return z ^ z >> 31;
 }
 
-// Signs of channels [32n, 32n + 32): those of pair i are bits 15 - i and 31 - i, so that a shift
-// by i moves them to the sign bits of two packed 16-bit numbers.
-constexpr uint32_t sign_pairs(int n) {
-  uint32_t pairs = 0;
-  for (int i = 0; i < 16; ++i) {
-    uint32_t const two = sign_bits(n / 2) >> (32 * (n % 2) + 2 * i) & 3;
-    pairs |= (two & 1) << (15 - i) | two >> 1 << (31 - i);
-  }
-  return pairs;
-}
-
-// How lanes share a row: lane l of `Lanes` has vectors l, l + Lanes, ... of 8 channels, so a load
-// of all lanes covers whole 32-byte sectors, and so does a store of their bytes.
+// How lanes share a row: a lane has one of `Lanes` parts of 64 channels, so most butterflies lie
+// within a lane. A row of the warp has the number lane % Rows.
 template <class Element_, int HeadDim_>
 struct RowShapes {
   using Element = Element_;
   static constexpr int D = HeadDim_;
-  static constexpr int Lanes = D == 256 ? 8 : 4;
-  static constexpr int Vectors = D / 8 / Lanes;  // of a lane
-  static constexpr int Numbers = 8 * Vectors;
+  static constexpr int Numbers = 64;  // of a lane
+  static constexpr int Lanes = D / Numbers;
   static constexpr int Rows = kWarp / Lanes;  // of a warp
+  static constexpr int Vectors = Numbers / 8;
   static constexpr float kNorm = D == 64 ? 0x1p-3f : D == 128 ? 0x1.6a09e6p-4f : 0x1p-4f;
 
-  static CUTE_DEVICE int channel(int lane, int vector) {
-    return 8 * (lane % Lanes + vector * Lanes);
+  static CUTE_DEVICE int part(int lane) { return lane / Rows; }
+  static CUTE_DEVICE int row(int lane) { return lane % Rows; }
+};
+
+// Which of a row's later parts have another sign than the first one in channel c of a part: bit
+// p - 1 for part p.
+template <class S>
+constexpr int sign_changes(int c) {
+  int changes = 0;
+  for (int p = 1; p < S::Lanes; ++p) changes |= ((sign_bits(p) ^ sign_bits(0)) >> c & 1) << (p - 1);
+  return changes;
+}
+
+// Gives numbers of a lane's part the signs that the first part does not have. A set of parts needs
+// one instruction: XOR has three inputs.
+template <class S>
+struct PartSigns {
+  uint32_t of[S::Lanes];  // the sign bit, in lanes of part p; of[0]: in lanes of any but the first
+
+  explicit CUTE_DEVICE PartSigns(int lane) {
+    CUTE_UNROLL
+    for (int p = 0; p < S::Lanes; ++p) {
+      of[p] = (p == 0 ? S::part(lane) != 0 : S::part(lane) == p) ? 0x80000000 : 0;
+    }
+  }
+  // x is number c of the part.
+  CUTE_DEVICE float apply(float x, int c) const {
+    int const changes = sign_changes<S>(c);
+    uint32_t bits = __float_as_uint(x);
+    if (S::Lanes > 1 && changes == (1 << (S::Lanes - 1)) - 1) return __uint_as_float(bits ^ of[0]);
+    CUTE_UNROLL
+    for (int p = 1; p < S::Lanes; ++p) bits ^= changes >> (p - 1) & 1 ? of[p] : 0;
+    return __uint_as_float(bits);
   }
 };
 
@@ -60,34 +80,12 @@ CUTE_DEVICE float plain_centre(float signed_centre) {
   return fabsf(signed_centre) < kLargestPlain / 2 ? signed_centre : NAN;
 }
 
-// A lane's vectors of a row of x. The compiler sees no two loads of one address, so it keeps none
-// in registers for the next.
-template <class S>
-CUTE_DEVICE void load_row(uint4 (&out)[S::Vectors], Tensor3 const& x, int64_t token, int64_t head,
-                          int lane) {
-  auto const* row = static_cast<typename S::Element const*>(x.data) + token * x.token_stride +
-                    head * x.head_stride;
-  asm volatile("" : "+l"(row));
-  CUTE_UNROLL
-  for (int j = 0; j < S::Vectors; ++j) {
-    out[j] = __ldg(reinterpret_cast<uint4 const*>(row + S::channel(lane, j)));
-  }
-}
-
-// Stores a lane's numbers of a row, times a factor, as bytes.
-template <class S, class Format>
-CUTE_DEVICE void store_row_bytes(uint8_t* row, float const (&y)[S::Numbers], float factor,
-                                 int lane) {
-  CUTE_UNROLL
-  for (int j = 0; j < S::Vectors; ++j) {
-    *reinterpret_cast<uint2*>(row + S::channel(lane, j)) =
-        make_uint2(Format::pack(y + 8 * j, factor), Format::pack(y + 8 * j + 4, factor));
-  }
-}
-
 // Two numbers that a word packs.
 template <class Element>
 CUTE_DEVICE float2 unpacked(uint32_t word) {
+  if constexpr (is_same_v<Element, cutlass::bfloat16_t>) {  // two instructions, not three or four
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000));
+  }
   auto const* const two = reinterpret_cast<Element const*>(&word);
   return make_float2(static_cast<float>(two[0]), static_cast<float>(two[1]));
 }
@@ -116,92 +114,72 @@ CUTE_DEVICE void lane_butterflies(float (&y)[N], int lane, int distance) {
 // The largest magnitude of a row, whose lanes have y; NaN if a number is NaN.
 template <class S>
 CUTE_DEVICE float row_amax(float const (&y)[S::Numbers]) {
-  float amax = 0.f;
+  float amax[2] = {};
   CUTE_UNROLL
-  for (int i = 0; i < S::Numbers; ++i) amax = max_or_nan(amax, fabsf(y[i]));
+  for (int i = 0; i < S::Numbers; ++i) amax[i % 2] = max_or_nan(amax[i % 2], fabsf(y[i]));
+  float whole = max_or_nan(amax[0], amax[1]);
   CUTE_UNROLL
-  for (int i = 1; i < S::Lanes; i *= 2) {
-    amax = max_or_nan(amax, __shfl_xor_sync(0xffffffff, amax, i));
+  for (int i = S::Rows; i < kWarp; i *= 2) {
+    whole = max_or_nan(whole, __shfl_xor_sync(0xffffffff, whole, i));
   }
-  return amax;
+  return whole;
 }
 
-// y = (x - centre) diag(signs) H. `signed_centre` (D,) has the signs already, null: zeros.
-// `Careful` saturates x.
-template <class S, bool Careful>
-CUTE_DEVICE void transform(float (&y)[S::Numbers], uint4 const (&x)[S::Vectors],
-                           float const* signed_centre, int lane) {
+// Subtracts nothing.
+struct NoCentre {};
+
+// y = (x - centre) diag(signs) H. `x(j)` is vector j of 8 channels of the lane's, and `centre` the
+// lane's part of it. `visit(j, v)` sees the numbers v of vector j.
+template <class S, class Vector, class Centre, class Visit>
+CUTE_DEVICE void transform(float (&y)[S::Numbers], Vector const& x, Centre const& centre,
+                           PartSigns<S> const& part_signs, int lane, Visit const& visit) {
   CUTE_UNROLL
   for (int j = 0; j < S::Vectors; ++j) {
-    constexpr int kWords = S::Lanes / 4;  // of signs, of the lanes' vectors number j
-    uint32_t signs = sign_pairs(kWords * j);
-    if constexpr (kWords == 2) {
-      uint32_t const upper = sign_pairs(2 * j + 1);
-      signs = lane & 4 ? upper : signs;
-    }
-    signs <<= 4 * (lane & 3);
-    uint32_t const words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+    uint4 const vector = x(j);
+    uint32_t const words[4] = {vector.x, vector.y, vector.z, vector.w};
+    float v[8];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      auto const two = unpacked<typename S::Element>(words[i] ^ (signs << i & 0x80008000));
-      y[8 * j + 2 * i] = two.x, y[8 * j + 2 * i + 1] = two.y;
+      float2 const two = unpacked<typename S::Element>(words[i]);
+      v[2 * i] = two.x, v[2 * i + 1] = two.y;
     }
-    if constexpr (Careful) {
+    visit(j, v);
+    if constexpr (!is_same_v<Centre, NoCentre>) {
       CUTE_UNROLL
-      for (int i = 8 * j; i < 8 * j + 8; ++i) {
-        y[i] = fminf(fmaxf(y[i], -kLargestInput), kLargestInput);
+      for (int i = 0; i < 8; i += 4) {
+        float4 const by = *reinterpret_cast<float4 const*>(centre + 8 * j + i);
+        v[i] -= by.x, v[i + 1] -= by.y, v[i + 2] -= by.z, v[i + 3] -= by.w;
       }
     }
-    if (signed_centre != nullptr) {
-      auto const* const at = reinterpret_cast<float4 const*>(signed_centre + S::channel(lane, j));
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        float4 const c = at[i];
-        y[8 * j + 4 * i] -= c.x, y[8 * j + 4 * i + 1] -= c.y;
-        y[8 * j + 4 * i + 2] -= c.z, y[8 * j + 4 * i + 3] -= c.w;
-      }
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) {  // behind `part_signs`, the sign is one of an operand
+      float const number = part_signs.apply(v[i], 8 * j + i);
+      y[8 * j + i] = sign_bits(0) >> (8 * j + i) & 1 ? -number : number;
     }
   }
   butterflies<1>(y), butterflies<2>(y), butterflies<4>(y);
+  butterflies<8>(y), butterflies<16>(y), butterflies<32>(y);
   CUTE_UNROLL
-  for (int distance = 1; distance < S::Lanes; distance *= 2) lane_butterflies(y, lane, distance);
-  if constexpr (S::Vectors > 1) butterflies<8>(y);
-  if constexpr (S::Vectors > 2) butterflies<16>(y);
+  for (int distance = S::Rows; distance < kWarp; distance *= 2) lane_butterflies(y, lane, distance);
 }
 
-// The transform of the row x, which is `rotate`'s but for the factor kNorm, and its largest
-// magnitude, NaN for a row that is not finite. Most warps need no care: an infinity, a NaN or a
-// number above `kLargestInput` makes the largest sum NaN or exceed `kLargestPlain`. So does a
-// centre that could hide one: it is NaN in the first row of `centres` (2, D), see `plain_centre`.
-// After care |y| fits the largest scale. Care reads the row again by `load(x)`, so that x needs no
-// registers meanwhile.
-template <class S, class Format, class Load>
-CUTE_DEVICE float rotate_row(float (&y)[S::Numbers], uint4 const (&x)[S::Vectors],
-                             float const* centres, int lane, Load const& load) {
-  transform<S, false>(y, x, centres, lane);
-  float amax = row_amax<S>(y);
-  if (!__any_sync(0xffffffff, !(amax < kLargestPlain))) return amax;
-  uint4 again[S::Vectors];
-  load(again);
+// Saturates the numbers that a word packs, and makes those 0 that are not finite. Returns whether
+// all were finite.
+template <class Element>
+CUTE_DEVICE bool saturate(uint32_t& word) {
+  float2 const two = unpacked<Element>(word);
   bool finite = true;
+  uint32_t bits[2];
   CUTE_UNROLL
-  for (int j = 0; j < S::Vectors; ++j) {
-    for (uint32_t const word : {again[j].x, again[j].y, again[j].z, again[j].w}) {
-      auto const two = unpacked<typename S::Element>(word);
-      finite &= fabsf(two.x) < INFINITY && fabsf(two.y) < INFINITY;
-    }
+  for (int i = 0; i < 2; ++i) {
+    float const x = i == 0 ? two.x : two.y;
+    bool const here = fabsf(x) < INFINITY;
+    float const within = fminf(fmaxf(x, -kLargestInput), kLargestInput);
+    finite &= here;
+    bits[i] = Element(here ? within : 0.f).raw();  // exact
   }
-  constexpr uint32_t kRow = (1u << S::Lanes) - 1;
-  uint32_t const finite_lanes = __ballot_sync(0xffffffff, finite) >> lane / S::Lanes * S::Lanes;
-  finite = (finite_lanes & kRow) == kRow;
-  transform<S, true>(y, again, centres == nullptr ? nullptr : centres + S::D, lane);
-  amax = row_amax<S>(y);
-  constexpr float kMost = kLargestScale * Format::kLargest / S::kNorm;
-  CUTE_UNROLL
-  for (int i = 0; i < S::Numbers; ++i) {
-    y[i] = finite ? fminf(fmaxf(y[i], -kMost), kMost) : Format::kLost;
-  }
-  return finite ? amax : NAN;
+  word = bits[1] << 16 | bits[0];
+  return finite;
 }
 
 }  // namespace ringfa3

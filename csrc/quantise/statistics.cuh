@@ -32,33 +32,39 @@ __global__ void __launch_bounds__(kStatisticsThreads, 3)
     CUTE_UNROLL
     for (int c = 0; c < 8; ++c) sums[s][c] = nothing(s);
   }
-  auto vector = [&](Tensor3 const& x, int64_t token) {
-    auto const* const at = static_cast<Element const*>(x.data) + token * x.token_stride;
-    return __ldg(reinterpret_cast<uint4 const*>(at + head * x.head_stride + channel));
+  auto add = [&](uint4 const& of_k, uint4 const& of_v) {
+    uint32_t const k[4] = {of_k.x, of_k.y, of_k.z, of_k.w}, v[4] = {of_v.x, of_v.y, of_v.z, of_v.w};
+    CUTE_UNROLL
+    for (int c = 0; c < 8; ++c) {
+      float2 const xs = unpacked<Element>(k[c / 2]), ys = unpacked<Element>(v[c / 2]);
+      float const x = c % 2 == 0 ? xs.x : xs.y, y = c % 2 == 0 ? ys.x : ys.y;
+      if (fabsf(x) < INFINITY) sums[0][c] += x;
+      if (fabsf(y) < INFINITY) {
+        sums[1][c] += y;
+        sums[2][c] = fmaxf(sums[2][c], y), sums[3][c] = fminf(sums[3][c], y);
+      }
+    }
   };
-  for (int64_t first = begin + row; first < end; first += kUnroll * kRows) {
+  auto address = [&](Tensor3 const& x) {
+    auto const* const at = static_cast<Element const*>(x.data) + (begin + row) * x.token_stride;
+    return reinterpret_cast<char const*>(at + head * x.head_stride + channel);
+  };
+  auto load = [](char const* from) { return __ldg(reinterpret_cast<uint4 const*>(from)); };
+  int64_t const k_step = kRows * a.k.token_stride * sizeof(Element);
+  int64_t const v_step = kRows * a.v.token_stride * sizeof(Element);
+  char const *k_at = address(a.k), *v_at = address(a.v);
+  int64_t left = end - begin - row;  // tokens from the thread's next one on
+  for (; left > (kUnroll - 1) * kRows; left -= kUnroll * kRows) {
     uint4 k[kUnroll], v[kUnroll];
     CUTE_UNROLL
-    for (int i = 0; i < kUnroll; ++i) {
-      k[i] = v[i] = make_uint4(~0u, ~0u, ~0u, ~0u);  // NaN does not count
-      if (int64_t const token = first + i * kRows; token < end) {
-        k[i] = vector(a.k, token), v[i] = vector(a.v, token);
-      }
+    for (int i = 0; i < kUnroll; ++i, k_at += k_step, v_at += v_step) {
+      k[i] = load(k_at), v[i] = load(v_at);
     }
     CUTE_UNROLL
-    for (int i = 0; i < kUnroll; ++i) {
-      CUTE_UNROLL
-      for (int c = 0; c < 8; ++c) {
-        float const x = static_cast<float>(reinterpret_cast<Element const*>(&k[i])[c]);
-        float const y = static_cast<float>(reinterpret_cast<Element const*>(&v[i])[c]);
-        if (fabsf(x) < INFINITY) sums[0][c] += x;
-        if (fabsf(y) < INFINITY) {
-          sums[1][c] += y;
-          sums[2][c] = fmaxf(sums[2][c], y), sums[3][c] = fminf(sums[3][c], y);
-        }
-      }
-    }
+    for (int i = 0; i < kUnroll; ++i) add(k[i], v[i]);
   }
+#pragma unroll 1
+  for (; left > 0; left -= kRows, k_at += k_step, v_at += v_step) add(load(k_at), load(v_at));
   CUTE_UNROLL
   for (int s = 0; s < kStatistics; ++s) {
     CUTE_UNROLL

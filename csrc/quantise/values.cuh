@@ -7,7 +7,8 @@
 // operand. So position p = 16h + 4t + i of 32 holds key 8 (2h + i / 2) + 2t + i % 2.
 #pragma once
 
-#include "quantise/keys.cuh"
+#include "hopper/sync.cuh"
+#include "quantise/rotation.cuh"
 
 namespace ringfa3 {
 
@@ -56,17 +57,25 @@ __global__ void __launch_bounds__(kValueThreads)
       }
     }
     CUTE_UNROLL
-    for (int c = 0; c < 8; ++c) {
-      float const factor = inverse[channel + c], summand = shift[channel + c];
-      float z[4];
+    for (int pair = 0; pair < 4; ++pair) {  // of channels
+      float2 v[4];
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        float const v = static_cast<float>(reinterpret_cast<Element const*>(&x[i])[c]);
-        // 0 times an infinity is NaN
-        z[i] = __fmaf_rn(v, 0.f, __fmaf_rn(v, factor, summand));
+        uint32_t const words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+        v[i] = unpacked<Element>(words[pair]);
       }
-      int const at = word ^ unit % 4 * 8;
-      transposed[channel + c][at] = E4M3::pack(z, 1.f) & kept;
+      CUTE_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        int const c = channel + 2 * pair + e;
+        float z[4];
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          float const number = e == 0 ? v[i].x : v[i].y;
+          // 0 times an infinity is NaN
+          z[i] = __fmaf_rn(number, 0.f, __fmaf_rn(number, inverse[c], shift[c]));
+        }
+        transposed[c][word ^ unit % 4 * 8] = E4M3::pack(z, 1.f) & kept;
+      }
     }
   }
   __syncthreads();

@@ -224,8 +224,9 @@ def parser() -> argparse.ArgumentParser:
         help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), mqa "
         "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), scores "
         "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one with "
-        "implementations of its own: ablation (the kernel without parts of it, or with three "
-        "stages; the paper's Table 2 has --dtype fp16), merge (epilogues of a hop), deterministic "
+        "implementations of its own: ablation (the kernel without parts of it, with three "
+        "stages, or fp8 with V transposed in the kernel or sums promoted; the paper's Table 2 has "
+        "--dtype fp16), merge (epilogues of a hop), deterministic "
         "(the deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype), "
         "below (head dims 40 to 192 beside the next kernel's own), host (microseconds to start a "
         "call); default paper gqa",

@@ -28,6 +28,12 @@ VARIANTS = {  # "without-": the part that it lacks
     "blocks-of-96": Variant("", 96),
     "three-stages": Variant("-DRINGFA3_THREE_STAGES", 96),  # S one block ahead of the softmax
 }
+IN_KERNEL_TRANSPOSE = "in-kernel-transpose"
+FP8_VARIANTS = {  # of precision "fp8" at head dim 128
+    IN_KERNEL_TRANSPOSE: Variant("-DRINGFA3_IN_KERNEL_TRANSPOSE"),  # V in row order
+    "promotion-1": Variant("-DRINGFA3_PROMOTION=1"),  # float32 sums of P V behind every block
+    "promotion-4": Variant("-DRINGFA3_PROMOTION=4"),  # behind every fourth one
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Unit:
 
     tile_m     query rows: of a tile forward, of a block backward, with one scale in 8 bits
     tile_n     keys: of a block forward, of a tile backward, with one scale in 8 bits
-    variant    one of `VARIANTS`; empty for the product
+    variant    one of `VARIANTS` or `FP8_VARIANTS`; empty for the product
     precision  of a forward, a key of `PRECISIONS`
     short      has fewer query rows a tile than the other unit of its kind
     """
@@ -70,12 +76,12 @@ class Unit:
             f"-DRINGFA3_TILE_M={self.tile_m}",
             f"-DRINGFA3_TILE_N={self.tile_n}",
             f"-DRINGFA3_PRECISION={PRECISIONS[self.precision]}",
-            *filter(None, (VARIANTS[self.variant].define if self.variant else "",)),
+            *filter(None, (_variant(self.variant).define if self.variant else "",)),
         )
 
     def as_variant(self, name: str) -> Unit:
         """This unit of the product as a variant, or unchanged if `name` is empty."""
-        tile_n = VARIANTS[name].tile_n if name and self.head_dim == 128 else None
+        tile_n = _variant(name).tile_n if name and self.head_dim == 128 else None
         return replace(self, variant=name, tile_n=tile_n or self.tile_n)
 
 
@@ -128,6 +134,10 @@ def short_unit(unit: Unit) -> Unit | None:
     """The short unit of the same kind as `unit`; None: there is none."""
     kind = replace(unit, short=True)
     return next((u for u in UNITS if replace(u, tile_m=unit.tile_m) == kind), None)
+
+
+def _variant(name: str) -> Variant:
+    return VARIANTS[name] if name in VARIANTS else FP8_VARIANTS[name]
 
 
 def _matches(unit: Unit, selector: str) -> bool:

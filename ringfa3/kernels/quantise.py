@@ -28,7 +28,7 @@ from ringfa3.quantisation.tile_records import TileRecords
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
 
-SPLITS = 512  # of the tokens, over all KV heads: a few CTAs for each SM
+SPLITS = 396  # of the tokens, over all KV heads: CTAs that 132 SMs run at once
 SPLIT_ROWS = 64  # tokens of a split, at least
 
 

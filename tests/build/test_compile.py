@@ -23,7 +23,7 @@ from ringfa3.build.compile import (
     library_stem,
     source_folder,
 )
-from ringfa3.build.units import UNITS, VARIANTS, select_units
+from ringfa3.build.units import FP8_VARIANTS, UNITS, VARIANTS, select_units
 from ringfa3.errors import BuildError
 from tests.support import fake_tools
 from tests.support.compiler_listings import LISTING, REMARKS, SPILLED
@@ -297,4 +297,11 @@ def test_variants_are_units_of_their_own() -> None:
         of_tile = replace(product, tile_n=tile_n or product.tile_n)
         assert variant.defines == (*of_tile.defines, *([define] if define else []))
         assert library_stem(variant) != library_stem(product)
+        assert variant not in UNITS
+    (fp8,) = select_units(["forward-d128-fp16-fp8"])
+    for name, (define, _) in FP8_VARIANTS.items():
+        variant = fp8.as_variant(name)
+        assert variant.name == f"{fp8.name}-{name}"
+        assert variant.defines == (*fp8.defines, define)
+        assert library_stem(variant) != library_stem(fp8)
         assert variant not in UNITS

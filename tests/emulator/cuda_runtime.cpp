@@ -253,6 +253,12 @@ cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t
   return cudaSuccess;
 }
 
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
+  *value = 3;  // as `PROCESSORS` of tests/support/emulation.py
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;

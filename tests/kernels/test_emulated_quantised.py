@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ringfa3.build.units import UNITS, Unit
+from ringfa3.build.units import FP8_VARIANTS, IN_KERNEL_TRANSPOSE, UNITS, Unit
 from ringfa3.kernels import dispatch
 from tests.support import emulation
 from tests.support import quantised_checks as checks
@@ -32,6 +32,24 @@ UNITS = [
 def test_random_sequences_are_those_of_the_executor(emulated: Machine, unit: Unit) -> None:
     """`TOLERANCE`; 16 cases, orders drawn at random."""
     for case in range(16):
+        emulated.settings(case, EAGERNESS[case % 4])
+        checks.random_sequences(unit, "cpu", case)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        name if name == IN_KERNEL_TRANSPOSE else pytest.param(name, marks=pytest.mark.soak)
+        for name in FP8_VARIANTS
+    ],
+)
+def test_variants_of_the_ablation_are_those_of_the_executor(
+    emulated: Machine, variant: str
+) -> None:
+    """`TOLERANCE`; 8 cases, orders drawn at random."""
+    q = torch.empty(0, 1, 128, dtype=torch.bfloat16)
+    unit = emulation.unit("forward", q, "fp8").as_variant(variant)
+    for case in range(8):
         emulated.settings(case, EAGERNESS[case % 4])
         checks.random_sequences(unit, "cpu", case)
 

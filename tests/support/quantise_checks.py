@@ -189,14 +189,14 @@ def hold_kv(
 
 
 def operands_are_those_of_the_definition(unit: Unit, device: str, precision: str) -> None:
-    """Awkward segments, GQA, strided and packed inputs."""
+    """Awkward segments, GQA, strided and packed inputs. Warps of Q have several boxes each."""
     keys = segments()
     rows = int(keys.row[-1] + keys.length[-1])
     for seed in range(2):
         q, k, v = tensors(unit, device, rows, seed)
-        quantised_q, kv = run(unit, q[: 70 + seed], k, v, keys, precision)
+        quantised_q, kv = run(unit, q[: 270 + seed], k, v, keys, precision)
         what = f"{unit.name}, {precision}, seed {seed}"
-        differ = hold_q(quantised_q, q[: 70 + seed], kv.centres, precision, what)
+        differ = hold_q(quantised_q, q[: 270 + seed], kv.centres, precision, what)
         assert differ <= 1e-4 * quantised_q.values.numel(), f"{what}: {differ} of Q differ"
         for name, differ in hold_kv(kv, k, v, keys, precision, what).items():
             limit = {"K": 1e-4, "V": 1e-3}[name]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from ringfa3.build.units import Unit
+from ringfa3.bench.attention.quantised import e4m3_rows
+from ringfa3.build.units import IN_KERNEL_TRANSPOSE, Unit
 from ringfa3.kernels import quantised, quantised_reference
 from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.reference import TILE_M
@@ -134,7 +136,10 @@ def tolerance(unit: Unit, device: str) -> tuple[float, float, float]:
 
 
 def random_sequences(unit: Unit, device: str, case: int) -> None:
-    """Packed documents with awkward lengths, windows, GQA and channel means."""
+    """Packed documents with awkward lengths, windows, GQA and channel means.
+
+    A variant that transposes V gets it in row order.
+    """
     rng = random.Random(1000 * unit.head_dim + case)
     torch.manual_seed(case)
     dtype, formats = getattr(torch, unit.dtype), FORMATS[unit.precision]
@@ -149,6 +154,8 @@ def random_sequences(unit: Unit, device: str, case: int) -> None:
     q, k, v = q * rng.choice((1, 4)), k + 1, v + 2
     plan = plan_local(*(np.array(n) for n in zip(*lengths, strict=True)), *window)
     given = operands(q, k, v, plan, formats)
+    if unit.variant == IN_KERNEL_TRANSPOSE:
+        given = (*given[:2], replace(given[2], v=e4m3_rows(v, given[2].centres)))
     tiling = plan.forward(unit.tile_m)
     got = attend(unit, given, tiling, q, int(plan.row_grid(unit.tile_m)[-1]))
     what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"

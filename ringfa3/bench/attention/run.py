@@ -23,11 +23,13 @@ from ringfa3.bench.attention.cases import (
     SCORES,
     select,
 )
+from ringfa3.bench.attention.cudnn_fp8 import NAME as CUDNN_FP8
+from ringfa3.bench.attention.cudnn_fp8 import cudnn_fp8
 from ringfa3.bench.attention.errors import add_errors
 from ringfa3.bench.attention.fa4 import flash_attention_4
 from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
 from ringfa3.bench.attention.plot import attention_figures
-from ringfa3.bench.attention.quantised import QuantisedRingFA3
+from ringfa3.bench.attention.quantised import Fp8Variant, QuantisedRingFA3
 from ringfa3.bench.attention.sdpa import Sdpa
 from ringfa3.bench.attention.table import attention_line, attention_lines, attention_tables
 from ringfa3.bench.attention.zero_columns import ZeroColumns
@@ -48,7 +50,7 @@ from ringfa3.bench.common.results import Results, Row
 from ringfa3.bench.common.scores import UNTIMED
 from ringfa3.bench.common.timing import SAMPLE_MS, CudaStopwatch, Stopwatch, WallClock, protocol
 from ringfa3.build.compile import ablation_folder
-from ringfa3.build.units import VARIANTS
+from ringfa3.build.units import FP8_VARIANTS, VARIANTS
 from ringfa3.kernels.dispatch import executor_reason
 
 CPU_SHRINK = 256  # divides the lengths of a run on the CPU
@@ -202,6 +204,12 @@ def _with_own_implementations(
         return [turns, RingFA3(), *found], missing
     if name in (FP8, INT8):
         found, missing = ([], []) if smoke else _flash_attentions(options)
+        if name == FP8 and not smoke and "cudnn" in options.peers:
+            cudnn = cudnn_fp8()
+            if isinstance(cudnn, str):
+                missing.append(f"{CUDNN_FP8}: {cudnn}")
+            else:
+                found.append(cudnn)
         whole = RingFA3(f"{RINGFA3} {name} with quantisation", precision=name)
         return [QuantisedRingFA3(name), whole, RingFA3(), *found], missing
     if name == ABLATION:
@@ -212,7 +220,8 @@ def _with_own_implementations(
             )
         if smoke:
             raise BenchError(f"--set {ABLATION} compiles kernels: it needs a GPU")
-        return [ForwardVariant(), *(ForwardVariant(variant) for variant in VARIANTS)], []
+        fp8 = [QuantisedRingFA3(FP8), *(Fp8Variant(variant) for variant in FP8_VARIANTS)]
+        return [ForwardVariant(), *(ForwardVariant(variant) for variant in VARIANTS), *fp8], []
     if name == BELOW:
         found, missing = ([], []) if smoke else _flash_attentions(options)
         return [RingFA3(), ZeroColumns(), *found], missing
