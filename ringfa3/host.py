@@ -1,10 +1,13 @@
-"""Calls of attention on one GPU that start in C++.
+"""Calls of attention that start in C++.
 
 The host library (csrc/host) registers kernels of the ops `attention` and `attention_backward`. The
 first call of its kind runs in Python; so does the second one, beside a recorder, which makes a
 program of what it does; later calls of equal shapes, strides, settings and streams replay it.
 Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64, 8 bits, sinks,
 inputs that share their first byte.
+
+Of a ring over peers' memory Python begins each call, and the library replays the rest: see
+`ringfa3.symmetric.ring_program`.
 
 RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp".
 """
@@ -83,8 +86,16 @@ def select(name: str) -> None:
         _switch()
 
 
+def library() -> Any:
+    """The library while it starts calls, else None. It holds and runs programs of ring calls:
+    `program` and `run` of csrc/host/module.cpp."""
+    return _library if _selected == "cpp" else None
+
+
 def counts() -> dict[str, int]:
     """Calls of the library's kernels so far, and programs that it holds; empty without a library.
+
+    Of rings, which keep their programs themselves, only `replayed` has calls.
 
     replayed: by a program; recorded: by Python, which was asked for one; first: by Python, of a
     kind that the library had not seen, or has forgotten; python: by Python, for other reasons.

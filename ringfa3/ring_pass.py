@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -61,8 +62,49 @@ class LocalHeads(NamedTuple):
             attend(0, *tensors)
 
 
+class Recorder(Protocol):
+    """Around a call that Python runs. It may make a program of what the call does."""
+
+    def __enter__(self) -> Recorder: ...
+
+    def __exit__(self, *problem: Any) -> None: ...
+
+    def keep(self, results: tuple[torch.Tensor, ...]) -> None:
+        """Ends the program of a call with these results. To be called inside."""
+
+
+class NoRecorder:
+    """A `Recorder` of calls that have no programs."""
+
+    def __enter__(self) -> NoRecorder:
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        pass
+
+    def keep(self, results: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+
 class RingPass(Protocol):
-    """One rank's forward or backward pass over the ring, over any transport."""
+    """One rank's forward or backward pass over the ring, over any transport.
+
+    recorder  to be entered by a call that `replay` has not run
+    """
+
+    recorder: Recorder
+
+    def replay(
+        self, k: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], settings: Hashable
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The results of the whole call, if a program of its kind is known; None: `start` and `run`
+        are to be called.
+
+        Args:
+            k: (local_tokens, hk, d), the rank's own.
+            inputs: all tensors of the call; the first one is given.
+            settings: on which launches depend, besides the pass and the inputs' shapes.
+        """
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """Prepares the pass. Over `symmetric` the first transfers start here, and what the caller

@@ -3,8 +3,6 @@ captures, observers, and everything that Python alone can run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, functional, host, keep_attention
 from ringfa3.build import compile as build
 from ringfa3.build.units import UNITS
-from ringfa3.custom_op import observe
 from tests import test_functional
 from tests.support.both_hosts import errors_of_both
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Shape, equal
+from tests.support.host_steps import SHAPE, attend, leaves, recorded, replays, step
 
-SHAPE = Shape(tokens=200, keys=200)
 NODE = "CppFunction"  # the class of the library's autograd node
-
-
-def leaves(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    return [x.to(dtype).requires_grad_() for x in SHAPE.inputs()[:3]]
-
-
-def attend(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-    out = flash_attn_func(*inputs, causal=True, **options)
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def step(inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
-    """Out and gradients of a call."""
-    out = attend(*inputs, **options)
-    return [out.detach(), *torch.autograd.grad(out, inputs, SHAPE.inputs()[3])]
-
-
-def recorded() -> list[torch.Tensor]:
-    """Out and gradients of a call after which its kind has programs."""
-    step(leaves())
-    return step(leaves())
-
-
-@contextmanager
-def replays(count: int) -> Iterator[None]:
-    """The block replays `count` programs."""
-    before = host.counts()["replayed"]
-    yield
-    assert host.counts()["replayed"] - before == count
 
 
 @pytest.mark.parametrize(
@@ -324,85 +291,6 @@ def test_a_call_beside_a_transform(kernels: FakeKernels, transform: Any) -> None
             except RuntimeError as refused:
                 found.append(str(refused))
     assert all(x == found[0] for x in found), found
-
-
-class Observed:
-    """An observer of ops that keeps what it sees: ops, launches, ends, and errors that end them."""
-
-    def __init__(self, kernels: FakeKernels) -> None:
-        self.kernels = kernels
-        self.seen: list[str] = []
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self.kernels.take()
-        self.seen.append(name)
-        try:
-            yield
-        except RuntimeError as error:
-            self.seen.append(str(error))
-            raise
-        finally:
-            self.seen += [launched.name for launched in self.kernels.take()]
-            self.seen.append(f"end of {name}")
-
-
-@pytest.fixture
-def observed(kernels: FakeKernels) -> Iterator[Observed]:
-    observer = Observed(kernels)
-    observe(observer)
-    yield observer
-    observe(None)
-
-
-def test_an_observer_sees_every_op(kernels: FakeKernels, observed: Observed) -> None:
-    """A replayed one as one that Python runs, with its launches inside; also autograd's thread."""
-    host.select("python")
-    wanted = step(leaves())
-    seen = list(observed.seen)
-    assert seen == [
-        *("attention", "forward", "end of attention"),
-        *("attention_backward", "preprocess", "backward", "postprocess"),
-        "end of attention_backward",
-    ]
-    host.select("cpp")
-    for count in (0, 0, 2, 2):
-        observed.seen.clear()
-        with replays(count):
-            assert all(map(equal, step(leaves()), wanted))
-        assert observed.seen == seen
-    observe(None)
-    with replays(2):
-        step(leaves())
-    assert observed.seen == seen
-
-
-def test_an_error_passes_through_the_observer(kernels: FakeKernels, observed: Observed) -> None:
-    """Of a replayed call, with the text of Python; an observer's own error, too."""
-    recorded()
-    inputs = leaves()
-    out = attend(*inputs)
-    kernels.library.fake_fail(719)
-    told = []
-    for which in ("cpp", "python"):
-        host.select(which)
-        for call in (lambda: attend(*leaves()), lambda: torch.autograd.grad(out.sum(), inputs)):
-            observed.seen.clear()
-            with pytest.raises(RuntimeError) as caught:
-                call()
-            told.append((caught.type, str(caught.value), observed.seen.copy()))
-            assert str(caught.value) in observed.seen
-            kernels.library.fake_forget()
-    assert told[:2] == told[2:]
-    kernels.library.fake_fail(0)
-
-    def refuses(name: str) -> Any:
-        raise KeyError(name)
-
-    host.select("cpp")
-    observe(refuses)
-    with replays(1), pytest.raises(KeyError, match="attention"):
-        attend(*leaves())
 
 
 def test_a_choice_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

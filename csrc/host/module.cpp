@@ -12,6 +12,7 @@
 #include <string>
 
 #include "host/ops.h"
+#include "host/read_program.h"
 
 namespace {
 
@@ -23,67 +24,10 @@ struct Settings {
   bool deterministic;
 };
 
-// Reads what ringfa3/kernels/program.py writes: a list of 64-bit integers.
-class Reader {
- public:
-  Reader(char const* begin, Py_ssize_t bytes) : at_(begin), end_(begin + bytes) {}
-
-  int64_t word() {
-    int64_t value;
-    std::memcpy(&value, take(sizeof value), sizeof value);
-    return value;
-  }
-  Sizes sizes() {
-    Sizes read(static_cast<size_t>(word()));
-    for (int64_t& size : read) size = word();
-    return read;
-  }
-  View view() {
-    int64_t const tensor = word(), offset = word();
-    Sizes sizes = this->sizes();
-    return {tensor, offset, std::move(sizes), this->sizes()};
-  }
-  std::vector<char> bytes() {
-    auto const count = static_cast<size_t>(word());
-    TORCH_CHECK(count <= kMaxWords, "a launch has ", count, " bytes of arguments");
-    char const* const begin = take((count + 7) / 8 * 8);
-    return {begin, begin + count};
-  }
-
- private:
-  char const* take(size_t bytes) {
-    TORCH_CHECK(static_cast<size_t>(end_ - at_) >= bytes, "a program ends early");
-    return std::exchange(at_, at_ + bytes);
-  }
-
-  char const *at_, *end_;
+struct WithoutGil {
+  PyThreadState* const state = PyEval_SaveThread();
+  ~WithoutGil() { PyEval_RestoreThread(state); }
 };
-
-enum Kind : int64_t { kLaunch, kZero, kCopy };
-
-Step read_step(Reader& in, PyObject* names) {
-  switch (in.word()) {
-    case kLaunch: {
-      Launch launch{};
-      launch.entry = reinterpret_cast<int (*)(void const*, void*)>(in.word());
-      launch.name = PyUnicode_AsUTF8(PyTuple_GetItem(names, in.word()));
-      launch.words = in.bytes();
-      launch.patches.resize(static_cast<size_t>(in.word()));
-      for (Patch& patch : launch.patches) {
-        patch.at = in.word(), patch.tensor = in.word(), patch.offset = in.word();
-      }
-      return launch;
-    }
-    case kZero:
-      return Zero{in.view()};
-    case kCopy: {
-      View target = in.view();
-      return Copy{std::move(target), in.view()};
-    }
-    default:
-      TORCH_CHECK(false, "a program has a step of an unknown kind");
-  }
-}
 
 // Keeps the program of this thread's call; null: Python always runs such calls.
 PyObject* keep_program(std::shared_ptr<Program const> program) {
@@ -93,36 +37,11 @@ PyObject* keep_program(std::shared_ptr<Program const> program) {
   Py_RETURN_NONE;
 }
 
-// keep(program: bytes, names: tuple[str, ...], tables: tuple[torch.Tensor, ...], kept: object)
+// keep(...): see `read_program`
 PyObject* keep(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  char const* begin;
-  Py_ssize_t bytes;
-  PyObject *names, *tables, *kept;
-  if (!PyArg_ParseTuple(args, "y#O!O!O", &begin, &bytes, &PyTuple_Type, &names, &PyTuple_Type,
-                        &tables, &kept)) {
-    return nullptr;
-  }
-  Reader in(begin, bytes);
-  auto program = std::make_shared<Program>();
-  program->buffers.resize(static_cast<size_t>(in.word()));
-  for (Buffer& buffer : program->buffers) {
-    buffer.dtype = static_cast<at::ScalarType>(in.word());
-    buffer.sizes = in.sizes();
-  }
-  auto const steps = in.word();
-  for (int64_t i = 0; i < steps; ++i) program->steps.push_back(read_step(in, names));
-  auto const outputs = in.word();
-  for (int64_t i = 0; i < outputs; ++i) program->outputs.push_back(in.view());
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tables); ++i) {
-    program->tables.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(tables, i)));
-  }
-  Py_INCREF(kept);
-  program->kept = std::shared_ptr<PyObject>(kept, [](PyObject* object) {
-    py::gil_scoped_acquire const gil;
-    Py_DECREF(object);
-  });
-  return keep_program(std::move(program));
+  auto program = read_program(args);
+  return program ? keep_program(std::move(program)) : nullptr;
   END_HANDLE_TH_ERRORS
 }
 
@@ -134,6 +53,55 @@ PyObject* decline(PyObject*, PyObject*) {
 
 // Whether the call that this thread runs asks for a program.
 PyObject* is_wanted(PyObject*, PyObject*) { return PyBool_FromLong(wanted.has_value()); }
+
+// A program that Python holds: see `read_program`.
+PyObject* program(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  auto made = read_program(args);
+  if (!made) return nullptr;
+  auto* const held = new std::shared_ptr<Program const>(std::move(made));
+  return PyCapsule_New(held, nullptr, [](PyObject* capsule) {
+    delete static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
+  });
+  END_HANDLE_TH_ERRORS
+}
+
+// run(program, inputs: tuple[torch.Tensor | None, ...], stream: int, waits: tuple[int, int, int])
+// gives the outputs, or (name, status) of a call that the driver refuses.
+PyObject* run(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *capsule, *inputs;
+  unsigned long long stream, compute, kv, gradients;
+  if (!PyArg_ParseTuple(args, "OO!K(KKK)", &capsule, &PyTuple_Type, &inputs, &stream, &compute, &kv,
+                        &gradients)) {
+    return nullptr;
+  }
+  auto* const held =
+      static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
+  if (!held) return nullptr;
+  auto const program = *held;
+  Tensors tensors;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
+    PyObject* const input = PyTuple_GET_ITEM(inputs, i);
+    tensors.push_back(input == Py_None ? Tensor() : THPVariable_Unpack(input));
+  }
+  ++host().counts.replayed;
+  Tensors results;
+  try {
+    WithoutGil const released;
+    at::AutoDispatchBelowADInplaceOrView const below;
+    results = program->run(std::move(tensors), {reinterpret_cast<void*>(stream), 0},
+                           {compute, kv, gradients});
+  } catch (Refused const& refused) {
+    return Py_BuildValue("(si)", refused.what(), refused.status);
+  }
+  py::tuple wrapped(results.size());
+  for (size_t i = 0; i < results.size(); ++i) {
+    wrapped[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(results[i])));
+  }
+  return wrapped.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
 
 // start(device: str, current_stream: int, is_capturing: int, stream_id: int, lengths_by_value:
 // bool)
@@ -254,11 +222,6 @@ bool take_context(PyObject* precision, PyObject* sink) {
          !at::autocast::is_autocast_enabled(host().device);
 }
 
-struct WithoutGil {
-  PyThreadState* const state = PyEval_SaveThread();
-  ~WithoutGil() { PyEval_RestoreThread(state); }
-};
-
 PyObject* call(Tensor const& q, Tensor const& k, Tensor const& v, MaybeTensor const& cu_q,
                MaybeTensor const& cu_k, Settings const& settings, bool return_lse) {
   std::tuple<Tensor, Tensor> results;
@@ -323,6 +286,8 @@ PyMethodDef methods[] = {
     {"wanted", is_wanted, METH_NOARGS, nullptr},
     {"keep", keep, METH_VARARGS, nullptr},
     {"decline", decline, METH_NOARGS, nullptr},
+    {"program", program, METH_VARARGS, nullptr},
+    {"run", run, METH_VARARGS, nullptr},
     {"start", start_kernels, METH_VARARGS, nullptr},
     {"stop", stop_kernels, METH_NOARGS, nullptr},
     {"enable", enable, METH_O, nullptr},

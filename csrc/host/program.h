@@ -1,9 +1,11 @@
 // What a call does, as ringfa3/kernels/program.py records it: buffers to allocate, then launches,
-// fills and copies. Tensors have numbers: a call's inputs first, then the program's buffers.
+// tensor operations and, in a ring, calls of the driver. Tensors have numbers: a call's inputs
+// first, then the program's buffers; its tables, from -1 down.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "host/driver.h"
+#include "host/driver_calls.h"
 
 namespace ringfa3::host {
 
@@ -30,13 +33,25 @@ struct Buffer {
 };
 
 struct View {
-  int64_t tensor, offset;  // elements from the tensor's first
+  int64_t tensor, offset;  // elements of `dtype` from the tensor's first
+  at::ScalarType dtype;
   Sizes sizes, strides;
 
-  at::Tensor of(Tensors const& tensors) const {
+  // A table is given whole.
+  at::Tensor of(Tensors const& tensors, std::vector<at::Tensor> const& tables) const {
+    if (tensor < 0) return tables[-1 - tensor];
     at::Tensor const& x = tensors[tensor];
-    if (offset == 0 && x.sizes() == sizes && x.strides() == strides) return x;
-    return x.as_strided(sizes, strides, x.storage_offset() + offset);
+    if (dtype == x.scalar_type()) {
+      if (offset == 0 && x.sizes() == sizes && x.strides() == strides) return x;
+      return x.as_strided(sizes, strides, x.storage_offset() + offset);
+    }
+    auto const type = c10::scalarTypeToTypeMeta(dtype);
+    auto made = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(x.storage()), x.key_set(), type);
+    int64_t const first = x.storage_offset() * static_cast<int64_t>(x.element_size()) /
+                          static_cast<int64_t>(type.itemsize());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, first + offset);
+    return made;
   }
 };
 
@@ -57,33 +72,57 @@ struct Zero {
 struct Copy {
   View target, source;
 };
-using Step = std::variant<Launch, Zero, Copy>;
+struct Add {
+  View target, source;
+};
+struct SelectRows {  // target[i] = source[rows[i]]
+  View target, source, rows;
+};
+struct AddRows {  // target[rows[i]] += source[i]
+  View target, source, rows;
+};
+using Step = std::variant<Launch, Zero, Copy, Add, SelectRows, AddRows, DriverCall, MemoryOps>;
 
 struct Program {
   std::vector<Buffer> buffers;
   std::vector<Step> steps;
   std::vector<View> outputs;
-  std::vector<at::Tensor> tables;  // whose addresses the launches hold
+  std::vector<at::Tensor> tables;  // memory of other calls, too, whose addresses the steps hold
   std::shared_ptr<void> kept;      // an object of Python that lives as long
 
-  // The outputs of a call. `tensors` are its inputs; an undefined one has no launch that reads it.
-  Tensors run(Tensors tensors, Stream stream) const {
+  // The outputs of a call. `tensors` are its inputs; an undefined one has no step that reads it.
+  // All buffers are allocated before the first step. waits: of a ring's earlier calls.
+  //
+  // Throws Refused: the driver refuses a call.
+  Tensors run(Tensors tensors, Stream stream, Waits waits = {}) const {
     auto const options = tensors.front().options();
     for (Buffer const& buffer : buffers) {
       tensors.push_back(at::empty(buffer.sizes, options.dtype(buffer.dtype)));
     }
+    auto const of = [&](View const& view) { return view.of(tensors, tables); };
     for (Step const& step : steps) {
       if (auto const* launch = std::get_if<Launch>(&step)) {
         start(*launch, tensors, stream);
+      } else if (auto const* call = std::get_if<DriverCall>(&step)) {
+        call->run();
+      } else if (auto const* operations = std::get_if<MemoryOps>(&step)) {
+        operations->run(waits);
       } else if (auto const* zero = std::get_if<Zero>(&step)) {
-        zero->target.of(tensors).zero_();
+        of(zero->target).zero_();
+      } else if (auto const* copy = std::get_if<Copy>(&step)) {
+        of(copy->target).copy_(of(copy->source));
+      } else if (auto const* add = std::get_if<Add>(&step)) {
+        of(add->target).add_(of(add->source));
+      } else if (auto const* select = std::get_if<SelectRows>(&step)) {
+        at::Tensor target = of(select->target);
+        at::index_select_out(target, of(select->source), 0, of(select->rows));
       } else {
-        auto const& copy = std::get<Copy>(step);
-        copy.target.of(tensors).copy_(copy.source.of(tensors));
+        auto const& rows = std::get<AddRows>(step);
+        of(rows.target).index_add_(0, of(rows.rows), of(rows.source));
       }
     }
     Tensors results;
-    for (View const& output : outputs) results.push_back(output.of(tensors));
+    for (View const& output : outputs) results.push_back(of(output));
     return results;
   }
 

@@ -13,7 +13,7 @@
 
 namespace ringfa3::host {
 
-// Counts calls of the kernels of this library.
+// Counts calls of the kernels of this library, and replays of rings.
 struct Counts {
   std::atomic<int64_t> replayed{0};  // by a program
   std::atomic<int64_t> recorded{0};  // by Python, which makes a program

@@ -1,7 +1,9 @@
-"""A call of an op as a program: the buffers that it allocates, then launches, fills and copies.
+"""A call of an op as a program: buffers to allocate, then launches, tensor operations and, in a
+ring, calls of the driver.
 
 The host library replays the program for calls with equal shapes, strides and settings, on other
-tensors. csrc/host/program.h has its structure, csrc/host/module.cpp reads `ProgramRecorder.words`.
+tensors. csrc/host/program.h has its structure, csrc/host/read_program.h reads
+`ProgramRecorder.words`.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import array
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,9 +30,11 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "backward": backward.BackwardArgs,
     "postprocess": backward.PostprocessArgs,
 }
-LAUNCH, ZERO, COPY = range(3)  # kinds of steps
+LAUNCH, ZERO, COPY, ADD, SELECT_ROWS, ADD_ROWS, DRIVER_CALL, MEMORY_OPS = range(8)  # kinds of steps
 POINTER = 8  # bytes
 DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
+BYTES_16 = 10  # of elements of 16 bytes, as which rows are copied: torch.complex128
+DRIVER_WORDS = 4  # arguments of a driver call, at most
 
 
 class Place(NamedTuple):
@@ -57,11 +61,14 @@ class ProgramRecorder(TorchDispatchMode):
         self._inputs = inputs
         self._buffers: list[torch.Tensor] = []  # held, so that no address is used twice
         self._sizes: list[torch.Size] = []
+        self._views: list[torch.Tensor] = []  # of inputs and buffers; held as these
+        self._owners: dict[int, tuple[int, torch.Tensor]] = {}  # of views, by id
         self._steps: list[list[int]] = []
         self._problem: str | None = None
         self.names: list[str] = []
         self.tables: list[torch.Tensor] = []
         self.kept: list[object] = []
+        self.posts: list[tuple[int, Sequence[str]]] = []
 
     @staticmethod
     def can_tell_apart(inputs: Sequence[torch.Tensor | None]) -> bool:
@@ -80,12 +87,12 @@ class ProgramRecorder(TorchDispatchMode):
             return result
         result = func(*args, **(kwargs or {}))
         try:
-            self._follow(func, args, result)
+            self._follow(func, args, kwargs or {}, result)
         except ProgramError as problem:
             self._problem = self._problem or str(problem)
         return result
 
-    def _follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         if func in ALLOCATIONS:
             self._allocated(result)
             return
@@ -97,12 +104,29 @@ class ProgramRecorder(TorchDispatchMode):
             self._steps.append([COPY, *self._view(result), *self._view(args[0])])
         elif func is aten.copy_.default:
             self._steps.append([COPY, *self._view(args[0]), *self._view(args[1])])
+        elif func is aten._to_copy.default:
+            self._allocated(result)
+            self._steps.append([COPY, *self._view(result), *self._view(args[0])])
         elif func is aten.zero_.default:
             self._steps.append([ZERO, *self._view(args[0])])
+        elif func is aten.add_.Tensor and not kwargs:
+            self._steps.append([ADD, *self._view(args[0]), *self._view(args[1])])
+        elif func is aten.index_select.out and args[1] == 0:
+            views = kwargs["out"], args[0], args[2]
+            self._steps.append([SELECT_ROWS, *(x for view in views for x in self._view(view))])
+        elif func is aten.index_add_.default and args[1] == 0 and not kwargs:
+            views = args[0], args[3], args[2]
+            self._steps.append([ADD_ROWS, *(x for view in views for x in self._view(view))])
         else:
             made = list(_tensors((result,)))
             if func._schema.is_mutable or not made or not all(map(self._is_known, made)):
                 raise ProgramError(f"it calls {func}")
+            place = self._place_of(known[0])
+            if place is not None:
+                owner = list(self._all())[place.tensor]
+                assert owner is not None
+                self._views += made
+                self._owners |= {id(x): (place.tensor, owner) for x in made}
 
     def _allocated(self, x: torch.Tensor) -> None:
         if not x.is_contiguous() or x.dtype not in DTYPES:
@@ -129,8 +153,31 @@ class ProgramRecorder(TorchDispatchMode):
         head = [LAUNCH, entry, len(self.names) - 1, len(args), *words]
         self._steps.append([*head, len(patches) // 3, *patches])
 
+    def called(
+        self, call: tuple[Any, tuple[Any, ...]], counts: Sequence[tuple[int, ctypes.Structure]]
+    ) -> None:
+        entry, arguments = call
+        address = cast(int, ctypes.cast(entry, ctypes.c_void_p).value)
+        self.names.append(entry.__name__)
+        arrays = [x for x in arguments if isinstance(x, ctypes.Array)]
+        if arrays:
+            begin, (stream, number, operations, _) = ctypes.addressof(arrays[0]), arguments
+            data = bytes(operations)
+            words = [stream.value or 0, number.value, len(data), *_integers(data)]
+            here = [(x, ctypes.addressof(x) - begin, on) for on, x in counts]
+            patches = [(at + type(x).value.offset, on) for x, at, on in here if 0 <= at < len(data)]
+            words += (len(patches), *(word for patch in patches for word in patch))
+            self._steps.append([MEMORY_OPS, address, len(self.names) - 1, *words])
+        else:
+            values = [x.value or 0 for x in arguments]
+            values += [0] * (DRIVER_WORDS - len(values))
+            self._steps.append([DRIVER_CALL, address, len(self.names) - 1, *values])
+
     def uses(self, memory: object) -> None:
         self.tables.extend(_tensors((memory,)))
+
+    def posted(self, stream: int, names: Sequence[str]) -> None:
+        self.posts.append((stream, names))
 
     def keeps(self, plan: object) -> None:
         self.kept.append(plan)
@@ -141,6 +188,14 @@ class ProgramRecorder(TorchDispatchMode):
         for number, x in enumerate(self._inputs):
             if x is not None and x.data_ptr() == address:
                 return Place(number, 0)
+        # inputs may lie between each other's rows, so only the first row of one tells
+        rows = [
+            Place(number, address - x.data_ptr())
+            for number, x in enumerate(self._inputs)
+            if x is not None and 0 <= address - x.data_ptr() < _row_bytes(x)
+        ]
+        if rows:
+            return rows[0] if len(rows) == 1 else None
         for number, x in enumerate(self._buffers, len(self._inputs)):
             if _contains(x, address):
                 return Place(number, address - x.data_ptr())
@@ -148,19 +203,39 @@ class ProgramRecorder(TorchDispatchMode):
 
     def _is_known(self, x: torch.Tensor) -> bool:
         storage = _storage(x)
-        return any(y is not None and _storage(y) == storage for y in self._all())
+        known = (*self._all(), *self.tables)
+        return any(y is not None and _storage(y) == storage for y in known)
 
     def _all(self) -> Iterator[torch.Tensor | None]:
         yield from self._inputs
         yield from self._buffers
 
     def _view(self, x: torch.Tensor) -> list[int]:
-        place = self._place(x.data_ptr())
-        owner = None if place is None else list(self._all())[place.tensor]
-        if place is None or owner is None or owner.dtype != x.dtype:
-            raise ProgramError(f"it copies or fills a part of an input, {tuple(x.shape)}")
+        place = self._place_of(x)
+        if place is None:  # memory of other calls, too
+            self.tables.append(x)
+            return [-len(self.tables), 0, 0, 0, 0]
+        dtype = BYTES_16 if x.dtype == torch.complex128 else DTYPES.get(x.dtype)
+        if dtype is None or place.offset % x.element_size():
+            raise ProgramError(f"it copies or fills {x.dtype} {tuple(x.shape)}")
         offset, shape = place.offset // x.element_size(), x.shape
-        return [place.tensor, offset, len(shape), *shape, len(shape), *x.stride()]
+        return [place.tensor, offset, dtype, len(shape), *shape, len(shape), *x.stride()]
+
+    def _place_of(self, x: torch.Tensor) -> Place | None:
+        """Of the first element of a tensor; None: it is in a table.
+
+        Raises ProgramError: it is in no memory that is known.
+        """
+        owner = self._owners.get(id(x))
+        if owner is not None:
+            number, y = owner
+            return Place(number, x.data_ptr() - y.data_ptr())
+        place = self._place(x.data_ptr())
+        if place is not None:
+            return place
+        if any(_storage(y) == _storage(x) for y in self.tables):
+            return None
+        raise ProgramError(f"it uses a tensor of unknown origin, {tuple(x.shape)}")
 
     # The program
 
@@ -214,6 +289,12 @@ def _storage(x: torch.Tensor) -> int:
 
 def _contains(x: torch.Tensor, address: int) -> bool:
     return 0 <= address - x.data_ptr() < x.numel() * x.element_size()
+
+
+def _row_bytes(x: torch.Tensor) -> int:
+    """From the first byte of x[0] to its last one."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return (last + 1) * x.element_size()
 
 
 def _integers(data: bytes) -> Sequence[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ringfa3.build.units import Unit
@@ -20,6 +21,18 @@ class Recorder(Protocol):
 
         memory: a tensor, or a tuple that has some among its members.
         """
+
+    def called(
+        self, call: tuple[Any, tuple[Any, ...]], counts: Sequence[tuple[int, ctypes.Structure]]
+    ) -> None:
+        """Called before a call of the CUDA driver, an entry point and its arguments in C.
+
+        counts: memory operations, some of them the call's, whose values are numbers of waits, and
+        the numbers of their streams
+        """
+
+    def posted(self, stream: int, names: Sequence[str]) -> None:
+        """Called with the names of waits of a stream, in order."""
 
     def keeps(self, plan: object) -> None:
         """Called with the plan of the call, whose uploads a captured call reads."""

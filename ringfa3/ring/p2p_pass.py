@@ -18,7 +18,7 @@ from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.ring.p2p import Exchange, Message, Transport
-from ringfa3.ring_pass import Attend, LocalHeads
+from ringfa3.ring_pass import Attend, LocalHeads, NoRecorder, Recorder
 
 KV, PARTIAL, RETURN = 0, 1, 2  # message tags
 
@@ -193,6 +193,10 @@ class P2PRingPass:
     def __init__(self, transport: Transport | None, plan: ContextPlan, kind: str) -> None:
         """kind: "forward" or "backward". transport: None for a world of one rank."""
         self._transport, self._plan, self._kind = transport, plan, kind
+        self.recorder: Recorder = NoRecorder()
+
+    def replay(self, *_: object) -> None:
+        """As `RingPass.replay`: messages have no programs."""
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""

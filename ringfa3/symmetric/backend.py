@@ -14,10 +14,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ringfa3.kernels.recording import Recorder, current_recorder
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_graphs import ReplayWaits, fork_join
 from ringfa3.symmetric.ipc_memory import IpcMemory
 from ringfa3.symmetric.ring_pass import BufferSpec, CallRecipes
+from ringfa3.symmetric.ring_program import Inputs, RingProgram, Tensors
 from ringfa3.symmetric.signals import Gather, Signals
 from ringfa3.symmetric.stream_ops import (
     AttendGathered,
@@ -232,13 +234,26 @@ class SymmetricBackend:
                 prepared.waits.append((stream, batch.names, counts))
 
     def issue(self, prepared: DriverCalls) -> None:
+        recorder = current_recorder()
+        if recorder is not None:
+            _record(recorder, prepared)
         for stream, names, counts in prepared.waits:
-            earlier = self._waits[stream]
-            for i, count in enumerate(counts, earlier + 1):
+            for i, count in enumerate(counts, self._waits[stream] + 1):
                 count.value = i & MASK
-            self._waits[stream] = earlier + len(counts)
-            self._watchdog.post(stream, names)
+            self._post(stream, names)
         cuda_driver.issue(prepared.calls)
+
+    def _post(self, stream: Stream, names: Sequence[str]) -> None:
+        """Counts waits that are about to be issued, and names them to the watchdog."""
+        self._waits[stream] += len(names)
+        self._watchdog.post(stream, names)
+
+    def replay(self, program: RingProgram, inputs: Inputs) -> Tensors:
+        """As `Backend.replay`. Raises as `RingProgram.run`."""
+        waits = tuple(self._waits.values())
+        for stream, names in program.posts:
+            self._post(stream, names)
+        return program.run(inputs, waits)
 
     def _event(self, event: Event) -> int:
         if event not in self._events:
@@ -266,6 +281,15 @@ class SymmetricBackend:
     def _lose(self, message: str) -> None:
         error = self.group.fail(message)
         raise_in_main_thread(error)  # before streams are released: their results are void
+
+
+def _record(recorder: Recorder, prepared: DriverCalls) -> None:
+    """Shows operations to a recorder before they are issued."""
+    counts = [(stream, count) for stream, _, counts in prepared.waits for count in counts]
+    for call in prepared.calls:
+        recorder.called(call, counts)
+    for stream, names, _ in prepared.waits:
+        recorder.posted(stream, names)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

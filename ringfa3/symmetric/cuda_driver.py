@@ -179,7 +179,7 @@ def issue(calls: Iterable[Call]) -> None:
     """
     for entry, arguments in calls:
         if status := entry(*arguments):
-            raise _error(entry.__name__, status)
+            raise error(entry.__name__, status)
 
 
 @lru_cache(None)
@@ -202,10 +202,11 @@ def _entries() -> dict[str, Callable[..., int]]:
 
 def _now(name: str, *arguments: object) -> None:
     if status := _entries()[name](*arguments):
-        raise _error(name, status)
+        raise error(name, status)
 
 
-def _error(name: str, status: int) -> DriverError:
+def error(name: str, status: int) -> DriverError:
+    """The error of a call that has returned a status."""
     string = ctypes.c_char_p()
     ctypes.CDLL("libcuda.so.1").cuGetErrorString(status, ctypes.byref(string))
     text = string.value.decode() if string.value else "unknown"

@@ -7,18 +7,29 @@ issue it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
 
 import torch
 
+from ringfa3 import host
+from ringfa3.kernels.program import ProgramRecorder
+from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.row_index import copy_rows, view_16_bytes
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring_pass import Attend, LocalHeads
+from ringfa3.ring_pass import Attend, LocalHeads, NoRecorder, Recorder
 from ringfa3.symmetric import schedule
+from ringfa3.symmetric.ring_program import (
+    CallRecorder,
+    Inputs,
+    Programs,
+    RingProgram,
+    Tensors,
+    kind_of,
+)
 from ringfa3.symmetric.stream_ops import (
     AddToSum,
     AttendGathered,
@@ -38,8 +49,8 @@ from ringfa3.symmetric.stream_ops import (
 class Backend(Protocol):
     """What a pass needs of one rank's streams and of the group's memory.
 
-    recipes   recipes of the calls that are like the one under way; emptied when the memory or the
-              streams change
+    recipes   what is known of the calls that are like the one under way; emptied when the memory or
+              the streams change
     arrivals  (world,) int32: word t is 1 from the event "arrived" of number t on, until the kernel
               that waited for it has ended
     """
@@ -68,6 +79,9 @@ class Backend(Protocol):
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         """Runs `work`, which performs the operation, on the compute stream."""
 
+    def replay(self, program: RingProgram, inputs: Inputs) -> Tensors:
+        """Issues the whole call under way by a program, and returns its results."""
+
 
 class Step(NamedTuple):
     """Prepared operations, then the work behind them and its tensors. The last has no work."""
@@ -84,7 +98,14 @@ class CallRecipe(NamedTuple):
     run: list[Step]
 
 
-CallRecipes: TypeAlias = MutableMapping[Plan, dict[object, CallRecipe]]
+class KnownCalls(NamedTuple):
+    """Of one plan: recipes, and programs of the host library."""
+
+    recipes: dict[object, CallRecipe]
+    programs: Programs
+
+
+CallRecipes: TypeAlias = MutableMapping[Plan, KnownCalls]
 
 
 class BufferSpec:
@@ -133,22 +154,53 @@ class SymmetricRingPass:
     def __init__(self, backend: Backend, plan: ContextPlan, kind: str) -> None:
         """kind: the schedule to run: "forward", "gathered" or "backward"."""
         self._backend, self._plan, self._kind = backend, plan, kind
+        self._parity: int | None = None  # before the call begins
+        self.recorder: Recorder = NoRecorder()
+
+    def _begin(self, k: torch.Tensor) -> int:
+        """Begins the call and returns its parity."""
+        backend, plan = self._backend, self._plan
+        self._key = key = (self._kind, k.dtype, k.shape[1], k.shape[2])
+        specs = _specs.setdefault(plan.hops, {})
+        spec = specs.get(key)
+        if spec is None:
+            spec = specs[key] = BufferSpec(plan, self._kind, k)
+        self._spec = spec
+        self._parity = parity = backend.begin(spec)
+        known = backend.recipes.get(plan.hops)
+        if known is None:
+            known = backend.recipes.setdefault(plan.hops, KnownCalls({}, {}))
+        self._known = known
+        return parity
+
+    def replay(self, k: torch.Tensor, inputs: Inputs, settings: Hashable) -> Tensors | None:
+        """As `RingPass.replay`; begins the call if the host library starts calls."""
+        library = host.library()
+        if library is None or not ProgramRecorder.can_tell_apart(inputs):
+            return None
+        parity = self._begin(k)
+        kind = self._key, parity, kind_of(inputs, settings)
+        program = self._known.programs.get(kind)
+        if program is None:
+            self.recorder = CallRecorder(library, self._known.programs, kind, inputs)
+            return None
+        return self._backend.replay(program, inputs) if program.held is not None else None
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; publishes k and v."""
         backend, plan = self._backend, self._plan
         self._local = (k, v)
-        key = (self._kind, waits_in_kernel, k.dtype, k.shape[1], k.shape[2])
-        specs = _specs.setdefault(plan.hops, {})
-        spec = specs.get(key)
-        if spec is None:
-            spec = specs[key] = BufferSpec(plan, self._kind, k)
-        parity = backend.begin(spec)
-        recipes = backend.recipes.setdefault(plan.hops, {})
-        recipe = recipes.get((key, parity))
+        parity = self._begin(k) if self._parity is None else self._parity
+        spec, recipes = self._spec, self._known.recipes
+        key = self._key, waits_in_kernel, parity
+        recipe = recipes.get(key)
         if recipe is None:
             recipe = _recipe(backend, plan, self._kind, spec, parity, k.device, waits_in_kernel)
-            recipes[key, parity] = recipe
+            recipes[key] = recipe
+        recorder = current_recorder()
+        if recorder is not None:
+            for step in (*recipe.start, *recipe.run):
+                recorder.uses(step.tensors)
         self._dkv_shape = (plan.local_tokens, *spec.row)
         self._dkv_dtype = spec.dtypes.get(Buffer.DKV_OUT)
         self._issue(recipe.start)

@@ -211,6 +211,9 @@ class FakeStream:
         else:
             self.put(lambda: passed[0], lambda: None)
 
+    def wait_stream(self, other: FakeStream) -> None:
+        assert other.compute, "only compute streams, which run at once, wait for each other"
+
 
 class FakeEvent:
     def __init__(self, cuda: FakeCuda) -> None:

@@ -174,6 +174,9 @@ void fake_stream(int64_t value, int64_t made) { handle = value, generation = mad
 void fake_capture(int status) { capturing = status; }
 void fake_idle(int wanted) { idle = wanted; }  // kernels do nothing and keep nothing
 
+// Stands for any function of the driver.
+int fake_nothing() { return 0; }
+
 // The launches since the last `fake_forget`.
 int fake_calls() { return static_cast<int>(calls.size()); }
 char const* fake_name(int i) { return calls[i].name.c_str(); }

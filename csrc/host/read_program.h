@@ -1,0 +1,141 @@
+// Makes programs of what ringfa3/kernels/program.py writes.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <utility>
+
+#include "host/program.h"
+
+namespace ringfa3::host {
+
+namespace py = pybind11;
+
+// Reads a list of 64-bit integers.
+class Reader {
+ public:
+  Reader(char const* begin, Py_ssize_t bytes) : at_(begin), end_(begin + bytes) {}
+
+  int64_t word() {
+    int64_t value;
+    std::memcpy(&value, take(sizeof value), sizeof value);
+    return value;
+  }
+  Sizes sizes() {
+    Sizes read(static_cast<size_t>(word()));
+    for (int64_t& size : read) size = word();
+    return read;
+  }
+  View view() {
+    int64_t const tensor = word(), offset = word();
+    auto const dtype = static_cast<at::ScalarType>(word());
+    Sizes sizes = this->sizes();
+    return {tensor, offset, dtype, std::move(sizes), this->sizes()};
+  }
+  std::vector<char> bytes() {
+    auto const count = static_cast<size_t>(word());
+    char const* const begin = take((count + 7) / 8 * 8);
+    return {begin, begin + count};
+  }
+
+ private:
+  char const* take(size_t bytes) {
+    TORCH_CHECK(static_cast<size_t>(end_ - at_) >= bytes, "a program ends early");
+    return std::exchange(at_, at_ + bytes);
+  }
+
+  char const *at_, *end_;
+};
+
+enum Kind : int64_t { kLaunch, kZero, kCopy, kAdd, kSelectRows, kAddRows, kDriverCall, kMemoryOps };
+
+inline Step read_step(Reader& in, PyObject* names) {
+  switch (in.word()) {
+    case kLaunch: {
+      Launch launch{};
+      launch.entry = reinterpret_cast<int (*)(void const*, void*)>(in.word());
+      launch.name = PyUnicode_AsUTF8(PyTuple_GetItem(names, in.word()));
+      launch.words = in.bytes();
+      TORCH_CHECK(launch.words.size() <= kMaxWords, "a launch has too many arguments");
+      launch.patches.resize(static_cast<size_t>(in.word()));
+      for (Patch& patch : launch.patches) {
+        patch.at = in.word(), patch.tensor = in.word(), patch.offset = in.word();
+      }
+      return launch;
+    }
+    case kZero:
+      return Zero{in.view()};
+    case kCopy: {
+      View target = in.view();
+      return Copy{std::move(target), in.view()};
+    }
+    case kAdd: {
+      View target = in.view();
+      return Add{std::move(target), in.view()};
+    }
+    case kSelectRows: {
+      View target = in.view(), source = in.view();
+      return SelectRows{std::move(target), std::move(source), in.view()};
+    }
+    case kAddRows: {
+      View target = in.view(), source = in.view();
+      return AddRows{std::move(target), std::move(source), in.view()};
+    }
+    case kDriverCall: {
+      DriverCall call{};
+      call.entry = reinterpret_cast<DriverEntry>(in.word());
+      call.name = PyUnicode_AsUTF8(PyTuple_GetItem(names, in.word()));
+      for (uint64_t& word : call.words) word = static_cast<uint64_t>(in.word());
+      return call;
+    }
+    case kMemoryOps: {
+      MemoryOps batch{};
+      batch.entry = reinterpret_cast<DriverEntry>(in.word());
+      batch.name = PyUnicode_AsUTF8(PyTuple_GetItem(names, in.word()));
+      batch.stream = static_cast<uint64_t>(in.word());
+      batch.number = static_cast<uint64_t>(in.word());
+      batch.operations = in.bytes();
+      batch.counts.resize(static_cast<size_t>(in.word()));
+      for (auto& [at, stream] : batch.counts) at = in.word(), stream = in.word();
+      return batch;
+    }
+    default:
+      TORCH_CHECK(false, "a program has a step of an unknown kind");
+  }
+}
+
+// A program from (words: bytes, names: tuple[str, ...], tables: tuple[torch.Tensor, ...], kept:
+// object). Null, and an error of Python, for other arguments.
+inline std::shared_ptr<Program> read_program(PyObject* args) {
+  char const* begin;
+  Py_ssize_t bytes;
+  PyObject *names, *tables, *kept;
+  if (!PyArg_ParseTuple(args, "y#O!O!O", &begin, &bytes, &PyTuple_Type, &names, &PyTuple_Type,
+                        &tables, &kept)) {
+    return nullptr;
+  }
+  Reader in(begin, bytes);
+  auto program = std::make_shared<Program>();
+  program->buffers.resize(static_cast<size_t>(in.word()));
+  for (Buffer& buffer : program->buffers) {
+    buffer.dtype = static_cast<at::ScalarType>(in.word());
+    buffer.sizes = in.sizes();
+  }
+  auto const steps = in.word();
+  for (int64_t i = 0; i < steps; ++i) program->steps.push_back(read_step(in, names));
+  auto const outputs = in.word();
+  for (int64_t i = 0; i < outputs; ++i) program->outputs.push_back(in.view());
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tables); ++i) {
+    program->tables.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(tables, i)));
+  }
+  Py_INCREF(kept);
+  program->kept = std::shared_ptr<PyObject>(kept, [](PyObject* object) {
+    py::gil_scoped_acquire const gil;
+    Py_DECREF(object);
+  });
+  return program;
+}
+
+}  // namespace ringfa3::host

@@ -1,0 +1,109 @@
+"""Ring calls over peers' memory as programs, which the host library replays.
+
+Python begins every call: checks, agreement, number and parity, settings for the store's monitor,
+room in the shared memory. What follows, from the first driver call to the results, is replayed: the
+first call of its kind runs in Python, the second one beside a recorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, MutableMapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ringfa3.kernels.program import ProgramError, ProgramRecorder
+from ringfa3.kernels.recording import recording
+from ringfa3.kernels.streams import CurrentStream
+from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.stream_ops import Stream
+
+MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
+ALIGNMENT = 16  # bytes
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+Inputs: TypeAlias = tuple[torch.Tensor | None, ...]
+Posts: TypeAlias = Sequence[tuple[Stream, Sequence[str]]]
+
+
+class RingProgram(NamedTuple):
+    """A program of the host library.
+
+    library  that made it
+    held     by which the library knows it; None if Python runs all calls of the kind
+    posts    names of its waits, as the watchdog gets them
+    """
+
+    library: Any
+    held: object | None
+    posts: Posts
+
+    def run(self, inputs: Inputs, waits: Sequence[int]) -> Tensors:
+        """The results of a call on the current stream. waits: of earlier calls, by stream.
+
+        Raises:
+            DriverError: the driver refuses a call.
+            RuntimeError: CUDA refuses a launch.
+        """
+        device = inputs[0].device if inputs[0] is not None else None
+        assert device is not None
+        stream = CurrentStream.of(device)
+        results: Any = self.library.run(self.held, inputs, stream.handle, tuple(waits))
+        if isinstance(results[0], str):
+            raise cuda_driver.error(*results)
+        return tuple(results)
+
+
+Programs: TypeAlias = MutableMapping[Hashable, RingProgram | None]  # None: one call has been seen
+
+
+def kind_of(inputs: Inputs, settings: Hashable) -> Hashable:
+    """What a call's steps depend on, besides addresses: calls of one kind have the same."""
+    first = inputs[0]
+    assert first is not None
+    stream = CurrentStream.of(first.device).id
+    return settings, stream, *(None if x is None else _layout(x) for x in inputs)
+
+
+def _layout(x: torch.Tensor) -> Hashable:
+    """TMA addresses 16 bytes, and rows are copied as elements of 16 bytes of their storage."""
+    stored = x.storage_offset() * x.element_size()
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT, stored % ALIGNMENT
+
+
+class CallRecorder:
+    """Around a call that Python runs: makes its program if a call of the kind was seen before."""
+
+    def __init__(self, library: Any, programs: Programs, kind: Hashable, inputs: Inputs) -> None:
+        """library: for which it records. programs: in which the kind has no program."""
+        self._library, self._programs, self._kind = library, programs, kind
+        self._modes = ExitStack()
+        self._recorder = ProgramRecorder(inputs) if kind in programs else None
+        if len(programs) >= MAX_PROGRAMS:
+            programs.clear()
+        programs.setdefault(kind, None)
+
+    def __enter__(self) -> CallRecorder:
+        if self._recorder is not None:
+            self._modes.enter_context(recording(self._recorder))
+            self._modes.enter_context(self._recorder)
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._modes.__exit__(*problem)
+
+    def keep(self, results: Tensors) -> None:
+        """As `ringfa3.ring_pass.Recorder.keep`."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        try:
+            words = recorder.words(results)
+        except ProgramError:
+            self._programs[self._kind] = RingProgram(self._library, None, ())
+            return
+        memory = tuple(recorder.names), tuple(recorder.tables), tuple(recorder.kept)
+        held = self._library.program(words, *memory)
+        posts = tuple((Stream(on), names) for on, names in recorder.posts)
+        self._programs[self._kind] = RingProgram(self._library, held, posts)

@@ -1,0 +1,116 @@
+"""Microseconds of the host for a call of a ring over peers' memory, with a driver and kernels that
+do nothing.
+
+`python -m tests.support.ring_host_time` prints the medians of both hosts, in turn: time that the
+thread of one rank runs on the CPU, from where a call is agreed on to its results. A GPU's driver
+adds its own time to each call, launch and allocation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+from ringfa3 import host, plan_context
+from ringfa3.build.host_library import ensure_host_library
+from ringfa3.ring.op import run_backward, run_forward
+from ringfa3.ring.prepare_call import PreparedCall
+from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.signals import Signals
+from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_driver import LoggedCuda
+from tests.support.fake_kernels import FakeKernels, compile_kernels
+from tests.support.host_time import ROUNDS, microseconds
+
+CPU = torch.device("cpu")
+WORLDS = (2, 4)
+TOKENS, HEADS, KV_HEADS, HEAD_DIM = 128, 16, 8, 64  # of a rank
+WARM_UP = 6  # calls: of both parities one is seen, one recorded, one replayed
+
+
+class Alone(FakeGroup):
+    """A rank whose peers all say what it says."""
+
+    def gather(self, line: object) -> list[object]:
+        return [line] * self.world
+
+
+def calls(backend: SymmetricBackend) -> dict[str, Callable[[], object]]:
+    """By kind."""
+    world = backend.group.world
+    plan = plan_context(TOKENS * world, (backend.group.rank, world))
+    q, dout, out = (torch.randn(TOKENS, HEADS, HEAD_DIM).bfloat16() for _ in range(3))
+    k, v = (torch.randn(TOKENS, KV_HEADS, HEAD_DIM).bfloat16() for _ in range(2))
+    lse = torch.randn(HEADS, TOKENS)
+    make_pass = partial(SymmetricRingPass, backend)
+    prepared = {kind: PreparedCall(plan, kind, make_pass) for kind in ("forward", "gathered")}
+    backward = PreparedCall(plan, "backward", make_pass)
+    made: dict[str, Callable[[], object]] = {
+        kind: partial(run_forward, q, k, v, 0.125, call) for kind, call in prepared.items()
+    }
+    made["backward"] = partial(run_backward, dout, None, q, k, v, out, lse, 0.125, False, backward)
+    return made
+
+
+def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[float]]:
+    """Microseconds of each round, by kind of call and host."""
+    ranks = Ranks(world)
+    ranks.cuda = cuda = LoggedCuda(0, kernels)
+    ranks._rank_of[threading.get_ident()] = 0
+    for name in cuda.entries:
+        # an object of its own for each function of the driver, with its arguments
+        nothing = ctypes.CDLL(kernels.library._name).fake_nothing
+        nothing.argtypes, nothing.__name__ = cuda_driver._ARGUMENTS[name], name
+        cuda.entries[name] = nothing
+    times: dict[tuple[str, str], list[float]] = {}
+    with (
+        ranks._stand_in(),
+        mock.patch.object(cuda_driver, "_entries", return_value=cuda.entries),
+        mock.patch.object(SymmetricBackend, "compute", lambda _, __, work: work()),
+        mock.patch.object(Signals, "reached", return_value=True),
+    ):
+        backend = SymmetricBackend(Alone(ranks, 0, 60.0), CPU, 60.0, print)  # type: ignore[arg-type]
+        kinds = calls(backend)
+        for call in kinds.values():
+            call()  # room in the shared memory
+        for number in range(ROUNDS + 1):
+            for name in host.HOSTS:
+                host.select(name)
+                for kind, call in kinds.items():
+                    for _ in range(WARM_UP):
+                        call()
+                    taken = microseconds(call)
+                    if number:
+                        times.setdefault((kind, name), []).append(taken)
+    return times
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        kernels = FakeKernels(compile_kernels(Path(folder)))
+        with kernels.stands_in():
+            kernels.library.fake_idle(1)
+            host.start(host.load(ensure_host_library()), "cpu", kernels.driver())
+            for world in WORLDS:
+                times = measure(world, kernels)
+                title = f"microseconds, {world} ranks"
+                print(f"{title:32}" + "".join(f"{name:>10}" for name in host.HOSTS))
+                for kind in dict.fromkeys(kind for kind, _ in times):
+                    medians = [np.median(times[kind, name]) for name in host.HOSTS]
+                    print(f"{kind:32}" + "".join(f"{x:10.1f}" for x in medians))
+            host.stop()
+
+
+if __name__ == "__main__":
+    main()

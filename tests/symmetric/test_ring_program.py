@@ -1,0 +1,258 @@
+"""Programs of ring calls: what the host library replays equals what Python does, call by call."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ringfa3 import host
+from ringfa3.planning import context_plan
+from ringfa3.planning.context_plan import ContextPlan, plan_context
+from ringfa3.ring.op import run_backward, run_forward
+from ringfa3.ring.prepare_call import PreparedCall
+from ringfa3.symmetric import cuda_driver, self_test
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.ring_program import RingProgram
+from ringfa3.symmetric.self_test import open_backend
+from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_driver import Computations, Entry, LoggedCuda, in_terms
+from tests.support.fake_kernels import FakeKernels
+from tests.support.host_calls import equal
+
+CPU = torch.device("cpu")
+KINDS = ("forward", "gathered", "backward")  # an odd number, so that parities take turns
+SCALE = 0.125
+Call = tuple[list[Entry], list[torch.Tensor]]  # log and results
+
+
+class Rank:
+    """One rank of a ring, and the calls that it makes."""
+
+    def __init__(self, group: FakeGroup, cuda: LoggedCuda, tokens: int) -> None:
+        backend = open_backend(group, CPU)  # type: ignore[arg-type]
+        assert isinstance(backend, SymmetricBackend), backend
+        self.group, self.cuda, self.backend = group, cuda, backend
+        self.plan = self.new_plan(tokens)
+
+    def new_plan(self, tokens: int) -> ContextPlan:
+        placed = self.group.rank, self.group.world
+        return plan_context([0, tokens * self.group.world], placed, causal=False)
+
+    def inputs(self, seed: int, plan: ContextPlan) -> list[torch.Tensor]:
+        """q, k, v, dout, out and LSE."""
+        generator = torch.Generator().manual_seed(100 * seed + self.group.rank)
+        made = [
+            torch.randn(plan.local_tokens, h, 64, generator=generator).bfloat16()
+            for h in (4, 2, 2, 4, 4)
+        ]
+        return [*made, torch.randn(4, plan.local_tokens, generator=generator)]
+
+    def grow(self) -> None:
+        """Makes room in the shared memory for all calls of the plan; an even number of calls."""
+        for kind in 2 * KINDS:
+            self.call(kind, 0)
+
+    def call(self, kind: str, seed: int, plan: ContextPlan | None = None) -> Call:
+        plan = plan or self.plan
+        q, k, v, dout, out, lse = self.inputs(seed, plan)
+        call = PreparedCall(plan, kind, partial(SymmetricRingPass, self.backend))
+        waits = dict(self.backend._waits)
+        given: tuple[torch.Tensor | None, ...]
+        self.cuda.taken()
+        with torch.no_grad(), Computations(self.cuda):
+            if kind == "backward":
+                dlse = lse + 1 if self.group.world == 3 else None
+                given = dout, dlse, q, k, v, out, lse
+                results = run_backward(*given, SCALE, False, call)
+            else:
+                given = q, k, v
+                results = run_forward(*given, SCALE, call)
+        log = self.cuda.taken()
+        return in_terms(log, given, self.backend, waits), list(results)
+
+
+@contextmanager
+def replays() -> Iterator[dict[int, int]]:
+    """How many programs each thread has run."""
+    counts: dict[int, int] = {}
+    run = RingProgram.run
+
+    def counted(self: RingProgram, *given: Any) -> Any:
+        counts[threading.get_ident()] = counts.get(threading.get_ident(), 0) + 1
+        return run(self, *given)
+
+    with mock.patch.object(RingProgram, "run", counted):
+        yield counts
+
+
+def on_ranks(kernels: FakeKernels, world: int, work: Callable[[Rank, Any], Any]) -> list[Any]:
+    """Runs work(rank, choose) on ranks; choose(host) makes all of them choose it."""
+    ranks = Ranks(world, seed=world)
+    ranks.cuda = cuda = LoggedCuda(world, kernels)
+    meet = threading.Barrier(world, timeout=20.0)
+
+    def enter(group: FakeGroup) -> Any:
+        cuda.log("begins")
+
+        def choose(which: str) -> None:
+            if meet.wait() == 0:
+                host.select(which)
+            meet.wait()
+
+        choose("python")
+        return work(Rank(group, cuda, 24), choose)
+
+    with (
+        cuda.stands_in(),
+        mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=20.0),
+        mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64),
+    ):
+        results = ranks.run(enter)
+    assert not cuda.problems
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_replayed_call_does_what_python_does(kernels: FakeKernels, world: int) -> None:
+    """Each driver call with its words, memory operation, launch and tensor operation in its order,
+    the waits that are posted and counted, and results bit for bit; both parities, several calls."""
+    steps = 8  # of a parity: seen, recorded, replayed twice
+
+    def work(rank: Rank, choose: Callable[[str], None]) -> None:
+        made: dict[str, list[Any]] = {}
+        rank.grow()
+        for which in host.HOSTS:
+            choose(which)
+            for step in range(steps):
+                for kind in KINDS:
+                    before = dict(rank.backend._waits)
+                    log, results = rank.call(kind, step // 2)
+                    waits = [n - before[s] for s, n in rank.backend._waits.items()]
+                    made.setdefault(which, []).append((kind, step, log, waits, results))
+        for python, cpp in zip(made["python"], made["cpp"], strict=True):
+            assert cpp[:2] == python[:2]
+            assert cpp[2] == python[2], f"{cpp[:2]}"
+            assert cpp[3] == python[3]
+            assert len(python[2]) > 5
+            assert all(map(equal, cpp[4], python[4])), f"{cpp[:2]}"
+
+    with replays() as counts:
+        on_ranks(kernels, world, work)
+    assert list(counts.values()) == [3 * (steps - 4)] * world
+
+
+def _all_kinds(rank: Rank, times: int, seed: int = 0) -> list[list[torch.Tensor]]:
+    """Results of the last turn."""
+    for _ in range(times):
+        results = [rank.call(kind, seed)[1] for kind in KINDS]
+    return results
+
+
+def _same(found: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> bool:
+    return all(all(map(equal, x, y)) for x, y in zip(found, wanted, strict=True))
+
+
+def test_programs_go_when_what_they_hold_changes(kernels: FakeKernels) -> None:
+    """Larger shared memory, another stream, a capture, a plan that dies. Each time Python runs
+    calls again, then they are replayed, with equal results."""
+
+    def work(rank: Rank, choose: Callable[[str], None]) -> None:
+        me, ranks, cuda = threading.get_ident(), rank.group.meeting, rank.cuda
+        rank.grow()
+        wanted = _all_kinds(rank, 2)
+        choose("cpp")
+
+        def expect(turns: int, replayed: int) -> None:
+            before = counts.get(me, 0)
+            assert _same(_all_kinds(rank, turns), wanted)
+            assert counts.get(me, 0) - before == len(KINDS) * replayed
+
+        expect(6, 2)
+        larger = rank.new_plan(64)
+        for kind in 2 * KINDS:
+            rank.call(kind, 0, larger)
+        expect(6, 2)
+        number = rank.group.rank
+        first, ranks._current[number] = ranks._current[number], cuda.stream(compute=True)
+        expect(6, 2)
+        ranks._current[number] = first
+        expect(2, 2)
+        before = counts[me]
+        for _ in range(2):
+            with ranks.capture():
+                rank.call("forward", 0)
+        assert counts[me] == before
+        expect(6, 2)
+        known, plan = len(rank.backend.recipes), rank.new_plan(40)
+        for kind in 6 * KINDS:
+            rank.call(kind, 0, plan)
+        assert counts[me] == before + 4 * len(KINDS)
+        assert len(rank.backend.recipes) == known + 1
+        context_plan._cached_plan.cache_clear()
+        del plan
+        deadline = time.monotonic() + 5
+        while len(rank.backend.recipes) > known and time.monotonic() < deadline:
+            gc.collect()  # does nothing while another thread collects
+        assert len(rank.backend.recipes) == known
+
+    with replays() as counts:
+        on_ranks(kernels, 2, work)
+
+
+@pytest.mark.parametrize("refused", ["cuEventRecord", "cuStreamBatchMemOp_v2", "a launch"])
+def test_a_refused_call_raises_the_error_of_python(kernels: FakeKernels, refused: str) -> None:
+    texts: dict[str, list[tuple[type, str]]] = {}
+
+    def work(rank: Rank, choose: Callable[[str], None]) -> tuple[type, str]:
+        rank.grow()
+        choose(which)
+        _all_kinds(rank, 6)
+        choose(which)  # both ranks have ended their calls
+        if refused == "a launch":
+            kernels.library.fake_fail(719)
+        else:
+            rank.cuda.refused = refused
+        with pytest.raises(RuntimeError) as caught:
+            rank.call("backward", 0)
+        return caught.type, str(caught.value)
+
+    def error(name: str, status: int) -> cuda_driver.DriverError:
+        return cuda_driver.DriverError(f"{name}: CUDA error {status}")
+
+    with mock.patch.object(cuda_driver, "error", error), replays() as counts:
+        for which in host.HOSTS:
+            texts[which] = on_ranks(kernels, 2, work)
+            kernels.library.fake_fail(0)
+    assert len(counts) == 2
+    assert texts["cpp"] == texts["python"]
+    name = "preprocess of backward-d64-bf16" if refused == "a launch" else refused
+    assert texts["cpp"][0][1].startswith(name)
+
+
+def test_inputs_that_no_program_serves_are_run_by_python(kernels: FakeKernels) -> None:
+    """One tensor as K and V, and a narrow V, which is widened."""
+
+    def work(rank: Rank, choose: Callable[[str], None]) -> None:
+        rank.grow()
+        q, k, v, *_ = rank.inputs(0, rank.plan)
+        call = PreparedCall(rank.plan, "forward", partial(SymmetricRingPass, rank.backend))
+        for given in ((q, k, k), (q, k, v[..., :32])):
+            choose("python")
+            wanted = run_forward(*given, SCALE, call)
+            choose("cpp")
+            for _ in range(6):
+                assert all(map(equal, run_forward(*given, SCALE, call), wanted))
+
+    with replays() as counts:
+        on_ranks(kernels, 2, work)
+    assert not counts
