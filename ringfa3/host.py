@@ -95,6 +95,8 @@ def library() -> Any:
 def counts() -> dict[str, int]:
     """Calls of the library's kernels so far, and programs that it holds; empty without a library.
 
+    Of rings, which keep their programs themselves, only `replayed` has calls.
+
     replayed: by a program; recorded: by Python, which was asked for one; first: by Python, of a
     kind that the library had not seen, or has forgotten; python: by Python, for other reasons.
     """
