@@ -2,7 +2,9 @@
 
 For changes that alter machine code but should not alter speed. Both caches are folders that
 `python -m ringfa3.build` has filled; both builds take the argument structs of this checkout. Needs
-a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, hidden size 2048.
+a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, of 512 for a short unit, hidden size
+2048. 8-bit units have operands that the old build has quantised; `python -m ringfa3.bench fp8
+--bandwidth` times units that quantise.
 
 Runs alternate, old and new, `--pairs` times. Prints one line per unit and mask: the median of the
 paired ratios, old time over new time, and their quartiles: above 1 the new build is faster. Exits
@@ -22,28 +24,31 @@ from typing import Any
 import torch
 
 from benchmarks.compare_sass import latest
-from ringfa3 import flash_attn_func
+from ringfa3.bench.attention.quantised import QuantisedRingFA3
+from ringfa3.bench.common.cases import CAUSAL, FULL, Case
+from ringfa3.bench.common.implementations import RingFA3
+from ringfa3.bench.common.problem import make_problem
 from ringfa3.build.units import Unit, select_units
 from ringfa3.errors import BuildError
 from ringfa3.kernels import dispatch, launch
 
-TOKENS, HIDDEN = 16384, 2048
+TOKENS, SHORT, HIDDEN = 16384, 512, 2048
+QUANTISE = "quantise"  # a direction of units, whose speed is bytes
 SAMPLE_MS = 20.0  # of a run: so many calls are queued that it takes about as long
 
 
 class Switch:
-    """Chooses the build that `ringfa3.kernels.launch` calls."""
+    """Chooses the build of `timed`. `ringfa3.kernels.launch` calls the old one of other units."""
 
     def __init__(self, old: Path, new: Path) -> None:
         self.caches, self.current = {"old": old, "new": new}, "old"
+        self.timed: Unit | None = None
         self._libraries: dict[tuple[str, Unit], ctypes.CDLL] = {}
 
     def entry(self, unit: Unit, name: str) -> Callable[..., int]:
-        key = self.current, unit
+        key = self.current if unit == self.timed else "old", unit
         if key not in self._libraries:
-            self._libraries[key] = ctypes.CDLL(
-                str(latest(self.caches[self.current], unit) / "kernel.so")
-            )
+            self._libraries[key] = ctypes.CDLL(str(latest(self.caches[key[0]], unit) / "kernel.so"))
         function: Any = getattr(self._libraries[key], f"ringfa3_{name}")
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         return function
@@ -73,16 +78,19 @@ def ratios(switch: Switch, call: Callable[[], object], pairs: int) -> list[float
     return result
 
 
-def operation(unit: Unit, causal: bool) -> Callable[[], object]:
+def cases(unit: Unit) -> list[Case]:
+    """What the unit runs. A short unit runs causal sequences alone."""
+    heads, masks = HIDDEN // unit.head_dim, (CAUSAL,) if unit.short else (FULL, CAUSAL)
+    lengths = (SHORT,) * (TOKENS // SHORT) if unit.short else (TOKENS,)
+    return [Case("", "", lengths, heads, heads, unit.head_dim, mask) for mask in masks]
+
+
+def operation(unit: Unit, case: Case, device: torch.device) -> Callable[[], object]:
     """One call of the unit's direction on fresh random tensors."""
-    dtype, heads = getattr(torch, unit.dtype), HIDDEN // unit.head_dim
-    shape = (1, TOKENS, heads, unit.head_dim)
-    q, k, v, dout = (torch.randn(shape, device="cuda").to(dtype) for _ in range(4))
-    if unit.direction == "forward":
-        return lambda: flash_attn_func(q, k, v, causal=causal)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = flash_attn_func(*leaves, causal=causal)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    native = unit.precision == "native"
+    implementation = RingFA3() if native else QuantisedRingFA3(unit.precision)
+    dtype = getattr(torch, unit.dtype)
+    return implementation.prepare(make_problem(case, unit.direction, dtype, device)).run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -98,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.pairs < 2:
         parser.error(f"--pairs {asked.pairs}: quartiles need at least 2")
     try:
-        units = select_units(asked.units)
+        units = [x for x in select_units(asked.units) if x.direction != QUANTISE]
         for unit in units:  # before anything is timed
             latest(asked.old, unit), latest(asked.new, unit)
     except BuildError as error:
@@ -109,12 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     launch._entry = switch.entry  # type: ignore[assignment]
     dispatch._build_problem = lambda _: None  # type: ignore[assignment]  # nothing is compiled
     print(torch.cuda.get_device_name(), flush=True)
-    for unit in units:
-        for causal in (False, True):
-            found = ratios(switch, operation(unit, causal), asked.pairs)
+    for switch.timed in units:
+        unit = switch.timed
+        for case in cases(unit):
+            found = ratios(switch, operation(unit, case, torch.device("cuda")), asked.pairs)
             low, middle, high = statistics.quantiles(found, n=4)
-            mask = "causal" if causal else "full"
-            print(f"{unit.name} {mask}: {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
+            print(f"{unit.name} {case.mask}: {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
 
 
 if __name__ == "__main__":

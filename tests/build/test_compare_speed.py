@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import compare_speed
 from ringfa3.build.units import UNITS
@@ -50,5 +51,33 @@ def test_the_build_that_is_switched_to_is_called(
 
     monkeypatch.setattr(compare_speed.ctypes, "CDLL", Library)
     switch = compare_speed.Switch(tmp_path / "old", tmp_path / "new")
+    switch.timed = UNIT
     for switch.current in ("old", "new", "old"):
         assert switch.entry(UNIT, "forward")() == switch.current
+    switch.timed, switch.current = None, "new"
+    assert switch.entry(UNIT, "forward")() == "old"
+
+
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    [
+        ("forward-d64-bf16", ["full", "causal"]),
+        ("forward-d64-bf16-short", ["causal"]),
+        ("forward-d64-bf16-int8", ["full", "causal"]),
+        ("backward-d64-bf16", ["full", "causal"]),
+    ],
+)
+def test_a_unit_is_timed_by_calls_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch, name: str, masks: list[str]
+) -> None:
+    monkeypatch.setattr(compare_speed, "TOKENS", 64)
+    monkeypatch.setattr(compare_speed, "SHORT", 32)
+    monkeypatch.setattr(compare_speed, "HIDDEN", 64)
+    unit = next(x for x in UNITS if x.name == name)
+    cases = compare_speed.cases(unit)
+    assert [case.mask for case in cases] == masks
+    for case in cases:
+        result = compare_speed.operation(unit, case, torch.device("cpu"))()
+        x = result if isinstance(result, torch.Tensor) else result[0]
+        assert x.shape[-2:] == (1, 64)
+        assert x.abs().max() > 0
