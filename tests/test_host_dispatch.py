@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -275,6 +276,26 @@ def test_transforms_are_refused_as_in_python(kernels: FakeKernels) -> None:
             torch.func.grad(lambda x: attend(x, k, v).float().sum())(q)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("number", range(4))  # of q, k, v and the gradient of out
+def test_tangents_are_refused_as_in_python(kernels: FakeKernels, number: int) -> None:
+    """Type and text, with gradients and without, also where a program is known."""
+    recorded()
+    *qkv, dout = SHAPE.inputs()
+    raised = set()
+    for which in host.HOSTS:
+        host.select(which)
+        for requires_grad in (True,) if number == 3 else (False, True):
+            inputs = [x.clone().requires_grad_(requires_grad) for x in qkv]
+            with forward_ad.dual_level():
+                given = [*inputs, dout]
+                given[number] = forward_ad.make_dual(given[number], torch.ones_like(given[number]))
+                with pytest.raises(NotImplementedError) as caught:
+                    torch.autograd.grad(attend(*given[:3]), inputs, given[3])
+            raised.add(str(caught.value))
+    assert len(raised) == 1
+    assert "ringfa3.attention.default has no forward-mode derivative" in raised.pop()
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])

@@ -205,6 +205,9 @@ inline Grads attention_backward(Tensor const& dout, MaybeTensor const& dlse, Ten
   return {std::move(grads[0]), std::move(grads[1]), std::move(grads[2])};
 }
 
+// Whether a tensor has a tangent of forward-mode derivatives, which Python refuses.
+inline bool has_tangent(Tensor const& x) { return x.defined() && x._fw_grad(0).defined(); }
+
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
@@ -252,6 +255,10 @@ struct Attention : Function<Attention> {
     double const scale = ctx->saved_data["scale"].toDouble();
     auto const settings = ctx->saved_data["settings"].toIntVector();
     auto const given = [](Tensor const& x) { return x.defined() ? MaybeTensor(x) : std::nullopt; };
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !has_tangent(grads[0]) && !has_tangent(grads[1]),
+        "ringfa3.attention.default has no forward-mode derivative: use reverse mode, backward() or "
+        "torch.autograd");
     Grads results;
     {
       c10::AutoGradMode const off(false);
@@ -278,7 +285,8 @@ inline Outputs attention_autograd(DispatchKeySet keys, Tensor const& q, Tensor c
                                   std::string_view precision) {
   bool const usual = host().enabled.load(std::memory_order_relaxed) && is_plain(q) && is_plain(k) &&
                      is_plain(v) && !tensor_of(sink).defined() && !keys.has(DispatchKey::Python) &&
-                     left.maybe_as_int() && right.maybe_as_int();
+                     left.maybe_as_int() && right.maybe_as_int() && !has_tangent(q) &&
+                     !has_tangent(k) && !has_tangent(v);
   if (!usual) {
     return forward_op().redispatch(autograd_by_python(keys), q, k, v, sink, cu_q, cu_k, scale, left,
                                    right, deterministic, precision);

@@ -80,7 +80,7 @@ class CallRecorder:
         self._library, self._programs, self._kind = library, programs, kind
         self._modes = ExitStack()
         self._recorder = ProgramRecorder(inputs) if kind in programs else None
-        if len(programs) >= MAX_PROGRAMS:
+        if kind not in programs and len(programs) >= MAX_PROGRAMS:
             programs.clear()
         programs.setdefault(kind, None)
 

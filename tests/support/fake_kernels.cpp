@@ -177,11 +177,14 @@ void fake_idle(int wanted) { idle = wanted; }  // kernels do nothing and keep no
 // Stands for any function of the driver.
 int fake_nothing() { return 0; }
 
-// The launches since the last `fake_forget`.
+// The launches since the last `fake_forget`. While they are read no thread may launch.
 int fake_calls() { return static_cast<int>(calls.size()); }
 char const* fake_name(int i) { return calls[i].name.c_str(); }
 int fake_bytes(int i) { return static_cast<int>(calls[i].words.size()); }
 void const* fake_words(int i) { return calls[i].words.data(); }
 int64_t fake_stream_of(int i) { return reinterpret_cast<int64_t>(calls[i].stream); }
-void fake_forget() { calls.clear(); }
+void fake_forget() {
+  std::lock_guard const lock(mutex);
+  calls.clear();
+}
 }

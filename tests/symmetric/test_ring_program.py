@@ -22,7 +22,7 @@ from ringfa3.ring.prepare_call import PreparedCall
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
-from ringfa3.symmetric.ring_program import RingProgram
+from ringfa3.symmetric.ring_program import MAX_PROGRAMS, CallRecorder, Programs, RingProgram
 from ringfa3.symmetric.self_test import open_backend
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.fake_driver import Computations, Entry, LoggedCuda, in_terms
@@ -38,15 +38,21 @@ Call = tuple[list[Entry], list[torch.Tensor]]  # log and results
 class Rank:
     """One rank of a ring, and the calls that it makes."""
 
-    def __init__(self, group: FakeGroup, cuda: LoggedCuda, tokens: int) -> None:
+    def __init__(
+        self, group: FakeGroup, cuda: LoggedCuda, tokens: int, documents: bool = False
+    ) -> None:
+        """documents: causal, of which ranks publish rows that do not follow each other."""
         backend = open_backend(group, CPU)  # type: ignore[arg-type]
         assert isinstance(backend, SymmetricBackend), backend
         self.group, self.cuda, self.backend = group, cuda, backend
+        self.documents = documents
         self.plan = self.new_plan(tokens)
 
     def new_plan(self, tokens: int) -> ContextPlan:
         placed = self.group.rank, self.group.world
-        return plan_context([0, tokens * self.group.world], placed, causal=False)
+        end = tokens * self.group.world
+        middle = [7 * end // 24, 10 * end // 24] if self.documents else []
+        return plan_context([0, *middle, end], placed, causal=self.documents)
 
     def inputs(self, seed: int, plan: ContextPlan) -> list[torch.Tensor]:
         """q, k, v, dout, out and LSE."""
@@ -95,7 +101,9 @@ def replays() -> Iterator[dict[int, int]]:
         yield counts
 
 
-def on_ranks(kernels: FakeKernels, world: int, work: Callable[[Rank, Any], Any]) -> list[Any]:
+def on_ranks(
+    kernels: FakeKernels, world: int, work: Callable[[Rank, Any], Any], documents: bool = False
+) -> list[Any]:
     """Runs work(rank, choose) on ranks; choose(host) makes all of them choose it."""
     ranks = Ranks(world, seed=world)
     ranks.cuda = cuda = LoggedCuda(world, kernels)
@@ -110,7 +118,7 @@ def on_ranks(kernels: FakeKernels, world: int, work: Callable[[Rank, Any], Any])
             meet.wait()
 
         choose("python")
-        return work(Rank(group, cuda, 24), choose)
+        return work(Rank(group, cuda, 24, documents), choose)
 
     with (
         cuda.stands_in(),
@@ -122,8 +130,10 @@ def on_ranks(kernels: FakeKernels, world: int, work: Callable[[Rank, Any], Any])
     return results
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_replayed_call_does_what_python_does(kernels: FakeKernels, world: int) -> None:
+@pytest.mark.parametrize(("world", "documents"), [(2, False), (3, False), (4, False), (2, True)])
+def test_a_replayed_call_does_what_python_does(
+    kernels: FakeKernels, world: int, documents: bool
+) -> None:
     """Each driver call with its words, memory operation, launch and tensor operation in its order,
     the waits that are posted and counted, and results bit for bit; both parities, several calls."""
     steps = 8  # of a parity: seen, recorded, replayed twice
@@ -145,9 +155,11 @@ def test_a_replayed_call_does_what_python_does(kernels: FakeKernels, world: int)
             assert cpp[3] == python[3]
             assert len(python[2]) > 5
             assert all(map(equal, cpp[4], python[4])), f"{cpp[:2]}"
+        done = {entry[0] for _, _, log, *_ in made["cpp"] for entry in log}
+        assert documents == ({"index_select", "index_add_"} <= done)
 
     with replays() as counts:
-        on_ranks(kernels, world, work)
+        on_ranks(kernels, world, work, documents)
     assert list(counts.values()) == [3 * (steps - 4)] * world
 
 
@@ -237,6 +249,16 @@ def test_a_refused_call_raises_the_error_of_python(kernels: FakeKernels, refused
     assert texts["cpp"] == texts["python"]
     name = "preprocess of backward-d64-bf16" if refused == "a launch" else refused
     assert texts["cpp"][0][1].startswith(name)
+
+
+def test_kinds_of_calls_are_bounded() -> None:
+    """One too many forgets all; a call of a kind that was seen before forgets none."""
+    programs: Programs = dict.fromkeys(range(MAX_PROGRAMS - 1))
+    for kind in (MAX_PROGRAMS - 1, 0):
+        CallRecorder(None, programs, kind, ())
+        assert list(programs) == list(range(MAX_PROGRAMS))
+    CallRecorder(None, programs, "another", ())
+    assert list(programs) == ["another"]
 
 
 def test_inputs_that_no_program_serves_are_run_by_python(kernels: FakeKernels) -> None:
