@@ -20,7 +20,6 @@ constexpr int kTransposers = 2;  // warps
 template <class Shapes>
 struct Transposing : Shapes {
   static_assert(Shapes::QuantisedV && Shapes::N == 128 && Shapes::D == 128);  // a line is 128 bytes
-  static constexpr RegisterSplit kRegisters{32, 240};                         // all that an SM has
   static_assert(Shapes::Consumers == 2);
   struct SharedStorage : Shapes::SharedStorage {
     alignas(1024) uint8_t rows[Shapes::Stages][Shapes::N * Shapes::D];  // V as it is loaded
@@ -66,7 +65,7 @@ CUTE_DEVICE void transpose_blocks(typename Shapes::SharedStorage& smem, int tran
     smem.rows_full[i].wait(stage.phase());
     if (stage.count == *static_cast<uint32_t volatile*>(&smem.blocks)) return;
     smem.v_empty[i].wait(stage.phase() ^ 1);
-#pragma unroll 2
+#pragma unroll 1
     for (int n = transposer; n < kUnits * kUnits / 2; n += kTransposers) {
       int const g = n % kUnits, u = n / kUnits * 2;
       uint32_t x[4];

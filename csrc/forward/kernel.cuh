@@ -97,6 +97,7 @@ cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t strea
       !encode<Element>(p.out, a.out, kWarpRows, Shapes::D)) {
     return cudaErrorInvalidValue;
   }
+  static_assert(registers_suffice(Shapes::kRegisters, Shapes::Producers, Shapes::Consumers));
   constexpr int kSmem = sizeof(typename Shapes::SharedStorage);
   static_assert(kSmem <= 227 * 1024, "more than an SM has");
   static std::atomic<uint64_t> allowed;

@@ -34,7 +34,8 @@ enum class Precision { Native, Fp8, Int8 };
 //                   d128, scores of sigma 4 nats: 10% faster.
 // promotion_interval
 //                   Sums of P V with e4m3 V leave the accumulator, which has about 14 bits, for
-//                   float32 registers behind every so many blocks; 0: at the end of a tile.
+//                   float32 registers behind every so many blocks, those of a tile's last block
+//                   with the ones before it; 0: at the end of a tile.
 struct ForwardPolicy {
   int stages, q_stages;
   bool splits_q, boxed_o;
@@ -66,6 +67,13 @@ struct RegisterSplit {
 };
 constexpr RegisterSplit register_split(int consumers) {
   return consumers == 2 ? RegisterSplit{24, 240} : RegisterSplit{32, 160};
+}
+// Whether a CTA has as many registers at its launch, a multiple of 8 for each thread (168 of 384
+// threads): where it has not, `setmaxnreg` blocks for ever.
+constexpr bool registers_suffice(RegisterSplit split, int producers, int consumers) {
+  int const warpgroups = producers + consumers;
+  int const at_launch = 65536 / (128 * warpgroups) / 8 * 8;
+  return split.producer * producers + split.consumer * consumers <= at_launch * warpgroups;
 }
 
 }  // namespace ringfa3

@@ -95,6 +95,7 @@ cudaError_t launch_quantise_q(QuantiseQArgs const& a, cudaStream_t stream) {
       .step = {static_cast<uint32_t>(warps / heads), static_cast<uint32_t>(warps % heads)}};
   if (!encode<typename S::Element>(p.q, a.q, S::Rows, S::D)) return cudaErrorInvalidValue;
   constexpr int kSmem = sizeof(QueryStorage<S>);
+  static_assert(kSmem <= 48 * 1024, "more needs `allow_shared`");
   auto const ctas = static_cast<unsigned>((warps + kQueryWarps - 1) / kQueryWarps);
   if (a.int8) {
     quantise_q_kernel<S, Int8><<<ctas, kQueryThreads, kSmem, stream>>>(p);

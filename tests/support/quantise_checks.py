@@ -189,7 +189,7 @@ def hold_kv(
 
 
 def operands_are_those_of_the_definition(unit: Unit, device: str, precision: str) -> None:
-    """Awkward segments, GQA, strided and packed inputs. Warps of Q have several boxes each."""
+    """Awkward segments, GQA, strided and packed inputs."""
     keys = segments()
     rows = int(keys.row[-1] + keys.length[-1])
     for seed in range(2):
@@ -201,6 +201,19 @@ def operands_are_those_of_the_definition(unit: Unit, device: str, precision: str
         for name, differ in hold_kv(kv, k, v, keys, precision, what).items():
             limit = {"K": 1e-4, "V": 1e-3}[name]
             assert differ <= limit * k.numel(), f"{what}: {differ} of {name} differ"
+
+
+def boxes_are_refilled(unit: Unit, device: str, precision: str, repeats: int) -> None:
+    """Many segments: 4 * `repeats` tiles of K. 400 give each CTA of 132 SMs six pairs of a tile and
+    a head, or more, and each of their warps six boxes of Q."""
+    keys = segments((130, 40, 1) * repeats)
+    q, k, v = tensors(unit, device, int(keys.row[-1] + keys.length[-1]), seed=1)
+    quantised_q, kv = run(unit, q, k, v, keys, precision)
+    what = f"{unit.name}, {precision}, {len(kv.tiles)} tiles"
+    differ = hold_q(quantised_q, q, kv.centres, precision, what)
+    assert differ <= 1e-4 * quantised_q.values.numel(), f"{what}: {differ} of Q differ"
+    differ = hold_kv(kv, k, v, keys, precision, what)["K"]
+    assert differ <= 1e-4 * k.numel(), f"{what}: {differ} of K differ"
 
 
 def bad_input_stays_where_it_is(unit: Unit, device: str, precision: str) -> None:

@@ -43,7 +43,7 @@ class CudnnFp8:
         out = torch.empty_like(tensors[0])
         try:
             run = self._built(tensors, scales, out, case.head_dim**-0.5, case.causal)
-        except RuntimeError as error:  # the frontend's errors derive from it
+        except (RuntimeError, ValueError, self.module.cudnnGraphNotSupportedError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UnsupportedCaseError(lines[0]) from error
 
