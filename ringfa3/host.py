@@ -130,6 +130,8 @@ def stop() -> None:
     select("python")
     if _library is not None:
         _library.stop()
+        for name in INPUTS:  # PyTorch remembers which keys had kernels
+            getattr(torch.ops.ringfa3, name).default._dispatch_cache.clear()
     _library = _selected = None
 
 
