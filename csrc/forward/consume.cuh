@@ -39,6 +39,7 @@ struct ForwardConsumer {
   using ElementPV = typename Shapes::ElementPV;
   using Blocks = typename Shapes::Blocks;
   using Shared = typename Shapes::SharedStorage;
+  using Needs = typename OnlineSoftmax<ElementPV>::Needs;
   static constexpr ForwardPolicy kPolicy = Shapes::kPolicy;
   static constexpr int N = Shapes::N, D = Shapes::D, Consumers = Shapes::Consumers;
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
@@ -134,7 +135,7 @@ struct ForwardConsumer {
       // The warpgroup's four warps agree here: they must issue the same wgmma (PTX ISA, wgmma).
       bool const steady = unmasked > kPolicy.steady_rest && (Shapes::QuantisedV || own_rows == N);
       bool const settled = steady ? steady_blocks(sum) : next_softmax(sum);
-      if (!settled) settle(sum);
+      if (!settled) settle_sums(*this, sum);
     }
     finish_tile();
   }
@@ -170,14 +171,14 @@ struct ForwardConsumer {
       float sum[2][2] = {};
       softmax.template exponentiate<0, kSize>(scores(), prob, sum, scale());
       to_operand<ElementPV>(prob, fP);
-      if (!softmax.accumulate(sum)) settle(sum);
+      if (!softmax.accumulate(sum)) settle_sums(*this, sum);
     } else {  // the maximum as the shift makes P exact in a row that sees one key
       rescale_rows(*this, softmax.begin());
     }
   }
 
   // Unmasked blocks, without rare cases. A warp leaves the loop behind a block whose sums do not
-  // fit and returns to it before the next one. Returns false if `settle` must follow.
+  // fit and returns to it before the next one. Returns false if `settle_sums` must follow.
   CUTE_DEVICE bool steady_blocks(float (&sum)[2][2]) {
     int const before = unmasked;
     bool fits;
@@ -197,7 +198,7 @@ struct ForwardConsumer {
     return fits;
   }
 
-  // The softmax of any block but the first. Returns false if `settle` must follow.
+  // The softmax of any block but the first. Returns false if `settle_sums` must follow.
   CUTE_DEVICE bool next_softmax(float (&sum)[2][2]) {
     clear_foreign_v();
     start_block();
@@ -239,9 +240,6 @@ struct ForwardConsumer {
     softmax.template exponentiate<kEarly, kSize>(s, prob, sum, scale());
     to_operand<ElementPV, kEarly, kSize>(prob, fP);
   }
-
-  using Needs = typename OnlineSoftmax<ElementPV>::Needs;
-  CUTE_DEVICE void settle(float const (&sum)[2][2]) { settle_sums(*this, sum); }
 
   // The last P V of a tile, and its epilogue.
   CUTE_DEVICE void finish_tile() {
@@ -291,7 +289,7 @@ struct ForwardConsumer {
   CUTE_DEVICE void first_qk() {
     wait_for_qk();
     turns().await();
-    qk();
+    qk(s);
     turns().pass();
     begin_tile();
     warpgroup_wait<0>();
@@ -299,7 +297,6 @@ struct ForwardConsumer {
   }
 
   // Issues S = Q K^T.
-  __device__ void qk() { qk(s); }
   __device__ void qk(FragmentS& s) {
     auto const q = fQ(_, _, _, q_stage.index());
     auto const k = fK(_, _, _, k_stage.index());
@@ -320,26 +317,28 @@ struct ForwardConsumer {
   // Issues S of the next block and P V of the last one; without overlap one after the other.
   __device__ void qk_and_pv() {
     if constexpr (Shapes::Overlap) {
-      qk();
+      qk(s);
       pv();
     } else {
       pv();
       warpgroup_wait<0>();
       warpgroup_fence_operand(o);
-      qk();
+      qk(s);
     }
   }
 
   __device__ void finish_qk() {
     warpgroup_fence_operand(s);
     release(smem.k_empty[k_stage.index()]);
-    refill.k(), k_stage.advance();
+    refill.k();
+    k_stage.advance();
   }
 
   __device__ void finish_pv() {
     warpgroup_fence_operand(o);
     release(smem.v_empty[v_stage.index()]);
-    refill.v(), v_stage.advance();
+    refill.v();
+    v_stage.advance();
   }
 
   // Every warpgroup does it for itself.
@@ -393,7 +392,8 @@ struct ForwardConsumer {
   // After the last S of a tile.
   __device__ void release_q() {
     release(smem.q_empty[q_stage.index()][q_part]);
-    refill.q(), q_stage.advance();
+    refill.q();
+    q_stage.advance();
   }
 };
 

@@ -58,7 +58,7 @@ CUTE_DEVICE void to_float_bits_by_adding(Accumulator& c) {
   constexpr float kMagic = 0x1.8p23f;
   CUTE_UNROLL
   for (int n = 0; n < size(c); ++n) {
-    c(n) = __float_as_int(__int_as_float(c(n) + 0x4b400000) - kMagic);
+    c(n) = __float_as_int(__int_as_float(c(n) + __float_as_int(kMagic)) - kMagic);
   }
 }
 
