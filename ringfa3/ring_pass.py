@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from ringfa3.planning.kv_exchange import first_heads
 
 
-class Attend(Protocol):
-    """Computes the attention of one hop; `RingPass.run` calls it.
+class HopTensors(NamedTuple):
+    """What the attention of a hop reads and writes.
 
-    hop         number of the hop; 0 for the rank's own keys, and for gathered K/V
     k, v        (rows, hk, d) of the hop's block. Rows outside the hop's spans may hold anything
     dk, dv      backward: (rows, hk, d) in the statistics dtype, to be stored where the hop's tiles
                 have rows
@@ -22,17 +21,23 @@ class Attend(Protocol):
                 not 0. None if all rows are there
     """
 
-    def __call__(
-        self,
-        hop: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dk: torch.Tensor | None = None,
-        dv: torch.Tensor | None = None,
-        *,
-        first_head: int = 0,
-        arrivals: torch.Tensor | None = None,
-    ) -> None: ...
+    k: torch.Tensor
+    v: torch.Tensor
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+    first_head: int = 0
+    arrivals: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor], first_head: int = 0) -> HopTensors:
+        """From (k, v), or (k, v, dk, dv)."""
+        k, v, *grads = tensors
+        dk, dv = grads or (None, None)
+        return cls(k, v, dk, dv, first_head)
+
+
+# attend(hop, tensors) computes a hop: 0 for the rank's own keys, and for gathered K/V.
+Attend: TypeAlias = Callable[[int, HopTensors], None]
 
 
 class LocalHeads(NamedTuple):
@@ -52,20 +57,20 @@ class LocalHeads(NamedTuple):
     def attend_first(self, attend: Attend, *tensors: torch.Tensor) -> None:
         """Calls `attend` with the first heads of k, v, dk, dv, if there is a split."""
         if self.first:
-            attend(0, *(x[:, : self.first] for x in tensors))
+            attend(0, HopTensors.of(x[:, : self.first] for x in tensors))
 
     def attend_last(self, attend: Attend, *tensors: torch.Tensor) -> None:
         """Calls `attend` with the other heads, or with all if there is no split."""
         if self.first:
-            attend(0, *(x[:, self.first :] for x in tensors), first_head=self.first)
+            attend(0, HopTensors.of((x[:, self.first :] for x in tensors), self.first))
         else:
-            attend(0, *tensors)
+            attend(0, HopTensors.of(tensors))
 
 
-class Recorder(Protocol):
+class Recording(Protocol):
     """Around a call that Python runs. It may make a program of what the call does."""
 
-    def __enter__(self) -> Recorder: ...
+    def __enter__(self) -> Recording: ...
 
     def __exit__(self, *problem: Any) -> None: ...
 
@@ -73,10 +78,10 @@ class Recorder(Protocol):
         """Ends the program of a call with these results. To be called inside."""
 
 
-class NoRecorder:
-    """A `Recorder` of calls that have no programs."""
+class NoRecording:
+    """A `Recording` of calls that have no programs."""
 
-    def __enter__(self) -> NoRecorder:
+    def __enter__(self) -> NoRecording:
         return self
 
     def __exit__(self, *problem: Any) -> None:
@@ -89,10 +94,10 @@ class NoRecorder:
 class RingPass(Protocol):
     """One rank's forward or backward pass over the ring, over any transport.
 
-    recorder  to be entered by a call that `replay` has not run
+    recording  to be entered by a call that `replay` has not run
     """
 
-    recorder: Recorder
+    recording: Recording
 
     def replay(
         self, k: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], settings: Hashable

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -94,6 +94,9 @@ class QuantisedForward(Protocol):
         """As `quantised_reference.attend`."""
 
 
+BackwardPass: TypeAlias = reference.BackwardPass | backward.BackwardPass
+
+
 class BackwardKernel(NamedTuple):
     """What runs the hops of a backward.
 
@@ -104,7 +107,7 @@ class BackwardKernel(NamedTuple):
 
     tile_n: int
     tile_m: int
-    make_pass: Callable[..., reference.BackwardPass | backward.BackwardPass]
+    make_pass: Callable[..., BackwardPass]
 
 
 def select_forward(q: torch.Tensor, plan: Plan) -> ForwardKernel:

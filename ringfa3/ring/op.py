@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from ringfa3 import host
 from ringfa3.attention_op import out_shape, register_attention
 from ringfa3.custom_op import autocast_inputs, custom_op
-from ringfa3.kernels.dispatch import select_backward, select_forward
+from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.planning.context_plan import ContextPlan, check_plan
@@ -33,6 +33,7 @@ from ringfa3.ring.prepare_call import (
     prepare_call,
     raise_on_all_ranks,
 )
+from ringfa3.ring_pass import HopTensors, RingPass
 from ringfa3.validation import check_sink, check_tensors, check_type, resolve_scale
 
 
@@ -153,31 +154,35 @@ def run_forward(
         if replayed is not None:
             out, lse = replayed
             return out, lse
-        with ring_pass.recorder as recorder:
-            kernel = select_forward(q, call.plan.hops)  # which `prepare_call` has built
-            hops = call.hops
-            tilings = hops.forward(kernel.tile_m)
-            out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
-            once = hops.single_hop(kernel.tile_m)
-            running = out[:0] if once else kernel.new_partial_out(q, hops)
-            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
+        with ring_pass.recording as recording:
+            results = _forward_hops(q, k, v, scale, call, ring_pass)
+            recording.keep(results)
+    return results
 
-            def attend(
-                hop: int,
-                k: torch.Tensor,
-                v: torch.Tensor,
-                dk: torch.Tensor | None = None,
-                dv: torch.Tensor | None = None,
-                *,
-                first_head: int = 0,
-                arrivals: torch.Tensor | None = None,
-            ) -> None:
-                more = () if arrivals is None else (arrivals,)
-                kernel.attend(q, k, v, tilings[hop], scale, out, running, lse, *more)
 
-            ring_pass.start(k, _widened(v, k), kernel.takes_arrivals)
-            ring_pass.run(attend)
-            recorder.keep((out, lse))
+def _forward_hops(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    call: PreparedCall,
+    ring_pass: RingPass,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of all hops."""
+    kernel = select_forward(q, call.plan.hops)  # which `prepare_call` has built
+    hops = call.hops
+    tilings = hops.forward(kernel.tile_m)
+    out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
+    once = hops.single_hop(kernel.tile_m)
+    running = out[:0] if once else kernel.new_partial_out(q, hops)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
+
+    def attend(hop: int, x: HopTensors) -> None:
+        more = () if x.arrivals is None else (x.arrivals,)
+        kernel.attend(q, x.k, x.v, tilings[hop], scale, out, running, lse, *more)
+
+    ring_pass.start(k, _widened(v, k), kernel.takes_arrivals)
+    ring_pass.run(attend)
     return out, lse
 
 
@@ -223,31 +228,9 @@ def run_backward(
         if replayed is not None:
             dq, dk, dv = replayed
             return dq, dk, dv
-        with ring_pass.recorder as recorder:
+        with ring_pass.recording as recording:
             with _report_errors(call.plan):
-                kernel = select_backward(q)
-                ring_pass.start(k, _widened(v, k))
-                hops = call.hops
-                tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
-                run = kernel.make_pass(dout, dlse, q, out, lse, hops, scale, deterministic)
-                group = q.shape[1] // k.shape[1]
-
-                def attend(
-                    hop: int,
-                    k: torch.Tensor,
-                    v: torch.Tensor,
-                    dk: torch.Tensor | None = None,
-                    dv: torch.Tensor | None = None,
-                    *,
-                    first_head: int = 0,
-                    arrivals: torch.Tensor | None = None,
-                ) -> None:
-                    assert dk is not None
-                    assert dv is not None
-                    heads = group * first_head, group * k.shape[1]
-                    run.hop(k, v, tilings[hop], dk, dv, *heads)
-
-                ring_pass.run(attend)
+                hops = _backward_hops(*inputs, scale, deterministic, call, ring_pass)
             dk, dv = (
                 grad[..., : x.shape[2]].to(
                     x.dtype, copy=True, memory_format=torch.contiguous_format
@@ -255,9 +238,40 @@ def run_backward(
                 for x, grad in zip((k, v), ring_pass.dkv.unbind(1), strict=True)
             )
             del ring_pass  # its float32 dK and dV are freed before dQ is made
-            dq = run.dq()
-            recorder.keep((dq, dk, dv))
+            dq = hops.dq()
+            recording.keep((dq, dk, dv))
     return dq, dk, dv
+
+
+def _backward_hops(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    deterministic: bool,
+    call: PreparedCall,
+    ring_pass: RingPass,
+) -> BackwardPass:
+    """The pass behind all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
+    kernel = select_backward(q)
+    ring_pass.start(k, _widened(v, k))
+    hops = call.hops
+    tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
+    backward = kernel.make_pass(dout, dlse, q, out, lse, hops, scale, deterministic)
+    group = q.shape[1] // k.shape[1]
+
+    def attend(hop: int, x: HopTensors) -> None:
+        assert x.dk is not None
+        assert x.dv is not None
+        heads = group * x.first_head, group * x.k.shape[1]
+        backward.hop(x.k, x.v, tilings[hop], x.dk, x.dv, *heads)
+
+    ring_pass.run(attend)
+    return backward
 
 
 def _widened(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.ring.p2p import Exchange, Message, Transport
-from ringfa3.ring_pass import Attend, LocalHeads, NoRecorder, Recorder
+from ringfa3.ring_pass import Attend, HopTensors, LocalHeads, NoRecording, Recording
 
 KV, PARTIAL, RETURN = 0, 1, 2  # message tags
 
@@ -193,7 +193,7 @@ class P2PRingPass:
     def __init__(self, transport: Transport | None, plan: ContextPlan, kind: str) -> None:
         """kind: "forward" or "backward". transport: None for a world of one rank."""
         self._transport, self._plan, self._kind = transport, plan, kind
-        self.recorder: Recorder = NoRecorder()
+        self.recording: Recording = NoRecording()
 
     def replay(self, *_: object) -> None:
         """As `RingPass.replay`: messages have no programs."""
@@ -218,7 +218,7 @@ class P2PRingPass:
             if hop == 0 and self._heads.first:
                 self._heads.attend_first(attend, *self._tensors(0))
             else:
-                attend(hop, *self._tensors(hop))
+                attend(hop, HopTensors.of(self._tensors(hop)))
             if exchange is not None:
                 exchange.wait()
             if self._grads is not None:

@@ -20,11 +20,11 @@ from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.row_index import copy_rows, view_16_bytes
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring_pass import Attend, LocalHeads, NoRecorder, Recorder
+from ringfa3.ring_pass import Attend, HopTensors, LocalHeads, NoRecording, Recording
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
-    CallRecorder,
     Inputs,
+    ProgramRecording,
     Programs,
     RingProgram,
     Tensors,
@@ -155,7 +155,7 @@ class SymmetricRingPass:
         """kind: the schedule to run: "forward", "gathered" or "backward"."""
         self._backend, self._plan, self._kind = backend, plan, kind
         self._parity: int | None = None  # before the call begins
-        self.recorder: Recorder = NoRecorder()
+        self.recording: Recording = NoRecording()
 
     def _begin(self, k: torch.Tensor) -> int:
         """Begins the call and returns its parity."""
@@ -182,7 +182,7 @@ class SymmetricRingPass:
         kind = self._key, parity, kind_of(inputs, settings)
         program = self._known.programs.get(kind)
         if program is None:
-            self.recorder = CallRecorder(library, self._known.programs, kind, inputs)
+            self.recording = ProgramRecording(library, self._known.programs, kind, inputs)
             return None
         return self._backend.replay(program, inputs) if program.held is not None else None
 
@@ -237,7 +237,7 @@ class SymmetricRingPass:
             self._do_hop(work, tensors)
         elif isinstance(work, AttendGathered):
             k, v, *arrivals = tensors
-            self._attend(0, k, v, arrivals=arrivals[0] if arrivals else None)
+            self._attend(0, HopTensors(k, v, arrivals=arrivals[0] if arrivals else None))
         elif isinstance(work, AddToSum):
             for total, rows in zip(tensors[::2], tensors[1::2], strict=True):
                 total.add_(rows)
@@ -247,11 +247,11 @@ class SymmetricRingPass:
 
     def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...]) -> None:
         if work.kv is not None:
-            self._attend(work.hop, *tensors)
+            self._attend(work.hop, HopTensors.of(tensors))
             return
         local = (*self._local, *self._grads)
         if work.part is Part.ALL:
-            self._attend(0, *local)
+            self._attend(0, HopTensors.of(local))
         elif work.part is Part.FIRST:
             LocalHeads.of(local[0]).attend_first(self._attend, *local)
         else:

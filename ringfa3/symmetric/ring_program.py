@@ -72,7 +72,7 @@ def _layout(x: torch.Tensor) -> Hashable:
     return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT, stored % ALIGNMENT
 
 
-class CallRecorder:
+class ProgramRecording:
     """Around a call that Python runs: makes its program if a call of the kind was seen before."""
 
     def __init__(self, library: Any, programs: Programs, kind: Hashable, inputs: Inputs) -> None:
@@ -84,7 +84,7 @@ class CallRecorder:
             programs.clear()
         programs.setdefault(kind, None)
 
-    def __enter__(self) -> CallRecorder:
+    def __enter__(self) -> ProgramRecording:
         if self._recorder is not None:
             self._modes.enter_context(recording(self._recorder))
             self._modes.enter_context(self._recorder)
@@ -94,7 +94,7 @@ class CallRecorder:
         self._modes.__exit__(*problem)
 
     def keep(self, results: Tensors) -> None:
-        """As `ringfa3.ring_pass.Recorder.keep`."""
+        """As `ringfa3.ring_pass.Recording.keep`."""
         recorder = self._recorder
         if recorder is None:
             return

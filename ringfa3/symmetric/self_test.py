@@ -14,6 +14,7 @@ import torch
 
 from ringfa3.errors import first_line
 from ringfa3.planning.context_plan import plan_context
+from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import Group, SymmetricBackend
 from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
@@ -101,27 +102,17 @@ def _self_test(backend: SymmetricBackend) -> str:
         everyone = torch.randint(-9, 10, shape, generator=generator).to(device, torch.bfloat16)
         mine = everyone[rank]
 
-        def attend(
-            hop: int,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            dk: torch.Tensor | None = None,
-            dv: torch.Tensor | None = None,
-            *,
-            first_head: int = 0,
-            arrivals: torch.Tensor | None = None,
-            everyone: torch.Tensor = everyone,
-        ) -> None:
+        def attend(hop: int, x: HopTensors, everyone: torch.Tensor = everyone) -> None:
             owners = [(rank - hop) % world]
-            if arrivals is not None:
+            if x.arrivals is not None:
                 owners = [(rank - t) % world for t in range(world)]
-                words = [arrivals[t : t + 1].data_ptr() for t in range(1, world)]
+                words = [x.arrivals[t : t + 1].data_ptr() for t in range(1, world)]
                 waits = [cuda_driver.wait(word, 1) for word in words]
                 cuda_driver.issue([cuda_driver.batch_memory_ops(compute.cuda_stream, waits)[0]])
-            wrong.add_((torch.stack((k, v), 1) != everyone[owners].flatten(0, 1)).sum())
-            for gradient, x in ((dk, k), (dv, v)):
+            wrong.add_((torch.stack((x.k, x.v), 1) != everyone[owners].flatten(0, 1)).sum())
+            for gradient, keys_or_values in ((x.dk, x.k), (x.dv, x.v)):
                 if gradient is not None:
-                    gradient.copy_(x.float() * (rank + 1))
+                    gradient.copy_(keys_or_values.float() * (rank + 1))
 
         k, v = mine.unbind(1)
         ring_pass = SymmetricRingPass(backend, plan, kind)

@@ -24,6 +24,7 @@ from ringfa3.ring import op, prepare_call
 from ringfa3.ring.group import RingGroup, Settings
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_kind
+from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES, select_forward_mode
@@ -143,10 +144,10 @@ def _returned(group: FakeGroup, placements: list[Placement]) -> list[str]:
         seen = plan.kv_exchange.visible.tolist()
         keys = 100.0 * layer + 10 * rank + torch.arange(plan.local_tokens).view(-1, 1, 1)
 
-        def attend(hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, **_: object) -> None:
+        def attend(hop: int, x: HopTensors) -> None:
             rows = slice(*seen[(rank - hop) % world][hop]) if hop else slice(None)  # noqa: B023
-            for x, y in ((dk, k), (dv, v)):
-                x[rows] = y[rows] * (1 + rank)
+            for y, to in ((x.k, x.dk), (x.v, x.dv)):
+                to[rows] = y[rows] * (1 + rank)
 
         ring_pass = SymmetricRingPass(backend, plan, "backward")
         ring_pass.start(keys, -keys)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import JOINED, fork_join
@@ -76,7 +77,8 @@ class Layer:
         cuda = self.backend.group.meeting.cuda  # type: ignore[attr-defined]
         cuda.until(lambda: int(word) == 1)
 
-    def attend(self, hop: int, k: Tensor, v: Tensor, *dkv: Tensor, **_: object) -> None:
+    def attend(self, hop: int, given: HopTensors) -> None:
+        k, v = given.k, given.v
         self.seen.append(f"hop {hop}")
         owner, rows = (self.rank - hop) % self.world, slice(None)
         if hop:
@@ -84,12 +86,12 @@ class Layer:
             expected = self.published_by(owner, hop)
             if not (torch.equal(k[rows].flatten(), expected) and torch.equal(v[rows], -k[rows])):
                 self.wrong.append(f"hop {hop}: K/V")
-        for x, y in zip(dkv, (k, v), strict=False):
-            x[rows] = y[rows] * (1 + self.rank)
+        for x, y in ((given.dk, k), (given.dv, v)):
+            if x is not None:
+                x[rows] = y[rows] * (1 + self.rank)
 
-    def attend_gathered(
-        self, captured: bool, hop: int, k: Tensor, v: Tensor, *, arrivals: Tensor | None = None
-    ) -> None:
+    def attend_gathered(self, captured: bool, hop: int, given: HopTensors) -> None:
+        k, v, arrivals = given.k, given.v, given.arrivals
         self.seen.append("all hops")
         expected = [self.keys_of(self.rank)]
         for t in range(1, self.world):

@@ -22,7 +22,7 @@ from ringfa3.ring.prepare_call import PreparedCall
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
-from ringfa3.symmetric.ring_program import MAX_PROGRAMS, CallRecorder, Programs, RingProgram
+from ringfa3.symmetric.ring_program import MAX_PROGRAMS, ProgramRecording, Programs, RingProgram
 from ringfa3.symmetric.self_test import open_backend
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.fake_driver import Computations, Entry, LoggedCuda, in_terms
@@ -260,9 +260,9 @@ def test_kinds_of_calls_are_bounded() -> None:
     """One too many forgets all; a call of a kind that was seen before forgets none."""
     programs: Programs = dict.fromkeys(range(MAX_PROGRAMS - 1))
     for kind in (MAX_PROGRAMS - 1, 0):
-        CallRecorder(None, programs, kind, ())
+        ProgramRecording(None, programs, kind, ())
         assert list(programs) == list(range(MAX_PROGRAMS))
-    CallRecorder(None, programs, "another", ())
+    ProgramRecording(None, programs, "another", ())
     assert list(programs) == ["another"]
 
 

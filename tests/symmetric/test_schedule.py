@@ -18,6 +18,7 @@ from torch import Tensor
 from ringfa3.kernels import reference
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Tiling
+from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.stream_ops import Copy, EndStart, Stream, WaitEvent
 from tests.support.dense import attention, gradients, mask, tensors, worst
@@ -164,7 +165,8 @@ class Ledger:
         published = [keys[r][p.kv_exchange.published] for r, p in enumerate(placement.plans)]
         between = plan.kv_exchange.visible.tolist()
 
-        def attend(hop: int, k: Tensor, v: Tensor, *dkv: Tensor, **_: object) -> None:
+        def attend(hop: int, given: HopTensors) -> None:
+            k, v = given.k, given.v
             if direction == "gathered":
                 owners = [(rank - t) % self.size for t in range(1, self.size)]
                 parts = [published[o][slice(*between[o][t])] for t, o in enumerate(owners, 1)]
@@ -179,8 +181,9 @@ class Ledger:
                 for x, sign in ((k, 1), (v, -1)):
                     if not torch.equal(x[seen].flatten() * sign, expected):
                         self.wrong.append(f"call {number}, rank {rank}, hop {hop}: K/V")
-            for x, y in zip(dkv, (k, v), strict=False):
-                x[seen] = y[seen] * (1 + rank)
+            for x, y in ((given.dk, k), (given.dv, v)):
+                if x is not None:
+                    x[seen] = y[seen] * (1 + rank)
 
         ring_pass.run(attend)
         if direction == "backward":
@@ -300,8 +303,8 @@ class Rank:
     def forward(self, direction: str, tilings: list[Tiling]) -> None:
         q, k, v = self.qkv
 
-        def attend(hop: int, k: Tensor, v: Tensor, **_: object) -> None:
-            reference.attend(q, k, v, tilings[hop], 0.7, self.out, self.running, self.lse)
+        def attend(hop: int, x: HopTensors) -> None:
+            reference.attend(q, x.k, x.v, tilings[hop], 0.7, self.out, self.running, self.lse)
 
         ring_pass = SymmetricRingPass(self.backend, self.plan, direction)
         ring_pass.start(k, v)
@@ -318,13 +321,11 @@ class Rank:
             lambda: statistics.extend(reference.preprocess(dout, self.out, self.lse, dlse))
         )
 
-        def attend(
-            hop: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, *, first_head: int = 0
-        ) -> None:
-            heads = slice(2 * first_head, 2 * (first_head + k.shape[1]))
-            queries, out = (x[:, heads] for x in (dout, q)), dq[:, heads]
-            rows = (x[heads] for x in statistics)
-            reference.attend_backward(*queries, k, v, *rows, tilings[hop], 0.7, out, dk, dv)
+        def attend(hop: int, x: HopTensors) -> None:
+            heads = slice(2 * x.first_head, 2 * (x.first_head + x.k.shape[1]))
+            queries, out = (y[:, heads] for y in (dout, q)), dq[:, heads]
+            rows, grads = (y[heads] for y in statistics), (x.dk, x.dv)
+            reference.attend_backward(*queries, x.k, x.v, *rows, tilings[hop], 0.7, out, *grads)
 
         ring_pass.run(attend)
         dkv = ring_pass.dkv

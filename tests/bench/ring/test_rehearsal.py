@@ -15,6 +15,7 @@ from ringfa3.bench import __main__ as bench
 from ringfa3.bench.common.timing import Call, Paired
 from ringfa3.bench.ring import rehearsal
 from ringfa3.bench.ring.rehearsal import MirroredSignals, RehearsalGroup
+from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.stream_ops import Purpose, Signal
 from tests.support.fake_cuda import FakeGroup, Ranks
@@ -39,18 +40,17 @@ def _calls(group: FakeGroup, plays: int, ranks: int) -> list[str]:
         keys = keys + torch.arange(plan.local_tokens).view(-1, 1, 1)
         mine, other = keys[group.rank], keys[1 - group.rank]
 
-        def attend(
-            hop: int, k: torch.Tensor, v: torch.Tensor, *dkv: torch.Tensor, **_: object
-        ) -> None:
+        def attend(hop: int, given: HopTensors) -> None:
             nonlocal hops
-            for x in dkv:
-                x.fill_(1)
+            for x in (given.dk, given.dv):
+                if x is not None:
+                    x.fill_(1)
             if hop == 0:
                 return
             hops += 1
             begin, end = plan.kv_exchange.visible[(plays - hop) % ranks, hop].tolist()
             leaving = other[plan.kv_exchange.published][begin:end]  # noqa: B023
-            there = [x[begin:][: len(leaving)] for x in (k, v)]
+            there = [x[begin:][: len(leaving)] for x in (given.k, given.v)]
             if not (torch.equal(there[0], leaving) and torch.equal(there[1], -leaving)):
                 wrong.append(f"call {number}, hop {hop}")  # noqa: B023
 
