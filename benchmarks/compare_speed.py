@@ -3,8 +3,8 @@
 For changes that alter machine code but should not alter speed. Both caches are folders that
 `python -m ringfa3.build` has filled; both builds take the argument structs of this checkout. Needs
 a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, of 512 for a short unit, hidden size
-2048. 8-bit units have operands that the old build has quantised; `python -m ringfa3.bench fp8
---bandwidth` times units that quantise.
+2048. 8-bit units have operands that the old build has quantised. Units that quantise are named and
+not timed: `python -m ringfa3.bench fp8 --bandwidth` does that.
 
 Runs alternate, old and new, `--pairs` times. Prints one line per unit and mask: the median of the
 paired ratios, old time over new time, and their quartiles: above 1 the new build is faster. Exits
@@ -28,7 +28,7 @@ from ringfa3.bench.attention.quantised import QuantisedRingFA3
 from ringfa3.bench.common.cases import CAUSAL, FULL, Case
 from ringfa3.bench.common.implementations import RingFA3
 from ringfa3.bench.common.problem import make_problem
-from ringfa3.build.units import Unit, select_units
+from ringfa3.build.units import UNITS, Unit, select_units
 from ringfa3.errors import BuildError
 from ringfa3.kernels import dispatch, launch
 
@@ -85,6 +85,12 @@ def cases(unit: Unit) -> list[Case]:
     return [Case("", "", lengths, heads, heads, unit.head_dim, mask) for mask in masks]
 
 
+def quantiser(unit: Unit) -> Unit:
+    """The unit that makes the operands of an 8-bit unit."""
+    kind = QUANTISE, unit.dtype, unit.head_dim
+    return next(x for x in UNITS if (x.direction, x.dtype, x.head_dim) == kind)
+
+
 def operation(unit: Unit, case: Case, device: torch.device) -> Callable[[], object]:
     """One call of the unit's direction on fresh random tensors."""
     native = unit.precision == "native"
@@ -106,13 +112,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.pairs < 2:
         parser.error(f"--pairs {asked.pairs}: quartiles need at least 2")
     try:
-        units = [x for x in select_units(asked.units) if x.direction != QUANTISE]
+        selected = select_units(asked.units)
+        units = [x for x in selected if x.direction != QUANTISE]
         for unit in units:  # before anything is timed
             latest(asked.old, unit), latest(asked.new, unit)
+            if unit.precision != "native":
+                latest(asked.old, quantiser(unit))
     except BuildError as error:
         sys.exit(f"compare_speed: {error}")
     if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
         sys.exit("compare_speed: the kernels run on Hopper GPUs only, and there is none here")
+    for unit in selected:
+        if unit not in units:
+            print(f"{unit.name}: not timed here, but by `ringfa3.bench fp8 --bandwidth`")
     switch = Switch(asked.old, asked.new)
     launch._entry = switch.entry  # type: ignore[assignment]
     dispatch._build_problem = lambda _: None  # type: ignore[assignment]  # nothing is compiled

@@ -101,10 +101,10 @@ def test_dense_equals_pytorchs_attention(causal: bool) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (2, -1), (1, 2)])
 def test_gradcheck(window: tuple[int, int]) -> None:
-    """Out and lse against finite differences in random directions, float64; all rows see keys."""
+    """Out and lse against finite differences, float64; all rows see keys."""
     inputs = dense_inputs(2, 4, 6, (4, 2), 3)
     assert torch.autograd.gradcheck(
-        lambda *x: flash_attn_func(*x, window_size=window, return_lse=True), inputs, fast_mode=True
+        lambda *x: flash_attn_func(*x, window_size=window, return_lse=True), inputs
     )
     packed = [x[0].detach().requires_grad_() for x in inputs]
     cu_q, cu_k = torch.tensor([0, 1, 1, 4]), torch.tensor([0, 2, 3, 6])
@@ -113,7 +113,6 @@ def test_gradcheck(window: tuple[int, int]) -> None:
             *x, cu_q, cu_k, causal=True, window_size=window, return_lse=True
         ),
         packed,
-        fast_mode=True,
     )
 
 

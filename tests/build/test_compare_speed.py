@@ -32,6 +32,14 @@ def test_a_missing_build_is_named_before_anything_is_timed(tmp_path: Path) -> No
     assert refusal(*folders, "--units", UNIT.name).endswith(f"new has no build of {UNIT.name}")
 
 
+def test_an_8_bit_unit_needs_its_quantiser_in_the_old_cache(tmp_path: Path) -> None:
+    for cache in ("old", "new"):
+        build(tmp_path / cache, f"forward-d64-bf16-fp8-{'a' * 16}-{'a' * 8}")
+    folders = str(tmp_path / "old"), str(tmp_path / "new")
+    message = refusal(*folders, "--units", "forward-d64-bf16-fp8")
+    assert message.endswith("old has no build of quantise-d64-bf16")
+
+
 def test_a_machine_without_a_hopper_gpu_is_refused(tmp_path: Path) -> None:
     for cache in ("old", "new"):
         build(tmp_path / cache, f"{UNIT.name}-{'a' * 16}-{'a' * 8}")

@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 
-from ringfa3.bench.common.cases import FORWARD, FULL
+from ringfa3.bench.common.cases import FORWARD
 from ringfa3.bench.common.implementations import RMS
-from ringfa3.bench.common.problem import PreparedRun, Problem, UnsupportedCaseError
+from ringfa3.bench.common.problem import (
+    PreparedRun,
+    Problem,
+    UnsupportedCaseError,
+    check_sdpa_mask,
+)
 from ringfa3.quantisation.formats import E4M3
 
 MODULE = "cudnn"
@@ -32,12 +37,7 @@ class CudnnFp8:
         case = problem.case
         if problem.direction != FORWARD:
             raise UnsupportedCaseError("8 bits are of the forward")
-        if case.packed:
-            raise UnsupportedCaseError("no packed documents")
-        if not case.causal and case.window != FULL:
-            raise UnsupportedCaseError("no window")
-        if case.causal and case.keys:
-            raise UnsupportedCaseError("aligns at the top left")
+        check_sdpa_mask(case)
         scales = [E4M3.scale(x.abs().amax()) for x in problem.inputs]
         tensors = [E4M3.round(x.float() / s) for x, s in zip(problem.inputs, scales, strict=True)]
         out = torch.empty_like(tensors[0])

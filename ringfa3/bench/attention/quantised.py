@@ -3,7 +3,7 @@ of the ablation."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.quantisation.channels import KVCentres
 from ringfa3.quantisation.formats import E4M3
 
+QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (n, h or hk, d)
+
 
 class QuantisedRingFA3:
     """The forward of "fp8" or "int8" on operands that `prepare` quantises, once."""
@@ -33,7 +35,7 @@ class QuantisedRingFA3:
         q, k, v = (x.flatten(0, -3) for x in problem.inputs)
         kernel = self._kernel(q)
         plan = plan_local(np.array(case.lengths), np.array(case.key_lengths), *case.window)
-        operands = self._operands(kernel, q, k, v, plan)
+        operands = self._operands(kernel, (q, k, v), plan)
         tiling, scale = plan.forward(kernel.tile_m)[0], case.head_dim**-0.5
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=statistics_dtype(q.dtype))
@@ -47,15 +49,8 @@ class QuantisedRingFA3:
     def _kernel(self, q: torch.Tensor) -> QuantisedForward:
         return select_quantised(q, self.precision)
 
-    def _operands(
-        self,
-        kernel: QuantisedForward,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: Plan,
-    ) -> tuple[Any, Any]:
-        return kernel.quantise(q, k, v, plan)
+    def _operands(self, kernel: QuantisedForward, qkv: QKV, plan: Plan) -> tuple[Any, Any]:
+        return kernel.quantise(*qkv, plan)
 
 
 class Fp8Variant(QuantisedRingFA3):
@@ -71,17 +66,10 @@ class Fp8Variant(QuantisedRingFA3):
             raise UnsupportedCaseError("a kernel of the ablation, which needs a GPU")
         return QuantisedKernel(unit.as_variant(self.variant), kernel.quantiser, kernel.formats)
 
-    def _operands(
-        self,
-        kernel: QuantisedForward,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: Plan,
-    ) -> tuple[Any, Any]:
-        queries, kv = kernel.quantise(q, k, v, plan)
+    def _operands(self, kernel: QuantisedForward, qkv: QKV, plan: Plan) -> tuple[Any, Any]:
+        queries, kv = super()._operands(kernel, qkv, plan)
         if self.variant == IN_KERNEL_TRANSPOSE:
-            kv = TiledKV(kv.k, kv.k_scale, e4m3_rows(v, kv.centres), kv.centres, kv.tiles)
+            kv = TiledKV(kv.k, kv.k_scale, e4m3_rows(qkv[2], kv.centres), kv.centres, kv.tiles)
         return queries, kv
 
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringfa3.bench.common.cases import FORWARD, FULL, Case
+from ringfa3.bench.common.cases import FORWARD, Case
 from ringfa3.bench.common.implementations import Attend, SingleDevice
 from ringfa3.bench.common.problem import (
     PreparedRun,
     Problem,
-    UnsupportedCaseError,
+    check_sdpa_mask,
     prepare_forward,
 )
 
@@ -25,12 +25,7 @@ class Sdpa(SingleDevice):
         self.name, self.backend = name, backend
 
     def attend(self, case: Case, device: torch.device) -> Attend:
-        if case.packed:
-            raise UnsupportedCaseError("no packed documents")
-        if not case.causal and case.window != FULL:
-            raise UnsupportedCaseError("no window")
-        if case.causal and case.keys:
-            raise UnsupportedCaseError("aligns at the top left")
+        check_sdpa_mask(case)
         grouped = case.heads != case.kv_heads
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

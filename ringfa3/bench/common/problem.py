@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ringfa3.bench.common.cases import FORWARD, Case
+from ringfa3.bench.common.cases import FORWARD, FULL, Case
 from ringfa3.bench.common.scores import SCORES
 
 Outputs = dict[str, torch.Tensor]  # "out", or "dq", "dk", "dv", each (tokens, heads, head_dim)
@@ -17,6 +17,16 @@ GRADIENTS = ("dq", "dk", "dv")
 
 class UnsupportedCaseError(Exception):
     """An implementation does not support this case; the message says why."""
+
+
+def check_sdpa_mask(case: Case) -> None:
+    """Raises UnsupportedCaseError: scaled_dot_product_attention's `is_causal` is not that mask."""
+    if case.packed:
+        raise UnsupportedCaseError("no packed documents")
+    if not case.causal and case.window != FULL:
+        raise UnsupportedCaseError("no window")
+    if case.causal and case.keys:
+        raise UnsupportedCaseError("aligns at the top left")
 
 
 @dataclass(frozen=True)
