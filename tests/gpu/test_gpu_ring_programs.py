@@ -1,0 +1,96 @@
+"""Rings over `symmetric` whose calls start in C++, against those that start in Python, bit for bit.
+
+Each rank has a GPU of its own or, where there are too few, all ranks share the first one: their
+memory, signals and driver calls are the same there, and only their kernels take turns.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ringfa3 import host, ring_attn_func
+from ringfa3.symmetric import self_test
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
+from tests.gpu.test_gpu_symmetric import Layer
+from tests.support.ranks import free_port
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+LAYERS = 4
+TURNS = 8  # of each layer: both parities have a first call, a recorded one and replayed ones
+
+Results = list[torch.Tensor]
+
+
+def _as_if_apart(rank: int) -> AbstractContextManager[object]:
+    """Lets ranks that share a GPU pass for ranks with a GPU each."""
+    introduce = self_test._introduction
+
+    def introduction(device: torch.device) -> tuple[str, str, str]:
+        machine, gpu, problem = introduce(device)
+        return machine, f"{gpu}, rank {rank}", problem
+
+    return mock.patch.object(self_test, "_introduction", introduction)
+
+
+def _run(layer: Layer, scale: float) -> Results:
+    """Out and gradients of the rank's tokens, with q times `scale`."""
+    q, k, v = (x.detach().clone() for x in layer.mine)
+    leaves = [x.requires_grad_() for x in (q * scale, k, v)]
+    out = ring_attn_func(*leaves, layer.plan, deterministic=True, transport="symmetric")
+    assert isinstance(out, torch.Tensor)
+    out.backward(layer.plan.shard(layer.dout))
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def _replays(rank: int, world: int) -> None:
+    """Layers that differ in shapes, masks and plans take turns; their inputs change each turn."""
+    rng = random.Random(world)
+    for kind in FORWARD_MODES:
+        os.environ[FORWARD_MODE_ENV] = kind
+        host.select("python")
+        layers = [Layer(rng, longest=400) for _ in range(LAYERS)]
+        wanted = [[_run(layer, scale) for scale in (1.0, 0.5)] for layer in layers]
+        host.select("cpp")
+        before = host.counts()["replayed"]
+        for turn in range(TURNS):
+            for number, layer in enumerate(layers):
+                got = _run(layer, (1.0, 0.5)[turn // 2 % 2])
+                names = zip(("out", "dq", "dk", "dv"), got, strict=True)
+                for (name, x), y in zip(names, wanted[number][turn // 2 % 2], strict=True):
+                    assert torch.equal(x, y), f"{kind}, turn {turn}, layer {number}: {name}"
+            layers[0].forward()  # an odd call: the next turn has the other parity
+        replayed = host.counts()["replayed"] - before
+        assert replayed >= 2 * LAYERS * (TURNS - 4), f"{kind}: {replayed} calls were replayed"
+    for layer in layers:
+        layer.forward()
+        layer.backward()
+        layer.check()
+
+
+def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    shared = torch.cuda.device_count() < world
+    torch.cuda.set_device(0 if shared else rank)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    with _as_if_apart(rank) if shared else nullcontext():
+        function(rank, world)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("function", [_replays])
+def test_ring_programs(world: int, function: Callable[[int, int], None]) -> None:
+    host.select("cpp")  # builds the library before the ranks need it
+    mp.spawn(_enter, (world, free_port(), function), world)
