@@ -75,6 +75,7 @@ def attention(given: argparse.Namespace) -> int:
             peers=given.peers,
             sample_ms=given.sample_ms,
             errors_only=given.errors_only,
+            one_by_one=given.one_by_one,
         )
     )
 
@@ -121,6 +122,7 @@ def ring(given: argparse.Namespace) -> int:
             device=given.device,
             out=given.out,
             quiet=given.quiet,
+            one_by_one=given.one_by_one,
         )
     )
 
@@ -332,6 +334,10 @@ def add_common_options(p: argparse.ArgumentParser, name: str) -> None:
     )
     p.add_argument("--direction", choices=("fwd", "bwd", "both"), default="both")
     p.add_argument("--pairs", type=int, default=10, help="A B pairs per comparison (>= 10)")
+    p.add_argument(
+        "--one-by-one", action="store_true", help="each call starts on idle GPUs, and its time is "
+        "that of the host and the GPU together; by default calls are queued",
+    )  # fmt: skip
     p.add_argument(
         "--fa3", type=Path, metavar="PATH", help="library with torch.ops.flash_attn_3; by default "
         "the package flash_attn_interface, where it is installed",

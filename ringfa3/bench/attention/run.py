@@ -48,7 +48,14 @@ from ringfa3.bench.common.problem import Implementation
 from ringfa3.bench.common.report import Presentation, Report
 from ringfa3.bench.common.results import Results, Row
 from ringfa3.bench.common.scores import UNTIMED
-from ringfa3.bench.common.timing import SAMPLE_MS, CudaStopwatch, Stopwatch, WallClock, protocol
+from ringfa3.bench.common.timing import (
+    SAMPLE_MS,
+    CudaStopwatch,
+    OneByOne,
+    Stopwatch,
+    WallClock,
+    protocol,
+)
 from ringfa3.build.compile import ablation_folder
 from ringfa3.build.units import FP8_VARIANTS, VARIANTS
 from ringfa3.kernels.dispatch import executor_reason
@@ -76,6 +83,7 @@ class Options:
     peers: Sequence[str] = PEERS
     sample_ms: float = SAMPLE_MS
     errors_only: bool = False
+    one_by_one: bool = False
 
 
 def run(options: Options) -> int:
@@ -96,9 +104,8 @@ def run(options: Options) -> int:
         left_out=left_out + notes,
     )
     report = Report(results, PRESENTATION, options.out, f"-{options.dtype}", options.quiet)
-    stopwatch: Stopwatch = (
-        WallClock() if results.smoke else CudaStopwatch(sample_ms=options.sample_ms)
-    )
+    on_gpu = OneByOne if options.one_by_one else CudaStopwatch
+    stopwatch: Stopwatch = WallClock() if results.smoke else on_gpu(sample_ms=options.sample_ms)
     lost: DeviceLostError | None = None
     with report.progress(len(planned)):
         for case, direction in planned:
@@ -271,6 +278,7 @@ def _settings(options: Options) -> dict[str, Any]:
     }
     own |= {"peers": [name for name in PEERS if name in options.peers]}
     own |= {"sample_ms": options.sample_ms, "errors_only": options.errors_only}
+    own |= {"one_by_one": options.one_by_one}
     if options.sample_ms <= 0:
         raise BenchError(f"--sample-ms {options.sample_ms:g}: it must be above 0")
     if options.errors_only and options.sets != [SCORES]:

@@ -81,6 +81,33 @@ class CudaStopwatch:
         self.comm.check_wait(time.perf_counter() - begin)
 
 
+class OneByOne:
+    """Times on the host, of calls that each start on idle devices and end with their kernels.
+
+    So the time of the host counts, which a queue of calls hides. All ranks begin together.
+    """
+
+    asynchronous = False
+
+    def __init__(self, comm: Communicator | None = None, sample_ms: float = SAMPLE_MS) -> None:
+        self.comm, self.sample_seconds = comm or Communicator(), sample_ms / 1e3
+
+    def sample(self, call: Call, calls: int, head_start: float) -> Reading:
+        seconds = 0.0
+        for _ in range(calls):
+            torch.cuda.synchronize()
+            self.comm.barrier()
+            torch.cuda.synchronize()  # the barrier runs on the devices
+            begin = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            seconds += time.perf_counter() - begin
+        return lambda: seconds / calls
+
+    def wait(self) -> None:
+        pass
+
+
 class WallClock:
     """Times on the CPU."""
 

@@ -33,7 +33,7 @@ from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.problem import Implementation, make_problem
 from ringfa3.bench.common.report import Presentation, Report
 from ringfa3.bench.common.results import Results, RingRow, Row
-from ringfa3.bench.common.timing import CudaStopwatch, WallClock, protocol
+from ringfa3.bench.common.timing import CudaStopwatch, OneByOne, Stopwatch, WallClock, protocol
 from ringfa3.bench.ring.baselines import DenseRing, SingleGpu, SingleGpuSameMask
 from ringfa3.bench.ring.cases import (
     CHECKPOINT,
@@ -196,7 +196,8 @@ class Job:
         comm = self.comms[case.world]
         implementations = self.implementations(case, direction, comm)
         smoke = self.device.type == "cpu"
-        stopwatch = WallClock(comm) if smoke else CudaStopwatch(comm)
+        on_gpu = OneByOne if self.options.one_by_one else CudaStopwatch
+        stopwatch: Stopwatch = WallClock(comm) if smoke else on_gpu(comm)
         arguments = (case, direction, self.dtype, self.device, implementations)
         pairs = 0 if case.set == ERROR else self.options.pairs
         row: Row
@@ -312,6 +313,7 @@ def _settings(options: Options) -> dict[str, Any]:
         "direction": options.direction,
         "transports": options.transports,
         "timeout": options.timeout,
+        "one_by_one": options.one_by_one,
         "in_step": "every sample starts on all ranks together, and the slowest rank counts",
     }
     return own | protocol(options.pairs)

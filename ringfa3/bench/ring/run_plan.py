@@ -40,6 +40,7 @@ class Options:
     device: str
     out: Path | None
     quiet: bool
+    one_by_one: bool = False
 
 
 def world_sizes(requested: list[int] | None, world: int) -> list[int]:

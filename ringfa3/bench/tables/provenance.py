@@ -45,6 +45,7 @@ def command(results: Results) -> str:
     if len(DIRECTIONS[s["direction"]]) == 1:
         words += ["--direction", s["direction"]]
     words += _ring_options(results, s) if ring else _attention_options(results)
+    words += ["--one-by-one"] * s.get("one_by_one", False)
     for option, key in (("--fa3", "library"), ("--fa4", "folder")):
         found = next((v[key] for v in m.values() if key in _dict(v)), None)
         words += [option, found] if found else []
