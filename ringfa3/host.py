@@ -35,7 +35,7 @@ from ringfa3.validation import check_choice
 
 ENVIRONMENT = "RINGFA3_HOST"
 HOSTS = ("python", "cpp")
-DEFAULT = "python"  # until all tests of GPUs have run with the library
+DEFAULT = "cpp"
 INPUTS = {"attention": slice(0, 3), "attention_backward": slice(0, 7)}  # arguments with data
 
 # While the host library starts calls: flash_attn_func and flash_attn_varlen_func with positional

@@ -342,13 +342,12 @@ def test_python_serves_where_the_library_cannot_be_built(
     assert lines[0].startswith("ringfa3: calls start in Python, at more host time: g++, the C++")
 
 
-def test_python_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
     monkeypatch.delenv("RINGFA3_HOST", raising=False)
-    try:
-        host.ensure()
-        assert (host.attend, host.counts()) == (None, {})
-    finally:
-        host.stop()
+    monkeypatch.setattr(host, "select", chosen.append)
+    host.ensure()
+    assert chosen == ["cpp"]
 
 
 def test_kernels_do_not_depend_on_the_library(

@@ -90,8 +90,10 @@ cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t strea
                           .scale_log2 = a.softmax_scale * kLog2e,
                           .scales = {}};
   if constexpr (Shapes::Quantised) p.scales = args.scales;
-  bool const v_fits = Shapes::QuantisedV ? encode<ElementPV>(p.v, a.v, Shapes::D, Shapes::N)
-                                         : encode<ElementPV>(p.v, a.v, Shapes::N, Shapes::D);
+  constexpr int kBlocks = kKeyTile / Shapes::N;  // of a tile of V
+  bool const v_fits = Shapes::QuantisedV
+                          ? encode<ElementPV>(p.v, a.v, Shapes::D, Shapes::N, kBlocks)
+                          : encode<ElementPV>(p.v, a.v, Shapes::N, Shapes::D);
   if (!v_fits || !encode<ElementQK>(p.q, a.q, Shapes::M / Shapes::QParts, Shapes::D) ||
       !encode<ElementQK>(p.k, a.k, Shapes::N, Shapes::D) ||
       !encode<Element>(p.out, a.out, kWarpRows, Shapes::D)) {

@@ -15,7 +15,7 @@ using namespace cute;
 // Loads V as consumers read it. The ablation has another one.
 template <class Shapes>
 struct ValueLoads {
-  static constexpr bool kByTile = Shapes::QuantisedV;  // places are numbers of tiles, not rows
+  static constexpr bool kByTile = Shapes::QuantisedV;  // places count keys of tiles, not rows
 
   // The V of the block at a place, to a stage.
   CUTE_DEVICE void load(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem,
@@ -25,7 +25,8 @@ struct ValueLoads {
     auto& full = smem.v_full[stage.index()];
     auto* const to = smem.v + stage.index() * N * D;
     if constexpr (kByTile) {
-      load_box<D, N>(p.v, full, to, 0, at * p.args.k.heads + work.kv_head);
+      int const tile = at / kKeyTile * p.args.k.heads + work.kv_head;
+      load_box<D, N>(p.v, full, to, 0, tile, at % kKeyTile);
     } else {
       load_box<N, D>(p.v, full, to, at, work.kv_head);
     }
@@ -107,7 +108,7 @@ CUTE_DEVICE Pipeline<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
       }
       k_stage.advance();
       if constexpr (Values::kByTile) {
-        v_at = tile;
+        v_at = tile * kKeyTile + block.start % kKeyTile;
       } else {
         v_at = row;
       }

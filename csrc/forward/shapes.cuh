@@ -38,13 +38,19 @@ struct OperandTypes<Element, Precision::Int8> {
   using Score = int32_t;
 };
 
+// Columns side by side in shared memory; see csrc/hopper/tma.cuh.
+template <class Element, int Columns>
+using AtomOfColumns =
+    std::conditional_t<Columns * sizeof(Element) == 64, GMMA::Layout_K_SW64_Atom<Element>,
+                       GMMA::Layout_K_SW128_Atom<Element>>;
+
 // V as the B operand of P V, (D, N, S). The head dim is contiguous, or the keys are, which the
 // quantisation has transposed.
 template <class Element, int D, int N, int Stages, bool KeysContiguous>
 constexpr auto smem_layout_v() {
   Shape<Int<D>, Int<N>, Int<Stages>> const shape;
   if constexpr (KeysContiguous) {
-    return tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, shape);
+    return tile_to_shape(AtomOfColumns<Element, N>{}, shape);
   } else {
     return tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, shape, Step<_2, _1, _3>{});
   }
@@ -71,9 +77,9 @@ struct ForwardShapes {
   static constexpr int QParts = kPolicy.splits_q ? Consumers : 1;
 
   // The ablation changes these three.
-  static constexpr bool Overlap = true;   // S(j+1) is issued before P(j) V
-  static constexpr bool PingPong = true;  // warpgroups issue their products in turns
-  static constexpr int Producers = 1;     // warpgroups that load
+  static constexpr bool Overlap = true;                  // S(j+1) is issued before P(j) V
+  static constexpr bool PingPong = kPolicy.takes_turns;  // of warpgroups that issue products
+  static constexpr int Producers = 1;                    // warpgroups that load
 
   static constexpr int Threads = kWarpgroup * (Consumers + Producers);
   static constexpr RegisterSplit kRegisters = register_split(Consumers);
@@ -86,15 +92,13 @@ struct ForwardShapes {
       GMMA::rs_op_selector<ElementPV, ElementPV, float, Shape<_64, Int<D>, Int<N>>, GMMA::Major::K,
                            QuantisedV ? GMMA::Major::K : GMMA::Major::MN>()));
 
-  using AtomK = std::conditional_t<D * sizeof(ElementQK) == 64, GMMA::Layout_K_SW64_Atom<ElementQK>,
-                                   GMMA::Layout_K_SW128_Atom<ElementQK>>;
+  using AtomK = AtomOfColumns<ElementQK, D>;
   using SmemQ =
       decltype(tile_to_shape(AtomK{}, Shape<Int<M / QParts>, Int<D>, Int<QParts>, Int<QStages>>{}));
   using SmemK = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<D>, Int<Stages>>{}));
   using SmemV = decltype(smem_layout_v<ElementPV, D, N, Stages, QuantisedV>());
   using Blocks = BlockIterator<N, Quantised>;
-  static_assert(!Quantised || kKeyTile % N == 0);
-  static_assert(!QuantisedV || kKeyTile == N);  // a block of V is a tile of it
+  static_assert(!Quantised || kKeyTile % N == 0);  // a block has one scale of K
 
   struct SharedStorage {
     alignas(1024) ElementQK q[cosize_v<SmemQ>];

@@ -42,10 +42,11 @@ inline MapEncoder map_encoder() {
 }
 
 // Encodes the map of a tensor of 8 or 16 bits for boxes of `rows` rows, of which shared memory
-// holds `width` columns. Rows past the last token and columns past the head dim read as zeros, and
-// stores leave them out. Returns false if the tensor is wider or the driver refuses it.
+// holds `width` columns; at most `boxes` of them lie side by side. Rows past the last token and
+// columns past the head dim read as zeros, and stores leave them out. Returns false if the tensor
+// is wider or the driver refuses it.
 template <class Element>
-bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int width) {
+bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int width, int boxes = 1) {
   static_assert(sizeof(Element) <= 2);
   constexpr auto kType = sizeof(Element) == 1                  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                          : is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
@@ -57,7 +58,7 @@ bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int width) {
   cuuint32_t const box[3] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows), 1};
   cuuint32_t const step[3] = {1, 1, 1};
   auto const encoder = map_encoder();
-  return encoder && x.head_dim <= width &&
+  return encoder && x.head_dim <= width * boxes &&
          encoder(&map, kType, 3, x.data, shape, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                  columns * sizeof(Element) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                  : CU_TENSOR_MAP_SWIZZLE_128B,

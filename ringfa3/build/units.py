@@ -18,21 +18,22 @@ class Variant(NamedTuple):
     """A kernel of the benchmark's ablation, never of the product."""
 
     define: str  # for the compiler; empty: the product's kernel, with another tile
-    tile_n: int | None = None  # of the forward at head dim 128; None: the product's
+    tile: tuple[int, int] | None = None  # (tile_m, tile_n) at head dim 128; None: the product's
 
 
 VARIANTS = {  # "without-": the part that it lacks
     "without-overlap": Variant("-DRINGFA3_WITHOUT_OVERLAP"),  # softmax beside own products
     "without-ping-pong": Variant("-DRINGFA3_WITHOUT_PING_PONG"),  # turns of the warpgroups
     "without-specialisation": Variant("-DRINGFA3_UNSPECIALISED"),  # warps that only load
-    "blocks-of-96": Variant("", 96),
-    "three-stages": Variant("-DRINGFA3_THREE_STAGES", 96),  # S one block ahead of the softmax
+    "blocks-of-96": Variant("", (128, 96)),
+    "three-stages": Variant("-DRINGFA3_THREE_STAGES", (128, 96)),  # S one block ahead
 }
 IN_KERNEL_TRANSPOSE = "in-kernel-transpose"
 FP8_VARIANTS = {  # of precision "fp8" at head dim 128
-    IN_KERNEL_TRANSPOSE: Variant("-DRINGFA3_IN_KERNEL_TRANSPOSE"),  # V in row order
-    "promotion-1": Variant("-DRINGFA3_PROMOTION=1"),  # float32 sums of P V behind every block
-    "promotion-4": Variant("-DRINGFA3_PROMOTION=4"),  # behind every fourth one
+    "two-warpgroups": Variant("", (128, 128)),  # of the tile of all variants below
+    IN_KERNEL_TRANSPOSE: Variant("-DRINGFA3_IN_KERNEL_TRANSPOSE", (128, 128)),  # V in row order
+    "promotion-1": Variant("-DRINGFA3_PROMOTION=1", (128, 128)),  # float32 sums behind every block
+    "promotion-4": Variant("-DRINGFA3_PROMOTION=4", (128, 128)),  # behind every fourth one
 }
 
 
@@ -81,8 +82,9 @@ class Unit:
 
     def as_variant(self, name: str) -> Unit:
         """This unit of the product as a variant, or unchanged if `name` is empty."""
-        tile_n = _variant(name).tile_n if name and self.head_dim == 128 else None
-        return replace(self, variant=name, tile_n=tile_n or self.tile_n)
+        tile = _variant(name).tile if name and self.head_dim == 128 else None
+        tile_m, tile_n = tile or (self.tile_m, self.tile_n)
+        return replace(self, variant=name, tile_m=tile_m, tile_n=tile_n)
 
 
 SHAPES = (  # (direction, precisions, head_dim, tile_m, tile_n)
@@ -90,7 +92,7 @@ SHAPES = (  # (direction, precisions, head_dim, tile_m, tile_n)
     ("forward", ("native",), 128, 128, 128),
     ("forward", ("native",), 256, 128, 80),
     ("forward", ("fp8", "int8"), 64, 192, 128),
-    ("forward", ("fp8", "int8"), 128, 128, 128),
+    ("forward", ("fp8", "int8"), 128, 192, 64),
     ("forward", ("fp8",), 256, 128, 128),
     ("forward", ("int8",), 256, 128, 64),
     ("backward", ("native",), 64, 128, 128),

@@ -1,10 +1,10 @@
 """The executor of 8-bit attention: its operands come rounded, it rounds P, the rest is float32.
 
-A block is a tile of keys with one scale; a span's last one comes first. With P in E4M3 a row's
-shift comes from its first block and rises only where P would leave the range: a lane of a quad
-holds a fourth of the block's columns, and its sum of P stays at most 432, below the largest value,
-448. The shift lies a whole number below the row's maximum, so that P of the maximum is a power of
-two: where one key dominates, the rounding of P costs nothing.
+A block is a tile of keys with one scale, or a part of one; a span's last block comes first. With P
+in E4M3 a row's shift comes from its first block and rises only where P would leave the range: a
+lane of a quad holds a fourth of the block's columns, and its sum of P stays at most 432, below the
+largest value, 448. The shift lies a whole number below the row's maximum, so that P of the maximum
+is a power of two: where one key dominates, the rounding of P costs nothing.
 
 Shapes: t query rows, n key rows of a hop; h heads, hk KV heads, g = h // hk; d head dim; m = g *
 rows of a tile.
@@ -97,11 +97,13 @@ def attend(
     lse: torch.Tensor,
     *,
     p_format: Format | None,
+    block: int = KEY_TILE,
 ) -> None:
     """One hop of the forward pass: `reference.attend` of 8-bit operands.
 
     Args:
         p_format: of P and V; None: P is rounded to the dtype of V.
+        block: keys of a block, a divisor of `KEY_TILE`. It decides the shifts of P in `p_format`.
         out, partial_out, lse: as in `reference.attend`. LSE is that of the scores of Q and K before
             centring. A row that sees no key has output 0, without V's mean.
     """
@@ -110,7 +112,7 @@ def attend(
         here = slice(row0, row0 + rows)
         values = by_kv_head(q.values[here], hk)
         row_scale = _heads_first(q.scale[here], hk) * (scale * math.log2(math.e))
-        tile = _Tile(values, row_scale, rows, p_format)
+        tile = _Tile(values, row_scale, rows, p_format, block)
         for span in spans_of(tiling.spans, first_span, num_spans):
             tile.visit(span, row0, kv)
         o, tile_lse = tile.finish(kv, _heads_first(q.k_offset[here], hk) * scale)
@@ -121,21 +123,28 @@ class _Tile:
     """Running softmax of a tile: q (hk, m, d) float32 values, row_scale (hk, m) to log2 units."""
 
     def __init__(
-        self, q: torch.Tensor, row_scale: torch.Tensor, rows: int, p_format: Format | None
+        self,
+        q: torch.Tensor,
+        row_scale: torch.Tensor,
+        rows: int,
+        p_format: Format | None,
+        block: int,
     ) -> None:
         self._q, self._row_scale, self._rows, self._p_format = q, row_scale, rows, p_format
+        self._block = block
         self._shift = torch.zeros_like(row_scale)  # log2 units
         self._fresh = torch.ones_like(row_scale, dtype=torch.bool)  # the row has seen no key
         self._total = torch.zeros_like(row_scale)  # of P before it is rounded
         self._o = torch.zeros_like(q)
 
     def visit(self, span: tuple[int, ...], row0: int, kv: QuantisedKV) -> None:
-        """Adds the keys of a span, tile by tile of keys."""
+        """Adds the keys of a span, block by block."""
         q0, _, k0, k1, lo, hi = span
         i = row0 - q0
         hk = kv.k.shape[1]
-        for j in _key_tiles(max(0, i + lo), min(k1 - k0, i + self._rows + hi)):
-            end = min(j + KEY_TILE, k1 - k0)
+        first, last = max(0, i + lo), min(k1 - k0, i + self._rows + hi)
+        for j in _blocks(first, last, self._block):
+            end = min(j + self._block, k1 - k0)
             keys = slice(k0 + j, k0 + end)
             s = self._q @ by_kv_head(kv.k[keys], hk).mT  # (hk, m, end - j)
             s *= self._row_scale.unsqueeze(-1) * kv.k_scale[k0 + j].view(hk, 1, 1)
@@ -167,7 +176,7 @@ class _Tile:
     def _lane_sums(self, s: torch.Tensor) -> torch.Tensor:
         """(hk, m, 4) sums of P with the present shifts, of the lanes that share a row."""
         p = torch.exp2(s - self._shift.unsqueeze(-1))
-        p = torch.nn.functional.pad(p, (0, KEY_TILE - p.shape[-1]))
+        p = torch.nn.functional.pad(p, (0, self._block - p.shape[-1]))
         return p.view(*p.shape[:-1], -1, 4, 2).sum((-3, -1))
 
     def finish(self, kv: QuantisedKV, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,10 +188,10 @@ class _Tile:
         return o.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -torch.inf)
 
 
-def _key_tiles(begin: int, end: int) -> Iterator[int]:
-    """The first key of every tile that holds some of [begin, end), the last tile first."""
+def _blocks(begin: int, end: int, size: int) -> Iterator[int]:
+    """The first key of every block that holds some of [begin, end), the last block first."""
     if begin < end:
-        yield from range((end - 1) // KEY_TILE * KEY_TILE, begin - KEY_TILE, -KEY_TILE)
+        yield from range((end - 1) // size * size, begin - size, -size)
 
 
 def _heads_first(x: torch.Tensor, hk: int) -> torch.Tensor:

@@ -290,18 +290,16 @@ def test_check_without_cuobjdump_fails(tools: Path) -> None:
 
 def test_variants_are_units_of_their_own() -> None:
     """Names, flags and libraries differ from the product's; `all` does not include them."""
-    (product,) = select_units(["forward-d128-fp16"])
-    for name, (define, tile_n) in VARIANTS.items():
-        variant = product.as_variant(name)
-        assert variant.name == f"{product.name}-{name}"
-        of_tile = replace(product, tile_n=tile_n or product.tile_n)
-        assert variant.defines == (*of_tile.defines, *([define] if define else []))
-        assert library_stem(variant) != library_stem(product)
-        assert variant not in UNITS
-    (fp8,) = select_units(["forward-d128-fp16-fp8"])
-    for name, (define, _) in FP8_VARIANTS.items():
-        variant = fp8.as_variant(name)
-        assert variant.name == f"{fp8.name}-{name}"
-        assert variant.defines == (*fp8.defines, define)
-        assert library_stem(variant) != library_stem(fp8)
-        assert variant not in UNITS
+    for product_name, variants in (
+        ("forward-d128-fp16", VARIANTS),
+        ("forward-d128-fp16-fp8", FP8_VARIANTS),
+    ):
+        (product,) = select_units([product_name])
+        for name, (define, tile) in variants.items():
+            variant = product.as_variant(name)
+            assert variant.name == f"{product.name}-{name}"
+            tile_m, tile_n = tile or (product.tile_m, product.tile_n)
+            of_tile = replace(product, tile_m=tile_m, tile_n=tile_n)
+            assert variant.defines == (*of_tile.defines, *([define] if define else []))
+            assert library_stem(variant) != library_stem(product)
+            assert variant not in UNITS

@@ -21,7 +21,7 @@ from ringfa3.kernels.reference import TILE_M
 from ringfa3.planning.tiling import Plan, Tiling, plan_local
 from ringfa3.quantisation.channels import KVCentres
 from ringfa3.quantisation.formats import FORMATS, Formats
-from ringfa3.quantisation.key_tiles import KeyTiles
+from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ, quantise
 from tests.support.forward_checks import LENGTHS, WINDOWS, inputs, split_into_hops
 from tests.support.quantise_checks import value_order
@@ -84,14 +84,16 @@ def expected(
     dtype: torch.dtype,
     scale: float | None = None,
     tile_m: int = TILE_M,
+    block: int = KEY_TILE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the executor in one hop, over tiles of `tile_m` query rows."""
+    """(out, lse) of the executor in one hop: tiles of `tile_m` rows, blocks of `block` keys."""
     q, kv, _ = given
     out = torch.full(q.values.shape, torch.nan, dtype=dtype, device=q.values.device)
     lse = torch.full(q.scale.t().shape, torch.nan, device=out.device)
     scale = scale or out.shape[-1] ** -0.5
     tiling = plan.forward(tile_m)[0]
-    quantised_reference.attend(q, kv, tiling, scale, out, out.float(), lse, p_format=formats.v)
+    results = out, out.float(), lse
+    quantised_reference.attend(q, kv, tiling, scale, *results, p_format=formats.v, block=block)
     return out, lse
 
 
@@ -159,7 +161,9 @@ def random_sequences(unit: Unit, device: str, case: int) -> None:
     tiling = plan.forward(unit.tile_m)
     got = attend(unit, given, tiling, q, int(plan.row_grid(unit.tile_m)[-1]))
     what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"
-    hold(got, expected(given, formats, plan, dtype), tolerance(unit, device), what)
+    hold(
+        got, expected(given, formats, plan, dtype, block=unit.tile_n), tolerance(unit, device), what
+    )
 
 
 def rising_scores(unit: Unit, device: str) -> None:
@@ -190,7 +194,7 @@ def rising_scores(unit: Unit, device: str) -> None:
             tiling = plan.forward(unit.tile_m)
             got = attend(unit, given, tiling, q, int(plan.row_grid(unit.tile_m)[-1]))
             what = f"{nats} nats a key, window {window}"
-            hold(got, expected(given, formats, plan, dtype), most, what)
+            hold(got, expected(given, formats, plan, dtype, block=unit.tile_n), most, what)
 
 
 def merged_hops(unit: Unit, device: str) -> None:
@@ -217,7 +221,7 @@ def merged_hops(unit: Unit, device: str) -> None:
             hops = split_into_hops(whole, pieces[::order])
             padded = int(plan.row_grid(unit.tile_m)[-1])
             out, lse = attend(unit, given, hops, q, padded)
-            once, once_lse = expected(given, formats, plan, dtype)
+            once, once_lse = expected(given, formats, plan, dtype, block=unit.tile_n)
             ref = _dequantised_attention(given, n - t, right)
             what = f"{offsets}, window {right}, order {order}"
             seen = once_lse > -torch.inf
@@ -268,7 +272,7 @@ def what_is_not_finite_stays_in_its_document(unit: Unit, device: str) -> None:
             given = operands(*x, plan, formats)
             outs.append(attend(unit, given, tiling, x[0], padded))
         out, lse = outs[1]
-        ref, ref_lse = expected(given, formats, plan, dtype, tile_m=unit.tile_m)
+        ref, ref_lse = expected(given, formats, plan, dtype, tile_m=unit.tile_m, block=unit.tile_n)
         lost = out.isnan()
         assert lost.any()
         assert torch.equal(lost, ref.isnan()), (left, right)
@@ -292,7 +296,12 @@ def sums_of_p_overflow(unit: Unit, device: str) -> None:
     plan = plan_local(np.array([256]), np.array([256]), -1, -1)
     given = operands(q, k, v, plan, formats)
     got = attend(unit, given, plan.forward(unit.tile_m), q, 256)
-    hold(got, expected(given, formats, plan, dtype), tolerance(unit, device), "a step of 85 nats")
+    hold(
+        got,
+        expected(given, formats, plan, dtype, block=unit.tile_n),
+        tolerance(unit, device),
+        "a step of 85 nats",
+    )
 
 
 def tiny_products_are_masked(unit: Unit, device: str) -> None:
@@ -304,7 +313,7 @@ def tiny_products_are_masked(unit: Unit, device: str) -> None:
     plan = plan_local(np.array([200]), np.array([200]), -1, 0)
     given = operands(q, q, v, plan, formats)
     got = attend(unit, given, plan.forward(unit.tile_m), q, 256, scale=2.0**-40)
-    ref = expected(given, formats, plan, dtype, scale=2.0**-40)
+    ref = expected(given, formats, plan, dtype, scale=2.0**-40, block=unit.tile_n)
     hold(got, ref, tolerance(unit, device), "a scale of 2^-40")
 
 
