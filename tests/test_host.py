@@ -3,6 +3,7 @@ what Python launches, byte for byte, and so do results, gradients and errors."""
 
 from __future__ import annotations
 
+import array
 import sys
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, host
+from ringfa3.kernels.program import DTYPES, ZERO
 from tests.support.both_hosts import in_threads
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Outcome, Shape, call, equal
@@ -355,3 +357,19 @@ def test_a_refused_launch_raises_the_error_of_python(kernels: FakeKernels) -> No
     assert not call(kernels, BASE, BASE.inputs()).differences(
         in_python(kernels, BASE, BASE.inputs())
     )
+
+
+def test_a_buffer_is_freed_behind_its_last_step(host_library: Any) -> None:
+    """Of two buffers that steps use one after the other one is there at a time."""
+    n, float32 = 1 << 16, DTYPES[torch.float32]
+    first, second = ([number, 0, float32, 1, n, 1, 1] for number in (1, 2))
+    buffers = [2, float32, 0, 1, n, float32, 1, 1, n]
+    steps = [1, 2, ZERO, *first, ZERO, *second]  # one input
+    words = array.array("q", [*buffers, *steps, 1, *second]).tobytes()
+    program = host_library.program(words, (), (), ())
+    with torch.profiler.profile(profile_memory=True) as profile:
+        (out,) = host_library.run(program, (torch.zeros(1),), 0, (0, 0, 0))
+    events = profile.profiler.kineto_results.events()
+    sizes = [x.nbytes() for x in events if x.name() == "[memory]" and abs(x.nbytes()) == 4 * n]
+    assert sizes == [4 * n, -4 * n, 4 * n]
+    assert torch.equal(out, torch.zeros(n))

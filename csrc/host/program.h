@@ -27,9 +27,15 @@ using Tensors = c10::SmallVector<at::Tensor, 16>;
 
 constexpr size_t kMaxWords = 1024;  // bytes of a kernel's arguments
 
+constexpr size_t kAlways = ~size_t{0};
+
+// Memory that a call allocates before step `first` and frees behind step `last`: a result is not
+// freed, and a buffer that no step uses is allocated only.
 struct Buffer {
   at::ScalarType dtype;
+  size_t first;
   Sizes sizes;
+  size_t last = kAlways;
 };
 
 struct View {
@@ -83,24 +89,48 @@ struct AddRows {  // target[rows[i]] += source[i]
 };
 using Step = std::variant<Launch, Zero, Copy, Add, SelectRows, AddRows, DriverCall, MemoryOps>;
 
+// Calls visit(number) for each tensor that a step reads or writes; tables have negative numbers.
+inline void visit_tensors(Step const& step, auto const& visit) {
+  auto const views = [&](auto const&... view) { (visit(view.tensor), ...); };
+  if (auto const* launch = std::get_if<Launch>(&step)) {
+    for (Patch const& patch : launch->patches) visit(patch.tensor);
+  } else if (auto const* zero = std::get_if<Zero>(&step)) {
+    views(zero->target);
+  } else if (auto const* copy = std::get_if<Copy>(&step)) {
+    views(copy->target, copy->source);
+  } else if (auto const* add = std::get_if<Add>(&step)) {
+    views(add->target, add->source);
+  } else if (auto const* select = std::get_if<SelectRows>(&step)) {
+    views(select->target, select->source, select->rows);
+  } else if (auto const* rows = std::get_if<AddRows>(&step)) {
+    views(rows->target, rows->source, rows->rows);
+  }
+}
+
 struct Program {
-  std::vector<Buffer> buffers;
+  std::vector<Buffer> buffers;  // by `first`
   std::vector<Step> steps;
   std::vector<View> outputs;
   std::vector<at::Tensor> tables;  // memory of other calls, too, whose addresses the steps hold
   std::shared_ptr<void> kept;      // an object of Python that lives as long
 
   // The outputs of a call. `tensors` are its inputs; an undefined one has no step that reads it.
-  // All buffers are allocated before the first step. waits: of a ring's earlier calls.
+  // waits: of a ring's earlier calls.
   //
   // Throws Refused: the driver refuses a call.
   Tensors run(Tensors tensors, Stream stream, Waits waits = {}) const {
     auto const options = tensors.front().options();
-    for (Buffer const& buffer : buffers) {
-      tensors.push_back(at::empty(buffer.sizes, options.dtype(buffer.dtype)));
-    }
+    size_t const inputs = tensors.size();
+    auto const allocate = [&](size_t before) {
+      for (size_t n = tensors.size() - inputs; n < buffers.size(); ++n) {
+        if (buffers[n].first > before) return;
+        tensors.push_back(at::empty(buffers[n].sizes, options.dtype(buffers[n].dtype)));
+      }
+    };
     auto const of = [&](View const& view) { return view.of(tensors, tables); };
-    for (Step const& step : steps) {
+    for (size_t i = 0; i < steps.size(); ++i) {
+      allocate(i);
+      Step const& step = steps[i];
       if (auto const* launch = std::get_if<Launch>(&step)) {
         start(*launch, tensors, stream);
       } else if (auto const* call = std::get_if<DriverCall>(&step)) {
@@ -120,7 +150,11 @@ struct Program {
         auto const& rows = std::get<AddRows>(step);
         of(rows.target).index_add_(0, of(rows.rows), of(rows.source));
       }
+      for (size_t n = 0; n < buffers.size(); ++n) {
+        if (buffers[n].last == i) tensors[inputs + n].reset();
+      }
     }
+    allocate(kAlways);
     Tensors results;
     for (View const& output : outputs) results.push_back(of(output));
     return results;

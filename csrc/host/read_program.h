@@ -121,12 +121,23 @@ inline std::shared_ptr<Program> read_program(PyObject* args) {
   program->buffers.resize(static_cast<size_t>(in.word()));
   for (Buffer& buffer : program->buffers) {
     buffer.dtype = static_cast<at::ScalarType>(in.word());
+    buffer.first = static_cast<size_t>(in.word());
     buffer.sizes = in.sizes();
   }
-  auto const steps = in.word();
-  for (int64_t i = 0; i < steps; ++i) program->steps.push_back(read_step(in, names));
+  auto const inputs = in.word(), steps = in.word();
+  auto const of_buffer = [&](int64_t tensor, size_t last) {
+    if (tensor >= inputs) program->buffers.at(static_cast<size_t>(tensor - inputs)).last = last;
+  };
+  for (int64_t i = 0; i < steps; ++i) {
+    program->steps.push_back(read_step(in, names));
+    visit_tensors(program->steps.back(),
+                  [&](int64_t tensor) { of_buffer(tensor, static_cast<size_t>(i)); });
+  }
   auto const outputs = in.word();
-  for (int64_t i = 0; i < outputs; ++i) program->outputs.push_back(in.view());
+  for (int64_t i = 0; i < outputs; ++i) {
+    program->outputs.push_back(in.view());
+    of_buffer(program->outputs.back().tensor, kAlways);
+  }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tables); ++i) {
     program->tables.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(tables, i)));
   }

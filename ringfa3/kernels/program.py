@@ -61,6 +61,7 @@ class ProgramRecorder(TorchDispatchMode):
         self._inputs = inputs
         self._buffers: list[torch.Tensor] = []  # held, so that no address is used twice
         self._sizes: list[torch.Size] = []
+        self._allocated_at: list[int] = []  # how many steps the call had taken
         self._views: list[torch.Tensor] = []  # of inputs and buffers; held as these
         self._owners: dict[int, tuple[int, torch.Tensor]] = {}  # of views, by id
         self._steps: list[list[int]] = []
@@ -133,6 +134,7 @@ class ProgramRecorder(TorchDispatchMode):
             raise ProgramError(f"it allocates {x.dtype} with strides {x.stride()}")
         self._buffers.append(x)
         self._sizes.append(x.shape)
+        self._allocated_at.append(len(self._steps))
 
     def launched(self, unit: Unit, name: str, args: bytes) -> None:
         structure = STRUCTURES.get(name)
@@ -252,9 +254,9 @@ class ProgramRecorder(TorchDispatchMode):
         if len({number for number, *_ in outputs}) < len(outputs):
             raise ProgramError("two results share memory")
         whole: list[int] = [len(self._buffers)]
-        for x, sizes in zip(self._buffers, self._sizes, strict=True):
-            whole += (DTYPES[x.dtype], len(sizes), *sizes)
-        whole.append(len(self._steps))
+        for x, first, sizes in zip(self._buffers, self._allocated_at, self._sizes, strict=True):
+            whole += (DTYPES[x.dtype], first, len(sizes), *sizes)
+        whole += (len(self._inputs), len(self._steps))
         for step in self._steps:
             whole += step
         whole.append(len(outputs))

@@ -78,6 +78,23 @@ def _replays(rank: int, world: int) -> None:
         layer.check()
 
 
+def _memory(rank: int, world: int) -> None:
+    """A step that is replayed needs no more memory than Python's, beside 1 MiB."""
+    layer = Layer(random.Random(0), lengths=[2048 * world])
+    peaks = []
+    for which in host.HOSTS:
+        host.select(which)
+        for _ in range(6):
+            _run(layer, 1.0)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _run(layer, 1.0)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert host.counts()["replayed"] > 0
+    assert peaks[1] <= peaks[0] + (1 << 20), f"peaks in bytes: {peaks}"
+
+
 def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     shared = torch.cuda.device_count() < world
@@ -90,7 +107,7 @@ def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("function", [_replays])
+@pytest.mark.parametrize("function", [_replays, _memory])
 def test_ring_programs(world: int, function: Callable[[int, int], None]) -> None:
     host.select("cpp")  # builds the library before the ranks need it
     mp.spawn(_enter, (world, free_port(), function), world)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
+import torch
 
 from ringfa3.bench.common import timing
 from ringfa3.bench.common.communicator import Communicator
-from ringfa3.bench.common.timing import Call, Paired, Reading, WallClock, compare, paired
+from ringfa3.bench.common.timing import Call, OneByOne, Paired, Reading, WallClock, compare, paired
 
 
 class Recorder:
@@ -86,8 +89,6 @@ def test_a_sample_has_at_least_one_call_and_not_too_many() -> None:
 
 
 def test_the_wall_clock_measures_what_passes() -> None:
-    import time
-
     times = paired(lambda: time.sleep(0.01), lambda: time.sleep(0.02), 10, WallClock())
     assert min(times.a) >= 0.01
     assert min(times.b) >= 0.02
@@ -99,6 +100,25 @@ def drifting(rng: np.random.Generator, ratio: float, pairs: int) -> Paired:
     drift = np.linspace(1.0, 1.3, pairs)
     a, b = (drift * rng.lognormal(0, 0.02, pairs) for _ in range(2))
     return Paired(a.tolist(), (ratio * b).tolist(), 1, (0, 0))
+
+
+def test_one_by_one_each_call_starts_on_idle_devices_and_ends_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+
+    class Ranks(Communicator):
+        def barrier(self) -> None:
+            log.append("barrier")
+
+    def call() -> None:
+        log.append("call")
+        time.sleep(0.01)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("idle"))
+    reading = OneByOne(Ranks()).sample(call, 2, head_start=0.0)
+    assert log == 2 * ["idle", "barrier", "idle", "call", "idle"]
+    assert 0.01 <= reading() < 0.1
 
 
 def test_a_known_ratio_is_recovered_under_drift() -> None:

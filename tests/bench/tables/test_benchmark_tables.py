@@ -138,11 +138,11 @@ def test_options_of_peers_and_errors_are_in_the_command() -> None:
     results = Results.load(DOCS / "results" / PAPER / FILE)
     results.settings |= {"sets": ["scores"], "peers": ["fa3", "fa4"], "sample_ms": 10.0}
     results.machine["FA4"] = {"module": "flash_attn.cute", "folder": "fa4"}
-    results.settings["errors_only"] = True
+    results.settings |= {"errors_only": True, "one_by_one": True}
     results.rows = [row for row in results.rows if row.head_dim == 128]
     assert command(results) == (
         "python -m ringfa3.bench attention --set scores --direction fwd --head-dim 128 "
-        "--peers fa3 fa4 --sample-ms 10 --errors-only --fa3 fa3.so --fa4 fa4"
+        "--peers fa3 fa4 --sample-ms 10 --errors-only --one-by-one --fa3 fa3.so --fa4 fa4"
     )
 
 
