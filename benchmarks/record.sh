@@ -6,7 +6,7 @@ usage() {
   cat >&2 <<'END'
 usage: benchmarks/record.sh GROUP OUT [option ...]
 
-GROUP   forward, backward, 8-bits (one GPU) or ring (all GPUs of the host)
+GROUP   forward, backward, 8-bits, host (one GPU) or ring (all GPUs of the host)
 OUT     a folder; each result is a folder in it
 option  of every command: --fa3 LIBRARY; with forward and backward --fa4 FOLDER
 END
@@ -51,13 +51,19 @@ case $group in
   8-bits)
     attention fp8 --set fp8 --peers fa3
     attention int8 --set int8 --peers fa3
+    # alone: FA3's library may bring another CUDA runtime, which cuDNN's frontend refuses
+    python -m ringfa3.bench attention -q --out "$out/fp8-cudnn" --set fp8 --peers cudnn
+    ;;
+  host)
+    attention host --set host
+    attention paper-one-by-one --set paper --one-by-one --peers fa3
     ;;
   ring)
     ring lengths --set lengths --transport symmetric nccl
     ring sets --set documents window error memory host checkpoint
     ;;
   *)
-    echo "record.sh: no group $group; allowed are forward, backward, 8-bits, ring" >&2
+    echo "record.sh: no group $group; allowed are forward, backward, 8-bits, host, ring" >&2
     usage
     ;;
 esac
