@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -135,22 +135,17 @@ def stop() -> None:
     _library = _selected = None
 
 
-def _driver() -> tuple[int, int, int]:
+def _driver() -> tuple[int, ...]:
     """The addresses of the functions of csrc/host/driver.h."""
     shim = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
     cuda = ctypes.CDLL("libcuda.so.1")
     functions = (
         shim.aoti_torch_get_current_cuda_stream,
+        cuda.cuCtxGetCurrent,
         cuda.cuStreamIsCapturing,
         cuda.cuStreamGetId,
     )
-    current, capturing, number = (
-        ctypes.cast(function, ctypes.c_void_p).value for function in functions
-    )
-    assert current is not None
-    assert capturing is not None
-    assert number is not None
-    return current, capturing, number
+    return tuple(cast(int, ctypes.cast(x, ctypes.c_void_p).value) for x in functions)
 
 
 def _switch() -> None:

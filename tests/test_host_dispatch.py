@@ -57,6 +57,17 @@ def test_a_second_derivative_of_a_replayed_call_raises(kernels: FakeKernels) -> 
         assert str(caught.value) == expected
 
 
+def test_a_thread_without_a_context_is_run_by_python(kernels: FakeKernels) -> None:
+    """As autograd's is at first. The driver is not asked what needs a context."""
+    wanted = recorded()
+    kernels.library.fake_without_context(1)
+    with replays(0):
+        assert all(map(equal, step(leaves()), wanted))
+    kernels.library.fake_without_context(0)
+    with replays(2):
+        assert all(map(equal, step(leaves()), wanted))
+
+
 def test_a_captured_call_is_run_by_python(kernels: FakeKernels) -> None:
     """Also when its program is known; a captured call makes none."""
     wanted = recorded()

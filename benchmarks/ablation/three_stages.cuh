@@ -66,7 +66,7 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
     to_operand<ElementPV, kEarly, Base::kSize>(prob, fP);
     // Branches that change O or P beside a product would make ptxas serialise every wgmma.
     warpgroup_wait<0>();
-    if (!softmax.accumulate(sum)) settle_sums(*this, sum);
+    if (!softmax.accumulate(sum)) settle_sums<Base>(*this, sum);
     if constexpr (IsNext) {
       warpgroup_fence_operand(ahead);
       copy(ahead, s);

@@ -15,16 +15,18 @@ struct Stream {
 // Each function returns 0 for success.
 struct Driver {
   int (*current_stream)(int32_t device, void** stream);  // aoti_torch_get_current_cuda_stream
+  int (*current_context)(void** context);                // cuCtxGetCurrent
   int (*is_capturing)(void* stream, int* status);        // cuStreamIsCapturing
   int (*stream_id)(void* stream, uint64_t* id);          // cuStreamGetId
 
   // The current stream of a device, which is the current device. None if a CUDA graph captures it,
-  // or if CUDA refuses to answer.
+  // if CUDA refuses to answer, or if the thread has no context yet: a new thread of autograd.
   std::optional<Stream> stream(int32_t device) const {
     Stream found{};
+    void* context = nullptr;
     int status = 0;
-    if (current_stream(device, &found.handle) || is_capturing(found.handle, &status) || status ||
-        stream_id(found.handle, &found.id)) {
+    if (current_context(&context) || !context || current_stream(device, &found.handle) ||
+        is_capturing(found.handle, &status) || status || stream_id(found.handle, &found.id)) {
       return std::nullopt;
     }
     return found;

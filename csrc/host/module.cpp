@@ -103,18 +103,19 @@ PyObject* run(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// start(device: str, current_stream: int, is_capturing: int, stream_id: int, lengths_by_value:
-// bool)
+// start(device: str, current_stream: int, current_context: int, is_capturing: int, stream_id: int,
+// lengths_by_value: bool)
 PyObject* start_kernels(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   char const* device;
-  unsigned long long current, capturing, id;
+  unsigned long long current, context, capturing, id;
   int by_value;
-  if (!PyArg_ParseTuple(args, "sKKKp", &device, &current, &capturing, &id, &by_value)) {
+  if (!PyArg_ParseTuple(args, "sKKKKp", &device, &current, &context, &capturing, &id, &by_value)) {
     return nullptr;
   }
   Driver driver{};
   driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(current);
+  driver.current_context = reinterpret_cast<decltype(driver.current_context)>(context);
   driver.is_capturing = reinterpret_cast<decltype(driver.is_capturing)>(capturing);
   driver.stream_id = reinterpret_cast<decltype(driver.stream_id)>(id);
   start(at::Device(device).type(), driver, by_value);

@@ -24,6 +24,7 @@ int failure;
 thread_local int64_t handle = 7;
 int64_t generation;
 int capturing;
+bool without_context;
 bool idle;
 
 template <class Args>
@@ -159,7 +160,13 @@ int fake_current_stream(int32_t, void** stream) {
   *stream = reinterpret_cast<void*>(handle);
   return 0;
 }
+int fake_current_context(void** context) {
+  *context = without_context ? nullptr : &without_context;
+  return 0;
+}
 int fake_is_capturing(void*, int* status) {
+  if (without_context) return 201;  // CUDA_ERROR_INVALID_CONTEXT
+
   *status = capturing;
   return 0;
 }
@@ -168,10 +175,12 @@ int fake_stream_id(void* stream, uint64_t* id) {
   return 0;
 }
 
-// What tests set: the status of launches, the stream of this thread, whether it is captured.
+// What tests set: the status of launches, the stream of this thread, whether it is captured,
+// whether it has a context.
 void fake_fail(int status) { failure = status; }
 void fake_stream(int64_t value, int64_t made) { handle = value, generation = made; }
 void fake_capture(int status) { capturing = status; }
+void fake_without_context(int wanted) { without_context = wanted; }
 void fake_idle(int wanted) { idle = wanted; }  // kernels do nothing and keep nothing
 
 // Stands for any function of the driver.

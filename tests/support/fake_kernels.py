@@ -52,7 +52,7 @@ class FakeKernels:
     def driver(self) -> list[int]:
         """Addresses for `host.start`."""
         found = []
-        for name in ("current_stream", "is_capturing", "stream_id"):
+        for name in ("current_stream", "current_context", "is_capturing", "stream_id"):
             address = ctypes.cast(getattr(self.library, f"fake_{name}"), ctypes.c_void_p).value
             assert address is not None
             found.append(address)
@@ -66,7 +66,7 @@ class FakeKernels:
         """No launch, no failure, no capture; the first stream."""
         self.take()
         self.use()
-        for what in ("fail", "capture", "idle"):
+        for what in ("fail", "capture", "without_context", "idle"):
             self.library[f"fake_{what}"](0)
 
     def take(self) -> list[Launched]:
