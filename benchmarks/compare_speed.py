@@ -1,7 +1,8 @@
 """Times two builds of the kernels against each other: `compare_speed.py OLD_CACHE NEW_CACHE`.
 
 For changes that alter machine code but should not alter speed. Both caches are folders that
-`python -m ringfa3.build` has filled; both builds take the argument structs of this checkout. Needs
+`python -m ringfa3.build` has filled; both builds have the tiles of this checkout and take
+its argument structs. Needs
 a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, of 512 for a short unit, hidden size
 2048. 8-bit units have operands that the old build has quantised. Units that quantise are named and
 not timed: `python -m ringfa3.bench fp8 --bandwidth` does that.
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.compare_sass import latest
+from ringfa3 import host
 from ringfa3.bench.attention.quantised import QuantisedRingFA3
 from ringfa3.bench.common.cases import CAUSAL, FULL, Case
 from ringfa3.bench.common.implementations import RingFA3
@@ -109,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--units", nargs="+", default=["bf16"], help="as in ringfa3.build")
     parser.add_argument("--pairs", type=int, default=15)
     asked = parser.parse_args(arguments)
+    host.select("python")  # a program of the host library would hold the functions of one build
     if asked.pairs < 2:
         parser.error(f"--pairs {asked.pairs}: quartiles need at least 2")
     try:

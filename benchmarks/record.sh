@@ -49,14 +49,14 @@ case $group in
     attention scores-errors-backward --set scores --direction bwd --errors-only
     ;;
   8-bits)
-    attention fp8 --set fp8 --peers fa3
-    attention int8 --set int8 --peers fa3
+    attention fp8 --set fp8 --peers fa3 --sample-ms 10
+    attention int8 --set int8 --peers fa3 --sample-ms 10
     # alone: FA3's library may bring another CUDA runtime, which cuDNN's frontend refuses
     python -m ringfa3.bench attention -q --out "$out/fp8-cudnn" --set fp8 --peers cudnn
     ;;
   host)
     attention host --set host
-    attention paper-one-by-one --set paper --one-by-one --peers fa3
+    attention paper-one-by-one --set paper --one-by-one --peers fa3 --sample-ms 5
     ;;
   ring)
     ring lengths --set lengths --transport symmetric nccl

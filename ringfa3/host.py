@@ -9,7 +9,8 @@ inputs that share their first byte.
 Of a ring over peers' memory Python begins each call, and the library replays the rest: see
 `ringfa3.symmetric.ring_program`.
 
-RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp".
+RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp"; "auto" is "cpp" on one GPU
+and "python" in rings.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from ringfa3.validation import check_choice
 
 ENVIRONMENT = "RINGFA3_HOST"
 HOSTS = ("python", "cpp")
-DEFAULT = "cpp"
+AUTO = "auto"  # the default, until ranks with a GPU each have replayed rings in all tests
+CHOICES = (AUTO, *HOSTS)
 INPUTS = {"attention": slice(0, 3), "attention_backward": slice(0, 7)}  # arguments with data
 
 # While the host library starts calls: flash_attn_func and flash_attn_varlen_func with positional
@@ -57,8 +59,8 @@ def ensure() -> None:
     """
     if _selected is not None:
         return
-    name = os.environ.get(ENVIRONMENT, DEFAULT)
-    check_choice(ENVIRONMENT, name, HOSTS)
+    name = os.environ.get(ENVIRONMENT, AUTO)
+    check_choice(ENVIRONMENT, name, CHOICES)
     try:
         select(name)
     except (BuildError, OSError, ImportError, AttributeError) as error:
@@ -69,25 +71,26 @@ def ensure() -> None:
 
 
 def select(name: str) -> None:
-    """Chooses what starts calls on a GPU from now on: "cpp", the host library, or "python".
+    """Chooses what starts calls on a GPU from now on: "cpp", the host library, "python", or "auto",
+    which is "cpp" on one GPU and "python" in rings.
 
-    The first "cpp" builds and loads the library, in about 20 s.
+    The first choice but "python" builds and loads the library, in about 20 s.
 
     Raises:
         ValueError: there is no such choice.
         BuildError, OSError, ImportError, AttributeError: the library cannot be built or loaded.
     """
     global _selected
-    check_choice("host", name, HOSTS)
+    check_choice("host", name, CHOICES)
     with _lock:
-        if name == "cpp" and _library is None:
+        if name != "python" and _library is None:
             start(load(ensure_host_library()), "cuda", _driver())
         _selected = name
         _switch()
 
 
 def library() -> Any:
-    """The library while it starts calls, else None. It holds and runs programs of ring calls:
+    """The library while it also starts calls of rings, else None. It holds and runs their programs:
     `program` and `run` of csrc/host/module.cpp."""
     return _library if _selected == "cpp" else None
 
@@ -153,7 +156,7 @@ def _switch() -> None:
     global attend, attend_varlen
     if _library is None:
         return
-    on = _selected == "cpp"
+    on = _selected != "python"
     _library.enable(on)
     attend, attend_varlen = (_library.attend, _library.attend_varlen) if on else (None, None)
     record_with(_record if on else None)

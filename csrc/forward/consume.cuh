@@ -1,7 +1,8 @@
 // A consumer warpgroup of the forward: 64 query rows of every tile of its CTA.
 //
-// S(j) = Q K(j)^T of block j, P(j) = softmax of S(j), O += P(j) V(j). Two warpgroups take turns to
-// issue products (ping-pong), so that one computes its softmax under the products of the other:
+// S(j) = Q K(j)^T of block j, P(j) = softmax of S(j), O += P(j) V(j). Warpgroups take turns to
+// issue products (ping-pong), so that one computes its softmax under the products of others. With
+// two:
 //
 //   warpgroup 0 | issue S(j+1), PV(j) | softmax(j+1)        | issue S(j+2), PV(j+1) | softmax(j+2)
 //   warpgroup 1 | softmax(j)          | issue S(j+1), PV(j) | softmax(j+1)          | issue ...
@@ -45,7 +46,7 @@ struct ForwardConsumer {
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
-  // Warps may see nothing of a tile's first block: they take their maximum in the second one.
+  // Warps may see nothing of a tile's first blocks: they take their maximum in the first they see.
   static constexpr bool kHidesRows = (Shapes::M > N || Shapes::Quantised) && !kPolicy.sums_rounded;
   static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
   // The accumulator takes O of earlier hops; that of e4m3 products has too few bits for it.

@@ -10,7 +10,7 @@ enum class Precision { Native, Fp8, Int8 };
 
 // stages            of K and V: one block is read while the next one is loaded. Measured with
 //                   8 bits, full mask: at d64 four are 6% (fp8) and 4% (int8) faster than two; at
-//                   d128 three are 2% faster with int8, and four change nothing with fp8.
+//                   d128 more than four change nothing.
 // q_stages          of Q: two load the next tile's Q during this tile; d256 has no room for two,
 //                   unless Q, K and V have 8 bits.
 // splits_q          Each warpgroup's rows of Q come and go alone. Measured on short causal
@@ -31,8 +31,10 @@ enum class Precision { Native, Fp8, Int8 };
 // opaque_operands   The descriptors of Q and K are recomputed instead of spilled.
 // keeps_p           E4M3 P stays in registers until its sums are checked: where they do not fit,
 //                   it is multiplied instead of computed again. Registers limit it. Measured at
-//                   d128, scores of sigma 4 nats: 10% faster.
-// takes_turns       Warpgroups issue their products in turns (ping-pong).
+//                   d128, scores of sigma 4 nats: 3% faster.
+// takes_turns       Warpgroups issue their products in turns (ping-pong). Measured at d64 fp8,
+// scores
+//                   of sigma 4 nats: 3-5% faster without; elsewhere slower, or slower in some rows.
 // promotion_interval
 //                   Sums of P V with e4m3 V leave the accumulator, which has about 14 bits, for
 //                   float32 registers behind every so many blocks, those of a tile's last block

@@ -22,7 +22,7 @@ struct RowScales {
   CUTE_DEVICE float of_block(ForwardParams<Shapes> const& p) const { return p.scale_log2; }
 };
 
-// Of 8-bit operands: a number for each row, and one for each block, which is a tile of keys.
+// Of 8-bit operands: a number for each row, and one for each block, that of its tile of keys.
 template <class Shapes>
 struct RowScales<Shapes, true> {
   // Of a row's scale, also where Q has a NaN. Times the least scale of K it is no subnormal: those

@@ -78,7 +78,7 @@ struct ForwardShapes {
 
   // The ablation changes these three.
   static constexpr bool Overlap = true;                  // S(j+1) is issued before P(j) V
-  static constexpr bool PingPong = kPolicy.takes_turns;  // of warpgroups that issue products
+  static constexpr bool PingPong = kPolicy.takes_turns;  // warpgroups issue products in turns
   static constexpr int Producers = 1;                    // warpgroups that load
 
   static constexpr int Threads = kWarpgroup * (Consumers + Producers);

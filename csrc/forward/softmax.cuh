@@ -41,8 +41,8 @@ struct SumRange<cutlass::float_e4m3_t> {
   static constexpr float kRaise = 432.f, kLargest = 432.f;
 };
 
-// How far a shift that `rescale` takes lies below the row's maximum, in log2 units. A lane's 32
-// elements of a block then fit SumRange.
+// How far a shift that `rescale` takes lies below the row's maximum, in log2 units. A lane's
+// elements of a block, at most 32, then fit SumRange.
 template <class Element>
 constexpr float kBelowMaximum = 0.f;
 template <>

@@ -230,7 +230,7 @@ def run_backward(
             return dq, dk, dv
         with ring_pass.recording as recording:
             with _report_errors(call.plan):
-                hops = _backward_hops(*inputs, scale, deterministic, call, ring_pass)
+                backward = _backward_hops(*inputs, scale, deterministic, call, ring_pass)
             dk, dv = (
                 grad[..., : x.shape[2]].to(
                     x.dtype, copy=True, memory_format=torch.contiguous_format
@@ -238,7 +238,7 @@ def run_backward(
                 for x, grad in zip((k, v), ring_pass.dkv.unbind(1), strict=True)
             )
             del ring_pass  # its float32 dK and dV are freed before dQ is made
-            dq = hops.dq()
+            dq = backward.dq()
             recording.keep((dq, dk, dv))
     return dq, dk, dv
 

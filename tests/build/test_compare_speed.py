@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import compare_speed
+from ringfa3 import host
 from ringfa3.build.units import UNITS
 
 UNIT = UNITS[0]
@@ -40,11 +41,17 @@ def test_an_8_bit_unit_needs_its_quantiser_in_the_old_cache(tmp_path: Path) -> N
     assert message.endswith("old has no build of quantise-d64-bf16")
 
 
-def test_a_machine_without_a_hopper_gpu_is_refused(tmp_path: Path) -> None:
+def test_a_machine_without_a_hopper_gpu_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls start in Python: a program would go on calling one build."""
+    chosen: list[str] = []
+    monkeypatch.setattr(host, "select", chosen.append)
     for cache in ("old", "new"):
         build(tmp_path / cache, f"{UNIT.name}-{'a' * 16}-{'a' * 8}")
     message = refusal(str(tmp_path / "old"), str(tmp_path / "new"), "--units", UNIT.name)
     assert message == "compare_speed: the kernels run on Hopper GPUs only, and there is none here"
+    assert chosen == ["python"]
 
 
 def test_the_build_that_is_switched_to_is_called(

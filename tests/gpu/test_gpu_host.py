@@ -29,7 +29,7 @@ def cpp() -> Iterator[None]:
     host.select("cpp")
     host._library.clear()
     yield
-    host.select(before or host.DEFAULT)
+    host.stop() if before is None else host.select(before)
 
 
 def inputs(

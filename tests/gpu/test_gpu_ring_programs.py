@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringfa3 import host, ring_attn_func
+from ringfa3.build.host_library import ensure_host_library
 from ringfa3.symmetric import self_test
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from tests.gpu.test_gpu_symmetric import Layer
@@ -109,5 +110,5 @@ def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("function", [_replays, _memory])
 def test_ring_programs(world: int, function: Callable[[int, int], None]) -> None:
-    host.select("cpp")  # builds the library before the ranks need it
+    ensure_host_library()  # before the ranks need it
     mp.spawn(_enter, (world, free_port(), function), world)

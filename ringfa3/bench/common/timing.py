@@ -1,9 +1,9 @@
 """Paired timings: A B A B ..., so that a drift of the device affects both alike.
 
 A power-limited GPU runs faster beside a slow neighbour, so only times of the same pair are
-compared. Samples follow each other without a pause and without a flush of the L2 cache, as in
-FlashAttention-3's protocol. Over several ranks every sample starts on all ranks together, and the
-slowest rank's time counts.
+compared. Samples follow each other without a flush of the L2 cache and, unless calls are timed one
+by one, without a pause, as in FlashAttention-3's protocol. Over several ranks every sample starts
+on all ranks together, and the slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -101,11 +101,13 @@ class OneByOne:
             begin = time.perf_counter()
             call()
             torch.cuda.synchronize()
-            seconds += time.perf_counter() - begin
+            took = time.perf_counter() - begin
+            self.comm.check_wait(took)
+            seconds += took
         return lambda: seconds / calls
 
     def wait(self) -> None:
-        pass
+        torch.cuda.synchronize()
 
 
 class WallClock:
