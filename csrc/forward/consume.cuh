@@ -1,8 +1,7 @@
 // A consumer warpgroup of the forward: 64 query rows of every tile of its CTA.
 //
-// S(j) = Q K(j)^T of block j, P(j) = softmax of S(j), O += P(j) V(j). Warpgroups take turns to
-// issue products (ping-pong), so that one computes its softmax under the products of others. With
-// two:
+// S(j) = Q K(j)^T of block j, P(j) = softmax of S(j), O += P(j) V(j). Warpgroups issue products in
+// turns (ping-pong): one computes its softmax under the products of others. With two of them:
 //
 //   warpgroup 0 | issue S(j+1), PV(j) | softmax(j+1)        | issue S(j+2), PV(j+1) | softmax(j+2)
 //   warpgroup 1 | softmax(j)          | issue S(j+1), PV(j) | softmax(j+1)          | issue ...
