@@ -223,7 +223,7 @@ def check_library(unit: Unit) -> list[str]:
     Raises BuildError: cuobjdump is missing, or as `ensure_library`.
     """
     path = ensure_library(unit)
-    faults = ptxas_faults((path.parent / "ptxas.txt").read_text(), unit.spill_bytes)
+    faults = ptxas_faults((path.parent / "ptxas.txt").read_text())
     if unit.direction == "quantise":  # has no matrix product, so no loop of these
         return faults
     return [*faults, *sass_faults(disassemble(path))]

@@ -17,21 +17,19 @@ from ringfa3.build.toolchain import find_program
 from ringfa3.errors import BuildError
 
 SERIALISED = r"\(C75(08|10|11|12|14|15|17)\)|wgmma\S* instructions are serialized"
+SPILL_BYTES = 32  # that a kernel may store, and load
 
 
-def ptxas_faults(remarks: str, spill_bytes: int) -> list[str]:
-    """Faults in ptxas's remarks (`-Xptxas=-v`); empty if there are none.
-
-    spill_bytes: that a kernel may store, and load.
-    """
+def ptxas_faults(remarks: str) -> list[str]:
+    """Faults in ptxas's remarks (`-Xptxas=-v`); empty if there are none."""
     faults = [line for line in remarks.splitlines() if re.search(SERIALISED, line)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", remarks)
     if not spills:
         faults.append("ptxas's remarks tell of no kernel: was it compiled with -Xptxas=-v?")
     for stores, loads in spills:
-        if max(int(stores), int(loads)) > spill_bytes:
+        if max(int(stores), int(loads)) > SPILL_BYTES:
             faults.append(
-                f"{stores} bytes of spill stores and {loads} of spill loads, {spill_bytes} are "
+                f"{stores} bytes of spill stores and {loads} of spill loads, {SPILL_BYTES} are "
                 "allowed"
             )
     return faults

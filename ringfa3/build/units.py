@@ -70,14 +70,6 @@ class Unit:
         return 2 if (self.direction, self.head_dim) == ("backward", 256) else 1
 
     @property
-    def spill_bytes(self) -> int:
-        """That its kernel may spill. Measured: "fp8" at head dim 128 is 2 to 3% faster with the
-        spills of kept P, which lie outside the loop of unmasked blocks, than without either."""
-        return (
-            96 if (self.direction, self.head_dim, self.precision) == ("forward", 128, "fp8") else 32
-        )
-
-    @property
     def defines(self) -> tuple[str, ...]:
         return (
             f"-DRINGFA3_ELEMENT={ELEMENTS[self.dtype]}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ringfa3.build import sass
-from ringfa3.build.units import UNITS
 from tests.support.compiler_listings import ADVISORIES, LISTING, REMARKS, SPILLED
 
 
@@ -22,23 +21,23 @@ def after(address: str, instruction: str) -> str:
 
 
 def test_good_remarks_have_no_fault() -> None:
-    assert sass.ptxas_faults(REMARKS, 32) == []
+    assert sass.ptxas_faults(REMARKS) == []
 
 
 @pytest.mark.parametrize("code", ADVISORIES)
 def test_serialised_wgmmas_are_a_fault(code: str) -> None:
-    assert sass.ptxas_faults(REMARKS + ADVISORIES[code], 32) == [ADVISORIES[code]]
+    assert sass.ptxas_faults(REMARKS + ADVISORIES[code]) == [ADVISORIES[code]]
 
 
 @pytest.mark.parametrize("code", ["C7508", "C7510", "C7512", "C7517"])
 def test_the_code_of_a_remark_is_enough(code: str) -> None:
     line = f"ptxas info    : ({code}) Potential Performance Loss: in other words"
-    assert sass.ptxas_faults(line + "\n" + REMARKS, 32) == [line]
+    assert sass.ptxas_faults(line + "\n" + REMARKS) == [line]
 
 
 def test_the_words_of_a_remark_are_enough() -> None:
     line = ADVISORIES["C7511"].replace("C7511", "C7599")
-    assert sass.ptxas_faults(REMARKS + line, 32) == [line]
+    assert sass.ptxas_faults(REMARKS + line) == [line]
 
 
 @pytest.mark.parametrize(
@@ -48,13 +47,13 @@ def test_more_than_32_bytes_of_spill_are_a_fault(stores: int, loads: int, fault:
     """Of any kernel of the library, here the first of two."""
     spill = f"{stores} bytes spill stores, {loads} bytes spill loads"
     remarks = REMARKS.replace("0 bytes spill stores, 0 bytes spill loads", spill) + REMARKS
-    assert sass.ptxas_faults(remarks, 32) == fault * [
+    assert sass.ptxas_faults(remarks) == fault * [
         f"{stores} bytes of spill stores and {loads} of spill loads, 32 are allowed"
     ]
 
 
 def test_no_remarks_are_a_fault() -> None:
-    assert sass.ptxas_faults("", 32) == [
+    assert sass.ptxas_faults("") == [
         "ptxas's remarks tell of no kernel: was it compiled with -Xptxas=-v?"
     ]
 
@@ -111,8 +110,3 @@ def test_a_listing_without_wgmmas_is_a_fault() -> None:
     assert sass.sass_faults(after("5b30", "@P2 BRX R4 -0x4a90")) == [
         "a jump to a computed address at 0x5b38: loops cannot be told"
     ]
-
-
-def test_units_that_may_spill_more_are_few() -> None:
-    more = {unit.name: unit.spill_bytes for unit in UNITS if unit.spill_bytes > 32}
-    assert more == {"forward-d128-bf16-fp8": 96, "forward-d128-fp16-fp8": 96}
