@@ -1,11 +1,10 @@
 """Times two builds of the kernels against each other: `compare_speed.py OLD_CACHE NEW_CACHE`.
 
 For changes that alter machine code but should not alter speed. Both caches are folders that
-`python -m ringfa3.build` has filled; both builds have the tiles of this checkout and take
-its argument structs. Needs
-a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, of 512 for a short unit, hidden size
-2048. 8-bit units have operands that the old build has quantised. Units that quantise are named and
-not timed: `python -m ringfa3.bench fp8 --bandwidth` does that.
+`python -m ringfa3.build` has filled; both builds have the tiles of this checkout and take its
+argument structs. Needs a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, of 512 for a
+short unit, hidden size 2048. 8-bit units have operands that the old build has quantised. Units that
+quantise are named and not timed: `python -m ringfa3.bench fp8 --bandwidth` does that.
 
 Runs alternate, old and new, `--pairs` times. Prints one line per unit and mask: the median of the
 paired ratios, old time over new time, and their quartiles: above 1 the new build is faster. Exits

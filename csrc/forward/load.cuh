@@ -15,8 +15,8 @@ using namespace cute;
 // Loads V as consumers read it. The ablation has another one.
 template <class Shapes>
 struct ValueLoads {
-  static constexpr bool kByTile =
-      Shapes::QuantisedV;  // a place is kKeyTile * tile + key, not a row
+  // A place is kKeyTile * tile + key, not a row.
+  static constexpr bool kByTile = Shapes::QuantisedV;
 
   // The V of the block at a place, to a stage.
   CUTE_DEVICE void load(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem,

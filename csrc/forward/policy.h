@@ -30,11 +30,10 @@ enum class Precision { Native, Fp8, Int8 };
 //                   cancels. Measured: less than 2% of speed at d256, 13% and more below.
 // opaque_operands   The descriptors of Q and K are recomputed instead of spilled.
 // keeps_p           E4M3 P stays in registers until its sums are checked: where they do not fit,
-//                   it is multiplied instead of computed again. Registers limit it. Measured at
-//                   d128, scores of sigma 4 nats: 3% faster.
-// takes_turns       Warpgroups issue their products in turns (ping-pong). Measured at d64 fp8,
-// scores
-//                   of sigma 4 nats: 3-5% faster without; elsewhere slower, or slower in some rows.
+//                   it is multiplied instead of computed again. Registers limit it: with three
+//                   consumers at d128 it spills 88 bytes, and is 3% faster at sigma 4 nats.
+// takes_turns       Warpgroups issue their products in turns (ping-pong). Measured at d64 fp8, at
+//                   sigma 4 nats: 3-5% faster without; elsewhere slower, at least in some rows.
 // promotion_interval
 //                   Sums of P V with e4m3 V leave the accumulator, which has about 14 bits, for
 //                   float32 registers behind every so many blocks, those of a tile's last block
@@ -59,7 +58,7 @@ template <> constexpr ForwardPolicy kForwardPolicy<128, 2, Precision::Native>{2,
 template <> constexpr ForwardPolicy kForwardPolicy<256, 2, Precision::Native>{2, 1, true, false, 16, 0, true, false, true, true, false};
 template <> constexpr ForwardPolicy kForwardPolicy<64, 3, Precision::Fp8>{4, 2, false, true, 0, 1, true, true, false, false, false, false};
 template <> constexpr ForwardPolicy kForwardPolicy<128, 2, Precision::Fp8>{2, 2, false, true, 48, 1, false, false, false, false, true};
-template <> constexpr ForwardPolicy kForwardPolicy<128, 3, Precision::Fp8>{4, 2, false, true, 0, 1, true, true, false, false, true};
+template <> constexpr ForwardPolicy kForwardPolicy<128, 3, Precision::Fp8>{4, 2, false, true, 0, 1, true, true, false, false, false};
 template <> constexpr ForwardPolicy kForwardPolicy<256, 2, Precision::Fp8>{2, 2, false, false, 0, 1, false, false, false, false, false};
 template <> constexpr ForwardPolicy kForwardPolicy<64, 3, Precision::Int8>{4, 2, false, true, 0, 1, true, true, false, false, false};
 template <> constexpr ForwardPolicy kForwardPolicy<128, 3, Precision::Int8>{4, 2, false, true, 0, 1, true, true, false, false, false};

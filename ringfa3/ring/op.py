@@ -12,7 +12,7 @@ block's owner while the next kernels run: over peers' memory each contribution a
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -207,6 +207,12 @@ def ring_attention_backward(
     return run_backward(dout, dlse, q, k, v, out, lse, scale, deterministic, call)
 
 
+BackwardInputs: TypeAlias = tuple[  # dout, dlse, q, k, v, out, lse
+    torch.Tensor, torch.Tensor | None,
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+]  # fmt: skip
+
+
 def run_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -230,7 +236,7 @@ def run_backward(
             return dq, dk, dv
         with ring_pass.recording as recording:
             with _report_errors(call.plan):
-                backward = _backward_hops(*inputs, scale, deterministic, call, ring_pass)
+                backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
             dk, dv = (
                 grad[..., : x.shape[2]].to(
                     x.dtype, copy=True, memory_format=torch.contiguous_format
@@ -244,19 +250,14 @@ def run_backward(
 
 
 def _backward_hops(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    inputs: BackwardInputs,
     scale: float,
     deterministic: bool,
     call: PreparedCall,
     ring_pass: RingPass,
 ) -> BackwardPass:
     """The pass behind all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
+    dout, dlse, q, k, v, out, lse = inputs
     kernel = select_backward(q)
     ring_pass.start(k, _widened(v, k))
     hops = call.hops
