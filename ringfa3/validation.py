@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import struct
 from collections.abc import Iterable, Sequence
 from typing import SupportsFloat, SupportsIndex, cast
 
@@ -101,6 +102,15 @@ def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]
     if numbers and not -INT64_END <= min(numbers) <= max(numbers) < INT64_END:
         raise ValueError(f"{name} has the number {max(numbers, key=abs)}: allowed are 64 bits")
     return numbers
+
+
+def int64_bytes(name: str, values: Iterable[SupportsIndex]) -> bytes:
+    """The values as int64, one behind the other: they hash and compare faster than a tuple."""
+    given = tuple(values) if isinstance(values, Iterable) else whole_numbers(name, values)
+    try:
+        return struct.pack(f"{len(given)}q", *given)
+    except struct.error:
+        return struct.pack(f"{len(given)}q", *whole_numbers(name, given))  # names what is wrong
 
 
 def check_window(window_size: Sequence[int]) -> tuple[int, int]:

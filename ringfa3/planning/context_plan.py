@@ -23,6 +23,7 @@ from ringfa3.validation import (
     check_choice,
     check_cu_seqlens,
     check_window,
+    int64_bytes,
     sequence_lengths,
     whole_numbers,
 )
@@ -293,11 +294,11 @@ def plan_context(
     """
     if isinstance(cu_seqlens, torch.Tensor):
         check_cu_seqlens("cu_seqlens", cu_seqlens)
-        cu = tuple(cu_seqlens.tolist())
+        cu = int64_bytes("cu_seqlens", cu_seqlens.tolist())
     elif isinstance(cu_seqlens, (int, np.integer)):
-        cu = whole_numbers("cu_seqlens", (0, cu_seqlens))
+        cu = int64_bytes("cu_seqlens", (0, cu_seqlens))
     else:
-        cu = whole_numbers("cu_seqlens", cu_seqlens)
+        cu = int64_bytes("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
     placed = place(group)
@@ -318,9 +319,8 @@ def dense_plan(
     A rank's local tokens are its `local_tokens` of the first sequence, then of the second, ...
     """
     rank, world, process_group = place(group)
-    cu = tuple(range(0, (batch + 1) * local_tokens * world, max(local_tokens * world, 1)))
-    if not local_tokens:
-        cu = (0,)
+    tokens = local_tokens * world
+    cu = int64_bytes("cu_seqlens", range(0, batch * tokens + 1, tokens) if tokens else (0,))
     return _cached_plan(cu, rank, world, process_group, layout, causal, window_size, batch, False)
 
 
@@ -349,7 +349,7 @@ def place(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 @lru_cache(PLANS_KEPT)
 def _cached_plan(
-    cu_seqlens: tuple[int, ...],
+    cu_seqlens: bytes,  # of int64
     rank: int,
     world: int,
     group: dist.ProcessGroup | None,
@@ -359,7 +359,8 @@ def _cached_plan(
     batch: int,
     implicit: bool,
 ) -> ContextPlan:
-    lengths = np.array(sequence_lengths("cu_seqlens", cu_seqlens), np.int64)
+    cu = np.frombuffer(cu_seqlens, np.int64).tolist()
+    lengths = np.array(sequence_lengths("cu_seqlens", cu), np.int64)
     if lengths.sum() >= MAX_ROWS:
         raise ValueError(f"cu_seqlens ends at {lengths.sum()}: allowed are fewer than 2^31 tokens")
     window = effective_window(causal, window_size)
