@@ -1,11 +1,11 @@
-"""A rank's shard of a sample, prepared one step ahead in a thread."""
+"""A rank's shard of a sample, prepared ahead in a thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,15 +71,42 @@ def make_batch(
     )
 
 
-def prefetch(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
-    """``make(start)`` to ``make(stop - 1)``; a thread makes the next one while one is in use.
+class Prefetch(Generic[T]):
+    """Iterates over ``make(start)`` to ``make(stop - 1)``. A thread makes each of them, from
+    ``begin`` on, at the latest when it is requested.
 
-    An exception in ``make`` is raised when its result is requested.
+    An exception in ``make`` is raised when its result is requested. Use it in a ``with``, which
+    ends the thread.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
-        submitted = (thread.submit(make, index) for index in range(start, stop))
-        following = next(submitted, None)
-        while following is not None:
-            current = following.result()
-            following = next(submitted, None)
+
+    def __init__(self, make: Callable[[int], T], start: int, stop: int) -> None:
+        self._make, self._indices = make, iter(range(start, stop))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._next: Future[T] | None = None
+
+    def __enter__(self) -> Prefetch[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+
+    def begin(self) -> None:
+        """Begin to make the next one, if there is one and it has not begun."""
+        index = next(self._indices, None) if self._next is None else None
+        if index is not None:
+            self._next = self._thread.submit(self._make, index)
+
+    def __iter__(self) -> Iterator[T]:
+        self.begin()
+        while self._next is not None:
+            current, self._next = self._next.result(), None
+            yield current
+            self.begin()
+
+
+def prefetch(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
+    """``make(start)`` to ``make(stop - 1)``; a thread makes the next one while one is in use."""
+    with Prefetch(make, start, stop) as ahead:
+        for current in ahead:
+            ahead.begin()
             yield current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +42,14 @@ def compute_gradients(
     parallel: ParallelLayout,
     guard: Guard,
     times: TimeSplit | None,
+    meanwhile: Callable[[], None],
 ) -> StepFigures:
     """Compute, reduce and clip the gradients of the micro-batches of this rank.
 
     The loss is the sum of all token losses over N, the number of valid tokens of all ranks and
     micro-batches. An engine averages gradients over W ranks, hence the factor W / N. ``times``
-    ends a period and begins the next where the host waits. Every rank must call this.
+    ends a period and begins the next where the host waits; before, ``meanwhile`` runs beside the
+    device. Every rank must call this.
     """
     counts = sum_over_ranks(parallel, counts_of(batches, config.model))
     n_valid = counts[0].clamp(min=1)
@@ -63,6 +66,7 @@ def compute_gradients(
     figures = torch.stack([sums[0].sum() / n_valid, norm.double()])
     objecting = sum_over_ranks(parallel, guard.objects(figures))  # of one, of all
     results = torch.cat([figures, objecting[None], counts, sums.flatten()])
+    meanwhile()
     if times is not None:
         times.end()
     # The host waits for the device here alone. It may not issue the update before: a stop saves

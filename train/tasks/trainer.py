@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ringfa3.custom_op import observe
 from train.config import Config
-from train.data.batches import Batch, make_batch, prefetch
+from train.data.batches import Batch, Prefetch, make_batch
 from train.data.mixture import left_out, training_samples
 from train.data.samples import Piece, pack
 from train.data.shards import Corpus
@@ -24,9 +24,9 @@ from train.engine.parallel import ParallelLayout, require_agreement
 from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction
-from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
+from train.log.metrics import Recorder, StepProgress
 from train.log.profiler import profiled
-from train.log.speed import Timing, speed_of
+from train.log.step_lines import StepLine, StepLines
 from train.log.wandb_run import WandbRun
 from train.model.optim import learning_rate
 from train.model.window import widest
@@ -79,8 +79,11 @@ class Trainer:
             folder.checkpoints, parallel, keep.keep, keep.keep_every, self._say_event
         )
         self.recorder: Recorder | None = None
+        self.ahead: Prefetch[list[Batch]] | None = None
         self._rolled_back_to = -1
         self._begin(config_json)
+        rows = self.model.transformer.rows
+        self.lines = StepLines(config, parallel, rows, self.times, self.recorder, self._compare)
 
     def _begin(self, config_json: str) -> None:
         """Continue the run in the folder, or start a new one there."""
@@ -109,8 +112,11 @@ class Trainer:
     def close(self) -> None:
         """Close the files of the run; observe its ops no longer."""
         observe(None)
-        if self.recorder is not None:
-            self.recorder.close()
+        try:
+            self.lines.write()
+        finally:
+            if self.recorder is not None:
+                self.recorder.close()
 
     def _close_at_once(self) -> None:
         self.close()
@@ -156,34 +162,35 @@ class Trainer:
             self.times.begin_outside_a_step()
         make = lambda step: self._batches(offset + (step - first) * stride)  # noqa: E731
         previous = time.perf_counter()
-        for batches in prefetch(make, first, train.steps):
-            self.report.begin_step(state.step + 1)
-            record = self.step(batches, previous)
-            step_done()
-            self._compare(time.perf_counter() - previous, record)
-            previous = time.perf_counter()
-            progress.update(record)
-            if state.guard.exhausted:
-                self._roll_back()
-                return
-            done, every = state.step, self.config.checkpoint.every
-            if train.eval_every and done % train.eval_every == 0 and done < train.steps:
-                progress.say(self._validate(done))
+        with Prefetch(make, first, train.steps) as self.ahead:
+            for batches in self.ahead:
+                self.report.begin_step(state.step + 1)
+                record = self.step(batches, previous)
+                step_done()
                 previous = time.perf_counter()
-                if self.times is not None:
-                    self.times.begin_outside_a_step()
-            # Not during skipped steps: their cause may be these weights.
-            if every and done % every == 0 and not state.guard.in_a_row:
-                self._save()
+                progress.update(record)
+                if state.guard.exhausted:
+                    self._roll_back()
+                    return
+                done, every = state.step, self.config.checkpoint.every
+                if train.eval_every and done % train.eval_every == 0 and done < train.steps:
+                    progress.say(self._validate(done))
+                    previous = time.perf_counter()
+                    if self.times is not None:
+                        self.times.begin_outside_a_step()
+                # Not during skipped steps: their cause may be these weights.
+                if every and done % every == 0 and not state.guard.in_a_row:
+                    self._save()
 
     def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
-        """One optimiser step, begun at ``begin`` of ``perf_counter``; returns its line of metrics.
+        """One optimiser step, begun at ``begin`` of ``perf_counter``; returns its main figures.
 
-        Every rank updates, or every rank skips: no rank may object to the loss or the norm.
+        Every rank updates, or every rank skips: no rank may object to the loss or the norm. The
+        step's line of metrics is written beside the next step, or before the next other work.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
         figures = compute_gradients(
-            self.engine, batches, self.config, parallel, state.guard, self.times
+            self.engine, batches, self.config, parallel, state.guard, self.times, self._meanwhile
         )
         loss, grad_norm = figures.loss, figures.grad_norm
         objection = None
@@ -204,26 +211,26 @@ class Trainer:
             state.step += 1
             state.samples += len(batches) * parallel.dp
             state.seconds += seconds
-            timing = Timing(seconds, parallel.world, self.times)
-            rows, tokens, pairs = self.model.transformer.rows, figures.tokens, figures.pairs
             record = {
                 "step": state.step,
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "lr": lr,
-                "tokens_per_s": tokens / seconds,
-                **speed_of(self.config, rows, tokens, pairs, timing),
-                "memory": peak_memory(parallel.device),
-                "device_memory": memory_in_use(parallel.device),
-                "skipped": state.guard.skipped,
+                "tokens_per_s": figures.tokens / seconds,
             }
-            if self.recorder is not None:
-                self.recorder.step(record, figures.loss_by_bucket)
+            counts = figures.tokens, figures.pairs, figures.loss_by_bucket
+            self.lines.add(StepLine(record, seconds, *counts, state.guard.skipped))
         if objection is not None:
             self._say_event(
                 f"step {state.step} skipped ({state.guard.skipped} so far): {objection}"
             )
         return record
+
+    def _meanwhile(self) -> None:
+        """What the host does while the device computes a step: the next batches, the last line."""
+        if self.ahead is not None:
+            self.ahead.begin()
+        self.lines.write()
 
     def _compare(self, seconds: float, record: dict[str, Any]) -> None:
         """Report the errors of the prediction, once, after the first step of this process."""
@@ -253,6 +260,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Start to save the current state; called by the trainer or, at a stop, by the stopper."""
+        self.lines.write()  # of every step in a checkpoint there is a line
         with self.checkpoints.lock:
             if not self.checkpoints.has(self.state.step):
                 self.checkpoints.begin(
@@ -285,6 +293,7 @@ class Trainer:
 
         Raises ``RuntimeError`` if there is no checkpoint, or if an earlier roll-back did not help.
         """
+        self.lines.write()
         self.checkpoints.wait()
         path, skipped = self.checkpoints.choose(), self.state.guard.in_a_row
         step = -1 if path is None else read_facts(path)["step"]
@@ -339,6 +348,7 @@ class Trainer:
         return evaluate(*what, max_bytes, window, length)
 
     def _validate(self, step: int) -> str:
+        self.lines.write()
         evaluation = self._evaluate(self.config.train.eval_bytes)
         self._record_evaluation(step, evaluation)
         return (

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.train.jobs import events
+from tests.train.jobs import events, steps
+from tests.train.trainers import make_trainer
 from train.data.shards import open_corpus
 from train.engine.parallel import ParallelLayout
 from train.engine.time_split import KINDS, TimeSplit
@@ -100,3 +103,60 @@ def test_the_first_step_is_compared_with_its_prediction(config):
         f"first step beside its prediction: device memory {found:.1f} GB, "
         f"predicted {prediction.memory.device / 1e9:.1f} ({percent:+.1f}%)"
     ]
+
+
+def test_lines_and_batches_are_made_beside_the_device(config):
+    """Between the last kernel of a step and its update: the line of the step before, and the next
+    batches begin. Other work finds the lines of all steps before it."""
+    log: list[str] = []
+    config.model.n_layers, config.train.steps, config.train.eval_every = 1, 6, 3
+    config.optim.warmup_steps, config.checkpoint.every = 1, 5
+    made = make_trainer(config)
+
+    def logged(owner: object, name: str, what: Callable[..., str]) -> None:
+        call = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            log.append(what(*args))
+            return call(*args, **kwargs)
+
+        setattr(owner, name, wrapper)
+
+    logged(made.engine, "grad_norm", lambda limit: f"computes {made.state.step + 1}")
+    logged(made.engine, "step", lambda lr: f"updates {made.state.step + 1}")
+    logged(made.recorder, "step", lambda line, losses: f"line {line['step']}")
+    logged(made.recorder, "evaluation", lambda line, losses: f"validates {line['step']}")
+    logged(made.checkpoints, "begin", lambda step, *state: f"saves {step}")
+    logged(made, "_batches", lambda sample: f"batches {sample + 1}")
+    made.train()
+    made.close()
+    batches = [x for x in log if x.startswith("batches")]
+    assert batches == [f"batches {n}" for n in range(1, 7)]
+    for n in range(2, 7):
+        assert log.index(f"computes {n - 1}") < log.index(f"batches {n}")
+    assert [x for x in log if x not in batches] == [
+        *("computes 1", "updates 1"),
+        *("computes 2", "line 1", "updates 2"),
+        *("computes 3", "line 2", "updates 3", "line 3", "validates 3"),
+        *("computes 4", "updates 4"),
+        *("computes 5", "line 4", "updates 5", "line 5", "saves 5"),
+        *("computes 6", "updates 6", "line 6", "saves 6"),
+    ]
+
+
+def test_a_run_that_fails_has_the_lines_of_all_its_steps(config):
+    """Also of the last one, which no later step has written."""
+    config.model.n_layers, config.train.steps, config.checkpoint.every = 1, 6, 0
+    made = make_trainer(config)
+    backward = made.engine.backward
+
+    def fail(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if made.state.step == 4:
+            raise RuntimeError("a device is lost")
+        return backward(*args, **kwargs)
+
+    made.engine.backward = fail
+    with pytest.raises(RuntimeError, match="a device is lost"):
+        made.train()
+    made.close()
+    assert [step for step, _, _ in steps(Path(config.run.dir))] == [1, 2, 3, 4]
