@@ -109,7 +109,7 @@ def int64_bytes(name: str, values: Iterable[SupportsIndex]) -> bytes:
     given = tuple(values) if isinstance(values, Iterable) else whole_numbers(name, values)
     try:
         return struct.pack(f"{len(given)}q", *given)
-    except struct.error:
+    except (struct.error, TypeError):
         return struct.pack(f"{len(given)}q", *whole_numbers(name, given))  # names what is wrong
 
 

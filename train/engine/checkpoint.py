@@ -14,10 +14,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,7 +50,6 @@ PREFIX = "step-"
 DAMAGED = "damaged-"
 OTHERS_WRITE = 0o022
 FORMER_NAMES = {"output.weight": "output"}  # of tensors in checkpoints that still load
-SEEN_S = 10.0  # how long a new file may take to appear on every host that shares its folder
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -68,11 +65,14 @@ def _step_of(path: Path) -> int | None:
     return int(name[1]) if name and path.is_dir() else None
 
 
-def newest_valid(folder: Path, say: Callable[[str], None], own: bool = False) -> Path | None:
+def newest_valid(
+    folder: Path, say: Callable[[str], None], own: bool = False, accepted: bool = False
+) -> Path | None:
     """The newest checkpoint of ``folder`` whose files all match its manifest; None without one.
 
-    Damaged checkpoints are reported to ``say``; those of the ``own`` run are renamed, so that no
-    later search finds them. Raises ``ConfigError`` for one that another user could have written.
+    ``accepted`` passes over those that a stop has saved during skipped steps. Damaged ones are
+    reported to ``say``; those of the ``own`` run are renamed, so that no later search finds them.
+    Raises ``ConfigError`` for one that another user could have written.
     """
     for path in reversed(checkpoints_in(folder).values()):
         try:
@@ -85,9 +85,16 @@ def newest_valid(folder: Path, say: Callable[[str], None], own: bool = False) ->
             path.rename(aside)
             say(f"checkpoint set aside as {aside.name}: {error}")
             continue
+        if accepted and is_in_doubt(path):
+            continue
         require_own(path)
         return path
     return None
+
+
+def is_in_doubt(path: Path) -> bool:
+    """Whether the steps before a checkpoint were skipped: its weights may be their cause."""
+    return bool(read_facts(path).get("guard", {}).get("in_a_row"))
 
 
 def require_own(path: Path) -> None:
@@ -125,25 +132,34 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
     return newest
 
 
-def load_tensors(path: Path, tensors: Mapping[str, Tensor | Shard]) -> None:
+Tensors = Mapping[str, Tensor | Shard]
+
+
+def require_fit(path: Path, tensors: Tensors) -> dict[str, Tensor | Shard]:
+    """``tensors`` by their names in a verified checkpoint; ``ConfigError`` if a name or a shape
+    does not fit."""
+    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    named = {_stored_name(name, known): tensor for name, tensor in tensors.items()}
+    for name, tensor in named.items():
+        stored = getattr(known.get(name), "size", None)
+        if stored != tensor.shape:
+            kept = f"{list(stored)} there" if stored is not None else "not in it"
+            raise ConfigError(
+                f"checkpoint {path} does not fit this model: {name} is {list(tensor.shape)} "
+                f"here and {kept}; choose the model settings that it was made with"
+            )
+    return named
+
+
+def load_tensors(path: Path, tensors: Tensors) -> None:
     """Fill ``tensors`` in place from a verified checkpoint; its other tensors are ignored.
 
-    Every rank reads independently. Raises ``ConfigError`` if a name or a shape does not fit.
+    Every rank reads independently. Raises as ``require_fit``.
     """
     try:
-        reader = dcp.FileSystemReader(path)
-        known = reader.read_metadata().state_dict_metadata
-        tensors = {_stored_name(name, known): tensor for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            stored = getattr(known.get(name), "size", None)
-            if stored != tensor.shape:
-                kept = f"{list(stored)} there" if stored is not None else "not in it"
-                raise ConfigError(
-                    f"checkpoint {path} does not fit this model: {name} is {list(tensor.shape)} "
-                    f"here and {kept}; choose the model settings that it was made with"
-                )
+        named, reader = require_fit(path, tensors), dcp.FileSystemReader(path)
         with torch.no_grad():
-            shards = {n: t if isinstance(t, Shard) else whole(t) for n, t in tensors.items()}
+            shards = {n: t if isinstance(t, Shard) else whole(t) for n, t in named.items()}
             dcp.load(shards, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     except CheckpointException as error:
         raise RuntimeError(f"checkpoint {path} cannot be read: {_cause(error)}") from None
@@ -186,14 +202,21 @@ class Checkpoints:
         self._written: int | None = None  # step of the write in progress
         self.lock = threading.RLock()
 
-    def choose(self) -> Path | None:
-        """The newest valid checkpoint, or None; rank 0 verifies and broadcasts its answer."""
-        return from_rank_0(self.parallel, lambda: newest_valid(self.folder, self.say, own=True))
+    def choose(self, accepted: bool = False) -> Path | None:
+        """The newest valid checkpoint, or None; rank 0 verifies and broadcasts its answer.
+
+        ``accepted``: of those behind a step that was not skipped.
+        """
+        search = partial(newest_valid, self.folder, self.say, own=True, accepted=accepted)
+        return from_rank_0(self.parallel, search)
 
     def remove_litter(self) -> None:
         """Remove the incomplete files of killed processes. No write may be in progress."""
         for litter in self.folder.glob(".*"):
-            shutil.rmtree(litter, ignore_errors=True)
+            if litter.is_dir():
+                shutil.rmtree(litter, ignore_errors=True)
+            else:
+                litter.unlink(missing_ok=True)
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` is saved or being written."""
@@ -319,8 +342,11 @@ class Checkpoints:
         return files, next((problem for _, problem in everyone if problem), None)
 
     def _prune(self) -> None:
-        """Remove all but the newest ``keep`` and those of every ``keep_every``-th step."""
-        for step, path in list(checkpoints_in(self.folder).items())[: -self.keep]:
+        """Remove all but the newest ``keep``, a roll-back's aim, and every ``keep_every``-th."""
+        steps = list(checkpoints_in(self.folder).items())
+        while len(steps) > self.keep and is_in_doubt(steps[-1][1]):
+            steps.pop()
+        for step, path in steps[: -self.keep]:
             if not self.keep_every or step % self.keep_every:
                 try:
                     self._remove(path)
@@ -331,33 +357,6 @@ class Checkpoints:
         hidden = path.with_name(f".old-{path.name}")  # a half-removed one must not count as damaged
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def require_shared(parallel: ParallelLayout, folder: Path) -> None:
-    """Raise ``ConfigError`` on every rank unless all see what rank 0 writes in ``folder``."""
-    if parallel.world == 1:
-        return
-
-    def mark() -> Path:
-        path = folder / f".shared-{uuid.uuid4().hex}"
-        path.touch()
-        return path
-
-    path: Path = from_rank_0(parallel, mark)
-    deadline = time.monotonic() + SEEN_S
-    while not (seen := path.exists()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    everyone: list[Any] = [None] * parallel.world
-    own = None if seen else f"rank {parallel.rank} on {socket.gethostname()}"
-    dist.all_gather_object(everyone, own, group=parallel.host_group)
-    if parallel.rank == 0:
-        path.unlink()
-    blind = [name for name in everyone if name is not None]
-    if blind:
-        raise ConfigError(
-            f"run.dir: {blind[0]} does not see what rank 0 writes to {folder}; checkpoints need a "
-            f"folder on a file system that all hosts share"
-        )
 
 
 def read_facts(path: Path) -> dict[str, Any]:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +26,8 @@ from ringfa3.ring.process_group import rendezvous
 from ringfa3.validation import TRANSPORTS_OF
 from train.config import Config, ConfigError, ParallelConfig
 from train.model.precision import compute_dtype
+
+SEEN_S = 10.0  # how long a new file may take to appear on every host that shares its folder
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,33 @@ def from_rank_0(parallel: ParallelLayout, make: Callable[[], Any]) -> Any:
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def require_shared(parallel: ParallelLayout, folder: Path) -> None:
+    """Raise ``ConfigError`` on every rank unless all see what rank 0 writes in ``folder``."""
+    if parallel.world == 1:
+        return
+
+    def mark() -> Path:
+        path = folder / f".shared-{uuid.uuid4().hex}"
+        path.touch()
+        return path
+
+    path: Path = from_rank_0(parallel, mark)
+    deadline = time.monotonic() + SEEN_S
+    while not (seen := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everyone: list[Any] = [None] * parallel.world
+    own = None if seen else f"rank {parallel.rank} on {socket.gethostname()}"
+    dist.all_gather_object(everyone, own, group=parallel.host_group)
+    if parallel.rank == 0:
+        path.unlink()
+    blind = [name for name in everyone if name is not None]
+    if blind:
+        raise ConfigError(
+            f"run.dir: {blind[0]} does not see what rank 0 writes to {folder}; checkpoints need a "
+            f"folder on a file system that all hosts share"
+        )
 
 
 def sum_over_ranks(parallel: ParallelLayout, values: Tensor) -> Tensor:

@@ -77,9 +77,12 @@ class TrainState:
 
     def load_weights(self, path: Path) -> None:
         """Load only the weights of a verified checkpoint."""
-        shards = self.shards().items()
-        load_tensors(path, {name: s for name, s in shards if name.startswith("model.")})
+        load_tensors(path, self.weights())
         self.engine.loaded()
+
+    def weights(self) -> dict[str, Shard]:
+        """``shards`` of the model alone."""
+        return {name: s for name, s in self.shards().items() if name.startswith("model.")}
 
 
 def _stream(facts: dict[str, Any]) -> dict[str, Any]:

@@ -188,15 +188,16 @@ def _value(config: Config, key: str) -> object:
 
 
 def _on_more(job: Job, more: int) -> tuple[Job | None, list[str]]:
-    """``job`` on ``more`` times the GPUs, which share each sample; None if a host has too few."""
+    """``job`` on ``more`` times the GPUs, which share each sample; None if a host cannot hold whole
+    groups of them."""
     if more == 1:
         return job, []
     config, cp = job.config, job.config.parallel.cp * more
-    if cp > job.per_host:
+    gpus = job.gpus * more
+    if cp > job.per_host or min(gpus, job.per_host) % cp:
         return None, []
     parallel = dataclasses.replace(config.parallel, cp=cp)
     config = dataclasses.replace(config, parallel=parallel)
-    gpus = job.gpus * more
     wider = Job(config, gpus, job.per_host, job.rows, job.cu_seqlens)
     return wider, [f"parallel.cp={cp} on {gpus} GPUs"]
 

@@ -144,7 +144,7 @@ def _read_windows(config: Values) -> list[int | str] | None:
     kinds = config.get("layer_types", [SLIDING if n >= first else WHOLE for n in range(layers)])
     if len(kinds) != layers or set(kinds) - {SLIDING, WHOLE}:
         raise config.refuse("layer_types", kinds, f"{SLIDING} and {WHOLE}, one for each layer")
-    if config.get("sliding_window", 4096) is None:
+    if config.values.get("sliding_window", 4096) is None:
         return None
     window = config.number("sliding_window", 4096, whole=True)
     return [window if kind == SLIDING else FULL for kind in kinds] if SLIDING in kinds else None

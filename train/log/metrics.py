@@ -162,7 +162,7 @@ class StepProgress:
         self._bar.stop()
 
     def update(self, record: dict[str, Any]) -> None:
-        """Show a step; ``record`` is its line of ``metrics.jsonl``."""
+        """Show a step; ``record`` has its main figures, as its line of ``metrics.jsonl``."""
         text = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
         self._bar.update(self._task, completed=record["step"], description=text)
         now = time.monotonic()

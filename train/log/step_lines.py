@@ -10,7 +10,7 @@ from typing import Any
 from train.config import Config
 from train.engine.parallel import ParallelLayout
 from train.engine.time_split import TimeSplit
-from train.log.metrics import Recorder, memory_in_use, peak_memory
+from train.log.metrics import Recorder
 from train.log.speed import Timing, speed_of
 
 
@@ -19,7 +19,7 @@ class StepLine:
     """A line to be written: ``known`` of it so far, and what tells the rest.
 
     The step took ``seconds``; ``tokens`` and ``pairs`` are as in ``step_flops``,
-    ``loss_by_bucket`` is in nats per token, ``skipped`` counts the skipped steps so far.
+    ``loss_by_bucket`` is in nats per token.
     """
 
     known: dict[str, Any]
@@ -27,7 +27,6 @@ class StepLine:
     tokens: int
     pairs: int
     loss_by_bucket: Sequence[float]
-    skipped: int
 
 
 class StepLines:
@@ -70,13 +69,10 @@ class StepLines:
 
     def _write(self, line: StepLine) -> None:
         timing = Timing(line.seconds, self._parallel.world, self._times)
-        whole = {
-            **line.known,
-            **speed_of(self._config, self._rows, line.tokens, line.pairs, timing),
-            "memory": peak_memory(self._parallel.device),
-            "device_memory": memory_in_use(self._parallel.device),
-            "skipped": line.skipped,
-        }
-        if self._recorder is not None:
-            self._recorder.step(whole, line.loss_by_bucket)
+        whole = dict(line.known)
+        try:
+            whole |= speed_of(self._config, self._rows, line.tokens, line.pairs, timing)
+        finally:  # without the speed if the device is lost
+            if self._recorder is not None:
+                self._recorder.step(whole, line.loss_by_bucket)
         self._written(line.seconds, whole)

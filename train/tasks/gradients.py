@@ -48,8 +48,8 @@ def compute_gradients(
 
     The loss is the sum of all token losses over N, the number of valid tokens of all ranks and
     micro-batches. An engine averages gradients over W ranks, hence the factor W / N. ``times``
-    ends a period and begins the next where the host waits; before, ``meanwhile`` runs beside the
-    device. Every rank must call this.
+    ends a period and begins the next where the host waits; ``meanwhile`` runs once the first
+    micro-batch is issued, beside the device. Every rank must call this.
     """
     counts = sum_over_ranks(parallel, counts_of(batches, config.model))
     n_valid = counts[0].clamp(min=1)
@@ -59,6 +59,8 @@ def compute_gradients(
     for number, on_host in enumerate(batches, start=1):
         batch = on_host.to(parallel.device)
         losses = engine.backward(batch, scale, last=number == len(batches))
+        if number == 1:
+            meanwhile()
         sums[0] += sum_by_bucket(losses, batch.buckets, buckets)
         sums[1] += sum_by_bucket((batch.labels != IGNORED).float(), batch.buckets, buckets)
     norm = engine.grad_norm(float("inf") if config.optim.clip is None else config.optim.clip)
@@ -66,7 +68,6 @@ def compute_gradients(
     figures = torch.stack([sums[0].sum() / n_valid, norm.double()])
     objecting = sum_over_ranks(parallel, guard.objects(figures))  # of one, of all
     results = torch.cat([figures, objecting[None], counts, sums.flatten()])
-    meanwhile()
     if times is not None:
         times.end()
     # The host waits for the device here alone. It may not issue the update before: a stop saves

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from train.config import CheckpointConfig, Config, ConfigError
-from train.engine.checkpoint import DAMAGED, Checkpoints, checkpoints_in, find_checkpoint
+from train.engine.checkpoint import (
+    DAMAGED,
+    Checkpoints,
+    checkpoints_in,
+    find_checkpoint,
+    require_fit,
+)
 from train.engine.parallel import ParallelLayout, from_rank_0
+from train.engine.shard import Shard
 from train.engine.train_state import TrainState
 from train.hf.architecture import hf_folder
 from train.hf.load import load_folder
@@ -15,16 +22,24 @@ from train.hf.origin import keep_origin
 from train.run.run_folder import RunFolder
 
 
-def prepare_folder(config: Config, folder: RunFolder, parallel: ParallelLayout) -> None:
+def prepare_folder(
+    config: Config, folder: RunFolder, parallel: ParallelLayout, state: TrainState
+) -> None:
     """Create the run folder, or check that its contents belong to this run. Rank 0 does the work.
 
-    Raises ``ConfigError`` on every rank if the folder contains anything else.
+    Raises ``ConfigError`` on every rank if the folder contains anything else, or a run that
+    another one replaces and whose successor could not start from ``checkpoint``.
     """
 
     def prepare() -> None:
         if not parallel.restarted:
             folder.require_fit(config)
             if folder.is_replaced_by(config):
+                origin = _origin(config.checkpoint)
+                if origin is not None:
+                    whole = config.checkpoint.init_from is None
+                    tensors = state.shards() if whole else state.weights()
+                    _require_origin(origin, folder.path, tensors)
                 folder.clear()
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
         if not checkpoints_in(folder.checkpoints):  # the run starts with these weights
@@ -54,18 +69,14 @@ def restore(
         _require_steps(own, state.step, least=state.step, steps=steps)
         checkpoints.saved = state.step
         return f"goes on after step {state.step}, from {own.name}"
-    origin = config.checkpoint.init_from
-    if config.checkpoint.resume not in ("auto", "never"):
-        origin = config.checkpoint.resume
-    if origin is None:
-        return "starts at step 0"
     if theirs := hf_folder(config.checkpoint.init_from):
         load_folder(theirs, state.shards())
         state.engine.loaded()
         return f"starts at step 0 with the weights of {theirs}"
-    path = from_rank_0(
-        checkpoints.parallel, lambda: find_checkpoint(Path(origin).expanduser(), say)
-    )
+    origin = _origin(config.checkpoint)
+    if origin is None:
+        return "starts at step 0"
+    path = from_rank_0(checkpoints.parallel, lambda: find_checkpoint(origin, say))
     if config.checkpoint.init_from is not None:
         state.load_weights(path)
         return f"starts at step 0 with the weights of {path}"
@@ -94,15 +105,33 @@ def set_batch(state: TrainState, batch: int) -> str:
     return f"; {batch} samples a step from here on, {before} before (train.batch={before} keeps it)"
 
 
+def _origin(checkpoint: CheckpointConfig) -> Path | None:
+    """The run, or the checkpoint of one, from which a new run starts, if any."""
+    resumes = checkpoint.resume not in ("auto", "never")
+    place = checkpoint.resume if resumes else checkpoint.init_from
+    if place is None or hf_folder(checkpoint.init_from):
+        return None
+    return Path(place).expanduser()
+
+
+def _require_origin(origin: Path, replaced: Path, tensors: Mapping[str, Shard]) -> None:
+    """Raise ``ConfigError`` unless ``origin`` has a checkpoint that fits ``tensors``, outside of
+    the run that is ``replaced``."""
+    path = find_checkpoint(origin, lambda _: None)  # `restore` says what it passes over
+    if replaced.resolve() in path.resolve().parents:
+        raise ConfigError(
+            f"run.overwrite=true would remove {path}, from which the run is to start; give the new "
+            f"run another folder, with run.name or run.dir"
+        )
+    require_fit(path, tensors)
+
+
 def _settings_of(checkpoint: CheckpointConfig) -> Path | None:
     """Where the settings lie that came from Hugging Face with the weights of a new run, if any."""
     if theirs := hf_folder(checkpoint.init_from):
         return theirs
-    resumes = checkpoint.resume not in ("auto", "never")
-    place = checkpoint.resume if resumes else checkpoint.init_from
-    if place is None:
+    path = _origin(checkpoint)
+    if path is None:
         return None
-    path = Path(place).expanduser()  # a run, or its checkpoints/step-N
-    return next(
-        (run / "origin" for run in (path, *path.parents[:2]) if (run / "origin").is_dir()), None
-    )
+    run = path.parents[1] if path.parent.name == "checkpoints" else path
+    return run / "origin" if (run / "origin").is_dir() else None

@@ -18,13 +18,13 @@ from train.data.batches import Batch, Prefetch, make_batch
 from train.data.mixture import left_out, training_samples
 from train.data.samples import Piece, pack
 from train.data.shards import Corpus
-from train.engine.checkpoint import Checkpoints, read_facts, require_shared
+from train.engine.checkpoint import Checkpoints, read_facts
 from train.engine.make_engine import make_engine
-from train.engine.parallel import ParallelLayout, require_agreement
+from train.engine.parallel import ParallelLayout, require_agreement, require_shared
 from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction
-from train.log.metrics import Recorder, StepProgress
+from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
 from train.log.profiler import profiled
 from train.log.step_lines import StepLine, StepLines
 from train.log.wandb_run import WandbRun
@@ -87,7 +87,7 @@ class Trainer:
 
     def _begin(self, config_json: str) -> None:
         """Continue the run in the folder, or start a new one there."""
-        prepare_folder(self.config, self.folder, self.parallel)
+        prepare_folder(self.config, self.folder, self.parallel, self.state)
         require_shared(self.parallel, self.folder.checkpoints)
         if self.parallel.rank == 0:
             self.checkpoints.remove_litter()
@@ -164,6 +164,8 @@ class Trainer:
         previous = time.perf_counter()
         with Prefetch(make, first, train.steps) as self.ahead:
             for batches in self.ahead:
+                if self.times is None:  # the host computes, and never waits
+                    self.ahead.begin()
                 self.report.begin_step(state.step + 1)
                 record = self.step(batches, previous)
                 step_done()
@@ -217,9 +219,12 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "tokens_per_s": figures.tokens / seconds,
+                "memory": peak_memory(parallel.device),
+                "device_memory": memory_in_use(parallel.device),
+                "skipped": state.guard.skipped,
             }
             counts = figures.tokens, figures.pairs, figures.loss_by_bucket
-            self.lines.add(StepLine(record, seconds, *counts, state.guard.skipped))
+            self.lines.add(StepLine(record, seconds, *counts))
         if objection is not None:
             self._say_event(
                 f"step {state.step} skipped ({state.guard.skipped} so far): {objection}"
@@ -295,7 +300,7 @@ class Trainer:
         """
         self.lines.write()
         self.checkpoints.wait()
-        path, skipped = self.checkpoints.choose(), self.state.guard.in_a_row
+        path, skipped = self.checkpoints.choose(accepted=True), self.state.guard.in_a_row
         step = -1 if path is None else read_facts(path)["step"]
         if path is None or step <= self._rolled_back_to:
             why = "there is no checkpoint" if path is None else "going back has not helped"

@@ -24,9 +24,8 @@ from train.engine.checkpoint import (
     load_tensors,
     newest_valid,
     read_facts,
-    require_shared,
 )
-from train.engine.parallel import ParallelLayout, from_rank_0
+from train.engine.parallel import ParallelLayout, from_rank_0, require_shared
 from train.engine.shard import Shard, own_share, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -355,7 +354,7 @@ def _shared(group: dist.ProcessGroup, folder: Path) -> str | None:
         assert not list(folder.iterdir())
     here = Path.exists
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.engine.checkpoint.SEEN_S", 0.2)
+        patch.setattr("train.engine.parallel.SEEN_S", 0.2)
         patch.setattr(Path, "exists", lambda path: parallel.rank != 2 and here(path))
         try:
             require_shared(parallel, folder)

@@ -140,6 +140,16 @@ def test_where_no_setting_helps_more_gpus_share_a_sample():
     assert names[0] == "parallel.cp=2 on 2 GPUs"
 
 
+@pytest.mark.parametrize(("gpus", "per_host", "cp"), [(3, 3, 1), (6, 6, 2), (6, 8, 3)])
+def test_only_groups_that_fill_a_host_are_proposed(gpus, per_host, cp):
+    """8b at 512k on 20 GB fits nowhere; twice the cp does not divide the GPUs of a host."""
+    large = job("8b", 524288, "fsdp2", gpus=gpus)
+    large.config.parallel.cp = cp
+    large = dataclasses.replace(large, per_host=per_host)
+    with pytest.raises(ConfigError, match="no setting of memory and engine helps"):
+        require_fit(large, Limits(20e9, 550e9))
+
+
 def test_all_changes_of_a_job_share_its_plan():
     """Predictions for jobs whose samples lie on the same ranks, more than 20, take one plan."""
     large = job("8b", 524288, "ddp", recompute="none", mlp_chunk=None)

@@ -90,6 +90,15 @@ def test_windows_are_written_as_they_were_read(tmp_path, kinds):
     assert model_in(tmp_path) == model
 
 
+def test_a_window_of_null_is_none(tmp_path):
+    """As transformers takes it: all layers see everything."""
+    keys = {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}
+    model = model_in(saved(tmp_path, "qwen2", **keys, layer_types=None))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert set(theirs.layer_types) == {"full_attention"}
+    assert model.windows is None
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_missing_keys_have_the_defaults_of_transformers(tmp_path, name):
     """Only what every model must give; against transformers' own defaults."""

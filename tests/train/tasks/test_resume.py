@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_the_origin_is_that_of_the_start_that_made_a_checkpoint(config, tmp_path
         (theirs / "config.json").write_text(json.dumps({"name": name}))
         config.checkpoint.init_from = f"hf:{theirs}"
         folder.path.mkdir(exist_ok=True)
-        prepare_folder(config, folder, ALONE)
+        prepare_folder(config, folder, ALONE, mock.Mock())
         kept: Path = folder.origin / "config.json"
         return json.loads(kept.read_text())["name"]
 
@@ -127,6 +128,46 @@ def test_overwrite_starts_anew_unless_the_run_was_stopped(config):
     assert not checkpoints_in(trainer.folder.checkpoints)
     assert steps(Path(config.run.dir)) == []
     trainer.close()
+
+
+def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_path):
+    """The successor is to start from it, from nothing, or from weights of another shape."""
+    make_trainer(config).train()
+    old = config.run.dir
+    small = dataclasses.replace(config.model, ffn_dim=48)
+    other = dataclasses.replace(config, model=small, run=dataclasses.replace(config.run))
+    other.run.dir = f"{old}-small"
+    make_trainer(other).train()
+    config.run.overwrite = True
+    config.optim.lr /= 2
+    step = f"{old}/checkpoints/step-00000008"
+    for key, origin, problem in (
+        ("init_from", old, "would remove"),
+        ("resume", step, "would remove .*step-00000008, from which"),
+        ("init_from", str(tmp_path), "holds no checkpoint"),
+        ("init_from", other.run.dir, "does not fit this model"),
+    ):
+        given = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint))
+        setattr(given.checkpoint, key, origin)
+        with pytest.raises(ConfigError, match=problem):
+            make_trainer(given)
+        assert list(checkpoints_in(RunFolder(config).checkpoints)) == [8, 12]
+        assert [n for n, _, _ in steps(Path(old))] == list(range(1, 13))
+
+
+def test_a_run_named_origin_lends_its_sibling_no_settings(config):
+    """An origin lies in the folder of the run, not beside it or beside a checkpoint."""
+    config.run.dir = str(Path(config.run.dir).parent / "origin")
+    make_trainer(config).train()
+    config.run.dir = str(Path(config.run.dir).parent / "a")
+    make_trainer(config).train()
+    heir = dataclasses.replace(config, run=dataclasses.replace(config.run))
+    for place in (config.run.dir, f"{config.run.dir}/checkpoints/step-00000008"):
+        heir.run.dir += "-heir"
+        heir.checkpoint = dataclasses.replace(config.checkpoint, init_from=place)
+        made = make_trainer(heir)
+        made.close()
+        assert not made.folder.origin.exists()
 
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start(config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from train.engine.parallel import ParallelLayout
 from train.engine.time_split import KINDS, TimeSplit
 from train.estimate.job import Job
 from train.estimate.prediction import Prediction, predict
+from train.log.step_lines import StepLine, StepLines
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
 from train.tasks import trainer
@@ -106,23 +108,28 @@ def test_the_first_step_is_compared_with_its_prediction(config):
 
 
 def test_lines_and_batches_are_made_beside_the_device(config):
-    """Between the last kernel of a step and its update: the line of the step before, and the next
-    batches begin. Other work finds the lines of all steps before it."""
+    """Between the first micro-batch of a step and the wait for the device: the line of the step
+    before, and the next batches begin. Other work finds the lines of all steps before it."""
     log: list[str] = []
     config.model.n_layers, config.train.steps, config.train.eval_every = 1, 6, 3
     config.optim.warmup_steps, config.checkpoint.every = 1, 5
-    made = make_trainer(config)
+    times = TimeSplit(HostEvent, lambda: None)
+    with mock.patch.object(trainer, "time_split_on", return_value=times):
+        made = make_trainer(config)
 
     def logged(owner: object, name: str, what: Callable[..., str]) -> None:
         call = getattr(owner, name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
             log.append(what(*args))
-            return call(*args, **kwargs)
+            return result
 
         setattr(owner, name, wrapper)
 
-    logged(made.engine, "grad_norm", lambda limit: f"computes {made.state.step + 1}")
+    made._prime = lambda: None
+    logged(made.engine, "backward", lambda *_: f"issues {made.state.step + 1}")
+    logged(times, "end", lambda: f"waits {made.state.step + 1}")
     logged(made.engine, "step", lambda lr: f"updates {made.state.step + 1}")
     logged(made.recorder, "step", lambda line, losses: f"line {line['step']}")
     logged(made.recorder, "evaluation", lambda line, losses: f"validates {line['step']}")
@@ -133,30 +140,85 @@ def test_lines_and_batches_are_made_beside_the_device(config):
     batches = [x for x in log if x.startswith("batches")]
     assert batches == [f"batches {n}" for n in range(1, 7)]
     for n in range(2, 7):
-        assert log.index(f"computes {n - 1}") < log.index(f"batches {n}")
+        assert log.index(f"issues {n - 1}") < log.index(f"batches {n}")
     assert [x for x in log if x not in batches] == [
-        *("computes 1", "updates 1"),
-        *("computes 2", "line 1", "updates 2"),
-        *("computes 3", "line 2", "updates 3", "line 3", "validates 3"),
-        *("computes 4", "updates 4"),
-        *("computes 5", "line 4", "updates 5", "line 5", "saves 5"),
-        *("computes 6", "updates 6", "line 6", "saves 6"),
+        *("issues 1", "waits 1", "updates 1"),
+        *("issues 2", "line 1", "waits 2", "updates 2"),
+        *("issues 3", "line 2", "waits 3", "updates 3", "line 3", "validates 3"),
+        *("issues 4", "waits 4", "updates 4"),
+        *("issues 5", "line 4", "waits 5", "updates 5", "line 5", "saves 5"),
+        *("issues 6", "waits 6", "updates 6", "line 6", "saves 6"),
     ]
 
 
-def test_a_run_that_fails_has_the_lines_of_all_its_steps(config):
-    """Also of the last one, which no later step has written."""
+class LostEvent(HostEvent):
+    """An event whose device is lost once ``lost`` is set."""
+
+    lost = False
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        if LostEvent.lost:
+            raise RuntimeError("an illegal memory access was encountered")
+        return super().elapsed_time(later)
+
+
+def test_a_run_whose_device_is_lost_has_the_lines_of_all_its_steps(config):
+    """Also of the last one, which no later step has written: that has no times."""
     config.model.n_layers, config.train.steps, config.checkpoint.every = 1, 6, 0
-    made = make_trainer(config)
+    times = TimeSplit(LostEvent, lambda: None)
+    with mock.patch.object(trainer, "time_split_on", return_value=times):
+        made = make_trainer(config)
     backward = made.engine.backward
 
     def fail(*args: Any, **kwargs: Any) -> torch.Tensor:
         if made.state.step == 4:
+            LostEvent.lost = True
             raise RuntimeError("a device is lost")
         return backward(*args, **kwargs)
 
     made.engine.backward = fail
-    with pytest.raises(RuntimeError, match="a device is lost"):
+    try:
+        with pytest.raises(RuntimeError, match="a device is lost"):
+            made.train()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            made.close()
+    finally:
+        LostEvent.lost = False
+    assert [step for step, _, _ in steps(Path(config.run.dir))] == [1, 2, 3, 4]
+
+
+def test_a_line_has_the_memory_of_its_own_step(config):
+    """Not that of the step beside which it is written."""
+    config.model.n_layers, config.train.steps, config.checkpoint.every = 1, 4, 0
+    made = make_trainer(config)
+    reads = mock.Mock(side_effect=lambda _: 1000 * made.state.step)
+    with mock.patch.multiple(trainer, peak_memory=reads, memory_in_use=reads):
         made.train()
     made.close()
-    assert [step for step, _, _ in steps(Path(config.run.dir))] == [1, 2, 3, 4]
+    lines = map(json.loads, (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines())
+    found = [(line["step"], line["memory"], line["device_memory"]) for line in lines]
+    assert found == [(n, 1000 * n, 1000 * n) for n in range(1, 5)]
+
+
+def test_a_line_is_written_when_any_thread_returns(config):
+    """Once: the stopper may write it while the trainer does."""
+    written: list[int] = []
+
+    def slow(line: dict[str, Any], losses: list[float]) -> None:
+        time.sleep(0.2)
+        written.append(line["step"])
+
+    parallel = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
+    recorder = mock.Mock(step=slow)
+    lines = StepLines(config, parallel, 300, None, recorder, lambda seconds, line: None)
+    lines.add(StepLine({"step": 1}, 1.0, 10, 10, [1.0]))
+    seen: list[list[int]] = []
+    threads = [
+        threading.Thread(target=lambda: (lines.write(), seen.append(list(written))))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [[1], [1]]

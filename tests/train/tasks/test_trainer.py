@@ -237,6 +237,27 @@ def test_too_many_skips_roll_back_and_pass_the_bad_data(config):
     assert used.count(8) == 2  # once prefetched, once used
 
 
+def test_a_roll_back_passes_over_what_a_stop_saved_during_a_streak(config):
+    """The weights of a streak may be its cause: with one checkpoint kept, the one before stays."""
+    config.guard.patience, config.checkpoint.keep = 3, 1
+    trainer = make_trainer(config)
+    spoil(trainer, {5: math.nan, 6: math.nan, 7: math.nan})
+    step = trainer.step
+
+    def stopped(batches: list, begin: float) -> dict:
+        record = step(batches, begin)
+        if trainer.state.step == 7:
+            trainer._save_at_once()
+        return record
+
+    trainer.step = stopped
+    trainer.train()
+    trainer.close()
+    back = "3 steps in a row were skipped: back from step 8 to step-00000004, and on with the data"
+    assert any(event.startswith(back) for event in events(Path(config.run.dir)))
+    assert trainer.state.step == 12
+
+
 def test_a_spike_is_skipped(config):
     config.guard.sigma, config.guard.window = 5.0, 4
     trainer = make_trainer(config)
