@@ -156,6 +156,9 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("cu_seqlens.*torch.bool", ValueError, lambda: plan_context(torch.tensor([False, True]))),
     ("cu_seqlens", ValueError, lambda: plan_context(torch.tensor([0.0, 5.0]))),
     ("cu_seqlens", ValueError, lambda: plan_context(torch.tensor([[0, 5]]))),
+    ("cu_seqlens=", TypeError, lambda: plan_context([0, 1.5])),  # type: ignore[list-item]
+    ("cu_seqlens=", TypeError, lambda: plan_context(np.array([[0], [5]]))),  # type: ignore[arg-type]
+    ("cu_seqlens=", TypeError, lambda: plan_context(list(torch.zeros(2)))),  # type: ignore[arg-type]
     ("layout", ValueError, lambda: plan_context(5, layout="zig-zag")),
     ("window_size", ValueError, lambda: plan_context(5, window_size=(-2, 0))),
     ("window_size", ValueError, lambda: plan_context(5, window_size=(1,))),  # type: ignore[arg-type]
