@@ -51,8 +51,11 @@ from train.run.affinity import set_affinity
 from train.run.inherit import resolve_inherited
 
 CONFIGS = Path(__file__).absolute().parents[1] / "configs"
-FULL, SAVING, RESIDUAL, ALL = SETTINGS = (
-    *("full", "attention-saving", "offload-residual", "offload-all"),
+SETTINGS = ("full", "attention-saving", "offload-residual", "offload-all")
+FULL, SAVING, RESIDUAL, ALL = SETTINGS
+FIXED = (  # what the comparison sets itself
+    *("mode=estimate", "parallel.cp=1", "train.compile=none", "train.precision=bfloat16"),
+    *("train.residual=bfloat16", "memory.recompute=attention-saving", "memory.offload=all"),
 )
 # The largest change of the time of a step, from the first setting to the second.
 BARS = {(FULL, SAVING): -0.14, (SAVING, ALL): 0.02}
@@ -74,14 +77,17 @@ class Gradients:
 
 def read_config(asked: argparse.Namespace) -> Config:
     """The trainer's config; ``ConfigError``, or an error of Hydra's, if it is not valid."""
+    fixed = {setting.partition("=")[0]: setting for setting in FIXED}
+    for override in asked.overrides:
+        if setting := fixed.get(override.lstrip("+").partition("=")[0]):
+            raise ConfigError(f"{override}: this comparison has {setting}; leave the key out")
     given = {"memory.mlp_chunk": asked.mlp_chunk, "memory.loss_chunk": asked.loss_chunk}
     overrides = [
         *("experiment=8b_512k", f"model={asked.model}", "engine=ddp", "model.zero_init=false"),
         *(f"model.n_layers={asked.layers}", f"data.seq_len={asked.tokens}"),
         *(f"{key}={value}" for key, value in given.items() if value is not None),
         *asked.overrides,
-        *("mode=estimate", "parallel.cp=1", "train.compile=none", "train.precision=bfloat16"),
-        *("train.residual=bfloat16", "memory.recompute=attention-saving", "memory.offload=all"),
+        *FIXED,
     ]
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):

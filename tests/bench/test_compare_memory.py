@@ -130,6 +130,7 @@ def test_a_setting_that_computes_another_step_ends_the_run(
     ("arguments", "message"),
     [
         (["--layers", "1"], "compare_memory: memory.offload=all with"),
+        (["memory.offload=none"], "compare_memory: memory.offload=none: this comparison has "),
         (["model.dimm=3"], "compare_memory: model.dimm: no such key; the nearest valid one is "),
     ],
 )
