@@ -93,8 +93,12 @@ def newest_valid(
 
 
 def is_in_doubt(path: Path) -> bool:
-    """Whether the steps before a checkpoint were skipped: its weights may be their cause."""
-    return bool(read_facts(path).get("guard", {}).get("in_a_row"))
+    """Whether the steps before a checkpoint were skipped, as its weights may be their cause; also
+    if its manifest cannot tell."""
+    try:
+        return bool(read_facts(path).get("guard", {}).get("in_a_row"))
+    except (DamagedError, ConfigError, OSError):
+        return True
 
 
 def require_own(path: Path) -> None:
@@ -342,7 +346,10 @@ class Checkpoints:
         return files, next((problem for _, problem in everyone if problem), None)
 
     def _prune(self) -> None:
-        """Remove all but the newest ``keep``, a roll-back's aim, and every ``keep_every``-th."""
+        """Remove all but those of every ``keep_every``-th step and the newest ``keep``.
+
+        Those in doubt do not count among the newest: one before them stays for a roll-back.
+        """
         steps = list(checkpoints_in(self.folder).items())
         while len(steps) > self.keep and is_in_doubt(steps[-1][1]):
             steps.pop()

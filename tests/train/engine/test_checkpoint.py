@@ -263,6 +263,24 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     assert checkpoints.choose().name == "step-00000005"
 
 
+def test_a_checkpoint_in_doubt_takes_no_place_of_one_before_it(tmp_path, messages):
+    """Of one kept: those behind skipped steps come on top, until a step is accepted. A manifest
+    that cannot tell stops no write."""
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
+
+    def kept(step: int, skipped: int) -> list[int]:
+        checkpoints.begin(step, shards(tensors(step)), {"guard": {"in_a_row": skipped}})
+        checkpoints.wait()
+        return list(checkpoints_in(tmp_path))
+
+    assert [kept(1, 0), kept(2, 1), kept(3, 2)] == [[1], [1, 2], [1, 2, 3]]
+    assert checkpoints.choose(accepted=True).name == "step-00000001"
+    flip(tmp_path / "step-00000002" / manifest.MANIFEST)
+    assert kept(4, 3) == [1, 2, 3, 4]
+    assert kept(5, 0) == [5]
+    assert (messages, checkpoints.failures) == ([], 0)
+
+
 def test_ranks_write_about_equal_numbers_of_bytes():
     model = {f"w{i}": torch.zeros(100 + i) for i in range(31)}
     shares = [own_share(shards(model, rank, 4)) for rank in range(4)]
