@@ -47,11 +47,11 @@ class TrainState:
             "settings": json.loads(json.dumps(dataclasses.asdict(self.config))),
         }
 
-    def load(self, path: Path) -> None:
-        """Load a verified checkpoint.
+    def facts_of(self, path: Path) -> dict[str, Any]:
+        """``facts`` in a verified checkpoint, and its ``step``.
 
-        Raises ``ConfigError`` if it belongs to another model or to another stream of samples, in
-        which its position has no meaning.
+        Raises ``ConfigError`` if it belongs to another stream of samples, in which its position has
+        no meaning.
         """
         facts = read_facts(path)
         there, here = _stream(facts), _stream(self.facts())
@@ -62,6 +62,12 @@ class TrainState:
                 f"{there.get(key)} (now {here.get(key)}); give the same files and data settings, "
                 f"or take its weights alone with checkpoint.init_from"
             )
+        return facts
+
+    def load(self, path: Path) -> None:
+        """Load a verified checkpoint; ``ConfigError`` as ``facts_of``, or if it is of another
+        model."""
+        facts = self.facts_of(path)
         load_tensors(path, self.shards())
         self.engine.loaded()
         self.step, self.samples, self.seconds = facts["step"], facts["samples"], facts["seconds"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from train.config import CheckpointConfig, Config, ConfigError
@@ -14,7 +14,6 @@ from train.engine.checkpoint import (
     require_fit,
 )
 from train.engine.parallel import ParallelLayout, from_rank_0
-from train.engine.shard import Shard
 from train.engine.train_state import TrainState
 from train.hf.architecture import hf_folder
 from train.hf.load import load_folder
@@ -35,11 +34,7 @@ def prepare_folder(
         if not parallel.restarted:
             folder.require_fit(config)
             if folder.is_replaced_by(config):
-                origin = _origin(config.checkpoint)
-                if origin is not None:
-                    whole = config.checkpoint.init_from is None
-                    tensors = state.shards() if whole else state.weights()
-                    _require_origin(origin, folder.path, tensors)
+                _require_origin(config, folder, state)
                 folder.clear()
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
         if not checkpoints_in(folder.checkpoints):  # the run starts with these weights
@@ -114,16 +109,24 @@ def _origin(checkpoint: CheckpointConfig) -> Path | None:
     return Path(place).expanduser()
 
 
-def _require_origin(origin: Path, replaced: Path, tensors: Mapping[str, Shard]) -> None:
-    """Raise ``ConfigError`` unless ``origin`` has a checkpoint that fits ``tensors``, outside of
-    the run that is ``replaced``."""
+def _require_origin(config: Config, replaced: RunFolder, state: TrainState) -> None:
+    """Raise ``ConfigError`` unless the run can start from the checkpoint that it names, if it does,
+    once the run in ``replaced`` is gone."""
+    origin = _origin(config.checkpoint)
+    if origin is None:
+        return
     path = find_checkpoint(origin, lambda _: None)  # `restore` says what it passes over
-    if replaced.resolve() in path.resolve().parents:
+    if replaced.path.resolve() in path.resolve().parents:
         raise ConfigError(
             f"run.overwrite=true would remove {path}, from which the run is to start; give the new "
             f"run another folder, with run.name or run.dir"
         )
-    require_fit(path, tensors)
+    if config.checkpoint.init_from is not None:
+        require_fit(path, state.weights())
+        return
+    step = state.facts_of(path)["step"]
+    _require_steps(path, step, least=step + 1, steps=config.train.steps)
+    require_fit(path, state.shards())
 
 
 def _settings_of(checkpoint: CheckpointConfig) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -131,13 +132,15 @@ def test_overwrite_starts_anew_unless_the_run_was_stopped(config):
 
 
 def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_path):
-    """The successor is to start from it, from nothing, or from weights of another shape."""
+    """The successor is to start from it, from nothing, from weights of another shape, at a place in
+    another stream of samples, or behind its last step."""
     make_trainer(config).train()
     old = config.run.dir
     small = dataclasses.replace(config.model, ffn_dim=48)
     other = dataclasses.replace(config, model=small, run=dataclasses.replace(config.run))
-    other.run.dir = f"{old}-small"
+    other.run.dir, other.train = f"{old}-small", dataclasses.replace(config.train, seed=5)
     make_trainer(other).train()
+    shutil.copytree(old, f"{old}-copy")
     config.run.overwrite = True
     config.optim.lr /= 2
     step = f"{old}/checkpoints/step-00000008"
@@ -146,6 +149,8 @@ def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_pat
         ("resume", step, "would remove .*step-00000008, from which"),
         ("init_from", str(tmp_path), "holds no checkpoint"),
         ("init_from", other.run.dir, "does not fit this model"),
+        ("resume", other.run.dir, r"another stream .* train\.seed=5"),
+        ("resume", f"{old}-copy", r"train\.steps=12 leaves no step"),
     ):
         given = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint))
         setattr(given.checkpoint, key, origin)
