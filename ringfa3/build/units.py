@@ -30,7 +30,7 @@ VARIANTS = {  # "without-": the part that it lacks
 }
 IN_KERNEL_TRANSPOSE = "in-kernel-transpose"
 FP8_VARIANTS = {  # of precision "fp8" at head dim 128
-    "two-warpgroups": Variant("", (128, 128)),  # the product's, on the tile of those below
+    "two-warpgroups": Variant("", (128, 128)),  # the tile of those below; P is kept, as there
     IN_KERNEL_TRANSPOSE: Variant("-DRINGFA3_IN_KERNEL_TRANSPOSE", (128, 128)),  # V in row order
     "promotion-1": Variant("-DRINGFA3_PROMOTION=1", (128, 128)),  # float32 sums behind every block
     "promotion-4": Variant("-DRINGFA3_PROMOTION=4", (128, 128)),  # behind every fourth one
