@@ -40,6 +40,7 @@ struct ForwardArgs {
   float* partial_out;  // (padded rows, heads, D), O between hops, see partial_output.cuh
   float* lse;          // (heads, tokens), natural logarithm
   int64_t lse_head_stride;
+  float const* sink;  // (heads,), natural logarithm, in the softmax of kLast tiles; null: none
   Tile const* tiles;  // in the order in which they are fetched
   Span const* spans;
   int32_t const* arrivals;  // word n, n < 32: not 0 once the keys of spans with that number are
@@ -107,6 +108,8 @@ struct PreprocessArgs {
   float const* lse;   // (heads, tokens), natural logarithm
   float const* dlse;  // (heads, tokens); null: zeros
   int64_t lse_head_stride, dlse_head_stride;
+  float const* sink;  // (heads,), natural logarithm; null: none, or it needs no gradient
+  float* dsink;       // (heads, num_blocks), of the rows of each block
   RowGrid grid;
   int32_t* words;  // counters and turns of all launches of the pass
   int64_t num_words;

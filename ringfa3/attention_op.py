@@ -12,7 +12,6 @@ import torch
 
 from ringfa3.custom_op import checkpointed, register_autograd, register_fake
 from ringfa3.kernels.reference import statistics_dtype
-from ringfa3.kernels.sinks import sink_gradient
 
 SINK = 4  # its number in `ctx.needs_input_grad`
 
@@ -25,8 +24,9 @@ def register_attention(
     Args:
         op: op(q, k, v, sink, *others) gives out, which is (b, s, h, d_v) or (t, h, d_v) for v of
             head dim d_v, and LSE, (b, h, s) or (h, t).
-        backward: an op; backward(dout, dlse, q, k, v, out, lse, *tensors, *settings) gives
-            (dq, dk, dv). dlse may be None.
+        backward: an op; backward(dout, dlse, q, k, v, out, lse, sink, *tensors, *settings) gives
+            (dq, dk, dv, dsink). dlse may be None. sink is None where it needs no gradient; dsink
+            has shape (0,) and the dtype of lse then.
         split: split(ctx, *others) gives (tensors, settings) for `backward`.
     """
 
@@ -41,7 +41,9 @@ def register_attention(
     def fake_backward(
         dout: torch.Tensor, dlse: torch.Tensor | None, *qkv_and_more: Any
     ) -> tuple[torch.Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in qkv_and_more[:3])
+        q, k, v, _, lse, sink = qkv_and_more[:6]
+        dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
+        return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
 
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
         q, k, v, sink, *others = inputs
@@ -51,13 +53,13 @@ def register_attention(
     def gradients(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        sink, *saved = ctx.saved_tensors
-        out, lse = saved[3:5]
+        sink, q, k, v, out, lse, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        grads: tuple[torch.Tensor, ...] = backward(dout, dlse, *saved, *ctx.settings)
-        if sink is None or not ctx.needs_input_grad[SINK]:
-            return grads
-        return *grads, sink_gradient(dout, dlse, out, lse, sink)
+        needed = sink if ctx.needs_input_grad[SINK] else None
+        grads: tuple[torch.Tensor, ...] = backward(
+            dout, dlse, q, k, v, out, lse, needed, *tensors, *ctx.settings
+        )
+        return grads if needed is not None else grads[:3]
 
     register_autograd(op, save, gradients)
     checkpointed.append(op)

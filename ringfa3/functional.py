@@ -246,14 +246,14 @@ def attention(
         if precision == "native":
             kernel = select_forward(qkv[0], plan)
             tiling = plan.forward(kernel.tile_m)[0]
-            kernel.attend(*qkv, tiling, scale, packed, packed[:0], lse)
+            kernel.attend(*qkv, tiling, scale, packed, packed[:0], lse, sink=sink)
         else:
             in_8_bits = select_quantised(qkv[0], precision)
             operands = in_8_bits.quantise(*qkv, plan)
             tiling = plan.forward(in_8_bits.tile_m)[0]
             in_8_bits.attend(*operands, tiling, scale, packed, packed[:0], lse)
-    if sink is not None:
-        lse = apply_sink(packed, lse, sink)
+            if sink is not None:
+                lse = apply_sink(packed, lse, sink)
     if q.dim() == 4:
         lse = lse_by_sequence(lse, q)
     return out, lse
@@ -268,14 +268,18 @@ def attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sink: torch.Tensor | None,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
     scale: float,
     left: int,
     right: int,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) in the dtypes of q, k, v, from the gradients of out and lse."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsink) in the dtypes of q, k, v, lse, from the gradients of out and lse.
+
+    Without a sink, or where it needs no gradient, sink is None and dsink has shape (0,).
+    """
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     if q.dim() == 4:
         lse, dlse = lse_by_head(lse), None if dlse is None else lse_by_head(dlse)
@@ -284,9 +288,9 @@ def attention_backward(
     with torch.autocast(q.device.type, enabled=False):
         kernel = select_backward(qp)
         tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
-        backward = kernel.make_pass(dp, dlse, qp, op, lse, plan, scale, deterministic)
+        backward = kernel.make_pass(dp, dlse, qp, op, lse, plan, scale, deterministic, sink)
         backward.hop(kp, vp, tiling, _packed(dk), _packed(dv))
-    return backward.dq().view(q.shape), dk, dv
+    return backward.dq().view(q.shape), dk, dv, backward.dsink()
 
 
 register_attention(

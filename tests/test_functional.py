@@ -252,10 +252,10 @@ def test_opcheck() -> None:
     cu = torch.tensor([0, 3, 9])
     sink = torch.randn(packed[0].shape[1], dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(op, (*packed, sink, cu, cu, *settings, "native"))
-    for x, c in ((inputs, None), (packed, cu)):
+    for x, s, c in ((inputs, None, None), (packed, sink.detach(), cu)):
         q, k, v = (y.detach() for y in x)
-        out, lse = functional.attention(q, k, v, None, c, c, *settings, "native")
-        args = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, c, c, *settings)
+        out, lse = functional.attention(q, k, v, s, c, c, *settings, "native")
+        args = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, s, c, c, *settings)
         torch.library.opcheck(torch.ops.ringfa3.attention_backward.default, args)
 
 

@@ -23,9 +23,16 @@ from ringfa3 import (
 )
 from ringfa3.kernels import dispatch
 from ringfa3.planning.tiling import plan_local
-from tests.support.dense import attention, cumulative, mask, tensors, worst
+from tests.support.dense import (
+    attention,
+    attention_with_sink,
+    cumulative,
+    mask,
+    tensors,
+    worst,
+)
 from tests.support.ranks import Ranks
-from tests.test_sinks import EXACT, HEADS, SINK, gradients, with_extra_column
+from tests.test_sinks import EXACT, HEADS, SINK, gradients
 
 LENGTHS = [7, 1, 0, 30]
 HEAD_DIMS = [(24, 8), (12, 8), (5, 5), (100, 96)]
@@ -39,7 +46,7 @@ def problem(d: int, d_v: int, sink: bool) -> Problem:
     v, dout = v[..., :d_v], dout[..., :d_v]
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *((SINK,) if sink else ()))]
     allowed = torch.from_numpy(mask(LENGTHS, LENGTHS, -1, 0))
-    outputs = with_extra_column(*leaves, allowed) if sink else attention(*leaves, allowed)
+    outputs = attention_with_sink(*leaves, allowed) if sink else attention(*leaves, allowed)
     grads = gradients(leaves, outputs, dout, dlse)
     return leaves, dout, dlse, [*(x.detach() for x in outputs), *grads]
 

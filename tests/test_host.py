@@ -65,10 +65,11 @@ def shapes(draw: st.DrawFn) -> Shape:
     scale=st.sampled_from([None, 0.3]),
     deterministic=st.booleans(),
     dlse=st.booleans(),
+    with_sink=st.booleans(),
 )
 def test_a_replayed_call_launches_what_python_launches(
     kernels: FakeKernels, shape: Shape, causal: bool, window: tuple[int, int], scale: float | None,
-    deterministic: bool, dlse: bool,
+    deterministic: bool, dlse: bool, with_sink: bool,
 ) -> None:  # fmt: skip
     """Words, streams, and tensors behind addresses; results and gradients bit for bit. The recorded
     call has other tensors than the replayed one."""
@@ -76,11 +77,14 @@ def test_a_replayed_call_launches_what_python_launches(
         "causal": causal, "window_size": window, "softmax_scale": scale,
         "deterministic": deterministic, "dlse": dlse,
     }  # fmt: skip
-    wanted = in_python(kernels, shape, shape.inputs(), **options)
+    sink, another = (torch.arange(shape.heads[0]) + x if with_sink else None for x in (0.5, 0.25))
+    wanted = in_python(kernels, shape, shape.inputs(), sink=sink, **options)
+    assert len(wanted.results) == 5 + with_sink
     others = shape.inputs(1)
-    call(kernels, shape, others, **options), call(kernels, shape, others, **options)
+    for _ in range(2):
+        call(kernels, shape, others, sink=another, **options)
     before = counted("replayed")
-    assert not call(kernels, shape, shape.inputs(), **options).differences(wanted)
+    assert not call(kernels, shape, shape.inputs(), sink=sink, **options).differences(wanted)
     launched = [name for name, *_ in wanted.launches]
     if launched == ["forward", "preprocess", "backward", "postprocess"]:
         assert counted("replayed") == before + 2
@@ -104,6 +108,7 @@ VARIATIONS: dict[str, tuple[Shape, dict[str, Any]]] = {
     "scale": (BASE, {"softmax_scale": 0.5}),
     "nearly the same scale": (BASE, {"softmax_scale": float(np.nextafter(0.125, 1))}),
     "deterministic": (BASE, {"deterministic": True}),
+    "sink": (BASE, {"sink": torch.ones(4)}),
 }
 
 

@@ -15,26 +15,21 @@ from ringfa3 import (
     plan_context,
     ring_attn_func,
 )
-from tests.support.dense import Window, band, cumulative, mask, tensors, worst
+from tests.support.dense import (
+    Window,
+    attention_with_sink,
+    band,
+    cumulative,
+    mask,
+    tensors,
+    worst,
+)
 from tests.support.ranks import Ranks
 
 EXACT = 1e-12  # float64
 HEADS = (4, 2)
 SINK = torch.tensor([0.5, -3.0, 6.0, 0.0], dtype=torch.float64)
 LENGTHS = [7, 1, 0, 30]
-
-
-def with_extra_column(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor, allowed: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (t, h, d) and lse (h, t) of a softmax whose last column is the sink, without a value."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    s = torch.einsum("thd,nhd->htn", q * q.shape[-1] ** -0.5, k)
-    s = s.masked_fill(~allowed, -torch.inf)
-    s = torch.cat((s, sink[:, None, None].expand(*s.shape[:2], 1)), -1)
-    p = s.softmax(-1)[..., :-1]
-    return torch.einsum("htn,nhd->thd", p, v), s.logsumexp(-1)
 
 
 def gradients(leaves: list[torch.Tensor], outputs: tuple[torch.Tensor, torch.Tensor],
@@ -51,7 +46,7 @@ def reference(
     (_, k, v), _, _ = tensors(1, sum(k_lengths), HEADS, 8)
     leaves = [x.requires_grad_() for x in (q, k, v, SINK.clone())]
     allowed = torch.from_numpy(mask(q_lengths, k_lengths, *band(causal, window)))
-    outputs = with_extra_column(*leaves, allowed)
+    outputs = attention_with_sink(*leaves, allowed)
     expected = [*(x.detach() for x in outputs), *gradients(leaves, outputs, dout, dlse)]
     return leaves, dout, dlse, expected
 
@@ -144,8 +139,8 @@ def test_bfloat16_rounds_once_more() -> None:
     (q, k, v), _, _ = tensors(2, 200, HEADS, 32)
     allowed = torch.from_numpy(mask([200], [200], -1, 0))
     half = [x.bfloat16() for x in (q, k, v)]
-    exact, _ = with_extra_column(*(x.double() for x in half), SINK, allowed)
-    plain, _ = with_extra_column(*half, SINK.bfloat16(), allowed)
+    exact, _ = attention_with_sink(*(x.double() for x in half), SINK, allowed)
+    plain, _ = attention_with_sink(*half, SINK.bfloat16(), allowed)
     got = flash_attn_func(*(x[None] for x in half), causal=True, sink=SINK.float())
     assert isinstance(got, torch.Tensor)
     assert worst([(got[0], exact)]) <= 2 * worst([(plain, exact)]) + 1e-5

@@ -12,7 +12,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-constexpr int kPreprocessThreads = 256;
+constexpr int kPreprocessThreads = 256, kPreprocessCtas = 8;  // that fill an SM
 
 // The dot product of two times eight 16-bit elements.
 template <class Element>
@@ -49,10 +49,24 @@ CUTE_DEVICE void store_statistics(float* lse_at, float* delta_at, float lse, flo
   *delta_at = delta;
 }
 
+// The sum of x over the threads of a CTA, in one order.
+CUTE_DEVICE float sum_of_threads(float x) {
+  __shared__ float of_warp[kPreprocessThreads / kWarp];
+  CUTE_UNROLL
+  for (int i = kWarp / 2; i > 0; i /= 2) x += __shfl_xor_sync(0xffffffff, x, i);
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  float sum = 0.f;
+  CUTE_UNROLL
+  for (float const part : of_warp) sum += part;
+  return sum;
+}
+
 // A CTA per block of the row grid and head. A row that sees nothing, or is padding, gets P = 0
-// and D = 0, whatever its gradients are.
+// and D = 0, whatever its gradients are. With a sink LSE counts it, and no row has an LSE of -inf
+// unless the sink has.
 template <class Shapes>
-__global__ void __launch_bounds__(kPreprocessThreads)
+__global__ void __launch_bounds__(kPreprocessThreads, kPreprocessCtas)
     preprocess_kernel(__grid_constant__ PreprocessArgs const a) {
   using Element = typename Shapes::Element;
   constexpr int M = Shapes::M, D = Shapes::D;
@@ -71,6 +85,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   }
   GridBlock const block = a.grid.blocks[blockIdx.x];
   int const lane = threadIdx.x % kLanes;
+  float const sink = a.sink == nullptr ? -INFINITY : a.sink[head];
+  float dsink = 0.f;  // of the thread's rows
   for (int row = threadIdx.x / kLanes; row < M; row += kPreprocessThreads / kLanes) {
     int64_t const token = block.row0 + row;
     float sum = 0.f;
@@ -88,12 +104,16 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       bool const blind = lse == -INFINITY;
       float const dlse =
           blind || a.dlse == nullptr ? 0.f : a.dlse[head * a.dlse_head_stride + token];
+      float const delta = blind ? 0.f : sum - dlse;
       auto* const statistics =
           static_cast<typename Shapes::Statistic*>(a.grid.statistics) + target * (2 * M) + row;
-      store_statistics(statistics, statistics + M, lse, blind ? 0.f : sum - dlse, blind,
-                       a.softmax_scale);
+      store_statistics(statistics, statistics + M, lse, delta, blind, a.softmax_scale);
+      if (a.sink != nullptr && !blind) dsink -= exp2f((sink - lse) * kLog2e) * delta;
     }
   }
+  if (a.sink == nullptr) return;
+  dsink = sum_of_threads(dsink);
+  if (threadIdx.x == 0) a.dsink[target] = dsink;
 }
 
 template <class Shapes>

@@ -257,7 +257,7 @@ struct ForwardConsumer {
       turns().await();
       qk_and_pv();
       turns().pass();
-      finish_lse(lse);
+      finish_lse(work, lse);
       if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       begin_tile();
       warpgroup_wait<0>();
@@ -266,22 +266,22 @@ struct ForwardConsumer {
       turns().await();
       pv();
       turns().pass();
-      if constexpr (kTwoQ) finish_lse(lse);
+      if constexpr (kTwoQ) finish_lse(work, lse);
       if (kTwoQ && early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       warpgroup_wait<0>();
     }
     finish_pv();
     promoted.finish(o);
     // With one stage of Q no registers are left for it beside a product.
-    if constexpr (!kTwoQ) finish_lse(lse);
+    if constexpr (!kTwoQ) finish_lse(work, lse);
     store_tile(*this, work, inside, strict, early_lse, lse);
     __syncwarp();
     release(smem.work_empty[work_stage.previous().index()]);
     if (!kTwoQ && more_tiles) first_qk();
   }
 
-  CUTE_DEVICE void finish_lse(float (&lse)[2]) {
-    finish_rows<kPolicy.sums_rounded>(softmax, o_scale, lse);
+  CUTE_DEVICE void finish_lse(WorkItem const& work, float (&lse)[2]) {
+    finish_rows<Shapes>(p, work, softmax, o_scale, lse);
     row_scales.finish(lse, o_scale);
   }
 

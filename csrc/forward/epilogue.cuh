@@ -41,16 +41,24 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box
 }
 
 // Of rows whose last block is in P: the LSE, and the factor `weight` that normalises O after the
-// last product.
-template <bool SumsRounded, class Element>
-CUTE_DEVICE void finish_rows(OnlineSoftmax<Element> const& rows, float (&weight)[2],
+// last product. The last hop counts the sink.
+template <class Shapes, class Element>
+CUTE_DEVICE void finish_rows(ForwardParams<Shapes> const& p, WorkItem const& work,
+                             OnlineSoftmax<Element> const& rows, float (&weight)[2],
                              float (&lse)[2]) {
+  float const sink = sink_of<Shapes>(p.args, work.tile, work.head);
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float const total = quad_sum(rows.total[r]);
-    float const divisor = SumsRounded ? quad_sum(rows.rounded[r]) : total;
+    float const divisor = Shapes::kPolicy.sums_rounded ? quad_sum(rows.rounded[r]) : total;
     weight[r] = divisor == 0.f ? 0.f : 1.f / divisor;
-    lse[r] = total == 0.f ? -INFINITY : (rows.shift[r] + __log2f(total)) * kLn2;
+    lse[r] = total == 0.f ? sink : (rows.shift[r] + __log2f(total)) * kLn2;
+    if (sink != -INFINITY && total != 0.f) {  // both true for NaN
+      float const own = rows.shift[r] + __log2f(total), other = sink * kLog2e;
+      float const both = fmaxf(own, other) + __log2f(1.f + exp2f(-fabsf(own - other)));
+      weight[r] *= exp2f(own - both);
+      lse[r] = both * kLn2;
+    }
   }
 }
 

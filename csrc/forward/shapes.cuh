@@ -129,4 +129,11 @@ struct ForwardParams {
   std::conditional_t<Shapes::Quantised, OperandScales, NoScales> scales;
 };
 
+// The sink of a head in the rows of a tile; -inf: none. With 8 bits it is counted afterwards.
+template <class Shapes>
+CUTE_DEVICE float sink_of(ForwardArgs const& a, Tile const& tile, int head) {
+  if (Shapes::Quantised || a.sink == nullptr || !(tile.flags & kLast)) return -INFINITY;
+  return __ldg(a.sink + head);
+}
+
 }  // namespace ringfa3

@@ -8,7 +8,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Warp-wide: stores O = 0 and LSE = -inf for the rows of a tile that sees nothing.
+// Warp-wide: stores O = 0 and the LSE, the sink or -inf, for the rows of a tile that sees nothing.
 template <class Shapes>
 CUTE_DEVICE void store_empty_tile(ForwardArgs const& a, Tile const& tile, int head, int lane) {
   constexpr int kEights = Shapes::D / 8;  // of a row of O, 16 bytes each
@@ -19,9 +19,10 @@ CUTE_DEVICE void store_empty_tile(ForwardArgs const& a, Tile const& tile, int he
     auto* const eight = out + token * a.out.token_stride + i % kEights * 8;
     *reinterpret_cast<uint4*>(eight) = make_uint4(0, 0, 0, 0);
   }
+  float const sink = sink_of<Shapes>(a, tile, head);
 #pragma unroll 1
   for (int i = lane; i < tile.rows; i += kWarp) {
-    a.lse[head * a.lse_head_stride + tile.row0 + i] = -INFINITY;
+    a.lse[head * a.lse_head_stride + tile.row0 + i] = sink;
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
@@ -26,14 +27,15 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 using MaybeTensor = std::optional<Tensor>;
 using Outputs = std::tuple<Tensor, Tensor>;
-using Grads = std::tuple<Tensor, Tensor, Tensor>;
+using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 using Forward = Outputs(Tensor const&, Tensor const&, Tensor const&, MaybeTensor const&,
                         MaybeTensor const&, MaybeTensor const&, double, c10::SymInt, c10::SymInt,
                         bool, std::string_view);
 using Backward = Grads(Tensor const&, MaybeTensor const&, Tensor const&, Tensor const&,
                        Tensor const&, Tensor const&, Tensor const&, MaybeTensor const&,
-                       MaybeTensor const&, double, c10::SymInt, c10::SymInt, bool);
+                       MaybeTensor const&, MaybeTensor const&, double, c10::SymInt, c10::SymInt,
+                       bool);
 
 // Of tensors that are nothing but strided.
 constexpr DispatchKeySet kPlainOnCuda({DispatchKey::CUDA, DispatchKey::AutogradCUDA,
@@ -175,34 +177,36 @@ inline Outputs attention(Tensor const& q, Tensor const& k, Tensor const& v, Mayb
     return forward_op().redispatch(by_python(), q, k, v, sink, cu_q, cu_k, scale, left, right,
                                    deterministic, precision);
   };
-  if (tensor_of(sink).defined() || precision != "native") {
+  if (precision != "native") {
     ++host().counts.python;
     return python();
   }
   c10::DeviceGuard const device(q.device());
-  Lookup found(0, {&q, &k, &v}, cu_q, cu_k, scale, left, right, deterministic);
+  Tensor const& sink_of = tensor_of(sink);
+  Lookup found(0, {&q, &k, &v, &sink_of}, cu_q, cu_k, scale, left, right, deterministic);
   if (!found.program) return found.otherwise(python);
-  Tensors out = found.replay("attention", {q, k, v});
+  Tensors out = found.replay("attention", {q, k, v, sink_of});
   return {std::move(out[0]), std::move(out[1])};
 }
 
 inline Grads attention_backward(Tensor const& dout, MaybeTensor const& dlse, Tensor const& q,
                                 Tensor const& k, Tensor const& v, Tensor const& out,
-                                Tensor const& lse, MaybeTensor const& cu_q, MaybeTensor const& cu_k,
-                                double scale, c10::SymInt left, c10::SymInt right,
-                                bool deterministic) {
+                                Tensor const& lse, MaybeTensor const& sink, MaybeTensor const& cu_q,
+                                MaybeTensor const& cu_k, double scale, c10::SymInt left,
+                                c10::SymInt right, bool deterministic) {
   c10::DeviceGuard const device(q.device());
-  Tensor const& dlse_of = tensor_of(dlse);
-  Lookup found(1, {&dout, &dlse_of, &q, &k, &v, &out, &lse}, cu_q, cu_k, scale, left, right,
-               deterministic);
+  Tensor const &dlse_of = tensor_of(dlse), &sink_of = tensor_of(sink);
+  Lookup found(1, {&dout, &dlse_of, &q, &k, &v, &out, &lse, &sink_of}, cu_q, cu_k, scale, left,
+               right, deterministic);
   if (!found.program) {
     return found.otherwise([&] {
-      return backward_op().redispatch(by_python(), dout, dlse, q, k, v, out, lse, cu_q, cu_k, scale,
-                                      left, right, deterministic);
+      return backward_op().redispatch(by_python(), dout, dlse, q, k, v, out, lse, sink, cu_q, cu_k,
+                                      scale, left, right, deterministic);
     });
   }
-  Tensors grads = found.replay("attention_backward", {dout, dlse_of, q, k, v, out, lse});
-  return {std::move(grads[0]), std::move(grads[1]), std::move(grads[2])};
+  Tensors grads = found.replay("attention_backward", {dout, dlse_of, q, k, v, out, lse, sink_of});
+  if (!sink_of.defined()) grads.push_back(at::empty({0}, lse.options()));
+  return {std::move(grads[0]), std::move(grads[1]), std::move(grads[2]), std::move(grads[3])};
 }
 
 // Whether a tensor has a tangent of forward-mode derivatives, which Python refuses.
@@ -266,10 +270,10 @@ struct Attention : Function<Attention> {
       std::optional<at::AutoDispatchBelowAutograd> below;
       if (is_plain(dout) && is_plain(saved[0])) below.emplace();
       results = backward_op().call(dout, given(grads[1]), saved[0], saved[1], saved[2], saved[3],
-                                   saved[4], given(saved[5]), given(saved[6]), scale, settings[0],
-                                   settings[1], settings[2] != 0);
+                                   saved[4], std::nullopt, given(saved[5]), given(saved[6]), scale,
+                                   settings[0], settings[1], settings[2] != 0);
     }
-    auto& [dq, dk, dv] = results;
+    auto& [dq, dk, dv, _] = results;
     if (!c10::GradMode::is_enabled()) return {dq, dk, dv, Tensor()};
     auto const leaf = [](Tensor const& x) { return x.detach().requires_grad_(); };
     auto once = DifferentiatedOnce::apply(leaf(dq), leaf(dk), leaf(dv));

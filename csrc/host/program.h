@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
+#include <ATen/ops/sum.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
@@ -87,7 +88,11 @@ struct SelectRows {  // target[i] = source[rows[i]]
 struct AddRows {  // target[rows[i]] += source[i]
   View target, source, rows;
 };
-using Step = std::variant<Launch, Zero, Copy, Add, SelectRows, AddRows, DriverCall, MemoryOps>;
+struct SumColumns {  // target[i] = the sum of source[i]
+  View target, source;
+};
+using Step =
+    std::variant<Launch, Zero, Copy, Add, SelectRows, AddRows, DriverCall, MemoryOps, SumColumns>;
 
 // Calls visit(number) for each tensor that a step reads or writes; tables have negative numbers.
 inline void visit_tensors(Step const& step, auto const& visit) {
@@ -104,6 +109,8 @@ inline void visit_tensors(Step const& step, auto const& visit) {
     views(select->target, select->source, select->rows);
   } else if (auto const* rows = std::get_if<AddRows>(&step)) {
     views(rows->target, rows->source, rows->rows);
+  } else if (auto const* sum = std::get_if<SumColumns>(&step)) {
+    views(sum->target, sum->source);
   }
 }
 
@@ -146,6 +153,9 @@ struct Program {
       } else if (auto const* select = std::get_if<SelectRows>(&step)) {
         at::Tensor target = of(select->target);
         at::index_select_out(target, of(select->source), 0, of(select->rows));
+      } else if (auto const* sum = std::get_if<SumColumns>(&step)) {
+        at::Tensor target = of(sum->target);
+        at::sum_out(target, of(sum->source), 1);
       } else {
         auto const& rows = std::get<AddRows>(step);
         of(rows.target).index_add_(0, of(rows.rows), of(rows.source));

@@ -49,7 +49,17 @@ class Reader {
   char const *at_, *end_;
 };
 
-enum Kind : int64_t { kLaunch, kZero, kCopy, kAdd, kSelectRows, kAddRows, kDriverCall, kMemoryOps };
+enum Kind : int64_t {
+  kLaunch,
+  kZero,
+  kCopy,
+  kAdd,
+  kSelectRows,
+  kAddRows,
+  kDriverCall,
+  kMemoryOps,
+  kSumColumns
+};
 
 inline Step read_step(Reader& in, PyObject* names) {
   switch (in.word()) {
@@ -100,6 +110,10 @@ inline Step read_step(Reader& in, PyObject* names) {
       batch.counts.resize(static_cast<size_t>(in.word()));
       for (auto& [at, stream] : batch.counts) at = in.word(), stream = in.word();
       return batch;
+    }
+    case kSumColumns: {
+      View target = in.view();
+      return SumColumns{std::move(target), in.view()};
     }
     default:
       TORCH_CHECK(false, "a program has a step of an unknown kind");

@@ -62,6 +62,7 @@ def padded_attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sink: torch.Tensor | None,
     padding: torch.Tensor | None,
     packed: torch.Tensor | None,
     cu_q: torch.Tensor | None,
@@ -71,8 +72,8 @@ def padded_attention_backward(
     left: int,
     right: int,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) in the shapes and dtypes of q, k, v."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsink) as of `functional.attention_backward`, in the shapes of q, k, v."""
     documents = _documents(q, k, padding, packed, cu_q, cu_k, step, right)
     differentiate = partial(
         functional.attention_backward,
@@ -82,14 +83,14 @@ def padded_attention_backward(
         deterministic=deterministic,
     )
     if documents is None:
-        return differentiate(dout, dlse, q, k, v, out, lse, None, None)
+        return differentiate(dout, dlse, q, k, v, out, lse, sink, None, None)
     flat_q, flat_k, flat_v, flat_out, dout = (x.flatten(0, 1) for x in (q, k, v, out, dout))
     dlse = None if dlse is None else lse_by_head(dlse)
-    grads = differentiate(
-        dout, dlse, flat_q, flat_k, flat_v, flat_out, lse_by_head(lse), *documents
+    *grads, dsink = differentiate(
+        dout, dlse, flat_q, flat_k, flat_v, flat_out, lse_by_head(lse), sink, *documents
     )
     dq, dk, dv = (x.view(y.shape) for x, y in zip(grads, (q, k, v), strict=True))
-    return dq, dk, dv
+    return dq, dk, dv, dsink
 
 
 def _documents(

@@ -53,6 +53,8 @@ class PreprocessArgs(ctypes.Structure):
         ("dlse", ctypes.c_void_p),
         ("lse_head_stride", ctypes.c_int64),
         ("dlse_head_stride", ctypes.c_int64),
+        ("sink", ctypes.c_void_p),
+        ("dsink", ctypes.c_void_p),
         ("grid", RowGrid),
         ("words", ctypes.c_void_p),
         ("num_words", ctypes.c_int64),
@@ -112,6 +114,7 @@ class BackwardPass:
         plan: Plan,
         scale: float,
         deterministic: bool,
+        sink: torch.Tensor | None = None,
     ) -> None:
         self.unit, self.scale, self.deterministic = unit, scale, deterministic
         (self.q, q_fields), (self.dout, dout_fields) = tma_addressable(q), tma_addressable(dout)
@@ -119,6 +122,7 @@ class BackwardPass:
         self._row_fields = q_fields, dout_fields
         lse = _contiguous_rows(lse)
         dlse = None if dlse is None else _contiguous_rows(dlse)
+        sink = None if sink is None else sink.contiguous()
         (tokens, heads, head_dim), width, device = q.shape, unit.head_dim, q.device
         self.num_ctas = num_ctas(device)
         self.stream = stream = CurrentStream.of(device)  # of all hops
@@ -141,6 +145,8 @@ class BackwardPass:
         columns = head_dim + dout.shape[2]
         self._bytes_per_head = 2 * columns * tokens + 4 * width * count * unit.tile_m
         self.grid = self.blocks.data_ptr(), begin, dq_grid, count  # as in RowGrid
+        # of each block of the row grid
+        self._dsink = None if sink is None else torch.empty((heads, count), device=device)
         if count:
             args = _pack_preprocess(
                 *out_fields,
@@ -149,6 +155,8 @@ class BackwardPass:
                 0 if dlse is None else dlse.data_ptr(),
                 lse.stride(0),
                 0 if dlse is None else dlse.stride(0),
+                0 if sink is None else sink.data_ptr(),
+                0 if self._dsink is None else self._dsink.data_ptr(),
                 *self.grid,
                 self._words,
                 num_words,
@@ -237,6 +245,12 @@ class BackwardPass:
             args = _pack_postprocess(*tensor3(dq), *self.grid, self.scale)
             launch(self.unit, "postprocess", args, self.stream)
         return dq
+
+    def dsink(self) -> torch.Tensor:
+        """As `reference.BackwardPass.dsink`, float32."""
+        if self._dsink is None:
+            return torch.empty(0, device=self.q.device)
+        return self._dsink.sum(1)
 
 
 def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:

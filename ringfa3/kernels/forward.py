@@ -36,6 +36,7 @@ class ForwardArgs(ctypes.Structure):
         ("partial_out", ctypes.c_void_p),
         ("lse", ctypes.c_void_p),
         ("lse_head_stride", ctypes.c_int64),
+        ("sink", ctypes.c_void_p),
         ("tiles", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
         ("arrivals", ctypes.c_void_p),
@@ -61,6 +62,7 @@ def attend(
     partial_out: torch.Tensor,
     lse: torch.Tensor,
     arrivals: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
 ) -> None:
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there, but
     `partial_out` from `new_partial_out`.
@@ -81,7 +83,7 @@ def attend(
             key to visit; TMA cannot address `out`.
         RuntimeError: the first call with a tiling is captured in a CUDA graph.
     """
-    if sees_nothing(tiling, out, lse):
+    if sees_nothing(tiling, out, lse, sink):
         return
     tokens, kv_heads, head_dim = k.shape
     stream = CurrentStream.of(q.device)
@@ -91,12 +93,13 @@ def attend(
     q, q_fields = tma_addressable(q)
     k, k_fields = tma_addressable(k)
     v, v_fields = tma_addressable(v)
+    sink = None if sink is None else sink.contiguous()
     work = counter(stream)
     args = _pack(
         *q_fields,
         *k_fields,
         *v_fields,
-        *output_values(out, partial_out, lse),
+        *output_values(out, partial_out, lse, sink),
         table.tiles.data_ptr(),
         table.spans.data_ptr(),
         0 if arrivals is None else arrivals.data_ptr(),
@@ -109,25 +112,34 @@ def attend(
     launch(unit, "forward", args, stream)
 
 
-def sees_nothing(tiling: Tiling, out: torch.Tensor, lse: torch.Tensor) -> bool:
+def sees_nothing(
+    tiling: Tiling, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None = None
+) -> bool:
     """Whether there is nothing to launch; stores O and LSE if no row sees a key at any hop."""
     if len(tiling.tiles) and not len(tiling.spans):
         out.zero_()
-        lse.fill_(-torch.inf)
+        if sink is None:
+            lse.fill_(-torch.inf)
+        else:
+            lse.copy_(sink[:, None])
     return not len(tiling.tiles) or not len(tiling.spans)
 
 
 def output_values(
-    out: torch.Tensor, partial_out: torch.Tensor, lse: torch.Tensor
+    out: torch.Tensor,
+    partial_out: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None = None,
 ) -> tuple[int, ...]:
-    """The fields of `ForwardArgs` from `out` to `lse_head_stride`.
+    """The fields of `ForwardArgs` from `out` to `sink`.
 
     Raises ValueError: TMA cannot address `out`.
     """
     fields = tma_fields(out)
     if fields is None:
         raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
-    return *fields, partial_out.data_ptr(), lse.data_ptr(), lse.stride(0)
+    sinks = 0 if sink is None else sink.data_ptr()
+    return *fields, partial_out.data_ptr(), lse.data_ptr(), lse.stride(0), sinks
 
 
 def head_section(q: torch.Tensor, kv_heads: int, bytes_per_head: int) -> int:

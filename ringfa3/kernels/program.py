@@ -30,7 +30,8 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "backward": backward.BackwardArgs,
     "postprocess": backward.PostprocessArgs,
 }
-LAUNCH, ZERO, COPY, ADD, SELECT_ROWS, ADD_ROWS, DRIVER_CALL, MEMORY_OPS = range(8)  # kinds of steps
+# Kinds of steps.
+LAUNCH, ZERO, COPY, ADD, SELECT_ROWS, ADD_ROWS, DRIVER_CALL, MEMORY_OPS, SUM_COLUMNS = range(9)
 POINTER = 8  # bytes
 DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
 BYTES_16 = 10  # of elements of 16 bytes, as which rows are copied: torch.complex128
@@ -118,6 +119,9 @@ class ProgramRecorder(TorchDispatchMode):
         elif func is aten.index_add_.default and args[1] == 0 and not kwargs:
             views = args[0], args[3], args[2]
             self._steps.append([ADD_ROWS, *(x for view in views for x in self._view(view))])
+        elif func is aten.sum.dim_IntList and args[1:] == ([1],) and not kwargs:
+            self._allocated(result)
+            self._steps.append([SUM_COLUMNS, *self._view(result), *self._view(args[0])])
         else:
             made = list(_tensors((result,)))
             if func._schema.is_mutable or not made or not all(map(self._is_known, made)):
@@ -130,6 +134,8 @@ class ProgramRecorder(TorchDispatchMode):
                 self._owners |= {id(x): (place.tensor, owner) for x in made}
 
     def _allocated(self, x: torch.Tensor) -> None:
+        if not x.numel():
+            return  # nothing reads it
         if not x.is_contiguous() or x.dtype not in DTYPES:
             raise ProgramError(f"it allocates {x.dtype} with strides {x.stride()}")
         self._buffers.append(x)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ringfa3.kernels.sinks import apply_sink, sink_gradient
 from ringfa3.planning.tiling import FIRST, LAST, Plan, Table, Tiling
 
 TILE_M = 128  # query rows of a forward tile, and the row grid
@@ -51,6 +52,7 @@ def attend(
     out: torch.Tensor,
     partial_out: torch.Tensor,
     lse: torch.Tensor,
+    sink: torch.Tensor | None = None,
 ) -> None:
     """One hop of the forward pass: fills or merges the rows of every tile.
 
@@ -61,12 +63,14 @@ def attend(
         partial_out: from `new_partial_out`. Rows that are FIRST and LAST at once do not use it; it
             may be empty if all rows are.
         lse: (h, t) statistics dtype, natural logarithm; -inf for a row that has seen no key.
+        sink: (h,) statistics dtype, a logit a head, in the softmax of rows whose LAST hop this is;
+            LSE counts it from then on.
     """
     for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():
         here = slice(row0, row0 + rows)
         spans = spans_of(tiling.spans, first_span, num_spans)
         o, tile_lse = _attend_tile(q[here], k, v, spans, row0, scale)
-        store_tile(o, tile_lse, here, flags, out, partial_out, lse)
+        store_tile(o, tile_lse, here, flags, out, partial_out, lse, sink)
 
 
 def store_tile(
@@ -77,12 +81,13 @@ def store_tile(
     out: torch.Tensor,
     partial_out: torch.Tensor,
     lse: torch.Tensor,
+    sink: torch.Tensor | None = None,
 ) -> None:
     """Stores a tile's rows `here`, or merges them with earlier hops, as its `flags` say.
 
     Args:
         o: (hk, g * rows, d), normalised; tile_lse: (hk, g * rows).
-        out, partial_out, lse: as in `attend`.
+        out, partial_out, lse, sink: as in `attend`.
     """
     hk, _, d = o.shape
     rows = here.stop - here.start
@@ -90,6 +95,8 @@ def store_tile(
     tile_lse = tile_lse.view(-1, rows)  # (h, rows)
     if not flags & FIRST:
         o, tile_lse = merge(partial_out[here], lse[:, here], o, tile_lse)
+    if flags & LAST and sink is not None:
+        tile_lse = apply_sink(o, tile_lse, sink)
     lse[:, here] = tile_lse
     if flags & LAST:
         out[here] = o[..., : out.shape[-1]]
@@ -161,8 +168,10 @@ class BackwardPass:
         plan: Plan,
         scale: float,
         deterministic: bool,
+        sink: torch.Tensor | None = None,
     ) -> None:
         del plan, deterministic  # no row grid, and one order of additions
+        self._dsink = None if sink is None else sink_gradient(dout, dlse, out, lse, sink)
         self._dout, self._q, self._scale = dout, q, scale
         self._lse, self._delta = preprocess(dout, out, lse, dlse)
         self._dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
@@ -197,6 +206,10 @@ class BackwardPass:
     def dq(self) -> torch.Tensor:
         """(t, h, d) in the dtype of q, after the last hop."""
         return self._dq.to(self._q.dtype)
+
+    def dsink(self) -> torch.Tensor:
+        """(h,) in the dtype of LSE, of all rows; (0,) for a pass without a sink."""
+        return self._lse.new_empty((0,)) if self._dsink is None else self._dsink
 
 
 def attend_backward(

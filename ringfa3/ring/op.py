@@ -133,29 +133,33 @@ def ring_attention(
     settings = scale, deterministic, precision, transport
     call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
     if precision == "native":
-        out, lse = run_forward(q, k, v, scale, call)
-    else:
-        with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
-            out, lse = quantised_forward.run_forward(
-                q, k, v, call.plan, scale, precision, call.messages
-            )
-    if sink is not None:
-        lse = apply_sink(out, lse, sink)
+        return run_forward(q, k, v, scale, call, sink)
+    with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
+        out, lse = quantised_forward.run_forward(
+            q, k, v, call.plan, scale, precision, call.messages
+        )
+        if sink is not None:
+            lse = apply_sink(out, lse, sink)
     return out, lse
 
 
 def run_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: PreparedCall
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    call: PreparedCall,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ring_attention` in the dtype of q, after `prepare_call`."""
     with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
-        replayed = ring_pass.replay(k, (q, k, v), scale)
+        replayed = ring_pass.replay(k, (q, k, v, sink), scale)
         if replayed is not None:
             out, lse = replayed
             return out, lse
         with ring_pass.recording as recording:
-            results = _forward_hops(q, k, v, scale, call, ring_pass)
+            results = _forward_hops(q, k, v, sink, scale, call, ring_pass)
             recording.keep(results)
     return results
 
@@ -164,11 +168,12 @@ def _forward_hops(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sink: torch.Tensor | None,
     scale: float,
     call: PreparedCall,
     ring_pass: RingPass,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of all hops."""
+    """(out, lse) of all hops. The sink counts at each row's last hop."""
     kernel = select_forward(q, call.plan.hops)  # which `prepare_call` has built
     hops = call.hops
     tilings = hops.forward(kernel.tile_m)
@@ -179,7 +184,7 @@ def _forward_hops(
 
     def attend(hop: int, x: HopTensors) -> None:
         more = () if x.arrivals is None else (x.arrivals,)
-        kernel.attend(q, x.k, x.v, tilings[hop], scale, out, running, lse, *more)
+        kernel.attend(q, x.k, x.v, tilings[hop], scale, out, running, lse, *more, sink=sink)
 
     ring_pass.start(k, _widened(v, k), kernel.takes_arrivals)
     ring_pass.run(attend)
@@ -195,21 +200,27 @@ def ring_attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sink: torch.Tensor | None,
     plan: int,
     scale: float,
     deterministic: bool,
     precision: str,
     transport: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) of this rank's tokens in the dtypes of q, k, v."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsink) of this rank's tokens in the dtypes of q, k, v, lse.
+
+    sink and dsink as in `functional.attention_backward`.
+    """
     context = ContextPlan.from_handle(plan)
     call = prepare_call(q, k, v, context, scale, deterministic, precision, transport, "backward")
-    return run_backward(dout, dlse, q, k, v, out, lse, scale, deterministic, call)
+    grads = run_backward(dout, dlse, q, k, v, out, lse, scale, deterministic, call, sink)
+    dq, dk, dv, dsink = grads if sink is not None else (*grads, lse.new_empty((0,)))
+    return dq, dk, dv, dsink
 
 
-BackwardInputs: TypeAlias = tuple[  # dout, dlse, q, k, v, out, lse
+BackwardInputs: TypeAlias = tuple[  # dout, dlse, q, k, v, out, lse, sink
     torch.Tensor, torch.Tensor | None,
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None,
 ]  # fmt: skip
 
 
@@ -224,16 +235,16 @@ def run_backward(
     scale: float,
     deterministic: bool,
     call: PreparedCall,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`ring_attention_backward` after `prepare_call`."""
-    inputs = dout, dlse, q, k, v, out, lse
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """`ring_attention_backward` after `prepare_call`; without a sink (dq, dk, dv) alone."""
+    inputs = dout, dlse, q, k, v, out, lse, sink
     with _on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
         with _report_errors(call.plan):
             replayed = ring_pass.replay(k, inputs, (scale, deterministic))
         if replayed is not None:
-            dq, dk, dv = replayed
-            return dq, dk, dv
+            return replayed
         with ring_pass.recording as recording:
             with _report_errors(call.plan):
                 backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
@@ -244,9 +255,9 @@ def run_backward(
                 for x, grad in zip((k, v), ring_pass.dkv.unbind(1), strict=True)
             )
             del ring_pass  # its float32 dK and dV are freed before dQ is made
-            dq = backward.dq()
-            recording.keep((dq, dk, dv))
-    return dq, dk, dv
+            grads = backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))
+            recording.keep(grads)
+    return grads
 
 
 def _backward_hops(
@@ -257,12 +268,12 @@ def _backward_hops(
     ring_pass: RingPass,
 ) -> BackwardPass:
     """The pass behind all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
-    dout, dlse, q, k, v, out, lse = inputs
+    dout, dlse, q, k, v, out, lse, sink = inputs
     kernel = select_backward(q)
     ring_pass.start(k, _widened(v, k))
     hops = call.hops
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
-    backward = kernel.make_pass(dout, dlse, q, out, lse, hops, scale, deterministic)
+    backward = kernel.make_pass(dout, dlse, q, out, lse, hops, scale, deterministic, sink)
     group = q.shape[1] // k.shape[1]
 
     def attend(hop: int, x: HopTensors) -> None:

@@ -217,9 +217,9 @@ def _events(group: Group, kv_heads: int) -> tuple[list[str], list[str]]:
     events: list[str] = []
 
     def noted(name: str, inner: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object) -> object:
+        def call(*args: object, **options: object) -> object:
             events.append(name)
-            return inner(*args)
+            return inner(*args, **options)
 
         return call
 

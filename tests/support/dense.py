@@ -60,6 +60,19 @@ def attention(
     return torch.einsum("htn,nhd->thd", p, v), lse.masked_fill(blind, -torch.inf)
 
 
+def attention_with_sink(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor, allowed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (t, h, d) and lse (h, t) of a softmax whose last column is the sink, without a value."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = torch.einsum("thd,nhd->htn", q * q.shape[-1] ** -0.5, k)
+    s = s.masked_fill(~allowed, -torch.inf)
+    s = torch.cat((s, sink[:, None, None].expand(*s.shape[:2], 1)), -1)
+    p = s.softmax(-1)[..., :-1]
+    return torch.einsum("htn,nhd->thd", p, v), s.logsumexp(-1)
+
+
 def gradients(
     inputs: Sequence[torch.Tensor],
     outputs: tuple[torch.Tensor, torch.Tensor],

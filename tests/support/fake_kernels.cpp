@@ -1,6 +1,7 @@
 // Kernels for tests of the host library, and the driver that it asks: they run on the CPU, at once,
 // and keep the arguments of every launch. Their results show which tensors they were given: rows of
 // out are rows of q, k and v in turn; dk and dv are k and v; dq is dout, with lse and dlse added.
+// A sink is added to lse, and to what a block adds to dsink.
 #include <cstdint>
 #include <cstring>
 #include <mutex>
@@ -95,7 +96,8 @@ int forward(ForwardArgs const* a, void* stream) {
         int64_t const at = token % x.tokens;
         row(a->out, token, head)[c] = row(x, at, c % 3 ? head / group : head)[c];
       }
-      a->lse[head * a->lse_head_stride + token] = static_cast<float>(token + 1000 * head);
+      float const sink = a->sink ? a->sink[head] : 0;
+      a->lse[head * a->lse_head_stride + token] = static_cast<float>(token + 1000 * head) + sink;
     }
   }
   return 0;
@@ -113,6 +115,9 @@ int preprocess(PreprocessArgs const* a, void* stream) {
       if (a->dlse) dq[1] += a->dlse[head * a->dlse_head_stride + token];
       dq[2] += number(row(a->out, token, head)[2]);
     });
+    for (int64_t block = 0; a->sink && block < a->grid.num_blocks; ++block) {
+      a->dsink[head * a->grid.num_blocks + block] = a->sink[head] + static_cast<float>(block);
+    }
   }
   std::memset(a->words, 0, a->num_words * sizeof *a->words);
   return 0;

@@ -69,7 +69,7 @@ class Outcome:
 
     def differences(self, other: Outcome) -> list[str]:
         """Names of the results and launches that differ in any bit."""
-        names = ("out", "lse", "dq", "dk", "dv")
+        names = ("out", "lse", "dq", "dk", "dv", "dsink")
         pairs = zip(names, self.results, other.results, strict=False)
         found = [name for name, x, y in pairs if not equal(x, y)]
         if [x[0] for x in self.launches] != [x[0] for x in other.launches]:
@@ -95,18 +95,24 @@ def call(
     lengths: torch.Tensor | None = None,
     dlse: bool = False,
     backward: bool = True,
+    sink: torch.Tensor | None = None,
     **options: Any,
 ) -> Outcome:
     """A forward and, if wanted, a backward; `options` are those of `flash_attn_func`."""
     leaves = [x.detach().requires_grad_(backward) for x in inputs[:3]]
+    if sink is not None:
+        leaves.append(sink.detach().requires_grad_(backward))
+        options["sink"] = leaves[3]
     kernels.take()
     if shape.documents is None:
-        out, lse = flash_attn_func(*leaves, return_lse=True, **options)
+        out, lse = flash_attn_func(*leaves[:3], return_lse=True, **options)
     else:
         cu = shape.cumulative() if lengths is None else lengths
-        out, lse = flash_attn_varlen_func(*leaves, cu, cu, return_lse=True, **options)
+        out, lse = flash_attn_varlen_func(*leaves[:3], cu, cu, return_lse=True, **options)
     results = [out.detach(), lse.detach()]
     known = dict(zip(("q", "k", "v", "dout"), inputs, strict=True))
+    if sink is not None:
+        known["sink"] = sink
     if backward:
         grads = [inputs[3], lse.detach() + 1] if dlse else [inputs[3]]
         results += torch.autograd.grad([out, lse][: len(grads)], leaves, grads)

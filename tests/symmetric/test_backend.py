@@ -93,11 +93,13 @@ class Waiting:
             takes_arrivals=True,
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *rest: Any) -> None:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *rest: Any, sink: Tensor | None
+    ) -> None:
         for number in sorted(set(tiling.spans["arrival"].tolist()) - {0}):
             self.awaited += 1
             self.cuda.until(lambda n=number: int(rest[4][n]) == 1)  # type: ignore[misc]
-        reference.attend(q, k, v, tiling, *rest[:4])
+        reference.attend(q, k, v, tiling, *rest[:4], sink)
 
 
 @pytest.mark.parametrize("forward", [*FORWARD_MODES, "gathered, inside"])
