@@ -316,10 +316,10 @@ def test_selective_checkpointing_runs_the_forward_once(
     count = 0
     inner = reference.attend
 
-    def counted(*args: object) -> None:
+    def counted(*args: object, **options: object) -> None:
         nonlocal count
         count += 1
-        inner(*args)  # type: ignore[arg-type]
+        inner(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(reference, "attend", counted)
     inputs = dense_inputs(2, 12, 12)

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, host
-from ringfa3.kernels.program import DTYPES, ZERO
+from ringfa3.kernels.backward import PreprocessArgs
+from ringfa3.kernels.program import DTYPES, POINTER, ZERO
 from tests.support.both_hosts import in_threads
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Outcome, Shape, call, equal
@@ -130,6 +131,25 @@ def test_the_second_call_of_a_kind_is_recorded(kernels: FakeKernels) -> None:
         call(kernels, BASE, BASE.inputs())
         assert tuple(map(counted, made)) == expected
     assert counted("python") == 0
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_sink_is_replayed_with_and_without_its_gradient(
+    kernels: FakeKernels, differentiated: bool
+) -> None:
+    """dsink of the third call is that of Python; without gradient nothing computes it."""
+    leaves = [x.requires_grad_() for x in BASE.inputs()[:3]]
+    sink = torch.arange(4.0).requires_grad_(differentiated)
+    wanted, found = [*leaves, *([sink] if differentiated else [])], []
+    for _ in range(3):
+        out = flash_attn_func(*leaves, sink=sink)
+        assert isinstance(out, torch.Tensor)
+        found.append(torch.autograd.grad(out.sum(), wanted))
+    assert (counted("recorded"), counted("replayed")) == (2, 2)
+    assert all(map(equal, found[0], found[2]))
+    written = [x for x in kernels.take() if x.name == "preprocess"]
+    at = PreprocessArgs.dsink.offset
+    assert {any(x.words[at : at + POINTER]) for x in written} == {differentiated}
 
 
 def test_kinds_that_were_seen_once_are_bounded(kernels: FakeKernels) -> None:

@@ -106,21 +106,6 @@ def test_8_bits_are_run_by_python(kernels: FakeKernels) -> None:
     assert host.counts()["recorded"] == 2
 
 
-def test_a_sink_without_gradient_has_programs_of_its_own(kernels: FakeKernels) -> None:
-    """Of the backward, which computes no dsink; the forward is of one kind."""
-    inputs, sink = leaves(), torch.ones(4)
-    grads = []
-    for given, replayed_calls in ((sink, (0, 0, 2)), (sink.clone().requires_grad_(), (1, 1, 2))):
-        wanted = [*inputs, given] if given.requires_grad else inputs
-        for replayed in replayed_calls:
-            with replays(replayed):
-                out = attend(*inputs, sink=given)
-                made = torch.autograd.grad(out.sum(), wanted)
-        grads.append(made)
-    assert [len(made) for made in grads] == [3, 4]
-    assert grads[1][3].any()
-
-
 def test_float64_is_run_by_the_executor(kernels: FakeKernels) -> None:
     """It launches no kernel, so no program repeats it."""
     for _ in range(3):

@@ -230,8 +230,8 @@ def parser() -> argparse.ArgumentParser:
         "stages, or fp8 with V transposed in the kernel or sums promoted; the paper's Table 2 has "
         "--dtype fp16), merge (epilogues of a hop), deterministic "
         "(the deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype), "
-        "below (head dims 40 to 192 beside the next kernel's own), host (microseconds to start a "
-        "call); default paper gqa",
+        "below (head dims 40 to 192 beside the next kernel's own), sinks (with them and without), "
+        "host (microseconds to start a call); default paper gqa",
     )  # fmt: skip
     p.add_argument(
         "--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS),

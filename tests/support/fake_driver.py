@@ -29,7 +29,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_kernels import FakeKernels
 
 Entry = tuple[object, ...]
-COMPUTES = ("copy_", "add_", "zero_", "index_add_", "index_select")
+COMPUTES = ("copy_", "add_", "zero_", "index_add_", "index_select", "sum")
 COPIES = {"_to_copy": "copy_", "clone": "copy_"}  # the library allocates before
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
-from ringfa3.planning.tiling import Plan, Tiling
+from ringfa3.planning.tiling import Plan
 from ringfa3.ring import op, prepare_call
 from ringfa3.ring.group import RingGroup, Settings
 from ringfa3.ring.op import ring_attention
@@ -93,9 +93,7 @@ class Waiting:
             takes_arrivals=True,
         )
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *rest: Any, sink: Tensor | None
-    ) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiling: Any, *rest: Any, sink: Any) -> None:
         for number in sorted(set(tiling.spans["arrival"].tolist()) - {0}):
             self.awaited += 1
             self.cuda.until(lambda n=number: int(rest[4][n]) == 1)  # type: ignore[misc]

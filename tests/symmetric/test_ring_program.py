@@ -71,6 +71,7 @@ class Rank:
     def call(self, kind: str, seed: int, plan: ContextPlan | None = None) -> Call:
         plan = plan or self.plan
         q, k, v, dout, out, lse = self.inputs(seed, plan)
+        sink = lse[:, 0].clone() if self.group.world > 2 else None
         call = PreparedCall(plan, kind, partial(SymmetricRingPass, self.backend))
         waits = dict(self.backend._waits)
         given: tuple[torch.Tensor | None, ...]
@@ -79,12 +80,12 @@ class Rank:
             if kind == "backward":
                 dlse = lse + 1 if self.group.world == 3 else None
                 given = dout, dlse, q, k, v, out, lse
-                results = run_backward(*given, SCALE, False, call)
+                results = run_backward(*given, SCALE, False, call, sink)
             else:
                 given = q, k, v
-                results = run_forward(*given, SCALE, call)
+                results = run_forward(*given, SCALE, call, sink)
         log = self.cuda.taken()
-        return in_terms(log, given, self.backend, waits), list(results)
+        return in_terms(log, (*given, sink), self.backend, waits), list(results)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ MERGE = "merge"  # against other epilogues of a hop
 DETERMINISTIC = "deterministic"  # with deterministic=True and without
 FP8, INT8 = "fp8", "int8"  # with 8-bit operands and without
 BELOW = "below"  # head dims below a kernel's own, and with columns of zeros up to it
+SINKS = "sinks"  # with a sink and without
 OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     ABLATION: FORWARD,
     MERGE: FORWARD,
@@ -34,6 +35,7 @@ OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     FP8: FORWARD,
     INT8: FORWARD,
     BELOW: None,
+    SINKS: None,
 }
 SCORES = "scores"
 HOST = "host"  # its rows are times of the host; it runs alone, too
@@ -167,6 +169,14 @@ def below(shrink: int) -> Iterable[Case]:
             yield replace(case, label=f"{case.label}, {heads[0]}:{heads[1]}")
 
 
+def sinks(shrink: int) -> Iterable[Case]:
+    """One sequence of 8k, 64 query heads on 8 KV heads, with a window of 128 and causal."""
+    windows = ("window 128", (max(1, 128 // shrink), 0)), ("causal", CAUSAL)
+    for label, window in windows:
+        case = dense(SINKS, 1, 8 * K // shrink, (64, 8), 64, window)
+        yield replace(case, label=f"{case.label}, {label}")
+
+
 def quantised(set_name: str, shrink: int) -> Iterable[Case]:
     """16k tokens, hidden size 2048, scores of 1 and 4 nats; documents of 1k to 64k and a window of
     4k, each followed by a causal sequence of equal FLOPs."""
@@ -194,6 +204,7 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     FP8: partial(quantised, FP8),
     INT8: partial(quantised, INT8),
     BELOW: below,
+    SINKS: sinks,
 }
 
 

@@ -21,6 +21,7 @@ from ringfa3.bench.attention.cases import (
     OWN_IMPLEMENTATIONS,
     PEERS,
     SCORES,
+    SINKS,
     select,
 )
 from ringfa3.bench.attention.cudnn_fp8 import NAME as CUDNN_FP8
@@ -42,7 +43,14 @@ from ringfa3.bench.common.comparison import (
     recording_stop,
 )
 from ringfa3.bench.common.fa3 import MODULE, flash_attention_3
-from ringfa3.bench.common.implementations import FA3, FA4, RINGFA3, LoadError, RingFA3
+from ringfa3.bench.common.implementations import (
+    FA3,
+    FA4,
+    FAR_BELOW,
+    RINGFA3,
+    LoadError,
+    RingFA3,
+)
 from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.problem import Implementation
 from ringfa3.bench.common.report import Presentation, Report
@@ -201,7 +209,7 @@ def _with_own_implementations(
     """As `_implementations`, for a set of `OWN_IMPLEMENTATIONS`."""
     smoke = device.type == "cpu"
     for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
-        if given is not None and (smoke or name in (ABLATION, MERGE)):
+        if given is not None and (smoke or name in (ABLATION, MERGE, SINKS)):
             where = " on the CPU" if smoke else ""
             raise BenchError(f"--{option} has no part in --set {name}{where}")
     if name == DETERMINISTIC:
@@ -232,6 +240,8 @@ def _with_own_implementations(
     if name == BELOW:
         found, missing = ([], []) if smoke else _flash_attentions(options)
         return [RingFA3(), ZeroColumns(), *found], missing
+    if name == SINKS:
+        return [RingFA3(f"{RINGFA3} with a sink", sink=FAR_BELOW), RingFA3()], []
     return [Epilogue(kind) for kind in EPILOGUES], []
 
 

@@ -19,10 +19,15 @@ from ringfa3.bench.common.problem import (
     prepare_forward,
 )
 from ringfa3.kernels.dispatch import executor_reason
+from ringfa3.kernels.reference import statistics_dtype
 
 RINGFA3, FA3, FA4 = "RingFA3", "FA3", "FA4"
 # Of the errors of 8 bits, over that of O; about twice that of sigma 4.
 RMS = {"fp8": 0.2, "int8": 0.05}
+
+# A sink, in nats, that changes no bit of a result: N(0, 1) is the distribution of scores. Kernels
+# compute the same for it as for any other.
+FAR_BELOW = -100.0
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -53,15 +58,32 @@ class SingleDevice(ABC):
 class RingFA3(SingleDevice):
     """RingFA3's public functions. On a GPU only where a kernel runs them, never the executor.
 
-    `precision` as theirs: "fp8" and "int8" quantise in every call, and have a forward alone.
+    `precision` as theirs: "fp8" and "int8" quantise in every call, and have a forward alone. `sink`
+    is that of every head, in nats; a backward computes its gradient, too. None: no sinks.
     """
 
     def __init__(
-        self, name: str = RINGFA3, deterministic: bool = False, precision: str = "native"
+        self,
+        name: str = RINGFA3,
+        deterministic: bool = False,
+        precision: str = "native",
+        sink: float | None = None,
     ) -> None:
         self.name, self.deterministic, self.precision = name, deterministic, precision
+        self.sink = sink
 
     def attend(self, case: Case, device: torch.device) -> Attend:
+        sinks: dict[tuple[int, bool], torch.Tensor] = {}
+
+        def sink_for(q: torch.Tensor) -> torch.Tensor | None:
+            if self.sink is None:
+                return None
+            kind = heads, differentiated = q.shape[-2], q.requires_grad
+            if kind not in sinks:
+                made = torch.full((heads,), self.sink, dtype=statistics_dtype(q.dtype))
+                sinks[kind] = made.to(device).requires_grad_(differentiated)
+            return sinks[kind]
+
         # Causal is the window (-1, 0).
         options: Any = {
             "window_size": case.window,
@@ -70,9 +92,11 @@ class RingFA3(SingleDevice):
             "softmax_scale": case.head_dim**-0.5,  # q may have columns of zeros beyond it
         }
         if not case.packed:
-            return lambda q, k, v: tensor(flash_attn_func(q, k, v, **options))
+            return lambda q, k, v: tensor(flash_attn_func(q, k, v, sink=sink_for(q), **options))
         cu = torch.tensor(case.cumulative, dtype=torch.int32)  # on the CPU: the plan reads it there
-        return lambda q, k, v: tensor(flash_attn_varlen_func(q, k, v, cu, cu, **options))
+        return lambda q, k, v: tensor(
+            flash_attn_varlen_func(q, k, v, cu, cu, sink=sink_for(q), **options)
+        )
 
     def prepare(self, problem: Problem) -> PreparedRun:
         require_kernel(problem, self.precision)

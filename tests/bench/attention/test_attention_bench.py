@@ -255,6 +255,7 @@ def test_the_ablation_says_where_its_kernels_are_absent(
         ("merge", "forward", ["merge", "store", "store in float32", "merge and store"]),
         ("deterministic", "backward", ["RingFA3 deterministic", "RingFA3"]),
         ("below", "backward", ["RingFA3", "RingFA3 at the kernel's head dim"]),
+        ("sinks", "backward", ["RingFA3 with a sink", "RingFA3"]),
         ("mqa", "forward", ["RingFA3 executor", "SDPA math", "SDPA flash"]),
         ("hops", "backward", ["RingFA3 executor", "SDPA math", "SDPA flash"]),
     ],
@@ -262,7 +263,7 @@ def test_the_ablation_says_where_its_kernels_are_absent(
 def test_sets_on_the_cpu_from_end_to_end(
     tmp_path: Path, name: str, direction: str, names: list[str]
 ) -> None:
-    arguments = ("--device", "cpu", "--set", name, "--head-dim", "128", "-q")
+    arguments = ("--device", "cpu", "--set", name, "--head-dim", "64", "128", "-q")
     assert run(*arguments, "--direction", direction[0] + "wd", "--out", tmp_path) == 0
     found = Results.load(tmp_path / "results.json")
     assert found.rows

@@ -84,6 +84,13 @@ def test_head_dims_between_those_of_the_kernels_are_selected_by_kernel() -> None
     assert {c.lengths for c in select(["below"])} == {(8192, 8192)}
 
 
+def test_sinks_have_the_shape_of_their_bar() -> None:
+    found = select(["sinks"])
+    shapes = {(c.lengths, c.heads, c.kv_heads, c.head_dim) for c in found}
+    assert shapes == {((8192,), 64, 8, 64)}
+    assert [c.window for c in found] == [(128, 0), CAUSAL]
+
+
 def test_scores_have_the_shapes_of_their_bars() -> None:
     found = select(["scores"])
     timed = [c for c in found if c.scores in TIMED and c.heads == c.kv_heads]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from ringfa3.bench.common import implementations
 from ringfa3.bench.common.cases import BACKWARD, FORWARD, Case
 from ringfa3.bench.common.communicator import Communicator
 from ringfa3.bench.common.fa3 import Fa3Module, Fa3Ops, flash_attention_3
-from ringfa3.bench.common.implementations import RMS, LoadError, RingFA3
+from ringfa3.bench.common.implementations import FAR_BELOW, RMS, LoadError, RingFA3
 from ringfa3.bench.common.problem import (
     Implementation,
     Problem,
@@ -32,7 +33,9 @@ from ringfa3.bench.common.problem import (
     make_problem,
 )
 from ringfa3.bench.ring.implementations import Ring
+from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
+from ringfa3.kernels.sinks import sink_gradient
 from ringfa3.planning.tiling import FIRST, Plan
 from tests.support.cases import CASES
 from tests.support.dense import attention, gradients, mask, worst
@@ -190,6 +193,14 @@ class TestEveryImplementation:
 
     def test_zero_columns(self, case: Case, direction: str) -> None:
         check(ZeroColumns(), case, direction)
+
+    def test_a_sink_far_below(self, case: Case, direction: str) -> None:
+        """It counts: its gradient is computed, and one at 0 changes the results."""
+        with mock.patch.object(reference, "sink_gradient", wraps=sink_gradient) as computed:
+            check(RingFA3(sink=FAR_BELOW), case, direction)
+        assert computed.called is (direction == BACKWARD)
+        with pytest.raises(AssertionError, match="1e-05"):
+            check(RingFA3(sink=0.0), case, direction)
 
     @pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])
     def test_sdpa(self, case: Case, direction: str, backend: str) -> None:
