@@ -134,16 +134,16 @@ def test_8_bits(precision: str) -> None:
     assert worst([(got, out * torch.exp(lse - with_sink).transpose(1, 2)[..., None])]) < 1e-6
 
 
-def test_bfloat16_rounds_once_more() -> None:
-    """Error against float64 at most twice that of bfloat16 attention without sinks, + 1e-5."""
+def test_bfloat16_rounds_once() -> None:
+    """Each number within 2^-8 of its size, + 1e-6, of float64: the executor counts the sink before
+    it rounds."""
     (q, k, v), _, _ = tensors(2, 200, HEADS, 32)
     allowed = torch.from_numpy(mask([200], [200], -1, 0))
     half = [x.bfloat16() for x in (q, k, v)]
     exact, _ = attention_with_sink(*(x.double() for x in half), SINK, allowed)
-    plain, _ = attention_with_sink(*half, SINK.bfloat16(), allowed)
     got = flash_attn_func(*(x[None] for x in half), causal=True, sink=SINK.float())
     assert isinstance(got, torch.Tensor)
-    assert worst([(got[0], exact)]) <= 2 * worst([(plain, exact)]) + 1e-5
+    assert ((got[0] - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
 
 
 X = torch.randn(1, 5, 4, 8)

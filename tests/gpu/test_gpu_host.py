@@ -51,19 +51,22 @@ def inputs(
 
 
 def run(given: Inputs, cu: Any = None, dlse: bool = False, **options: Any) -> Inputs:
-    """Out, LSE and gradients, with deterministic gradients."""
+    """Out, LSE and gradients, with deterministic gradients. A sink requires its gradient."""
     *leaves, dout = given
     options = {"deterministic": True, "return_lse": True, **options}
     if cu is None:
         out, lse = flash_attn_func(*leaves, **options)
     else:
         out, lse = flash_attn_varlen_func(*leaves, cu, cu, **options)
+    if "sink" in options:
+        leaves.append(options["sink"])
     results, grads = ([out, lse], [dout, lse.detach() * 0.1]) if dlse else ([out], [dout])
     return [out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, grads)]
 
 
 def same(got: Inputs, wanted: Inputs, what: object = "") -> None:
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
+    assert len(got) == len(wanted), what
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv", "dsink"), got, wanted, strict=False):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype), f"{name} {what}"
         assert torch.equal(x, y), f"{name} {what}"
 
@@ -99,6 +102,13 @@ def compare(make: Callable[[int], Inputs], **options: Any) -> None:
 @pytest.mark.parametrize("dlse", [False, True])
 def test_dense(d: int, dtype: torch.dtype, mask: dict[str, Any], dlse: bool) -> None:
     compare(lambda n: inputs(d=d, dtype=dtype, seed=n), dlse=dlse, **mask)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dlse", [False, True])
+def test_sinks(d: int, dlse: bool) -> None:
+    sink = torch.linspace(-2, 4, 8, device="cuda").requires_grad_()
+    compare(lambda n: inputs(d=d, seed=n), dlse=dlse, window_size=(127, 0), sink=sink)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (1, 4096), (16, 1000), (3, 77)])

@@ -44,15 +44,7 @@ def test_gradients(emulated: Machine, unit: Unit, with_dlse: bool) -> None:
 
 
 @pytest.mark.parametrize("unit", units("backward"))
-@pytest.mark.parametrize(
-    "check",
-    [
-        checks.special_sinks,
-        checks.a_pass_without_sinks_gives_none,
-        checks.the_function_differentiates,
-    ],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.parametrize("check", checks.OF_CALLS, ids=lambda check: check.__name__)
 def test_calls(emulated: Machine, check: Callable[..., None], unit: Unit) -> None:
     emulated.settings(0, 0.3)
     check(unit, "cpu")

@@ -209,3 +209,4 @@ def the_function_differentiates(unit: Unit, device: str) -> None:
 
 
 OF_FORWARD = (forward_holds_the_gate, nothing_is_seen, hops_hold_the_gate)
+OF_CALLS = (special_sinks, a_pass_without_sinks_gives_none, the_function_differentiates)
