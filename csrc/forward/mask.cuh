@@ -25,7 +25,8 @@ CUTE_DEVICE void apply_mask(Scores&& s, Blocks const& block, int row, int lane) 
   constexpr int kColumns = decltype(size(s))::value / 2;
   SpanColumns const c = block.columns();
   int const top = row - lane / 4, last = block.start + kColumns * 4 - 1;
-  if (c.low + top + kWarpRows - 1 <= block.start && last <= c.high + top && last < block.end) return;
+  if (c.low + top + kWarpRows - 1 <= block.start && last <= c.high + top && last < block.end)
+    return;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const offset = block.start + 2 * (lane % 4);

@@ -11,12 +11,14 @@ using namespace cute;
 // Warp-wide: stores O = 0 and the LSE, the sink or -inf, for the rows of a tile that sees nothing.
 template <class Shapes>
 CUTE_DEVICE void store_empty_tile(ForwardArgs const& a, Tile const& tile, int head, int lane) {
-  constexpr int kEights = Shapes::D / 8;  // of a row of O, 16 bytes each
+  constexpr int kEights = Shapes::D / 8;  // of a row of D columns, 16 bytes each
   auto* const out = static_cast<typename Shapes::Element*>(a.out.data) + head * a.out.head_stride;
 #pragma unroll 1  // few registers
   for (int i = lane; i < tile.rows * kEights; i += kWarp) {
+    int const column = i % kEights * 8;
+    if (column >= a.out.head_dim) continue;
     int64_t const token = tile.row0 + i / kEights;
-    auto* const eight = out + token * a.out.token_stride + i % kEights * 8;
+    auto* const eight = out + token * a.out.token_stride + column;
     *reinterpret_cast<uint4*>(eight) = make_uint4(0, 0, 0, 0);
   }
   float const sink = sink_of<Shapes>(a, tile, head);

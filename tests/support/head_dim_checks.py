@@ -52,20 +52,21 @@ def function_holds_the_gate(unit: Unit, head_dims: tuple[int, int], case: int, d
 def forward_keeps_to_its_columns(unit: Unit, head_dims: tuple[int, int], device: str) -> None:
     """NaN beside q, k and v is not read; columns beside out are not written. The gate.
 
-    The second tile is partial: rows of it leave without TMA.
+    The second tile is partial: rows of it leave without TMA. Rows behind it see nothing.
     """
     d, d_v = head_dims
-    dtype, t, n = getattr(torch, unit.dtype), unit.tile_m + 37, 200
+    dtype, t, n, blind = getattr(torch, unit.dtype), unit.tile_m + 37, 200, 70
     torch.manual_seed(0)
-    q, k = (torch.randn(rows, 2, d, device=device).to(dtype) for rows in (t, n))
+    q, k = (torch.randn(rows, 2, d, device=device).to(dtype) for rows in (t + blind, n))
     v = torch.randn(n, 2, d_v, device=device).to(dtype)
     wide = [beside(x, torch.nan) for x in (q, k, v)]
-    out = beside(torch.full((t, 2, d_v), torch.nan, device=device, dtype=dtype), MARK)
-    lse = torch.empty(2, t, device=device)
-    tiling = plan_local(np.array([t]), np.array([n]), -1, -1).forward(unit.tile_m)[0]
+    out = beside(torch.full((t + blind, 2, d_v), torch.nan, device=device, dtype=dtype), MARK)
+    lse = torch.empty(2, t + blind, device=device)
+    tiling = plan_local(np.array([t, blind]), np.array([n, 0]), -1, -1).forward(unit.tile_m)[0]
     forward.attend(unit, *wide, tiling, d**-0.5, out, lse[:0], lse)
     assert (columns_behind(out) == MARK).all()
-    forward_checks.hold_gate((out, lse), (q, k, v), [(t, n)], (-1, -1), f"d {head_dims}")
+    lengths = [(t, n), (blind, 0)]
+    forward_checks.hold_gate((out, lse), (q, k, v), lengths, (-1, -1), f"d {head_dims}")
 
 
 def forward_hops_hold_the_gate(unit: Unit, head_dims: tuple[int, int], device: str) -> None:
