@@ -286,9 +286,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def report(text: str) -> None:
         console.print(text, soft_wrap=True)
 
+    loss_chunk = config.memory.loss_tokens(config.model.rows(config.data.vocab_size))
     report(
         f"{name}: {config.model.n_layers} layers, {config.data.seq_len:,} tokens, mlp_chunk "
-        f"{config.memory.mlp_chunk}, loss_chunk {config.memory.loss_chunk}"
+        f"{config.memory.mlp_chunk}, loss_chunk {loss_chunk}"
     )
     trial = Trial(config, device)
     compare_gradients(trial, report)

@@ -54,6 +54,9 @@ def make_folder(key: str, path: Path) -> None:
 
 
 FULL = "full"  # in model.windows: no window
+# By default as many tokens have logits at the same time as have 2^26 of them, but never so few that
+# matrix products starve.
+MOST_LOGITS, LEAST_LOSS_TOKENS = 2**26, 1024
 
 
 @dataclass
@@ -204,10 +207,16 @@ class TrainConfig:
 class MemoryConfig:
     recompute: str = "none"
     mlp_chunk: int | None = None
-    loss_chunk: int = 1024
+    loss_chunk: int | None = None
     offload: str = "none"
     offload_layers: int | None = None
     force: bool = False
+
+    def loss_tokens(self, rows: int) -> int:
+        """Tokens whose logits, ``rows`` each, exist at the same time."""
+        if self.loss_chunk is not None:
+            return self.loss_chunk
+        return max(LEAST_LOSS_TOKENS, MOST_LOGITS // rows)
 
     def offloaded(self, n_layers: int) -> int:
         """How many of ``n_layers`` layers offload their tensors: the first ones, not the last."""

@@ -169,7 +169,7 @@ def _phases(job: Job, block: int, embedding: int) -> dict[str, int]:
         mlp = (HIDDEN_WHOLE - 4) * hidden + 2 * T * model.dim * HALF
     if memory.recompute != "none":
         mlp += _normed(job) + stream
-    chunk = min(T, memory.loss_chunk)
+    chunk = min(T, memory.loss_tokens(job.rows))
     hidden_state = T * model.dim * (FULL + _stream(job))  # of the last norm, and its output
     loss = chunk * job.rows * LOGIT_BYTES + hidden_state + stream
     sharded = job.sharded_over > 1

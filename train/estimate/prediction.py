@@ -137,7 +137,7 @@ def _changed(job: Job, size: int, limits: Limits) -> Iterator[tuple[Job, list[st
     A timeout that is too short is raised with them.
     """
     config = job.config
-    open_changes = [(key, value) for key, value in CHANGES if _value(config, key) != value]
+    open_changes = [(key, value) for key, value in CHANGES if _value(job, key) != value]
     for chosen in itertools.combinations(open_changes, size):
         keys = [key for key, _ in chosen]
         if len(set(keys)) < size:
@@ -182,7 +182,10 @@ def _apply(config: Config, chosen: dict[str, object]) -> Config | None:
     return dataclasses.replace(config, memory=memory, train=train, engine=engine)
 
 
-def _value(config: Config, key: str) -> object:
+def _value(job: Job, key: str) -> object:
+    config = job.config
+    if key == "memory.loss_chunk":
+        return config.memory.loss_tokens(job.rows)
     section, _, name = key.partition(".")
     return config.engine.name if key == "engine" else getattr(getattr(config, section), name)
 

@@ -2,7 +2,8 @@
 
 A block of a step has one graph forward and one backward, which all blocks share. They are compiled
 in the first step, once more where the plan is another, and once more where the number of tokens is
-another: then for any number but 0 and 1, which have graphs of their own.
+another: then for any number but 0 and 1, which have graphs of their own. The loss between its
+matrix products is compiled likewise.
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ def compiled_block(recompute: str) -> Callable[..., Tensor]:
     is not one graph.
     """
     return _compiled(recompute, BACKEND)
+
+
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of tensors alone as one graph."""
+    return _compiled_function(function, BACKEND)
+
+
+@lru_cache(None)
+def _compiled_function(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    return torch.compile(function, backend=backend, fullgraph=True)
 
 
 @lru_cache(None)

@@ -1,4 +1,8 @@
-"""Cross entropy over a chunked sequence."""
+"""Cross entropy over a chunked sequence.
+
+Of a token with logits x and label y the loss is L = log sum exp x - x_y, and its gradient is
+softmax(x) but for label y: there it is softmax(x)_y - 1 = expm1(-L).
+"""
 
 from __future__ import annotations
 
@@ -11,59 +15,73 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from train.data.samples import IGNORED
+from train.model.compiled import compiled
 from train.model.matmul import linear, matmul
 from train.model.precision import product_dtype, sum_dtype
 
 
-def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
+def token_losses(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, fused: bool = False
+) -> Tensor:
     """Cross entropy of every token in nats, (T,) float32; 0 where the label is ``IGNORED``.
 
     The logits of only ``chunk`` tokens exist at a time; the backward pass recomputes them. It sums
     the gradient of ``weight`` over chunks in float32, whatever dtype autocast multiplies in.
-    Without any token the result is empty and still part of the autograd graph.
+    ``fused``: a compiler fuses what lies between matrix products. Without any token the result is
+    empty and still part of the autograd graph.
     """
-    return _TokenLosses.apply(hidden_TD, weight_VD, labels_T, chunk)
+    return _TokenLosses.apply(hidden_TD, weight_VD, labels_T, chunk, fused)
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, fused: bool
     ) -> Tensor:
-        ctx.dtype, ctx.chunk = product_dtype(hidden_TD), chunk
-        ctx.save_for_backward(hidden_TD, weight_VD, labels_T)
+        ctx.dtype, ctx.chunk, ctx.fused = product_dtype(hidden_TD), chunk, fused
         head_VD = weight_VD.to(ctx.dtype)
+        cross_entropy = compiled(_cross_entropy) if fused else _cross_entropy
         losses = [
-            F.cross_entropy(logits_TV, labels, ignore_index=IGNORED, reduction="none")
-            for labels, _, logits_TV in _chunks(ctx, hidden_TD, head_VD, labels_T)
+            cross_entropy(linear(rounded, head_VD), labels)
+            for rounded, labels in _chunks(ctx, hidden_TD, labels_T)
         ]
-        return torch.cat(losses)
+        losses_T = torch.cat(losses)
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, losses_T)
+        return losses_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlosses_T: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden_TD, weight_VD, labels_T = ctx.saved_tensors
+    def backward(ctx: Any, dlosses_T: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, labels_T, losses_T = ctx.saved_tensors
         head_VD = weight_VD.to(ctx.dtype)
         dhidden_TD = torch.empty_like(hidden_TD)
         dhead_VD = torch.zeros_like(weight_VD, dtype=sum_dtype(ctx.dtype))
-        chunks = _chunks(ctx, hidden_TD, head_VD, labels_T)
-        pieces = zip(dlosses_T.split(ctx.chunk), dhidden_TD.split(ctx.chunk), strict=True)
-        for (labels, hidden, logits_TV), (dlosses, dhidden) in zip(chunks, pieces, strict=True):
-            counted = labels != IGNORED
-            dlogits_TV = logits_TV.softmax(-1)
-            target_T1 = labels.where(counted, 0).unsqueeze(1)
-            dlogits_TV.scatter_add_(1, target_T1, dlogits_TV.new_full(target_T1.shape, -1))
-            dlogits_TV *= (dlosses * counted).unsqueeze(1)
-            rounded_TV = dlogits_TV.to(ctx.dtype)
-            dhidden.copy_(matmul(rounded_TV, head_VD))
-            dhead_VD += matmul(rounded_TV.T, hidden)
-        return dhidden_TD, dhead_VD.to(weight_VD.dtype), None, None
+        scaled_softmax = compiled(_scaled_softmax) if ctx.fused else _scaled_softmax
+        counted_T = labels_T != IGNORED
+        targets_T = labels_T.where(counted_T, 0)
+        factors_T = dlosses_T * counted_T
+        at_target_T = (losses_T.neg().expm1() * factors_T).to(ctx.dtype)
+        each = (x.split(ctx.chunk) for x in (targets_T, factors_T, at_target_T, dhidden_TD))
+        pieces = zip(*each, strict=True)
+        for (rounded, _), piece in zip(_chunks(ctx, hidden_TD, labels_T), pieces, strict=True):
+            targets, factors, at_target, dhidden = piece
+            dlogits_TV = scaled_softmax(linear(rounded, head_VD), factors)
+            dlogits_TV.scatter_(1, targets[:, None], at_target[:, None])
+            dhidden.copy_(matmul(dlogits_TV, head_VD))
+            dhead_VD += matmul(dlogits_TV.T, rounded)
+        return dhidden_TD, dhead_VD.to(weight_VD.dtype), None, None, None
 
 
-def _chunks(
-    ctx: Any, hidden_TD: Tensor, head_VD: Tensor, labels_T: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(labels, hidden in the compute dtype, logits in float32) of each chunk."""
+def _chunks(ctx: Any, hidden_TD: Tensor, labels_T: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(hidden in the compute dtype, labels) of each chunk."""
     for hidden, labels in zip(hidden_TD.split(ctx.chunk), labels_T.split(ctx.chunk), strict=True):
-        rounded = hidden.to(ctx.dtype)
-        yield labels, rounded, linear(rounded, head_VD).float()
+        yield hidden.to(ctx.dtype), labels
+
+
+def _cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    return F.cross_entropy(logits_TV.float(), labels_T, ignore_index=IGNORED, reduction="none")
+
+
+def _scaled_softmax(logits_TV: Tensor, factors_T: Tensor) -> Tensor:
+    """(T, V) in the dtype of the logits: the softmax of each row times its factor, in float32."""
+    return (logits_TV.float().softmax(-1) * factors_T[:, None]).to(logits_TV.dtype)

@@ -146,9 +146,9 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
 
-    def forward(self, hidden_TD: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
+    def forward(self, hidden_TD: Tensor, labels_T: Tensor, chunk: int, fused: bool) -> Tensor:
         """``token_losses`` with this matrix, (T,) float32."""
-        return token_losses(hidden_TD, self.weight, labels_T, chunk)
+        return token_losses(hidden_TD, self.weight, labels_T, chunk, fused)
 
 
 class Transformer(nn.Module):
@@ -259,9 +259,11 @@ class LanguageModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         with self._arithmetic(batch.tokens.device):
             hidden_TD = self.transformer(batch.tokens, batch.positions, batch.plan)
+            fused = self.transformer.compile and torch.is_grad_enabled()
+            settings = self.loss_chunk, fused
             if self.transformer.output is not None:
-                return self.transformer.output(hidden_TD, batch.labels, self.loss_chunk)
-            return token_losses(hidden_TD, self.transformer.head, batch.labels, self.loss_chunk)
+                return self.transformer.output(hidden_TD, batch.labels, *settings)
+            return token_losses(hidden_TD, self.transformer.head, batch.labels, *settings)
 
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:
@@ -306,10 +308,11 @@ def build_model(
     ``model.vocab_size``.
     """
     dtype = compute_dtype(config.train.precision, device)
+    rows = config.model.rows(n_tokens)
     with torch.device("meta" if meta else "cpu"):
         transformer = Transformer(
             config.model,
-            config.model.rows(n_tokens),
+            rows,
             config.train.seed,
             config.memory,
             attention=config.train.attention,
@@ -322,4 +325,4 @@ def build_model(
             deterministic=config.train.deterministic,
         )
     transformer = transformer if meta else transformer.to(device)
-    return LanguageModel(transformer, dtype, config.memory.loss_chunk)
+    return LanguageModel(transformer, dtype, config.memory.loss_tokens(rows))

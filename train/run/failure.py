@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.errors import RingError
-from train.config import Config
+from train.config import LEAST_LOSS_TOKENS, Config
 from train.model.precision import compute_dtype
 
 
@@ -102,8 +102,9 @@ def memory_advice(config: Config) -> str:
     Those of ``memory`` are valid together. torchrun's environment gives the number of processes.
     """
     ways, memory = [], config.memory
-    if memory.loss_chunk > 1024:
-        ways.append(f"memory.loss_chunk=1024 (now {memory.loss_chunk})")
+    tokens = memory.loss_tokens(config.model.vocab_size or config.data.vocab_size)
+    if tokens > LEAST_LOSS_TOKENS:
+        ways.append(f"memory.loss_chunk={LEAST_LOSS_TOKENS} (now {tokens})")
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     narrow = compute_dtype(config.train.precision, device) != torch.float32

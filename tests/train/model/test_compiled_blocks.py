@@ -70,7 +70,10 @@ def test_losses_and_gradients_are_those_of_the_uncompiled_model(graphs, recomput
         (losses, got), (expected, wanted) = (step(model, lengths) for model in models)
         for one, other in zip([losses, *got], [expected, *wanted], strict=True):
             assert float((one - other).abs().max()) <= 1e-6 * float(other.abs().max())
-    assert [attentions(graph) for graph in graphs] == [1] * min(plans, 2)
+    of_blocks = [attentions(graph) for graph in graphs if attentions(graph)]
+    assert of_blocks == [1] * min(plans, 2)
+    # of the loss and of its gradient: a chunk, then chunks of any number of tokens
+    assert 2 <= len(graphs) - len(of_blocks) <= 4
 
 
 @pytest.mark.soak

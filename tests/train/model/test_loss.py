@@ -7,18 +7,23 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from train.config import LEAST_LOSS_TOKENS, MOST_LOGITS, MemoryConfig
+from train.model import compiled
 from train.model.loss import token_losses
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
-def test_losses_and_gradients_equal_cross_entropy(chunk):
-    """float64 throughout but for the loss, which is float32: 1e-6 absolute."""
+def test_losses_and_gradients_equal_cross_entropy(chunk, fused, monkeypatch):
+    """float64 throughout but for the loss, which is float32: 1e-6 absolute. Fused by AOTAutograd,
+    without code generation."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     torch.manual_seed(0)
     hidden = torch.randn(100, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 50, (100,))
     labels[::7] = -100
-    losses = token_losses(hidden, weight, labels, chunk)
+    losses = token_losses(hidden, weight, labels, chunk, fused)
     reference = F.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="none")
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses.double(), reference, atol=1e-6, rtol=1e-6)
@@ -26,6 +31,33 @@ def test_losses_and_gradients_equal_cross_entropy(chunk):
     got = torch.autograd.grad((losses * weights).sum(), (hidden, weight))
     expected = torch.autograd.grad((reference * weights).sum(), (hidden, weight))
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_certain_and_hopeless_tokens_have_exact_gradients():
+    """Logits 40 nats apart, float32: against float64 to 1e-6 of the largest, 1e-15 for a certain
+    token, whose probability rounds to 1."""
+    hidden = torch.tensor([[40.0], [-40.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0], [-1.0]])
+    labels = torch.zeros(2, dtype=torch.int64)
+    got = torch.autograd.grad(token_losses(hidden, weight, labels, 2).sum(), hidden)[0]
+    exact = hidden.detach().double().requires_grad_()
+    losses = F.cross_entropy(exact @ weight.double().T, labels, reduction="none")
+    wanted = torch.autograd.grad(losses.sum(), exact)[0]
+    assert abs(float(got[0] - wanted[0])) <= 1e-15
+    assert abs(float(got[1] - wanted[1])) <= 2e-6
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "tokens"),
+    [
+        (None, 8192, MOST_LOGITS // 8192),
+        (None, 128_256, LEAST_LOSS_TOKENS),
+        (77, 8192, 77),
+        (5000, 128_256, 5000),
+    ],
+)
+def test_by_default_the_chunk_of_the_loss_depends_on_the_vocabulary(asked, rows, tokens):
+    assert MemoryConfig(loss_chunk=asked).loss_tokens(rows) == tokens
 
 
 def test_without_tokens_the_weights_still_get_a_gradient():
