@@ -83,7 +83,8 @@ def make_once(
                 # the entry of that name is damaged, or NFS does not show it yet
                 os.rename(work / "entry", folder / f"{name}.{work.name.rpartition('@')[2]}")
             made = find()
-            assert made is not None
+            if made is None:
+                raise BuildError(f"the sources changed while {name} was made: build it again")
             failure.unlink(missing_ok=True)
             return made
         except BuildError as error:

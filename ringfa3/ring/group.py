@@ -41,6 +41,7 @@ from ringfa3.symmetric.self_test import open_backend
 
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
 POLL_S = (0.001, 0.005)  # between two looks for the entries of all ranks, first and longest
+BEFORE = "agreement before a ring call"
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -185,12 +186,18 @@ class RingGroup:
             RingError: an earlier call failed; the group's connections are in no known state.
             ValueError, TypeError: another rank refuses this call or the one before.
         """
-        if self.failure is not None:
-            raise RingError(f"the context group is lost since: {self.failure}")
+        self._require_peers()
         self.call += 1
         self.settings, self._refused = settings, False
         if self._monitor is not None and self._monitor.join_request == self.epoch + 1:
             self._join_agreement("before its first hop")
+
+    def _require_peers(self) -> None:
+        """Raises RingError if this rank or another has given up, as far as is known."""
+        if self.failure is not None:
+            raise RingError(f"the context group is lost since: {self.failure}")
+        if (cause := self.peer_failure()) is not None:
+            raise self.fail(gave_up(BEFORE, cause))
 
     def _join_agreement(self, place: str) -> None:
         """Joins an agreement that a rank in trouble has entered; raises on all ranks."""
@@ -209,8 +216,7 @@ class RingGroup:
         """
         if error is None and settings.key in self._agreed:
             return
-        if self.failure is not None:
-            raise RingError(f"the context group is lost since: {self.failure}")
+        self._require_peers()
         self._enter({"settings": settings, "error": _described(error), "mid_call": False})
         self._agreed[settings.key] = None
         if len(self._agreed) > MAX_AGREEMENTS:
@@ -264,7 +270,7 @@ class RingGroup:
                     entries.extend(json.loads(e) for e in self.store.multi_get(keys))
                     self._delete_keys(self.epoch - 2)
                 else:
-                    problem[0] = self._absent(keys)
+                    problem[0] = self.peer_failure() or self._absent(keys)
             except AbsentError as error:
                 problem[0] = self._no_word([self.ranks[r] for r in error.ranks])
             except dist.DistError as error:
@@ -274,7 +280,9 @@ class RingGroup:
         # on a thread of its own: a call of a store whose host is stopped has no timeout
         threading.Thread(target=enter, daemon=True, name="ringfa3-agreement").start()
         if not done.wait(self.timeout.total_seconds() + 2 * PERIOD_S) or not entries:
-            raise self.fail(f"agreement before a ring call: {problem[0]}")
+            if problem[0] == self.peer_failure():
+                raise self.fail(gave_up(BEFORE, problem[0]))
+            raise self.fail(f"{BEFORE}: {problem[0]}")
         return entries
 
     def _delete_keys(self, epoch: int) -> None:
@@ -289,7 +297,7 @@ class RingGroup:
         deadline = time.monotonic() + seconds
         pause, longest = POLL_S
         while not self.store.check(keys):
-            if time.monotonic() > deadline or self.failure is not None:
+            if time.monotonic() > deadline or self.failure or self.peer_failure():
                 return False
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -372,7 +380,11 @@ class RingGroup:
 def _described(error: Exception | None) -> list[str] | None:
     if error is None:
         return None
-    return ["TypeError" if isinstance(error, TypeError) else "ValueError", str(error)]
+    name = type(error).__name__
+    if name in ERRORS:
+        return [name, str(error)]
+    kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
+    return [kind, f"{name}: {first_line(error)}"]
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from ringfa3 import host
 from ringfa3.attention_op import out_shape, register_attention
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward
@@ -90,7 +89,7 @@ def ring_attn_func(
         check_type("deterministic", deterministic, bool)
         check_type("precision", precision, str)
         check_type("transport", transport, str)
-    except (TypeError, ValueError) as problem:
+    except Exception as problem:
         raise_on_all_ranks(plan.group, problem)
     q, k, v = autocast_inputs(q, k, v)
     settings = plan.handle, scale, deterministic, precision, transport
@@ -127,8 +126,6 @@ def ring_attention(
     transport: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
-    if q.is_cuda:
-        host.ensure()
     context = ContextPlan.from_handle(plan)
     settings = scale, deterministic, precision, transport
     call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)

@@ -17,6 +17,8 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ringfa3 import host
+from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
@@ -38,9 +40,12 @@ MAX_VALIDATED = 64  # kinds of calls that a plan remembers as valid
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
-    """Raises `error` on every rank of the group."""
+    """Raises `error` on every rank of the group, or here alone if the others do not come."""
     if group is not None and dist.get_world_size(group) > 1:
-        RingGroup.of(group).agree(Settings(), error)
+        try:
+            RingGroup.of(group).agree(Settings(), error)
+        except RingError as lost:
+            raise error from lost
     raise error
 
 
@@ -145,6 +150,8 @@ def prepare_call(
     if validated is None:
         validated = _Validated(Settings(), Settings(), "hops")
         try:
+            if q.is_cuda:
+                host.ensure()
             _validate(q, k, v, plan, transport, precision)
             mode = select_forward_mode(plan, q, k)
             settings = _settings(q, k, v, plan, scale, deterministic, precision, transport, mode)
@@ -159,7 +166,7 @@ def prepare_call(
                 known.clear()
             validated = _Validated(settings, Settings({**settings, "pass": direction}), mode)
             known[key] = validated
-        except (TypeError, ValueError) as problem:
+        except Exception as problem:  # raised below, on all ranks
             error = problem
     if plan.world == 1:
         if error is not None:

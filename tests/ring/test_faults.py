@@ -150,3 +150,37 @@ def test_a_rank_that_stops_before_an_agreement(victim: int, hosts: bool) -> None
         assert kind == "RingError"
         assert seconds < TIMEOUT_S + SLACK_S
         assert f"no word from rank {victim}" in message or hosts
+
+
+def _fail_alone(group: Group, victim: int) -> tuple[str, str, float]:
+    """The victim's kernel fails in a call that exchanges nothing; the next call of the others
+    needs an agreement."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def call(tokens: int) -> None:
+        plan = plan_context([tokens * r for r in range(world + 1)], group, "contiguous")
+        x = torch.randn(plan.local_tokens, 2, 8)
+        ring_attn_func(x, x, x, plan)
+
+    ring_attn_func(*[torch.randn(240 // world, 2, 8)] * 3, plan_context(240, group))
+    call(20)
+    dist.barrier(group)
+    start = time.monotonic()
+    try:
+        if rank == victim:
+            with mock.patch.object(reference, "attend", side_effect=RuntimeError("disk on fire")):
+                call(20)
+        call(21)
+    except (RingError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_agreement_ends_with_the_failure_of_a_peer(world: int) -> None:
+    """Within 2 s, not after the timeout, with the cause."""
+    results = sacrifice(world, 10.0, _fail_alone, 1)
+    for rank, (kind, message, seconds) in enumerate(results):
+        assert kind == ("RuntimeError" if rank == 1 else "RingError"), (rank, message)
+        assert "disk on fire" in message
+        assert seconds < 2.0
