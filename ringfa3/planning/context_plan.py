@@ -17,7 +17,7 @@ from ringfa3.planning.kv_exchange import KVExchange, plan_ring
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
-from ringfa3.planning.unshard import Unshard
+from ringfa3.planning.unshard import Unshard, raise_on_all_or_none
 from ringfa3.validation import (
     LAYOUTS,
     check_choice,
@@ -236,24 +236,41 @@ class ContextPlan:
 
         Takes any dtype, the same on all ranks. Differentiable. All ranks must compute the same from
         the result: the gradient of `x_local` is this rank's shard of its own gradient of the
-        result, not a sum over ranks.
+        result, not a sum over ranks. Ranks agree on the arguments before each call.
 
         Raises:
-            ValueError: x_local.shape[dim] is not `local_tokens`, or the plan was made from
-                (rank, world) and has no group to gather over.
+            ValueError: on every rank of the group: x_local.shape[dim] is not `local_tokens` on one,
+                or its other sizes, dtype, dim or plan differ over the ranks. On this rank: the
+                plan was made from (rank, world) and has no group to gather over.
+            RingError: a rank did not enter within the group's timeout.
         """
-        if x_local.shape[dim] != self.local_tokens:
-            raise ValueError(
-                f"x_local has {x_local.shape[dim]} tokens along dim {dim}; this rank's shard has "
-                f"{self.local_tokens}"
-            )
         if self.world > 1 and self.group is None:
             raise ValueError(
                 "this plan was made from (rank, world) and cannot gather: make it with "
                 "group=<ProcessGroup> to unshard"
             )
+        error, settings = None, {}
+        try:
+            settings = self._unshard_settings(x_local, dim)
+        except (IndexError, ValueError) as problem:
+            error = problem
+        raise_on_all_or_none(self.group if self.world > 1 else None, settings, error)
         result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
         return result
+
+    def _unshard_settings(self, x_local: torch.Tensor, dim: int) -> dict[str, str]:
+        """What must be equal on all ranks. Raises ValueError, IndexError: this rank's is wrong."""
+        if x_local.shape[dim] != self.local_tokens:
+            raise ValueError(
+                f"x_local has {x_local.shape[dim]} tokens along dim {dim}; this rank's shard has "
+                f"{self.local_tokens}"
+            )
+        sizes = [str(n) for n in x_local.shape]
+        sizes[dim] = "tokens"
+        return {
+            "plan": f"{self.total_tokens} tokens, digest {self.digest}",
+            "x_local": f"({', '.join(sizes)}) of {x_local.dtype} on {x_local.device.type}",
+        }
 
 
 def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:

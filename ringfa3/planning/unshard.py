@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
+Agree: TypeAlias = Callable[[dist.ProcessGroup, dict[str, str], Exception | None], None]
+_agree: Agree | None = None
+
+
+def agree_with(agree: Agree) -> None:
+    """agree(group, settings, error) runs before ranks gather: it raises on all of them, or none."""
+    global _agree
+    _agree = agree
+
+
+def raise_on_all_or_none(
+    group: dist.ProcessGroup | None, settings: dict[str, str], error: Exception | None
+) -> None:
+    """Raises an error of any rank on all ranks of the group; None: there is only this rank."""
+    if group is not None:
+        assert _agree is not None
+        _agree(group, settings, error)
+    elif error is not None:
+        raise error
+
 
 class Unshard(torch.autograd.Function):
-    """`ContextPlan.unshard`: apply(x_local, plan, dim)."""
+    """apply(x_local, plan, dim), with arguments that fit on all ranks."""
 
     @staticmethod
     def forward(ctx, x_local, plan, dim):  # type: ignore[no-untyped-def]

@@ -204,17 +204,17 @@ class RingGroup:
         settings = {**self.settings, "place": f"call {self.call}, {place}"}
         self._enter({"settings": settings, "error": None, "mid_call": True})
 
-    def agree(self, settings: Settings, error: Exception | None = None) -> None:
+    def agree(self, settings: Settings, error: Exception | None = None, anew: bool = False) -> None:
         """Returns if every rank passes equal settings and no error, else raises on all.
 
-        Costs nothing if these settings were agreed on before. Every rank must call it at the same
-        point.
+        Costs nothing if these settings were agreed on before, unless ranks agree `anew`. Every rank
+        must call it at the same point.
 
         Raises:
             ValueError, TypeError: naming the rank, the argument and its value.
             RingError: a rank did not enter within the timeout.
         """
-        if error is None and settings.key in self._agreed:
+        if error is None and not anew and settings.key in self._agreed:
             return
         self._require_peers()
         self._enter({"settings": settings, "error": _described(error), "mid_call": False})

@@ -22,12 +22,14 @@ from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
+from ringfa3.planning.unshard import agree_with
 from ringfa3.ring.group import RingGroup, Settings
 from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring_pass import RingPass
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
+from ringfa3.symmetric.ipc_memory import IpcMemory
 from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
 from ringfa3.validation import (
     check_local_tokens,
@@ -47,6 +49,16 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoR
         except RingError as lost:
             raise error from lost
     raise error
+
+
+def _agree_to_gather(
+    group: dist.ProcessGroup, settings: dict[str, str], error: Exception | None
+) -> None:
+    """Before each `ContextPlan.unshard`: nobody would notice another rank's error later."""
+    RingGroup.of(group).agree(Settings(settings), error, anew=True)
+
+
+agree_with(_agree_to_gather)
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -178,6 +190,8 @@ def prepare_call(
     by_messages = transport == "nccl" or (direction == "forward" and precision != "native")
     settings, call_settings, _ = validated
     symmetric = not by_messages and q.is_cuda and group.may_use_symmetric(transport)
+    if error is None and symmetric:
+        error = _device_error(q.device, group.shared_memory)
     if error is None and symmetric and torch.cuda.is_current_stream_capturing():
         error = capture_error(group.shared_memory, BufferSpec(plan, kind, k), not first)
         settings, call_settings = _captured(settings), _captured(call_settings)
@@ -205,6 +219,16 @@ def prepare_call(
 def print_transport(reason: str) -> None:
     """Prints, once per process and reason, that "auto" uses NCCL."""
     print(f"ringfa3: the ring runs over nccl: {reason}", file=sys.stderr, flush=True)
+
+
+def _device_error(device: torch.device, memory: IpcMemory | None) -> ValueError | None:
+    """Why a call over `symmetric` cannot run on a device: the group's streams are on another."""
+    if memory is None or memory.device == device:
+        return None
+    return ValueError(
+        f"q is on {device}; this group's ring over 'symmetric' runs on {memory.device}: give "
+        f"tensors on {memory.device}, transport='nccl' or a plan of another group"
+    )
 
 
 def _captured(settings: Settings) -> Settings:

@@ -34,12 +34,12 @@ def _ring(group: Group, victim: int, how: str, direction: str, hop: int):  # typ
     name = "attend" if direction == "forward" else "attend_backward"
     inner, calls = getattr(reference, name), 0
 
-    def failing(*args: object) -> None:
+    def failing(*args: object, **options: object) -> None:
         nonlocal calls
         calls += 1
         if calls == hop + 1:
             _fail(how)
-        inner(*args)
+        inner(*args, **options)
 
     plan = plan_context(240, group)
     x = torch.randn(plan.local_tokens, 2, 8, requires_grad=True)

@@ -178,25 +178,6 @@ def test_two_context_groups_run_side_by_side(ranks: Ranks) -> None:
     assert max(ranks.run(4, _side_by_side)) < EXACT
 
 
-def _unshard(group: Group, layout: str) -> None:
-    plan = plan_context([0, 5, 5, 23], group, layout)
-    x = torch.arange(46.0, dtype=torch.float64).view(23, 2)
-    local = plan.shard(x).requires_grad_()
-    assert torch.equal(plan.unshard(local), x)
-    assert torch.equal(plan.unshard(local.t(), dim=1), x.t())
-    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex128):
-        assert torch.equal(plan.unshard((local > 0).to(dtype)), (x > 0).to(dtype))
-    weights = torch.randn(23, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    (plan.unshard(local) * weights).sum().backward()
-    assert torch.equal(local.grad, plan.shard(weights))
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_unshard_gathers_and_its_gradient_shards(ranks: Ranks, world: int, layout: str) -> None:
-    ranks.run(world, _unshard, layout)
-
-
 def _repeat(group: Group, dtype: torch.dtype) -> list[bytes]:
     plan = plan_context([0, 300, 450], group)
     everything = tensors(0, 450, (4, 2), 16, dtype)

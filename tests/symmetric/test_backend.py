@@ -20,7 +20,7 @@ from torch import Tensor
 from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring import op, prepare_call
+from ringfa3.ring import op
 from ringfa3.ring.group import RingGroup, Settings
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_kind
@@ -205,53 +205,6 @@ def test_a_group_without_a_backend_knows_why_on_all_ranks(ranks: processes.Ranks
     for lines, reasons in ranks.run(3, _unsupported, "rank 1: no CUDA driver"):
         assert lines == ["I am 0", "I am 1", "I am 2"]
         assert reasons == 2 * ["rank 1: no CUDA driver"]
-
-
-def _transport_of(transport: str, possible: bool) -> object:
-    """The transport that `prepare_call` chooses for CUDA tensors."""
-    group = mock.Mock(rank=0, unsupported="rank 1: no CUDA driver")
-    group.transport.side_effect = lambda name, _: name
-    backend = object.__new__(SymmetricBackend)
-    group.symmetric_backend.return_value = backend if possible else None
-    group.may_use_symmetric.side_effect = lambda name: name in ("auto", "symmetric")
-
-    def agree(_: object, error: Exception | None) -> None:
-        if error is not None:
-            raise error
-
-    group.agree.side_effect = agree
-    x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
-    plan = mock.Mock(world=2)
-    with (
-        mock.patch.multiple(
-            prepare_call,
-            _validate=mock.Mock(),
-            _settings=mock.Mock(return_value={}),
-            select_forward_mode=mock.Mock(),
-        ),
-        mock.patch.object(prepare_call, "select_forward"),
-        mock.patch.object(RingGroup, "of", return_value=group),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
-    ):
-        call = prepare_call.prepare_call(x, x, x, plan, 1.0, False, "native", transport, "forward")
-    (used,) = call.make_pass.args  # type: ignore[attr-defined]
-    return "symmetric" if used is backend else used
-
-
-def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it is not, the first rank prints why, once."""
-    prepare_call.print_transport.cache_clear()
-    assert _transport_of("auto", possible=True) == "symmetric"
-    assert _transport_of("auto", possible=False) == "nccl"
-    assert _transport_of("auto", possible=False) == "nccl"
-    line = "ringfa3: the ring runs over nccl: rank 1: no CUDA driver\n"
-    assert capsys.readouterr().err == line
-    assert _transport_of("nccl", possible=True) == "nccl"
-    assert _transport_of("symmetric", possible=True) == "symmetric"
-    with pytest.raises(
-        ValueError, match=r"not possible here \(rank 1: no CUDA driver\): use 'nccl'"
-    ):
-        _transport_of("symmetric", possible=False)
 
 
 class Lost(FakeCuda):

@@ -65,7 +65,7 @@ class Entered:
 
     def __init__(self, opened: bool = True) -> None:
         self.backend = object.__new__(SymmetricBackend)
-        self.backend.memory = mock.Mock()
+        self.backend.memory = mock.Mock(device=CPU)
         self.backend.memory.holds.return_value = True
         self.plan, self.asked = mock.Mock(world=2), []
         memory = self.backend.memory if opened else None
@@ -85,6 +85,7 @@ class Entered:
         plan, settings = self.plan, mock.Mock(return_value={"q": "so"})
         with (
             mock.patch.multiple(prepare_call, _validate=mock.Mock(), _settings=settings),
+            mock.patch.object(prepare_call.host, "ensure"),
             mock.patch.object(prepare_call, "select_forward"),
             mock.patch.multiple(
                 prepare_call, BufferSpec=mock.MagicMock(), select_forward_mode=mock.Mock()

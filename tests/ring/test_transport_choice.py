@@ -1,0 +1,71 @@
+"""The transport that `prepare_call` chooses for CUDA tensors, without a GPU."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from ringfa3.ring import prepare_call
+from ringfa3.ring.group import RingGroup
+from ringfa3.symmetric.backend import SymmetricBackend
+
+
+def _transport_of(transport: str, possible: bool, memory: object = None) -> object:
+    """The transport that `prepare_call` chooses for tensors on cuda:1."""
+    group = mock.Mock(rank=0, unsupported="rank 1: no CUDA driver", shared_memory=memory)
+    group.transport.side_effect = lambda name, _: name
+    backend = object.__new__(SymmetricBackend)
+    group.symmetric_backend.return_value = backend if possible else None
+    group.may_use_symmetric.side_effect = lambda name: name in ("auto", "symmetric")
+
+    def agree(_: object, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    group.agree.side_effect = agree
+    x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
+    x.device = torch.device("cuda", 1)
+    plan = mock.Mock(world=2)
+    with (
+        mock.patch.multiple(
+            prepare_call,
+            _validate=mock.Mock(),
+            _settings=mock.Mock(return_value={}),
+            select_forward_mode=mock.Mock(),
+        ),
+        mock.patch.object(prepare_call.host, "ensure"),
+        mock.patch.object(prepare_call, "select_forward"),
+        mock.patch.object(RingGroup, "of", return_value=group),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        call = prepare_call.prepare_call(x, x, x, plan, 1.0, False, "native", transport, "forward")
+    (used,) = call.make_pass.args  # type: ignore[attr-defined]
+    return "symmetric" if used is backend else used
+
+
+def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is not, the first rank prints why, once."""
+    prepare_call.print_transport.cache_clear()
+    assert _transport_of("auto", possible=True) == "symmetric"
+    assert _transport_of("auto", possible=False) == "nccl"
+    assert _transport_of("auto", possible=False) == "nccl"
+    line = "ringfa3: the ring runs over nccl: rank 1: no CUDA driver\n"
+    assert capsys.readouterr().err == line
+    assert _transport_of("nccl", possible=True) == "nccl"
+    assert _transport_of("symmetric", possible=True) == "symmetric"
+    with pytest.raises(
+        ValueError, match=r"not possible here \(rank 1: no CUDA driver\): use 'nccl'"
+    ):
+        _transport_of("symmetric", possible=False)
+
+
+def test_a_group_over_peers_memory_has_one_device() -> None:
+    """Streams and memory are those of the first call. Over NCCL the device may change."""
+    there, here = (mock.Mock(device=torch.device("cuda", i)) for i in range(2))
+    for transport in ("auto", "symmetric"):
+        with pytest.raises(ValueError, match=r"q is on cuda:1; .* runs on cuda:0: give tensors"):
+            _transport_of(transport, possible=True, memory=there)
+        assert _transport_of(transport, possible=True, memory=here) == "symmetric"
+    assert _transport_of("nccl", possible=True, memory=there) == "nccl"
