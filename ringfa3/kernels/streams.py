@@ -59,12 +59,12 @@ def finish(event: torch.cuda.Event) -> None:
     By default a capture forbids its thread to wait for events, because the event may belong to the
     capture.
     """
-    with _relaxed_capture():
+    with relaxed_capture():
         event.synchronize()
 
 
 @contextmanager
-def _relaxed_capture() -> Iterator[None]:
+def relaxed_capture() -> Iterator[None]:
     """Lets this thread make the calls that the default capture mode forbids as unsafe."""
     mode = ctypes.c_int(_RELAXED)
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.errors import first_line
+from ringfa3.kernels.streams import relaxed_capture
 from ringfa3.symmetric.watchdog import JOIN_S
 
 POLL_S = 0.25  # between two looks at NCCL's messages under way
@@ -153,8 +155,8 @@ class NcclTransport:
     """CUDA memory. A wait orders streams and returns at once. NCCL's kernel has a head start on
     those that the caller starts next.
 
-    A thread prints hop and peer of messages that are overdue. NCCL's own watchdog, whose timeout on
-    this communicator is the same, ends the process.
+    A thread prints hop and peer of messages that are overdue, except those in a CUDA graph. NCCL's
+    own watchdog, whose timeout on this communicator is the same, ends the process.
     """
 
     def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
@@ -179,26 +181,29 @@ class NcclTransport:
         ]
         works = dist.batch_isend_irecv(posts) if posts else []
         if works:
-            what = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
-            what += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]
-            self.posted.put((time.monotonic(), works, "; ".join(what)))
+            if not torch.cuda.is_current_stream_capturing():  # captured events cannot be queried
+                what = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
+                what += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]
+                self.posted.put((time.monotonic(), works, "; ".join(what)))
             torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         return _NcclExchange(works)
 
     def _watch(self) -> None:
-        seconds = self.group.timeout.total_seconds()
-        while (exchange := self.posted.get()) is not None:
-            posted, works, what = exchange
-            while not self._ended and not all(w.is_completed() for w in works):
-                if time.monotonic() > posted + 0.9 * seconds:
-                    print(
-                        f"ringfa3: rank {self.group.ranks[self.group.rank]}: {what}: "
-                        f"nothing for {0.9 * seconds:g} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    break
-                time.sleep(POLL_S)
+        with relaxed_capture():  # a query of an event would end a capture of another thread
+            while (exchange := self.posted.get()) is not None:
+                posted, works, what = exchange
+                with suppress(RuntimeError):  # of the device: the main thread's next call raises it
+                    self._watch_exchange(posted, works, what)
+
+    def _watch_exchange(self, posted: float, works: Sequence[dist.Work], what: str) -> None:
+        """Returns once the works are done or overdue."""
+        limit = 0.9 * self.group.timeout.total_seconds()
+        while not self._ended and not all(w.is_completed() for w in works):
+            if time.monotonic() > posted + limit:
+                line = f"rank {self.group.ranks[self.group.rank]}: {what}: nothing for {limit:g} s"
+                print(f"ringfa3: {line}", file=sys.stderr, flush=True)
+                break
+            time.sleep(POLL_S)
 
 
 class _NcclExchange:

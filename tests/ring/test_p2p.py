@@ -1,5 +1,11 @@
-"""The order in which `NcclTransport` issues its operations, without a GPU."""
+"""What `NcclTransport` issues, in which order, and what its thread watches, without a GPU."""
 
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -8,37 +14,124 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringfa3.ring import p2p
 from ringfa3.ring.p2p import HEAD_START, Message, NcclTransport
 
+TIMEOUT_S = 0.5
 
-class Done:
-    """A message that has arrived."""
 
-    def is_completed(self) -> bool:
+class Job:
+    """Stands in for NCCL and CUDA.
+
+    order     what the transport issued
+    captured  whether the current stream is captured
+    query     `is_completed` of all messages
+    """
+
+    def __init__(self) -> None:
+        self.order: list[Any] = []
+        self.captured = False
+        self.query: Callable[[], bool] = lambda: True
+        self.mode = threading.local()  # has `relaxed` in threads that may query during a capture
+
+    def post(self, messages: list[Any]) -> list[Any]:
+        self.order.append(len(messages))
+        work = SimpleNamespace(is_completed=lambda: self.query(), wait=lambda: None)
+        return [work for _ in messages]
+
+    @contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        self.mode.relaxed = True
+        yield
+        del self.mode.relaxed
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    job = Job()
+    monkeypatch.setattr(dist, "batch_isend_irecv", job.post)
+    monkeypatch.setattr(dist, "P2POp", lambda *given: given)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: job.order.append(("pause", cycles)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: job.captured)
+    monkeypatch.setattr(p2p, "relaxed_capture", job.relaxed_capture)
+    monkeypatch.setattr(p2p, "POLL_S", 0.01)
+    return job
+
+
+@pytest.fixture
+def transport(job: Job) -> Iterator[NcclTransport]:
+    group: Any = SimpleNamespace(rank=0, ranks=[0, 1], timeout=timedelta(seconds=TIMEOUT_S))
+    made = NcclTransport(group, p2p=group)
+    yield made
+    made.close()
+    assert not made._thread.is_alive()
+
+
+def exchange(transport: NcclTransport) -> None:
+    message = Message(torch.zeros(1), 1, "forward hop 1: K/V", 0)
+    transport.exchange([message], [message]).wait()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_nccl_has_a_head_start_on_later_kernels(job: Job, transport: NcclTransport) -> None:
+    """The stream pauses after messages, and only if there are any."""
+    exchange(transport)
+    assert job.order == [2, ("pause", HEAD_START)]
+    transport.exchange([], []).wait()
+    assert len(job.order) == 2
+
+
+def test_the_thread_queries_in_relaxed_capture_mode(job: Job, transport: NcclTransport) -> None:
+    """In CUDA's default mode a query ends a capture of another thread."""
+    modes: list[bool] = []
+
+    def query() -> bool:
+        modes.append(hasattr(job.mode, "relaxed"))
         return True
 
-    def wait(self) -> None:
-        pass
+    job.query = query
+    exchange(transport)
+    until(lambda: modes)
+    assert all(modes)
 
 
-def test_nccl_has_a_head_start_on_later_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream pauses after messages, and only if there are any."""
-    order: list[Any] = []
+def test_the_thread_survives_an_error_of_a_query(
+    job: Job, transport: NcclTransport, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It watches later messages, and prints hop and peer of those that are overdue."""
+    queries: list[None] = []
 
-    def post(messages: list[Any]) -> list[Done]:
-        order.append(len(messages))
-        return [Done() for _ in messages]
+    def fail() -> bool:
+        queries.append(None)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(dist, "batch_isend_irecv", post)
-    monkeypatch.setattr(dist, "P2POp", lambda *given: given)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(("pause", cycles)))
-    group: Any = SimpleNamespace(rank=0, ranks=[0, 1], timeout=timedelta(seconds=5))
-    transport = NcclTransport(group, p2p=group)
-    try:
-        message = Message(torch.zeros(1), 1, "forward hop 1: K/V", 0)
-        transport.exchange([message], [message]).wait()
-        assert order == [2, ("pause", HEAD_START)]
-        transport.exchange([], []).wait()
-        assert len(order) == 2
-    finally:
-        transport.close()
+    job.query = fail
+    exchange(transport)
+    until(lambda: queries)
+    job.query = lambda: False
+    exchange(transport)
+    lines: list[str] = []
+    until(lambda: lines.append(capfd.readouterr().err) or "nothing for" in "".join(lines))
+    assert "".join(lines) == (
+        "ringfa3: rank 0: forward hop 1: K/V, sending to rank 1; forward hop 1: K/V, receiving "
+        "from rank 1: nothing for 0.45 s\n"
+    )
+
+
+def test_nobody_queries_captured_messages(job: Job, transport: NcclTransport) -> None:
+    """CUDA refuses queries of events in a graph. The messages are sent."""
+    queries: list[None] = []
+    job.query = lambda: queries.append(None) is None
+    job.captured = True
+    exchange(transport)
+    assert job.order == [2, ("pause", HEAD_START)]
+    job.captured = False
+    exchange(transport)
+    until(lambda: len(queries) == 2)
+    assert transport.posted.empty()
