@@ -140,7 +140,7 @@ def cutlass() -> Check:
 
 def folder() -> Check:
     """The cache's folder: owner, mode, free space. `units` checks what lies in it."""
-    path = cache_path()
+    path, remedy = cache_path(), "set RINGFA3_CACHE to a folder of yours"
     existing = next(p for p in (path, *path.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     space = f"{free / 2**30:.1f} GiB free"
@@ -151,9 +151,10 @@ def folder() -> Check:
             cache_folder()
         except BuildError as error:
             return Check("cache", text, str(error).partition(": ")[2], ("build",))
+        except OSError as error:
+            return Check("cache", f"{text}: {error.strerror}", remedy, ("build",))
     else:
         text = f"{path}, not made yet, {space}"
-    remedy = "set RINGFA3_CACHE to a folder of yours"
     if not os.access(existing, os.W_OK | os.X_OK):
         return Check("cache", f"{text}, not writable", remedy, ("build",))
     if free < MIN_DISK:
@@ -187,8 +188,8 @@ def connections() -> Check:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     value = os.environ.get(name)
     if value == "1":
-        remedy = "unset it: with one queue the transfers of a ring wait for its kernels"
-        return Check("queues", f"{name}=1", remedy, ("run",))
+        remedy = "unset it: with one queue a ring cannot use `symmetric`, and runs over NCCL"
+        return Check("queues", f"{name}=1", remedy)
     return Check("queues", f"{name} {'is not set' if value is None else f'= {value}'}")
 
 

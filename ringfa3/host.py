@@ -19,7 +19,6 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 from ringfa3.build.host_library import MODULE, ensure_host_library
 from ringfa3.custom_op import record_with, tell_of_observers
 from ringfa3.errors import BuildError
+from ringfa3.kernels.dispatch import say
 from ringfa3.kernels.program import ProgramError, ProgramRecorder
 from ringfa3.kernels.recording import recording
 from ringfa3.validation import check_choice
@@ -65,9 +65,7 @@ def ensure() -> None:
         select(name)
     except (BuildError, OSError, ImportError, AttributeError) as error:
         select("python")
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            line = f"ringfa3: calls start in Python, at more host time: {error}"
-            print(line, file=sys.stderr, flush=True)
+        say(f"calls start in Python, at more host time: {error}")
 
 
 def select(name: str) -> None:

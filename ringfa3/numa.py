@@ -13,8 +13,9 @@ MIN_CORES = 4  # of a node, for a rank and its threads
 
 
 def bind_to_numa_node(device: torch.device) -> int | None:
-    """Binds this process to the cores of its GPU's NUMA node, and returns the node.
+    """Binds this thread to the cores of its GPU's NUMA node, and returns the node.
 
+    Threads that this thread starts afterwards inherit the cores; others keep theirs.
     None, and nothing changes, if the node is unknown or the process may use too few of its cores.
     """
     node = numa_node_of(pci_address(device)) if device.type == "cuda" else None

@@ -160,13 +160,27 @@ def test_the_version_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.driver_cuda() is None
 
 
-def test_one_queue_blocks_kernels(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_queue_is_a_warning(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run, and rings run over NCCL."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert checks()["queues"].state == "missing"
+    assert checks()["queues"].state == "warning"
     assert checks()["queues"].remedy.startswith("unset it")
-    assert verdict() == (True, False)
+    assert verdict() == (True, True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     assert checks()["queues"] == Check("queues", "CUDA_DEVICE_MAX_CONNECTIONS = 8")
+
+
+def test_a_file_in_place_of_the_cache_blocks_builds(
+    hopper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    monkeypatch.setenv("RINGFA3_CACHE", str(path))
+    check = checks()["cache"]
+    assert (check.state, check.remedy) == ("missing", "set RINGFA3_CACHE to a folder of yours")
+    assert check.text.startswith(str(path))
+    assert check.text.endswith("File exists")
+    assert verdict()[0] is False
 
 
 def test_an_old_nvcc_blocks_builds_but_not_built_units(hopper: Path) -> None:

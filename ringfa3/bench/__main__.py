@@ -247,7 +247,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument(
         "--sample-ms", type=float, default=SAMPLE_MS, metavar="MS",
-        help=f"minimum length of a timed sample on a GPU; default {SAMPLE_MS:g}",
+        help="minimum length of a timed sample of the slower of two calls on a GPU; the faster one "
+        f"has as many calls; default {SAMPLE_MS:g}",
     )  # fmt: skip
     p.add_argument(
         "--errors-only", action="store_true", help="time nothing: the rms errors of --set scores"

@@ -236,12 +236,13 @@ def _build_problem(unit: Unit) -> str | None:
 
 
 def say_executor(reason: str) -> None:
-    """Prints once per host and reason that the executor runs attention."""
+    """Prints once per process and reason that the executor runs attention."""
     say(f"attention runs on its PyTorch executor, exact but slow: {reason}")
 
 
 @lru_cache(None)
 def say(what: str) -> None:
-    """Prints a line once per host."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"ringfa3: {what}", file=sys.stderr, flush=True)
+    """Prints a line once per process. Ranks may differ, so each prints its own."""
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    who = "" if local_rank == "0" else f"local rank {local_rank}: "
+    print(f"ringfa3: {who}{what}", file=sys.stderr, flush=True)

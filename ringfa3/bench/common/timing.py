@@ -25,7 +25,7 @@ Call = Callable[[], object]
 Reading = Callable[[], float]  # seconds per call, valid after `Stopwatch.wait`
 
 MIN_PAIRS = 10
-SAMPLE_MS = 20.0  # minimum length of a sample on a GPU
+SAMPLE_MS = 20.0  # minimum length of a sample of a pair's slower call on a GPU
 MAX_CALLS = 200  # of one sample
 WARM_UP_CALLS = 3
 LONG_SECONDS = 0.05  # a longer call gets no warm-up pair and no further call to estimate its time
@@ -39,7 +39,8 @@ class Stopwatch(Protocol):
 
     comm            the ranks that take a time together
     asynchronous    True: a call returns before the device has run it
-    sample_seconds  minimum length of a sample, which has one call or more
+    sample_seconds  minimum length of a sample of a pair's slower call; the faster call's samples
+                    have as many calls, one or more
     """
 
     comm: Communicator

@@ -48,11 +48,15 @@ def _speed(rows: list[RingRow]) -> Iterator[str]:
 
 
 def _memory(rows: list[RingRow]) -> Iterator[str]:
-    names = list(dict.fromkeys(name for row in rows for name in row.memory))
+    names = list(dict.fromkeys(name for row in rows for name in row.memory)) or [rows[0].first]
     yield "MiB of a forward and backward beyond the inputs, as the device counts them, on the rank"
     yield "with most; in brackets what remains allocated after the call."
     yield ""
-    cells = [[str(row.world), row.label, *(_mib(row, name) for name in names)] for row in rows]
+    cells = [
+        [str(row.world), row.label]
+        + (_instead(row, len(names)) if row.stopped else [_mib(row, name) for name in names])
+        for row in rows
+    ]
     yield from table(["GPUs", "case", *names], cells)
 
 
@@ -66,11 +70,13 @@ def _mib(row: RingRow, name: str) -> str:
 def _host(rows: list[RingRow]) -> Iterator[str]:
     yield "Microseconds of the host to start a call on an idle GPU, by rank."
     yield ""
-    cells = [
-        [row.direction, row.label, name, ", ".join(f"{1e6 * s:.0f}" for s in seconds)]
-        for row in rows
-        for name, seconds in row.host.items()
-    ]
+    cells = []
+    for row in rows:
+        if row.stopped:
+            cells.append([row.direction, row.label, *_instead(row, 2)])
+        for name, seconds in row.host.items():
+            times = ", ".join(f"{1e6 * s:.0f}" for s in seconds)
+            cells.append([row.direction, row.label, name, times])
     yield from table(["direction", "case", "call", "µs"], cells, 3)
 
 
@@ -79,6 +85,9 @@ def _errors(rows: list[RingRow]) -> Iterator[str]:
     yield ""
     cells = []
     for row in rows:
+        if row.stopped:
+            cells.append([row.direction, str(row.world), row.label, *_instead(row, 2)])
+            continue
         errors = {row.first: row.errors} | {n: c.errors for n, c in row.comparisons.items()}
         for name, by_output in errors.items():
             growth = ", ".join(f"{o} {g:.3f}" for o, g in row.growth(by_output).items())
@@ -93,6 +102,9 @@ def _checkpoint(rows: list[RingRow]) -> Iterator[str]:
     yield ""
     cells = []
     for row in rows:
+        if row.stopped:
+            cells.append([str(row.world), row.label, *_instead(row, 5)])
+            continue
         for name in row.implementations:
             forward, backward = row.rings[name]
             speedup = ratio(row.comparisons[name]) if name in row.comparisons else ""
@@ -100,6 +112,11 @@ def _checkpoint(rows: list[RingRow]) -> Iterator[str]:
             cells[-1] += [f"{forward}, {backward}", _mib(row, name)]
     columns = ["GPUs", "case", "attention", "ms", f"{first}: ratio [95%]", "rings fwd, bwd", "MiB"]
     yield from table(columns, cells, 3)
+
+
+def _instead(row: RingRow, cells: int) -> list[str]:
+    """Cells of a row without figures: why it has none."""
+    return [row.stopped or "", *[""] * (cells - 1)]
 
 
 TABLES: dict[str, Callable[[list[RingRow]], Iterator[str]]] = {

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from ringfa3.bench.__main__ import main
-from ringfa3.bench.common.results import FILE, Results
+from ringfa3.bench.common.results import FILE, Results, RingRow
+from ringfa3.bench.ring.cases import ring_case
 from ringfa3.bench.tables.provenance import command
+from ringfa3.bench.tables.ring import ring_block
 
 DOCS = Path(__file__).parent.parent.parent.parent / "docs"
 
@@ -79,6 +81,24 @@ def test_figures_are_those_of_the_file(page: Path) -> None:
     date = paper["machine"]["date"][:10]
     for word in (f"NVIDIA H200, {date}", "inputs N(0,1)", f"`{paper['machine']['sources']}`"):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("memory", "| 2 | x | out of memory |"),
+        ("host", "| backward | x | out of memory |  |"),
+        ("error", "| backward | 2 | x | out of memory |  |"),
+        ("checkpoint", "| 2 | x | out of memory |  |  |  |  |"),
+    ],
+)
+def test_a_row_without_figures_says_why(name: str, line: str) -> None:
+    """Of every set of rings that has a table of its own."""
+    results = Results.load(DOCS / "results" / RING / FILE)
+    row = RingRow.of(ring_case("x", "x", (64,), 2), "backward", "bf16", ["RingFA3", "kept"])
+    row.set, row.stopped = name, "out of memory"
+    results.rows = [row]
+    assert line in list(ring_block(results))
 
 
 def test_a_changed_result_is_noticed(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
