@@ -63,8 +63,8 @@ CUTE_DEVICE float sum_of_threads(float x) {
 }
 
 // A CTA per block of the row grid and head. A row that sees nothing, or is padding, gets P = 0
-// and D = 0, whatever its gradients are. With a sink LSE counts it, and no row has an LSE of -inf
-// unless the sink has.
+// and D = 0, whatever its gradients are. With a sink LSE counts it, and that of a token is -inf
+// only if the sink is; padding has -inf all the same.
 template <class Shapes>
 __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessCtas)
     preprocess_kernel(__grid_constant__ PreprocessArgs const a) {

@@ -252,7 +252,7 @@ class ContextPlan:
         error, settings = None, {}
         try:
             settings = self._unshard_settings(x_local, dim)
-        except (IndexError, ValueError) as problem:
+        except Exception as problem:  # whatever it is, the other ranks wait
             error = problem
         raise_on_all_or_none(self.group if self.world > 1 else None, settings, error)
         result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]

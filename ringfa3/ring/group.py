@@ -216,8 +216,15 @@ class RingGroup:
         """
         if error is None and not anew and settings.key in self._agreed:
             return
-        self._require_peers()
-        self._enter({"settings": settings, "error": _described(error), "mid_call": False})
+        try:
+            self._require_peers()
+            self._enter({"settings": settings, "error": _described(error), "mid_call": False})
+        except RingError as lost:
+            if error is not None:
+                raise error from lost
+            raise
+        except (TypeError, ValueError) as refused:
+            raise refused from error
         self._agreed[settings.key] = None
         if len(self._agreed) > MAX_AGREEMENTS:
             self._agreed.popitem(last=False)
@@ -280,9 +287,8 @@ class RingGroup:
         # on a thread of its own: a call of a store whose host is stopped has no timeout
         threading.Thread(target=enter, daemon=True, name="ringfa3-agreement").start()
         if not done.wait(self.timeout.total_seconds() + 2 * PERIOD_S) or not entries:
-            if problem[0] == self.peer_failure():
-                raise self.fail(gave_up(BEFORE, problem[0]))
-            raise self.fail(f"{BEFORE}: {problem[0]}")
+            of_peer = problem[0] == self.peer_failure()
+            raise self.fail(gave_up(BEFORE, problem[0]) if of_peer else f"{BEFORE}: {problem[0]}")
         return entries
 
     def _delete_keys(self, epoch: int) -> None:

@@ -42,26 +42,28 @@ UNSHARD: dict[str, tuple[Callable[[torch.Tensor], Gathered], str]] = {
     "tokens": (lambda x: (x[1:], 0), "rank 1: x_local has 74 tokens along dim 0; this rank's"),
     "width": (lambda x: (x[:, :2], 0), "x_local differs .* rank 0: .tokens, 3. of .*; rank 1: "),
     "dtype": (lambda x: (x.long(), 0), r"x_local differs .* rank 1: .* of torch.int64 on cpu"),
+    "tensor": (lambda x: (None, 0), "rank 1: AttributeError: 'NoneType'"),  # type: ignore
     "dim": (lambda x: (x, 5), "rank 1: IndexError: Dimension out of range|index out of range"),
 }
 
 
-def _unshard_once_wrong(everyone: Group, wrong: str, before: int) -> tuple[str, str, float]:
+def _unshard_once_wrong(everyone: Group, wrong: str, before: int) -> tuple[str, str, str, float]:
     group = group_of(2, 8.0)
     if dist.get_rank() >= 2:
-        return "", "", 0.0
+        return "", "", "", 0.0
     plan = plan_context(CU, group, "contiguous")
     x = torch.ones(plan.local_tokens, 3)
     for _ in range(before):
         plan.unshard(x)
-    start, kind, message = time.monotonic(), "", ""
+    start, kind, own, message = time.monotonic(), "", "", ""
     try:
         plan.unshard(*(UNSHARD[wrong][0](x) if dist.get_rank() == 1 else (x, 0)))
     except Exception as error:
         kind, message = type(error).__name__, str(error)
+        own = type(error.__cause__).__name__ if error.__cause__ else ""
     seconds = time.monotonic() - start
     assert torch.equal(plan.unshard(x), torch.ones(CU[-1], 3))
-    return kind, message, seconds
+    return kind, own, message, seconds
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -69,8 +71,12 @@ def _unshard_once_wrong(everyone: Group, wrong: str, before: int) -> tuple[str, 
 def test_all_raise_where_one_rank_gathers_something_else(
     ranks: Ranks, wrong: str, before: int
 ) -> None:
-    """Soon, at the first call and after others; the next call is right."""
-    for kind, message, seconds in ranks.run(4, _unshard_once_wrong, wrong, before)[:2]:
+    """Soon, at the first call and after others; the next call is right. The rank with the error
+    has it as the cause."""
+    results = ranks.run(4, _unshard_once_wrong, wrong, before)[:2]
+    causes = {"tokens": "ValueError", "tensor": "AttributeError", "dim": "IndexError"}
+    assert [own for _, own, _, _ in results] == ["", causes.get(wrong, "")]
+    for kind, _, message, seconds in results:
         assert kind == "ValueError"
         assert re.search(UNSHARD[wrong][1], message), message
         assert seconds < SOON_S

@@ -27,21 +27,21 @@ def compiled_block(recompute: str) -> Callable[..., Tensor]:
     ``recompute`` is the key of ``memory``. Raises ``torch._dynamo.exc.Unsupported`` where a block
     is not one graph.
     """
-    return _compiled(recompute, BACKEND)
+    return _compiled_block(recompute, BACKEND)
 
 
-def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def compiled_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of tensors alone as one graph."""
-    return _compiled_function(function, BACKEND)
+    return _compiled(function, BACKEND)
 
 
 @lru_cache(None)
-def _compiled_function(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+def _compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
 @lru_cache(None)
-def _compiled(recompute: str, backend: str) -> Callable[..., Tensor]:
+def _compiled_block(recompute: str, backend: str) -> Callable[..., Tensor]:
     # DDP's optimiser of graphs cannot cut a checkpoint. A block is shorter than a bucket anyway.
     torch._dynamo.config.optimize_ddp = False
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from train.data.samples import IGNORED
-from train.model.compiled import compiled
+from train.model.compiled import compiled_function
 from train.model.matmul import linear, matmul
 from train.model.precision import product_dtype, sum_dtype
 
@@ -40,7 +40,7 @@ class _TokenLosses(torch.autograd.Function):
     ) -> Tensor:
         ctx.dtype, ctx.chunk, ctx.fused = product_dtype(hidden_TD), chunk, fused
         head_VD = weight_VD.to(ctx.dtype)
-        cross_entropy = compiled(_cross_entropy) if fused else _cross_entropy
+        cross_entropy = compiled_function(_cross_entropy) if fused else _cross_entropy
         losses = [
             cross_entropy(linear(rounded, head_VD), labels)
             for rounded, labels in _chunks(ctx, hidden_TD, labels_T)
@@ -56,7 +56,7 @@ class _TokenLosses(torch.autograd.Function):
         head_VD = weight_VD.to(ctx.dtype)
         dhidden_TD = torch.empty_like(hidden_TD)
         dhead_VD = torch.zeros_like(weight_VD, dtype=sum_dtype(ctx.dtype))
-        scaled_softmax = compiled(_scaled_softmax) if ctx.fused else _scaled_softmax
+        scaled_softmax = compiled_function(_scaled_softmax) if ctx.fused else _scaled_softmax
         counted_T = labels_T != IGNORED
         targets_T = labels_T.where(counted_T, 0)
         factors_T = dlosses_T * counted_T

@@ -89,7 +89,9 @@ def explain(error: BaseException, config: Config) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host ran out of memory."""
+    """Whether a device or the host ran out of memory, if only as the cause of the error."""
+    if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+        return True
     allocator = isinstance(error, RuntimeError) and any(
         reason in str(error) for reason in ("DefaultCPUAllocator", "out of memory")
     )
@@ -102,8 +104,10 @@ def memory_advice(config: Config) -> str:
     Those of ``memory`` are valid together. torchrun's environment gives the number of processes.
     """
     ways, memory = [], config.memory
-    tokens = memory.loss_tokens(config.model.vocab_size or config.data.vocab_size)
-    if tokens > LEAST_LOSS_TOKENS:
+    rows = config.model.vocab_size
+    if rows is None and config.data.tokenizer is None:  # else its file alone tells
+        rows = config.data.vocab_size
+    if rows is not None and (tokens := memory.loss_tokens(rows)) > LEAST_LOSS_TOKENS:
         ways.append(f"memory.loss_chunk={LEAST_LOSS_TOKENS} (now {tokens})")
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -135,6 +135,30 @@ def test_advice_on_recomputation_and_offload_can_be_followed_at_once(
     check_offload(dataclasses.replace(config.memory, **advice), n_layers)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokenizer", "advice"),
+    [
+        (None, None, ["16384"]),
+        (None, "a.json", []),
+        (8192, "a.json", ["8192"]),
+        (128_256, None, []),
+    ],
+)
+def test_advice_on_the_loss_knows_the_vocabulary_or_says_nothing(config, rows, tokenizer, advice):
+    """2^26 logits at a time, but at least those of 1,024 tokens."""
+    config.memory.loss_chunk, config.data.vocab_size = None, 4096
+    config.model.vocab_size, config.data.tokenizer = rows, tokenizer
+    found = re.findall(r"loss_chunk=1024 \(now (\d+)\)", memory_advice(config))
+    assert found == advice
+
+
+def test_memory_may_be_the_cause_of_an_error():
+    refused = ValueError("rank 0: OutOfMemoryError: x")
+    refused.__cause__ = torch.OutOfMemoryError("x")
+    assert is_out_of_memory(refused)
+    assert not is_out_of_memory(ValueError("x"))
+
+
 def test_advice_when_out_of_memory_names_helpful_values(config):
     config.memory.loss_chunk, config.train.precision = 4096, "bfloat16"
     with pytest.raises(RuntimeError) as caught:
