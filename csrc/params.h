@@ -1,5 +1,5 @@
 // Plain data that crosses from Python into the kernels. ringfa3/planning/{tiling,work_split}.py and
-// ringfa3/kernels/{launch,forward,backward,quantise}.py mirror it field by field.
+// ringfa3/kernels/{launch,forward,backward,own_rows,quantise}.py mirror it field by field.
 #pragma once
 
 #include <cstdint>
@@ -136,6 +136,50 @@ struct PostprocessArgs {
   Tensor3 dq;
   RowGrid grid;
   float softmax_scale;
+};
+
+// Which tokens of a rank its peers see. Token t is their row position[t] or, without a table,
+// t - first; it is none of them outside [0, count).
+struct PublishedRows {
+  int32_t const* position;  // (tokens,); null: tokens from `first` on
+  int32_t first, count;
+};
+
+// Runs [begin[i], end[i]) of published rows, which are disjoint.
+constexpr int kMaxRuns = 16;
+struct RowRuns {
+  int32_t count;
+  int32_t begin[kMaxRuns];
+  int32_t end[kMaxRuns];
+};
+
+// 16-bit K and V of equal shapes; head_dim is a multiple of 8, and rows begin at whole 16 bytes.
+struct PublishArgs {
+  Tensor3 k, v;
+  PublishedRows rows;
+  void* published;  // (rows.count, 2, heads, head_dim)
+  void* gathered;   // (tokens, 2, heads, head_dim), all tokens; null: none
+};
+
+// Adds the runs of `returned` to those of `sum`: (rows, row_floats) each, a multiple of 16 floats.
+struct AddReturnsArgs {
+  float* sum;
+  float const* returned;
+  RowRuns runs;
+  int32_t row_floats;
+};
+
+// A rank's dK and dV, (tokens, heads, head_dim) each, contiguous, from sums with row_floats =
+// 2 * heads * head_dim floats a row.
+struct RoundGradientsArgs {
+  float const* own;       // (tokens, row_floats), of its own queries
+  float const* sum;       // (rows.count, row_floats), of its peers' queries; null: there are none
+  float const* returned;  // (rows.count, row_floats), to be added in the runs
+  PublishedRows rows;
+  RowRuns runs;
+  void *dk, *dv;
+  int64_t tokens;
+  int32_t row_floats;
 };
 
 // Combines statistics of K and V per channel, in order: see `ChannelStatistics`, `KVCentres`.

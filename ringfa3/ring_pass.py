@@ -128,5 +128,5 @@ class RingPass(Protocol):
         """
 
     @property
-    def dkv(self) -> torch.Tensor:
-        """Backward, after `run`: (local_tokens, 2, hk, d) statistics dtype, dK and dV together."""
+    def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Backward, after `run`: dK and dV, (local_tokens, hk, d) each, in the dtype of K."""

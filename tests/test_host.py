@@ -387,7 +387,7 @@ def test_a_refused_launch_raises_the_error_of_python(kernels: FakeKernels) -> No
 def test_a_buffer_is_freed_behind_its_last_step(host_library: Any) -> None:
     """Of two buffers that steps use one after the other one is there at a time."""
     n, float32 = 1 << 16, DTYPES[torch.float32]
-    first, second = ([number, 0, float32, 1, n, 1, 1] for number in (1, 2))
+    first, second = ([number, 0, 1, n, 1, 1] for number in (1, 2))
     buffers = [2, float32, 0, 1, n, float32, 1, 1, n]
     steps = [1, 2, ZERO, *first, ZERO, *second]  # one input
     words = array.array("q", [*buffers, *steps, 1, *second]).tobytes()

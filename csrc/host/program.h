@@ -5,7 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/sum.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
@@ -40,25 +39,15 @@ struct Buffer {
 };
 
 struct View {
-  int64_t tensor, offset;  // elements of `dtype` from the tensor's first
-  at::ScalarType dtype;
+  int64_t tensor, offset;  // elements from the tensor's first
   Sizes sizes, strides;
 
   // A table is given whole.
   at::Tensor of(Tensors const& tensors, std::vector<at::Tensor> const& tables) const {
     if (tensor < 0) return tables[-1 - tensor];
     at::Tensor const& x = tensors[tensor];
-    if (dtype == x.scalar_type()) {
-      if (offset == 0 && x.sizes() == sizes && x.strides() == strides) return x;
-      return x.as_strided(sizes, strides, x.storage_offset() + offset);
-    }
-    auto const type = c10::scalarTypeToTypeMeta(dtype);
-    auto made = at::detail::make_tensor<c10::TensorImpl>(
-        c10::TensorImpl::VIEW, c10::Storage(x.storage()), x.key_set(), type);
-    int64_t const first = x.storage_offset() * static_cast<int64_t>(x.element_size()) /
-                          static_cast<int64_t>(type.itemsize());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, first + offset);
-    return made;
+    if (offset == 0 && x.sizes() == sizes && x.strides() == strides) return x;
+    return x.as_strided(sizes, strides, x.storage_offset() + offset);
   }
 };
 
@@ -79,20 +68,10 @@ struct Zero {
 struct Copy {
   View target, source;
 };
-struct Add {
-  View target, source;
-};
-struct SelectRows {  // target[i] = source[rows[i]]
-  View target, source, rows;
-};
-struct AddRows {  // target[rows[i]] += source[i]
-  View target, source, rows;
-};
 struct SumColumns {  // target[i] = the sum of source[i]
   View target, source;
 };
-using Step =
-    std::variant<Launch, Zero, Copy, Add, SelectRows, AddRows, DriverCall, MemoryOps, SumColumns>;
+using Step = std::variant<Launch, Zero, Copy, DriverCall, MemoryOps, SumColumns>;
 
 // Calls visit(number) for each tensor that a step reads or writes; tables have negative numbers.
 inline void visit_tensors(Step const& step, auto const& visit) {
@@ -103,12 +82,6 @@ inline void visit_tensors(Step const& step, auto const& visit) {
     views(zero->target);
   } else if (auto const* copy = std::get_if<Copy>(&step)) {
     views(copy->target, copy->source);
-  } else if (auto const* add = std::get_if<Add>(&step)) {
-    views(add->target, add->source);
-  } else if (auto const* select = std::get_if<SelectRows>(&step)) {
-    views(select->target, select->source, select->rows);
-  } else if (auto const* rows = std::get_if<AddRows>(&step)) {
-    views(rows->target, rows->source, rows->rows);
   } else if (auto const* sum = std::get_if<SumColumns>(&step)) {
     views(sum->target, sum->source);
   }
@@ -148,17 +121,10 @@ struct Program {
         of(zero->target).zero_();
       } else if (auto const* copy = std::get_if<Copy>(&step)) {
         of(copy->target).copy_(of(copy->source));
-      } else if (auto const* add = std::get_if<Add>(&step)) {
-        of(add->target).add_(of(add->source));
-      } else if (auto const* select = std::get_if<SelectRows>(&step)) {
-        at::Tensor target = of(select->target);
-        at::index_select_out(target, of(select->source), 0, of(select->rows));
-      } else if (auto const* sum = std::get_if<SumColumns>(&step)) {
-        at::Tensor target = of(sum->target);
-        at::sum_out(target, of(sum->source), 1);
       } else {
-        auto const& rows = std::get<AddRows>(step);
-        of(rows.target).index_add_(0, of(rows.rows), of(rows.source));
+        auto const& sum = std::get<SumColumns>(step);
+        at::Tensor target = of(sum.target);
+        at::sum_out(target, of(sum.source), 1);
       }
       for (size_t n = 0; n < buffers.size(); ++n) {
         if (buffers[n].last == i) tensors[inputs + n].reset();

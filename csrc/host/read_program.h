@@ -30,9 +30,8 @@ class Reader {
   }
   View view() {
     int64_t const tensor = word(), offset = word();
-    auto const dtype = static_cast<at::ScalarType>(word());
     Sizes sizes = this->sizes();
-    return {tensor, offset, dtype, std::move(sizes), this->sizes()};
+    return {tensor, offset, std::move(sizes), this->sizes()};
   }
   std::vector<char> bytes() {
     auto const count = static_cast<size_t>(word());
@@ -49,17 +48,7 @@ class Reader {
   char const *at_, *end_;
 };
 
-enum Kind : int64_t {
-  kLaunch,
-  kZero,
-  kCopy,
-  kAdd,
-  kSelectRows,
-  kAddRows,
-  kDriverCall,
-  kMemoryOps,
-  kSumColumns
-};
+enum Kind : int64_t { kLaunch, kZero, kCopy, kDriverCall, kMemoryOps, kSumColumns };
 
 inline Step read_step(Reader& in, PyObject* names) {
   switch (in.word()) {
@@ -80,18 +69,6 @@ inline Step read_step(Reader& in, PyObject* names) {
     case kCopy: {
       View target = in.view();
       return Copy{std::move(target), in.view()};
-    }
-    case kAdd: {
-      View target = in.view();
-      return Add{std::move(target), in.view()};
-    }
-    case kSelectRows: {
-      View target = in.view(), source = in.view();
-      return SelectRows{std::move(target), std::move(source), in.view()};
-    }
-    case kAddRows: {
-      View target = in.view(), source = in.view();
-      return AddRows{std::move(target), std::move(source), in.view()};
     }
     case kDriverCall: {
       DriverCall call{};

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ringfa3.kernels import backward, forward, quantised, quantised_reference, reference
+from ringfa3.kernels import backward, forward, own_rows, quantised, quantised_reference, reference
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.validation import HEAD_DIM_STEP
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
+    from ringfa3.planning.context_plan import ContextPlan
     from ringfa3.planning.tiling import Plan, Tiling
     from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
     from ringfa3.quantisation.key_tiles import KeyTiles
@@ -163,6 +164,14 @@ def select_backward(q: torch.Tensor) -> BackwardKernel:
     if unit is None:
         return BackwardKernel(reference.TILE_N, reference.TILE_M, reference.BackwardPass)
     return BackwardKernel(unit.tile_n, unit.tile_m, partial(backward.BackwardPass, unit))
+
+
+def select_own_rows(direction: str, k: torch.Tensor, plan: ContextPlan) -> own_rows.OwnRows:
+    """What moves a rank's own rows in a pass over peers' memory, for its K (t, hk, d)."""
+    unit = _select_unit(direction, k)
+    if unit is None:
+        return own_rows.RowExecutor(plan, k.device)
+    return own_rows.RowKernels(unit, plan)
 
 
 def _select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:

@@ -62,6 +62,10 @@ def _scalars(structure: type[ctypes.Structure], base: int = 0) -> Iterator[tuple
         offset = base + getattr(structure, name).offset
         if issubclass(kind, ctypes.Structure):
             yield from _scalars(kind, offset)
+        elif issubclass(kind, ctypes.Array):
+            member: Any = kind._type_
+            size = ctypes.sizeof(member)
+            yield from ((offset + i * size, member) for i in range(kind._length_))
         else:
             yield offset, kind
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3.kernels import backward, forward
+from ringfa3.kernels import backward, forward, own_rows
 from ringfa3.kernels.launch import entry_address, pointer_offsets
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "preprocess": backward.PreprocessArgs,
     "backward": backward.BackwardArgs,
     "postprocess": backward.PostprocessArgs,
+    "publish": own_rows.PublishArgs,
+    "add_returns": own_rows.AddReturnsArgs,
+    "round_gradients": own_rows.RoundGradientsArgs,
 }
 # Kinds of steps.
-LAUNCH, ZERO, COPY, ADD, SELECT_ROWS, ADD_ROWS, DRIVER_CALL, MEMORY_OPS, SUM_COLUMNS = range(9)
+LAUNCH, ZERO, COPY, DRIVER_CALL, MEMORY_OPS, SUM_COLUMNS = range(6)
 POINTER = 8  # bytes
 DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
-BYTES_16 = 10  # of elements of 16 bytes, as which rows are copied: torch.complex128
 DRIVER_WORDS = 4  # arguments of a driver call, at most
 
 
@@ -111,14 +113,6 @@ class ProgramRecorder(TorchDispatchMode):
             self._steps.append([COPY, *self._view(result), *self._view(args[0])])
         elif func is aten.zero_.default:
             self._steps.append([ZERO, *self._view(args[0])])
-        elif func is aten.add_.Tensor and not kwargs:
-            self._steps.append([ADD, *self._view(args[0]), *self._view(args[1])])
-        elif func is aten.index_select.out and args[1] == 0:
-            views = kwargs["out"], args[0], args[2]
-            self._steps.append([SELECT_ROWS, *(x for view in views for x in self._view(view))])
-        elif func is aten.index_add_.default and args[1] == 0 and not kwargs:
-            views = args[0], args[3], args[2]
-            self._steps.append([ADD_ROWS, *(x for view in views for x in self._view(view))])
         elif func is aten.sum.dim_IntList and args[1:] == ([1],) and not kwargs:
             self._allocated(result)
             self._steps.append([SUM_COLUMNS, *self._view(result), *self._view(args[0])])
@@ -222,12 +216,13 @@ class ProgramRecorder(TorchDispatchMode):
         place = self._place_of(x)
         if place is None:  # memory of other calls, too
             self.tables.append(x)
-            return [-len(self.tables), 0, 0, 0, 0]
-        dtype = BYTES_16 if x.dtype == torch.complex128 else DTYPES.get(x.dtype)
-        if dtype is None or place.offset % x.element_size():
-            raise ProgramError(f"it copies or fills {x.dtype} {tuple(x.shape)}")
+            return [-len(self.tables), 0, 0, 0]
+        owner = list(self._all())[place.tensor]
+        assert owner is not None
+        if x.dtype != owner.dtype:
+            raise ProgramError(f"it copies or fills {owner.dtype} as {x.dtype}")
         offset, shape = place.offset // x.element_size(), x.shape
-        return [place.tensor, offset, dtype, len(shape), *shape, len(shape), *x.stride()]
+        return [place.tensor, offset, len(shape), *shape, len(shape), *x.stride()]
 
     def _place_of(self, x: torch.Tensor) -> Place | None:
         """Of the first element of a tensor; None: it is in a table.

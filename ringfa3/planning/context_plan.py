@@ -17,7 +17,7 @@ from ringfa3.planning.kv_exchange import KVExchange, plan_ring
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
-from ringfa3.planning.unshard import Unshard, raise_on_all_or_none
+from ringfa3.planning.unshard import Unshard, agree_to_gather
 from ringfa3.validation import (
     LAYOUTS,
     check_choice,
@@ -234,14 +234,15 @@ class ContextPlan:
     def unshard(self, x_local: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """All tokens from every rank's local ones: the inverse of `shard`, on every rank.
 
-        Takes any dtype, the same on all ranks. Differentiable. All ranks must compute the same from
-        the result: the gradient of `x_local` is this rank's shard of its own gradient of the
-        result, not a sum over ranks. Ranks agree on the arguments before each call.
+        Takes any dtype, the same on all ranks. All ranks must compute the same from the result: the
+        gradient of `x_local` is this rank's shard of its own gradient of the result, not a sum over
+        ranks. Ranks agree on the arguments before each call.
 
         Raises:
             ValueError: on every rank of the group: x_local.shape[dim] is not `local_tokens` on one,
                 or its other sizes, dtype, dim or plan differ over the ranks. On this rank: the
                 plan was made from (rank, world) and has no group to gather over.
+            IndexError: the plan has one rank, and x_local no such dim.
             RingError: a rank did not enter within the group's timeout.
         """
         if self.world > 1 and self.group is None:
@@ -254,7 +255,7 @@ class ContextPlan:
             settings = self._unshard_settings(x_local, dim)
         except Exception as problem:  # whatever it is, the other ranks wait
             error = problem
-        raise_on_all_or_none(self.group if self.world > 1 else None, settings, error)
+        agree_to_gather(self.group if self.world > 1 else None, settings, error)
         result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
         return result
 

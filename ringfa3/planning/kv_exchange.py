@@ -45,7 +45,7 @@ class GradReturn(NamedTuple):
     repeated: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVExchange:
     """Which K/V rows ranks exchange; on a grid of keys, which tiles of the grid.
 

@@ -30,10 +30,6 @@ class RowIndex(NamedTuple):
             return RowIndex(slice(self.rows.start + begin, self.rows.start + end))
         return RowIndex(self.rows[begin:end])
 
-    def as_out(self, out: torch.Tensor) -> torch.Tensor:
-        """The view of `out` that `gather` writes fastest, made once for many calls."""
-        return view_16_bytes(out) if isinstance(self.rows, slice) else out
-
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Copies the rows from x (tokens, h, d) to out (n, h, d)."""
         if isinstance(self.rows, slice):
@@ -50,17 +46,14 @@ class RowIndex(NamedTuple):
 
 
 def copy_rows(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Copies (t, h, d), where possible in elements of 16 bytes; out may be such a view already.
+    """Copies (t, h, d), where possible in elements of 16 bytes.
 
     Rows of a buffer with K and V side by side are not contiguous, and a GPU copies those one
     element at a time: 2 bytes of bfloat16.
     """
-    if out.dtype is not BYTES_16:
-        out = view_16_bytes(out)
-    if out.dtype is BYTES_16:
-        x = view_16_bytes(x)
-        if x.dtype is not BYTES_16:
-            out = out.view(x.dtype)
+    wide, wide_out = view_16_bytes(x), view_16_bytes(out)
+    if wide.dtype is wide_out.dtype:
+        x, out = wide, wide_out
     out.copy_(x)
 
 

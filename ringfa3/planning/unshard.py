@@ -14,20 +14,28 @@ _agree: Agree | None = None
 
 
 def agree_with(agree: Agree) -> None:
-    """agree(group, settings, error) runs before ranks gather: it raises on all of them, or none."""
+    """agree(group, settings, error) runs before ranks gather: it raises on all of them, or none.
+
+    `ringfa3.ring`, which `import ringfa3` imports, gives it: planning knows no groups.
+    """
     global _agree
     _agree = agree
 
 
-def raise_on_all_or_none(
+def agree_to_gather(
     group: dist.ProcessGroup | None, settings: dict[str, str], error: Exception | None
 ) -> None:
-    """Raises an error of any rank on all ranks of the group; None: there is only this rank."""
-    if group is not None:
-        assert _agree is not None
-        _agree(group, settings, error)
-    elif error is not None:
-        raise error
+    """Raises an error of any rank on all ranks of the group; None: there is only this rank.
+
+    Raises RuntimeError: nobody has called `agree_with`.
+    """
+    if group is None:
+        if error is not None:
+            raise error
+        return
+    if _agree is None:
+        raise RuntimeError("ranks cannot agree before ringfa3.ring is imported: import ringfa3")
+    _agree(group, settings, error)
 
 
 class Unshard(torch.autograd.Function):

@@ -245,12 +245,8 @@ def run_backward(
         with ring_pass.recording as recording:
             with _report_errors(call.plan):
                 backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
-            dk, dv = (
-                grad[..., : x.shape[2]].to(
-                    x.dtype, copy=True, memory_format=torch.contiguous_format
-                )
-                for x, grad in zip((k, v), ring_pass.dkv.unbind(1), strict=True)
-            )
+            dk, dv = ring_pass.grads
+            dv = dv[..., : v.shape[2]].contiguous()
             del ring_pass  # its float32 dK and dV are freed before dQ is made
             grads = backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))
             recording.keep(grads)

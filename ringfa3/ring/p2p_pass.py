@@ -207,9 +207,11 @@ class P2PRingPass:
         self._heads = LocalHeads.of(k) if split else LocalHeads(0)
 
     @property
-    def dkv(self) -> torch.Tensor:
+    def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._grads is not None
-        return self._grads.dkv
+        dtype = self._kv.published.dtype
+        dk, dv = (x.to(dtype, copy=True).contiguous() for x in self._grads.dkv.unbind(1))
+        return dk, dv
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes first; some of its KV heads may come last."""

@@ -1,11 +1,11 @@
 """Ring calls over `symmetric` in CUDA graphs. This is all of the support; it is not extended.
 
-Outside graphs, a call's side streams run on beside the next call, which waits for their events. A
-graph cannot wait for an event from outside, and a replay asks no host. So a call in a graph forks
-its side streams from the compute stream and joins them to it at its end; so does, from the first
-capture on, every call beside graphs. The calls of a rank then run one after the other, in whatever
-graphs they are and however often those are replayed, and any parities may follow each other as
-long as they are the same on all ranks.
+Outside graphs, a call's side streams run on beside the next call, whose operations follow on the
+same streams. A graph has no order with streams outside, and a replay asks no host. So a call in a
+graph forks its side streams from the compute stream and joins them to it at its end; so does, from
+the first capture on, every call beside graphs. The calls of a rank then run one after the other, in
+whatever graphs they are and however often those are replayed, and any parities may follow each
+other as long as they are the same on all ranks.
 
 A graph keeps no order of issue: the device may run its operations one by one, in any order that
 events allow. What a rank waits for must then be set by its peers in any such order:
@@ -41,13 +41,8 @@ REMEDY = "run a call of the same plan, shapes, strides and settings, in the same
 def fork_join(operations: Sequence[Operation], captured: bool) -> list[Operation]:
     """A call's operations, with forks and a join. captured: the device may reorder them."""
     result: list[Operation] = []
-    recorded: set[Event] = set()
     forked = not any(x.stream is Stream.GRADIENTS for x in operations)
     for operation in operations:
-        if isinstance(operation, WaitEvent) and operation.event not in recorded:
-            continue  # of an earlier call, which has ended
-        if isinstance(operation, RecordEvent):
-            recorded.add(operation.event)
         waits = isinstance(operation, WaitAndReset) or operation.stream is Stream.GRADIENTS
         if not forked and waits:
             result += _after(Stream.GRADIENTS, Stream.KV, FORKED)

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
 import torch
 
 from ringfa3 import host
+from ringfa3.kernels.dispatch import select_own_rows
+from ringfa3.kernels.own_rows import OwnRows, Returns
 from ringfa3.kernels.program import ProgramRecorder
 from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.row_index import copy_rows, view_16_bytes
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring_pass import Attend, HopTensors, LocalHeads, NoRecording, Recording
 from ringfa3.symmetric import schedule
@@ -36,7 +37,6 @@ from ringfa3.symmetric.stream_ops import (
     AttendHop,
     Buffer,
     BufferSlice,
-    CopyLocal,
     EndStart,
     Event,
     Operation,
@@ -92,10 +92,14 @@ class Step(NamedTuple):
 
 
 class CallRecipe(NamedTuple):
-    """The steps that `start` issues, and those that `run` issues."""
+    """The steps that `start` issues, and those that `run` issues.
+
+    rows  what moves the rank's own rows in them
+    """
 
     start: list[Step]
     run: list[Step]
+    rows: OwnRows
 
 
 class KnownCalls(NamedTuple):
@@ -147,9 +151,13 @@ _specs: weakref.WeakKeyDictionary[Plan, dict[object, BufferSpec]] = weakref.Weak
 
 
 class SymmetricRingPass:
-    """`ringfa3.ring_pass.RingPass` over peers' memory."""
+    """`ringfa3.ring_pass.RingPass` over peers' memory.
 
-    dkv: torch.Tensor
+    select_rows  what moves the rank's own rows, for (direction, K, plan)
+    """
+
+    select_rows: Callable[[str, torch.Tensor, ContextPlan], OwnRows] = staticmethod(select_own_rows)
+    grads: tuple[torch.Tensor, torch.Tensor]
 
     def __init__(self, backend: Backend, plan: ContextPlan, kind: str) -> None:
         """kind: the schedule to run: "forward", "gathered" or "backward"."""
@@ -195,8 +203,10 @@ class SymmetricRingPass:
         key = self._key, waits_in_kernel, parity
         recipe = recipes.get(key)
         if recipe is None:
-            recipe = _recipe(backend, plan, self._kind, spec, parity, k.device, waits_in_kernel)
+            rows = self.select_rows("backward" if self._kind == "backward" else "forward", k, plan)
+            recipe = _recipe(backend, plan, self._kind, spec, parity, rows, waits_in_kernel)
             recipes[key] = recipe
+        self._rows = recipe.rows
         recorder = current_recorder()
         if recorder is not None:
             for step in (*recipe.start, *recipe.run):
@@ -212,10 +222,9 @@ class SymmetricRingPass:
         The peers' contributions to dK/dV are added behind it.
         """
         self._attend = attend
-        self._grads: tuple[torch.Tensor, ...] = ()
+        self._dkv: torch.Tensor | None = None
         if self._dkv_dtype is not None:  # allocated after the caller's tensors, which are larger
-            self.dkv = self._local[0].new_empty(self._dkv_shape, dtype=self._dkv_dtype)
-            self._grads = self.dkv.unbind(1)
+            self._dkv = self._local[0].new_empty(self._dkv_shape, dtype=self._dkv_dtype)
         self._issue(self._rest)
 
     def _issue(self, steps: Iterable[Step]) -> None:
@@ -227,29 +236,25 @@ class SymmetricRingPass:
     def _do(self, work: Work, tensors: tuple[Any, ...]) -> None:
         """Performs `work` on the tensors that `_recipe` has made for it."""
         if isinstance(work, Publish):
-            published, *rows = tensors
-            for x, out in zip(self._local, rows, strict=True):
-                published.gather(x, out)
-        elif isinstance(work, CopyLocal):
-            for x, out in zip(self._local, tensors, strict=True):
-                copy_rows(x, out)
+            self._rows.publish(*self._local, *tensors)
         elif isinstance(work, AttendHop):
             self._do_hop(work, tensors)
         elif isinstance(work, AttendGathered):
             k, v, *arrivals = tensors
             self._attend(0, HopTensors(k, v, arrivals=arrivals[0] if arrivals else None))
         elif isinstance(work, AddToSum):
-            for total, rows in zip(tensors[::2], tensors[1::2], strict=True):
-                total.add_(rows)
+            self._rows.add_returns(*tensors)
         else:
-            for index, rows in zip(tensors[::2], tensors[1::2], strict=True):
-                index.add(rows, self.dkv)
+            assert self._dkv is not None
+            (returns,) = tensors
+            dtype = self._local[0].dtype
+            self.grads = self._rows.round_gradients(self._dkv, returns, dtype)
 
     def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...]) -> None:
         if work.kv is not None:
             self._attend(work.hop, HopTensors.of(tensors))
             return
-        local = (*self._local, *self._grads)
+        local = (*self._local, *(() if self._dkv is None else self._dkv.unbind(1)))
         if work.part is Part.ALL:
             self._attend(0, HopTensors.of(local))
         elif work.part is Part.FIRST:
@@ -264,11 +269,10 @@ def _recipe(
     kind: str,
     spec: BufferSpec,
     parity: int,
-    device: torch.device,
+    own: OwnRows,
     waits_in_kernel: bool,
 ) -> CallRecipe:
     """The steps of a call on the memory that the backend has now."""
-    published = plan.published_rows(device)
     operations = getattr(schedule, kind)(plan.kv_exchange, plan.rank, parity)
     operations = backend.adapt(operations)
     in_kernel = frozenset(_arrivals(operations) if waits_in_kernel else ())
@@ -280,14 +284,19 @@ def _recipe(
         memory = backend.local(part.buffer, part.slot)[begin * size : end * size]
         return memory.view(spec.dtypes[part.buffer]).view(-1, *spec.row)
 
+    def returns(received: Sequence[BufferSlice]) -> Returns:
+        published = len(plan.kv_exchange.published)
+        total = BufferSlice(plan.rank, Buffer.DKV_SUM, 0, 0, published)
+        last = max((part.end for part in received), default=0)
+        returned = BufferSlice(plan.rank, Buffer.DKV_RECV, 0, 0, last)
+        runs = tuple((part.begin, part.end) for part in received)
+        return Returns(rows(total), rows(returned), runs)
+
     def tensors(work: Work) -> tuple[Any, ...]:
-        """Publish: row index, K, V. CopyLocal: K, V. AttendHop: K, V, dK, dV. AttendGathered: K, V,
-        arrivals. AddToSum: for each slice its sum and itself. AddToLocal: for each slice its row
-        index and itself."""
+        """Publish: where published rows go, where all go or None. AttendHop: K, V, dK, dV.
+        AttendGathered: K, V, arrivals. AddToSum: returns. RoundGradients: returns or None."""
         if isinstance(work, Publish):
-            return published, *(published.as_out(x) for x in rows(work.target).unbind(1))
-        if isinstance(work, CopyLocal):
-            return tuple(view_16_bytes(x) for x in rows(work.target).unbind(1))
+            return rows(work.target), None if work.gathered is None else rows(work.gathered)
         if isinstance(work, AttendGathered):
             both = rows(work.own, plan.kv_exchange.gathered_layout(plan.rank)[1]).unbind(1)
             return *both, *((backend.arrivals,) if waits_in_kernel else ())
@@ -296,9 +305,8 @@ def _recipe(
             slices = [x for x in (work.kv, work.dkv) if x is not None]
             return tuple(x for part in slices for x in rows(part, count).unbind(1))
         if isinstance(work, AddToSum):
-            sums = (part._replace(buffer=Buffer.DKV_SUM) for part in work.slices)
-            return tuple(rows(x) for both in zip(sums, work.slices, strict=True) for x in both)
-        return tuple(x for p in work.slices for x in (published.part(p.begin, p.end), rows(p)))
+            return (returns(work.slices),)
+        return (returns(work.slices[1:]) if work.slices else None,)
 
     steps: list[Step] = []
     count = 0
@@ -314,7 +322,7 @@ def _recipe(
             steps.append(Step(prepared, operation, tensors(operation)))
             pending = []
     steps.append(Step(backend.prepare(pending, in_kernel), None, ()))
-    return CallRecipe(steps[:count], steps[count:])
+    return CallRecipe(steps[:count], steps[count:], own)
 
 
 def _arrivals(operations: Iterable[Operation]) -> Iterator[Event]:

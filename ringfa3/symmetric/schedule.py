@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from ringfa3.planning.kv_exchange import GradReturn, KVExchange
 from ringfa3.symmetric.stream_ops import (
-    AddToLocal,
     AddToSum,
     AttendGathered,
     AttendHop,
@@ -35,7 +34,6 @@ from ringfa3.symmetric.stream_ops import (
     Buffer,
     BufferSlice,
     Copy,
-    CopyLocal,
     EndStart,
     Event,
     Operation,
@@ -44,12 +42,16 @@ from ringfa3.symmetric.stream_ops import (
     Purpose,
     RecordEvent,
     ResetArrivals,
+    RoundGradients,
     SetSignal,
     Signal,
     Stream,
     WaitAndReset,
     WaitEvent,
 )
+
+# The KV stream is in this call: readers of earlier calls have copied.
+EARLIER_CALLS_READ = Event("earlier_calls_read", 0)
 
 
 def forward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
@@ -61,19 +63,18 @@ def forward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
     for i, hop in enumerate(call.visits):
         call.attend(hop)
         call.pull(i + 2)
-    call.wait_for_readers()
+    call.end_forward()
     return call.operations
 
 
 def gathered(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
     """The forward with one kernel for all hops. Its signals are those of `forward`."""
     call = _Builder(exchange, rank, parity, "forward")
-    call.publish()
-    blocks = call.gather()
     own = BufferSlice(rank, Buffer.KV_GATHERED, 0, 0, int(exchange.rows[rank, 0]))
+    call.publish(own if call.visits else None)
+    blocks = call.gather()
     if blocks:
         call.add(
-            CopyLocal(own),
             EndStart(),
             WaitEvent(Stream.COMPUTE, Event("all_published", 0)),
             AttendGathered(own, blocks),
@@ -81,7 +82,7 @@ def gathered(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
         )
     else:
         call.add(EndStart(), AttendHop(0))
-    call.wait_for_readers()
+    call.end_forward()
     return call.operations
 
 
@@ -144,20 +145,24 @@ class _Builder:
         hops = [t for t in range(1, self.world) if self.exchange.visible[self.rank, t].any()]
         return [(t, (self.rank + t) % self.world) for t in hops]
 
-    def publish(self) -> None:
-        """Publishes the rank's own K/V.
+    def publish(self, gathered: BufferSlice | None = None) -> None:
+        """Publishes the rank's own K/V. `gathered` as in `Publish`.
 
-        The KV stream waits for all that earlier calls issued on the compute stream: KV_RECV and
-        KV_GATHERED are free then, and the words that their kernels waited for are 0.
+        KV_SHARED is free: in the call before this one the compute stream has waited for the KV
+        stream, which had waited for the readers of the call before that one. The KV stream waits
+        for all that earlier calls issued on the compute stream: KV_RECV and KV_GATHERED are free
+        then, and the words that their kernels waited for are 0.
         """
         published = Event("published", 0)
         rows = int(self.exchange.rows[self.rank, 1])
+        target = BufferSlice(self.rank, Buffer.KV_SHARED, self.parity, 0, rows)
         self.add(
-            WaitEvent(Stream.COMPUTE, Event("kv_shared_free", self.parity)),
-            Publish(BufferSlice(self.rank, Buffer.KV_SHARED, self.parity, 0, rows)),
+            Publish(target, gathered),
             RecordEvent(Stream.COMPUTE, published),
             WaitEvent(Stream.KV, published),
         )
+        if not self.visits:
+            self.add(RecordEvent(Stream.KV, EARLIER_CALLS_READ))
         for _, reader in self.readers():
             self.set(Stream.KV, reader, Purpose.KV_READY, self.parity)
 
@@ -222,18 +227,23 @@ class _Builder:
         if dkv is not None or hop in self.visits[:-2]:  # another stream waits for it
             self.add(RecordEvent(Stream.COMPUTE, Event("attended", hop)))
 
-    def wait_for_readers(self) -> None:
+    def wait_for_earlier_readers(self) -> None:
+        """The compute stream waits for the KV stream, if it has not waited for blocks."""
+        if not self.visits:
+            self.add(WaitEvent(Stream.COMPUTE, EARLIER_CALLS_READ))
+
+    def end_forward(self) -> None:
         """Frees KV_SHARED for the call after the next one: waits until every reader has copied it.
 
         First this rank signals the same to the owners that it has read. Nobody needs that earlier.
         In a backward call DKV_READY implies that the reader has copied.
         """
+        self.wait_for_earlier_readers()
         for hop in self.visits:
             self.set(Stream.KV, self.owner(hop), Purpose.KV_CONSUMED, self.parity)
         for hop, reader in self.readers():
             what = f"hop {hop}: K/V consumed by"
             self.wait(Stream.KV, reader, Purpose.KV_CONSUMED, self.parity, what)
-        self.add(RecordEvent(Stream.KV, Event("kv_shared_free", self.parity)))
 
     # dK/dV
 
@@ -299,7 +309,10 @@ class _Builder:
             )
         else:
             self.add(AttendHop(0))
+        self.wait_for_earlier_readers()
+        slices: tuple[BufferSlice, ...] = ()
         if self.returns:
             rows = int(self.exchange.rows[self.rank, 1])
             total = BufferSlice(self.rank, Buffer.DKV_SUM, 0, 0, rows)
-            self.add(AddToLocal((total, *self._dkv_recv(self._to_add))))
+            slices = total, *self._dkv_recv(self._to_add)
+        self.add(RoundGradients(slices))

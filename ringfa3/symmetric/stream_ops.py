@@ -120,17 +120,13 @@ class Copy:
 
 @dataclass(frozen=True)
 class Publish:
-    """Copies the rank's own K/V rows that peers see into its KV_SHARED."""
+    """Copies the rank's own K/V rows that peers see into its KV_SHARED.
+
+    gathered  in its KV_GATHERED: where all of its own K/V are copied, too
+    """
 
     target: BufferSlice
-    stream: Stream = Stream.COMPUTE
-
-
-@dataclass(frozen=True)
-class CopyLocal:
-    """Copies all of the rank's own K/V into its KV_GATHERED."""
-
-    target: BufferSlice
+    gathered: BufferSlice | None = None
     stream: Stream = Stream.COMPUTE
 
 
@@ -203,15 +199,18 @@ class AddToSum:
 
 
 @dataclass(frozen=True)
-class AddToLocal:
-    """Adds the slices, in order, to the rank's own dK/dV."""
+class RoundGradients:
+    """Rounds the rank's dK/dV to the dtype of K: its own, plus the slices in order.
+
+    slices  all of DKV_SUM, then slices of DKV_RECV; empty if no peer returns any
+    """
 
     slices: tuple[BufferSlice, ...]
     stream: Stream = Stream.COMPUTE
 
 
 # Operations on the caller's tensors
-Work: TypeAlias = Publish | CopyLocal | AttendHop | AttendGathered | AddToSum | AddToLocal
+Work: TypeAlias = Publish | AttendHop | AttendGathered | AddToSum | RoundGradients
 Operation: TypeAlias = (
     RecordEvent | WaitEvent | SetSignal | WaitAndReset | Copy | EndStart | ResetArrivals | Work
 )

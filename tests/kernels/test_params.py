@@ -12,7 +12,7 @@ import pytest
 
 from ringfa3.build.compile import source_folder
 from ringfa3.build.units import UNITS
-from ringfa3.kernels import backward, forward, launch, quantise, quantised
+from ringfa3.kernels import backward, forward, launch, own_rows, quantise, quantised
 from ringfa3.planning import tiling, work_split
 from ringfa3.quantisation.key_tiles import KEY_TILE_RECORD
 
@@ -25,6 +25,11 @@ MIRRORS = (
     backward.PreprocessArgs,
     backward.BackwardArgs,
     backward.PostprocessArgs,
+    own_rows.PublishedRows,
+    own_rows.RowRuns,
+    own_rows.PublishArgs,
+    own_rows.AddReturnsArgs,
+    own_rows.RoundGradientsArgs,
     quantise.CentresArgs,
     quantise.StatisticsArgs,
     quantise.QuantiseQArgs,
@@ -60,7 +65,7 @@ def test_fields_are_those_of_the_header_in_order() -> None:
         assert body is not None
         code = re.sub(r"//.*", "", body[1])
         declared = [
-            re.search(r"(\w+)$", part.strip())[1]  # type: ignore[index]
+            re.search(r"(\w+)(\[\w+\])?$", part.strip())[1]  # type: ignore[index]
             for line in code.split(";")
             if line.strip()
             for part in line.split(",")

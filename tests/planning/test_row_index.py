@@ -37,9 +37,8 @@ def test_rows_that_begin_anywhere_are_copied() -> None:
     out = torch.zeros(5, 2, 2, 8).bfloat16()[:, 0]
     for begin in (0, 1):
         x = room[begin : begin + 80].view(5, 2, 8)
-        for target in (out, view_16_bytes(out)):
-            out.zero_()
-            copy_rows(x, target)
-            assert torch.equal(out, x)
+        out.zero_()
+        copy_rows(x, out)
+        assert torch.equal(out, x)
     assert view_16_bytes(out).dtype == torch.complex128
     assert view_16_bytes(room[1:81].view(5, 2, 8)).dtype == torch.bfloat16

@@ -36,15 +36,19 @@ def unexpected(*_: object) -> None:
     raise AssertionError("a call prepares something again")
 
 
+VIEWS = ("aten.select.int", "aten.slice.Tensor", "aten.unbind.int")
+
+
 class Tensors(TorchDispatchMode):
-    """Records the names of tensor operations."""
+    """Records the names of tensor operations that are no views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names.append(str(func))
+        if str(func) not in VIEWS:
+            self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -82,12 +86,12 @@ def _steady(group: FakeGroup, meet: threading.Barrier) -> dict[str, tuple[list[s
 
 
 @pytest.mark.parametrize(
-    ("world", "calls"), [(2, (10, 12, 15)), (3, (14, 14, 25)), (4, (20, 16, 42))]
+    ("world", "calls"), [(2, (8, 10, 14)), (3, (12, 12, 24)), (4, (18, 14, 41))]
 )
 def test_a_repeated_call_over_symmetric_prepares_nothing(
     world: int, calls: tuple[int, int, int]
 ) -> None:
-    """No schedule, no memory, no tensor but the sum of gradients.
+    """No schedule, no memory, no tensor but the gradients. Here the executor moves the rank's rows.
 
     calls: driver calls of a forward, a gathered forward and a backward, on the rank with most.
     """
@@ -112,15 +116,13 @@ def test_a_repeated_call_over_symmetric_prepares_nothing(
             results = ranks.run(lambda group: _steady(group, meet))
     finally:
         mock.patch.stopall()
-    publish = ["aten.slice.Tensor", "aten.copy_.default"] * 2
-    gradients = ["aten.new_empty.default", "aten.unbind.int"]
+    copies = ["aten.copy_.default"] * 2  # of K and V
+    added = ["aten.add_.Tensor"] * (max(world - 3, 0) + min(world - 1, 2))
+    rounded = ["aten._to_copy.default"] * 2
     for costs in results:
-        forward, gathered, backward = costs["forward"], costs["gathered"], costs["backward"]
-        assert forward == (publish, calls[0])
-        assert gathered == ([*publish, *["aten.copy_.default"] * 2], calls[1])
-        summed = ["aten.slice.Tensor", "aten.add_.Tensor"] * min(world - 1, 2)
-        apart = ["aten.add_.Tensor"] * max(world - 3, 0)
-        assert backward[0] == [*publish, *gradients, *apart, *summed]
+        assert costs["forward"] == (copies, calls[0])
+        assert costs["gathered"] == (2 * copies, calls[1])
+        assert costs["backward"][0] == [*copies, "aten.new_empty.default", *added, *rounded]
     assert max(costs["backward"][1] for costs in results) == calls[2]
 
 
@@ -136,7 +138,7 @@ def _left_over(group: FakeGroup) -> int:
         ring_pass = SymmetricRingPass(backend, plan, "backward")
         ring_pass.start(x, x)
         ring_pass.run(lambda *_, held=workspace, **__: None)
-        made += [weakref.ref(workspace), weakref.ref(ring_pass.dkv)]
+        made += [weakref.ref(workspace), *map(weakref.ref, ring_pass.grads)]
         del workspace, ring_pass
     return sum(tensor() is not None for tensor in made)
 

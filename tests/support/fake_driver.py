@@ -29,7 +29,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_kernels import FakeKernels
 
 Entry = tuple[object, ...]
-COMPUTES = ("copy_", "add_", "zero_", "index_add_", "index_select", "sum")
+COMPUTES = ("copy_", "add_", "zero_", "sum")
 COPIES = {"_to_copy": "copy_", "clone": "copy_"}  # the library allocates before
 
 
@@ -161,8 +161,7 @@ class Computations(TorchDispatchMode):
             args = (result, args[0])
         name = COPIES.get(name, name)
         if name in COMPUTES:
-            given = [*args, *(kwargs or {}).values()] if name == "index_select" else args
-            tensors = [x for x in given if isinstance(x, torch.Tensor)]
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
             self.cuda.log(name, *(_described(x) for x in tensors))
         return result
 

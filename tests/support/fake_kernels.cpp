@@ -142,6 +142,60 @@ int postprocess(PostprocessArgs const* a, void* stream) {
   return 0;
 }
 
+// The last kernels compute what those of the product do.
+int published_row(PublishedRows const& rows, int64_t token) {
+  int const row = rows.position ? rows.position[token] : static_cast<int>(token) - rows.first;
+  return 0 <= row && row < rows.count ? row : -1;
+}
+
+int publish(PublishArgs const* a, void* stream) {
+  if (int const status = keep("publish", a, stream)) return status < 0 ? 0 : status;
+  int64_t const d = a->k.head_dim, half = a->k.heads * d;
+  for (int64_t token = 0; token < a->k.tokens; ++token) {
+    int64_t const places[] = {published_row(a->rows, token), a->gathered ? token : -1};
+    void* const targets[] = {a->published, a->gathered};
+    for (int n = 0; n < 2; ++n) {
+      if (places[n] < 0) continue;
+      auto* const to = static_cast<uint16_t*>(targets[n]) + places[n] * 2 * half;
+      for (int64_t head = 0; head < a->k.heads; ++head) {
+        std::memcpy(to + head * d, row(a->k, token, head), 2 * d);
+        std::memcpy(to + half + head * d, row(a->v, token, head), 2 * d);
+      }
+    }
+  }
+  return 0;
+}
+
+int add_returns(AddReturnsArgs const* a, void* stream) {
+  if (int const status = keep("add_returns", a, stream)) return status < 0 ? 0 : status;
+  for (int run = 0; run < a->runs.count; ++run) {
+    int64_t const floats = a->row_floats;
+    for (int64_t i = a->runs.begin[run] * floats; i < a->runs.end[run] * floats; ++i) {
+      a->sum[i] += a->returned[i];
+    }
+  }
+  return 0;
+}
+
+int round_gradients(RoundGradientsArgs const* a, void* stream) {
+  if (int const status = keep("round_gradients", a, stream)) return status < 0 ? 0 : status;
+  int64_t const floats = a->row_floats, half = floats / 2;
+  for (int64_t token = 0; token < a->tokens; ++token) {
+    int const row = a->sum ? published_row(a->rows, token) : -1;
+    bool returned = false;
+    for (int run = 0; run < a->runs.count; ++run) {
+      returned |= a->runs.begin[run] <= row && row < a->runs.end[run];
+    }
+    for (int64_t i = 0; i < floats; ++i) {
+      float x = a->own[token * floats + i];
+      if (row >= 0) x += a->sum[row * floats + i];
+      if (returned) x += a->returned[row * floats + i];
+      static_cast<uint16_t*>(i < half ? a->dk : a->dv)[token * half + i % half] = rounded(x);
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 
 // The functions of a unit's library, with its head dim behind their names; tensors may be narrower.
@@ -155,6 +209,13 @@ int postprocess(PostprocessArgs const* a, void* stream) {
   }                                                                                              \
   extern "C" int ringfa3_postprocess_##D(PostprocessArgs const* a, void* s) {                    \
     return postprocess<D>(a, s);                                                                 \
+  }                                                                                              \
+  extern "C" int ringfa3_publish_##D(PublishArgs const* a, void* s) { return publish(a, s); }    \
+  extern "C" int ringfa3_add_returns_##D(AddReturnsArgs const* a, void* s) {                     \
+    return add_returns(a, s);                                                                    \
+  }                                                                                              \
+  extern "C" int ringfa3_round_gradients_##D(RoundGradientsArgs const* a, void* s) {             \
+    return round_gradients(a, s);                                                                \
   }
 UNIT(64)
 UNIT(128)

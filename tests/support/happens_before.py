@@ -19,20 +19,19 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 from ringfa3.symmetric.stream_ops import (
-    AddToLocal,
     AddToSum,
     AttendGathered,
     AttendHop,
     Buffer,
     BufferSlice,
     Copy,
-    CopyLocal,
     EndStart,
     Event,
     Operation,
     Publish,
     RecordEvent,
     ResetArrivals,
+    RoundGradients,
     SetSignal,
     Signal,
     Stream,
@@ -51,8 +50,7 @@ def label(direction: str, wait: WaitEvent | WaitAndReset, world: int) -> Label:
     if isinstance(wait, WaitAndReset):
         distance = (wait.signal.sender - wait.signal.receiver) % world
         return wait.what, wait.signal.purpose.name, distance
-    number = -1 if wait.event.name == "kv_shared_free" else wait.event.number
-    return direction, wait.stream.name, wait.event.name, number
+    return direction, wait.stream.name, wait.event.name, wait.event.number
 
 
 def inside(direction: str, event: Event) -> Label:
@@ -160,12 +158,13 @@ class _Order:
             self.sets[operation.signal].append(node)
         elif isinstance(operation, WaitAndReset):
             self.signal_waits[operation.signal].append((node, has_effect))
-        elif isinstance(operation, (Publish, CopyLocal)):
-            self._access(node, operation.target, True)
+        elif isinstance(operation, Publish):
+            for rows in filter(None, (operation.target, operation.gathered)):
+                self._access(node, rows, True)
         elif isinstance(operation, Copy):
             self._access(node, operation.source, False)
             self._access(node, operation.target, True)
-        elif isinstance(operation, (AddToSum, AddToLocal)):
+        elif isinstance(operation, (AddToSum, RoundGradients)):
             for rows in operation.slices:
                 self._access(node, rows, False)
                 if isinstance(operation, AddToSum):

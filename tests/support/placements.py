@@ -95,10 +95,21 @@ def directions(
     return order + [("backward", p) for p in reversed(placements)]
 
 
+def any_order(rng: random.Random, world: int) -> list[tuple[str, Placement]]:
+    """Four calls of two layers, in no order of a training step."""
+    both = [scattered(rng, world) for _ in range(2)]
+    return [(rng.choice(("forward", "gathered", "backward")), rng.choice(both)) for _ in range(4)]
+
+
 def layers(placements: Sequence[Placement], forwards: Sequence[str] = ("forward",)) -> Calls:
     """The operations of a step."""
+    return in_order(directions(placements, forwards))
+
+
+def in_order(order: Sequence[tuple[str, Placement]]) -> Calls:
+    """The operations of calls, in parities 0 and 1 in turn."""
     calls: Calls = []
-    for direction, placement in directions(placements, forwards):
+    for direction, placement in order:
         ranks = range(placement.world)
         parity = len(calls) % 2
         calls.append((direction, [placement.operations(direction, r, parity) for r in ranks]))

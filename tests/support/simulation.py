@@ -20,20 +20,19 @@ import torch
 from ringfa3.symmetric.cuda_graphs import fork_join
 from ringfa3.symmetric.ring_pass import BufferSpec, CallRecipes
 from ringfa3.symmetric.stream_ops import (
-    AddToLocal,
     AddToSum,
     AttendGathered,
     AttendHop,
     Buffer,
     BufferSlice,
     Copy,
-    CopyLocal,
     Event,
     Operation,
     Publish,
     Purpose,
     RecordEvent,
     ResetArrivals,
+    RoundGradients,
     SetSignal,
     Signal,
     Stream,
@@ -186,8 +185,9 @@ class SimulatedBackend:
         self._put(Stream.COMPUTE, "the caller", task())
 
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
-        if isinstance(operation, (Publish, CopyLocal)):
-            task = self._in_parts([], [operation.target], work)
+        if isinstance(operation, Publish):
+            targets = [operation.target, operation.gathered]
+            task = self._in_parts([], [x for x in targets if x is not None], work)
         elif isinstance(operation, AttendGathered):
             slices = [operation.own, *(block.rows for block in operation.blocks)]
             arrivals = {
@@ -199,7 +199,7 @@ class SimulatedBackend:
         elif isinstance(operation, AddToSum):
             sums = [p._replace(buffer=Buffer.DKV_SUM) for p in operation.slices]
             task = self._in_parts(list(operation.slices), sums, work)
-        elif isinstance(operation, AddToLocal):
+        elif isinstance(operation, RoundGradients):
             task = self._in_parts(list(operation.slices), [], work)
         else:
             assert isinstance(operation, AttendHop)

@@ -1,0 +1,32 @@
+"""The kernels for a rank's own rows on a Hopper GPU against the executor: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ringfa3.build.units import UNITS, Unit
+from tests.support import own_rows_checks as checks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "unit", [pytest.param(u, id=u.name) for u in UNITS if u.direction == "backward"]
+)
+def test_rows_of_the_backward(check: Callable[[Unit, str], None], unit: Unit) -> None:
+    check(unit, "cuda")
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        pytest.param(u, id=u.name)
+        for u in UNITS
+        if (u.direction, u.precision, u.short) == ("forward", "native", False)
+    ],
+)
+def test_rows_are_published_by_the_forward(unit: Unit) -> None:
+    checks.rows_are_published(unit, "cuda")
