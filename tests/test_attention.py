@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ from ringfa3 import (
     keep_attention,
     plan_context,
 )
+from ringfa3.ring.local_pass import LocalPass
 from ringfa3.ring.p2p_pass import P2PRingPass
 from tests.support.dense import cumulative, worst
 from tests.support.ranks import Ranks
@@ -145,13 +146,14 @@ class Model(nn.Module):
 def counting_rings() -> Iterator[list[str]]:
     """Collects the direction of every ring pass that runs."""
     ran: list[str] = []
-    start = P2PRingPass.start
+    with ExitStack() as patches:
+        for kind in (LocalPass, P2PRingPass):
 
-    def noted(ring_pass: P2PRingPass, *given: Any) -> None:
-        ran.append(ring_pass._kind)
-        start(ring_pass, *given)
+            def noted(ring_pass: Any, *given: Any, start: Any = kind.start) -> None:
+                ran.append(ring_pass._kind)
+                start(ring_pass, *given)
 
-    with mock.patch.object(P2PRingPass, "start", noted):
+            patches.enter_context(mock.patch.object(kind, "start", noted))
         yield ran
 
 

@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 import torch
 
+from ringfa3.kernels.dispatch import select_own_rows
+from ringfa3.kernels.own_rows import OwnRows
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
@@ -61,13 +63,12 @@ class Blocks:
 class KVBuffers(Blocks):
     """The K/V blocks of a pass, (rows, 2, hk, d), K and V of a row together."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, kind: str) -> None:
+    def __init__(
+        self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, kind: str, own: OwnRows
+    ) -> None:
         super().__init__(plan.kv_exchange, plan.rank, kind, k.new_empty((2, *k.shape[1:])))
         self._local = (k, v)
-        if len(self.published):
-            published = plan.published_rows(k.device)
-            for i, x in enumerate(self._local):
-                published.gather(x, self.published[:, i])
+        own.publish(k, v, self.published, None)
 
     def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V (rows, hk, d) of a hop."""
@@ -190,8 +191,8 @@ class GradBuffers:
 class P2PRingPass:
     """`ringfa3.ring_pass.RingPass` by messages."""
 
-    def __init__(self, transport: Transport | None, plan: ContextPlan, kind: str) -> None:
-        """kind: "forward" or "backward". transport: None for a world of one rank."""
+    def __init__(self, transport: Transport, plan: ContextPlan, kind: str) -> None:
+        """kind: "forward" or "backward"."""
         self._transport, self._plan, self._kind = transport, plan, kind
         self.recording: Recording = NoRecording()
 
@@ -200,7 +201,8 @@ class P2PRingPass:
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
-        self._kv = KVBuffers(k, v, self._plan, self._kind)
+        self._own = select_own_rows(self._kind, k, self._plan)
+        self._kv = KVBuffers(k, v, self._plan, self._kind, self._own)
         self._grads = GradBuffers(k, self._plan) if self._kind == "backward" else None
         # No split where rows return earlier: they would be added to heads that are not yet stored.
         split = self._grads is not None and self._grads.returned_at_the_end
@@ -209,9 +211,7 @@ class P2PRingPass:
     @property
     def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._grads is not None
-        dtype = self._kv.published.dtype
-        dk, dv = (x.to(dtype, copy=True).contiguous() for x in self._grads.dkv.unbind(1))
-        return dk, dv
+        return self._own.round_gradients(self._grads.dkv, None, self._kv.published.dtype)
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes first; some of its KV heads may come last."""
@@ -249,5 +249,4 @@ class P2PRingPass:
         )
         if not (sends or receives):
             return None
-        assert self._transport is not None
         return self._transport.exchange(sends, receives)

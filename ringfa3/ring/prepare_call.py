@@ -24,6 +24,7 @@ from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.unshard import agree_with
 from ringfa3.ring.group import RingGroup, Settings
+from ringfa3.ring.local_pass import LocalPass
 from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring_pass import RingPass
@@ -183,7 +184,7 @@ def prepare_call(
     if plan.world == 1:
         if error is not None:
             raise error
-        return PreparedCall(plan, direction, partial(P2PRingPass, None))
+        return PreparedCall(plan, direction, LocalPass)
     assert plan.group is not None
     group = RingGroup.of(plan.group)
     kind = pass_kind(direction, validated.forward_mode)
