@@ -292,7 +292,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     p.add_argument("--pairs", type=int, default=10, help="A B pairs per comparison (>= 10)")
     p.add_argument("--timeout", type=float, default=120.0, help="seconds; default 120")
-    p.add_argument("--out", type=Path, default=Path("runs/bench/rehearsal"), metavar="DIR")
+    p.add_argument("--out", type=Path, metavar="DIR", help="default runs/bench/rehearsal")
     p = add("fp8", help="errors of 8-bit attention", description=FP8)
     p.set_defaults(run=fp8, plot_only=None)
     p.add_argument(
@@ -316,7 +316,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    p.add_argument("--out", type=Path, default=Path("runs/bench/fp8"), metavar="DIR")
+    p.add_argument("--out", type=Path, metavar="DIR", help="default runs/bench/fp8")
     p.add_argument("-q", "--quiet", action="store_true", help="print the summary line alone")
     p = add("tables", help="write the tables of docs/benchmarks.md", description=TABLES)
     p.set_defaults(run=tables, plot_only=None)
@@ -349,7 +349,8 @@ def add_common_options(p: argparse.ArgumentParser, name: str) -> None:
     )  # fmt: skip
     p.add_argument(
         "--out", type=Path, metavar="DIR",
-        help=f"default docs/results/{name}/DEVICE-DATE-DTYPE (cpu: runs/bench/{name}/...)",
+        help=f"default docs/results/{name}/DEVICE-DATE-DTYPE (cpu: runs/bench/{name}/...; "
+        "--set host: runs/bench/host)",
     )  # fmt: skip
     p.add_argument("--plot-only", type=Path, metavar="FILE.json", help="draw the plots of a result")
     p.add_argument("-q", "--quiet", action="store_true", help="print the summary line alone")

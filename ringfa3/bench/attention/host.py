@@ -34,6 +34,7 @@ from ringfa3.bench.common.implementations import (
 )
 from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.problem import make_problem
+from ringfa3.bench.common.report import new_folder
 from ringfa3.bench.common.timing import compare, median
 from ringfa3.errors import BuildError
 
@@ -88,6 +89,7 @@ def run(options: Options) -> int:
     smoke = device.type == "cpu"
     if options.pairs < 1:
         raise BenchError(f"--pairs {options.pairs}: it must be at least 1")
+    folder = new_folder(options.out, Path("runs/bench/host"), FILE)
     directions = DIRECTIONS[options.direction]
     fa3 = _flash_attention_3(options, device)
     rows = []
@@ -99,8 +101,6 @@ def run(options: Options) -> int:
             _measure(rows[-1], case, kind, contenders, device, options)
     host.select("python")
     Console(quiet=options.quiet).print(table(rows, smoke))
-    out = options.out or Path("runs/bench/host")
-    out.mkdir(parents=True, exist_ok=True)
     settings = {
         k: v for k, v in asdict(options).items() if k not in ("out", "quiet", "fa3", "peers")
     }
@@ -110,7 +110,7 @@ def run(options: Options) -> int:
         "machine": machine.describe(device, [fa3] if fa3 else []),
         "rows": [asdict(row) for row in rows],
     }
-    (out / FILE).write_text(json.dumps(content, indent=1) + "\n")
+    (folder / FILE).write_text(json.dumps(content, indent=1) + "\n")
     print(summary(rows, smoke))
     return 0
 

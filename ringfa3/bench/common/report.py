@@ -67,7 +67,7 @@ class Report:
     ) -> None:
         """Raises BenchError where the folder cannot be created or has results."""
         self.results, self.presentation, self.quiet = results, presentation, quiet
-        self.folder = _folder(results, out, suffix)
+        self.folder = new_folder(out, _stem(results, suffix), FILE)
         self.console = Console(stderr=True, quiet=quiet)
         for line in results.left_out:
             self.console.print(f"left out: {line}", soft_wrap=True, markup=False)
@@ -135,21 +135,25 @@ class Report:
             return []
 
 
-def _folder(results: Results, out: Path | None, suffix: str) -> Path:
-    """The folder of the results, created; never one that has results."""
-    if out is not None:
-        folder = out
-        if (folder / FILE).exists():
-            raise BenchError(f"--out {folder} has results already: give another folder")
-    else:
-        root = Path("runs/bench" if results.smoke else "docs/results")
-        day = datetime.datetime.now(datetime.timezone.utc).date()
-        name = "cpu-smoke" if results.smoke else machine.slug(results.machine["device"])
-        stem = root / results.benchmark / f"{name}-{day}{suffix}"
-        folder, number = stem, 1
-        while (folder / FILE).exists():
-            number += 1
-            folder = stem.with_name(f"{stem.name}-{number}")
+def _stem(results: Results, suffix: str) -> Path:
+    """The default folder of results."""
+    root = Path("runs/bench" if results.smoke else "docs/results")
+    day = datetime.datetime.now(datetime.timezone.utc).date()
+    name = "cpu-smoke" if results.smoke else machine.slug(results.machine["device"])
+    return root / results.benchmark / f"{name}-{day}{suffix}"
+
+
+def new_folder(out: Path | None, stem: Path, file: str) -> Path:
+    """The folder `out`, else `stem` or `stem` with a number, created; never one that has `file`.
+
+    Raises BenchError: `out` has it, or cannot be created.
+    """
+    folder, number = out or stem, 1
+    if out is not None and (out / file).exists():
+        raise BenchError(f"--out {out} has results already: give another folder")
+    while (folder / file).exists():
+        number += 1
+        folder = stem.with_name(f"{stem.name}-{number}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -15,10 +15,12 @@ from rich.table import Table
 
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.machine import DTYPES, BenchError
+from ringfa3.bench.common.report import new_folder
 from ringfa3.bench.common.scores import SCORES
 from ringfa3.bench.fp8 import kernels
 from ringfa3.bench.fp8.designs import DESIGNS, FIRST, attention
 
+FILE = "errors.json"
 CHUNK = 1 << 25  # scores that the reference holds at once: 256 MiB in float64
 
 
@@ -37,7 +39,7 @@ class Options:
     dtype: str
     device: str
     kernels: bool
-    out: Path
+    out: Path | None
     quiet: bool
 
 
@@ -63,6 +65,7 @@ def run(options: Options) -> int:
     if min(options.lengths) < 1 or options.heads < 1 or options.seeds < 1:
         raise BenchError("--lengths, --heads and --seeds must be at least 1")
     device = machine.find_device(options.device)
+    folder = new_folder(options.out, Path("runs/bench/fp8"), FILE)
     cases = [
         (tokens, d, causal)
         for d in options.head_dims
@@ -81,13 +84,12 @@ def run(options: Options) -> int:
             _finish(row, options.seeds)
             rows.append(row)
     console.print(_table(rows, options))
-    options.out.mkdir(parents=True, exist_ok=True)
     content = {
         "settings": {k: v for k, v in asdict(options).items() if k not in ("out", "quiet")},
         "machine": machine.describe(device, []),
         "rows": [asdict(row) for row in rows],
     }
-    (options.out / "errors.json").write_text(json.dumps(content, indent=1) + "\n")
+    (folder / FILE).write_text(json.dumps(content, indent=1) + "\n")
     print(summary(rows, options.designs))
     return 0
 

@@ -21,6 +21,7 @@ from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import BACKWARD, DIRECTIONS, FORWARD, MATMULS
 from ringfa3.bench.common.communicator import Communicator, job_ranks, join_job
 from ringfa3.bench.common.machine import DTYPES, BenchError
+from ringfa3.bench.common.report import new_folder
 from ringfa3.bench.common.timing import CudaStopwatch, compare, median, paired, protocol
 from ringfa3.bench.ring.run_plan import query
 from ringfa3.kernels.dispatch import executor_reason
@@ -38,6 +39,7 @@ from ringfa3.symmetric.watchdog import raise_in_main_thread
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
+FILE = "rehearsal.json"
 MIN_TOKENS = 64  # of a rank
 
 
@@ -52,7 +54,7 @@ class Options:
     dtype: str
     pairs: int
     timeout: float
-    out: Path
+    out: Path | None
 
 
 class RehearsalGroup:
@@ -130,6 +132,7 @@ def rehearse(options: Options) -> int:
             raise BenchError(f"{direction}: {reason}, and the executor is not timed in its place")
     if reason := unsupported_reason():
         raise BenchError(reason)
+    folder = new_folder(options.out, Path("runs/bench/rehearsal"), FILE)
     bind_to_numa_node(device)
     store = join_job(device, options.timeout)
     comm = Communicator(rank, world, store, device, options.timeout)
@@ -144,7 +147,6 @@ def rehearse(options: Options) -> int:
                 line = "{tokens} a GPU, {direction}: {tflops:.0f} TFLOP/s, {share:.3f} of one alone"
                 print(line.format(**row), flush=True)
     if rank == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
         case = {
             "ranks": options.ranks,
             "plays": options.plays,
@@ -158,7 +160,7 @@ def rehearse(options: Options) -> int:
             "machine": machine.describe(device, []),
             "rows": rows,
         }
-        (options.out / "rehearsal.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / FILE).write_text(json.dumps(content, indent=1) + "\n")
     return 0
 
 

@@ -75,6 +75,9 @@ def test_the_command_writes_errors_of_every_design(
     out, _ = attention(DESIGNS["fp8"], q, k, v, causal=False)
     share = (out - exact).square().mean().item() / 2
     assert share < content["rows"][0]["out"]["fp8"] ** 2 < 8 * share
+    assert main(["fp8", *small, "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "has results already" in capsys.readouterr().err
+    assert json.loads((tmp_path / "errors.json").read_text()) == content
 
 
 def test_the_summary_is_a_geometric_mean() -> None:
