@@ -39,9 +39,15 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @custom_op
 def linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dweight) in the dtypes of x and of ``weight``."""
-    dweight = (dy.T @ x).to(weight.dtype)
-    return dy @ weight.to(dy.dtype), dweight
+    """(dx, dweight) in the dtypes of x and of ``weight``.
+
+    A GPU stores the float32 sums of dweight as they are, other devices round them to the dtype of
+    dy first.
+    """
+    dx = dy @ weight.to(dy.dtype)
+    if dy.is_cuda and weight.dtype == torch.float32 != dy.dtype:
+        return dx, torch.mm(dy.T, x, out_dtype=torch.float32)
+    return dx, (dy.T @ x).to(weight.dtype)
 
 
 @register_fake(linear_backward)
