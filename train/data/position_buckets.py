@@ -28,10 +28,10 @@ def bucket_label(bucket: int) -> str:
 def sum_by_bucket(values_T: Tensor, buckets_T: Tensor, buckets: int) -> Tensor:
     """Sum of ``values_T`` in each bucket, (buckets,) float64, deterministic on every device.
 
-    One reduction per bucket: ``index_add`` has no fixed order on a GPU.
+    A reduction over a row of all values for each bucket: ``index_add`` has no fixed order on a GPU.
     """
-    values_T = values_T.double()
-    return torch.stack([torch.where(buckets_T == b, values_T, 0).sum() for b in range(buckets)])
+    inside_BT = buckets_T == torch.arange(buckets, device=buckets_T.device)[:, None]
+    return torch.where(inside_BT, values_T.double(), 0).sum(1)
 
 
 def mean_by_bucket(losses: list[float], tokens: list[int]) -> list[float]:

@@ -2,8 +2,8 @@
 
 A block of a step has one graph forward and one backward, which all blocks share. They are compiled
 in the first step, once more where the plan is another, and once more where the number of tokens is
-another: then for any number but 0 and 1, which have graphs of their own. The loss between its
-matrix products is compiled likewise.
+another: then for any number but 0 and 1, which have graphs of their own. The last norm and the loss
+between its matrix products are compiled likewise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def compiled_block(recompute: str) -> Callable[..., Tensor]:
 
 
 def compiled_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of tensors alone as one graph."""
+    """A function of tensors and numbers as one graph."""
     return _compiled(function, BACKEND)
 
 

@@ -19,7 +19,7 @@ from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
 from train.config import Config, MemoryConfig, ModelConfig
 from train.data.batches import Batch
 from train.data.samples import IGNORED
-from train.model.compiled import compiled_block
+from train.model.compiled import compiled_block, compiled_function
 from train.model.initialise import initialise
 from train.model.kv_cache import KVCache
 from train.model.loss import token_losses
@@ -38,16 +38,23 @@ from train.model.swiglu import ALL, SwiGLU
 from train.model.window import narrowed, window_size
 
 
-class RMSNorm(nn.Module):
-    """RMS normalisation of the last dimension with a learned gain, in float32."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS normalisation of the last dimension, in float32, in the dtype of x."""
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
-    def __init__(self, width: int, eps: float) -> None:
+
+class RMSNorm(nn.Module):
+    """``rms_norm`` with a learned gain. ``fused``: in training a compiler makes it one kernel."""
+
+    def __init__(self, width: int, eps: float, fused: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.fused = eps, fused
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        fused = self.fused and torch.is_grad_enabled()
+        run = compiled_function(rms_norm) if fused else rms_norm
+        return run(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -195,7 +202,7 @@ class Transformer(nn.Module):
         if compile:
             for block in self.blocks:
                 block.compiled = compiled_block(memory.recompute)
-        self.norm = RMSNorm(model.dim, model.norm_eps)
+        self.norm = RMSNorm(model.dim, model.norm_eps, fused=compile)
         self.output = None
         if not model.tied_embeddings:
             self.output = Head(vocab_size, model.dim)

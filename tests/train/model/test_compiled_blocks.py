@@ -72,8 +72,8 @@ def test_losses_and_gradients_are_those_of_the_uncompiled_model(graphs, recomput
             assert float((one - other).abs().max()) <= 1e-6 * float(other.abs().max())
     of_blocks = [attentions(graph) for graph in graphs if attentions(graph)]
     assert of_blocks == [1] * min(plans, 2)
-    # of the loss and of its gradient: a chunk, then chunks of any number of tokens
-    assert 2 <= len(graphs) - len(of_blocks) <= 4
+    # of the last norm; of the loss and its gradient: a chunk, then chunks of any number of tokens
+    assert 3 <= len(graphs) - len(of_blocks) <= 5
 
 
 @pytest.mark.soak
@@ -87,7 +87,7 @@ def test_bfloat16_gradients_are_as_exact(graphs):
         pairs = zip(got, exact, strict=True)
         errors.append(torch.stack([(g - e).norm() / e.norm() for g, e in pairs]))
     assert (errors[0] <= 1.2 * errors[1]).all()
-    assert len(graphs) == 1
+    assert sum(map(attentions, graphs)) == 1
 
 
 def test_an_evaluation_compiles_nothing(graphs):
