@@ -4,13 +4,15 @@
 
 The ranks of a ring are threads that share the GPU, so their kernels run one after the other, and
 messages are copies in its memory. Says nothing about links: time is that of all kernels and copies
-of a call, quantisation included. Causal, zigzag, 32 query and 8 KV heads of head dim 128, bfloat16.
+of a call, quantisation included, where calls are queued. Causal, zigzag, 32 query and 8 KV heads of
+head dim 128, bfloat16.
 
-Prints a line for each precision and world: the root-mean-square error over that of one GPU, on
-FlashAttention-3's distribution with outliers, against float32; and the time of one GPU's call over
-that of all ranks' together, 1 if a ring of as many GPUs loses nothing but what links cost: median
-of pairs and quartiles. "native" is the ring in bfloat16, by messages. On a CPU the executor
-attends: nothing is measured of a kernel.
+Prints a line for each precision, world and placement of ranks, on one host or several: the
+root-mean-square error over that of one GPU, on FlashAttention-3's distribution with outliers,
+against float32; and the time of one GPU's call over that of all ranks' together, 1 if a ring of as
+many GPUs loses nothing but what links cost: median of pairs and quartiles. "native" is the ring in
+bfloat16, by messages, which does not ask where ranks are. On a CPU the executor attends: nothing is
+measured of a kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from ringfa3.ring.prepare_call import PreparedCall
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PRECISIONS = ("native", "int8", "fp8")
+HOSTS = ("one", "several")
 SECONDS = 60.0  # for which a rank waits for a message
+QUEUED = 3  # calls of a timing, so that the host works beside the device
 
 Tensors = Sequence[torch.Tensor]  # q, k, v
 Mail = defaultdict[tuple[int, int, int], "queue.Queue[torch.Tensor]"]  # by sender, receiver, tag
@@ -57,8 +61,8 @@ class Received:
 class ThreadTransport:
     """A `Transport` between threads that compute on one stream."""
 
-    def __init__(self, rank: int, mail: Mail) -> None:
-        self.rank, self.mail = rank, mail
+    def __init__(self, rank: int, mail: Mail, one_host: bool) -> None:
+        self.rank, self.mail, self.one_host = rank, mail, one_host
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         for m in sends:  # a copy: the sender fills its buffer again before the receiver reads it
@@ -74,7 +78,9 @@ class ThreadTransport:
 class Ring:
     """Plans of all ranks of a causal sequence, and their tokens of q, k and v."""
 
-    def __init__(self, world: int, qkv: Tensors) -> None:
+    def __init__(self, world: int, hosts: str, qkv: Tensors) -> None:
+        """hosts: on how many the ranks are, one of `HOSTS`."""
+        self.one_host = hosts == "one"
         tokens = len(qkv[0])
         self.plans = [plan_context(tokens, (rank, world)) for rank in range(world)]
         self.local = [[plan.shard(x) for x in qkv] for plan in self.plans]
@@ -85,7 +91,7 @@ class Ring:
         outs: dict[int, torch.Tensor] = {}
 
         def work(plan: ContextPlan, qkv: Tensors) -> None:
-            transport = ThreadTransport(plan.rank, mail)
+            transport = ThreadTransport(plan.rank, mail, self.one_host)
             scale = HEAD_DIM**-0.5
             if precision == "native":
                 call = PreparedCall(plan, "forward", partial(P2PRingPass, transport))
@@ -137,27 +143,27 @@ def one_device(qkv: Tensors, precision: str = "native") -> torch.Tensor:
     return out[0]
 
 
-def error_ratio(qkv: Tensors, exact: torch.Tensor, precision: str, world: int) -> float:
+def error_ratio(qkv: Tensors, exact: torch.Tensor, precision: str, ring: Ring) -> float:
     """RMSE of a ring over that of one device."""
-    ring = Ring(world, qkv)
     found = ring.gathered(ring.forward(precision)), one_device(qkv, precision).float()
     of_ring, of_one = ((x - exact).square().mean().sqrt().item() for x in found)
     return of_ring / of_one
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of a call, until the device has done its work."""
+    """Of `QUEUED` calls, until the device has done their work."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
     begin = time.perf_counter()
-    call()
+    for _ in range(QUEUED):
+        call()
     wait()
     return time.perf_counter() - begin
 
 
-def time_ratios(qkv: Tensors, precision: str, world: int, pairs: int) -> list[float]:
+def time_ratios(qkv: Tensors, precision: str, ring: Ring, pairs: int) -> list[float]:
     """One device's time over that of all ranks, pair by pair."""
-    device, ring = qkv[0].device, Ring(world, qkv)
+    device = qkv[0].device
     calls = partial(one_device, qkv, precision), partial(ring.forward, precision)
     for call in 2 * calls:
         call()
@@ -170,6 +176,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", type=int, default=131072, help="for times")
     parser.add_argument("--error-tokens", type=int, default=8192, help="for errors")
@@ -179,15 +186,22 @@ def main() -> None:
     console = Console(highlight=False, soft_wrap=True)
     outliers, normal = inputs(asked.error_tokens, device, "outliers"), inputs(asked.tokens, device)
     exact = exact_output(outliers)
-    rows = [(p, world) for p in asked.precision for world in asked.worlds]
-    for precision, world in track(rows, "rehearsing", console=Console(stderr=True), transient=True):
-        error = error_ratio(outliers, exact, precision, world)
-        low, middle, high = statistics.quantiles(
-            time_ratios(normal, precision, world, asked.pairs), n=4
-        )
+    rows = [
+        (precision, world, hosts)
+        for precision in asked.precision
+        for world in asked.worlds
+        for hosts in (asked.hosts if precision != "native" else asked.hosts[:1])
+    ]
+    progress = track(rows, "rehearsing", console=Console(stderr=True), transient=True)
+    for precision, world, hosts in progress:
+        error = error_ratio(outliers, exact, precision, Ring(world, hosts, outliers))
+        ratios = time_ratios(normal, precision, Ring(world, hosts, normal), asked.pairs)
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        where = "" if precision == "native" else f" on {hosts} host{'s' * (hosts != 'one')}"
         console.print(
-            f"{precision}, {world} ranks: error {error:.4f} of one GPU's at {asked.error_tokens} "
-            f"tokens; time {middle:.3f} [{low:.3f}, {high:.3f}] at {asked.tokens}"
+            f"{precision}, {world} ranks{where}: error {error:.4f} of one GPU's at "
+            f"{asked.error_tokens} tokens; time {middle:.3f} [{low:.3f}, {high:.3f}] "
+            f"at {asked.tokens}"
         )
 
 

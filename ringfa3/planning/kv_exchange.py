@@ -65,14 +65,25 @@ class KVExchange:
     def gathered_layout(self, rank: int) -> tuple[Ints, int]:
         """How all K/V that a rank sees lie in one buffer: (first, number of rows).
 
-        The rank's own tokens come first, then the visible rows of each hop. Row r of the block of
-        hop t lies in row first[t] + r; first is (world,).
+        As `joined_layout`, of one launch. The rank's own tokens come first.
+        """
+        first, rows = self.joined_layout(rank, np.zeros(len(self.rows), np.int64))
+        return first, int(rows[0])
+
+    def joined_layout(self, rank: int, launch: Ints) -> tuple[Ints, Ints]:
+        """How the K/V lie that each launch sees, in a buffer of its own: (first, rows).
+
+        The visible rows of a launch's hops come one after the other. Row r of the block of hop t
+        lies in row first[t] + r of the buffer of launch[t], which has rows[launch[t]] rows.
+
+        launch: (world,) of each hop, ascending from 0.
         """
         hops = np.arange(len(self.rows))
         begin, end = self.visible[(rank - hops) % len(hops), hops].T
         end[0] = self.rows[rank, 0]
         last = np.cumsum(end - begin)
-        return last - end, int(last[-1])
+        rows = np.bincount(launch, end - begin).astype(np.int64)
+        return last - end - (np.cumsum(rows) - rows)[launch], rows
 
     def grad_returns(self, rank: int) -> list[GradReturn]:
         """How the dK/dV of a rank's block return, in the order of the hops."""

@@ -186,16 +186,31 @@ class Plan:
         self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
         self._single: dict[int, bool] = {}
         self._scores: dict[tuple[int, int], int] = {}
+        self._joined: dict[bytes, Plan] = {}
 
     def gathered(self, first_row: Ints) -> Plan:
         """All hops as one, for the forward: K/V of hop t start at row first_row[t] of one buffer.
 
         Spans of hop t wait for arrival word t; a tile visits them in the order of the hops.
         """
+        return self._join(np.zeros(self.num_hops, np.int64), first_row, self.key_hop)
+
+    def joined(self, launch: Ints, first_row: Ints) -> Plan:
+        """Hops as fewer ones, for the forward: hop t is part of hop launch[t], without words.
+
+        launch: ascending from 0. K/V of hop t start at row first_row[t] of its new hop's buffer.
+        The same object for the same arguments.
+        """
+        key = launch.tobytes() + first_row.tobytes()
+        if key not in self._joined:
+            self._joined[key] = self._join(launch, first_row, None)
+        return self._joined[key]
+
+    def _join(self, launch: Ints, first_row: Ints, arrival: Ints | None) -> Plan:
         k, hop = self.keys, self.key_hop
         keys = Segments(k.row + first_row[hop], k.length, k.sequence, k.position)
-        none = np.zeros(len(k), np.int64)
-        return Plan(self.queries, keys, none, self.bands, 1, hop)
+        num_hops = int(launch[-1]) + 1
+        return Plan(self.queries, keys, launch[hop], self.bands, num_hops, arrival)
 
     def row_grid(self, tile_m: int) -> Ints:
         """(segments + 1,) padded row at which each query segment starts; the last is their total.

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ringfa3.planning.row_index import RowIndex
+
+CONTIGUOUS = torch.contiguous_format
+
 
 @dataclass(frozen=True)
 class TileRecords:
@@ -21,16 +25,24 @@ class TileRecords:
     v: torch.Tensor
     k_scale: torch.Tensor
 
-    def pack(self) -> torch.Tensor:
-        """(tiles, words) int32: K, V and scales of a tile behind each other."""
+    @property
+    def words(self) -> list[int]:
+        """Words of 4 bytes of a tile's K, V and scales, which lie behind each other in a record."""
         parts = (self.k, self.v, self.k_scale)
-        return torch.cat([x.flatten(1).view(torch.int32) for x in parts], 1)
+        return [math.prod(x.shape[1:]) * x.itemsize // 4 for x in parts]
+
+    def pack(self, tiles: RowIndex, records: torch.Tensor) -> None:
+        """Writes tiles by number to records (n, words) int32."""
+        parts = (x[tiles.rows] for x in (self.k, self.v, self.k_scale))
+        torch.cat([x.flatten(1).view(torch.int32) for x in parts], 1, out=records)
 
     def unpack(self, records: torch.Tensor) -> TileRecords:
-        """The tiles of records (n, words), whose shapes and dtypes are those of this object."""
+        """A copy of the tiles of records (n, words), in shapes and dtypes of this object."""
         like = (self.k, self.v, self.k_scale)
-        words = [math.prod(x.shape[1:]) * x.itemsize // 4 for x in like]
-        parts = zip(torch.split(records, words, 1), like, strict=True)
+        parts = zip(torch.split(records, self.words, 1), like, strict=True)
         return TileRecords(
-            *(part.contiguous().view(x.dtype).view(-1, *x.shape[1:]) for part, x in parts)
+            *(
+                part.clone(memory_format=CONTIGUOUS).view(x.dtype).view(-1, *x.shape[1:])
+                for part, x in parts
+            )
         )

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
 from ringfa3.ring.p2p import P2P_TRANSPORTS, Transport
-from ringfa3.ring.process_group import AbsentError, alive, new_group, rendezvous, timeout_of
+from ringfa3.ring.process_group import AbsentError, alive, connected_group, rendezvous, timeout_of
 from ringfa3.ring.store_monitor import (
     FAILURE_KEY,
     PERIOD_S,
@@ -72,9 +72,7 @@ class RingGroup:
         self._refused = False  # the latest call was refused on all ranks
         self._agreed: OrderedDict[str, None] = OrderedDict()
         self._transports: dict[str, Transport] = {}
-        self._abandoned: list[
-            Transport | SymmetricBackend
-        ] = []  # alive: peers may use their memory
+        self._abandoned: list[Transport | SymmetricBackend] = []  # peers may use their memory
         self._backend: SymmetricBackend | None = None
         self.unsupported: str | None = None  # why this group cannot use `symmetric`
         self._alive = partial(alive, group)
@@ -118,9 +116,10 @@ class RingGroup:
             self._start_monitor()
             try:
                 own = f"{self.name}/ringfa3/{name}/{self._generation}"
-                p2p = new_group(self.ranks, self.rank, name, self.store, own, self.timeout)
-                dist.all_reduce(torch.zeros(1, device=device), group=p2p)  # connects all ranks
-                self._transports[name] = P2P_TRANSPORTS[name](self, p2p)
+                p2p, one_host = connected_group(
+                    self.ranks, self.rank, name, self.store, own, self.timeout, device
+                )
+                self._transports[name] = P2P_TRANSPORTS[name](self, p2p, one_host)
             except RuntimeError as problem:
                 raise self.fail(f"connecting over {name}: {first_line(problem)}") from None
         self.last_transport = name

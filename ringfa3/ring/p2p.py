@@ -49,7 +49,12 @@ class Exchange(Protocol):
 
 
 class Transport(Protocol):
-    """Moves messages between the ranks of a context group."""
+    """Moves messages between the ranks of a context group.
+
+    one_host  whether all ranks are on one host
+    """
+
+    one_host: bool
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange: ...
 
@@ -83,8 +88,8 @@ class Peers(Protocol):
 class GlooTransport:
     """Host memory. A thread waits for the messages; meanwhile the caller polls the store."""
 
-    def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
-        self.group, self.p2p = group, p2p
+    def __init__(self, group: Peers, p2p: dist.ProcessGroup, one_host: bool) -> None:
+        self.group, self.p2p, self.one_host = group, p2p, one_host
         self.waiting: queue.SimpleQueue[_GlooExchange | None] = queue.SimpleQueue()
         self.under_way: set[_GlooExchange] = set()  # keeps their tensors alive
         self._thread = threading.Thread(target=self._serve, daemon=True, name="ringfa3-gloo")
@@ -159,8 +164,8 @@ class NcclTransport:
     own watchdog, whose timeout on this communicator is the same, ends the process.
     """
 
-    def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
-        self.group, self.p2p = group, p2p
+    def __init__(self, group: Peers, p2p: dist.ProcessGroup, one_host: bool) -> None:
+        self.group, self.p2p, self.one_host = group, p2p, one_host
         self.posted: queue.SimpleQueue[tuple[float, list[dist.Work], str] | None]
         self.posted = queue.SimpleQueue()
         self._ended = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
+
+from ringfa3.symmetric.self_test import host_name
 
 POLL_S = 0.005
 
@@ -48,6 +51,24 @@ def new_group(
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
     return group
+
+
+def connected_group(
+    ranks: Sequence[int],
+    rank: int,
+    backend: str,
+    store: Store,
+    name: str,
+    timeout: timedelta,
+    device: torch.device,
+) -> tuple[dist.ProcessGroup, bool]:
+    """`new_group`, all ranks of which are connected, and whether they are on one host."""
+    group = new_group(ranks, rank, backend, store, name, timeout)
+    host = zlib.crc32(host_name().encode())
+    extremes = torch.tensor([host, -host], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    highest, negated_lowest = extremes.tolist()
+    return group, highest == -negated_lowest
 
 
 class AbsentError(TimeoutError):

@@ -61,12 +61,14 @@ def open_backend(group: Group, device: torch.device) -> SymmetricBackend | str:
 
 def _introduction(device: torch.device) -> tuple[str, str, str]:
     """(host, GPU, why this rank cannot use the transport or "")."""
-    host = socket.gethostname()
-    boot = Path("/proc/sys/kernel/random/boot_id")  # containers of one host have their own names
-    if boot.exists():
-        host = boot.read_text().strip()
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return host, gpu, unsupported_reason() or ""
+    return host_name(), gpu, unsupported_reason() or ""
+
+
+def host_name() -> str:
+    """The same in all processes of a host; containers of one host have host names of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def unsupported_reason() -> str | None:

@@ -13,6 +13,8 @@ from ringfa3 import ContextPlan, flash_attn_varlen_func, plan_context, ring_attn
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.quantisation.operands import quantise_kv, quantise_q
+from ringfa3.ring import quantised_forward
+from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import GlooTransport
 from tests.support.dense import attention, band, cumulative, gradients, mask
 from tests.support.ranks import Ranks
@@ -56,7 +58,9 @@ def _rounding_of_p(group: Group, seed: int, precision: str) -> int:
     """Checks random cases; the number of rows that were compared."""
     rng = random.Random(seed)
     compared = 0
-    for i in range(6):
+    for i in range(8):
+        # on one host all hops in a launch, or each in its own; between hosts blocks are passed on
+        placed = one_host, rows_per_hop = rng.choice([(True, 1), (True, 1 << 30), (False, 1)])
         lengths = [rng.choice([0, 1, 130, rng.randint(0, 500)]) for _ in range(rng.randint(1, 4))]
         window = (rng.choice([-1, 0, 200]), rng.choice([-1, 0, 40]))
         causal, layout = rng.random() < 0.6, rng.choice(["zigzag", "contiguous"])
@@ -64,13 +68,16 @@ def _rounding_of_p(group: Group, seed: int, precision: str) -> int:
         plan = plan_context(cumulative(lengths), group, layout, causal, window)
         q, k, v = inputs(i, sum(lengths), (h, hk))
         shards = (plan.shard(x) for x in (q, k, v))
-        out, lse = ring_attn_func(*shards, plan, return_lse=True, precision=precision)
+        if plan.world > 1:
+            RingGroup.of(group).transport("gloo", q.device).one_host = one_host
+        with mock.patch.object(quantised_forward, "ROWS_PER_HOP", rows_per_hop):
+            out, lse = ring_attn_func(*shards, plan, return_lse=True, precision=precision)
         rows, offset, keys, values, v_mean = rounded_inputs(plan, q, k, v, precision)
         allowed = torch.from_numpy(mask(lengths, lengths, *band(causal, window)))
         allowed = allowed[plan.token_index]
         centred, expected_lse = attention(rows, keys, values, allowed)
         expected_lse += (offset * D**-0.5).t()
-        what = f"{lengths}, {layout}, causal {causal}, window {window}, heads {h}:{hk}"
+        what = f"{lengths}, {layout}, causal {causal}, window {window}, heads {h}:{hk}, {placed}"
         torch.testing.assert_close(
             lse.double(), expected_lse, atol=2e-4, rtol=1e-5, msg=lambda m, w=what: f"{w}: {m}"
         )
@@ -89,7 +96,7 @@ def _rounding_of_p(group: Group, seed: int, precision: str) -> int:
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_rounding_of_p_is_the_only_error(ranks: Ranks, world: int, precision: str) -> None:
-    """Random documents, windows, layouts and heads; means are those of all ranks' K/V.
+    """Random documents, windows, layouts, heads, hops of a launch; means are of all ranks' K/V.
 
     Reference: float64 attention of the operands that the ranks round. out: to half a step of P, of
     the smallest P and of bfloat16; LSE to 2e-4.
@@ -175,3 +182,46 @@ def _other_precision(group: Group) -> str:
 
 def test_ranks_agree_on_the_precision(ranks: Ranks) -> None:
     assert all("fp8" in message for message in ranks.run(2, _other_precision)[:2])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "group_size", "world", "expected"),
+    [
+        (4096, 4, 4, [0, 1, 2, 3]),  # 16,384 query rows per KV head: a hop a launch
+        (8192, 4, 4, [0, 1, 1, 2]),
+        (32768, 4, 4, [0, 1, 1, 1]),
+        (1 << 20, 8, 8, [0, 1, 1, 1, 2, 2, 3, 3]),  # at most three
+        (64, 1, 2, [0, 1]),
+    ],
+)
+def test_longer_shards_join_more_hops_in_a_launch(
+    tokens: int, group_size: int, world: int, expected: list[int]
+) -> None:
+    plan = plan_context(tokens * world, (0, world))
+    assert quantised_forward.launches(plan, group_size).tolist() == expected
+
+
+def _messages(group: Group) -> list[list[tuple[str, int]]]:
+    """Of every exchange of K/V of a call whose launches join all hops: what, and to which peer."""
+    q, k, v = inputs(0, 1024, (4, 2))
+    plan = plan_context([0, 1024], group, causal=False)
+    sent: list[list[tuple[str, int]]] = []
+    exchange = GlooTransport.exchange
+
+    def note(self, sends, receives):  # type: ignore[no-untyped-def]
+        sent.append([(m.what, m.peer) for m in sends if "hop" in m.what])
+        return exchange(self, sends, receives)
+
+    with (
+        mock.patch.object(GlooTransport, "exchange", note),
+        mock.patch.object(quantised_forward, "ROWS_PER_HOP", 1),
+    ):
+        ring_attn_func(*(plan.shard(x) for x in (q, k, v)), plan, precision="fp8")
+    return [x for x in sent if x]
+
+
+def test_all_messages_of_a_launch_move_beside_the_one_before(ranks: Ranks) -> None:
+    """In one exchange: NCCL's second one would wait for the kernel beside it."""
+    hops = range(1, 4)
+    expected = [[[(f"forward hop {t}: K/V", (r + t) % 4) for t in hops]] for r in range(4)]
+    assert ranks.run(4, _messages)[:4] == expected

@@ -30,10 +30,10 @@ from tests.support.dense import cumulative
 from tests.support.quantise_checks import in_rows
 from tests.support.quantised_checks import hold, tolerance
 
-CASES = [  # lengths, layout, causal, window, ranks
-    ([200, 1, 150], "zigzag", True, (-1, -1), 2),
-    ([130, 160, 61], "contiguous", False, (-1, -1), 3),
-    ([300], "zigzag", True, (90, -1), 3),
+CASES = [  # lengths, layout, causal, window, ranks, all on one host
+    ([200, 1, 150], "zigzag", True, (-1, -1), 2, True),
+    ([130, 160, 61], "contiguous", False, (-1, -1), 3, True),
+    ([300], "zigzag", True, (90, -1), 3, False),
 ]
 
 
@@ -47,11 +47,13 @@ class OneDevice:
     """A `Transport` of one rank.
 
     statistics, published  of all ranks
+    one_host               whether owners send what the rank sees, or blocks go around the ring
     """
 
-    rank: int
+    plan: ContextPlan
     statistics: list[ChannelStatistics]
     published: list[torch.Tensor]
+    one_host: bool
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Arrived:
         for m in receives:
@@ -59,8 +61,11 @@ class OneDevice:
             if hop is None:
                 m.tensor.copy_(self.statistics[m.peer].values)
             else:
-                owner = (self.rank - int(hop[1])) % len(self.published)
-                m.tensor.copy_(self.published[owner][: len(m.tensor)])
+                owner = (self.plan.rank - int(hop[1])) % self.plan.world
+                begin = 0
+                if self.one_host:
+                    begin = self.plan.on_grid(KEY_TILE)[1].visible[owner, int(hop[1]), 0]
+                m.tensor.copy_(self.published[owner][begin : begin + len(m.tensor)])
         return Arrived()
 
     def close(self) -> None:
@@ -96,22 +101,27 @@ def run_ring(
     plans: list[ContextPlan],
     qkv: list[torch.Tensor],
     precision: str,
+    one_host: bool,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, lse) of every rank; q, k, v are of all tokens."""
+    """(out, lse) of every rank; q, k, v are of all tokens. On one host launches join hops."""
     shards = [[plan.shard(x) for x in qkv] for plan in plans]
     statistics = [kernel.statistics(k, v) for _, k, v in shards]
     centres = kernel.centres(statistics)
     published = []
     for plan, (_, k, v) in zip(plans, shards, strict=True):
         tiles = KeyTiles.of(plan, plan.shards[plan.rank])
-        records = kernel.quantise_kv(k, v, tiles, centres).pack().unsqueeze(1)
-        at = torch.from_numpy(plan.on_grid(KEY_TILE)[1].published).to(records.device)
-        published.append(records[at])
+        records = kernel.quantise_kv(k, v, tiles, centres)
+        rows = plan.on_grid(KEY_TILE)[1].rows[plan.rank, 1]
+        published.append(k.new_empty((rows, sum(records.words)), dtype=torch.int32))
+        records.pack(plan.published_rows(k.device, KEY_TILE), published[-1])
     scale = qkv[0].shape[-1] ** -0.5
-    with patch.object(quantised_forward, "select_quantised", lambda q, precision: kernel):
+    with (
+        patch.object(quantised_forward, "select_quantised", lambda q, precision: kernel),
+        patch.object(quantised_forward, "ROWS_PER_HOP", 1),
+    ):
         return [
             quantised_forward.run_forward(
-                *shard, plan, scale, precision, OneDevice(plan.rank, statistics, published)
+                *shard, plan, scale, precision, OneDevice(plan, statistics, published, one_host)
             )
             for plan, shard in zip(plans, shards, strict=True)
         ]
@@ -119,9 +129,9 @@ def run_ring(
 
 def ring_is_that_of_the_executor(unit: Unit, device: str) -> None:
     """`quantised_checks.tolerance` on every rank: packed documents, zigzag and contiguous shards,
-    a window, GQA, K and V with means that differ between documents."""
+    a window, GQA, K and V with means that differ between documents, one host and several."""
     precision = unit.precision
-    for case, (lengths, layout, causal, window, ranks) in enumerate(CASES):
+    for case, (lengths, layout, causal, window, ranks, one_host) in enumerate(CASES):
         torch.manual_seed(case)
         cu, dtype = cumulative(lengths), getattr(torch, unit.dtype)
         q, k, v = (torch.randn(sum(lengths), h, unit.head_dim) for h in (2, 1, 1))
@@ -131,7 +141,7 @@ def ring_is_that_of_the_executor(unit: Unit, device: str) -> None:
         plans = [plan_context(cu, (r, ranks), layout, causal, window) for r in range(ranks)]
         kernel = select_quantised(qkv[0], precision)
         assert not isinstance(kernel, QuantisedExecutor), f"no kernel runs on {device}"
-        got = run_ring(kernel, plans, qkv, precision)
-        expected = run_ring(ExecutorOfOperands(kernel, precision), plans, qkv, precision)
+        got = run_ring(kernel, plans, qkv, precision, one_host)
+        expected = run_ring(ExecutorOfOperands(kernel, precision), plans, qkv, precision, one_host)
         for rank, pair in enumerate(zip(got, expected, strict=True)):
             hold(*pair, tolerance(unit, device), f"case {case}, rank {rank} of {ranks}")
