@@ -182,6 +182,12 @@ def main() -> None:
     parser.add_argument("--error-tokens", type=int, default=8192, help="for errors")
     parser.add_argument("--pairs", type=int, default=10)
     asked = parser.parse_args()
+    for name, least in (("pairs", 2), ("tokens", 1), ("error_tokens", 1)):
+        if getattr(asked, name) < least:
+            option = name.replace("_", "-")
+            parser.error(f"--{option} {getattr(asked, name)}: it must be at least {least}")
+    if min(asked.worlds) < 2:
+        parser.error(f"--worlds {min(asked.worlds)}: a ring has at least 2 ranks")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console(highlight=False, soft_wrap=True)
     outliers, normal = inputs(asked.error_tokens, device, "outliers"), inputs(asked.tokens, device)

@@ -40,8 +40,8 @@ CUTE_DEVICE void each_token(int64_t tokens, Visit const& visit) {
 // Launches a kernel with a warp for each of `warps` items, or as many as run at once.
 template <class Kernel, class Args>
 cudaError_t launch_warps(Kernel kernel, int64_t warps, cudaStream_t stream, Args const& args) {
+  if (warps <= 0) return cudaSuccess;
   int64_t const ctas = std::min((warps + kRowWarps - 1) / kRowWarps, int64_t{num_sms()} * kRowCtas);
-  if (ctas <= 0) return cudaSuccess;
   return launch_early(kernel, dim3(static_cast<unsigned>(ctas)), kRowThreads, 0, stream, args);
 }
 

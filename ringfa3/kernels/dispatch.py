@@ -167,7 +167,7 @@ def select_backward(q: torch.Tensor) -> BackwardKernel:
 
 
 def select_own_rows(direction: str, k: torch.Tensor, plan: ContextPlan) -> own_rows.OwnRows:
-    """What moves a rank's own rows in a pass over peers' memory, for its K (t, hk, d)."""
+    """What moves a rank's own rows in a pass of several ranks, for its K (t, hk, d)."""
     unit = _select_unit(direction, k)
     if unit is None:
         return own_rows.RowExecutor(plan, k.device)

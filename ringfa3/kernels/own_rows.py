@@ -1,4 +1,4 @@
-"""A rank's own tokens over peers' memory: K/V that it publishes, dK/dV that its peers return.
+"""A rank's own tokens in a ring: K/V that it publishes, dK/dV that its peers return.
 
 Letters in shapes: t tokens, n published rows, those of `KVExchange.published`; hk KV heads, d head
 dim. The structures mirror csrc/params.h field by field.
@@ -155,8 +155,6 @@ class RowKernels:
     def __init__(self, unit: Unit, plan: ContextPlan) -> None:
         self._unit, self._tokens = unit, plan.local_tokens
         self._exchange = plan.kv_exchange  # not the plan, which frees what its calls have prepared
-        rows = self._exchange.published
-        self._consecutive = not len(rows) or bool((np.diff(rows) == 1).all())
 
     def publish(
         self,
@@ -211,7 +209,7 @@ class RowKernels:
     def _published_rows(self, stream: CurrentStream) -> tuple[int, int, int]:
         """The fields of PublishedRows."""
         rows = self._exchange.published
-        if self._consecutive:
+        if self._exchange.consecutive:
             return 0, int(rows[0]) if len(rows) else 0, len(rows)
         return self._positions(stream).data_ptr(), 0, len(rows)
 
@@ -232,6 +230,10 @@ _uploaded: Uploads[torch.Tensor] = Uploads()
 
 def _runs(runs: Sequence[Run]) -> Iterable[int]:
     """The fields of RowRuns."""
-    assert len(runs) <= MAX_RUNS
+    if len(runs) > MAX_RUNS:
+        raise ValueError(
+            f"a rank's dK/dV return in {len(runs)} runs of rows, allowed are {MAX_RUNS}: use "
+            "transport='nccl'"
+        )
     missing = [0] * (MAX_RUNS - len(runs))
     return len(runs), *(x for x, _ in runs), *missing, *(x for _, x in runs), *missing

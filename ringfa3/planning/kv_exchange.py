@@ -62,6 +62,11 @@ class KVExchange:
     visible: Ints
     published: Ints
 
+    @cached_property
+    def consecutive(self) -> bool:
+        """Whether each row of `published` follows the one before."""
+        return bool((np.diff(self.published) == 1).all())
+
     def gathered_layout(self, rank: int) -> tuple[Ints, int]:
         """How all K/V that a rank sees lie in one buffer: (first, number of rows).
 

@@ -183,7 +183,7 @@ def _forward_hops(
         more = () if x.arrivals is None else (x.arrivals,)
         kernel.attend(q, x.k, x.v, tilings[hop], scale, out, running, lse, *more, sink=sink)
 
-    ring_pass.start(k, _widened(v, k), kernel.takes_arrivals)
+    ring_pass.start(k, _widened(v, k, call.plan.world), kernel.takes_arrivals)
     ring_pass.run(attend)
     return out, lse
 
@@ -263,7 +263,7 @@ def _backward_hops(
     """The pass behind all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
     dout, dlse, q, k, v, out, lse, sink = inputs
     kernel = select_backward(q)
-    ring_pass.start(k, _widened(v, k))
+    ring_pass.start(k, _widened(v, k, call.plan.world))
     hops = call.hops
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
     backward = kernel.make_pass(dout, dlse, q, out, lse, hops, scale, deterministic, sink)
@@ -279,9 +279,9 @@ def _backward_hops(
     return backward
 
 
-def _widened(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """V with columns of zeros up to the head dim of k: K and V of a row move as one tensor."""
-    missing = k.shape[2] - v.shape[2]
+def _widened(v: torch.Tensor, k: torch.Tensor, world: int) -> torch.Tensor:
+    """V with columns of zeros up to the head dim of k: ranks send K and V of a row together."""
+    missing = k.shape[2] - v.shape[2] if world > 1 else 0
     return F.pad(v, (0, missing)) if missing else v
 
 

@@ -191,6 +191,8 @@ class GradBuffers:
 class P2PRingPass:
     """`ringfa3.ring_pass.RingPass` by messages."""
 
+    grads: tuple[torch.Tensor, torch.Tensor]
+
     def __init__(self, transport: Transport, plan: ContextPlan, kind: str) -> None:
         """kind: "forward" or "backward"."""
         self._transport, self._plan, self._kind = transport, plan, kind
@@ -207,11 +209,6 @@ class P2PRingPass:
         # No split where rows return earlier: they would be added to heads that are not yet stored.
         split = self._grads is not None and self._grads.returned_at_the_end
         self._heads = LocalHeads.of(k) if split else LocalHeads(0)
-
-    @property
-    def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._grads is not None
-        return self._own.round_gradients(self._grads.dkv, None, self._kv.published.dtype)
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes first; some of its KV heads may come last."""
@@ -232,6 +229,8 @@ class P2PRingPass:
             if exchange is not None:
                 exchange.wait()
             self._grads.add(self._plan.world)
+            dtype = self._kv.published.dtype
+            self.grads = self._own.round_gradients(self._grads.dkv, None, dtype)
 
     def _tensors(self, hop: int) -> tuple[torch.Tensor, ...]:
         """K and V of a hop, in a backward also dK and dV."""

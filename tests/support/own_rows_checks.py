@@ -1,5 +1,5 @@
-"""Checks of the kernels for a rank's own rows, on a GPU or in emulation: equal bits with the
-executor, and memory beside the rows untouched.
+"""Checks of the kernels for a rank's own rows, on a GPU or in emulation: equal numbers with
+the executor, and memory beside the rows untouched.
 
 Each check takes a unit and a device, makes its own inputs and asserts.
 """

@@ -25,13 +25,20 @@ def bucket_label(bucket: int) -> str:
     return f"{2 ** (bucket - 1)}-{2**bucket - 1}"
 
 
+TOKENS_AT_ONCE = 1 << 17  # 22 MB of float64 in 21 buckets
+
+
 def sum_by_bucket(values_T: Tensor, buckets_T: Tensor, buckets: int) -> Tensor:
     """Sum of ``values_T`` in each bucket, (buckets,) float64, deterministic on every device.
 
-    A reduction over a row of all values for each bucket: ``index_add`` has no fixed order on a GPU.
+    Reductions over a row of values for each bucket: ``index_add`` has no fixed order on a GPU.
     """
-    inside_BT = buckets_T == torch.arange(buckets, device=buckets_T.device)[:, None]
-    return torch.where(inside_BT, values_T.double(), 0).sum(1)
+    every_B1 = torch.arange(buckets, device=buckets_T.device)[:, None]
+    sums_B = torch.zeros(buckets, dtype=torch.float64, device=values_T.device)
+    parts = (x.split(TOKENS_AT_ONCE) for x in (values_T.double(), buckets_T))
+    for value_T, bucket_T in zip(*parts, strict=True):
+        sums_B += torch.where(bucket_T == every_B1, value_T, 0).sum(1)
+    return sums_B
 
 
 def mean_by_bucket(losses: list[float], tokens: list[int]) -> list[float]:
