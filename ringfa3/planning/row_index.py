@@ -9,8 +9,6 @@ import torch
 
 from ringfa3.planning.sharding import Ints
 
-BYTES_16 = torch.complex128  # the dtype with elements of 16 bytes
-
 
 class RowIndex(NamedTuple):
     """Rows in a given order: a slice where they are consecutive, else an int64 index."""
@@ -33,7 +31,7 @@ class RowIndex(NamedTuple):
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Copies the rows from x (tokens, h, d) to out (n, h, d)."""
         if isinstance(self.rows, slice):
-            copy_rows(x[self.rows], out)
+            out.copy_(x[self.rows])
         else:
             torch.index_select(x, 0, self.rows, out=out)
 
@@ -43,23 +41,3 @@ class RowIndex(NamedTuple):
             to[self.rows].add_(gradients)
         else:
             to.index_add_(0, self.rows, gradients)
-
-
-def copy_rows(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Copies (t, h, d), where possible in elements of 16 bytes.
-
-    Rows of a buffer with K and V side by side are not contiguous, and a GPU copies those one
-    element at a time: 2 bytes of bfloat16.
-    """
-    wide, wide_out = view_16_bytes(x), view_16_bytes(out)
-    if wide.dtype is wide_out.dtype:
-        x, out = wide, wide_out
-    out.copy_(x)
-
-
-def view_16_bytes(x: torch.Tensor) -> torch.Tensor:
-    """`x` (t, h, d) viewed in elements of 16 bytes; `x` itself where its strides forbid it."""
-    token_stride, head_stride, last = x.stride()
-    whole = (token_stride | head_stride | x.shape[2]) * x.element_size() % 16 == 0
-    begins = x.data_ptr() % 16 == 0 and x.storage_offset() * x.element_size() % 16 == 0
-    return x.view(BYTES_16) if last == 1 and whole and begins else x

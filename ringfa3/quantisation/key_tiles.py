@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import torch
 
-from ringfa3.planning.row_index import RowIndex, view_16_bytes
+from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tiling import concat_ranges
 
@@ -70,3 +70,14 @@ class KeyTiles:
 
 
 _of_plans: weakref.WeakKeyDictionary[object, KeyTiles] = weakref.WeakKeyDictionary()
+
+
+BYTES_16 = torch.complex128  # the dtype with elements of 16 bytes
+
+
+def view_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """`x` (t, h, d) viewed in elements of 16 bytes; `x` itself where its strides forbid it."""
+    token_stride, head_stride, last = x.stride()
+    whole = (token_stride | head_stride | x.shape[2]) * x.element_size() % 16 == 0
+    begins = x.data_ptr() % 16 == 0 and x.storage_offset() * x.element_size() % 16 == 0
+    return x.view(BYTES_16) if last == 1 and whole and begins else x

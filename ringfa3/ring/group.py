@@ -27,7 +27,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
 from ringfa3.ring.p2p import P2P_TRANSPORTS, Transport
-from ringfa3.ring.process_group import AbsentError, alive, connected_group, rendezvous, timeout_of
+from ringfa3.ring.process_group import (
+    AbsentError,
+    alive,
+    new_group,
+    on_one_host,
+    rendezvous,
+    timeout_of,
+)
 from ringfa3.ring.store_monitor import (
     FAILURE_KEY,
     PERIOD_S,
@@ -116,9 +123,8 @@ class RingGroup:
             self._start_monitor()
             try:
                 own = f"{self.name}/ringfa3/{name}/{self._generation}"
-                p2p, one_host = connected_group(
-                    self.ranks, self.rank, name, self.store, own, self.timeout, device
-                )
+                p2p = new_group(self.ranks, self.rank, name, self.store, own, self.timeout)
+                one_host = on_one_host(p2p, device)
                 self._transports[name] = P2P_TRANSPORTS[name](self, p2p, one_host)
             except RuntimeError as problem:
                 raise self.fail(f"connecting over {name}: {first_line(problem)}") from None

@@ -53,22 +53,13 @@ def new_group(
     return group
 
 
-def connected_group(
-    ranks: Sequence[int],
-    rank: int,
-    backend: str,
-    store: Store,
-    name: str,
-    timeout: timedelta,
-    device: torch.device,
-) -> tuple[dist.ProcessGroup, bool]:
-    """`new_group`, all ranks of which are connected, and whether they are on one host."""
-    group = new_group(ranks, rank, backend, store, name, timeout)
+def on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of a new group are on one host. Connects them, by tensors on `device`."""
     host = zlib.crc32(host_name().encode())
     extremes = torch.tensor([host, -host], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     highest, negated_lowest = extremes.tolist()
-    return group, highest == -negated_lowest
+    return bool(highest == -negated_lowest)
 
 
 class AbsentError(TimeoutError):

@@ -25,8 +25,8 @@ from ringfa3.ring.p2p import Message, Transport
 from ringfa3.ring.p2p_pass import KV, Blocks, Messages
 
 STATISTICS = 1  # message tag; K/V have 0
-# Query rows of a rank, times query heads per KV head, for each hop of a launch: its messages take
-# less time than hop 0 of a causal document, even at 50 GB/s.
+# A launch attends to one hop for each so many query rows of a rank, times query heads per KV head:
+# the messages of that many hops take less time than hop 0 of a causal document, even at 50 GB/s.
 ROWS_PER_HOP = 16384
 MAX_HOPS = 3  # of a launch: their K/V are in memory twice, as they came and as operands
 
@@ -123,11 +123,8 @@ class DirectBlocks:
         rank, world = self._rank, len(self._launch)
         sends, receives = [], []
         for hop in np.flatnonzero(self._launch == launch + 1).tolist():
-            peer, owner, what = (
-                (rank + hop) % world,
-                (rank - hop) % world,
-                f"forward hop {hop}: K/V",
-            )
+            peer, owner = (rank + hop) % world, (rank - hop) % world
+            what = f"forward hop {hop}: K/V"
             begin, end = self._visible[rank, hop].tolist()
             sends.append(Message(self.published[begin:end], peer, what, KV))
             begin, end = (self._visible[owner, hop] + self._first[hop]).tolist()

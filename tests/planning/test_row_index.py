@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringfa3.planning.row_index import RowIndex, copy_rows, view_16_bytes
+from ringfa3.planning.row_index import RowIndex
 
 CPU = torch.device("cpu")
 ROWS = [[], [3], [0, 1, 2, 3, 4], [2, 3, 4], [0, 2], [4, 3], [0, 1, 3]]
@@ -30,15 +30,3 @@ def test_rows_are_those_of_an_index(own: list[int], dtype: torch.dtype, d: int) 
             expected = home.index_add(0, index, buffer.nan_to_num())
             part.add(buffer.nan_to_num(), home)
             assert torch.equal(home, expected)
-
-
-def test_rows_that_begin_anywhere_are_copied() -> None:
-    room = torch.randn(5 * 2 * 8 + 1).bfloat16()
-    out = torch.zeros(5, 2, 2, 8).bfloat16()[:, 0]
-    for begin in (0, 1):
-        x = room[begin : begin + 80].view(5, 2, 8)
-        out.zero_()
-        copy_rows(x, out)
-        assert torch.equal(out, x)
-    assert view_16_bytes(out).dtype == torch.complex128
-    assert view_16_bytes(room[1:81].view(5, 2, 8)).dtype == torch.bfloat16

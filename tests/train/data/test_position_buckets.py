@@ -8,8 +8,12 @@ import re
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.data import position_buckets as module
-from train.data.position_buckets import bucket_label, n_buckets, position_buckets, sum_by_bucket
+from train.data.position_buckets import (
+    bucket_label,
+    n_buckets,
+    position_buckets,
+    sum_by_bucket,
+)
 
 
 def test_buckets_are_powers_of_two():
@@ -56,6 +60,6 @@ def test_sums_by_bucket_have_a_fixed_order_on_every_device():
 def test_sums_of_parts_are_those_of_the_whole(monkeypatch):
     """Whole numbers: exact."""
     values, buckets = torch.arange(7.0), torch.tensor([0, 1, 1, 3, 0, 3, 3])
-    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 2)
+    monkeypatch.setattr("train.data.position_buckets.TOKENS_AT_ONCE", 2)
     assert sum_by_bucket(values, buckets, 5).tolist() == [4, 3, 0, 14, 0]
     assert sum_by_bucket(values[:0], buckets[:0], 2).tolist() == [0, 0]
