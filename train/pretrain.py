@@ -175,9 +175,19 @@ def _explain_key(key: str, error: OmegaConfBaseException) -> str:
     return f"{key}: {problem}; valid would be {key}={'null' if usual is None else usual}"
 
 
+def set_allocator() -> None:
+    """Make PyTorch grow its CUDA memory in place, unless the environment has settings of its own.
+
+    Freed tensors then leave no holes that later ones do not fit. Precedes the import of torch.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def main() -> None:
     """Compose, check and run; an invalid config ends in a short explanation and exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
+    set_allocator()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file may have any name
     register_schema()

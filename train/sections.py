@@ -68,7 +68,8 @@ class HardwareConfig:
     name: str = "h200"
     memory_gb: float = 150.7
     host_gb: float | None = None
-    context_gb: float = 3.0
+    context_gb: float = 0.9
+    nccl_gb: float = 2.1
     peak_tflops: float = 989.0
     head_dims: list[int] = field(default_factory=lambda: [64, 128])
     forward_tflops: list[float] = field(default_factory=lambda: [600.0, 650.0])

@@ -197,3 +197,25 @@ def test_ranks_with_different_configs_fail(overrides, tmp_path):
     finally:
         for process in ranks:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
+    ],
+    ids=["unset", "set", "set by its older name"],
+)
+def test_cuda_memory_grows_in_place_unless_the_user_says_otherwise(given, expected):
+    """Of an environment without other settings; torch, which reads it once, is imported later."""
+    code = "import os, sys; from train.pretrain import set_allocator; set_allocator()"
+    code += "; print('torch' in sys.modules, os.environ.get('PYTORCH_ALLOC_CONF'))"
+    unset = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"PYTHONPATH": str(ROOT), **given}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", str(expected)]

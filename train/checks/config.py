@@ -91,6 +91,7 @@ MINIMUM = {
     "estimate.gpus_per_host": 1,
     "estimate.document": 1,
     "hardware.context_gb": 0,
+    "hardware.nccl_gb": 0,
     "hardware.elementwise_bytes": 0,
     "export.shard_bytes": 1,
     "needle.trials": 1,

@@ -4,6 +4,9 @@ Some parts exist all the time. Of the others, the phases of a step, only the lar
 loss, the backward of an MLP, the backward of attention. T is the tokens of a rank, D the width of
 the residual stream, H and K heads, C channels, F the hidden width of the MLP, V rows of the head.
 Matrix products and attention are in bfloat16.
+
+Gradients count whole, also in phases that precede most of them: fsdp2 makes them on a stream of its
+own, and PyTorch lends no stream the memory that another one has freed.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         "attention's (O, LSE)": attention * (layers if memory.offload != "all" else resident),
         "other activations": _others_kept(job) * layers,
         "shared K/V, dK/dV": shared_bytes(job),
-        "context, NCCL": round(config.hardware.context_gb * 1e9),
+        "CUDA context": round(config.hardware.context_gb * 1e9),
+        "NCCL": round(config.hardware.nccl_gb * 1e9) if job.gpus > 1 else 0,
     }
     if memory.recompute == "full":
         parts["attention's (O, LSE)"] = 0

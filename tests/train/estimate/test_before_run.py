@@ -24,7 +24,7 @@ def device_of(n_bytes: float):
 
 @pytest.fixture
 def config(config: Config) -> Config:
-    """A head dim that has kernels; 3.0 GB are of the CUDA context."""
+    """A head dim that has kernels; 0.9 GB are of the CUDA context."""
     config.model.head_dim = 64
     return config
 
@@ -32,11 +32,11 @@ def config(config: Config) -> Config:
 def test_a_run_that_does_not_fit_ends_before_its_process_groups(config):
     """ConfigError, which ends a process with code 2, and no rank has joined any other."""
     with (
-        device_of(2e9),
+        device_of(5e8),
         mock.patch.object(train, "choose_device", return_value=CUDA),
         mock.patch.object(train, "set_affinity"),
         mock.patch.object(train, "join", side_effect=ConfigError("joined")) as join,
-        pytest.raises(ConfigError, match=r"needs 3\.0 GB of device memory.*are 2\.0.*force=true"),
+        pytest.raises(ConfigError, match=r"needs 0\.9 GB of device memory.*are 0\.5.*force=true"),
     ):
         train.run(config, mock.Mock())
     join.assert_not_called()
