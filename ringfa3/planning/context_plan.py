@@ -17,7 +17,7 @@ from ringfa3.planning.kv_exchange import KVExchange, plan_ring
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
-from ringfa3.planning.unshard import Unshard, agree_to_gather
+from ringfa3.planning.unshard import Unshard, require_agreement
 from ringfa3.validation import (
     LAYOUTS,
     check_choice,
@@ -255,7 +255,7 @@ class ContextPlan:
             settings = self._unshard_settings(x_local, dim)
         except Exception as problem:  # whatever it is, the other ranks wait
             error = problem
-        agree_to_gather(self.group if self.world > 1 else None, settings, error)
+        require_agreement(self.group if self.world > 1 else None, settings, error)
         result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
         return result
 

@@ -13,7 +13,7 @@ Agree: TypeAlias = Callable[[dist.ProcessGroup, dict[str, str], Exception | None
 _agree: Agree | None = None
 
 
-def agree_with(agree: Agree) -> None:
+def set_agreement(agree: Agree) -> None:
     """agree(group, settings, error) runs before ranks gather: it raises on all of them, or none.
 
     `ringfa3.ring`, which `import ringfa3` imports, gives it: planning knows no groups.
@@ -22,12 +22,12 @@ def agree_with(agree: Agree) -> None:
     _agree = agree
 
 
-def agree_to_gather(
+def require_agreement(
     group: dist.ProcessGroup | None, settings: dict[str, str], error: Exception | None
 ) -> None:
     """Raises an error of any rank on all ranks of the group; None: there is only this rank.
 
-    Raises RuntimeError: nobody has called `agree_with`.
+    Raises RuntimeError: nobody has called `set_agreement`.
     """
     if group is None:
         if error is not None:

@@ -18,14 +18,15 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
+from ringfa3.ring.entries import Settings, described, listed, raise_on_difference, raise_on_error
 from ringfa3.ring.p2p import P2P_TRANSPORTS, Transport
 from ringfa3.ring.process_group import (
     AbsentError,
@@ -49,15 +50,6 @@ from ringfa3.symmetric.self_test import open_backend
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
 POLL_S = (0.001, 0.005)  # between two looks for the entries of all ranks, first and longest
 BEFORE = "agreement before a ring call"
-ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
-
-
-class Settings(dict[str, str]):
-    """What must be equal on all ranks of a call: arguments' names and values. Never changed."""
-
-    @cached_property
-    def key(self) -> str:
-        return json.dumps(self, sort_keys=True)
 
 
 class RingGroup:
@@ -223,7 +215,7 @@ class RingGroup:
             return
         try:
             self._require_peers()
-            self._enter({"settings": settings, "error": _described(error), "mid_call": False})
+            self._enter({"settings": settings, "error": described(error), "mid_call": False})
         except RingError as lost:
             if error is not None:
                 raise error from lost
@@ -238,8 +230,8 @@ class RingGroup:
         """The entries of all ranks; raises on all of them if one has an error or they differ."""
         entries = self._exchange({**entry, "call": self.call})
         try:
-            self._raise_on_error(entries)
-            self._raise_on_difference([e["settings"] for e in entries])
+            raise_on_error(self.ranks, entries)
+            raise_on_difference(self.ranks, entries)
             return entries
         except (TypeError, ValueError):
             self._refused = True
@@ -319,26 +311,7 @@ class RingGroup:
         return self._no_word(absent)
 
     def _no_word(self, ranks: Sequence[int]) -> str:
-        return f"no word from rank {_listed(ranks)} within {self.timeout_s:g} s"
-
-    def _raise_on_error(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        wrong = [(r, e["error"]) for r, e in zip(self.ranks, entries, strict=True) if e["error"]]
-        if wrong:
-            rank, (kind, text) = wrong[0]
-            others = f" (and {len(wrong) - 1} more ranks)" if len(wrong) > 1 else ""
-            raise ERRORS[kind](f"rank {rank}: {text}{others}")
-
-    def _raise_on_difference(self, settings: Sequence[object]) -> None:
-        maps = [s if isinstance(s, dict) else {} for s in settings]
-        everywhere = [name for name in maps[0] if all(name in m for m in maps)]
-        for name in [*everywhere, *sorted(set().union(*maps) - set(everywhere))]:
-            values: dict[str, list[int]] = {}
-            for rank, s in zip(self.ranks, maps, strict=True):
-                values.setdefault(str(s.get(name, "missing")), []).append(rank)
-            if len(values) > 1:
-                groups = sorted(values.items(), key=lambda item: len(item[1]))
-                text = "; ".join(f"rank {_listed(ranks)}: {value}" for value, ranks in groups)
-                raise ValueError(f"{name} differs over the ranks of the context group: {text}")
+        return f"no word from rank {listed(ranks)} within {self.timeout_s:g} s"
 
     def fail(self, message: str) -> RingError:
         """Marks the group lost, tells the other ranks, and returns the error to raise.
@@ -386,20 +359,6 @@ class RingGroup:
                     raise self.fail(gave_up(what(), monitor.peer_failure))
                 if time.monotonic() > deadline:
                     raise self.fail(timed_out(what(), self.timeout_s))
-
-
-def _described(error: Exception | None) -> list[str] | None:
-    if error is None:
-        return None
-    name = type(error).__name__
-    if name in ERRORS:
-        return [name, str(error)]
-    kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
-    return [kind, f"{name}: {first_line(error)}"]
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 atexit.register(RingGroup.close_all)  # a thread that is in C++ when Python ends would abort it

@@ -22,8 +22,9 @@ from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
-from ringfa3.planning.unshard import agree_with
-from ringfa3.ring.group import RingGroup, Settings
+from ringfa3.planning.unshard import set_agreement
+from ringfa3.ring.entries import Settings
+from ringfa3.ring.group import RingGroup
 from ringfa3.ring.local_pass import LocalPass
 from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
@@ -52,14 +53,14 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoR
     raise error
 
 
-def _agree_to_gather(
+def _agree_anew(
     group: dist.ProcessGroup, settings: dict[str, str], error: Exception | None
 ) -> None:
     """Before each `ContextPlan.unshard`: nobody would notice another rank's error later."""
     RingGroup.of(group).agree(Settings(settings), error, anew=True)
 
 
-agree_with(_agree_to_gather)
+set_agreement(_agree_anew)
 
 
 def default_group() -> dist.ProcessGroup | None:

@@ -21,7 +21,8 @@ from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring import op
-from ringfa3.ring.group import RingGroup, Settings
+from ringfa3.ring.entries import Settings
+from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_kind
 from ringfa3.ring_pass import HopTensors
