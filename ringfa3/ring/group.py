@@ -255,7 +255,7 @@ class RingGroup:
         self.epoch += 1
         keys = [entry_key(self.epoch, r) for r in range(self.world)]
         entries: list[dict[str, object]] = []
-        problem = ["the store does not answer; is its host stopped?"]
+        problem = [f"{BEFORE}: the store does not answer; is its host stopped?"]
         done = threading.Event()
         deadline = time.monotonic() + self.timeout_s - PERIOD_S
 
@@ -274,18 +274,18 @@ class RingGroup:
                     entries.extend(json.loads(e) for e in self.store.multi_get(keys))
                     self._delete_keys(self.epoch - 2)
                 else:
-                    problem[0] = self.peer_failure() or self._absent(keys)
+                    cause = self.peer_failure()
+                    problem[0] = gave_up(BEFORE, cause) if cause else self._absent(keys)
             except AbsentError as error:
                 problem[0] = self._no_word([self.ranks[r] for r in error.ranks])
             except dist.DistError as error:
-                problem[0] = f"the store does not answer ({error})"
+                problem[0] = f"{BEFORE}: the store does not answer ({error})"
             done.set()
 
         # on a thread of its own: a call of a store whose host is stopped has no timeout
         threading.Thread(target=enter, daemon=True, name="ringfa3-agreement").start()
         if not done.wait(self.timeout.total_seconds() + 2 * PERIOD_S) or not entries:
-            of_peer = problem[0] == self.peer_failure()
-            raise self.fail(gave_up(BEFORE, problem[0]) if of_peer else f"{BEFORE}: {problem[0]}")
+            raise self.fail(problem[0])
         return entries
 
     def _delete_keys(self, epoch: int) -> None:
@@ -311,7 +311,7 @@ class RingGroup:
         return self._no_word(absent)
 
     def _no_word(self, ranks: Sequence[int]) -> str:
-        return f"no word from rank {listed(ranks)} within {self.timeout_s:g} s"
+        return f"{BEFORE}: no word from rank {listed(ranks)} within {self.timeout_s:g} s"
 
     def fail(self, message: str) -> RingError:
         """Marks the group lost, tells the other ranks, and returns the error to raise.
