@@ -62,12 +62,14 @@ def shifted_labels(ids: torch.Tensor, cumulative: list[int]) -> torch.Tensor:
     return labels
 
 
-def loss_of(model: nn.Module, ids: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
+def loss_of(
+    model: nn.Module, ids: torch.Tensor, plan: ContextPlan, cumulative: list[int]
+) -> torch.Tensor:
     """This rank's share of the mean loss of all tokens: sum it, and gradients, over the ranks.
 
-    ids: (total,) all tokens of all documents, on every rank.
+    ids: (total,) all tokens of all documents, on every rank; cumulative: where documents end.
     """
-    labels = shifted_labels(ids, CUMULATIVE)  # before they are sharded
+    labels = shifted_labels(ids, cumulative)  # before they are sharded
     logits = model(
         input_ids=plan.shard(ids)[None],
         position_ids=plan.positions[None].to(ids.device),
@@ -78,9 +80,11 @@ def loss_of(model: nn.Module, ids: torch.Tensor, plan: ContextPlan) -> torch.Ten
     return total / (labels != -100).sum()
 
 
-def results_of(model: nn.Module, ids: torch.Tensor, plan: ContextPlan) -> dict[str, torch.Tensor]:
+def results_of(
+    model: nn.Module, ids: torch.Tensor, plan: ContextPlan, cumulative: list[int]
+) -> dict[str, torch.Tensor]:
     """The loss and the gradients by parameter, summed over the ranks of the plan."""
-    loss = loss_of(model, ids, plan)
+    loss = loss_of(model, ids, plan, cumulative)
     loss.backward()
     grads = {}
     for name, p in model.named_parameters():  # some ranks may have no gradient of an expert
@@ -130,7 +134,8 @@ def main() -> None:
     if args.checkpointing:
         checkpoint(model)
     plan = plan_context(CUMULATIVE)
-    results = results_of(model, example_ids(model.config.vocab_size).to(model.device), plan)
+    ids = example_ids(model.config.vocab_size).to(model.device)
+    results = results_of(model, ids, plan, CUMULATIVE)
     norm = torch.stack([g.norm() for name, g in results.items() if name != "loss"]).norm()
     loss = results["loss"]
     print(f"rank {plan.rank} of {plan.world}: loss {loss:.5f}, norm of gradients {norm:.5f}")

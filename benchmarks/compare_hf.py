@@ -1,0 +1,256 @@
+"""Compares Hugging Face models under RingFA3 with transformers' own attention: errors and speed.
+
+    [torchrun --standalone --nproc-per-node N] -m benchmarks.compare_hf [--shape llama-1b ...]
+
+A model with random weights sees packed documents in bfloat16: under RingFA3 over all ranks, under
+transformers' attention on one device, where eager attention, which ignores where packed documents
+end, sees one document at a time. The reference is transformers' attention in float32, document by
+document. All weights are bfloat16 numbers. Gradients of documents and of ranks are summed in
+float32.
+
+Prints a line for each shape: the error of all gradients of each, the norm of the difference from
+the reference over the norm of the reference; their ratio, RingFA3's first; and tokens a second of
+RingFA3's forward and backward, of all ranks, the median of `--steps`. Exits with 1 if a ratio
+exceeds 1.1. On a CPU the executor attends: nothing is measured of a kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from rich.console import Console
+from torch import nn
+
+import ringfa3.hf
+from examples.hf_cp import results_of, shifted_labels
+from ringfa3 import plan_context
+from ringfa3.bench.common.cases import documents
+
+LARGEST_RATIO = 1.1
+SHORTEST = 64  # tokens of a document, but for the last one
+
+Gradients: TypeAlias = dict[str, torch.Tensor]  # float32, by parameter
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and what it is compared with.
+
+    config     a class of transformers, and its arguments
+    attention  transformers' own, which has all that the model needs
+    packs      that attention tells packed documents apart
+    longest    tokens of a document: bounds the memory of that attention
+    """
+
+    config: tuple[str, dict[str, Any]]
+    attention: str
+    packs: bool
+    longest: int
+
+    def model(self, attention: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """The same random weights on every rank, under every attention and in every dtype."""
+        name, arguments = self.config
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, name)(**arguments),
+            attn_implementation=attention,
+            experts_implementation="eager",
+        )
+        trained: nn.Module = model.to(torch.bfloat16).to(device, dtype).train()
+        return trained
+
+
+SHAPES = {
+    "llama-1b": Shape(
+        (
+            "LlamaConfig",
+            {
+                "vocab_size": 128256,
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "max_position_embeddings": 131072,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "sdpa",
+        packs=True,
+        longest=8192,
+    ),
+    "gpt-oss-block": Shape(
+        (
+            "GptOssConfig",
+            {
+                "vocab_size": 32768,
+                "num_hidden_layers": 1,
+                "num_local_experts": 32,
+                "layer_types": ["sliding_attention"],
+            },
+        ),
+        "eager",  # the only one of transformers with sinks
+        packs=False,
+        longest=4096,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Errors of gradients, and the time of a step.
+
+    ours, theirs  relative to the reference
+    seconds       of a forward and backward on the slowest rank
+    """
+
+    ours: float
+    theirs: float
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+
+def measure(
+    shape: Shape,
+    tokens: int,
+    steps: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> Figures:
+    """The figures of a shape over a group; None: the default group, or this process alone."""
+    ringfa3.hf.register()
+    lengths = documents(random.Random(1), tokens, min(SHORTEST, tokens), shape.longest)
+    cumulative = [0, *itertools.accumulate(lengths)]
+    vocabulary = shape.config[1]["vocab_size"]
+    ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(device)
+
+    def theirs_in(dtype: torch.dtype, packed: bool) -> Gradients:
+        model = shape.model(shape.attention, dtype, device)
+        return gradients_of(model, ids, cumulative, packed)
+
+    reference = theirs_in(torch.float32, packed=False)
+    theirs = distance(theirs_in(torch.bfloat16, shape.packs), reference)
+    model, plan = shape.model("ringfa3", torch.bfloat16, device), plan_context(cumulative, group)
+
+    def step() -> Gradients:
+        model.zero_grad()
+        results = results_of(model, ids, plan, cumulative)
+        del results["loss"]
+        return results
+
+    ours = distance(step(), reference)
+    del reference
+    seconds = [slowest(step, device, plan.group) for _ in range(steps)]
+    return Figures(ours, theirs, statistics.median(seconds))
+
+
+def gradients_of(
+    model: nn.Module, ids: torch.Tensor, cumulative: Sequence[int], packed: bool
+) -> Gradients:
+    """Of the mean loss of all tokens, on one device.
+
+    The model sees all documents in one call, or one at a time; then their sum is rounded to the
+    dtype of the model, as that of one call is.
+    """
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    bounds = list(itertools.pairwise(cumulative))
+    positions = torch.cat([torch.arange(end - begin) for begin, end in bounds]).to(ids.device)
+    labels = shifted_labels(ids, list(cumulative))
+    for begin, end in [(0, len(ids))] if packed else bounds:
+        logits = model(
+            ids[None, begin:end], position_ids=positions[None, begin:end], use_cache=False
+        ).logits[0]
+        total = F.cross_entropy(logits.float(), labels[begin:end], reduction="sum")
+        (total / (labels != -100).sum()).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:  # an expert may have no token
+                sums[name] += p.grad
+        model.zero_grad()
+    return {name: sums[name].to(p.dtype).float() for name, p in model.named_parameters()}
+
+
+def distance(found: Gradients, reference: Gradients) -> float:
+    """The norm of the difference of all gradients, over the norm of the reference."""
+    pairs = [(found[name], reference[name]) for name in reference]
+    difference = torch.stack([(a - b).norm() for a, b in pairs]).norm()
+    return float(difference / torch.stack([b.norm() for _, b in pairs]).norm())
+
+
+def slowest(
+    step: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None
+) -> float:
+    """Seconds of a step on the rank of a group that takes longest; all begin together."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    if group is not None:
+        dist.barrier(group)
+    wait()
+    begin = time.perf_counter()
+    step()
+    wait()
+    seconds = torch.tensor(time.perf_counter() - begin, device=device)
+    if group is not None:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
+    return float(seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tokens", type=int, default=32768, help="of all documents together")
+    parser.add_argument("--steps", type=int, default=5, help="that are timed")
+    args = parser.parse_args(arguments)
+    for name in ("tokens", "steps"):
+        if (given := getattr(args, name)) < 1:
+            parser.error(f"--{name} {given}: it must be at least 1")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    started = dist.is_torchelastic_launched()
+    if started:
+        dist.init_process_group()
+    world = dist.get_world_size() if started else 1
+    console = Console(quiet=started and dist.get_rank() > 0, markup=False, highlight=False)
+    ratios = []
+    for name in args.shape:
+        with console.status(f"{name}: gradients of transformers, then of RingFA3"):
+            found = measure(SHAPES[name], args.tokens, args.steps, device)
+        ratios.append(found.ratio)
+        console.print(
+            f"{name}, {args.tokens:,} tokens, {world} x {device.type}: error {found.ours:.3%}, "
+            f"{SHAPES[name].attention}'s {found.theirs:.3%}, ratio {found.ratio:.3f}; "
+            f"{args.tokens / found.seconds:,.0f} tokens/s",
+            soft_wrap=True,
+        )
+    if started:
+        dist.barrier()  # no rank leaves while another still uses the group
+        dist.destroy_process_group()
+    return int(not max(ratios) <= LARGEST_RATIO)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
