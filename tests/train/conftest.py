@@ -29,6 +29,15 @@ def make_text(seed: int, words: int) -> str:
     return " ".join(w + ("\n" if i % 9 == 8 else "") for i, w in enumerate(chosen))
 
 
+def long_text(folder: Path) -> list[str]:
+    """Writes 10 documents of 20,000 words, tens of thousands of tokens each; returns the keys."""
+    folder.mkdir()
+    for number in range(10):
+        (folder / f"{number}.txt").write_text(make_text(number, 20_000))
+    text = [f"data.path={folder}", f"data.cache_dir={folder}-cache", "data.vocab_size=300"]
+    return [*text, "data.held_out=0.2"]
+
+
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty text files of 5 to 400 words in two folders, and one that is not UTF-8."""

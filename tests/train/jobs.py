@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -23,7 +23,12 @@ class Job:
     """A running ``torchrun train/pretrain.py`` with its run folder. Use it in a ``with``."""
 
     def __init__(
-        self, folder: Path, processes: int, *arguments: str, launcher: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        processes: int,
+        *arguments: str,
+        launcher: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
     ):
         self.folder = folder
         command = [sys.executable, "-m", "torch.distributed.run", *(launcher or ("--standalone",))]
@@ -34,7 +39,7 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             start_new_session=True,
         )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.conftest import make_text
+from tests.train.conftest import long_text
 from tests.train.jobs import Job, events, steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -28,14 +28,11 @@ WARM_UP = 5  # steps whose speed does not count
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory) -> list[str]:
     """A small model with heads of 128 over documents of about 20k tokens, two in each sample."""
-    folder = tmp_path_factory.mktemp("long") / "text"
-    folder.mkdir()
-    for number in range(10):
-        (folder / f"{number}.txt").write_text(make_text(number, 20_000))
+    text = long_text(tmp_path_factory.mktemp("long") / "text")
     cp = min(torch.cuda.device_count(), 2)
     return [
-        *(f"data.path={folder}", f"data.cache_dir={folder}-cache", "data.vocab_size=300"),
-        *("data.held_out=0.2", "data.seq_len=32768", f"parallel.cp={cp}", "parallel.device=cuda"),
+        *text,
+        *("data.seq_len=32768", f"parallel.cp={cp}", "parallel.device=cuda"),
         *("model.dim=512", "model.n_heads=4", "model.head_dim=128", "model.n_layers=4"),
         *("model.ffn_dim=1024", "train.precision=bfloat16", "train.eval_every=0"),
         *(f"train.steps={STEPS}", "train.final_eval_bytes=1", "checkpoint.every=4"),

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import free_port
 from tests.train.forks import Fork
 from tests.train.jobs import (
     HANG_S,
@@ -30,6 +29,7 @@ from tests.train.jobs import (
     start_ranks,
     steps,
 )
+from tests.train.two_hosts import two_hosts
 from train.data.manifest import verify
 
 STEPS = 50
@@ -252,20 +252,26 @@ def test_the_wall_time_is_kept(overrides, tmp_path):
 
 def test_two_agents_survive_the_kill_of_a_worker(overrides, undisturbed, tmp_path):
     """Two agents as on two hosts: only one of them counts the failed attempt."""
-    rendezvous = ("--nnodes", "2", "--max-restarts", "2", "--rdzv-backend", "c10d")
-    rendezvous += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two")
     folder = tmp_path / "run"
-    arguments = [*overrides, "parallel.cp=2"]
-    with (
-        Job(folder, 1, *arguments, launcher=rendezvous) as one,
-        Job(folder, 1, *arguments, launcher=rendezvous) as other,
-    ):
-        one.await_step(20)
-        first = one.pids()
+    with two_hosts(folder, *overrides, "parallel.cp=2") as job:
+        job.agents[0].await_step(20)
+        first = job.agents[0].pids()
         os.kill(first[1], signal.SIGKILL)
-        ends = [job.end() for job in (one, other)]
-        assert [code for code, _ in ends] == [0, 0], ends
-        assert not set(first) & set(one.pids())
+        job.finish()
+        assert not set(first) & set(job.agents[0].pids())
+    assert steps(folder) == undisturbed(2, 2)
+
+
+@pytest.mark.soak
+def test_a_new_agent_takes_the_place_of_a_killed_one(overrides, undisturbed, tmp_path):
+    """torchrun notices a dead agent after 15 s."""
+    folder = tmp_path / "run"
+    with two_hosts(folder, *overrides, "parallel.cp=2") as job:
+        job.agents[0].until((folder / "checkpoints" / "step-00000014").exists)
+        job.replace(1)
+        job.finish()
+    (event,) = events(folder)[1:]
+    assert event.startswith("goes on after step ")
     assert steps(folder) == undisturbed(2, 2)
 
 
