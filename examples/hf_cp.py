@@ -10,7 +10,9 @@ on any number of ranks.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,21 +57,19 @@ def tiny_model(name: str, attention: str = "ringfa3") -> nn.Module:
     )
 
 
-def shifted_labels(ids: torch.Tensor, cumulative: list[int]) -> torch.Tensor:
+def shifted_labels(ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The next token of each token, (total,); -100 for the last one of a document."""
     labels = ids.roll(-1)
-    labels[[end - 1 for end in cumulative[1:]]] = -100
+    labels[[end - 1 for end in itertools.accumulate(lengths)]] = -100
     return labels
 
 
-def loss_of(
-    model: nn.Module, ids: torch.Tensor, plan: ContextPlan, cumulative: list[int]
-) -> torch.Tensor:
+def loss_of(model: nn.Module, ids: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
     """This rank's share of the mean loss of all tokens: sum it, and gradients, over the ranks.
 
-    ids: (total,) all tokens of all documents, on every rank; cumulative: where documents end.
+    ids: (total,) all tokens of all documents, on every rank.
     """
-    labels = shifted_labels(ids, cumulative)  # before they are sharded
+    labels = shifted_labels(ids, plan.lengths.tolist())  # before they are sharded
     logits = model(
         input_ids=plan.shard(ids)[None],
         position_ids=plan.positions[None].to(ids.device),
@@ -80,20 +80,24 @@ def loss_of(
     return total / (labels != -100).sum()
 
 
-def results_of(
-    model: nn.Module, ids: torch.Tensor, plan: ContextPlan, cumulative: list[int]
-) -> dict[str, torch.Tensor]:
-    """The loss and the gradients by parameter, summed over the ranks of the plan."""
-    loss = loss_of(model, ids, plan, cumulative)
-    loss.backward()
-    grads = {}
+def summed_gradients(model: nn.Module, plan: ContextPlan) -> dict[str, torch.Tensor]:
+    """The gradients by parameter, in float32, summed over the ranks of the plan."""
+    sums = {}
     for name, p in model.named_parameters():  # some ranks may have no gradient of an expert
-        grads[name] = torch.zeros_like(p).float() if p.grad is None else p.grad.float()
-    results = {"loss": loss.detach(), **grads}
+        sums[name] = torch.zeros_like(p).float() if p.grad is None else p.grad.float()
+        if plan.world > 1:
+            dist.all_reduce(sums[name], group=plan.group)
+    return sums
+
+
+def results_of(model: nn.Module, ids: torch.Tensor, plan: ContextPlan) -> dict[str, torch.Tensor]:
+    """The loss and the gradients by parameter, summed over the ranks of the plan."""
+    loss = loss_of(model, ids, plan)
+    loss.backward()
+    total = loss.detach().clone()
     if plan.world > 1:
-        for x in results.values():
-            dist.all_reduce(x, group=plan.group)
-    return results
+        dist.all_reduce(total, group=plan.group)
+    return {"loss": total, **summed_gradients(model, plan)}
 
 
 def checkpoint(model: nn.Module) -> None:
@@ -135,7 +139,7 @@ def main() -> None:
         checkpoint(model)
     plan = plan_context(CUMULATIVE)
     ids = example_ids(model.config.vocab_size).to(model.device)
-    results = results_of(model, ids, plan, CUMULATIVE)
+    results = results_of(model, ids, plan)
     norm = torch.stack([g.norm() for name, g in results.items() if name != "loss"]).norm()
     loss = results["loss"]
     print(f"rank {plan.rank} of {plan.world}: loss {loss:.5f}, norm of gradients {norm:.5f}")

@@ -57,7 +57,7 @@ def _shared(group: dist.ProcessGroup, name: str, checkpointing: bool) -> dict[st
     model = tiny_model(name).train()
     if checkpointing:
         checkpoint(model)
-    return results_of(model, example_ids(97), plan_context(CUMULATIVE, group), CUMULATIVE)
+    return results_of(model, example_ids(97), plan_context(CUMULATIVE, group))
 
 
 @pytest.mark.parametrize(("name", "checkpointing"), [("llama", False), ("gpt-oss", True)])
@@ -103,7 +103,7 @@ def _averaged(group: dist.ProcessGroup, how: str) -> dict[str, torch.Tensor]:
         for block in model.model.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    loss = loss_of(wrapped, example_ids(97), plan, CUMULATIVE)
+    loss = loss_of(wrapped, example_ids(97), plan)
     (loss * plan.world).backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     whole = {n: g.full_tensor() if how == "fsdp" else g for n, g in grads.items()}
