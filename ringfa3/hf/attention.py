@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from ringfa3.custom_op import autocast_inputs
 from ringfa3.hf import context_parallel
 from ringfa3.hf.checks import check_arguments, check_mask
+from ringfa3.hf.documents import check_lengths
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
 from ringfa3.kernels.reference import statistics_dtype
@@ -40,8 +41,8 @@ def attention_forward(
 
     Args:
         query: (b, h, s, d); key: (b, h_kv, s_k, d); value: (b, h_kv, s_k, d_v).
-        attention_mask: from `masks.mask_function`; None: causal or full, by `is_causal`, in the
-            window (sliding_window - 1, 0).
+        attention_mask: from `masks.mask_function`; None: by `is_causal`, in the window
+            (sliding_window - 1, 0), or without it (sliding_window - 1, sliding_window - 1).
         s_aux: (h,) attention sinks, a logit a head that takes part in the softmax.
         keywords: position_ids, or cu_seq_lens_q and cu_seq_lens_k, give packed documents.
             ringfa3_plan, a ContextPlan: the tokens are those of this rank of the plan's group.
@@ -90,8 +91,8 @@ _Documents = tuple[
 def _documents(mask: Mask, keywords: dict[str, Any], q: torch.Tensor) -> _Documents:
     """(padding, packed, cu_q, cu_k, step) of `padded_attention`.
 
-    A padding mask decides; without one cumulative lengths, then breaks of position_ids, then the
-    documents of the mask. Raises ValueError: two of them at once, or one that cannot be read.
+    Cumulative lengths decide, then a padding mask, then the documents of the mask, then breaks of
+    position_ids. Raises ValueError: two of the first three at once, or one that cannot be read.
     """
     cu_q, cu_k = (keywords.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     if cu_q is not None or cu_k is not None:
@@ -100,14 +101,21 @@ def _documents(mask: Mask, keywords: dict[str, Any], q: torch.Tensor) -> _Docume
                 "cu_seq_lens_q: give cu_seq_lens_k too, and attention_mask=None: documents have "
                 "their lengths from one argument"
             )
+        if mask.documents is not None:
+            check_lengths(mask.documents, cu_q)
         return None, None, cu_q, cu_k, 0
     if mask.padding is not None:
+        if mask.documents is not None:
+            raise ValueError(
+                "attention_mask hides padding, and a packed_sequence_mask_function separates "
+                "documents: give attention_mask=None and no padding"
+            )
         return mask.padding, None, None, None, 0
+    if mask.documents is not None:
+        return None, mask.documents, None, None, 0
     positions = keywords.get("position_ids")
     if positions is not None and positions.shape in ((1, q.shape[1]), (q.shape[0], q.shape[1])):
         return None, positions, None, None, 1
-    if mask.documents is not None:
-        return None, mask.documents, None, None, 0
     if mask.unread:
         raise ValueError(
             "position_ids do not reach attention in this model, so torch.compile cannot see packed "

@@ -70,6 +70,8 @@ def check_context(
         )
     _check_rope(module)
     _check_positions(plan, keywords.get("position_ids"))
+    if mask.documents is not None:
+        _check_documents(plan, mask.documents, batch)
 
 
 def attend(
@@ -106,7 +108,7 @@ def _check_rope(module: torch.nn.Module) -> None:
                 )
 
 
-_checked: TensorCache[None] = TensorCache()  # position_ids that are a plan's
+_checked: TensorCache[None] = TensorCache()  # position_ids and documents that are a plan's
 
 
 def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
@@ -124,3 +126,20 @@ def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
             )
 
     _checked.get(positions, plan.handle, compare)
+
+
+def _check_documents(plan: ContextPlan, documents: torch.Tensor, batch: int) -> None:
+    """Compares documents of a mask with breaks of the plan's positions, once for each version.
+
+    transformers reads documents from position_ids in this way; others are a user's own.
+    """
+
+    def compare() -> None:
+        expected = plan.positions.view(batch, -1).diff() != 1
+        if not torch.equal((documents.diff() != 0).expand(batch, -1).cpu(), expected):
+            raise ValueError(
+                "a packed_sequence_mask_function has other documents than ringfa3_plan: drop it, "
+                "the plan separates its documents"
+            )
+
+    _checked.get(documents, plan.handle, compare)

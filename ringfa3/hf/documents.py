@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from ringfa3.planning.sharding import Ints
 from ringfa3.tensor_cache import TensorCache
@@ -33,7 +34,7 @@ def documents_of(
     batch: int,
     queries: int,
     keys: int,
-    causal: bool,
+    aligned: bool,
     padding: torch.Tensor | None,
     packed: torch.Tensor | None,
     step: int,
@@ -41,7 +42,8 @@ def documents_of(
     """The documents of a batch of `queries` rows and `keys` columns; None if each row is one.
 
     Args:
-        causal: False if every query sees all keys that are no padding.
+        aligned: the mask depends on how far a query is from a key: it is causal or has a window.
+            Else every query sees all keys that are no padding.
         padding: (b, keys) bool, False for padding.
         packed: (b or 1, queries) ints; a document begins where neighbours do not differ by `step`.
 
@@ -54,13 +56,33 @@ def documents_of(
 
     def read() -> Documents | None:
         if padding is not None:
-            return _of_padding(padding.cpu().numpy(), queries, causal)
+            return _of_padding(padding.cpu().numpy(), queries, aligned)
         return _of_breaks(tensor, batch, queries, keys, step)
 
-    return _read.get(tensor, (batch, queries, keys, causal, step), read)
+    return _read.get(tensor, (batch, queries, keys, aligned, step), read)
 
 
-def _of_padding(visible: npt.NDArray[np.bool_], queries: int, causal: bool) -> Documents | None:
+_begins: TensorCache[list[int]] = TensorCache()
+
+
+def check_lengths(documents: torch.Tensor, cu_q: torch.Tensor) -> None:
+    """Raises ValueError: documents of a mask, (b, queries), and of cumulative lengths differ."""
+
+    def begins_of_mask() -> list[int]:
+        inside = F.pad(documents.diff() == 0, (1, 0))
+        begins: list[int] = (~inside).flatten().nonzero().flatten().tolist()
+        return begins
+
+    given = _begins.get(cu_q, "lengths", lambda: torch.unique(cu_q)[:-1].tolist())
+    found = _begins.get(documents, "mask", begins_of_mask)
+    if given != found:
+        raise ValueError(
+            f"cu_seq_lens_q begins documents at {given[:4]} ..., the mask, which may have them "
+            f"from position_ids, at {found[:4]} ...: give the same documents"
+        )
+
+
+def _of_padding(visible: npt.NDArray[np.bool_], queries: int, aligned: bool) -> Documents | None:
     batch, keys = visible.shape
     if visible.all():
         return None
@@ -77,7 +99,7 @@ def _of_padding(visible: npt.NDArray[np.bool_], queries: int, causal: bool) -> D
         )
     ends = np.stack((np.zeros_like(first), first, first + count, np.full_like(first, keys)), axis=1)
     lengths_k = np.diff(ends, axis=1)
-    if causal:
+    if aligned:
         lengths_q = np.diff(np.maximum(ends - (keys - queries), 0), axis=1)
     else:
         lengths_q = np.tile([0, queries, 0], (batch, 1))

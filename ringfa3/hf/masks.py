@@ -49,7 +49,7 @@ class _Band(NamedTuple):
             _narrower(self.left, other.left),
             _narrower(self.right, other.right),
             _both(self.padding, other.padding),
-            other.documents if self.documents is None else self.documents,
+            _same(self.documents, other.documents),
         )
 
 
@@ -194,6 +194,18 @@ def _unknown(name: str) -> ValueError:
 
 def _narrower(a: int, b: int) -> int:
     return max(a, b) if min(a, b) < 0 else min(a, b)
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """The documents that one mask function or both give. Raises ValueError: they differ."""
+    if a is None or b is None:
+        return b if a is None else a
+    if a is not b and not torch.equal(a, b):
+        raise ValueError(
+            "mask_function has two packed_sequence_mask_function of different documents, one of "
+            "which may come from position_ids: give documents once"
+        )
+    return a
 
 
 def _both(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -38,7 +38,7 @@ def padded_attention(
     The last rows of queries and keys are aligned. `padding`, `packed` and `step` as in
     `documents_of`; with `cu_q` and `cu_k` documents of given lengths, over all b * s tokens.
     """
-    documents = _documents(q, k, padding, packed, cu_q, cu_k, step, right)
+    documents = _documents(q, k, padding, packed, cu_q, cu_k, step, left, right)
     attend = partial(
         functional.attention,
         scale=scale,
@@ -74,7 +74,7 @@ def padded_attention_backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink) as of `functional.attention_backward`, in the shapes of q, k, v."""
-    documents = _documents(q, k, padding, packed, cu_q, cu_k, step, right)
+    documents = _documents(q, k, padding, packed, cu_q, cu_k, step, left, right)
     differentiate = partial(
         functional.attention_backward,
         scale=scale,
@@ -101,12 +101,13 @@ def _documents(
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
     step: int,
+    left: int,
     right: int,
 ) -> Documents | None:
     if cu_q is not None and cu_k is not None:
         return Documents(cu_q, cu_k)
-    causal = right >= 0
-    return documents_of(q.shape[0], q.shape[1], k.shape[1], causal, padding, packed, step)
+    aligned = left >= 0 or right >= 0
+    return documents_of(q.shape[0], q.shape[1], k.shape[1], aligned, padding, packed, step)
 
 
 register_attention(

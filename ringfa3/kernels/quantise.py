@@ -123,7 +123,7 @@ class TiledKV:
         )
 
 
-@lru_cache(None)
+@lru_cache(64)  # counts depend on the documents of a batch
 def _tiles_in_a_row(count: int) -> KeyTiles:
     return KeyTiles(whole_sequences(np.array([count * KEY_TILE], np.int64)))
 

@@ -41,8 +41,9 @@ _NO_CHANGE = nullcontext()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a device the current one, if it is not."""
-    return _NO_CHANGE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    """Makes a GPU the current one, if it is not."""
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _NO_CHANGE if here else torch.cuda.device(device)
 
 
 def record_event(device: torch.device) -> torch.cuda.Event:

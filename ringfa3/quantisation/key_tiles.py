@@ -11,6 +11,7 @@ from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tiling import concat_ranges
 
+BYTES_16 = torch.complex128  # the dtype with elements of 16 bytes
 KEY_TILE = 128  # keys that share a scale, counted from the start of their segment
 KEY_TILE_RECORD = np.dtype([("row0", np.int32), ("rows", np.int32)])
 
@@ -72,11 +73,11 @@ class KeyTiles:
 _of_plans: weakref.WeakKeyDictionary[object, KeyTiles] = weakref.WeakKeyDictionary()
 
 
-BYTES_16 = torch.complex128  # the dtype with elements of 16 bytes
-
-
 def view_16_bytes(x: torch.Tensor) -> torch.Tensor:
-    """`x` (t, h, d) viewed in elements of 16 bytes; `x` itself where its strides forbid it."""
+    """`x` (t, h, d) viewed in elements of 16 bytes; `x` itself where its strides forbid it.
+
+    PyTorch's indexing on a GPU copies one element a thread.
+    """
     token_stride, head_stride, last = x.stride()
     whole = (token_stride | head_stride | x.shape[2]) * x.element_size() % 16 == 0
     begins = x.data_ptr() % 16 == 0 and x.storage_offset() * x.element_size() % 16 == 0

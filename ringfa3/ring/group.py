@@ -39,6 +39,7 @@ from ringfa3.ring.process_group import (
 from ringfa3.ring.store_monitor import (
     FAILURE_KEY,
     PERIOD_S,
+    LatestCall,
     StoreMonitor,
     entry_key,
     join_request_key,
@@ -64,8 +65,7 @@ class RingGroup:
         self.store, self.name = group.get_group_store(), group.group_name
         self._own_store = False  # whether `store` is this group's alone: from the first agreement
         self.failure: str | None = None
-        self.call = 0  # number of the latest ring call, forward or backward
-        self.settings = Settings()  # of that call
+        self.latest = LatestCall(0, Settings())  # one object: the monitor's thread reads it
         self.epoch = 0  # number of the latest agreement
         self._generation = 0  # of the transports: an error in mid-call leaves messages on them
         self._refused = False  # the latest call was refused on all ranks
@@ -157,12 +157,13 @@ class RingGroup:
         return self.timeout.total_seconds()
 
     def peer_failure(self) -> str | None:
-        """The message of another rank that has given up, else None."""
+        """The message of a rank that has given up, else None."""
         return self._monitor.peer_failure if self._monitor is not None else None
 
     def gather(self, line: str) -> list[str]:
         """Passes a line, returns those of all ranks; all call it at the same point of a call."""
-        settings = {**self.settings, "place": f"call {self.call}, its memory"}
+        call, settings = self.latest
+        settings = Settings({**settings, "place": f"call {call}, its memory"})
         entry: dict[str, object] = {
             "settings": settings,
             "error": None,
@@ -174,7 +175,8 @@ class RingGroup:
     @property
     def call_id(self) -> int:
         """28 bits that identify the call under way, the same on all ranks in it."""
-        return zlib.crc32(f"{self.call} {self.settings.key}".encode()) >> 4
+        call, settings = self.latest
+        return zlib.crc32(f"{call} {settings.key}".encode()) >> 4
 
     def begin(self, settings: Settings) -> None:
         """Begins a ring call with settings that were agreed on.
@@ -184,8 +186,8 @@ class RingGroup:
             ValueError, TypeError: another rank refuses this call or the one before.
         """
         self._require_peers()
-        self.call += 1
-        self.settings, self._refused = settings, False
+        self.latest = LatestCall(self.latest.number + 1, settings)
+        self._refused = False
         if self._monitor is not None and self._monitor.join_request == self.epoch + 1:
             self._join_agreement("before its first hop")
 
@@ -198,7 +200,8 @@ class RingGroup:
 
     def _join_agreement(self, place: str) -> None:
         """Joins an agreement that a rank in trouble has entered; raises on all ranks."""
-        settings = {**self.settings, "place": f"call {self.call}, {place}"}
+        call, settings = self.latest
+        settings = Settings({**settings, "place": f"call {call}, {place}"})
         self._enter({"settings": settings, "error": None, "mid_call": True})
 
     def agree(self, settings: Settings, error: Exception | None = None, anew: bool = False) -> None:
@@ -228,14 +231,15 @@ class RingGroup:
 
     def _enter(self, entry: dict[str, object]) -> list[dict[str, object]]:
         """The entries of all ranks; raises on all of them if one has an error or they differ."""
-        entries = self._exchange({**entry, "call": self.call})
+        entries = self._exchange({**entry, "call": self.latest.number})
         try:
             raise_on_error(self.ranks, entries)
             raise_on_difference(self.ranks, entries)
             return entries
         except (TypeError, ValueError):
             self._refused = True
-            self.call = max(cast(int, e["call"]) for e in entries)
+            number = max(cast(int, e["call"]) for e in entries)
+            self.latest = LatestCall(number, self.latest.settings)
             if any(e["mid_call"] for e in entries):  # their messages will never be answered
                 self._abandon_connections()
             raise
@@ -280,7 +284,10 @@ class RingGroup:
                 problem[0] = self._no_word([self.ranks[r] for r in error.ranks])
             except dist.DistError as error:
                 problem[0] = f"{BEFORE}: the store does not answer ({error})"
-            done.set()
+            except Exception as error:  # raised below: nobody sees this thread's own
+                problem[0] = f"{BEFORE}: {type(error).__name__}: {first_line(error)}"
+            finally:
+                done.set()
 
         # on a thread of its own: a call of a store whose host is stopped has no timeout
         threading.Thread(target=enter, daemon=True, name="ringfa3-agreement").start()
@@ -324,7 +331,7 @@ class RingGroup:
             self._backend.abandon()
 
         def tell() -> None:
-            with suppress(dist.DistError):  # the store is gone
+            with suppress(RuntimeError):  # the store is gone
                 self.store.set(FAILURE_KEY, full)
 
         thread = threading.Thread(target=tell, daemon=True, name="ringfa3-failure")

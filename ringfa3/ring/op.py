@@ -22,6 +22,7 @@ from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.kernels.sinks import apply_sink
+from ringfa3.kernels.streams import on
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.ring import quantised_forward
 from ringfa3.ring.group import RingGroup
@@ -102,11 +103,6 @@ def _report_errors(plan: ContextPlan) -> AbstractContextManager[None]:
     return nullcontext() if plan.group is None else RingGroup.of(plan.group)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return nullcontext() if here else torch.cuda.device(device)
-
-
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
@@ -131,7 +127,7 @@ def ring_attention(
     call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
     if precision == "native":
         return run_forward(q, k, v, scale, call, sink)
-    with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
+    with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
         out, lse = quantised_forward.run_forward(
             q, k, v, call.plan, scale, precision, call.messages
         )
@@ -149,7 +145,7 @@ def run_forward(
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ring_attention` in the dtype of q, after `prepare_call`."""
-    with _report_errors(call.plan), _on(q.device), _without_autocast(q.device):
+    with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
         replayed = ring_pass.replay(k, (q, k, v, sink), scale)
         if replayed is not None:
@@ -236,7 +232,7 @@ def run_backward(
 ) -> tuple[torch.Tensor, ...]:
     """`ring_attention_backward` after `prepare_call`; without a sink (dq, dk, dv) alone."""
     inputs = dout, dlse, q, k, v, out, lse, sink
-    with _on(q.device), _without_autocast(q.device):
+    with on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
         with _report_errors(call.plan):
             replayed = ring_pass.replay(k, inputs, (scale, deterministic))

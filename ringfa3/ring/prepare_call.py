@@ -8,10 +8,9 @@ and the memory that every capture needs.
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from ringfa3 import host
 from ringfa3.errors import RingError
-from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
+from ringfa3.kernels.dispatch import say, select_backward, select_forward, select_quantised
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.unshard import set_agreement
@@ -148,7 +147,15 @@ def prepare_call(
 ) -> PreparedCall:
     """Checks a call, agrees on it with all ranks and chooses its transport and forward mode.
 
-    sink: whether a forward has sinks; a backward is the same with and without.
+    Args:
+        q, k, v: (t, h, d), (t, h_kv, d) and (t, h_kv, d_v), this rank's tokens.
+        direction: "forward" or "backward".
+        sink: whether a forward has sinks; a backward is the same with and without.
+
+    Raises:
+        ValueError, TypeError: on all ranks, if an argument of one is not allowed or differs.
+        RingError: a rank has given up, or does not answer within the timeout.
+        RuntimeError: the transport cannot be made, or a kernel cannot be built.
     """
     error: Exception | None = None
     known = _validated.setdefault(plan, {})
@@ -212,15 +219,9 @@ def prepare_call(
         if transport == "symmetric":
             raise ValueError(f"transport='symmetric' is not possible here ({reason}): use 'nccl'")
         if group.rank == 0:
-            print_transport(str(reason))
+            say(f"the ring runs over nccl: {reason}")
     p2p = group.transport("nccl" if q.is_cuda else "gloo", q.device)
     return PreparedCall(plan, direction, partial(P2PRingPass, p2p), p2p)
-
-
-@lru_cache(None)
-def print_transport(reason: str) -> None:
-    """Prints, once per process and reason, that "auto" uses NCCL."""
-    print(f"ringfa3: the ring runs over nccl: {reason}", file=sys.stderr, flush=True)
 
 
 def _device_error(device: torch.device, memory: IpcMemory | None) -> ValueError | None:

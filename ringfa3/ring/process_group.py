@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ringfa3.ring.entries import listed
 from ringfa3.symmetric.self_test import host_name
 
 POLL_S = 0.005
@@ -54,7 +55,8 @@ def new_group(
 
 
 def on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks of a new group are on one host. Connects them, by tensors on `device`."""
+    """Whether all ranks of a new group are on one host. All ranks call it, which connects them, by
+    tensors on `device`."""
     host = zlib.crc32(host_name().encode())
     extremes = torch.tensor([host, -host], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
@@ -67,8 +69,7 @@ class AbsentError(TimeoutError):
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks = list(ranks)
-        listed = ", ".join(map(str, self.ranks))
-        super().__init__(f"rank {listed} did not join within {timeout_s:g} s")
+        super().__init__(f"rank {listed(ranks)} did not join within {timeout_s:g} s")
 
 
 def rendezvous(store: Store, rank: int, world: int, timeout_s: float) -> Store:
@@ -97,8 +98,8 @@ def rendezvous(store: Store, rank: int, world: int, timeout_s: float) -> Store:
         if store.check([_NAME_KEY]):
             name = store.get(_NAME_KEY).decode()
             store.set(_answer_key(name, rank), own)
-            listed = _list_key(name)
-            if store.check([listed]) and own in store.get(listed).decode().split():
+            key = _list_key(name)
+            if store.check([key]) and own in store.get(key).decode().split():
                 return PrefixStore(name, store)
         time.sleep(POLL_S)
     raise AbsentError(_absent(store, name, rank, world), timeout_s)

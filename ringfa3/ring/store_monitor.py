@@ -6,11 +6,11 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from ringfa3.ring.entries import Settings
 from ringfa3.symmetric.watchdog import JOIN_S
 
 PERIOD_S = 0.25  # between two polls
@@ -32,21 +32,23 @@ def _waiting_key(rank: int) -> str:
     return f"ringfa3/waiting/{rank}"
 
 
-class GroupView(Protocol):
-    """What the monitor reads of one rank's `RingGroup`.
+class LatestCall(NamedTuple):
+    """The latest ring call of a rank, forward or backward: its number and settings."""
 
-    epoch     number of the latest agreement that the rank has entered
-    call      number of its latest ring call
-    settings  of that call
+    number: int
+    settings: Settings
+
+
+class GroupView(Protocol):
+    """What the monitor reads of one rank's `RingGroup`, while that changes it.
+
+    epoch  number of the latest agreement that the rank has entered
     """
 
     rank: int
     world: int
     epoch: int
-    call: int
-
-    @property
-    def settings(self) -> dict[str, str]: ...
+    latest: LatestCall
 
 
 class StoreMonitor(threading.Thread):
@@ -79,14 +81,14 @@ class StoreMonitor(threading.Thread):
         self.join(JOIN_S)
 
     def run(self) -> None:
-        with suppress(dist.DistError):  # the store's host is gone: waits end at their deadline
+        with suppress(RuntimeError):  # the store's host is gone: waits end at their deadline
             while self._alive() and not self._ended.is_set():
                 self._poll()
                 self._ended.wait(PERIOD_S)
 
     def _poll(self) -> None:
         group = self._group
-        epoch, call = group.epoch + 1, group.call
+        epoch, (call, settings) = group.epoch + 1, group.latest
         if self._store.check([FAILURE_KEY]):
             self.peer_failure = self._store.get(FAILURE_KEY).decode()
         if self._store.check([join_request_key(epoch)]):
@@ -95,7 +97,7 @@ class StoreMonitor(threading.Thread):
                 if entry["error"] is not None or entry["mid_call"] or entry["call"] < call:
                     self.join_request = epoch
         if self._waiting:
-            own = {"call": call, "settings": group.settings}
+            own = {"call": call, "settings": settings}
             self._store.set(_waiting_key(group.rank), json.dumps(own))
             for entry in self._peers(_waiting_key):
                 if entry["call"] == call and entry["settings"] != own["settings"]:

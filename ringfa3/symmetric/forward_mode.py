@@ -27,9 +27,10 @@ def select_forward_mode(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor) -> 
     if asked is not None and asked not in FORWARD_MODES:
         allowed = ", ".join(map(repr, FORWARD_MODES))
         raise ValueError(f"{FORWARD_MODE_ENV}={asked!r}: allowed are {allowed}")
+    if plan.world > MAX_ARRIVAL_WORDS:  # before max_rows, whose time is cubic in the world
+        return "hops"
     most = plan.kv_exchange.max_rows
-    # nothing to gather, or too few arrival words
-    if not most.published or plan.world > MAX_ARRIVAL_WORDS:
+    if not most.published:  # nothing to gather
         return "hops"
     if asked is not None:
         return asked

@@ -105,6 +105,31 @@ def two_sources_of_lengths() -> Any:
     return llama(attention_mask=torch.ones_like(IDS), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
 
 
+def packed_by(numbers: list[int]) -> Any:
+    """A user's mask function of packed documents."""
+    return masking_utils.packed_sequence_mask_function(torch.tensor([numbers]))
+
+
+def two_packed_masks() -> Any:
+    both = masking_utils.and_masks(packed_by([0] * 4 + [1] * 5), packed_by([0] * 5 + [1] * 4))
+    return masked_by(and_mask_function=both)
+
+
+def packed_and_padded() -> Any:
+    model, x = shared_model("llama", "ringfa3"), torch.randn(1, 2, 9, 8)
+    mask = masking_utils.create_causal_mask(
+        model.config, torch.zeros(1, 9, 24), torch.ones(1, 9), None,
+        and_mask_function=packed_by([0] * 4 + [1] * 5),
+    )  # fmt: skip
+    return attention_forward(torch.nn.Identity(), x, x, x, mask)
+
+
+def packed_and_other_lengths() -> Any:
+    cu, positions = torch.tensor([0, 5, 9]), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    packed = {"position_ids": positions, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+    return shared_model("llama", "ringfa3")(IDS[:1], use_cache=False, **packed)
+
+
 CASES: dict[str, tuple[Callable[[], Any], str, str]] = {  # call, argument and value, remedy
     "dropout": (dropout, "attention_dropout=0.25", "config.attention_dropout to 0"),
     "softcap": (softcap, "softcap=30.0", "attn_implementation='sdpa' or 'eager'"),
@@ -137,6 +162,13 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {  # call, argument and v
         "use_cache=False",
     ),
     "lengths twice": (two_sources_of_lengths, "cu_seq_lens_q", "attention_mask=None"),
+    "packed twice": (two_packed_masks, "mask_function has two", "give documents once"),
+    "packed and padded": (packed_and_padded, "packed_sequence_mask_function", "no padding"),
+    "packed and other lengths": (
+        packed_and_other_lengths,
+        "begins documents at [0, 5] ..., the mask, which may have them from position_ids",
+        "give the same documents",
+    ),
     "is_causal": (contradicted, "is_causal=False", "config.is_causal"),
 }
 
@@ -211,6 +243,19 @@ def of_another_width(group: dist.ProcessGroup) -> Any:
     return sharded(shared_model("llama", "ringfa3"), group, **odd)
 
 
+def packed_otherwise(group: dist.ProcessGroup) -> Any:
+    """A mask function whose documents are not the plan's."""
+    plan = plan_context(12, group)
+    n = plan.local_tokens
+    mask = masking_utils.create_causal_mask(
+        shared_model("llama", "ringfa3").config, torch.zeros(1, n, 24), None, None,
+        and_mask_function=packed_by([0] * 2 + [1] * (n - 2)),
+    )  # fmt: skip
+    x = torch.randn(1, 2, n, 8)
+    given = {"position_ids": plan.positions[None], "ringfa3_plan": plan}
+    return attention_forward(torch.nn.Identity(), x, x, x, mask, **given)
+
+
 RINGS: dict[str, tuple[Callable[[dist.ProcessGroup], Any], str, str]] = {
     "KV cache": (cached, "past_key_values holds 6 tokens", "use_cache=False"),
     "padding": (padded, "attention_mask hides 1 tokens", "pack the documents"),
@@ -222,6 +267,7 @@ RINGS: dict[str, tuple[Callable[[dist.ProcessGroup], Any], str, str]] = {
         "position_ids begin with [0, 1, 2, 3]",
         "plan.positions[None]",
     ),
+    "documents": (packed_otherwise, "packed_sequence_mask_function has other", "drop it"),
     "dropout": (dropping, "attention_dropout=0.25", "config.attention_dropout to 0"),
     "short mask": (of_another_width, "attention_mask has 3 columns", "give (batch, keys)"),
 }

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from ringfa3 import RingError, plan_context, ring_attn_func
 from ringfa3.kernels import reference
+from ringfa3.ring.entries import Settings
+from ringfa3.ring.group import RingGroup
 from tests.support.ranks import sacrifice
 
 Group = dist.ProcessGroup
@@ -184,3 +186,24 @@ def test_an_agreement_ends_with_the_failure_of_a_peer(world: int) -> None:
         assert kind == ("RuntimeError" if rank == 1 else "RingError"), (rank, message)
         assert "disk on fire" in message
         assert seconds < 2.0
+
+
+def _fail_in_the_store(group: Group, victim: int) -> tuple[str, float]:
+    """The message of an agreement in which the victim's store fails, and its seconds."""
+    ring = RingGroup.of(group)
+    ring.agree(Settings({"call": "1"}))
+    dist.barrier(group)
+    if dist.get_rank() == victim:
+        ring.store = mock.Mock(wraps=ring.store, set=mock.Mock(side_effect=OSError("broken pipe")))
+    start = time.monotonic()
+    with pytest.raises(RingError) as raised:
+        ring.agree(Settings({"call": "2"}))
+    return str(raised.value), time.monotonic() - start
+
+
+def test_an_error_of_the_store_ends_an_agreement_at_once() -> None:
+    """On the rank that has it, well within the timeout, and with its text."""
+    results = sacrifice(2, 10.0, _fail_in_the_store, 1)
+    message, seconds = results[1]  # type: ignore[misc]
+    assert "OSError: broken pipe" in message
+    assert seconds < 2 * SLACK_S

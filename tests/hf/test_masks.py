@@ -1,0 +1,53 @@
+"""Masks that users put together, on one layer.
+
+The reference is transformers' sdpa attention under the same mask, in float64, within 1e-12; rows of
+padding are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ringfa3.hf.attention import attention_forward
+from tests.support.hf_models import model_of
+
+TOKENS = 9
+
+
+def difference(visible: torch.Tensor, padded: bool, make: str, **keywords: Any) -> float:
+    """The largest one between both attentions; visible: (b, TOKENS) bool, given if padded."""
+    b, embeddings = len(visible), torch.zeros(len(visible), TOKENS, 24)
+    q, k, v = torch.randn(3, b, 2, TOKENS, 8, dtype=torch.float64)
+    layer = torch.nn.Identity()
+    outs = []
+    for name, attend in (("ringfa3", attention_forward), ("sdpa", sdpa_attention_forward)):
+        config = model_of("llama", name).config
+        mask = getattr(masking_utils, make)(
+            config, embeddings, attention_mask=visible if padded else None, **keywords
+        )
+        causal = {"is_causal": make == "create_causal_mask"}
+        positions = {"position_ids": torch.arange(TOKENS)[None]}
+        outs.append(attend(layer, q, k, v, mask, **causal, **positions)[0][visible])
+    return float((outs[0] - outs[1]).abs().max())
+
+
+def test_documents_of_a_mask_function() -> None:
+    """The positions that the layer is given too have no breaks."""
+    numbers = torch.tensor([[0] * 4 + [1] * 5])
+    packed = masking_utils.packed_sequence_mask_function(numbers)
+    visible = torch.ones(1, TOKENS, dtype=torch.bool)
+    given = {"past_key_values": None, "and_mask_function": packed}
+    assert difference(visible, False, "create_causal_mask", **given) <= 1e-12
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_window_to_the_left_alone_beside_padding(side: str) -> None:
+    visible = torch.ones(2, TOKENS, dtype=torch.bool)
+    visible[1, slice(3) if side == "left" else slice(-3, None)] = False
+    window = masking_utils.sliding_window_overlay(2)
+    assert difference(visible, True, "create_bidirectional_mask", and_mask_function=window) <= 1e-12
