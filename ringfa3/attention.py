@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ringfa3.attention_op import out_shape
+from ringfa3.attention_op import out_shape, packed
 from ringfa3.custom_op import checkpointed
 from ringfa3.functional import flash_attn_func
 from ringfa3.planning.context_plan import ContextPlan, Group, check_plan, dense_plan, place
@@ -124,9 +124,9 @@ class RingFA3Attention(nn.Module):
             batch, tokens = (q.shape[0], q.shape[1]) if q.dim() == 4 else (1, q.shape[0])
             plan = dense_plan(batch, tokens, self.group, self.layout, self.causal, self.window_size)
         out = ring_attn_func(
-            _packed(q),
-            _packed(k),
-            _packed(v),
+            packed(q),
+            packed(k),
+            packed(v),
             bind_to_group(plan, group),
             self.softmax_scale,
             self.deterministic,
@@ -177,10 +177,6 @@ class RingFA3Attention(nn.Module):
         )
         assert isinstance(out, torch.Tensor)
         return out.view(out_shape(q, v))
-
-
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten(0, 1) if x.dim() == 4 else x
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:

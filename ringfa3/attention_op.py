@@ -1,4 +1,4 @@
-"""What the custom ops of attention share: fakes, gradients, layouts of LSE.
+"""What the custom ops of attention share: fakes, gradients, layouts of tensors and LSE.
 
 Letters in shapes: b sequences of s rows, t rows in all; h heads.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ringfa3.custom_op import checkpointed, register_autograd, register_fake
 from ringfa3.kernels.reference import statistics_dtype
@@ -63,6 +64,16 @@ def register_attention(
 
     register_autograd(op, save, gradients)
     checkpointed.append(op)
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """(b, s, h, d) or (t, h, d) as (t, h, d)."""
+    return x.flatten(0, 1) if x.dim() == 4 else x
+
+
+def with_columns(x: torch.Tensor, d: int) -> torch.Tensor:
+    """x with columns of zeros up to head dim d. They change no score and no other column of out."""
+    return F.pad(x, (0, d - x.shape[-1])) if x.shape[-1] < d else x
 
 
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:

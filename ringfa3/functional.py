@@ -14,7 +14,13 @@ import numpy as np
 import torch
 
 from ringfa3 import host
-from ringfa3.attention_op import lse_by_head, lse_by_sequence, out_shape, register_attention
+from ringfa3.attention_op import (
+    lse_by_head,
+    lse_by_sequence,
+    out_shape,
+    packed,
+    register_attention,
+)
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.kernels.recording import current_recorder
@@ -215,11 +221,6 @@ def _kept(plan: Plan) -> Plan:
     return plan
 
 
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    """(b, s, h, d) or (t, h, d) as (t, h, d)."""
-    return x.flatten(0, 1) if x.dim() == 4 else x
-
-
 @custom_op
 def attention(
     q: torch.Tensor,
@@ -239,21 +240,21 @@ def attention(
         host.ensure()
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
-    packed = _packed(out)
-    lse = packed.new_empty((packed.shape[1], packed.shape[0]), dtype=statistics_dtype(q.dtype))
+    rows = packed(out)  # (t, h, d_v)
+    lse = rows.new_empty((rows.shape[1], rows.shape[0]), dtype=statistics_dtype(q.dtype))
     with torch.autocast(q.device.type, enabled=False):
-        qkv = _packed(q), _packed(k), _packed(v)
+        qkv = packed(q), packed(k), packed(v)
         if precision == "native":
             kernel = select_forward(qkv[0], plan)
             tiling = plan.forward(kernel.tile_m)[0]
-            kernel.attend(*qkv, tiling, scale, packed, packed[:0], lse, sink=sink)
+            kernel.attend(*qkv, tiling, scale, rows, rows[:0], lse, sink=sink)
         else:
             in_8_bits = select_quantised(qkv[0], precision)
             operands = in_8_bits.quantise(*qkv, plan)
             tiling = plan.forward(in_8_bits.tile_m)[0]
-            in_8_bits.attend(*operands, tiling, scale, packed, packed[:0], lse)
+            in_8_bits.attend(*operands, tiling, scale, rows, rows[:0], lse)
             if sink is not None:
-                lse = apply_sink(packed, lse, sink)
+                lse = apply_sink(rows, lse, sink)
     if q.dim() == 4:
         lse = lse_by_sequence(lse, q)
     return out, lse
@@ -283,13 +284,13 @@ def attention_backward(
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     if q.dim() == 4:
         lse, dlse = lse_by_head(lse), None if dlse is None else lse_by_head(dlse)
-    qp, kp, vp, dp, op = (_packed(x) for x in (q, k, v, dout, out))
+    qp, kp, vp, dp, op = (packed(x) for x in (q, k, v, dout, out))
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
         kernel = select_backward(qp)
         tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
         backward = kernel.make_pass(dp, dlse, qp, op, lse, plan, scale, deterministic, sink)
-        backward.hop(kp, vp, tiling, _packed(dk), _packed(dv))
+        backward.hop(kp, vp, tiling, packed(dk), packed(dv))
     return backward.dq().view(q.shape), dk, dv, backward.dsink()
 
 

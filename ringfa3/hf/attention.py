@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from ringfa3.attention_op import with_columns
 from ringfa3.custom_op import autocast_inputs
 from ringfa3.hf import context_parallel
 from ringfa3.hf.checks import check_arguments, check_mask
@@ -68,9 +68,9 @@ def attention_forward(
     scale = resolve_scale(scaling, q)
     d_v = v.shape[-1]
     d = max(q.shape[-1], d_v)
-    q, k = _widened(q, d), _widened(k, d)
+    q, k = with_columns(q, d), with_columns(k, d)
     if d_v % HEAD_DIM_STEP:
-        v = _widened(v, d)
+        v = with_columns(v, d)
     sink = None if s_aux is None else s_aux.to(statistics_dtype(q.dtype))
     settings = scale, mask.left, mask.right, torch.are_deterministic_algorithms_enabled()
     if plan is None:
@@ -122,8 +122,3 @@ def _documents(mask: Mask, keywords: dict[str, Any], q: torch.Tensor) -> _Docume
             "documents: do not compile, or pass cu_seq_lens_q and cu_seq_lens_k"
         )
     return None, None, None, None, 0
-
-
-def _widened(x: torch.Tensor, d: int) -> torch.Tensor:
-    """`x` with zero columns up to head_dim d: they change no score and no other column."""
-    return F.pad(x, (0, d - x.shape[-1])) if x.shape[-1] < d else x

@@ -35,7 +35,7 @@ class Mask(NamedTuple):
     unread: bool
 
 
-class _Band(NamedTuple):
+class _Allowed(NamedTuple):
     """What one mask function, or several in conjunction, allow."""
 
     left: int = -1
@@ -43,9 +43,9 @@ class _Band(NamedTuple):
     padding: torch.Tensor | None = None
     documents: torch.Tensor | None = None
 
-    def narrowed(self, other: _Band) -> _Band:
+    def narrowed(self, other: _Allowed) -> _Allowed:
         """The pairs that both allow."""
-        return _Band(
+        return _Allowed(
             _narrower(self.left, other.left),
             _narrower(self.right, other.right),
             _both(self.padding, other.padding),
@@ -132,7 +132,7 @@ def _columns(mask: torch.Tensor, offset: int, keys: int) -> torch.Tensor:
     return mask if mask.shape[1] == keys else mask[:, offset : offset + keys]
 
 
-def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[_Band, bool]:
+def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[_Allowed, bool]:
     """The band under a compiler, and whether the function may hold documents."""
     causal = function is causal_mask_function
     name = "causal_mask_function" if causal else function.__qualname__
@@ -144,7 +144,7 @@ def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tu
         )
     if "allow_is_bidirectional_skip" in keywords:
         left = -1 if window is None else window
-        return _Band(left, left), False
+        return _Allowed(left, left), False
     if not causal and name != "and_masks.<locals>.and_mask":
         raise _unknown(name)
     if window is not None and getattr(config, "attention_chunk_size", None) is not None:
@@ -152,10 +152,10 @@ def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tu
             f"attention_chunk_size={config.attention_chunk_size}: RingFA3 has no chunked "  # type: ignore[union-attr]
             f"attention; {REMEDY}"
         )
-    return _Band(-1 if window is None else window - 1, 0), not causal
+    return _Allowed(-1 if window is None else window - 1, 0), not causal
 
 
-def _from_closures(function: Callable[..., Any]) -> _Band:
+def _from_closures(function: Callable[..., Any]) -> _Allowed:
     """The band of a function and of all functions in its closure. Raises ValueError: unknown."""
     name = getattr(function, "__qualname__", repr(function)).removesuffix(".<locals>.inner_mask")
     if getattr(function, "__module__", None) != _LIBRARY:
@@ -164,24 +164,24 @@ def _from_closures(function: Callable[..., Any]) -> _Band:
     names = function.__code__.co_freevars
     held = {n: cell.cell_contents for n, cell in zip(names, cells, strict=True)}
     if name == "and_masks.<locals>.and_mask":
-        band = _Band()
+        band = _Allowed()
         for part in held["mask_functions"]:
             band = band.narrowed(_from_closures(part))
         return band
     if name == "causal_mask_function":
-        return _Band(right=0)
+        return _Allowed(right=0)
     if name == "bidirectional_mask_function":
-        return _Band()
+        return _Allowed()
     if name == "sliding_window_overlay":
-        return _Band(left=held["sliding_window"] - 1)
+        return _Allowed(left=held["sliding_window"] - 1)
     if name == "sliding_window_bidirectional_overlay":
-        return _Band(held["sliding_window"], held["sliding_window"])
+        return _Allowed(held["sliding_window"], held["sliding_window"])
     if name == "packed_sequence_mask_function":
-        return _Band(documents=held["packed_sequence_mask"])
+        return _Allowed(documents=held["packed_sequence_mask"])
     if name == "remap_positions_for_packed_sequence":  # distances inside a document stay
         return _from_closures(held["mask_function"])
     if name == "padding_mask_function":
-        return _Band(padding=held["padding_mask"])
+        return _Allowed(padding=held["padding_mask"])
     raise _unknown(name)
 
 

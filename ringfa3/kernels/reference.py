@@ -171,9 +171,9 @@ class BackwardPass:
         sink: torch.Tensor | None = None,
     ) -> None:
         del plan, deterministic  # no row grid, and one order of additions
-        self._dsink = None if sink is None else sink_gradient(dout, dlse, out, lse, sink)
         self._dout, self._q, self._scale = dout, q, scale
         self._lse, self._delta = preprocess(dout, out, lse, dlse)
+        self._dsink = None if sink is None else sink_gradient(self._lse, self._delta, sink)
         self._dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
 
     def hop(

@@ -23,20 +23,9 @@ def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torc
     return with_sink
 
 
-def sink_gradient(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sink: torch.Tensor,
-) -> torch.Tensor:
+def sink_gradient(lse: torch.Tensor, delta: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
     """dsink = -sum exp(sink - LSE') D over rows, (h,) in the dtype of sink.
 
-    dout, out: (..., t, h, d); lse, which is LSE', and dlse: (..., h, t).
+    lse, delta: (h, t), LSE' and D of `reference.preprocess`, which hide rows without keys.
     """
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)
-    if dlse is not None:
-        delta = delta - dlse
-    share = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-    rows = torch.where(lse == -torch.inf, 0, share * delta).movedim(-2, 0)
-    return -rows.flatten(1).sum(1).to(sink.dtype)
+    return -(torch.exp(sink.to(lse.dtype)[:, None] - lse) * delta).sum(1).to(sink.dtype)

@@ -67,7 +67,7 @@ class ContextPlan:
         self.total_tokens = sum(self.tokens_per_rank)
         self.local_tokens = self.tokens_per_rank[rank]
         self._register()
-        self.hops, self.kv_exchange = plan_ring(shards, rank, *self.band)
+        self.hops, self.kv_exchange = plan_ring(shards, rank, *self.effective_window)
 
     def _register(self) -> None:
         """Sets the attributes that a copy in another process must not have."""
@@ -154,7 +154,7 @@ class ContextPlan:
     def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
         """`hops` and `kv_exchange` where ranks exchange whole tiles of so many keys."""
         if keys not in self._grids:
-            self._grids[keys] = plan_ring(self.shards, self.rank, *self.band, keys)
+            self._grids[keys] = plan_ring(self.shards, self.rank, *self.effective_window, keys)
         return self._grids[keys]
 
     def published_rows(self, device: torch.device, keys: int = 1) -> RowIndex:
@@ -170,14 +170,14 @@ class ContextPlan:
         return self.hops.gathered(self.kv_exchange.gathered_layout(self.rank)[0])
 
     @property
-    def band(self) -> tuple[int, int]:
+    def effective_window(self) -> tuple[int, int]:
         """The window with causal folded in: (left, right), -1 for unlimited."""
         return effective_window(self.causal, self.window_size)
 
     @cached_property
     def digest(self) -> str:
         """Hash of all that must be equal on all ranks."""
-        h = hashlib.sha256(repr((self.world, self.layout, *self.band)).encode())
+        h = hashlib.sha256(repr((self.world, self.layout, *self.effective_window)).encode())
         h.update(self.lengths.tobytes())
         for s in self.shards:  # the same lengths may be laid out dense or packed
             h.update(np.stack((s.sequence, s.position, s.length)).tobytes())
@@ -188,9 +188,9 @@ class ContextPlan:
         """Allowed (query, key) pairs of each rank's queries, over all hops."""
         work = []
         for s in self.shards:
-            length = self.lengths[s.sequence]
-            pairs = pairs_before(s.position + s.length, length, *self.band)
-            work.append(int((pairs - pairs_before(s.position, length, *self.band)).sum()))
+            length, end = self.lengths[s.sequence], s.position + s.length
+            before = (pairs_before(p, length, *self.effective_window) for p in (end, s.position))
+            work.append(int(np.subtract(*before).sum()))
         return work
 
     # Tensors are made at each access: inference or fake mode makes some that only serve inside.

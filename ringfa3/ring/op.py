@@ -15,9 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 
-from ringfa3.attention_op import out_shape, register_attention
+from ringfa3.attention_op import out_shape, register_attention, with_columns
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward
 from ringfa3.kernels.reference import statistics_dtype
@@ -179,7 +178,7 @@ def _forward_hops(
         more = () if x.arrivals is None else (x.arrivals,)
         kernel.attend(q, x.k, x.v, tilings[hop], scale, out, running, lse, *more, sink=sink)
 
-    ring_pass.start(k, _widened(v, k, call.plan.world), kernel.takes_arrivals)
+    ring_pass.start(k, _padded_v(v, k, call.plan.world), kernel.takes_arrivals)
     ring_pass.run(attend)
     return out, lse
 
@@ -259,7 +258,7 @@ def _backward_hops(
     """The pass behind all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
     dout, dlse, q, k, v, out, lse, sink = inputs
     kernel = select_backward(q)
-    ring_pass.start(k, _widened(v, k, call.plan.world))
+    ring_pass.start(k, _padded_v(v, k, call.plan.world))
     hops = call.hops
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
     backward = kernel.make_pass(dout, dlse, q, out, lse, hops, scale, deterministic, sink)
@@ -275,10 +274,9 @@ def _backward_hops(
     return backward
 
 
-def _widened(v: torch.Tensor, k: torch.Tensor, world: int) -> torch.Tensor:
-    """V with columns of zeros up to the head dim of k: ranks send K and V of a row together."""
-    missing = k.shape[2] - v.shape[2] if world > 1 else 0
-    return F.pad(v, (0, missing)) if missing else v
+def _padded_v(v: torch.Tensor, k: torch.Tensor, world: int) -> torch.Tensor:
+    """V with the head dim of k where ranks send the K and V of a row together."""
+    return with_columns(v, k.shape[2]) if world > 1 else v
 
 
 def _split(ctx: Any, *settings: Any) -> tuple[tuple[()], tuple[Any, ...]]:

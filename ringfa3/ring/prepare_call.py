@@ -278,7 +278,7 @@ def _settings(
     return Settings(
         {
             "plan.layout": plan.layout,
-            "plan.window": f"(left, right) = {plan.band}",
+            "plan.window": f"(left, right) = {plan.effective_window}",
             "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
             f"digest {plan.digest}",
             "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",

@@ -13,6 +13,7 @@ from ringfa3 import flash_attn_varlen_func
 from ringfa3.build.units import Unit
 from ringfa3.kernels import forward
 from ringfa3.kernels.backward import BackwardPass
+from ringfa3.kernels.reference import preprocess
 from ringfa3.kernels.sinks import sink_gradient
 from ringfa3.planning.tiling import LAST, plan_local
 from tests.support import dense, forward_checks
@@ -174,8 +175,8 @@ def gradients_hold_the_gate(unit: Unit, device: str, with_dlse: bool) -> torch.T
         assert error <= bound, f"{name} is off by {error:.2e}, allowed {bound:.2e}"
 
     got = run.dsink()
-    doubles = [None if x is None else x.double() for x in (dout, dlse, out, lse)]
-    on_inputs = sink_gradient(*doubles, sink.double())  # type: ignore[arg-type]
+    doubles = dout.double(), out.double(), lse.double(), None if dlse is None else dlse.double()
+    on_inputs = sink_gradient(*preprocess(*doubles), sink.double())
     delta = (dout.double() * out.double()).abs().sum(-1).t()
     summed = delta if dlse is None else delta + dlse.double().abs()
     share = (sink.double()[:, None] - lse.double()).exp()

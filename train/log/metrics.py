@@ -35,12 +35,13 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def memory_in_use(device: torch.device) -> int:
-    """Bytes in use on a GPU, as its driver counts them: also what ranks share over NVLink, NCCL's
-    buffers and other processes. On the CPU ``peak_memory``."""
+def device_memory(device: torch.device) -> int:
+    """Bytes in use on a GPU, as its driver counts them, at PyTorch's peak so far: also what ranks
+    share over NVLink, NCCL's buffers and other processes. On the CPU ``peak_memory``."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return total - free
+        given_back = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+        return total - free + given_back
     return peak_memory(device)
 
 

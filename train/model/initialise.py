@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -62,17 +63,25 @@ def initialise(
 def draw(values: Tensor, name: str, first: int, height: int, std: float) -> None:
     """Fill ``values`` with rows ``first`` ... of the N(0, std^2) matrix of ``name``.
 
-    The matrix has ``height`` rows and the width of ``values``.
+    The matrix has ``height`` rows and the width of ``values``. Threads draw its blocks, one each of
+    PyTorch's threads.
     """
     if std == 0.0:
         values.zero_()
         return
     width = values.shape[1]
     step = max(1, BLOCK // width)  # rows of a block
-    for start in range(first // step * step, first + len(values), step):
+
+    def draw_block(start: int) -> None:
         digest = hashlib.sha256(f"{name} {start}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         block = torch.empty(min(step, height - start), width)
         block.normal_(0.0, std, generator=generator)
         low, high = max(start, first), min(start + step, first + len(values))
-        values[low - first : high - first] = block[low - start : high - start].to(values.device)
+        with torch.no_grad():  # a thread of its own does not inherit the caller's
+            values[low - first : high - first] = block[low - start : high - start].to(values.device)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        starts = range(first // step * step, first + len(values), step)
+        for _ in threads.map(draw_block, starts):  # raises what a thread raised
+            pass

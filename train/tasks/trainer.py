@@ -24,7 +24,7 @@ from train.engine.parallel import ParallelLayout, require_agreement, require_sha
 from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction
-from train.log.metrics import Recorder, StepProgress, memory_in_use, peak_memory
+from train.log.metrics import Recorder, StepProgress, device_memory, peak_memory
 from train.log.profiler import profiled
 from train.log.step_lines import StepLine, StepLines
 from train.log.wandb_run import WandbRun
@@ -220,7 +220,7 @@ class Trainer:
                 "lr": lr,
                 "tokens_per_s": figures.tokens / seconds,
                 "memory": peak_memory(parallel.device),
-                "device_memory": memory_in_use(parallel.device),
+                "device_memory": device_memory(parallel.device),
                 "skipped": state.guard.skipped,
             }
             counts = figures.tokens, figures.pairs, figures.loss_by_bucket

@@ -6,12 +6,18 @@ from unittest import mock
 
 import torch
 
-from train.log.metrics import memory_in_use, peak_memory
+from train.log.metrics import device_memory, peak_memory
 
 
-def test_memory_in_use_is_what_the_driver_counts():
-    """On a GPU all but what the driver calls free; on the CPU the process's peak."""
-    with mock.patch.object(torch.cuda, "mem_get_info", return_value=(30, 100)) as asked:
-        assert memory_in_use(torch.device("cuda", 3)) == 70
-    asked.assert_called_once_with(torch.device("cuda", 3))
-    assert memory_in_use(torch.device("cpu")) == peak_memory(torch.device("cpu"))
+def test_device_memory_is_what_the_driver_counts_at_the_peak():
+    """On a GPU all but what the driver calls free, with what PyTorch has given back since its peak;
+    on the CPU the process's peak."""
+    with mock.patch.multiple(
+        torch.cuda,
+        mem_get_info=mock.Mock(return_value=(30, 100)),
+        max_memory_reserved=mock.Mock(return_value=60),
+        memory_reserved=mock.Mock(return_value=48),
+    ):
+        assert device_memory(torch.device("cuda", 3)) == 82
+        torch.cuda.mem_get_info.assert_called_once_with(torch.device("cuda", 3))
+    assert device_memory(torch.device("cpu")) == peak_memory(torch.device("cpu"))

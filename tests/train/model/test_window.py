@@ -47,4 +47,4 @@ def test_a_narrower_plan_keeps_its_window():
         assert widest(ModelConfig(windows=windows)) == of_plan
     plan = plan_context([0, 9], (0, 1), window_size=(5, -1))
     assert narrowed(plan, 6) is plan
-    assert narrowed(plan, 4).band == (3, 0)
+    assert narrowed(plan, 4).effective_window == (3, 0)

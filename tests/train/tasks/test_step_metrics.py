@@ -192,7 +192,7 @@ def test_a_line_has_the_memory_of_its_own_step(config):
     config.model.n_layers, config.train.steps, config.checkpoint.every = 1, 4, 0
     made = make_trainer(config)
     reads = mock.Mock(side_effect=lambda _: 1000 * made.state.step)
-    with mock.patch.multiple(trainer, peak_memory=reads, memory_in_use=reads):
+    with mock.patch.multiple(trainer, peak_memory=reads, device_memory=reads):
         made.train()
     made.close()
     lines = map(json.loads, (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines())
