@@ -1,6 +1,7 @@
 """Compares errors of Hugging Face models under RingFA3 and under transformers' own attention.
 
     [torchrun --standalone --nproc-per-node N] -m benchmarks.compare_hf [--shape llama-1b ...]
+        [--fa3 LIBRARY]
 
 A model with random weights sees packed documents in bfloat16: under RingFA3 over all ranks, under
 transformers' attention on one device, where eager attention, which ignores where packed documents
@@ -11,8 +12,11 @@ mask of packed documents has a number for each pair of tokens.
 
 Prints a line for each shape: the error of all gradients of each, the norm of the difference from
 the reference over the norm of the reference; their ratio, RingFA3's first; and tokens a second of
-RingFA3's forward and backward, of all ranks, the median of `--steps`. Exits with 1 unless every
-ratio is at most 1.1. On a CPU the executor attends: nothing is measured of a kernel.
+RingFA3's forward and backward, of all ranks, the median of `--steps`. With `--fa3`, on several GPUs
+and for shapes without sinks, the same of ring-flash-attn (`hf_ring_flash_attn`), whose steps take
+turns with RingFA3's, and the ratio of tokens a second, RingFA3's first, the median of pairs. Exits
+with 1 unless every ratio of errors is at most 1.1. On a CPU the executor attends: nothing is
+measured of a kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -36,9 +41,11 @@ from rich.console import Console
 from torch import nn
 
 import ringfa3.hf
+from benchmarks import hf_ring_flash_attn
 from examples.hf_cp import loss_of, shifted_labels, summed_gradients
-from ringfa3 import plan_context
+from ringfa3 import ContextPlan, plan_context
 from ringfa3.bench.common.cases import documents
+from ringfa3.bench.common.fa3 import Fa3Ops
 
 LARGEST_RATIO = 1.1
 SHORTEST = 64  # tokens of a document, but for the last one
@@ -112,16 +119,34 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
+class Peer:
+    """ring-flash-attn beside RingFA3.
+
+    name     with the number of KV heads that it gathers at a time
+    error    of its gradients, relative to the reference
+    seconds  of a forward and backward on the slowest rank
+    speed    RingFA3's tokens a second over its own, the median of pairs
+    """
+
+    name: str
+    error: float
+    seconds: float
+    speed: float
+
+
+@dataclass(frozen=True)
 class Figures:
     """Errors of gradients, and the time of a step.
 
     ours, theirs  relative to the reference
     seconds       of a forward and backward on the slowest rank
+    peers         other rings, where they were asked for
     """
 
     ours: float
     theirs: float
     seconds: float
+    peers: list[Peer] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
@@ -134,10 +159,12 @@ def measure(
     steps: int,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    with_peers: bool = False,
 ) -> Figures:
     """The figures of a shape over a group; None: the default group, or this process alone."""
     ringfa3.hf.register()
     lengths = documents(random.Random(1), tokens, min(SHORTEST, tokens), shape.longest)
+    cumulative = [0, *itertools.accumulate(lengths)]
     vocabulary = shape.config[1]["vocab_size"]
     ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(1))
     ids = ids.to(device)
@@ -148,18 +175,39 @@ def measure(
 
     reference = theirs_in(torch.float32, packed=False)
     theirs = distance(theirs_in(torch.bfloat16, shape.packs), reference)
-    model = shape.model("ringfa3", torch.bfloat16, device)
-    plan = plan_context([0, *itertools.accumulate(lengths)], group)
 
-    def step() -> None:
-        model.zero_grad()
-        loss_of(model, ids, plan).backward()
+    def prepare(attention: str, plan: ContextPlan) -> tuple[float, Callable[[], None]]:
+        """The error of a model under `attention`, and its step."""
+        model = shape.model(attention, torch.bfloat16, device)
 
-    step()
-    ours = distance(rounded(summed_gradients(model, plan), model), reference)
-    del reference
-    seconds = [slowest(step, device, plan.group) for _ in range(steps)]
-    return Figures(ours, theirs, statistics.median(seconds))
+        def step() -> None:
+            model.zero_grad()
+            loss_of(model, ids, plan).backward()
+
+        step()
+        return distance(rounded(summed_gradients(model, plan), model), reference), step
+
+    plan = plan_context(cumulative, group)
+    ours, our_step = prepare("ringfa3", plan)
+    peers = []
+    for kv_heads in (1, None) if with_peers else ():
+        contiguous = plan_context(cumulative, group, layout="contiguous")
+        hf_ring_flash_attn.register(contiguous, device, kv_heads)
+        error, step = prepare(hf_ring_flash_attn.NAME, contiguous)
+        pairs = [
+            (slowest(our_step, device, plan.group), slowest(step, device, plan.group))
+            for _ in range(steps)
+        ]
+        peers.append(
+            Peer(
+                f"ring-flash-attn, {kv_heads or 'all'} KV heads at a time",
+                error,
+                statistics.median(theirs for _, theirs in pairs),
+                statistics.median(theirs / ours for ours, theirs in pairs),
+            )
+        )
+    seconds = [slowest(our_step, device, plan.group) for _ in range(steps)]
+    return Figures(ours, theirs, statistics.median(seconds), peers)
 
 
 def gradients_of(
@@ -224,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=32768, help="of all documents together")
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
+    parser.add_argument("--fa3", type=Path, help="a library with FlashAttention-3's operators")
     args = parser.parse_args(arguments)
     for name, least in (("tokens", 2), ("steps", 1)):  # the last token of a document has no label
         if (given := getattr(args, name)) < least:
@@ -237,10 +286,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dist.init_process_group()
     world = dist.get_world_size() if started else 1
     console = Console(quiet=started and dist.get_rank() > 0, markup=False, highlight=False)
+    if args.fa3 is not None:
+        if device.type == "cpu" or world == 1:
+            parser.error(f"--fa3 {args.fa3}: it needs several GPUs, under torchrun")
+        Fa3Ops(args.fa3)  # loads it
     ratios = []
     for name in args.shape:
+        peers = args.fa3 is not None and SHAPES[name].packs  # sinks are not ring-flash-attn's
         with console.status(f"{name}: gradients of transformers, then of RingFA3"):
-            found = measure(SHAPES[name], args.tokens, args.steps, device)
+            found = measure(SHAPES[name], args.tokens, args.steps, device, with_peers=peers)
         ratios.append(found.ratio)
         console.print(
             f"{name}, {args.tokens:,} tokens, {world} x {device.type}: error {found.ours:.3%}, "
@@ -248,6 +302,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{args.tokens / found.seconds:,.0f} tokens/s",
             soft_wrap=True,
         )
+        for peer in found.peers:
+            console.print(
+                f"{name}, {peer.name}: error {peer.error:.3%}; "
+                f"{args.tokens / peer.seconds:,.0f} tokens/s, RingFA3's over it {peer.speed:.3f}",
+                soft_wrap=True,
+            )
     if started:
         dist.barrier()  # no rank leaves while another still uses the group
         dist.destroy_process_group()

@@ -27,6 +27,7 @@ from ringfa3.bench.ring.cases import RingCase
 from ringfa3.bench.ring.implementations import Distributed
 
 ZIGZAG = "ring-flash-attn"
+ZIGZAG_FUNCTION = "zigzag_ring_flash_attn", "zigzag_ring_flash_attn_func"  # module and name
 ULYSSES = "Ulysses"
 TORCH = "PyTorch context_parallel"
 PACKAGE = "ring_flash_attn"
@@ -188,8 +189,8 @@ class TorchRing(HeadTail):
         return replace(prepared, outputs=outputs)
 
 
-def zigzag_function() -> Callable[..., Any] | None:
-    """ring-flash-attn's zigzag with FlashAttention-3's operators in place of FlashAttention-2.
+def ring_flash_attn_functions(module: str, *names: str) -> list[Callable[..., Any]] | None:
+    """Functions of a module of ring-flash-attn, on FlashAttention-3's operators in place of 2's.
 
     None where it is not installed. Raises LoadError where it or the operators cannot be loaded.
     """
@@ -201,15 +202,19 @@ def zigzag_function() -> Callable[..., Any] | None:
     package = ModuleType(PACKAGE)  # its __init__ would import transformers
     package.__path__ = list(found.submodule_search_locations)
     interface = ModuleType("flash_attn.flash_attn_interface")
-    vars(interface).update(_flash_attn_forward=_fa2_forward, _flash_attn_backward=_fa2_backward)
+    vars(interface).update(
+        _flash_attn_forward=_fa2_forward,
+        _flash_attn_backward=_fa2_backward,
+        _flash_attn_varlen_forward=_fa2_varlen_forward,
+        _flash_attn_varlen_backward=_fa2_varlen_backward,
+    )
     stand_ins = {"flash_attn": ModuleType("flash_attn"), interface.__name__: interface}
     with _modules({PACKAGE: package, **stand_ins}):
         try:
-            module = importlib.import_module(f"{PACKAGE}.zigzag_ring_flash_attn")
-            function: Callable[..., Any] = module.zigzag_ring_flash_attn_func
+            loaded = importlib.import_module(f"{PACKAGE}.{module}")
+            return [getattr(loaded, name) for name in names]
         except (ImportError, AttributeError) as error:
             raise LoadError(f"{ZIGZAG} cannot be imported: {error}") from None
-        return function
 
 
 @contextmanager
@@ -244,6 +249,30 @@ def _fa2_backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     torch.ops.flash_attn_3.bwd(
         dout.contiguous(), q, k, v, out, softmax_lse, dq, dk, dv,
+        softmax_scale=softmax_scale, is_causal=causal,
+    )  # fmt: skip
+
+
+def _fa2_varlen_forward(  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+    causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+    return_softmax=False,
+):  # fmt: skip
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, num_splits=1, softmax_scale=softmax_scale, is_causal=causal,
+    )  # fmt: skip
+    return out, lse, None, None
+
+
+def _fa2_varlen_backward(  # type: ignore[no-untyped-def]
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1,
+    softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None,
+):  # fmt: skip
+    torch.ops.flash_attn_3.bwd(
+        dout.contiguous(), q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         softmax_scale=softmax_scale, is_causal=causal,
     )  # fmt: skip
 

@@ -50,7 +50,14 @@ from ringfa3.bench.ring.host_time import host_seconds
 from ringfa3.bench.ring.implementations import Distributed, Ring
 from ringfa3.bench.ring.load_balance import LoadBalance, plan_of_rank
 from ringfa3.bench.ring.memory import MemoryMeter, MemoryUse
-from ringfa3.bench.ring.peers import ZIGZAG, TorchRing, Ulysses, Zigzag, zigzag_function
+from ringfa3.bench.ring.peers import (
+    ZIGZAG,
+    ZIGZAG_FUNCTION,
+    TorchRing,
+    Ulysses,
+    Zigzag,
+    ring_flash_attn_functions,
+)
 from ringfa3.bench.ring.plot import ring_figures
 from ringfa3.bench.ring.run_plan import Options, planned_rows, query, world_sizes
 from ringfa3.bench.ring.summary import ring_lines, ring_row_line
@@ -345,8 +352,10 @@ def _load(library: Path | None, device: torch.device) -> Loaded:
         if fa3 is None:
             missing = f"{MODULE} is not installed and no --fa3 PATH was given"
             notes.append(f"{FA3}, and all that runs on it: {missing}")
-        elif (zigzag := zigzag_function()) is None:
+        elif (found := ring_flash_attn_functions(*ZIGZAG_FUNCTION)) is None:
             notes.append(f"{ZIGZAG}: it is not installed")
+        else:
+            (zigzag,) = found
     except LoadError as error:
         raise BenchError(str(error)) from None
     return Loaded(RingFA3(), fa3, zigzag, notes)

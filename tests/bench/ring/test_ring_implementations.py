@@ -31,7 +31,13 @@ from ringfa3.bench.ring import implementations, peers
 from ringfa3.bench.ring.baselines import DenseRing, SingleGpu, SingleGpuSameMask
 from ringfa3.bench.ring.cases import RingCase
 from ringfa3.bench.ring.implementations import Ring
-from ringfa3.bench.ring.peers import TorchRing, Ulysses, Zigzag, zigzag_function
+from ringfa3.bench.ring.peers import (
+    ZIGZAG_FUNCTION,
+    TorchRing,
+    Ulysses,
+    Zigzag,
+    ring_flash_attn_functions,
+)
 from ringfa3.symmetric import forward_mode
 from tests.bench.common.test_communicator import communicator_of
 from tests.bench.common.test_implementations import BWD, FWD, named
@@ -312,21 +318,21 @@ def test_ring_flash_attn_runs_on_the_operators_of_fa3(
     """A package of its structure, whose __init__ cannot be imported, stands in for it."""
     monkeypatch.setattr(peers, "PACKAGE", "zigzag_of_this_test")
     monkeypatch.syspath_prepend(tmp_path)
-    assert zigzag_function() is None
+    assert ring_flash_attn_functions(*ZIGZAG_FUNCTION) is None
     folder = tmp_path / "zigzag_of_this_test"
     folder.mkdir()
     (folder / "__init__.py").write_text("import transformers_that_are_not_there")
     (folder / "zigzag_ring_flash_attn.py").write_text("import flash_attn.something_else")
     with pytest.raises(LoadError, match="ring-flash-attn cannot be imported: No module named"):
-        zigzag_function()
+        ring_flash_attn_functions(*ZIGZAG_FUNCTION)
     path = folder / "zigzag_ring_flash_attn.py"
     path.write_text(PACKAGE)
     os.utime(path, (1, 1))  # not of the same second as the bytecode of the one before
     before = dict(sys.modules)
-    function = zigzag_function()
-    assert function is not None
+    functions = ring_flash_attn_functions(*ZIGZAG_FUNCTION)
+    assert functions is not None
     assert {n for n in sys.modules if n not in before} == set()
-    zigzag = Zigzag(Communicator(), function)
+    zigzag = Zigzag(Communicator(), *functions)
     for direction in (FORWARD, BACKWARD):
         row = row_of(case_of("lengths", 1), direction, Communicator(), Ring(Communicator()), zigzag)
         assert row.comparisons[zigzag.name].stopped is None
@@ -341,4 +347,4 @@ def test_without_the_operators_ring_flash_attn_cannot_be_had(
     (tmp_path / "zigzag_of_that_test").mkdir()
     (tmp_path / "zigzag_of_that_test" / "__init__.py").write_text("")
     with pytest.raises(LoadError, match=r"not there as torch\.ops\.flash_attn_3"):
-        zigzag_function()
+        ring_flash_attn_functions(*ZIGZAG_FUNCTION)
