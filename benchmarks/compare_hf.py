@@ -72,12 +72,13 @@ class Shape:
         """The same random weights on every rank, under every attention and in every dtype."""
         name, arguments = self.config
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, name)(**arguments),
-            attn_implementation=attention,
-            experts_implementation="eager",
-        )
-        trained: nn.Module = model.to(torch.bfloat16).to(device, dtype).train()
+        with device:
+            model = transformers.AutoModelForCausalLM.from_config(
+                getattr(transformers, name)(**arguments),
+                attn_implementation=attention,
+                experts_implementation="eager",
+            )
+        trained: nn.Module = model.to(torch.bfloat16).to(dtype).train()
         return trained
 
 

@@ -69,7 +69,7 @@ def _worker(rank: int, world: int, port: int) -> None:
         truth, plain = [], []
         for results, kind in ((truth, torch.float64), (plain, dtype)):
             inputs = [x.to(kind).requires_grad_() for x in (q, k, v)]
-            y = plain_attention(*inputs, lengths, plan.band)
+            y = plain_attention(*inputs, lengths, plan.effective_window)
             y.backward(dout.to(kind))
             results += [y.detach(), *(x.grad for x in inputs)]
         for name, x, reference, x_pt in zip(

@@ -135,7 +135,7 @@ class Layer:
         truth, plain = [], []
         for results, kind in ((truth, torch.float64), (plain, self.dout.dtype)):
             inputs = [x.to(kind).requires_grad_() for x in (self.q, self.k, self.v)]
-            y = plain_attention(*inputs, self.lengths, self.plan.band)
+            y = plain_attention(*inputs, self.lengths, self.plan.effective_window)
             y.backward(self.dout.to(kind))
             results += [y.detach(), *(x.grad for x in inputs)]
         for name, x, exact, x_pt in zip(("out", "dq", "dk", "dv"), got, truth, plain, strict=True):
