@@ -27,16 +27,18 @@ def register(plan: ContextPlan, device: torch.device, heads_k_stride: int | None
     plan            its layout must be contiguous, with as many tokens on each rank
     heads_k_stride  KV heads gathered at a time; None: all
 
-    Raises ImportError: ring-flash-attn is missing. LoadError: it or FlashAttention-3 does not load.
+    Raises ValueError: the plan spreads tokens otherwise, on every rank. ImportError:
+    ring-flash-attn is missing. LoadError: it or FlashAttention-3 does not load.
     """
-    functions = ring_flash_attn_functions(
-        MODULE, f"{MODULE}_func", "llama3_flash_attn_prepare_cu_seqlens"
-    )
+    if plan.layout != "contiguous" or len(set(plan.tokens_per_rank)) > 1:
+        raise ValueError(
+            f"plan: layout {plan.layout!r}, {plan.tokens_per_rank} tokens on the ranks: it must be "
+            '"contiguous", with as many tokens on each rank'
+        )
+    functions = ring_flash_attn_functions(MODULE, *FUNCTIONS)
     if functions is None:
         raise ImportError("ring-flash-attn is not installed")
     attend, prepare = functions
-    first = plan.rank * plan.local_tokens
-    assert plan.token_index.tolist() == list(range(first, first + plan.local_tokens))
     cumulative = torch.tensor(
         [0, *plan.lengths.cumsum().tolist()], dtype=torch.int32, device=device
     )

@@ -6,8 +6,8 @@ program of what it does; later calls of equal shapes, strides, settings and stre
 Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64, 8 bits, inputs
 that share their first byte. With a sink a call begins in Python, and its ops are replayed.
 
-Of a ring over peers' memory Python begins each call, and the library replays the rest: see
-`ringfa3.symmetric.ring_program`.
+Of a ring the library has the autograd. Over peers' memory Python begins each call, and the library
+replays the rest: see `ringfa3.symmetric.ring_program`.
 
 RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp"; "auto" is "cpp" on one GPU
 and "python" in rings.
@@ -32,6 +32,7 @@ from ringfa3.errors import BuildError
 from ringfa3.kernels.dispatch import say
 from ringfa3.kernels.program import ProgramError, ProgramRecorder
 from ringfa3.kernels.recording import recording
+from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.validation import check_choice
 
 ENVIRONMENT = "RINGFA3_HOST"
@@ -120,6 +121,7 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     driver: addresses, see `_driver`. lengths_by_value: as in csrc/host/ops.h.
     """
     global _library
+    library.plans(ContextPlan.from_handle)
     library.start(device, *driver, lengths_by_value)
     _library = library
     tell_of_observers(library.observe)
@@ -131,7 +133,7 @@ def stop() -> None:
     select("python")
     if _library is not None:
         _library.stop()
-        for name in INPUTS:  # PyTorch remembers which keys had kernels
+        for name in (*INPUTS, "ring_attention"):  # PyTorch remembers which keys had kernels
             getattr(torch.ops.ringfa3, name).default._dispatch_cache.clear()
     _library = _selected = None
 

@@ -5,6 +5,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -101,6 +102,35 @@ PyObject* run(PyObject*, PyObject* args) {
   }
   return wrapped.release().ptr();
   END_HANDLE_TH_ERRORS
+}
+
+// ContextPlan.from_handle, which raises for a plan that is gone.
+PyObject* find_plan = nullptr;
+
+// A tensor without data, with which the plan lives.
+at::Tensor keep_plan(int64_t handle) {
+  static char nothing;
+  py::gil_scoped_acquire const gil;
+  PyObject* const plan = PyObject_CallFunction(find_plan, "L", static_cast<long long>(handle));
+  if (!plan) {
+    python_error raised;
+    raised.persist();
+    throw raised;
+  }
+  auto const release = [plan](void*) {
+    if (!Py_IsInitialized()) return;  // Python has ended
+    py::gil_scoped_acquire const again;
+    Py_DECREF(plan);
+  };
+  return at::from_blob(&nothing, {0}, release, at::kByte);
+}
+
+// plans(find: Callable[[int], ContextPlan])
+PyObject* plans(PyObject*, PyObject* find) {
+  Py_INCREF(find);
+  Py_XSETREF(find_plan, find);
+  host().keep_plan = keep_plan;
+  Py_RETURN_NONE;
 }
 
 // start(device: str, current_stream: int, current_context: int, is_capturing: int, stream_id: int,
@@ -289,6 +319,7 @@ PyMethodDef methods[] = {
     {"decline", decline, METH_NOARGS, nullptr},
     {"program", program, METH_VARARGS, nullptr},
     {"run", run, METH_VARARGS, nullptr},
+    {"plans", plans, METH_O, nullptr},
     {"start", start_kernels, METH_VARARGS, nullptr},
     {"stop", stop_kernels, METH_NOARGS, nullptr},
     {"enable", enable, METH_O, nullptr},

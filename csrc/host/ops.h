@@ -1,33 +1,28 @@
-// Kernels of the ops `attention` and `attention_backward`, which take precedence over those of
-// Python on their device. A call whose key is known replays its program. Any other call goes to the
-// kernel in Python, whose exceptions pass; see `by_python`.
+// Kernels of the ops `attention` and `attention_backward`, and autograd of `attention` and
+// `ring_attention`, which take precedence over those of Python on their device. A call whose key is
+// known replays its program. Any other call goes to the kernel in Python, whose exceptions pass;
+// see `by_python`.
 #pragma once
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string_view>
-#include <tuple>
 #include <vector>
 
+#include "host/autograd.h"
+#include "host/ring_ops.h"
 #include "host/state.h"
 
 namespace ringfa3::host {
 
-using at::Tensor;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
-using MaybeTensor = std::optional<Tensor>;
-using Outputs = std::tuple<Tensor, Tensor>;
-using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 using Forward = Outputs(Tensor const&, Tensor const&, Tensor const&, MaybeTensor const&,
                         MaybeTensor const&, MaybeTensor const&, double, c10::SymInt, c10::SymInt,
@@ -43,12 +38,6 @@ constexpr DispatchKeySet kPlainOnCuda({DispatchKey::CUDA, DispatchKey::AutogradC
 constexpr DispatchKeySet kPlainOnCpu({DispatchKey::CPU, DispatchKey::AutogradCPU,
                                       DispatchKey::AutocastCPU, DispatchKey::ADInplaceOrView});
 
-// Whether a tensor is nothing but a strided tensor on the device of `start`: no subclass, no
-// wrapper of a transform.
-inline bool is_plain(Tensor const& x) {
-  return !(x.key_set().raw_repr() & ~host().plain.raw_repr()) && x.device().type() == host().device;
-}
-
 inline auto const& forward_op() {
   static auto const op =
       c10::Dispatcher::singleton().findSchemaOrThrow("ringfa3::attention", "").typed<Forward>();
@@ -60,14 +49,6 @@ inline auto const& backward_op() {
                              .findSchemaOrThrow("ringfa3::attention_backward", "")
                              .typed<Backward>();
   return op;
-}
-
-// Python's kernels serve every other device, too. So the dispatch key of one leads to them.
-inline DispatchKeySet by_python() {
-  return DispatchKeySet(host().device == at::kCUDA ? DispatchKey::CPU : DispatchKey::CUDA);
-}
-inline DispatchKeySet autograd_by_python(DispatchKeySet keys) {
-  return (keys & c10::after_autograd_keyset) | DispatchKeySet(DispatchKey::AutogradOther);
 }
 
 // The key of a call for which Python makes a program.
@@ -164,11 +145,6 @@ struct Lookup {
   }
 };
 
-inline Tensor const& tensor_of(MaybeTensor const& x) {
-  static Tensor const none;
-  return x ? *x : none;
-}
-
 inline Outputs attention(Tensor const& q, Tensor const& k, Tensor const& v, MaybeTensor const& sink,
                          MaybeTensor const& cu_q, MaybeTensor const& cu_k, double scale,
                          c10::SymInt left, c10::SymInt right, bool deterministic,
@@ -209,76 +185,31 @@ inline Grads attention_backward(Tensor const& dout, MaybeTensor const& dlse, Ten
   return {std::move(grads[0]), std::move(grads[1]), std::move(grads[2]), std::move(grads[3])};
 }
 
-// Whether a tensor has a tangent of forward-mode derivatives, which Python refuses.
-inline bool has_tangent(Tensor const& x) { return x.defined() && x._fw_grad(0).defined(); }
+// The arguments of a call behind q, k, v and the sink, which is none.
+struct AttentionCall {
+  static constexpr char const* kName = "attention";
+  DispatchKeySet below;
+  MaybeTensor const &cu_q, &cu_k;
+  double scale;
+  int64_t left, right;
+  bool deterministic;
+  std::string_view precision;
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
-
-// Gradients that cannot be differentiated again.
-struct DifferentiatedOnce : Function<DifferentiatedOnce> {
-  static constexpr bool is_traceable = true;
-  static variable_list forward(AutogradContext*, Tensor const& dq, Tensor const& dk,
-                               Tensor const& dv) {
-    return {dq.detach(), dk.detach(), dv.detach()};
+  Outputs forward(Tensor const& q, Tensor const& k, Tensor const& v) const {
+    return forward_op().redispatch(below, q, k, v, std::nullopt, cu_q, cu_k, scale, left, right,
+                                   deterministic, precision);
   }
-  static variable_list backward(AutogradContext*, variable_list const&) {
-    TORCH_CHECK(false, "ringfa3.attention.default can be differentiated once, not twice");
+  std::array<Tensor, 2> tensors() const { return {tensor_of(cu_q), tensor_of(cu_k)}; }
+  void save(Saved& saved) const {
+    saved["scale"] = scale;
+    saved["settings"] = std::vector<int64_t>{left, right, int64_t{deterministic}};
   }
-};
-
-struct Attention : Function<Attention> {
-  static constexpr bool is_traceable = true;  // for compiled autograd
-
-  struct Call {
-    DispatchKeySet below;
-    MaybeTensor const &cu_q, &cu_k;
-    double scale;
-    c10::SymInt left, right;
-    bool deterministic;
-    std::string_view precision;
-  };
-
-  static variable_list forward(AutogradContext* ctx, Tensor const& q, Tensor const& k,
-                               Tensor const& v, Call const& call) {
-    at::AutoDispatchBelowAutograd const below;
-    auto [out, lse] =
-        forward_op().redispatch(call.below, q, k, v, std::nullopt, call.cu_q, call.cu_k, call.scale,
-                                call.left, call.right, call.deterministic, call.precision);
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward({q, k, v, out, lse, tensor_of(call.cu_q), tensor_of(call.cu_k)});
-    ctx->saved_data["scale"] = call.scale;
-    ctx->saved_data["settings"] = std::vector<int64_t>{
-        call.left.expect_int(), call.right.expect_int(), int64_t{call.deterministic}};
-    return {out, lse};
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list const& grads) {
-    auto const saved = ctx->get_saved_variables();
-    double const scale = ctx->saved_data["scale"].toDouble();
-    auto const settings = ctx->saved_data["settings"].toIntVector();
-    auto const given = [](Tensor const& x) { return x.defined() ? MaybeTensor(x) : std::nullopt; };
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !has_tangent(grads[0]) && !has_tangent(grads[1]),
-        "ringfa3.attention.default has no forward-mode derivative: use reverse mode, backward() or "
-        "torch.autograd");
-    Grads results;
-    {
-      c10::AutoGradMode const off(false);
-      Tensor const dout = grads[0].defined() ? grads[0] : at::zeros_like(saved[3]);
-      std::optional<at::AutoDispatchBelowAutograd> below;
-      if (is_plain(dout) && is_plain(saved[0])) below.emplace();
-      results = backward_op().call(dout, given(grads[1]), saved[0], saved[1], saved[2], saved[3],
-                                   saved[4], std::nullopt, given(saved[5]), given(saved[6]), scale,
-                                   settings[0], settings[1], settings[2] != 0);
-    }
-    auto& [dq, dk, dv, _] = results;
-    if (!c10::GradMode::is_enabled()) return {dq, dk, dv, Tensor()};
-    auto const leaf = [](Tensor const& x) { return x.detach().requires_grad_(); };
-    auto once = DifferentiatedOnce::apply(leaf(dq), leaf(dk), leaf(dv));
-    once.emplace_back();
-    return once;
+  static Grads backward(Tensor const& dout, MaybeTensor const& dlse, variable_list const& x,
+                        Saved& saved) {
+    auto const settings = saved["settings"].toIntVector();
+    return backward_op().call(dout, dlse, x[0], x[1], x[2], x[3], x[4], std::nullopt, given(x[5]),
+                              given(x[6]), saved["scale"].toDouble(), settings[0], settings[1],
+                              settings[2] != 0);
   }
 };
 
@@ -287,24 +218,14 @@ inline Outputs attention_autograd(DispatchKeySet keys, Tensor const& q, Tensor c
                                   MaybeTensor const& cu_k, double scale, c10::SymInt left,
                                   c10::SymInt right, bool deterministic,
                                   std::string_view precision) {
-  bool const usual = host().enabled.load(std::memory_order_relaxed) && is_plain(q) && is_plain(k) &&
-                     is_plain(v) && !tensor_of(sink).defined() && !keys.has(DispatchKey::Python) &&
-                     left.maybe_as_int() && right.maybe_as_int() && !has_tangent(q) &&
-                     !has_tangent(k) && !has_tangent(v);
-  if (!usual) {
+  auto const from = left.maybe_as_int(), to = right.maybe_as_int();
+  if (!from || !to || !runs_here(keys, q, k, v, sink)) {
     return forward_op().redispatch(autograd_by_python(keys), q, k, v, sink, cu_q, cu_k, scale, left,
                                    right, deterministic, precision);
   }
   auto const below = keys & c10::after_autograd_keyset;
-  if (c10::GradMode::is_enabled() &&
-      (q.requires_grad() || k.requires_grad() || v.requires_grad())) {
-    auto const results = Attention::apply(
-        q, k, v, Attention::Call{below, cu_q, cu_k, scale, left, right, deterministic, precision});
-    return {results[0], results[1]};
-  }
-  at::AutoDispatchBelowAutograd const guard;
-  return forward_op().redispatch(below, q, k, v, sink, cu_q, cu_k, scale, left, right,
-                                 deterministic, precision);
+  return differentiable(
+      q, k, v, AttentionCall{below, cu_q, cu_k, scale, *from, *to, deterministic, precision});
 }
 
 inline std::vector<torch::Library>& libraries() {
@@ -328,8 +249,9 @@ inline void start(at::DeviceType device, Driver driver, bool lengths_by_value) {
   auto& kernels = add(cuda ? DispatchKey::CUDA : DispatchKey::CPU);
   kernels.impl("attention", TORCH_FN(attention));
   kernels.impl("attention_backward", TORCH_FN(attention_backward));
-  add(cuda ? DispatchKey::AutogradCUDA : DispatchKey::AutogradCPU)
-      .impl("attention", TORCH_FN(attention_autograd));
+  auto& autograd = add(cuda ? DispatchKey::AutogradCUDA : DispatchKey::AutogradCPU);
+  autograd.impl("attention", TORCH_FN(attention_autograd));
+  autograd.impl("ring_attention", TORCH_FN(ring_attention_autograd));
 }
 
 // Removes them, and forgets all programs and counts.

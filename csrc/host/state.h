@@ -30,6 +30,7 @@ struct Host {
   c10::DispatchKeySet plain;     // keys that a tensor which is nothing but strided may have
   bool lengths_by_value = true;  // cumulative lengths on the CPU, which change without a version
   std::atomic<bool> enabled{true};
+  at::Tensor (*keep_plan)(int64_t handle) = nullptr;  // gives a tensor with which a plan lives
 };
 
 // Never destroyed: at exit its tensors would be freed after CUDA has ended.

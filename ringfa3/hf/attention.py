@@ -10,7 +10,6 @@ from ringfa3.attention_op import with_columns
 from ringfa3.custom_op import autocast_inputs
 from ringfa3.hf import context_parallel
 from ringfa3.hf.checks import check_arguments, check_mask
-from ringfa3.hf.documents import check_lengths
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
 from ringfa3.kernels.reference import statistics_dtype
@@ -41,8 +40,9 @@ def attention_forward(
 
     Args:
         query: (b, h, s, d); key: (b, h_kv, s_k, d); value: (b, h_kv, s_k, d_v).
-        attention_mask: from `masks.mask_function`; None: by `is_causal`, in the window
-            (sliding_window - 1, 0), or without it (sliding_window - 1, sliding_window - 1).
+        attention_mask: from `masks.mask_function`. None: if `is_causal`, the window is
+            (sliding_window - 1, 0), else (sliding_window - 1, sliding_window - 1); -1, which is
+            unlimited, stands for sliding_window - 1 where sliding_window is None.
         s_aux: (h,) attention sinks, a logit a head that takes part in the softmax.
         keywords: position_ids, or cu_seq_lens_q and cu_seq_lens_k, give packed documents.
             ringfa3_plan, a ContextPlan: the tokens are those of this rank of the plan's group.
@@ -101,9 +101,8 @@ def _documents(mask: Mask, keywords: dict[str, Any], q: torch.Tensor) -> _Docume
                 "cu_seq_lens_q: give cu_seq_lens_k too, and attention_mask=None: documents have "
                 "their lengths from one argument"
             )
-        if mask.documents is not None:
-            check_lengths(mask.documents, cu_q)
-        return None, None, cu_q, cu_k, 0
+        # The op compares both kinds of documents: a compiler, which has no values, traces this.
+        return None, mask.documents, cu_q, cu_k, 0
     if mask.padding is not None:
         if mask.documents is not None:
             raise ValueError(

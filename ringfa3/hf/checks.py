@@ -49,9 +49,9 @@ def check_mask(
     """The mask of a layer; for None that of `is_causal` and `sliding_window`.
 
     Raises ValueError: the one that the mask function returned, another kind of mask, or one of
-    other keys than the layer has.
+    other keys or of labels for other tokens than the layer has.
     """
-    keys = key.shape[2]
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if isinstance(mask, ValueError):
         raise mask
     if mask is None:
@@ -73,9 +73,14 @@ def check_mask(
             f"past_key_values: the mask is for {mask.keys} keys, this layer has {keys}: use a "
             "DynamicCache"
         )
-    if mask.right == 0 and query.shape[2] > keys:
+    if mask.right == 0 and queries > keys:
+        raise ValueError(f"past_key_values: {queries} queries for {keys} keys under a causal mask")
+    labels = None if mask.documents is None else tuple(mask.documents.shape)
+    if labels is not None and (queries != keys or labels not in ((1, keys), (batch, keys))):
         raise ValueError(
-            f"past_key_values: {query.shape[2]} queries for {keys} keys under a causal mask"
+            f"packed_sequence_mask_function has labels of shape {labels} for {batch} rows of "
+            f"{queries} queries and {keys} keys: give (batch, keys) labels of whole rows, with "
+            "use_cache=False"
         )
     return mask
 

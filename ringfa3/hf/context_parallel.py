@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from ringfa3.attention_op import out_shape
-from ringfa3.hf.documents import documents_of
+from ringfa3.hf.documents import begins_of, documents_of
 from ringfa3.hf.masks import Mask
 from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window
 from ringfa3.ring.op import ring_attn_func
@@ -128,18 +129,19 @@ def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
     _checked.get(positions, plan.handle, compare)
 
 
-def _check_documents(plan: ContextPlan, documents: torch.Tensor, batch: int) -> None:
-    """Compares documents of a mask with breaks of the plan's positions, once for each version.
+def _check_documents(plan: ContextPlan, labels: torch.Tensor, batch: int) -> None:
+    """Compares labels of a mask with breaks of the plan's positions, once for each version.
 
     transformers reads documents from position_ids in this way; others are a user's own.
     """
 
     def compare() -> None:
-        expected = plan.positions.view(batch, -1).diff() != 1
-        if not torch.equal((documents.diff() != 0).expand(batch, -1).cpu(), expected):
+        breaks = plan.positions.view(batch, -1).diff() != 1
+        expected = F.pad(breaks, (1, 0), value=True).flatten().nonzero().flatten()
+        if not torch.equal(begins_of(labels, batch), expected):
             raise ValueError(
                 "a packed_sequence_mask_function has other documents than ringfa3_plan: drop it, "
                 "the plan separates its documents"
             )
 
-    _checked.get(documents, plan.handle, compare)
+    _checked.get(labels, plan.handle, compare)

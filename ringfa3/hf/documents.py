@@ -1,4 +1,4 @@
-"""Padding masks, position ids and cumulative lengths as lengths of packed documents.
+"""Padding masks, labels and position ids as lengths of packed documents.
 
 Padding becomes documents of its own, so no token moves. Values are read on the host, once for each
 version of a tensor: on a GPU that costs one synchronisation a forward, not one a layer.
@@ -45,10 +45,13 @@ def documents_of(
         aligned: the mask depends on how far a query is from a key: it is causal or has a window.
             Else every query sees all keys that are no padding.
         padding: (b, keys) bool, False for padding.
-        packed: (b or 1, queries) ints; a document begins where neighbours do not differ by `step`.
+        packed: (b or 1, queries) ints. With step 0 they are labels as of `begins_of`, of as many
+            keys as queries; with step 1 positions, and a document begins where they do not go up
+            by one.
 
     Raises:
-        ValueError: the mask has holes, or documents begin among queries that follow cached keys.
+        ValueError: the mask has holes, a label returns, or documents begin among queries that
+            follow cached keys.
     """
     tensor = packed if padding is None else padding
     if tensor is None:
@@ -57,24 +60,56 @@ def documents_of(
     def read() -> Documents | None:
         if padding is not None:
             return _of_padding(padding.cpu().numpy(), queries, aligned)
-        return _of_breaks(tensor, batch, queries, keys, step)
+        if step:
+            return _of_positions(tensor, batch, queries, keys)
+        begins = begins_of(tensor, batch).numpy()
+        return None if len(begins) == batch else _of_begins(begins, batch * queries)
 
     return _read.get(tensor, (batch, queries, keys, aligned, step), read)
+
+
+def changes(labels: torch.Tensor) -> torch.Tensor:
+    """(b, queries - 1) bool: where the label of a token is not that of the token before."""
+    return labels[..., 1:] != labels[..., :-1]
+
+
+def begins_of(labels: torch.Tensor, batch: int) -> torch.Tensor:
+    """Where documents begin among all tokens of the batch, row after row: int64 on the CPU.
+
+    In transformers tokens of equal labels see each other. So labels are documents, which are runs
+    of tokens, only if none returns in its row.
+
+    Args:
+        labels: (batch or 1, queries), equal for tokens of one document.
+
+    Raises:
+        ValueError: a label returns.
+    """
+    labels = labels.cpu()
+    begin = F.pad(changes(labels), (1, 0), value=True)
+    rows = begin.nonzero()[:, 0]
+    of_runs = labels[begin]
+    distinct, number = torch.unique(of_runs, return_inverse=True)
+    of_row = rows * len(distinct) + number
+    _, run, count = torch.unique(of_row, return_inverse=True, return_counts=True)
+    returning = (count[run] > 1).nonzero()
+    if len(returning):
+        first = int(returning[0])
+        raise ValueError(
+            f"packed_sequence_mask_function: label {of_runs[first].item()} returns in row "
+            f"{int(rows[first])} after another label. RingFA3 computes documents of tokens side by "
+            "side: give each run of tokens a label of its own, or use attn_implementation='sdpa'"
+        )
+    return begin.expand(batch, -1).flatten().nonzero().flatten()
 
 
 _begins: TensorCache[list[int]] = TensorCache()
 
 
-def check_lengths(documents: torch.Tensor, cu_q: torch.Tensor) -> None:
-    """Raises ValueError: documents of a mask, (b, queries), and of cumulative lengths differ."""
-
-    def begins_of_mask() -> list[int]:
-        inside = F.pad(documents.diff() == 0, (1, 0))
-        begins: list[int] = (~inside).flatten().nonzero().flatten().tolist()
-        return begins
-
+def check_lengths(labels: torch.Tensor, cu_q: torch.Tensor, batch: int) -> None:
+    """Raises ValueError: documents of `begins_of` and of cumulative lengths differ."""
     given = _begins.get(cu_q, "lengths", lambda: torch.unique(cu_q)[:-1].tolist())
-    found = _begins.get(documents, "mask", begins_of_mask)
+    found = _begins.get(labels, batch, lambda: begins_of(labels, batch).tolist())
     if given != found:
         raise ValueError(
             f"cu_seq_lens_q begins documents at {given[:4]} ..., the mask, which may have them "
@@ -106,15 +141,13 @@ def _of_padding(visible: npt.NDArray[np.bool_], queries: int, aligned: bool) -> 
     return Documents(_cumulative(lengths_q), _cumulative(lengths_k))
 
 
-def _of_breaks(
-    packed: torch.Tensor, batch: int, queries: int, keys: int, step: int
-) -> Documents | None:
-    if step and queries != keys and (first := int(packed[:, 0].min())) < keys - queries:
+def _of_positions(positions: torch.Tensor, batch: int, queries: int, keys: int) -> Documents | None:
+    if queries != keys and (first := int(positions[:, 0].min())) < keys - queries:
         raise ValueError(
             f"position_ids begin with {first} after {keys - queries} cached tokens, which are then "
             "of several documents: pass packed documents at once, with use_cache=False"
         )
-    breaks = (packed.diff(dim=-1) != step).nonzero().cpu().numpy()
+    breaks = (positions.diff(dim=-1) != 1).nonzero().cpu().numpy()
     if not len(breaks):
         return None
     if queries != keys:
@@ -122,12 +155,16 @@ def _of_breaks(
             f"position_ids begin again at token {int(breaks[0, 1]) + 1} of {queries} that follow "
             f"{keys - queries} cached ones: pass packed documents at once, with use_cache=False"
         )
-    rows = len(packed)
+    rows = len(positions)
     begins = breaks[:, 0] * queries + breaks[:, 1] + 1
     starts = np.union1d(np.arange(rows) * queries, begins)
     if rows == 1:  # of every row of the batch
         starts = np.concatenate([starts + i * queries for i in range(batch)])
-    cu = torch.from_numpy(np.append(starts, batch * queries))
+    return _of_begins(starts, batch * queries)
+
+
+def _of_begins(begins: Ints, tokens: int) -> Documents:
+    cu = torch.from_numpy(np.append(begins, tokens))
     return Documents(cu, cu)
 
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.masking_utils import causal_mask_function
 
+from ringfa3.hf.documents import changes
+
 REMEDY = "use attn_implementation='sdpa' or 'eager' for this model"
 _LIBRARY = "transformers.masking_utils"
 
@@ -23,7 +25,7 @@ class Mask(NamedTuple):
     left, right  window, -1 for unlimited; a causal mask has right 0
     keys         number of keys, the cached ones included
     padding      (b, keys) bool, False for padding; None: no 2D mask was given
-    documents    (b, queries) number of each token's document; None: one, or not known
+    documents    (b or 1, queries) labels, as of `begins_of`; None: one document, or not known
     unread       the mask function may hold documents that could not be read
     """
 
@@ -92,14 +94,14 @@ def read_mask(
         q_offset = kv_offset + kv_length - q_length if compiling else int(cache_position[0])
     _check_cache(q_length, q_offset, kv_offset + kv_length, attention_mask)
     if torch.compiler.is_compiling():
-        band, unread = _from_keywords(mask_function, keywords)
+        allowed, unread = _from_keywords(mask_function, keywords)
         unread = unread and attention_mask is None
     else:
-        band, unread = _from_closures(mask_function), False
+        allowed, unread = _from_closures(mask_function), False
     padding = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length)
-    if band.padding is not None:
-        padding = _both(padding, _columns(band.padding, kv_offset, kv_length))
-    return Mask(band.left, band.right, kv_length, padding, band.documents, unread)
+    if allowed.padding is not None:
+        padding = _both(padding, _columns(allowed.padding, kv_offset, kv_length))
+    return Mask(allowed.left, allowed.right, kv_length, padding, allowed.documents, unread)
 
 
 def _check_cache(
@@ -133,7 +135,7 @@ def _columns(mask: torch.Tensor, offset: int, keys: int) -> torch.Tensor:
 
 
 def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[_Allowed, bool]:
-    """The band under a compiler, and whether the function may hold documents."""
+    """What a function allows under a compiler, and whether the function may hold documents."""
     causal = function is causal_mask_function
     name = "causal_mask_function" if causal else function.__qualname__
     config, window = keywords.get("config"), keywords.get("local_size")
@@ -156,7 +158,7 @@ def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tu
 
 
 def _from_closures(function: Callable[..., Any]) -> _Allowed:
-    """The band of a function and of all functions in its closure. Raises ValueError: unknown."""
+    """What a function, and all functions in its closure, allow. Raises ValueError: unknown."""
     name = getattr(function, "__qualname__", repr(function)).removesuffix(".<locals>.inner_mask")
     if getattr(function, "__module__", None) != _LIBRARY:
         raise _unknown(name)
@@ -164,10 +166,10 @@ def _from_closures(function: Callable[..., Any]) -> _Allowed:
     names = function.__code__.co_freevars
     held = {n: cell.cell_contents for n, cell in zip(names, cells, strict=True)}
     if name == "and_masks.<locals>.and_mask":
-        band = _Allowed()
+        allowed = _Allowed()
         for part in held["mask_functions"]:
-            band = band.narrowed(_from_closures(part))
-        return band
+            allowed = allowed.narrowed(_from_closures(part))
+        return allowed
     if name == "causal_mask_function":
         return _Allowed(right=0)
     if name == "bidirectional_mask_function":
@@ -179,7 +181,14 @@ def _from_closures(function: Callable[..., Any]) -> _Allowed:
     if name == "packed_sequence_mask_function":
         return _Allowed(documents=held["packed_sequence_mask"])
     if name == "remap_positions_for_packed_sequence":  # distances inside a document stay
-        return _from_closures(held["mask_function"])
+        allowed = _from_closures(held["mask_function"])
+        if allowed.documents is not None:
+            raise ValueError(
+                "mask_function has a packed_sequence_mask_function beside position_ids of packed "
+                "documents: transformers takes the labels of positions, which begin again in each "
+                "document. Give documents once, by position_ids alone"
+            )
+        return allowed
     if name == "padding_mask_function":
         return _Allowed(padding=held["padding_mask"])
     raise _unknown(name)
@@ -197,10 +206,13 @@ def _narrower(a: int, b: int) -> int:
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    """The documents that one mask function or both give. Raises ValueError: they differ."""
+    """The documents that one mask function or both give. Raises ValueError: they differ.
+
+    Labels that change at the same tokens are of the same documents: none may return in its row.
+    """
     if a is None or b is None:
         return b if a is None else a
-    if a is not b and not torch.equal(a, b):
+    if a is not b and not torch.equal(changes(a), changes(b)):
         raise ValueError(
             "mask_function has two packed_sequence_mask_function of different documents, one of "
             "which may come from position_ids: give documents once"

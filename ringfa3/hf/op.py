@@ -1,7 +1,7 @@
 """The op behind `attn_implementation="ringfa3"` on one device.
 
-It reads padding and position ids itself. So a compiler, which has no values, sees one node with
-outputs (out, lse), and so does a checkpoint's policy.
+It reads padding, labels and position ids itself. So a compiler, which has no values, sees one node
+with outputs (out, lse), and so does a checkpoint's policy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from ringfa3 import functional
 from ringfa3.attention_op import lse_by_head, lse_by_sequence, out_shape, register_attention
 from ringfa3.custom_op import custom_op
-from ringfa3.hf.documents import Documents, documents_of
+from ringfa3.hf.documents import Documents, check_lengths, documents_of
 
 
 @custom_op
@@ -36,8 +36,11 @@ def padded_attention(
     lse (b, h, s).
 
     The last rows of queries and keys are aligned. `padding`, `packed` and `step` as in
-    `documents_of`; with `cu_q` and `cu_k` documents of given lengths, over all b * s tokens.
+    `documents_of`; with `cu_q` and `cu_k` documents of given lengths, over all b * s tokens, with
+    which `packed`, if given, is compared as labels.
     """
+    if cu_q is not None and packed is not None:
+        check_lengths(packed, cu_q, q.shape[0])
     documents = _documents(q, k, padding, packed, cu_q, cu_k, step, left, right)
     attend = partial(
         functional.attention,

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ringfa3.kernels.recording import Recorder, current_recorder
+from ringfa3.kernels.streams import CurrentStream
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_graphs import ReplayWaits, fork_join
 from ringfa3.symmetric.ipc_memory import IpcMemory
@@ -248,12 +249,12 @@ class SymmetricBackend:
         self._waits[stream] += len(names)
         self._watchdog.post(stream, names)
 
-    def replay(self, program: RingProgram, inputs: Inputs) -> Tensors:
+    def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
         """As `Backend.replay`. Raises as `RingProgram.run`."""
         waits = tuple(self._waits.values())
-        for stream, names in program.posts:
-            self._post(stream, names)
-        return program.run(inputs, waits)
+        for waiting, names in program.posts:
+            self._post(waiting, names)
+        return program.run(inputs, stream, waits)
 
     def _event(self, event: Event) -> int:
         if event not in self._events:

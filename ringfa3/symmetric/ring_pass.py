@@ -19,6 +19,7 @@ from ringfa3.kernels.own_rows import OwnRows, Returns
 from ringfa3.kernels.program import ProgramRecorder
 from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring_pass import Attend, HopTensors, LocalHeads, NoRecording, Recording
@@ -79,8 +80,9 @@ class Backend(Protocol):
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         """Runs `work`, which performs the operation, on the compute stream."""
 
-    def replay(self, program: RingProgram, inputs: Inputs) -> Tensors:
-        """Issues the whole call under way by a program, and returns its results."""
+    def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
+        """Issues the whole call under way by a program on the compute stream, and returns its
+        results."""
 
 
 class Step(NamedTuple):
@@ -187,12 +189,15 @@ class SymmetricRingPass:
         if library is None or not ProgramRecorder.can_tell_apart(inputs):
             return None
         parity = self._begin(k)
-        kind = self._key, parity, kind_of(inputs, settings)
+        stream = CurrentStream.of(k.device)
+        kind = self._key, parity, kind_of(inputs, settings, stream)
         program = self._known.programs.get(kind)
         if program is None:
             self.recording = ProgramRecording(library, self._known.programs, kind, inputs)
             return None
-        return self._backend.replay(program, inputs) if program.held is not None else None
+        if program.held is None:
+            return None
+        return self._backend.replay(program, inputs, stream)
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; publishes k and v."""

@@ -39,16 +39,13 @@ class RingProgram(NamedTuple):
     held: object | None
     posts: Posts
 
-    def run(self, inputs: Inputs, waits: Sequence[int]) -> Tensors:
-        """The results of a call on the current stream. waits: of earlier calls, by stream.
+    def run(self, inputs: Inputs, stream: CurrentStream, waits: Sequence[int]) -> Tensors:
+        """The results of a call on a stream, the current one. waits: of earlier calls, by stream.
 
         Raises:
             DriverError: the driver refuses a call.
             RuntimeError: CUDA refuses a launch.
         """
-        device = inputs[0].device if inputs[0] is not None else None
-        assert device is not None
-        stream = CurrentStream.of(device)
         results: Any = self.library.run(self.held, inputs, stream.handle, tuple(waits))
         if isinstance(results[0], str):
             raise cuda_driver.error(*results)
@@ -58,12 +55,9 @@ class RingProgram(NamedTuple):
 Programs: TypeAlias = MutableMapping[Hashable, RingProgram | None]  # None: one call has been seen
 
 
-def kind_of(inputs: Inputs, settings: Hashable) -> Hashable:
+def kind_of(inputs: Inputs, settings: Hashable, stream: CurrentStream) -> Hashable:
     """What a call's steps depend on, besides addresses: calls of one kind have the same."""
-    first = inputs[0]
-    assert first is not None
-    stream = CurrentStream.of(first.device).id
-    return settings, stream, *(None if x is None else _layout(x) for x in inputs)
+    return settings, stream.id, *(None if x is None else _layout(x) for x in inputs)
 
 
 def _layout(x: torch.Tensor) -> Hashable:

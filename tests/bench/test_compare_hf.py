@@ -1,18 +1,24 @@
-"""The comparison with transformers' attention: a whole run, two ranks, wrong gradients."""
+"""The comparison with transformers' attention: a whole run, two ranks, wrong gradients, a peer."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import compare_hf
-from benchmarks.compare_hf import Figures, Gradients, Shape, main, measure
+from benchmarks import compare_hf, hf_ring_flash_attn
+from benchmarks.compare_hf import Figures, Gradients, Peer, Shape, main, measure
 from examples import hf_cp
+from ringfa3 import plan_context
+from ringfa3.bench.ring import peers
+from tests.bench.common.test_implementations import operators_of_fa3
 from tests.support.ranks import Ranks
 
 SIZES = {size: number for size, number in hf_cp.SIZES.items() if size != "initializer_range"}
@@ -80,3 +86,133 @@ def test_one_token_has_no_label(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--tokens", "1"])
     assert "--tokens 1: it must be at least 2" in capsys.readouterr().err
+
+
+PACKAGE = '''
+import torch
+from flash_attn.flash_attn_interface import (
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+
+
+def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, rank, world_size):
+    assert (causal, rank, world_size) == (True, 0, 1)
+    longest = int(cu_seqlens.diff().max())
+    return cu_seqlens, cu_seqlens, longest, longest, slice(0, int(cu_seqlens[-1]))
+
+
+class Attention(torch.autograd.Function):
+    """Of all documents, on the KV heads that one rank gathers at a time."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, lengths, scale, causal):
+        out, lse, _, _ = _flash_attn_varlen_forward(q, k, v, *lengths, 0.0, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = *lengths, 0.0, scale, causal
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        saved = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in saved[:3]]
+        _flash_attn_varlen_backward(dout, *saved, *grads, *ctx.rest)
+        return *grads, None, None, None
+
+
+def llama3_flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride,
+    local_k_slice, softmax_scale, causal, group,
+):
+    assert group is None
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    shared = q.shape[1] // k.shape[1] * heads_k_stride
+    heads = [
+        Attention.apply(q_, k_[local_k_slice], v_[local_k_slice], lengths, softmax_scale, causal)
+        for q_, k_, v_ in zip(
+            q.split(shared, 1), k.split(heads_k_stride, 1), v.split(heads_k_stride, 1), strict=True
+        )
+    ]
+    return torch.cat(heads, 1)
+'''
+
+
+@pytest.fixture
+def ring_flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package of its structure on one rank, and operators that run on the CPU."""
+    monkeypatch.setattr(peers, "PACKAGE", "llama3_of_this_test")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "llama3_of_this_test"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("import transformers_that_are_not_there")
+    (folder / "llama3_flash_attn_varlen.py").write_text(PACKAGE)
+    with operators_of_fa3():
+        yield
+
+
+@pytest.mark.usefixtures("ring_flash_attn")
+def test_the_peer_has_the_error_of_ringfa3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 5% of it, whether one or both KV heads are gathered at a time."""
+    load, strides = hf_ring_flash_attn.ring_flash_attn_functions, []
+
+    def noting(*names: str) -> tuple[Callable[..., Any], ...]:
+        attend, prepare = load(*names)
+
+        def noted(*arguments: Any, **given: Any) -> Any:
+            strides.append(given["heads_k_stride"])
+            return attend(*arguments, **given)
+
+        return noted, prepare
+
+    monkeypatch.setattr(hf_ring_flash_attn, "ring_flash_attn_functions", noting)
+    found = measure(TINY["llama-1b"], 300, 1, torch.device("cpu"), None, with_peers=True)
+    assert [peer.name for peer in found.peers] == [
+        "ring-flash-attn, 1 KV heads at a time", "ring-flash-attn, all KV heads at a time",
+    ]  # fmt: skip
+    assert [stride for stride, _ in itertools.groupby(strides)] == [1, 2]
+    for peer in found.peers:
+        assert peer.error == pytest.approx(found.ours, rel=0.05)
+        assert peer.seconds > 0
+        assert peer.speed > 0
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    ("error", "code"), [(0.0109, 0), (0.0111, 1), (math.nan, 1)], ids=["right", "large", "nan"]
+)
+def test_a_peer_with_wrong_gradients_ends_with_code_1(
+    monkeypatch: pytest.MonkeyPatch, error: float, code: int
+) -> None:
+    """Its error is 1.09 or 1.11 times that of transformers' attention, or NaN; ours is the same."""
+    found = Figures(
+        0.01, 0.01, 1.0, [Peer("right", 0.01, 1.0, 1.0), Peer("wrong", error, 1.0, 1.0)]
+    )
+    monkeypatch.setattr(compare_hf, "measure", lambda *_, **__: found)
+    assert main(["--tokens", "300"]) == code
+
+
+def test_tokens_that_the_ranks_do_not_divide_are_refused_for_the_peer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the processes make a group: on every rank, and before anything is measured."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of this test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        main(["--tokens", "32769", "--fa3", "fa3.so"])
+    assert (
+        "--tokens 32769: with --fa3 it must be a multiple of the 2 ranks" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("tokens", "layout", "message"),
+    [(301, "contiguous", r"\[151, 150\] tokens"), (300, "zigzag", "layout 'zigzag'")],
+    ids=["uneven", "zigzag"],
+)
+def test_the_peer_refuses_another_plan_on_every_rank(
+    rank: int, tokens: int, layout: str, message: str
+) -> None:
+    plan = plan_context(tokens, (rank, 2), layout=layout)
+    with pytest.raises(ValueError, match=message):
+        hf_ring_flash_attn.register(plan, torch.device("cpu"))

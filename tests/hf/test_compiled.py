@@ -56,6 +56,30 @@ def test_equals_uncompiled(case: str) -> None:
     compare("llama", [case])
 
 
+def layers_compiled() -> torch.nn.Module:
+    """A model whose layers are compiled, and whose mask is made outside of them."""
+    torch._dynamo.reset()
+    model = model_of("llama", "ringfa3", torch.float64)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("case", ["padded", "packed", "cu_seq_lens"])
+def test_compiled_layers_equal_uncompiled(case: str) -> None:
+    """Logits and gradients, 1e-12 in float64. Documents from two sources are compared, too."""
+    ids, given = inputs_of(case)
+    theirs = results(shared_model("llama", "ringfa3", torch.float64), ids, **given)
+    assert worst_difference(results(layers_compiled(), ids, **given), theirs) <= 1e-12
+
+
+def test_compiled_layers_refuse_other_lengths_than_positions() -> None:
+    ids, given = inputs_of("cu_seq_lens")
+    other = torch.tensor([0, 8, 20], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q begins documents at \[0, 8\]"):
+        results(layers_compiled(), ids, **{**given, "cu_seq_lens_q": other})
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - EXPERTS))
 def test_every_architecture_equals_uncompiled(name: str) -> None:

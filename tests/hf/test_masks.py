@@ -36,10 +36,20 @@ def difference(visible: torch.Tensor, padded: bool, make: str, **keywords: Any) 
     return float((outs[0] - outs[1]).abs().max())
 
 
-def test_documents_of_a_mask_function() -> None:
-    """The positions that the layer is given too have no breaks."""
-    numbers = torch.tensor([[0] * 4 + [1] * 5])
-    packed = masking_utils.packed_sequence_mask_function(numbers)
+@pytest.mark.parametrize("rows", [[[0] * 4 + [1] * 5], [[7] * 4 + [5] * 5, [5] * 2 + [7] * 7]])
+def test_documents_of_a_mask_function(rows: list[list[int]]) -> None:
+    """The positions that the layer is given too have no breaks. A label may return in another
+    row, and labels may fall."""
+    packed = masking_utils.packed_sequence_mask_function(torch.tensor(rows))
+    visible = torch.ones(len(rows), TOKENS, dtype=torch.bool)
+    given = {"past_key_values": None, "and_mask_function": packed}
+    assert difference(visible, False, "create_causal_mask", **given) <= 1e-12
+
+
+def test_two_mask_functions_of_the_same_documents() -> None:
+    """Their labels differ; what counts is where these change."""
+    numbers = [torch.tensor([[a] * 4 + [b] * 5]) for a, b in ((0, 1), (5, 7))]
+    packed = masking_utils.and_masks(*map(masking_utils.packed_sequence_mask_function, numbers))
     visible = torch.ones(1, TOKENS, dtype=torch.bool)
     given = {"past_key_values": None, "and_mask_function": packed}
     assert difference(visible, False, "create_causal_mask", **given) <= 1e-12

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from transformers import masking_utils
 
-from ringfa3 import plan_context
+from ringfa3 import ContextPlan, plan_context
 from ringfa3.hf.attention import attention_forward
 from tests.support.hf_models import model_of, shared_model, tokens
 from tests.support.ranks import Ranks
@@ -60,13 +60,14 @@ def chunked() -> Any:
     return model(IDS)
 
 
-def masked_by(is_causal: bool | None = None, **arguments: Any) -> Any:
-    """A layer under the mask of `create_causal_mask` with further arguments."""
+def masked_by(is_causal: bool | None = None, rows: int = 1, **arguments: Any) -> Any:
+    """A layer under the mask of `create_causal_mask` with further arguments of either."""
     model = shared_model("llama", "ringfa3")
-    embeddings = torch.zeros(1, 9, 24)
+    embeddings = torch.zeros(rows, 9, 24)
+    lengths = {n: arguments.pop(n) for n in list(arguments) if n.startswith("cu_seq_lens")}
     mask = masking_utils.create_causal_mask(model.config, embeddings, None, None, **arguments)
-    x = torch.randn(1, 2, 9, 8)
-    return attention_forward(torch.nn.Identity(), x, x, x, mask, is_causal=is_causal)
+    x = torch.randn(rows, 2, 9, 8)
+    return attention_forward(torch.nn.Identity(), x, x, x, mask, is_causal=is_causal, **lengths)
 
 
 def blockwise() -> Any:
@@ -105,9 +106,9 @@ def two_sources_of_lengths() -> Any:
     return llama(attention_mask=torch.ones_like(IDS), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
 
 
-def packed_by(numbers: list[int]) -> Any:
+def packed_by(*rows: list[int]) -> Any:
     """A user's mask function of packed documents."""
-    return masking_utils.packed_sequence_mask_function(torch.tensor([numbers]))
+    return masking_utils.packed_sequence_mask_function(torch.tensor(rows))
 
 
 def two_packed_masks() -> Any:
@@ -122,6 +123,40 @@ def packed_and_padded() -> Any:
         and_mask_function=packed_by([0] * 4 + [1] * 5),
     )  # fmt: skip
     return attention_forward(torch.nn.Identity(), x, x, x, mask)
+
+
+RETURNING = [0, 0, 0, 1, 1, 1, 0, 0, 0]  # the first tokens and the last see each other
+
+
+def a_label_returns() -> Any:
+    return masked_by(and_mask_function=packed_by(RETURNING))
+
+
+def a_label_returns_in_row_1() -> Any:
+    """Row 0 ends with the label with which row 1 begins, which is no return."""
+    return masked_by(and_mask_function=packed_by([1] * 4 + [0] * 5, RETURNING), rows=2)
+
+
+def a_label_returns_beside_lengths() -> Any:
+    cu = torch.tensor([0, 3, 6, 9])
+    return masked_by(and_mask_function=packed_by(RETURNING), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
+def wide_labels() -> Any:
+    """Of 12 tokens, for 9; without a check the last change would be one of the next row."""
+    return masked_by(and_mask_function=packed_by(*[[0] * 10 + [1] * 2] * 2), rows=2)
+
+
+def labels_of_other_rows() -> Any:
+    return masked_by(and_mask_function=packed_by(*[[0] * 4 + [1] * 5] * 3), rows=2)
+
+
+def labels_beside_packed_positions() -> Any:
+    """transformers 5 takes labels 0, 0, 0, 0 and 0, 0, 0, 0, 1, by position."""
+    return masked_by(
+        and_mask_function=packed_by([0] * 4 + [1] * 5),
+        position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]),
+    )
 
 
 def packed_and_other_lengths() -> Any:
@@ -163,6 +198,24 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {  # call, argument and v
     ),
     "lengths twice": (two_sources_of_lengths, "cu_seq_lens_q", "attention_mask=None"),
     "packed twice": (two_packed_masks, "mask_function has two", "give documents once"),
+    "label returns": (a_label_returns, "label 0 returns in row 0", "a label of its own"),
+    "label returns in row 1": (a_label_returns_in_row_1, "0 returns in row 1", "of its own"),
+    "label returns beside lengths": (
+        a_label_returns_beside_lengths,
+        "label 0 returns in row 0",
+        "a label of its own",
+    ),
+    "wide labels": (wide_labels, "labels of shape (2, 12) for 2 rows", "give (batch, keys)"),
+    "rows of labels": (
+        labels_of_other_rows,
+        "labels of shape (3, 9) for 2 rows",
+        "give (batch, keys)",
+    ),
+    "labels and positions": (
+        labels_beside_packed_positions,
+        "packed_sequence_mask_function beside position_ids",
+        "by position_ids alone",
+    ),
     "packed and padded": (packed_and_padded, "packed_sequence_mask_function", "no padding"),
     "packed and other lengths": (
         packed_and_other_lengths,
@@ -243,17 +296,33 @@ def of_another_width(group: dist.ProcessGroup) -> Any:
     return sharded(shared_model("llama", "ringfa3"), group, **odd)
 
 
-def packed_otherwise(group: dist.ProcessGroup) -> Any:
-    """A mask function whose documents are not the plan's."""
-    plan = plan_context(12, group)
+def labelled(plan: ContextPlan, labels: list[int]) -> Any:
+    """A layer under the ring and a mask function with labels of this rank's tokens."""
     n = plan.local_tokens
     mask = masking_utils.create_causal_mask(
         shared_model("llama", "ringfa3").config, torch.zeros(1, n, 24), None, None,
-        and_mask_function=packed_by([0] * 2 + [1] * (n - 2)),
+        and_mask_function=packed_by(labels),
     )  # fmt: skip
     x = torch.randn(1, 2, n, 8)
     given = {"position_ids": plan.positions[None], "ringfa3_plan": plan}
     return attention_forward(torch.nn.Identity(), x, x, x, mask, **given)
+
+
+def packed_otherwise(group: dist.ProcessGroup) -> Any:
+    """A mask function whose documents are not the plan's."""
+    return labelled(plan_context(12, group), [0] * 2 + [1] * 4)
+
+
+def returning(group: dist.ProcessGroup) -> Any:
+    """Labels change where the plan's documents do, and the first returns."""
+    plan = plan_context([0, 2, 4, 6, 8, 10, 12], group)
+    breaks = plan.positions.diff(prepend=plan.positions[:1] - 1) != 1
+    return labelled(plan, (breaks.cumsum(0) % 2).tolist())
+
+
+def too_wide(group: dist.ProcessGroup) -> Any:
+    """The labels are those of all tokens, which is more than the rank has."""
+    return labelled(plan_context(12, group), [0] * 12)
 
 
 RINGS: dict[str, tuple[Callable[[dist.ProcessGroup], Any], str, str]] = {
@@ -268,6 +337,8 @@ RINGS: dict[str, tuple[Callable[[dist.ProcessGroup], Any], str, str]] = {
         "plan.positions[None]",
     ),
     "documents": (packed_otherwise, "packed_sequence_mask_function has other", "drop it"),
+    "label returns": (returning, "label 0 returns in row 0", "a label of its own"),
+    "wide labels": (too_wide, "labels of shape (1, 12) for 1 rows of 6", "give (batch, keys)"),
     "dropout": (dropping, "attention_dropout=0.25", "config.attention_dropout to 0"),
     "short mask": (of_another_width, "attention_mask has 3 columns", "give (batch, keys)"),
 }

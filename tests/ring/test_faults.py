@@ -194,7 +194,8 @@ def _fail_in_the_store(group: Group, victim: int) -> tuple[str, float]:
     ring.agree(Settings({"call": "1"}))
     dist.barrier(group)
     if dist.get_rank() == victim:
-        ring.store = mock.Mock(wraps=ring.store, set=mock.Mock(side_effect=OSError("broken pipe")))
+        problem = dist.DistNetworkError("broken pipe")
+        ring.store = mock.Mock(wraps=ring.store, set=mock.Mock(side_effect=problem))
     start = time.monotonic()
     with pytest.raises(RingError) as raised:
         ring.agree(Settings({"call": "2"}))
@@ -205,5 +206,5 @@ def test_an_error_of_the_store_ends_an_agreement_at_once() -> None:
     """On the rank that has it, well within the timeout, and with its text."""
     results = sacrifice(2, 10.0, _fail_in_the_store, 1)
     message, seconds = results[1]  # type: ignore[misc]
-    assert "OSError: broken pipe" in message
+    assert "broken pipe" in message
     assert seconds < 2 * SLACK_S

@@ -15,8 +15,9 @@ from tests.train.jobs import Job
 class TwoHosts:
     """A job of two agents with one process each; the first holds the rendezvous.
 
-    ``environments`` are those of the agents, beside this process's own. A store that agents share
-    with their processes, torchrun's default, would not let a new agent join in a dead one's place.
+    ``environments`` are those of the agents, beside this process's own. ``replaceable``: a new
+    agent can join in a dead one's place. torchrun's default, a store that agents share with their
+    processes, does not let it.
     """
 
     def __init__(
@@ -25,9 +26,10 @@ class TwoHosts:
         folder: Path,
         arguments: Sequence[str],
         environments: Sequence[Mapping[str, str]],
+        replaceable: bool,
     ) -> None:
         self.stack, self.folder, self.arguments = stack, folder, arguments
-        self.environments = environments
+        self.environments, self.replaceable = environments, replaceable
         self.endpoint = f"127.0.0.1:{free_port()}"
         self.agents = [self.start(number) for number in range(2)]
 
@@ -35,7 +37,7 @@ class TwoHosts:
         launcher = ("--nnodes", "2", "--max-restarts", "2", "--rdzv-backend", "c10d")
         launcher += ("--rdzv-endpoint", self.endpoint, "--rdzv-id", "two")
         launcher += ("--rdzv-conf", f"is_host={int(number == 0)}")
-        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(self.replaceable))}
         job = Job(
             self.folder,
             1,
@@ -62,8 +64,11 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts(
-    folder: Path, *arguments: str, environments: Sequence[Mapping[str, str]] = ({}, {})
+    folder: Path,
+    *arguments: str,
+    environments: Sequence[Mapping[str, str]] = ({}, {}),
+    replaceable: bool = False,
 ) -> Iterator[TwoHosts]:
     """A job in ``folder``; all its processes are killed at the end."""
     with ExitStack() as stack:
-        yield TwoHosts(stack, folder, arguments, environments)
+        yield TwoHosts(stack, folder, arguments, environments, replaceable)

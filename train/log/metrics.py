@@ -37,11 +37,12 @@ def peak_memory(device: torch.device) -> int:
 
 def device_memory(device: torch.device) -> int:
     """Bytes in use on a GPU, as its driver counts them, at PyTorch's peak so far: also what ranks
-    share over NVLink, NCCL's buffers and other processes. On the CPU ``peak_memory``."""
+    share over NVLink, NCCL's buffers and other processes. Too high where others have taken memory
+    that PyTorch gave back since. On the CPU ``peak_memory``."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         given_back = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
-        return total - free + given_back
+        return min(total, total - free + given_back)
     return peak_memory(device)
 
 

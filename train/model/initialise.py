@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from train.config import ModelConfig
 
 BLOCK = 2**20  # about as many values have a generator of their own
+MAX_THREADS = 16  # that draw at a time
 
 
 def all_rows(parameter: Tensor) -> tuple[int, Tensor]:
@@ -63,25 +64,29 @@ def initialise(
 def draw(values: Tensor, name: str, first: int, height: int, std: float) -> None:
     """Fill ``values`` with rows ``first`` ... of the N(0, std^2) matrix of ``name``.
 
-    The matrix has ``height`` rows and the width of ``values``. Threads draw its blocks, one each of
-    PyTorch's threads.
+    The matrix has ``height`` rows and the width of ``values``. Threads draw its blocks.
     """
     if std == 0.0:
         values.zero_()
         return
     width = values.shape[1]
     step = max(1, BLOCK // width)  # rows of a block
+    starts = range(first // step * step, first + len(values), step)
 
-    def draw_block(start: int) -> None:
+    def rows(start: int) -> Tensor:
         digest = hashlib.sha256(f"{name} {start}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         block = torch.empty(min(step, height - start), width)
-        block.normal_(0.0, std, generator=generator)
-        low, high = max(start, first), min(start + step, first + len(values))
-        with torch.no_grad():  # a thread of its own does not inherit the caller's
-            values[low - first : high - first] = block[low - start : high - start].to(values.device)
+        return block.normal_(0.0, std, generator=generator)  # in one thread: it has a generator
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        starts = range(first // step * step, first + len(values), step)
-        for _ in threads.map(draw_block, starts):  # raises what a thread raised
-            pass
+    with ThreadPoolExecutor(min(MAX_THREADS, torch.get_num_threads())) as threads:
+        for some in batched(starts, MAX_THREADS):  # bounds what waits to be copied
+            for start, block in zip(some, threads.map(rows, some), strict=True):
+                low, high = max(start, first), min(start + step, first + len(values))
+                drawn = block[low - start : high - start]
+                values[low - first : high - first] = drawn.to(values.device)
+
+
+def batched(starts: range, size: int) -> list[range]:
+    """Runs of at most ``size`` of them."""
+    return [starts[i : i + size] for i in range(0, len(starts), size)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -107,9 +108,9 @@ def window_of(given: dict[str, Any]) -> tuple[int, int]:
     return given["window_size_left"], 0 if given["is_causal"] else given["window_size_right"]
 
 
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file, and operators of its names and arguments that run on the CPU."""
+@contextmanager
+def operators_of_fa3() -> Iterator[None]:
+    """`torch.ops.flash_attn_3`, with its names and arguments, run by RingFA3 on the CPU."""
 
     def fwd(q: Any, k: Any, v: Any, **given: Any) -> tuple[torch.Tensor, ...]:
         assert given["num_splits"] == 1
@@ -124,6 +125,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ) -> Any:  # fmt: skip
         dqkv = (dq, dk, dv)
         asked.append(given["deterministic"])
+        assert given["softmax_scale"] == q.shape[-1] ** -0.5
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             again = packed_call(*inputs, given, window_of(given))  # type: ignore[call-arg]
@@ -136,11 +138,20 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for schema, run in ((FWD, fwd), (BWD, bwd)):
         operators.define(schema)
         operators.impl(schema.split("(")[0], named(schema, run), "CompositeExplicitAutograd")
+    try:
+        yield
+    finally:
+        operators._destroy()
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file whose operators run on the CPU."""
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     path = tmp_path / "fa3.so"
     path.write_bytes(b"library")
-    yield path
-    operators._destroy()
+    with operators_of_fa3():
+        yield path
 
 
 def module(old: bool = False) -> ModuleType:

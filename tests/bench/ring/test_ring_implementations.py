@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3 import flash_attn_func
 from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD
 from ringfa3.bench.common.communicator import Communicator
 from ringfa3.bench.common.comparison import measure_row
@@ -40,7 +40,7 @@ from ringfa3.bench.ring.peers import (
 )
 from ringfa3.symmetric import forward_mode
 from tests.bench.common.test_communicator import communicator_of
-from tests.bench.common.test_implementations import BWD, FWD, named
+from tests.bench.common.test_implementations import operators_of_fa3
 from tests.support.ranks import sacrifice
 
 CPU = torch.device("cpu")
@@ -283,33 +283,9 @@ def zigzag_ring_flash_attn_func(q, k, v, causal, group):
 
 
 @pytest.fixture
-def operators() -> Any:
-    """FlashAttention-3's, run by RingFA3 on the CPU."""
-
-    def fwd(q: Any, k: Any, v: Any, **given: Any) -> tuple[torch.Tensor, ...]:
-        assert given["num_splits"] == 1
-        out, lse = flash_attn_func(q, k, v, causal=given["is_causal"], return_lse=True)
-        return out, lse.clone(), q.new_empty(0), q.new_empty(0)
-
-    def bwd(
-        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any,
-        **given: Any,
-    ) -> Any:  # fmt: skip
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            again = flash_attn_func(*inputs, causal=given["is_causal"])
-            assert isinstance(again, torch.Tensor)
-            grads = torch.autograd.grad(again, inputs, dout)
-        for target, gradient in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(gradient)
-        return (dq, dk, dv, *(q.new_empty(0) for _ in range(5)))
-
-    library = torch.library.Library("flash_attn_3", "DEF")
-    for schema, run in ((FWD, fwd), (BWD, bwd)):
-        library.define(schema)
-        library.impl(schema.split("(")[0], named(schema, run), "CompositeExplicitAutograd")
-    yield
-    library._destroy()
+def operators() -> Iterator[None]:
+    with operators_of_fa3():
+        yield
 
 
 def test_ring_flash_attn_runs_on_the_operators_of_fa3(

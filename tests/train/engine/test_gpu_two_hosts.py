@@ -86,7 +86,8 @@ def test_two_agents_compute_what_one_process_does(arguments, expected, tmp_path,
 def test_a_killed_agent_recovers(arguments, expected, tmp_path, engine):
     """Agent and process are killed after the first checkpoint, and a new agent joins."""
     folder, environments = tmp_path / "run", [environment(agent) for agent in range(2)]
-    with two_hosts(folder, *arguments, "parallel.cp=2", *engine, environments=environments) as job:
+    keys = *arguments, "parallel.cp=2", *engine
+    with two_hosts(folder, *keys, environments=environments, replaceable=True) as job:
         first = folder / "checkpoints" / f"step-{EVERY:08d}"
         job.agents[0].until(first.exists)
         job.replace(1)

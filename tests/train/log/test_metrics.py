@@ -19,5 +19,8 @@ def test_device_memory_is_what_the_driver_counts_at_the_peak():
         memory_reserved=mock.Mock(return_value=48),
     ):
         assert device_memory(torch.device("cuda", 3)) == 82
-        torch.cuda.mem_get_info.assert_called_once_with(torch.device("cuda", 3))
+        torch.cuda.mem_get_info.return_value = 5, 100  # of another allocator
+        assert device_memory(torch.device("cuda", 3)) == 100
+        torch.cuda.mem_get_info.return_value = 30, 100
+        torch.cuda.mem_get_info.assert_called_with(torch.device("cuda", 3))
     assert device_memory(torch.device("cpu")) == peak_memory(torch.device("cpu"))

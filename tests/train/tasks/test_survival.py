@@ -266,7 +266,7 @@ def test_two_agents_survive_the_kill_of_a_worker(overrides, undisturbed, tmp_pat
 def test_a_new_agent_takes_the_place_of_a_killed_one(overrides, undisturbed, tmp_path):
     """torchrun notices a dead agent after 15 s."""
     folder = tmp_path / "run"
-    with two_hosts(folder, *overrides, "parallel.cp=2") as job:
+    with two_hosts(folder, *overrides, "parallel.cp=2", replaceable=True) as job:
         job.agents[0].until((folder / "checkpoints" / "step-00000014").exists)
         job.replace(1)
         job.finish()
