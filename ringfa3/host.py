@@ -6,8 +6,8 @@ program of what it does; later calls of equal shapes, strides, settings and stre
 Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64, 8 bits, inputs
 that share their first byte. With a sink a call begins in Python, and its ops are replayed.
 
-Of a ring the library has the autograd. Over peers' memory Python begins each call, and the library
-replays the rest: see `ringfa3.symmetric.ring_program`.
+Of a ring the library has the autograd. Over peers' memory it replays calls too, each after Python
+has counted it: see `ringfa3.symmetric.ring_program`.
 
 RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp"; "auto" is "cpp" on one GPU
 and "python" in rings.
@@ -39,6 +39,7 @@ ENVIRONMENT = "RINGFA3_HOST"
 HOSTS = ("python", "cpp")
 AUTO = "auto"  # the default, until ranks with a GPU each have replayed rings in all tests
 CHOICES = (AUTO, *HOSTS)
+RINGS = "ring_attention", "ring_attention_backward"
 INPUTS = {"attention": slice(0, 4), "attention_backward": slice(0, 8)}  # arguments with data
 
 # While the host library starts calls: flash_attn_func and flash_attn_varlen_func with positional
@@ -133,7 +134,7 @@ def stop() -> None:
     select("python")
     if _library is not None:
         _library.stop()
-        for name in (*INPUTS, "ring_attention"):  # PyTorch remembers which keys had kernels
+        for name in (*INPUTS, *RINGS):  # PyTorch remembers which keys had kernels
             getattr(torch.ops.ringfa3, name).default._dispatch_cache.clear()
     _library = _selected = None
 
@@ -160,6 +161,7 @@ def _switch() -> None:
     _library.enable(on)
     attend, attend_varlen = (_library.attend, _library.attend_varlen) if on else (None, None)
     record_with(_record if on else None)
+    _library.enable_rings(_selected == "cpp")
 
 
 def _record(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -5,7 +5,6 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -13,6 +12,7 @@
 #include <string>
 
 #include "host/ops.h"
+#include "host/python_objects.h"
 #include "host/read_program.h"
 
 namespace {
@@ -104,25 +104,25 @@ PyObject* run(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// ContextPlan.from_handle, which raises for a plan that is gone.
-PyObject* find_plan = nullptr;
+// Whether the ring call that this thread runs may be kept.
+PyObject* ring_wanted(PyObject*, PyObject*) { return PyBool_FromLong(wanted_ring.has_value()); }
 
-// A tensor without data, with which the plan lives.
-at::Tensor keep_plan(int64_t handle) {
-  static char nothing;
-  py::gil_scoped_acquire const gil;
-  PyObject* const plan = PyObject_CallFunction(find_plan, "L", static_cast<long long>(handle));
-  if (!plan) {
-    python_error raised;
-    raised.persist();
-    throw raised;
-  }
-  auto const release = [plan](void*) {
-    if (!Py_IsInitialized()) return;  // Python has ended
-    py::gil_scoped_acquire const again;
-    Py_DECREF(plan);
-  };
-  return at::from_blob(&nothing, {0}, release, at::kByte);
+// keep_ring(call: ReplayableCall), for the ring call that this thread runs
+PyObject* keep_ring(PyObject*, PyObject* call) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(wanted_ring, "no ring call of this thread may be kept");
+  auto made = std::make_shared<PythonCall>(call);
+  Key key = std::move(*wanted_ring);
+  wanted_ring.reset();
+  WithoutGil const released;
+  host().ring_calls.put(std::move(key), std::move(made));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* enable_rings(PyObject*, PyObject* on) {
+  host().rings_enabled = PyObject_IsTrue(on) == 1;
+  Py_RETURN_NONE;
 }
 
 // plans(find: Callable[[int], ContextPlan])
@@ -323,6 +323,9 @@ PyMethodDef methods[] = {
     {"start", start_kernels, METH_VARARGS, nullptr},
     {"stop", stop_kernels, METH_NOARGS, nullptr},
     {"enable", enable, METH_O, nullptr},
+    {"enable_rings", enable_rings, METH_O, nullptr},
+    {"ring_wanted", ring_wanted, METH_NOARGS, nullptr},
+    {"keep_ring", keep_ring, METH_O, nullptr},
     {"observe", observe, METH_O, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},

@@ -1,5 +1,5 @@
-// Kernels of the ops `attention` and `attention_backward`, and autograd of `attention` and
-// `ring_attention`, which take precedence over those of Python on their device. A call whose key is
+// Kernels of the ops `attention` and `attention_backward`, which take precedence over those of
+// Python on their device, as those of `ring_ops.h` do. A call whose key is
 // known replays its program. Any other call goes to the kernel in Python, whose exceptions pass;
 // see `by_python`.
 #pragma once
@@ -249,6 +249,8 @@ inline void start(at::DeviceType device, Driver driver, bool lengths_by_value) {
   auto& kernels = add(cuda ? DispatchKey::CUDA : DispatchKey::CPU);
   kernels.impl("attention", TORCH_FN(attention));
   kernels.impl("attention_backward", TORCH_FN(attention_backward));
+  kernels.impl("ring_attention", TORCH_FN(ring_attention));
+  kernels.impl("ring_attention_backward", TORCH_FN(ring_attention_backward));
   auto& autograd = add(cuda ? DispatchKey::AutogradCUDA : DispatchKey::AutogradCPU);
   autograd.impl("attention", TORCH_FN(attention_autograd));
   autograd.impl("ring_attention", TORCH_FN(ring_attention_autograd));
@@ -258,6 +260,7 @@ inline void start(at::DeviceType device, Driver driver, bool lengths_by_value) {
 inline void stop() {
   libraries().clear();
   host().programs.clear();
+  host().ring_calls.clear();
   Counts& counts = host().counts;
   counts.replayed = counts.recorded = counts.first = counts.python = 0;
 }

@@ -1,10 +1,17 @@
-// Autograd of the op `ring_attention`, whose kernel stays in Python: see ringfa3/ring/op.py.
+// Kernels of the ops `ring_attention` and `ring_attention_backward`, which replay programs, and the
+// autograd of the former. Any other call goes to Python: see ringfa3/ring/op.py.
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <array>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -33,8 +40,121 @@ inline auto const& ring_backward_op() {
   return op;
 }
 
+// The key of a ring call that Python runs and may let the library replay from now on.
+inline thread_local std::optional<Key> wanted_ring;
+
+// A ring call of an op, with the tensors of its program.
+struct RingReplay {
+  char const* op;
+  std::shared_ptr<ReplayableCall> call;
+  Stream stream{};
+  std::optional<Key> key;
+
+  RingReplay(char const* name, int64_t number, std::initializer_list<Tensor const*> tensors,
+             c10::SymInt const& plan, double scale, bool deterministic, std::string_view precision,
+             std::string_view transport)
+      : op(name) {
+    auto const handle = plan.maybe_as_int();
+    bool const symmetric = transport == "auto" || transport == "symmetric";
+    if (!host().rings_enabled.load(std::memory_order_relaxed) || !handle || !symmetric ||
+        precision != "native") {
+      return;
+    }
+    at::Device const device = (*tensors.begin())->device();
+    for (Tensor const* x : tensors) {
+      if (!x->defined()) continue;
+      if (!is_plain(*x) || x->numel() == 0 || x->device() != device) return;
+    }
+    auto const current = host().driver.stream(device.has_index() ? device.index() : 0);
+    if (!current) return;
+    stream = *current;
+    char const* const mode = std::getenv("RINGFA3_FORWARD");
+    Key made;
+    made.add(number), made.add(*handle), made.add(scale), made.add(int64_t{deterministic});
+    made.add(int64_t{transport == "auto"}), made.add(int64_t{device.index()});
+    made.add(static_cast<int64_t>(stream.id));
+    made.add(static_cast<int64_t>(std::hash<std::string_view>()(mode ? mode : "")));
+    for (Tensor const* x : tensors) made.add(*x);
+    call = host().ring_calls.find(made);
+    key = std::move(made);
+  }
+
+  // The outputs of a call that replays its program; none if Python must run it.
+  //
+  // Throws what Python raises for a call that the driver refuses.
+  std::optional<Tensors> run(Tensors inputs) const {
+    if (!call) return std::nullopt;
+    auto const begun = call->begin();
+    if (!begun) return std::nullopt;
+    ++host().counts.replayed;
+    return host().observer.around(op, [&] { return issue(*begun, std::move(inputs)); });
+  }
+
+  Tensors issue(Begun const& begun, Tensors inputs) const {
+    at::AutoDispatchBelowADInplaceOrView const below;
+    try {
+      return begun.program->run(std::move(inputs), stream, begun.waits);
+    } catch (Refused const& refused) {
+      call->refused(refused.what(), refused.status);
+      throw;
+    } catch (c10::OutOfMemoryError const& error) {
+      call->failed(true, error.what_without_backtrace());
+      throw;
+    } catch (c10::Error const& error) {
+      call->failed(false, error.what_without_backtrace());
+      throw;
+    }
+  }
+
+  // Runs `python`, which may keep the call for its key.
+  template <class Call>
+  auto otherwise(Call const& python) {
+    wanted_ring = std::move(key);
+    struct Forget {
+      ~Forget() { wanted_ring.reset(); }
+    } const forget;
+    return python();
+  }
+};
+
+inline Outputs ring_attention(Tensor const& q, Tensor const& k, Tensor const& v,
+                              MaybeTensor const& sink, c10::SymInt plan, double scale,
+                              bool deterministic, std::string_view precision,
+                              std::string_view transport) {
+  c10::DeviceGuard const device(q.device());
+  Tensor const& sink_of = tensor_of(sink);
+  RingReplay replay("ring_attention", 0, {&q, &k, &v, &sink_of}, plan, scale, deterministic,
+                    precision, transport);
+  if (auto out = replay.run({q, k, v, sink_of})) return {(*out)[0], (*out)[1]};
+  return replay.otherwise([&] {
+    return ring_forward_op().redispatch(by_python(), q, k, v, sink, plan, scale, deterministic,
+                                        precision, transport);
+  });
+}
+
+inline Grads ring_attention_backward(Tensor const& dout, MaybeTensor const& dlse, Tensor const& q,
+                                     Tensor const& k, Tensor const& v, Tensor const& out,
+                                     Tensor const& lse, MaybeTensor const& sink, c10::SymInt plan,
+                                     double scale, bool deterministic, std::string_view precision,
+                                     std::string_view transport) {
+  c10::DeviceGuard const device(q.device());
+  Tensor const &dlse_of = tensor_of(dlse), &sink_of = tensor_of(sink);
+  RingReplay replay("ring_attention_backward", 1,
+                    {&dout, &dlse_of, &q, &k, &v, &out, &lse, &sink_of}, plan, scale, deterministic,
+                    precision, transport);
+  if (auto grads = replay.run({dout, dlse_of, q, k, v, out, lse, sink_of})) {
+    auto& x = *grads;
+    if (!sink_of.defined()) x.push_back(at::empty({0}, lse.options()));
+    return {x[0], x[1], x[2], x[3]};
+  }
+  return replay.otherwise([&] {
+    return ring_backward_op().redispatch(by_python(), dout, dlse, q, k, v, out, lse, sink, plan,
+                                         scale, deterministic, precision, transport);
+  });
+}
+
 // The arguments of a ring call behind q, k, v and the sink, which is none.
-struct RingCall {
+struct RingArguments {
   static constexpr char const* kName = "ring_attention";
   c10::DispatchKeySet below;
   int64_t plan;
@@ -75,7 +195,7 @@ inline Outputs ring_attention_autograd(c10::DispatchKeySet keys, Tensor const& q
   }
   auto const below = keys & c10::after_autograd_keyset;
   return differentiable(q, k, v,
-                        RingCall{below, *handle, scale, deterministic, precision, transport});
+                        RingArguments{below, *handle, scale, deterministic, precision, transport});
 }
 
 }  // namespace ringfa3::host

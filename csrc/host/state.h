@@ -10,6 +10,7 @@
 #include "host/driver.h"
 #include "host/observer.h"
 #include "host/programs.h"
+#include "host/ring_calls.h"
 
 namespace ringfa3::host {
 
@@ -30,6 +31,8 @@ struct Host {
   c10::DispatchKeySet plain;     // keys that a tensor which is nothing but strided may have
   bool lengths_by_value = true;  // cumulative lengths on the CPU, which change without a version
   std::atomic<bool> enabled{true};
+  std::atomic<bool> rings_enabled{false};
+  RingCalls ring_calls;
   at::Tensor (*keep_plan)(int64_t handle) = nullptr;  // gives a tensor with which a plan lives
 };
 

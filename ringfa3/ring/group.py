@@ -39,6 +39,7 @@ from ringfa3.ring.process_group import (
 from ringfa3.ring.store_monitor import (
     FAILURE_KEY,
     PERIOD_S,
+    CallMark,
     LatestCall,
     StoreMonitor,
     entry_key,
@@ -70,6 +71,7 @@ class RingGroup:
         self._generation = 0  # of the transports: an error in mid-call leaves messages on them
         self._refused = False  # the latest call was refused on all ranks
         self._agreed: OrderedDict[str, None] = OrderedDict()
+        self._forgotten = 0  # times that settings were no longer agreed on
         self._transports: dict[str, Transport] = {}
         self._abandoned: list[Transport | SymmetricBackend] = []  # peers may use their memory
         self._backend: SymmetricBackend | None = None
@@ -99,6 +101,7 @@ class RingGroup:
 
     def close(self) -> None:
         """Ends the threads. Process groups end with the default group, or with the process."""
+        self._forgotten += 1
         if self._monitor is not None:
             self._monitor.end()
         for transport in (*self._abandoned, *self._transports.values()):
@@ -191,6 +194,24 @@ class RingGroup:
         if self._monitor is not None and self._monitor.join_request == self.epoch + 1:
             self._join_agreement("before its first hop")
 
+    def mark(self) -> CallMark:
+        """Of the call under way, for calls like it."""
+        return CallMark(self.latest.settings, self._forgotten)
+
+    def begin_again(self, mark: CallMark) -> bool:
+        """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
+        if ranks have to agree first, or this one or another is in trouble."""
+        monitor = self._monitor
+        asked = monitor is not None and (
+            monitor.peer_failure is not None or monitor.join_request == self.epoch + 1
+        )
+        if asked or self.failure is not None or self._forgotten != mark.forgotten:
+            return False
+        self.latest = LatestCall(self.latest.number + 1, mark.settings)
+        self._refused = False
+        self.last_transport = "symmetric"
+        return True
+
     def _require_peers(self) -> None:
         """Raises RingError if this rank or another has given up, as far as is known."""
         if self.failure is not None:
@@ -228,6 +249,7 @@ class RingGroup:
         self._agreed[settings.key] = None
         if len(self._agreed) > MAX_AGREEMENTS:
             self._agreed.popitem(last=False)
+            self._forgotten += 1
 
     def _enter(self, entry: dict[str, object]) -> list[dict[str, object]]:
         """The entries of all ranks; raises on all of them if one has an error or they differ."""
@@ -248,6 +270,7 @@ class RingGroup:
         self._abandoned += self._transports.values()
         self._transports = {}
         self._agreed.clear()
+        self._forgotten += 1
         self._generation += 1
         if self._backend is not None:
             self._backend.abandon()
@@ -343,8 +366,12 @@ class RingGroup:
         """Around this rank's part of a ring call: tells the other ranks if an error ends it."""
 
     def __exit__(self, _: object, problem: BaseException | None, __: object) -> None:
-        known = self._refused or isinstance(problem, StepError)
-        if isinstance(problem, Exception) and self.failure is None and not known:
+        if isinstance(problem, Exception):
+            self.tell(problem)
+
+    def tell(self, problem: Exception) -> None:
+        """Tells the other ranks that an error ends a ring call, unless they know."""
+        if self.failure is None and not self._refused and not isinstance(problem, StepError):
             self.fail(f"{type(problem).__name__}: {first_line(problem)}")
 
     def wait_for(self, done: threading.Event, what: Callable[[], str]) -> None:

@@ -39,6 +39,17 @@ class LatestCall(NamedTuple):
     settings: Settings
 
 
+class CallMark(NamedTuple):
+    """By which calls like an earlier one begin.
+
+    settings   of the earlier one
+    forgotten  how often the group had forgotten agreements then
+    """
+
+    settings: Settings
+    forgotten: int
+
+
 class GroupView(Protocol):
     """What the monitor reads of one rank's `RingGroup`, while that changes it.
 

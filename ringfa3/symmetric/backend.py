@@ -10,7 +10,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_graphs import ReplayWaits, fork_join
 from ringfa3.symmetric.ipc_memory import IpcMemory
 from ringfa3.symmetric.ring_pass import BufferSpec, CallRecipes
-from ringfa3.symmetric.ring_program import Inputs, RingProgram, Tensors
+from ringfa3.symmetric.ring_program import Begun, Inputs, ReplayableCall, RingProgram, Tensors
 from ringfa3.symmetric.signals import Gather, Signals
 from ringfa3.symmetric.stream_ops import (
     AttendGathered,
@@ -60,6 +60,15 @@ class Group(Protocol):
 
     def fail(self, message: str) -> Exception:
         """Marks the group lost, tells the other ranks and returns the error."""
+
+    def mark(self) -> Any:
+        """Of the call under way, for `begin_again`."""
+
+    def begin_again(self, mark: Any) -> bool:
+        """Begins a call like the marked one; False if it cannot begin without another look."""
+
+    def tell(self, problem: Exception) -> None:
+        """Tells the other ranks that an error ends a call, unless they know."""
 
 
 class DriverCalls(NamedTuple):
@@ -255,6 +264,24 @@ class SymmetricBackend:
         for waiting, names in program.posts:
             self._post(waiting, names)
         return program.run(inputs, stream, waits)
+
+    def replayable(self) -> ReplayableCall:
+        return ReplayableCall(self, self.group.mark(), self._compute)
+
+    def begin_again(self, call: ReplayableCall) -> Begun | None:
+        """As `ReplayableCall.begin`."""
+        program = call.programs[self.calls % 2]
+        if program is None or self._compute != call.stream or not self.group.begin_again(call.mark):
+            return None
+        self.captured = False
+        self.calls += 1
+        waits = tuple(self._waits.values())
+        for waiting, names in program.posts:
+            self._post(waiting, names)
+        return program.held, waits
+
+    def tell(self, error: Exception) -> None:
+        self.group.tell(error)
 
     def _event(self, event: Event) -> int:
         if event not in self._events:

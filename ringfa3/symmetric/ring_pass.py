@@ -25,9 +25,11 @@ from ringfa3.planning.tiling import Plan
 from ringfa3.ring_pass import Attend, HopTensors, LocalHeads, NoRecording, Recording
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
+    MAX_PROGRAMS,
     Inputs,
     ProgramRecording,
     Programs,
+    ReplayableCall,
     RingProgram,
     Tensors,
     kind_of,
@@ -84,6 +86,9 @@ class Backend(Protocol):
         """Issues the whole call under way by a program on the compute stream, and returns its
         results."""
 
+    def replayable(self) -> ReplayableCall:
+        """The call under way, for the host library to begin it again."""
+
 
 class Step(NamedTuple):
     """Prepared operations, then the work behind them and its tensors. The last has no work."""
@@ -105,10 +110,11 @@ class CallRecipe(NamedTuple):
 
 
 class KnownCalls(NamedTuple):
-    """Of one plan: recipes, and programs of the host library."""
+    """Of one plan: recipes, programs of the host library, and calls that it begins itself."""
 
     recipes: dict[object, CallRecipe]
     programs: Programs
+    replayable: dict[Hashable, ReplayableCall]
 
 
 CallRecipes: TypeAlias = MutableMapping[Plan, KnownCalls]
@@ -179,7 +185,7 @@ class SymmetricRingPass:
         self._parity = parity = backend.begin(spec)
         known = backend.recipes.get(plan.hops)
         if known is None:
-            known = backend.recipes.setdefault(plan.hops, KnownCalls({}, {}))
+            known = backend.recipes.setdefault(plan.hops, KnownCalls({}, {}, {}))
         self._known = known
         return parity
 
@@ -190,14 +196,27 @@ class SymmetricRingPass:
             return None
         parity = self._begin(k)
         stream = CurrentStream.of(k.device)
-        kind = self._key, parity, kind_of(inputs, settings, stream)
+        alike = self._key, kind_of(inputs, settings, stream)
+        kind = alike, parity
         program = self._known.programs.get(kind)
         if program is None:
             self.recording = ProgramRecording(library, self._known.programs, kind, inputs)
             return None
         if program.held is None:
             return None
+        if library.ring_wanted():
+            library.keep_ring(self._replayable(alike, parity, program))
         return self._backend.replay(program, inputs, stream)
+
+    def _replayable(self, alike: Hashable, parity: int, program: RingProgram) -> ReplayableCall:
+        known = self._known.replayable
+        call = known.get(alike)
+        if call is None:
+            if len(known) >= MAX_PROGRAMS:
+                known.clear()
+            call = known[alike] = self._backend.replayable()
+        call.programs[parity] = program
+        return call
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; publishes k and v."""

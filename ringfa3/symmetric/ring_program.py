@@ -1,15 +1,16 @@
 """Ring calls over peers' memory as programs, which the host library replays.
 
-Python begins every call: checks, agreement, number and parity, settings for the store's monitor,
-room in the shared memory. What follows, from the first driver call to the results, is replayed: the
-first call of its kind runs in Python, the second one beside a recorder.
+The first call of its kind runs in Python, the second one beside a recorder. Of the next one Python
+begins: checks, agreement, number and parity, settings for the store's monitor, room in the shared
+memory. What follows, from the first driver call to the results, is replayed. Then the library knows
+the call by its arguments: Python only counts it, in `ReplayableCall.begin`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, MutableMapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
@@ -32,7 +33,7 @@ class RingProgram(NamedTuple):
 
     library  that made it
     held     by which the library knows it; None if Python runs all calls of the kind
-    posts    names of its waits, as the watchdog gets them
+    posts    names of its waits, for each stream, as the watchdog gets them
     """
 
     library: Any
@@ -50,6 +51,46 @@ class RingProgram(NamedTuple):
         if isinstance(results[0], str):
             raise cuda_driver.error(*results)
         return tuple(results)
+
+
+class Beginner(Protocol):
+    """What begins and ends calls of a rank: a backend."""
+
+    def begin_again(self, call: ReplayableCall) -> Begun | None:
+        """As `ReplayableCall.begin`."""
+
+    def tell(self, error: Exception) -> None:
+        """Tells the other ranks that an error ends the call under way."""
+
+
+Begun: TypeAlias = tuple[object, tuple[int, ...]]  # of a program; waits of earlier calls, by stream
+
+
+class ReplayableCall:
+    """A call that the host library replays whenever its arguments come again.
+
+    mark      of the group, by which it begins again
+    stream    the compute stream
+    programs  by parity
+    """
+
+    def __init__(self, backend: Beginner, mark: Any, stream: object) -> None:
+        self._backend, self.mark, self.stream = backend, mark, stream
+        self.programs: list[RingProgram | None] = [None, None]
+
+    def begin(self) -> Begun | None:
+        """Begins the call. None, and nothing has begun: Python must look at it."""
+        return self._backend.begin_again(self)
+
+    def refused(self, name: str, status: int) -> NoReturn:
+        """The driver has refused a call of the program: tells the other ranks and raises."""
+        error = cuda_driver.error(name, status)
+        self._backend.tell(error)
+        raise error
+
+    def failed(self, memory: bool, text: str) -> None:
+        """The program has failed, for lack of memory or otherwise: tells the other ranks."""
+        self._backend.tell((torch.OutOfMemoryError if memory else RuntimeError)(text))
 
 
 Programs: TypeAlias = MutableMapping[Hashable, RingProgram | None]  # None: one call has been seen
@@ -98,5 +139,7 @@ class ProgramRecording:
             return
         memory = tuple(recorder.names), tuple(recorder.tables), tuple(recorder.kept)
         held = self._library.program(words, *memory)
-        posts = tuple((Stream(on), names) for on, names in recorder.posts)
-        self._programs[self._kind] = RingProgram(self._library, held, posts)
+        posts: dict[Stream, list[str]] = {}
+        for on, names in recorder.posts:
+            posts.setdefault(Stream(on), []).extend(names)
+        self._programs[self._kind] = RingProgram(self._library, held, tuple(posts.items()))

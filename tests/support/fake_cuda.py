@@ -243,6 +243,19 @@ class FakeGroup:
         self.ranks = [10 + r for r in range(ranks.world)]  # of the job
         self.failures: list[str] = []
         self.failure: str | None = None
+        self.begun = 0  # calls that began again
+        self.refuses = False  # to begin any again
+
+    def mark(self) -> str:
+        return "a call"
+
+    def begin_again(self, mark: str) -> bool:
+        assert mark == "a call"
+        self.begun += not self.refuses
+        return not self.refuses
+
+    def tell(self, problem: Exception) -> None:
+        self.failures.append(f"{type(problem).__name__}: {problem}")
 
     def gather(self, line: object) -> list[object]:
         return self.meeting.gather(self.rank, line)

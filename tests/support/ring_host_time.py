@@ -2,8 +2,8 @@
 do nothing.
 
 `python -m tests.support.ring_host_time` prints the medians of both hosts, in turn: time that the
-thread of one rank runs on the CPU, from where a call is agreed on to its results. A GPU's driver
-adds its own time to each call, launch and allocation.
+thread of one rank runs on the CPU, for an op without the checks and the agreement that Python's
+call begins with. A GPU's driver adds its own time to each call, launch and allocation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 
 from ringfa3 import host, plan_context
 from ringfa3.build.host_library import ensure_host_library
-from ringfa3.ring.op import run_backward, run_forward
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.ring import op
 from ringfa3.ring.prepare_call import PreparedCall
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import SymmetricBackend
@@ -35,7 +36,7 @@ from tests.support.host_time import ROUNDS, microseconds
 CPU = torch.device("cpu")
 WORLDS = (2, 4)
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 128, 16, 8, 64  # of a rank
-WARM_UP = 6  # calls: of both parities one is seen, one recorded, one replayed
+WARM_UP = 8  # calls: of both parities one is seen, one recorded, one replayed, one begins again
 
 
 class Alone(FakeGroup):
@@ -45,21 +46,29 @@ class Alone(FakeGroup):
         return [line] * self.world
 
 
-def calls(backend: SymmetricBackend) -> dict[str, Callable[[], object]]:
+KINDS = {"auto": "forward", "symmetric": "gathered"}  # by transport, which tells calls apart
+
+
+def calls(plan: ContextPlan) -> dict[str, Callable[[], object]]:
     """By kind."""
-    world = backend.group.world
-    plan = plan_context(TOKENS * world, (backend.group.rank, world))
     q, dout, out = (torch.randn(TOKENS, HEADS, HEAD_DIM).bfloat16() for _ in range(3))
     k, v = (torch.randn(TOKENS, KV_HEADS, HEAD_DIM).bfloat16() for _ in range(2))
     lse = torch.randn(HEADS, TOKENS)
-    make_pass = partial(SymmetricRingPass, backend)
-    prepared = {kind: PreparedCall(plan, kind, make_pass) for kind in ("forward", "gathered")}
-    backward = PreparedCall(plan, "backward", make_pass)
+    settings = plan.handle, 0.125, False, "native"
     made: dict[str, Callable[[], object]] = {
-        kind: partial(run_forward, q, k, v, 0.125, call) for kind, call in prepared.items()
+        kind: partial(op.ring_attention, q, k, v, None, *settings, transport)
+        for transport, kind in KINDS.items()
     }
-    made["backward"] = partial(run_backward, dout, None, q, k, v, out, lse, 0.125, False, backward)
-    return made
+    inputs = dout, None, q, k, v, out, lse, None
+    return {**made, "backward": partial(op.ring_attention_backward, *inputs, *settings, "auto")}
+
+
+def prepare(backend: SymmetricBackend, *given: object, **_: object) -> PreparedCall:
+    """In place of `prepare_call`, which takes CPU tensors to gloo."""
+    plan, transport, direction = given[3], given[-2], given[-1]
+    assert isinstance(plan, ContextPlan)
+    kind = KINDS[str(transport)] if direction == "forward" else "backward"
+    return PreparedCall(plan, kind, partial(SymmetricRingPass, backend))
 
 
 def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[float]]:
@@ -80,18 +89,20 @@ def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[floa
         mock.patch.object(Signals, "reached", return_value=True),
     ):
         backend = SymmetricBackend(Alone(ranks, 0, 60.0), CPU, 60.0, print)  # type: ignore[arg-type]
-        kinds = calls(backend)
-        for call in kinds.values():
-            call()  # room in the shared memory
-        for number in range(ROUNDS + 1):
-            for name in host.HOSTS:
-                host.select(name)
-                for kind, call in kinds.items():
-                    for _ in range(WARM_UP):
-                        call()
-                    taken = microseconds(call)
-                    if number:
-                        times.setdefault((kind, name), []).append(taken)
+        plan = plan_context(TOKENS * world, (backend.group.rank, world))
+        kinds = calls(plan)
+        with mock.patch.object(op, "prepare_call", partial(prepare, backend)):
+            for call in kinds.values():
+                call()  # room in the shared memory
+            for number in range(ROUNDS + 1):
+                for name in host.HOSTS:
+                    host.select(name)
+                    for kind, call in kinds.items():
+                        for _ in range(WARM_UP):
+                            call()
+                        taken = microseconds(call)
+                        if number:
+                            times.setdefault((kind, name), []).append(taken)
     return times
 
 

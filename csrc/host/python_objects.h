@@ -1,0 +1,102 @@
+// Objects of Python that the library calls, from any thread.
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "host/ring_calls.h"
+
+namespace ringfa3::host {
+
+namespace py = pybind11;
+
+// What Python raises.
+[[noreturn]] inline void throw_raised() {
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
+// A `ReplayableCall` of Python, which may be gone: then Python runs the call.
+class PythonCall : public ReplayableCall {
+ public:
+  // Needs the GIL.
+  explicit PythonCall(PyObject* call) : weak_(PyWeakref_NewRef(call, nullptr)) {
+    if (!weak_) throw_raised();
+  }
+  ~PythonCall() override {
+    if (!Py_IsInitialized()) return;  // Python has ended
+    py::gil_scoped_acquire const gil;
+    Py_DECREF(weak_);
+  }
+
+  std::optional<Begun> begin() override {
+    py::gil_scoped_acquire const gil;
+    auto const call = alive();
+    if (!call) return std::nullopt;
+    auto const begun = checked(PyObject_CallMethod(call.ptr(), "begin", nullptr));
+    if (begun.is_none()) return std::nullopt;
+    PyObject* capsule;
+    unsigned long long compute, kv, gradients;
+    if (!PyArg_ParseTuple(begun.ptr(), "O(KKK)", &capsule, &compute, &kv, &gradients)) {
+      throw_raised();
+    }
+    auto const* held =
+        static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
+    if (!held) throw_raised();
+    return Begun{*held, {compute, kv, gradients}};
+  }
+
+  void refused(std::string const& name, int status) override {
+    py::gil_scoped_acquire const gil;
+    if (auto const call = alive()) {
+      checked(PyObject_CallMethod(call.ptr(), "refused", "si", name.c_str(), status));
+    }
+  }
+
+  void failed(bool memory, std::string const& text) override {
+    py::gil_scoped_acquire const gil;
+    if (auto const call = alive()) {
+      PyObject* const of_memory = memory ? Py_True : Py_False;
+      checked(PyObject_CallMethod(call.ptr(), "failed", "Os", of_memory, text.c_str()));
+    }
+  }
+
+ private:
+  py::object alive() const {
+    PyObject* const call = PyWeakref_GetObject(weak_);
+    return call == Py_None ? py::object() : py::reinterpret_borrow<py::object>(call);
+  }
+  static py::object checked(PyObject* result) {
+    if (!result) throw_raised();
+    return py::reinterpret_steal<py::object>(result);
+  }
+
+  PyObject* const weak_;
+};
+
+// ContextPlan.from_handle, which raises for a plan that is gone.
+inline PyObject* find_plan = nullptr;
+
+// A tensor without data, with which the plan lives.
+inline at::Tensor keep_plan(int64_t handle) {
+  static char nothing;
+  py::gil_scoped_acquire const gil;
+  PyObject* const plan = PyObject_CallFunction(find_plan, "L", static_cast<long long>(handle));
+  if (!plan) throw_raised();
+  auto const release = [plan](void*) {
+    if (!Py_IsInitialized()) return;  // Python has ended
+    py::gil_scoped_acquire const again;
+    Py_DECREF(plan);
+  };
+  return at::from_blob(&nothing, {0}, release, at::kByte);
+}
+
+}  // namespace ringfa3::host

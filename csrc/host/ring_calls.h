@@ -1,0 +1,66 @@
+// Ring calls that replay a program, by their keys. Python begins each: ReplayableCall of
+// ringfa3/symmetric/ring_program.py.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "host/key.h"
+#include "host/program.h"
+
+namespace ringfa3::host {
+
+constexpr size_t kMaxRingCalls = 1024;  // beyond that all are forgotten
+
+// A call that has begun: its program, and the waits of earlier calls.
+struct Begun {
+  std::shared_ptr<Program const> program;
+  Waits waits;
+};
+
+// An object of Python.
+class ReplayableCall {
+ public:
+  virtual ~ReplayableCall() = default;
+  // None, and nothing has begun: Python must look at the call. Throws what Python raises.
+  virtual std::optional<Begun> begin() = 0;
+  // Tell the other ranks; the first one throws what Python raises.
+  virtual void refused(std::string const& name, int status) = 0;
+  virtual void failed(bool memory, std::string const& text) = 0;
+};
+
+// Freeing a call takes the GIL: none is freed under the mutex.
+class RingCalls {
+ public:
+  std::shared_ptr<ReplayableCall> find(Key const& key) {
+    std::lock_guard const lock(mutex_);
+    auto const at = calls_.find(key);
+    return at == calls_.end() ? nullptr : at->second;
+  }
+
+  void put(Key key, std::shared_ptr<ReplayableCall> call) {
+    Calls dropped;
+    std::lock_guard const lock(mutex_);
+    if (calls_.size() >= kMaxRingCalls) dropped.swap(calls_);
+    std::swap(calls_[std::move(key)], call);
+  }
+
+  void clear() {
+    Calls dropped;
+    std::lock_guard const lock(mutex_);
+    dropped.swap(calls_);
+  }
+
+ private:
+  using Calls = std::unordered_map<Key, std::shared_ptr<ReplayableCall>, KeyHash>;
+
+  std::mutex mutex_;
+  Calls calls_;
+};
+
+}  // namespace ringfa3::host

@@ -1,0 +1,83 @@
+"""Calls that begin like an earlier one: when they may, and what they leave behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringfa3.ring import group as ring_group
+from ringfa3.ring.entries import Settings
+from ringfa3.ring.group import RingGroup
+from ringfa3.symmetric.ring_program import ReplayableCall
+from tests.support.ranks import Ranks, group_of
+
+
+def _agreed(ring: RingGroup, name: str) -> None:
+    settings = Settings({"call": name})
+    ring.agree(settings)
+    ring.begin(settings)
+
+
+def _begins(group: dist.ProcessGroup) -> list[Any]:
+    ring = RingGroup.of(group_of(2))
+    _agreed(ring, "first")
+    mark, before = ring.mark(), ring.latest.number
+    _agreed(ring, "second")
+    assert ring.begin_again(mark)
+    return [ring.latest.number - before, dict(ring.latest.settings), ring.last_transport]
+
+
+def test_a_call_has_the_next_number_and_the_settings_of_the_earlier_one(ranks: Ranks) -> None:
+    assert ranks.run(2, _begins) == [[2, {"call": "first"}, "symmetric"]] * 2
+
+
+def _refused(group: dist.ProcessGroup, trouble: str) -> tuple[bool, bool]:
+    """Whether a call begins again before the trouble and in it; nothing may begin then."""
+    ring = RingGroup.of(group_of(2))
+    _agreed(ring, "first")
+    mark = ring.mark()
+    before = ring.begin_again(mark)
+    if trouble == "forgotten":
+        with mock.patch.object(ring_group, "MAX_AGREEMENTS", 1):
+            ring.agree(Settings({"call": "second"}))
+    elif trouble == "this rank's failure":
+        ring.failure = "a failure"
+    elif trouble == "closed":
+        ring.close()
+    else:
+        monitor = SimpleNamespace(peer_failure=None, join_request=0)
+        with mock.patch.object(ring, "_monitor", monitor):
+            assert ring.begin_again(mark)
+            if trouble == "a peer's failure":
+                monitor.peer_failure = "a failure"
+            else:
+                monitor.join_request = ring.epoch + 1
+            latest = ring.latest
+            return before, ring.begin_again(mark) or ring.latest != latest
+    latest = ring.latest
+    return before, ring.begin_again(mark) or ring.latest != latest
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    ["forgotten", "this rank's failure", "a peer's failure", "a request to join", "closed"],
+)
+def test_a_call_does_not_begin_in_trouble(ranks: Ranks, trouble: str) -> None:
+    """Ranks have to agree first, one has given up, or one waits for the others in an agreement."""
+    assert ranks.run(2, _refused, trouble) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_failed_program_is_told_to_the_peers(memory: bool) -> None:
+    backend = mock.Mock()
+    ReplayableCall(backend, None, None).failed(memory, "a reason")
+    (error,) = backend.tell.call_args.args
+    assert (type(error), str(error)) == (
+        torch.OutOfMemoryError if memory else RuntimeError,
+        "a reason",
+    )

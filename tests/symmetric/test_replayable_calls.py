@@ -1,0 +1,273 @@
+"""Ring calls that the host library begins and replays: what they do equals what Python does."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ringfa3 import host
+from ringfa3.planning import context_plan
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.ring import op
+from ringfa3.ring.prepare_call import PreparedCall
+from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from tests.support.fake_driver import Computations, in_terms
+from tests.support.fake_kernels import FakeKernels
+from tests.support.host_calls import equal
+from tests.symmetric.test_ring_program import KINDS, SCALE, Call, Rank, on_ranks
+
+# Of each kind, so that the library tells them apart: in a call the plan chooses it.
+TRANSPORTS = {"forward": "auto", "gathered": "symmetric", "backward": "auto"}
+OWN_TURNS = 3  # of a kind and parity: first, recorded, replayed after Python has begun it
+MAX_FRAMES = 6  # of Python in a call that begins again: two, and two for each stream that waits
+
+
+class OpRank:
+    """A rank whose calls are those of the ops."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.kind, self.prepared = rank, "", 0
+
+    def prepare(self, plan: ContextPlan) -> PreparedCall:
+        """In place of `prepare_call`, which takes CPU tensors to gloo."""
+        self.prepared += 1
+        return PreparedCall(plan, self.kind, partial(SymmetricRingPass, self.rank.backend))
+
+    def call(self, kind: str, seed: int, plan: ContextPlan | None = None) -> Call:
+        self.kind, rank = kind, self.rank
+        plan = plan or rank.plan
+        q, k, v, dout, out, lse = rank.inputs(seed, plan)
+        sink = lse[:, 0].clone() if rank.group.world > 2 else None
+        waits = dict(rank.backend._waits)
+        settings = plan.handle, SCALE, False, "native", TRANSPORTS[kind]
+        given: tuple[torch.Tensor | None, ...]
+        rank.cuda.taken()
+        with torch.no_grad(), Computations(rank.cuda):
+            if kind == "backward":
+                dlse = lse + 1 if rank.group.world == 3 else None
+                given = dout, dlse, q, k, v, out, lse
+                results = op.ring_attention_backward(*given, sink, *settings)
+            else:
+                given = q, k, v
+                results = op.ring_attention(*given, sink, *settings)
+        log = rank.cuda.taken()
+        return in_terms(log, (*given, sink), rank.backend, waits), list(results)
+
+    def all_kinds(self, times: int) -> list[list[torch.Tensor]]:
+        """Results of the last turn."""
+        for _ in range(times):
+            results = [self.call(kind, 0)[1] for kind in KINDS]
+        return results
+
+
+@contextmanager
+def ops_of() -> Iterator[dict[int, OpRank]]:
+    """Ranks by thread; the ops prepare their calls by them."""
+    ranks: dict[int, OpRank] = {}
+
+    def prepare(q: Any, k: Any, v: Any, plan: ContextPlan, *_: Any, **__: Any) -> PreparedCall:
+        return ranks[threading.get_ident()].prepare(plan)
+
+    with mock.patch.object(op, "prepare_call", prepare):
+        yield ranks
+
+
+def on_op_ranks(
+    kernels: FakeKernels, world: int, work: Callable[[OpRank, Any], Any], documents: bool = False
+) -> list[Any]:
+    def enter(rank: Rank, choose: Callable[[str], None]) -> Any:
+        mine = ranks[threading.get_ident()] = OpRank(rank)
+        rank.grow()
+        return work(mine, choose)
+
+    with ops_of() as ranks:
+        return on_ranks(kernels, world, enter, documents)
+
+
+def same(found: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> bool:
+    return all(all(map(equal, x, y)) for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("world", "documents"), [(2, False), (3, False), (4, False), (2, True)])
+def test_a_call_that_begins_again_does_what_python_does(
+    kernels: FakeKernels, world: int, documents: bool
+) -> None:
+    """Driver calls, memory operations, launches, waits and results, as in `test_ring_program`."""
+    steps = 2 * (OWN_TURNS + 2)  # of both parities
+
+    def work(rank: OpRank, choose: Callable[[str], None]) -> None:
+        made: dict[str, list[Any]] = {}
+        backend, group = rank.rank.backend, rank.rank.group
+        for which in host.HOSTS:
+            choose(which)
+            rank.prepared = 0
+            for step in range(steps):
+                for kind in KINDS:
+                    before = dict(backend._waits)
+                    log, results = rank.call(kind, step // 2)
+                    waits = [n - before[s] for s, n in backend._waits.items()]
+                    made.setdefault(which, []).append((kind, step, log, waits, results))
+        begun = len(KINDS) * (steps - 2 * OWN_TURNS)
+        assert (group.begun, rank.prepared) == (begun, 2 * OWN_TURNS * len(KINDS))
+        for python, cpp in zip(made["python"], made["cpp"], strict=True):
+            # a log of Python begins with the call that sets the context
+            assert cpp[2] in (python[2], python[2][1:]), f"{cpp[:2]}"
+            assert (cpp[:2], cpp[3]) == (python[:2], python[3])
+            assert all(map(equal, cpp[4], python[4])), f"{cpp[:2]}"
+
+    on_op_ranks(kernels, world, work, documents)
+
+
+def test_python_looks_at_a_call_that_may_not_begin(kernels: FakeKernels) -> None:
+    """A group in trouble, larger memory, another stream, a capture, a host that Python starts."""
+
+    def work(rank: OpRank, choose: Callable[[str], None]) -> None:
+        group, ranks, cuda = rank.rank.group, rank.rank.group.meeting, rank.rank.cuda
+        wanted = rank.all_kinds(2)
+        choose("cpp")
+
+        def expect(turns: int, begun: int) -> None:
+            before = group.begun
+            assert same(rank.all_kinds(turns), wanted)
+            assert group.begun - before == len(KINDS) * begun
+
+        expect(8, 2)
+        group.refuses = True
+        expect(2, 0)
+        group.refuses = False
+        expect(2, 2)
+        larger = rank.rank.new_plan(64)
+        for kind in 2 * KINDS:
+            rank.call(kind, 0, larger)
+        expect(8, 2)
+        first = ranks._current[group.rank]
+        ranks._current[group.rank] = cuda.stream(compute=True)
+        kernels.use(8)
+        expect(8, 2)
+        ranks._current[group.rank] = first
+        kernels.use()
+        before = group.begun
+        rank.call("forward", 0)  # after which this stream is the last one again
+        rank.call("forward", 0)
+        assert group.begun == before + 1
+        expect(2, 2)
+        with ranks.capture():
+            kernels.library.fake_capture(1)
+            rank.call("forward", 0)
+            kernels.library.fake_capture(0)
+        assert group.begun == before + 1 + 2 * len(KINDS)
+        expect(8, 2)
+        choose("python")
+        expect(2, 0)
+
+    on_op_ranks(kernels, 2, work)
+
+
+def test_a_call_goes_with_its_plan(kernels: FakeKernels) -> None:
+    """Nothing of the library keeps a plan's tables."""
+
+    def work(rank: OpRank, choose: Callable[[str], None]) -> None:
+        choose("cpp")
+        plan = rank.rank.new_plan(40)
+        for kind in 2 * KINDS:  # makes room in the shared memory
+            rank.call(kind, 0, plan)
+        for kind in 8 * KINDS:
+            rank.call(kind, 0, plan)
+        assert rank.rank.group.begun >= 2 * len(KINDS)
+        known = len(rank.rank.backend.recipes) - 1
+        context_plan._cached_plan.cache_clear()
+        del plan
+        for _ in range(600):
+            gc.collect()  # does nothing while another thread collects
+            if len(rank.rank.backend.recipes) == known:
+                return
+            threading.Event().wait(0.05)
+        raise AssertionError("the recipes of a plan outlive it")
+
+    on_op_ranks(kernels, 2, work)
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("refused", ["cuEventRecord", "cuStreamBatchMemOp_v2", "a launch"])
+def test_an_error_is_told_to_the_peers_and_raised(
+    kernels: FakeKernels, refused: str, observed: bool
+) -> None:
+    """Type and text as Python's, also through an observer."""
+    seen: list[str] = []
+
+    @contextmanager
+    def observer(name: str) -> Iterator[None]:
+        seen.append(name)
+        yield
+
+    def work(rank: OpRank, choose: Callable[[str], None]) -> tuple[type, str, list[str]]:
+        choose("cpp")
+        rank.all_kinds(2 * OWN_TURNS + 2)
+        choose("cpp")  # both ranks have ended their calls
+        group = rank.rank.group
+        before = group.begun
+        if refused == "a launch":
+            kernels.library.fake_fail(719)
+        else:
+            rank.rank.cuda.refused = refused
+        with pytest.raises(RuntimeError) as caught:
+            rank.call("backward", 0)
+        assert group.begun == before + 1
+        return caught.type, str(caught.value), group.failures
+
+    def error(name: str, status: int) -> cuda_driver.DriverError:
+        return cuda_driver.DriverError(f"{name}: CUDA error {status}")
+
+    library: Any = host._library
+    with mock.patch.object(cuda_driver, "error", error):
+        library.observe(observer if observed else None)
+        try:
+            found = on_op_ranks(kernels, 2, work)
+        finally:
+            library.observe(None)
+            kernels.library.fake_fail(0)
+    kind = RuntimeError if refused == "a launch" else cuda_driver.DriverError
+    name = "publish of backward-d64-bf16" if refused == "a launch" else refused
+    for raised, text, told in found:
+        assert raised is kind
+        assert text.startswith(name)
+        assert [x.partition("\n")[0] for x in told] == [
+            f"{kind.__name__}: {text.partition(chr(10))[0]}"
+        ]
+    assert ("ring_attention_backward" in seen) == observed
+
+
+def test_a_steady_call_enters_few_frames_of_python(kernels: FakeKernels) -> None:
+    def work(rank: OpRank, choose: Callable[[str], None]) -> list[str]:
+        choose("cpp")
+        rank.all_kinds(2 * OWN_TURNS + 2)
+        q, k, v, dout, out, lse = rank.rank.inputs(0, rank.rank.plan)
+        entered: list[str] = []
+
+        def profile(frame: FrameType, event: str, _: object) -> None:
+            code = frame.f_code
+            fake = code.co_filename.endswith("cuda_driver.py")  # of the driver that only logs
+            if event == "call" and "/ringfa3/" in code.co_filename and not fake:
+                entered.append(code.co_qualname if sys.version_info >= (3, 11) else code.co_name)
+
+        rank.kind = "backward"
+        settings = rank.rank.plan.handle, SCALE, False, "native", TRANSPORTS["backward"]
+        with torch.no_grad():
+            sys.setprofile(profile)
+            op.ring_attention_backward(dout, None, q, k, v, out, lse, None, *settings)
+            sys.setprofile(None)
+        return entered
+
+    for entered in on_op_ranks(kernels, 2, work):
+        assert 0 < len(entered) <= MAX_FRAMES, chr(10).join(entered)
