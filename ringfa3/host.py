@@ -1,8 +1,9 @@
 """Calls of attention that start in C++.
 
-The host library (csrc/host) registers kernels of the ops `attention` and `attention_backward`. The
-first call of its kind runs in Python; so does the second one, beside a recorder, which makes a
-program of what it does; later calls of equal shapes, strides, settings and streams replay it.
+The host library (csrc/host) registers kernels of the ops `attention`, `ring_attention` and their
+backwards. On one GPU the first call of its kind runs in Python; so does the second one, beside a
+recorder, which makes a program of what it does; later calls of equal shapes, strides, settings and
+streams replay it.
 Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64, 8 bits, inputs
 that share their first byte. With a sink a call begins in Python, and its ops are replayed.
 

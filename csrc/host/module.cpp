@@ -114,8 +114,10 @@ PyObject* keep_ring(PyObject*, PyObject* call) {
   auto made = std::make_shared<PythonCall>(call);
   Key key = std::move(*wanted_ring);
   wanted_ring.reset();
-  WithoutGil const released;
-  host().ring_calls.put(std::move(key), std::move(made));
+  {
+    WithoutGil const released;
+    host().ring_calls.put(std::move(key), std::move(made));
+  }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -87,7 +87,16 @@ struct RingReplay {
     auto const begun = call->begin();
     if (!begun) return std::nullopt;
     ++host().counts.replayed;
-    return host().observer.around(op, [&] { return issue(*begun, std::move(inputs)); });
+    bool issued = false;
+    try {
+      return host().observer.around(op, [&] {
+        issued = true;
+        return issue(*begun, std::move(inputs));
+      });
+    } catch (std::exception const& error) {  // of the observer: the call has begun
+      if (!issued) call->failed(false, error.what());
+      throw;
+    }
   }
 
   Tensors issue(Begun const& begun, Tensors inputs) const {
@@ -102,6 +111,9 @@ struct RingReplay {
       throw;
     } catch (c10::Error const& error) {
       call->failed(false, error.what_without_backtrace());
+      throw;
+    } catch (std::exception const& error) {
+      call->failed(false, error.what());
       throw;
     }
   }

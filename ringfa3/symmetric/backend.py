@@ -109,6 +109,7 @@ class SymmetricBackend:
         self.calls = 0
         self.recipes: CallRecipes = weakref.WeakKeyDictionary()
         self._recipes: dict[torch.cuda.Stream, CallRecipes] = {}  # by compute stream
+        self._forgotten = 0  # times that all of them were
         self._compute: torch.cuda.Stream | None = None  # of the last call that was not captured
         self.captured = False  # the call under way is
         self._fork_join = False  # calls fork and join: some have been captured
@@ -134,7 +135,7 @@ class SymmetricBackend:
         self._row_bytes = spec.row_bytes
         self.captured = torch.cuda.is_current_stream_capturing()
         if not self.memory.holds(spec.slot_bytes):
-            self._recipes.clear()
+            self._forget_recipes()
             self.recipes = {}  # their tensors view the old memory
             self.memory.reserve(spec.slot_bytes)
         compute = torch.cuda.current_stream(self.device)
@@ -153,6 +154,10 @@ class SymmetricBackend:
         self.calls += 1
         return (self.calls - 1) % 2
 
+    def _forget_recipes(self) -> None:
+        self._recipes.clear()
+        self._forgotten += 1
+
     def _start_fork_join(self) -> None:
         """Before the first captured call: waits until earlier calls have ended.
 
@@ -163,7 +168,7 @@ class SymmetricBackend:
         ):
             time.sleep(0.001)
         self._fork_join = True
-        self._recipes.clear()
+        self._forget_recipes()
         self._watchdog.poll_graphs(self._replays.poll)
 
     def adapt(self, operations: list[Operation]) -> list[Operation]:
@@ -266,12 +271,14 @@ class SymmetricBackend:
         return program.run(inputs, stream, waits)
 
     def replayable(self) -> ReplayableCall:
-        return ReplayableCall(self, self.group.mark(), self._compute)
+        return ReplayableCall(self, self.group.mark(), self._compute, self._forgotten)
 
     def begin_again(self, call: ReplayableCall) -> Begun | None:
         """As `ReplayableCall.begin`."""
         program = call.programs[self.calls % 2]
-        if program is None or self._compute != call.stream or not self.group.begin_again(call.mark):
+        if program is None or self._forgotten != call.recipes or self._compute != call.stream:
+            return None
+        if not self.group.begin_again(call.mark):
             return None
         self.captured = False
         self.calls += 1

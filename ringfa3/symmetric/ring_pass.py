@@ -209,12 +209,14 @@ class SymmetricRingPass:
         return self._backend.replay(program, inputs, stream)
 
     def _replayable(self, alike: Hashable, parity: int, program: RingProgram) -> ReplayableCall:
+        """As the call under way, with what is known of the other parity."""
         known = self._known.replayable
-        call = known.get(alike)
-        if call is None:
-            if len(known) >= MAX_PROGRAMS:
-                known.clear()
-            call = known[alike] = self._backend.replayable()
+        if alike not in known and len(known) >= MAX_PROGRAMS:
+            known.clear()
+        earlier = known.get(alike)
+        call = known[alike] = self._backend.replayable()
+        if earlier is not None:
+            call.programs = earlier.programs
         call.programs[parity] = program
         return call
 

@@ -71,11 +71,12 @@ class ReplayableCall:
 
     mark      of the group, by which it begins again
     stream    the compute stream
+    recipes   how often the backend had forgotten its recipes
     programs  by parity
     """
 
-    def __init__(self, backend: Beginner, mark: Any, stream: object) -> None:
-        self._backend, self.mark, self.stream = backend, mark, stream
+    def __init__(self, backend: Beginner, mark: Any, stream: object, recipes: int) -> None:
+        self._backend, self.mark, self.stream, self.recipes = backend, mark, stream, recipes
         self.programs: list[RingProgram | None] = [None, None]
 
     def begin(self) -> Begun | None:

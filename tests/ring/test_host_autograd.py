@@ -240,13 +240,18 @@ def test_a_compiled_function_and_compiled_autograd() -> None:
     def run(attend: Callable[..., Any]) -> Results:
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = attend(*leaves, plan)
+        nodes.add(type(out.grad_fn).__name__)
         out.backward(dout)
         return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
-    wanted = run(ring_attn_func)
+    nodes: set[str] = set()
+    with selected("python"):
+        wanted = run(ring_attn_func)
     torch._dynamo.reset()
     with selected("cpp"):
         compiled = torch.compile(ring_attn_func, fullgraph=True, backend="aot_eager")
         assert equal(run(compiled), wanted)
+        nodes.clear()
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
             assert equal(run(ring_attn_func), wanted)
+        assert nodes == {NODES["cpp"]}

@@ -154,7 +154,7 @@ def test_a_finished_call_holds_no_memory() -> None:
 
 
 def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
-    group = group_of(world)
+    group = group_of(world, 20.0)
     if dist.get_rank() >= world:
         return []
     plan = plan_context([0, 40, 41, 150], group)

@@ -245,14 +245,15 @@ class FakeGroup:
         self.failure: str | None = None
         self.begun = 0  # calls that began again
         self.refuses = False  # to begin any again
+        self.marks = 0  # calls of earlier ones do not begin again
 
-    def mark(self) -> str:
-        return "a call"
+    def mark(self) -> int:
+        return self.marks
 
-    def begin_again(self, mark: str) -> bool:
-        assert mark == "a call"
-        self.begun += not self.refuses
-        return not self.refuses
+    def begin_again(self, mark: int) -> bool:
+        begins = mark == self.marks and not self.refuses
+        self.begun += begins
+        return begins
 
     def tell(self, problem: Exception) -> None:
         self.failures.append(f"{type(problem).__name__}: {problem}")

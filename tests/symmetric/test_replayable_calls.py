@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring import op
 from ringfa3.ring.prepare_call import PreparedCall
-from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from tests.support.fake_driver import Computations, in_terms
 from tests.support.fake_kernels import FakeKernels
@@ -29,6 +30,8 @@ from tests.symmetric.test_ring_program import KINDS, SCALE, Call, Rank, on_ranks
 
 # Of each kind, so that the library tells them apart: in a call the plan chooses it.
 TRANSPORTS = {"forward": "auto", "gathered": "symmetric", "backward": "auto"}
+INPUTS = "q", "k", "v", "dout", "out", "lse"
+Change = Callable[[dict[str, torch.Tensor]], None]
 OWN_TURNS = 3  # of a kind and parity: first, recorded, replayed after Python has begun it
 MAX_FRAMES = 6  # of Python in a call that begins again: two, and two for each stream that waits
 
@@ -44,18 +47,31 @@ class OpRank:
         self.prepared += 1
         return PreparedCall(plan, self.kind, partial(SymmetricRingPass, self.rank.backend))
 
-    def call(self, kind: str, seed: int, plan: ContextPlan | None = None) -> Call:
+    def call(
+        self,
+        kind: str,
+        seed: int,
+        plan: ContextPlan | None = None,
+        change: Change | None = None,
+        scale: float = SCALE,
+        deterministic: bool = False,
+    ) -> Call:
+        """change: of the inputs q, k, v, dout, out, LSE, by name."""
         self.kind, rank = kind, self.rank
         plan = plan or rank.plan
-        q, k, v, dout, out, lse = rank.inputs(seed, plan)
+        inputs = dict(zip(INPUTS, rank.inputs(seed, plan), strict=True))
+        if change is not None:
+            change(inputs)
+        q, k, v, dout, out, lse = (inputs[name] for name in INPUTS)
         sink = lse[:, 0].clone() if rank.group.world > 2 else None
+        sink = inputs.get("sink", sink)
         waits = dict(rank.backend._waits)
-        settings = plan.handle, SCALE, False, "native", TRANSPORTS[kind]
+        settings = plan.handle, scale, deterministic, "native", TRANSPORTS[kind]
         given: tuple[torch.Tensor | None, ...]
         rank.cuda.taken()
         with torch.no_grad(), Computations(rank.cuda):
             if kind == "backward":
-                dlse = lse + 1 if rank.group.world == 3 else None
+                dlse = inputs.get("dlse", lse + 1 if rank.group.world == 3 else None)
                 given = dout, dlse, q, k, v, out, lse
                 results = op.ring_attention_backward(*given, sink, *settings)
             else:
@@ -129,6 +145,114 @@ def test_a_call_that_begins_again_does_what_python_does(
     on_op_ranks(kernels, world, work, documents)
 
 
+def strided(name: str) -> Change:
+    """Rows twice as far from each other."""
+
+    def change(inputs: dict[str, torch.Tensor]) -> None:
+        x = inputs[name]
+        wide = x.new_zeros(x.shape[0], 2 * x.shape[1], *x.shape[2:])
+        inputs[name] = wide[:, : x.shape[1]].copy_(x)
+
+    return change
+
+
+def shifted(name: str) -> Change:
+    """The first byte elsewhere in 16."""
+
+    def change(inputs: dict[str, torch.Tensor]) -> None:
+        x = inputs[name]
+        inputs[name] = x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+    return change
+
+
+def given(name: str) -> Change:
+    def change(inputs: dict[str, torch.Tensor]) -> None:
+        lse = inputs["lse"]
+        inputs[name] = lse[:, 0].clone() if name == "sink" else lse + 1
+
+    return change
+
+
+def half(inputs: dict[str, torch.Tensor]) -> None:
+    inputs.update({name: inputs[name].half() for name in INPUTS if name != "lse"})
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 0.25},
+    "deterministic": {"deterministic": True},
+    "dtype": {"change": half},
+    "dlse": {"change": given("dlse")},
+    "sink": {"change": given("sink")},
+    **{f"strides of {name}": {"change": strided(name)} for name in ("q", "k", "v", "dout")},
+    **{f"alignment of {name}": {"change": shifted(name)} for name in ("q", "k", "v")},
+}
+
+
+@pytest.mark.parametrize("changed", [*CHANGES, "forward mode", "transport"])
+def test_a_call_that_differs_is_of_another_kind(
+    kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """Python looks at the first one that differs, whose results are those of Python."""
+    monkeypatch.setenv(FORWARD_MODE_ENV, "hops")
+
+    def work(rank: OpRank, choose: Callable[[str], None]) -> None:
+        options = CHANGES.get(changed, {})
+        rank.call("backward", 0, **options)  # room in the shared memory
+        rank.call("backward", 0, **options)
+        wanted = rank.call("backward", 0, **options)
+        choose("cpp")
+        for _ in range(2 * (OWN_TURNS + 1)):
+            rank.call("backward", 0)
+        choose("cpp")
+        if changed == "forward mode":
+            os.environ[FORWARD_MODE_ENV] = "gathered"
+        if changed == "transport":
+            TRANSPORTS["backward"] = "symmetric"
+        choose("cpp")
+        begun, prepared = rank.rank.group.begun, rank.prepared
+        assert begun == 2
+        found = rank.call("backward", 0, **options)
+        assert (rank.rank.group.begun, rank.prepared) == (begun, prepared + 1)
+        assert all(map(equal, found[1], wanted[1]))
+
+    monkeypatch.setitem(TRANSPORTS, "backward", "auto")
+    on_op_ranks(kernels, 2, work)
+
+
+def test_a_call_begins_again_after_another_agreement(kernels: FakeKernels) -> None:
+    """Once Python has begun it with the group's new mark."""
+
+    def work(rank: OpRank, choose: Callable[[str], None]) -> None:
+        group = rank.rank.group
+        choose("cpp")
+        rank.all_kinds(8)
+        for begun in (2, 5, 8):
+            assert group.begun == begun * len(KINDS)
+            group.marks += 1
+            rank.all_kinds(4)  # the first of them Python begins
+
+    on_op_ranks(kernels, 2, work)
+
+
+def test_a_call_of_earlier_memory_does_not_begin(kernels: FakeKernels) -> None:
+    """Also where something holds its programs."""
+
+    def work(rank: OpRank, choose: Callable[[str], None]) -> None:
+        choose("cpp")
+        rank.all_kinds(8)
+        held, begun = list(rank.rank.backend.recipes.values()), rank.rank.group.begun
+        assert begun == 2 * len(KINDS)
+        larger = rank.rank.new_plan(64)
+        for kind in 2 * KINDS:
+            rank.call(kind, 0, larger)
+        rank.all_kinds(2)
+        assert held
+        assert rank.rank.group.begun == begun
+
+    on_op_ranks(kernels, 2, work)
+
+
 def test_python_looks_at_a_call_that_may_not_begin(kernels: FakeKernels) -> None:
     """A group in trouble, larger memory, another stream, a capture, a host that Python starts."""
 
@@ -196,56 +320,6 @@ def test_a_call_goes_with_its_plan(kernels: FakeKernels) -> None:
         raise AssertionError("the recipes of a plan outlive it")
 
     on_op_ranks(kernels, 2, work)
-
-
-@pytest.mark.parametrize("observed", [False, True])
-@pytest.mark.parametrize("refused", ["cuEventRecord", "cuStreamBatchMemOp_v2", "a launch"])
-def test_an_error_is_told_to_the_peers_and_raised(
-    kernels: FakeKernels, refused: str, observed: bool
-) -> None:
-    """Type and text as Python's, also through an observer."""
-    seen: list[str] = []
-
-    @contextmanager
-    def observer(name: str) -> Iterator[None]:
-        seen.append(name)
-        yield
-
-    def work(rank: OpRank, choose: Callable[[str], None]) -> tuple[type, str, list[str]]:
-        choose("cpp")
-        rank.all_kinds(2 * OWN_TURNS + 2)
-        choose("cpp")  # both ranks have ended their calls
-        group = rank.rank.group
-        before = group.begun
-        if refused == "a launch":
-            kernels.library.fake_fail(719)
-        else:
-            rank.rank.cuda.refused = refused
-        with pytest.raises(RuntimeError) as caught:
-            rank.call("backward", 0)
-        assert group.begun == before + 1
-        return caught.type, str(caught.value), group.failures
-
-    def error(name: str, status: int) -> cuda_driver.DriverError:
-        return cuda_driver.DriverError(f"{name}: CUDA error {status}")
-
-    library: Any = host._library
-    with mock.patch.object(cuda_driver, "error", error):
-        library.observe(observer if observed else None)
-        try:
-            found = on_op_ranks(kernels, 2, work)
-        finally:
-            library.observe(None)
-            kernels.library.fake_fail(0)
-    kind = RuntimeError if refused == "a launch" else cuda_driver.DriverError
-    name = "publish of backward-d64-bf16" if refused == "a launch" else refused
-    for raised, text, told in found:
-        assert raised is kind
-        assert text.startswith(name)
-        assert [x.partition("\n")[0] for x in told] == [
-            f"{kind.__name__}: {text.partition(chr(10))[0]}"
-        ]
-    assert ("ring_attention_backward" in seen) == observed
 
 
 def test_a_steady_call_enters_few_frames_of_python(kernels: FakeKernels) -> None:
