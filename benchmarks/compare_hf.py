@@ -47,6 +47,7 @@ from examples.hf_cp import loss_of, shifted_labels, summed_gradients
 from ringfa3 import ContextPlan, plan_context
 from ringfa3.bench.common.cases import documents
 from ringfa3.bench.common.fa3 import Fa3Ops
+from ringfa3.bench.common.implementations import LoadError
 
 LARGEST_RATIO = 1.1
 SHORTEST = 64  # tokens of a document, but for the last one
@@ -301,7 +302,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.fa3 is not None:
         if device.type == "cpu" or world == 1:
             parser.error(f"--fa3 {args.fa3}: it needs several GPUs, under torchrun")
-        Fa3Ops(args.fa3)  # loads it
+        try:
+            Fa3Ops(args.fa3)  # loads it
+            hf_ring_flash_attn.functions()
+        except (ImportError, LoadError) as problem:
+            parser.error(f"--fa3: {problem}")
     right = []
     for name in args.shape:
         peers = args.fa3 is not None and SHAPES[name].packs  # sinks are not ring-flash-attn's

@@ -7,6 +7,7 @@ keys and values of all ranks, `heads_k_stride` KV heads at a time. Causal, witho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,24 +22,31 @@ MODULE = "llama3_flash_attn_varlen"
 FUNCTIONS = "llama3_flash_attn_varlen_func", "llama3_flash_attn_prepare_cu_seqlens"
 
 
+def functions() -> list[Callable[..., Any]]:
+    """The two that `register` needs.
+
+    Raises ImportError: ring-flash-attn is missing. LoadError: it or FlashAttention-3 does not load.
+    """
+    found = ring_flash_attn_functions(MODULE, *FUNCTIONS)
+    if found is None:
+        raise ImportError("ring-flash-attn is not installed: pip install --no-deps ring-flash-attn")
+    return found
+
+
 def register(plan: ContextPlan, device: torch.device, heads_k_stride: int | None = None) -> None:
     """Registers `attn_implementation=NAME` for the documents and the ranks of a plan.
 
     plan            its layout must be contiguous, with as many tokens on each rank
     heads_k_stride  KV heads gathered at a time; None: all
 
-    Raises ValueError: the plan spreads tokens otherwise, on every rank. ImportError:
-    ring-flash-attn is missing. LoadError: it or FlashAttention-3 does not load.
+    Raises ValueError: the plan spreads tokens otherwise, on every rank. Others as `functions`.
     """
     if plan.layout != "contiguous" or len(set(plan.tokens_per_rank)) > 1:
         raise ValueError(
             f"plan: layout {plan.layout!r}, {plan.tokens_per_rank} tokens on the ranks: it must be "
             '"contiguous", with as many tokens on each rank'
         )
-    functions = ring_flash_attn_functions(MODULE, *FUNCTIONS)
-    if functions is None:
-        raise ImportError("ring-flash-attn is not installed")
-    attend, prepare = functions
+    attend, prepare = functions()
     cumulative = torch.tensor(
         [0, *plan.lengths.cumsum().tolist()], dtype=torch.int32, device=device
     )

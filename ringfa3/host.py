@@ -3,12 +3,12 @@
 The host library (csrc/host) registers kernels of the ops `attention`, `ring_attention` and their
 backwards. On one GPU the first call of its kind runs in Python; so does the second one, beside a
 recorder, which makes a program of what it does; later calls of equal shapes, strides, settings and
-streams replay it.
-Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64, 8 bits, inputs
-that share their first byte. With a sink a call begins in Python, and its ops are replayed.
+streams replay it. Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64,
+8 bits, inputs that share their first byte. With a sink a call begins in Python, and its ops are
+replayed.
 
-Of a ring the library has the autograd. Over peers' memory it replays calls too, each after Python
-has counted it: see `ringfa3.symmetric.ring_program`.
+Where the library also starts calls of rings, it has their autograd, and over peers' memory it
+replays them, each after Python has counted it: see `ringfa3.symmetric.ring_program`.
 
 RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp"; "auto" is "cpp" on one GPU
 and "python" in rings.
@@ -123,7 +123,7 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     driver: addresses, see `_driver`. lengths_by_value: as in csrc/host/ops.h.
     """
     global _library
-    library.plans(ContextPlan.from_handle)
+    library.find_plans(ContextPlan.from_handle)
     library.start(device, *driver, lengths_by_value)
     _library = library
     tell_of_observers(library.observe)
@@ -159,10 +159,9 @@ def _switch() -> None:
     if _library is None:
         return
     on = _selected != "python"
-    _library.enable(on)
+    _library.enable(on, _selected == "cpp")
     attend, attend_varlen = (_library.attend, _library.attend_varlen) if on else (None, None)
     record_with(_record if on else None)
-    _library.enable_rings(_selected == "cpp")
 
 
 def _record(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

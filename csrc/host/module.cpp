@@ -122,13 +122,8 @@ PyObject* keep_ring(PyObject*, PyObject* call) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* enable_rings(PyObject*, PyObject* on) {
-  host().rings_enabled = PyObject_IsTrue(on) == 1;
-  Py_RETURN_NONE;
-}
-
-// plans(find: Callable[[int], ContextPlan])
-PyObject* plans(PyObject*, PyObject* find) {
+// find_plans(find: Callable[[int], ContextPlan]): the plan of a handle
+PyObject* find_plans(PyObject*, PyObject* find) {
   Py_INCREF(find);
   Py_XSETREF(find_plan, find);
   host().keep_plan = keep_plan;
@@ -162,8 +157,12 @@ PyObject* stop_kernels(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* enable(PyObject*, PyObject* on) {
-  host().enabled = PyObject_IsTrue(on) == 1;
+// enable(calls: bool, rings: bool): what the library starts
+PyObject* enable(PyObject*, PyObject* args) {
+  int calls, rings;
+  if (!PyArg_ParseTuple(args, "pp", &calls, &rings)) return nullptr;
+  host().enabled = calls == 1;
+  host().rings_enabled = rings == 1;
   Py_RETURN_NONE;
 }
 
@@ -321,11 +320,10 @@ PyMethodDef methods[] = {
     {"decline", decline, METH_NOARGS, nullptr},
     {"program", program, METH_VARARGS, nullptr},
     {"run", run, METH_VARARGS, nullptr},
-    {"plans", plans, METH_O, nullptr},
+    {"find_plans", find_plans, METH_O, nullptr},
     {"start", start_kernels, METH_VARARGS, nullptr},
     {"stop", stop_kernels, METH_NOARGS, nullptr},
-    {"enable", enable, METH_O, nullptr},
-    {"enable_rings", enable_rings, METH_O, nullptr},
+    {"enable", enable, METH_VARARGS, nullptr},
     {"ring_wanted", ring_wanted, METH_NOARGS, nullptr},
     {"keep_ring", keep_ring, METH_O, nullptr},
     {"observe", observe, METH_O, nullptr},

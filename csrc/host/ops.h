@@ -1,7 +1,7 @@
-// Kernels of the ops `attention` and `attention_backward`, which take precedence over those of
-// Python on their device, as those of `ring_ops.h` do. A call whose key is
-// known replays its program. Any other call goes to the kernel in Python, whose exceptions pass;
-// see `by_python`.
+// Kernels of the ops `attention` and `attention_backward`, and the autograd of the former, which
+// take precedence over those of Python on their device, as those of `ring_ops.h` do. A call whose
+// key is known replays its program. Any other call goes to the kernel in Python, whose exceptions
+// pass; see `by_python`.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -186,7 +186,7 @@ inline Grads attention_backward(Tensor const& dout, MaybeTensor const& dlse, Ten
 }
 
 // The arguments of a call behind q, k, v and the sink, which is none.
-struct AttentionCall {
+struct AttentionArguments {
   static constexpr char const* kName = "attention";
   DispatchKeySet below;
   MaybeTensor const &cu_q, &cu_k;
@@ -225,7 +225,7 @@ inline Outputs attention_autograd(DispatchKeySet keys, Tensor const& q, Tensor c
   }
   auto const below = keys & c10::after_autograd_keyset;
   return differentiable(
-      q, k, v, AttentionCall{below, cu_q, cu_k, scale, *from, *to, deterministic, precision});
+      q, k, v, AttentionArguments{below, cu_q, cu_k, scale, *from, *to, deterministic, precision});
 }
 
 inline std::vector<torch::Library>& libraries() {

@@ -181,7 +181,7 @@ struct RingArguments {
   std::array<Tensor, 0> tensors() const { return {}; }
   void save(Saved& saved) const {
     saved["plan"] = plan;
-    saved["plan's life"] = host().keep_plan(plan);
+    saved["plan's owner"] = host().keep_plan(plan);
     saved["scale"] = scale;
     saved["deterministic"] = deterministic;
     saved["precision"] = std::string(precision);
@@ -201,7 +201,8 @@ inline Outputs ring_attention_autograd(c10::DispatchKeySet keys, Tensor const& q
                                        double scale, bool deterministic, std::string_view precision,
                                        std::string_view transport) {
   auto const handle = plan.maybe_as_int();
-  if (!handle || !runs_here(keys, q, k, v, sink)) {
+  bool const here = host().rings_enabled.load(std::memory_order_relaxed);
+  if (!here || !handle || !runs_here(keys, q, k, v, sink)) {
     return ring_forward_op().redispatch(autograd_by_python(keys), q, k, v, sink, plan, scale,
                                         deterministic, precision, transport);
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringfa3.errors import first_line
 
@@ -18,6 +18,17 @@ class Settings(dict[str, str]):
     @cached_property
     def key(self) -> str:
         return json.dumps(self, sort_keys=True)
+
+
+class CallMark(NamedTuple):
+    """Of a call on whose settings ranks have agreed: by it calls like that one begin.
+
+    settings   of that call
+    forgotten  how often the group had forgotten agreements then
+    """
+
+    settings: Settings
+    forgotten: int
 
 
 def described(error: Exception | None) -> list[str] | None:

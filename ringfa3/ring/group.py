@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
-from ringfa3.ring.entries import Settings, described, listed, raise_on_difference, raise_on_error
+from ringfa3.ring.entries import (
+    CallMark,
+    Settings,
+    described,
+    listed,
+    raise_on_difference,
+    raise_on_error,
+)
 from ringfa3.ring.p2p import P2P_TRANSPORTS, Transport
 from ringfa3.ring.process_group import (
     AbsentError,
@@ -39,7 +46,6 @@ from ringfa3.ring.process_group import (
 from ringfa3.ring.store_monitor import (
     FAILURE_KEY,
     PERIOD_S,
-    CallMark,
     LatestCall,
     StoreMonitor,
     entry_key,
@@ -195,16 +201,12 @@ class RingGroup:
             self._join_agreement("before its first hop")
 
     def mark(self) -> CallMark:
-        """Of the call under way, for calls like it."""
-        return CallMark(self.latest.settings, self._forgotten)
+        return CallMark(self.latest.settings, self._forgotten)  # of the call under way
 
     def begin_again(self, mark: CallMark) -> bool:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
         if ranks have to agree first, or this one or another is in trouble."""
-        monitor = self._monitor
-        asked = monitor is not None and (
-            monitor.peer_failure is not None or monitor.join_request == self.epoch + 1
-        )
+        asked = self._monitor is not None and self._monitor.asks(self.epoch + 1)
         if asked or self.failure is not None or self._forgotten != mark.forgotten:
             return False
         self.latest = LatestCall(self.latest.number + 1, mark.settings)

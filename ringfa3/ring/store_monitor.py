@@ -39,17 +39,6 @@ class LatestCall(NamedTuple):
     settings: Settings
 
 
-class CallMark(NamedTuple):
-    """By which calls like an earlier one begin.
-
-    settings   of the earlier one
-    forgotten  how often the group had forgotten agreements then
-    """
-
-    settings: Settings
-    forgotten: int
-
-
 class GroupView(Protocol):
     """What the monitor reads of one rank's `RingGroup`, while that changes it.
 
@@ -86,6 +75,10 @@ class StoreMonitor(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self._waiting = False
+
+    def asks(self, epoch: int) -> bool:
+        """Whether a rank has given up, or asks to join the agreement of that number."""
+        return self.peer_failure is not None or self.join_request == epoch
 
     def end(self) -> None:
         self._ended.set()

@@ -109,7 +109,7 @@ class SymmetricBackend:
         self.calls = 0
         self.recipes: CallRecipes = weakref.WeakKeyDictionary()
         self._recipes: dict[torch.cuda.Stream, CallRecipes] = {}  # by compute stream
-        self._forgotten = 0  # times that all of them were
+        self._forgotten = 0  # how often `_recipes` was emptied
         self._compute: torch.cuda.Stream | None = None  # of the last call that was not captured
         self.captured = False  # the call under way is
         self._fork_join = False  # calls fork and join: some have been captured

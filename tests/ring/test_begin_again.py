@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from ringfa3.ring import group as ring_group
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
+from ringfa3.ring.store_monitor import StoreMonitor
 from ringfa3.symmetric.ring_program import ReplayableCall
 from tests.support.ranks import Ranks, group_of
 
@@ -56,7 +56,8 @@ def _refused(_: dist.ProcessGroup, trouble: str) -> tuple[bool, bool]:
     elif trouble == "closed":
         ring.close()
     else:
-        monitor = SimpleNamespace(peer_failure=None, join_request=0)
+        monitor = StoreMonitor.__new__(StoreMonitor)  # without its thread
+        monitor.peer_failure, monitor.join_request = None, 0
         with mock.patch.object(ring, "_monitor", monitor):
             assert ring.begin_again(mark)
             if trouble == "a peer's failure":
