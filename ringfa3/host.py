@@ -7,11 +7,10 @@ streams replay it. Python runs whatever is unusual: CUDA graph capture, tensor s
 8 bits, inputs that share their first byte. With a sink a call begins in Python, and its ops are
 replayed.
 
-Where the library also starts calls of rings, it has their autograd, and over peers' memory it
-replays them, each after Python has counted it: see `ringfa3.symmetric.ring_program`.
+Of rings the library has the autograd, and over peers' memory it replays them, each after Python
+has counted it: see `ringfa3.symmetric.ring_program`.
 
-RINGFA3_HOST, or `select`, chooses what starts calls: "python" or "cpp"; "auto" is "cpp" on one GPU
-and "python" in rings.
+RINGFA3_HOST, or `select`, chooses what starts calls: "cpp" or "python".
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ from ringfa3.validation import check_choice
 
 ENVIRONMENT = "RINGFA3_HOST"
 HOSTS = ("python", "cpp")
-AUTO = "auto"  # the default, until ranks with a GPU each have replayed rings in all tests
-CHOICES = (AUTO, *HOSTS)
+DEFAULT = "cpp"
 RINGS = "ring_attention", "ring_attention_backward"
 INPUTS = {"attention": slice(0, 4), "attention_backward": slice(0, 8)}  # arguments with data
 
@@ -62,8 +60,8 @@ def ensure() -> None:
     """
     if _selected is not None:
         return
-    name = os.environ.get(ENVIRONMENT, AUTO)
-    check_choice(ENVIRONMENT, name, CHOICES)
+    name = os.environ.get(ENVIRONMENT, DEFAULT)
+    check_choice(ENVIRONMENT, name, HOSTS)
     try:
         select(name)
     except (BuildError, OSError, ImportError, AttributeError) as error:
@@ -72,26 +70,25 @@ def ensure() -> None:
 
 
 def select(name: str) -> None:
-    """Chooses what starts calls on a GPU from now on: "cpp", the host library, "python", or "auto",
-    which is "cpp" on one GPU and "python" in rings.
+    """Chooses what starts calls on a GPU from now on: "cpp", the host library, or "python".
 
-    The first choice but "python" builds and loads the library, in about 20 s.
+    The first choice of "cpp" builds and loads the library, in about 20 s.
 
     Raises:
         ValueError: there is no such choice.
         BuildError, OSError, ImportError, AttributeError: the library cannot be built or loaded.
     """
     global _selected
-    check_choice("host", name, CHOICES)
+    check_choice("host", name, HOSTS)
     with _lock:
-        if name != "python" and _library is None:
+        if name == "cpp" and _library is None:
             start(load(ensure_host_library()), "cuda", _driver())
         _selected = name
         _switch()
 
 
 def library() -> Any:
-    """The library while it also starts calls of rings, else None. It holds and runs their programs:
+    """The library while it starts calls, else None. It holds and runs the programs of rings:
     `program` and `run` of csrc/host/module.cpp."""
     return _library if _selected == "cpp" else None
 
@@ -158,8 +155,8 @@ def _switch() -> None:
     global attend, attend_varlen
     if _library is None:
         return
-    on = _selected != "python"
-    _library.enable(on, _selected == "cpp")
+    on = _selected == "cpp"
+    _library.enable(on)
     attend, attend_varlen = (_library.attend, _library.attend_varlen) if on else (None, None)
     record_with(_record if on else None)
 

@@ -323,13 +323,11 @@ def test_a_call_beside_a_transform(kernels: FakeKernels, transform: Any) -> None
     assert all(x == found[0] for x in found), found
 
 
-def test_a_choice_is_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="host='c': allowed are 'auto', 'python', 'cpp'"):
+def test_a_choice_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="host='c': allowed are 'python', 'cpp'"):
         host.select("c")
     monkeypatch.setenv("RINGFA3_HOST", "c++")
-    with pytest.raises(
-        ValueError, match=r"RINGFA3_HOST='c\+\+': allowed are 'auto', 'python', 'cpp'"
-    ):
+    with pytest.raises(ValueError, match=r"RINGFA3_HOST='c\+\+': allowed are 'python', 'cpp'"):
         host.ensure()
 
 
@@ -353,23 +351,12 @@ def test_python_serves_where_the_library_cannot_be_built(
     assert lines[0].startswith("ringfa3: calls start in Python, at more host time: g++, the C++")
 
 
-def test_auto_is_the_library_on_one_gpu_and_python_in_rings(kernels: FakeKernels) -> None:
-    host.select("auto")
-    assert host.library() is None
-    assert host.attend is not None
-    with replays(2):
-        recorded()
-        step(leaves())
-    host.select("cpp")
-    assert host.library() is not None
-
-
-def test_auto_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpp_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
     monkeypatch.delenv("RINGFA3_HOST", raising=False)
     monkeypatch.setattr(host, "select", chosen.append)
     host.ensure()
-    assert chosen == ["auto"]
+    assert chosen == ["cpp"]
 
 
 def test_kernels_do_not_depend_on_the_library(

@@ -95,7 +95,8 @@ struct Differentiable : Function<Differentiable<Op>> {
   }
 };
 
-// Whether autograd of a call runs here: q, k, v are plain, and no mode looks at the call.
+// Whether autograd of a call runs here: q, k, v are plain, and neither the host's choice nor a mode
+// sends it to Python.
 inline bool runs_here(c10::DispatchKeySet keys, Tensor const& q, Tensor const& k, Tensor const& v,
                       MaybeTensor const& sink) {
   return host().enabled.load(std::memory_order_relaxed) && is_plain(q) && is_plain(k) &&

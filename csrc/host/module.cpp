@@ -157,12 +157,11 @@ PyObject* stop_kernels(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// enable(calls: bool, rings: bool): what the library starts
+// enable(on: bool): whether the library starts calls
 PyObject* enable(PyObject*, PyObject* args) {
-  int calls, rings;
-  if (!PyArg_ParseTuple(args, "pp", &calls, &rings)) return nullptr;
-  host().enabled = calls == 1;
-  host().rings_enabled = rings == 1;
+  int on;
+  if (!PyArg_ParseTuple(args, "p", &on)) return nullptr;
+  host().enabled = on == 1;
   Py_RETURN_NONE;
 }
 

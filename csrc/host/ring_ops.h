@@ -56,7 +56,7 @@ struct RingReplay {
       : op(name) {
     auto const handle = plan.maybe_as_int();
     bool const symmetric = transport == "auto" || transport == "symmetric";
-    if (!host().rings_enabled.load(std::memory_order_relaxed) || !handle || !symmetric ||
+    if (!host().enabled.load(std::memory_order_relaxed) || !handle || !symmetric ||
         precision != "native") {
       return;
     }
@@ -201,8 +201,7 @@ inline Outputs ring_attention_autograd(c10::DispatchKeySet keys, Tensor const& q
                                        double scale, bool deterministic, std::string_view precision,
                                        std::string_view transport) {
   auto const handle = plan.maybe_as_int();
-  bool const here = host().rings_enabled.load(std::memory_order_relaxed);
-  if (!here || !handle || !runs_here(keys, q, k, v, sink)) {
+  if (!handle || !runs_here(keys, q, k, v, sink)) {
     return ring_forward_op().redispatch(autograd_by_python(keys), q, k, v, sink, plan, scale,
                                         deterministic, precision, transport);
   }

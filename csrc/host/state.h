@@ -31,7 +31,6 @@ struct Host {
   c10::DispatchKeySet plain;     // keys that a tensor which is nothing but strided may have
   bool lengths_by_value = true;  // cumulative lengths on the CPU, which change without a version
   std::atomic<bool> enabled{true};
-  std::atomic<bool> rings_enabled{false};  // the library also starts calls of rings
   RingCalls ring_calls;
   at::Tensor (*keep_plan)(int64_t handle) = nullptr;  // gives a tensor with which a plan lives
 };
