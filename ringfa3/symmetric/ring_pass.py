@@ -198,8 +198,8 @@ class SymmetricRingPass:
         stream = CurrentStream.of(k.device)
         alike = self._key, kind_of(inputs, settings, stream)
         kind = alike, parity
-        program = self._known.programs.get(kind)
-        if program is None:
+        program = self._known.programs.get(kind, 0)
+        if isinstance(program, int):
             self.recording = ProgramRecording(library, self._known.programs, kind, inputs)
             return None
         if program.held is None:

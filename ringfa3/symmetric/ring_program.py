@@ -1,8 +1,8 @@
 """Ring calls over peers' memory as programs, which the host library replays.
 
-The first call of its kind runs in Python, the second one beside a recorder. Of the next one Python
-begins: checks, agreement, number and parity, settings for the store's monitor, room in the shared
-memory. What follows, from the first driver call to the results, is replayed. Then the library knows
+The first calls of a kind run in Python, then one beside a recorder. The next one Python begins:
+checks, agreement, number and parity, settings for the store's monitor, room in the shared memory.
+What follows, from the first driver call to the results, is replayed. From then on the library knows
 the call by its arguments: Python only counts it, in `ReplayableCall.begin`.
 """
 
@@ -20,6 +20,10 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.stream_ops import Stream
 
+# Of a kind and parity, the number of the call that is recorded. To record takes the host as long as
+# ten calls in Python. Packed documents give each step a plan of its own, in which 64 layers make 32
+# calls of a kind and parity: none is recorded. A plan that serves many steps has programs.
+RECORDED_CALL = 33
 MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
 ALIGNMENT = 16  # bytes
 
@@ -94,7 +98,7 @@ class ReplayableCall:
         self._backend.tell((torch.OutOfMemoryError if memory else RuntimeError)(text))
 
 
-Programs: TypeAlias = MutableMapping[Hashable, RingProgram | None]  # None: one call has been seen
+Programs: TypeAlias = MutableMapping[Hashable, RingProgram | int]  # int: calls so far, in Python
 
 
 def kind_of(inputs: Inputs, settings: Hashable, stream: CurrentStream) -> Hashable:
@@ -108,16 +112,18 @@ def _layout(x: torch.Tensor) -> Hashable:
 
 
 class ProgramRecording:
-    """Around a call that Python runs: makes its program if a call of the kind was seen before."""
+    """Around a call that Python runs: counts it, and makes a program of the `RECORDED_CALL`."""
 
     def __init__(self, library: Any, programs: Programs, kind: Hashable, inputs: Inputs) -> None:
         """library: for which it records. programs: in which the kind has no program."""
         self._library, self._programs, self._kind = library, programs, kind
         self._modes = ExitStack()
-        self._recorder = ProgramRecorder(inputs) if kind in programs else None
         if kind not in programs and len(programs) >= MAX_PROGRAMS:
             programs.clear()
-        programs.setdefault(kind, None)
+        earlier = programs.get(kind, 0)
+        assert isinstance(earlier, int)
+        programs[kind] = earlier + 1
+        self._recorder = ProgramRecorder(inputs) if earlier + 1 >= RECORDED_CALL else None
 
     def __enter__(self) -> ProgramRecording:
         if self._recorder is not None:

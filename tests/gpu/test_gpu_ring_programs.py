@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 from ringfa3 import host, ring_attn_func
 from ringfa3.build.host_library import ensure_host_library
-from ringfa3.symmetric import self_test
+from ringfa3.symmetric import ring_program, self_test
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from tests.gpu.test_gpu_symmetric import Layer
 from tests.support.ranks import free_port
@@ -101,7 +101,8 @@ def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None
     shared = torch.cuda.device_count() < world
     torch.cuda.set_device(0 if shared else rank)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    with _as_if_apart(rank) if shared else nullcontext():
+    apart = _as_if_apart(rank) if shared else nullcontext()
+    with apart, mock.patch.object(ring_program, "RECORDED_CALL", 2):
         function(rank, world)
     dist.barrier()
     dist.destroy_process_group()

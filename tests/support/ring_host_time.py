@@ -24,7 +24,7 @@ from ringfa3.build.host_library import ensure_host_library
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring import op
 from ringfa3.ring.prepare_call import PreparedCall
-from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric import cuda_driver, ring_program
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.signals import Signals
@@ -87,6 +87,7 @@ def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[floa
         mock.patch.object(cuda_driver, "_entries", return_value=cuda.entries),
         mock.patch.object(SymmetricBackend, "compute", lambda _, __, work: work()),
         mock.patch.object(Signals, "reached", return_value=True),
+        mock.patch.object(ring_program, "RECORDED_CALL", 2),
     ):
         backend = SymmetricBackend(Alone(ranks, 0, 60.0), CPU, 60.0, print)  # type: ignore[arg-type]
         plan = plan_context(TOKENS * world, (backend.group.rank, world))

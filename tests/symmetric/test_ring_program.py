@@ -20,10 +20,16 @@ from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.ring.op import run_backward, run_forward
 from ringfa3.ring.prepare_call import PreparedCall
-from ringfa3.symmetric import cuda_driver, self_test
+from ringfa3.symmetric import cuda_driver, ring_program, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
-from ringfa3.symmetric.ring_program import MAX_PROGRAMS, ProgramRecording, Programs, RingProgram
+from ringfa3.symmetric.ring_program import (
+    MAX_PROGRAMS,
+    RECORDED_CALL,
+    ProgramRecording,
+    Programs,
+    RingProgram,
+)
 from ringfa3.symmetric.self_test import open_backend
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.fake_driver import Computations, Entry, LoggedCuda, in_terms
@@ -104,9 +110,16 @@ def replays() -> Iterator[dict[int, int]]:
 
 
 def on_ranks(
-    kernels: FakeKernels, world: int, work: Callable[[Rank, Any], Any], documents: bool = False
+    kernels: FakeKernels,
+    world: int,
+    work: Callable[[Rank, Any], Any],
+    documents: bool = False,
+    recorded: int = 2,
 ) -> list[Any]:
-    """Runs work(rank, choose) on ranks; choose(host) makes all of them choose it."""
+    """Runs work(rank, choose) on ranks; choose(host) makes all of them choose it.
+
+    recorded: in place of RECORDED_CALL.
+    """
     ranks = Ranks(world, seed=world)
     ranks.cuda = cuda = LoggedCuda(world, kernels)
     meet = threading.Barrier(world, timeout=20.0)
@@ -130,6 +143,7 @@ def on_ranks(
         cuda.stands_in(),
         mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=20.0),
         mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64),
+        mock.patch.object(ring_program, "RECORDED_CALL", recorded),
     ):
         results = ranks.run(enter)
     assert not cuda.problems
@@ -292,12 +306,28 @@ def test_a_refused_call_raises_the_error_of_python(kernels: FakeKernels, refused
 
 def test_kinds_of_calls_are_bounded() -> None:
     """One too many forgets all; a call of a kind that was seen before forgets none."""
-    programs: Programs = dict.fromkeys(range(MAX_PROGRAMS - 1))
+    programs: Programs = dict.fromkeys(range(MAX_PROGRAMS - 1), 1)
     for kind in (MAX_PROGRAMS - 1, 0):
         ProgramRecording(None, programs, kind, ())
         assert list(programs) == list(range(MAX_PROGRAMS))
     ProgramRecording(None, programs, "another", ())
     assert list(programs) == ["another"]
+
+
+def test_calls_of_one_step_are_not_recorded(kernels: FakeKernels) -> None:
+    """64 layers call 32 times in each parity; the next call of a parity is recorded."""
+
+    def work(rank: Rank, choose: Callable[[str], None]) -> list[int]:
+        choose("cpp")
+        made = []
+        for calls in (64, 2):
+            for _ in range(calls):
+                rank.call("forward", 0)
+            known = rank.backend.recipes[rank.plan.hops].programs.values()
+            made.append(sum(isinstance(x, RingProgram) for x in known))
+        return made
+
+    assert on_ranks(kernels, 2, work, recorded=RECORDED_CALL) == [[0, 2], [0, 2]]
 
 
 def test_inputs_that_no_program_serves_are_run_by_python(kernels: FakeKernels) -> None:
