@@ -20,9 +20,9 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.stream_ops import Stream
 
-# Of a kind and parity, the number of the call that is recorded. To record takes the host as long as
-# ten calls in Python. Packed documents give each step a plan of its own, in which 64 layers make 32
-# calls of a kind and parity: none is recorded. A plan that serves many steps has programs.
+# Of a kind and parity, the number of the call that is recorded, which takes the host about 2 ms.
+# Packed documents give each step a plan of its own, in which 64 layers make 32 calls of a kind and
+# parity: none is recorded. A plan that serves many steps has programs.
 RECORDED_CALL = 33
 MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
 ALIGNMENT = 16  # bytes
