@@ -1,9 +1,9 @@
 """Ring calls over peers' memory as programs, which the host library replays.
 
-The first calls of a kind run in Python, then one beside a recorder. The next one Python begins:
-checks, agreement, number and parity, settings for the store's monitor, room in the shared memory.
-What follows, from the first driver call to the results, is replayed. From then on the library knows
-the call by its arguments: Python only counts it, in `ReplayableCall.begin`.
+The first calls of a kind and parity run in Python, then one beside a recorder. The next one Python
+begins: checks, agreement, number and parity, settings for the store's monitor, room in the shared
+memory. What follows, from the first driver call to the results, is replayed. From then on the
+library knows the call by its arguments: Python only counts it, in `ReplayableCall.begin`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.stream_ops import Stream
 
-# Of a kind and parity, the number of the call that is recorded, which takes the host about 2 ms.
-# Packed documents give each step a plan of its own, in which 64 layers make 32 calls of a kind and
-# parity: none is recorded. A plan that serves many steps has programs.
-RECORDED_CALL = 33
-MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
+# Of a kind and parity, the number of the call that is recorded, which takes the host about 2 ms. A
+# plan that serves many steps repays them. Packed documents give each step a plan of its own; it has
+# up to 64 calls of a kind and parity in 128 layers, or in 42 that recompute attention.
+RECORDED_CALL = 65
+MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten, and counted anew
 ALIGNMENT = 16  # bytes
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
@@ -112,7 +112,7 @@ def _layout(x: torch.Tensor) -> Hashable:
 
 
 class ProgramRecording:
-    """Around a call that Python runs: counts it, and makes a program of the `RECORDED_CALL`."""
+    """Around a call that Python runs: counts it, and makes a program from `RECORDED_CALL` on."""
 
     def __init__(self, library: Any, programs: Programs, kind: Hashable, inputs: Inputs) -> None:
         """library: for which it records. programs: in which the kind has no program."""

@@ -28,7 +28,7 @@ from tests.support.ranks import free_port
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 LAYERS = 4
-TURNS = 8  # of each layer: both parities have a first call, a recorded one and replayed ones
+TURNS = 8  # of each layer: both parities have a first call, a recorded one (the second), replays
 
 Results = list[torch.Tensor]
 

@@ -32,7 +32,7 @@ from tests.symmetric.test_ring_program import KINDS, SCALE, Call, Rank, on_ranks
 TRANSPORTS = {"forward": "auto", "gathered": "symmetric", "backward": "auto"}
 INPUTS = "q", "k", "v", "dout", "out", "lse"
 Change = Callable[[dict[str, torch.Tensor]], None]
-OWN_TURNS = 3  # of a kind and parity: first, recorded, replayed after Python has begun it
+OWN_TURNS = 3  # of a kind and parity: first, recorded (the second one here), begun in Python
 MAX_FRAMES = 6  # of Python in a call that begins again: two, and two for each stream that waits
 
 

@@ -315,12 +315,12 @@ def test_kinds_of_calls_are_bounded() -> None:
 
 
 def test_calls_of_one_step_are_not_recorded(kernels: FakeKernels) -> None:
-    """64 layers call 32 times in each parity; the next call of a parity is recorded."""
+    """128 layers call 64 times in each parity; the next call of a parity is recorded."""
 
     def work(rank: Rank, choose: Callable[[str], None]) -> list[int]:
         choose("cpp")
         made = []
-        for calls in (64, 2):
+        for calls in (128, 2):
             for _ in range(calls):
                 rank.call("forward", 0)
             known = rank.backend.recipes[rank.plan.hops].programs.values()

@@ -12,11 +12,10 @@ from ringfa3.bench.common.communicator import Communicator
 from ringfa3.bench.common.problem import Problem
 from ringfa3.bench.common.timing import median
 from ringfa3.bench.ring.implementations import Distributed
-from ringfa3.symmetric.ring_program import RECORDED_CALL
 
 RUNS, SMOKE_RUNS = 20, 3  # on a GPU and on a CPU
 CALLS = 10  # of a run; the launch queue has room for all of them
-WARM_UP_RUNS = 2 * (RECORDED_CALL + 2) // CALLS + 1  # the library begins the calls behind them
+WARM_UP_RUNS = 3
 
 
 def host_seconds(

@@ -64,6 +64,7 @@ from ringfa3.bench.ring.summary import ring_lines, ring_row_line
 from ringfa3.bench.ring.table import ring_tables
 from ringfa3.kernels.dispatch import executor_reason, select_forward
 from ringfa3.numa import bind_to_numa_node
+from ringfa3.symmetric import ring_program
 from ringfa3.symmetric.forward_mode import FORWARD_MODES, gathered_bytes, select_forward_mode
 
 PRESENTATION = Presentation(ring_tables, ring_lines, ring_figures, ring_row_line)
@@ -87,6 +88,7 @@ def run(options: Options) -> int:
     Raises BenchError, on every rank, where nothing can be measured.
     """
     settings = _settings(options)
+    ring_program.RECORDED_CALL = 2  # a row repeats one plan, as later steps of a run do
     rank, world, local = job_ranks()
     device = machine.find_device(options.device, local)
     node = bind_to_numa_node(device)  # torchrun does not bind processes to cores
