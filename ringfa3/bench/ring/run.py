@@ -87,8 +87,16 @@ def run(options: Options) -> int:
 
     Raises BenchError, on every rank, where nothing can be measured.
     """
-    settings = _settings(options)
+    recorded = ring_program.RECORDED_CALL
     ring_program.RECORDED_CALL = 2  # a row repeats one plan, as later steps of a run do
+    try:
+        return _run(options)
+    finally:
+        ring_program.RECORDED_CALL = recorded
+
+
+def _run(options: Options) -> int:
+    settings = _settings(options)
     rank, world, local = job_ranks()
     device = machine.find_device(options.device, local)
     node = bind_to_numa_node(device)  # torchrun does not bind processes to cores
