@@ -36,8 +36,8 @@ class ParallelLayout:
 
     ``host_group`` connects all ranks over gloo, for communication outside the training step.
     ``save_group`` does the same for the thread that writes checkpoints. ``store`` belongs to this
-    attempt of the job: keys of earlier attempts are not visible. ``restarted`` is right on rank 0
-    only: whether torchrun restarted the job.
+    attempt of the job: keys of earlier attempts are not visible. The last two are right on rank 0
+    only: whether torchrun restarted the job, and what identifies the job in all its attempts.
     """
 
     rank: int
@@ -49,6 +49,7 @@ class ParallelLayout:
     save_group: dist.ProcessGroup | None = None
     store: dist.Store | None = None
     restarted: bool = False
+    job: str = ""
 
     @property
     def cp_rank(self) -> int:
@@ -117,12 +118,15 @@ def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    job = _launcher()
     if world == 1:
-        return ParallelLayout(rank, world, config.cp, device, restarted=restarted)
+        return ParallelLayout(rank, world, config.cp, device, restarted=restarted, job=job)
     timeout = timedelta(seconds=config.timeout_s)
     shared = _connect(rank, timeout)
     if rank == 0:  # this host may be at its first attempt while another host restarted
         restarted = shared.add("attempts", 1) > 1 or restarted
+        if _agent_hosts_store():  # also where another host's rank 0 began the job
+            job = shared.compare_set("job", "", job).decode()
     store = rendezvous(shared, rank, world, config.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     # No device_id: a bound default group makes every later NCCL group a split of its communicator,
@@ -132,17 +136,29 @@ def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
     own_group, _ = dist.new_subgroups_by_enumeration(cp_groups, timeout=timeout)
     host_group, save_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     return ParallelLayout(
-        *(rank, world, config.cp, device, own_group, host_group, save_group, store, restarted)
+        *(rank, world, config.cp, device, own_group, host_group, save_group, store, restarted, job)
     )
+
+
+def _agent_hosts_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _launcher() -> str:
+    """The process that has started this one, on all hosts and at all times: torchrun's agent."""
+    parent = os.getppid()
+    # Of its fields after the name, which may contain spaces, the 20th is the start, since boot.
+    start = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {parent} {start}"
 
 
 def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
     """The store at torchrun's address, hosted by its agent or, if the agent does not, by rank 0."""
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not shared,
+        is_master=rank == 0 and not _agent_hosts_store(),
         timeout=timeout,
         wait_for_workers=False,
     )

@@ -40,6 +40,7 @@ class RunFolder:
     eval-*.json       results of mode=eval; needle.json those of mode=needle
     wandb-id.txt      the run at Weights & Biases
     estimate.json     the prediction of mode=estimate
+    .job              the job that has prepared the folder last
     """
 
     FILES = (
@@ -60,10 +61,20 @@ class RunFolder:
         self.profile = self.path / "profile"
         self.origin = self.path / "origin"
         self.tensorboard = self.path / "tensorboard"
+        self._job = self.path / ".job"
 
     def log(self, rank: int) -> Path:
         """The output of a rank other than 0, and the last traceback of any rank."""
         return self.path / "logs" / f"rank{rank}.log"
+
+    def job(self) -> str | None:
+        """What ``set_job`` has noted, if anything."""
+        return self._job.read_text() if self._job.exists() else None
+
+    def set_job(self, job: str) -> None:
+        """Note that the job has prepared this folder."""
+        self.make()
+        write_atomically(self._job, job)
 
     def holds_run(self) -> bool:
         """Whether the folder contains a run."""

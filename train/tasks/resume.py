@@ -26,16 +26,19 @@ def prepare_folder(
 ) -> None:
     """Create the run folder, or check that its contents belong to this run. Rank 0 does the work.
 
+    A job that torchrun has restarted goes on, without a check, in a folder that it had prepared.
+
     Raises ``ConfigError`` on every rank if the folder contains anything else, or a run that
     another one replaces and whose successor could not start from ``checkpoint``.
     """
 
     def prepare() -> None:
-        if not parallel.restarted:
+        if not (parallel.restarted and folder.job() == parallel.job):
             folder.require_fit(config)
             if folder.is_replaced_by(config):
                 _require_origin(config, folder, state)
                 folder.clear()
+        folder.set_job(parallel.job)
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
         if not checkpoints_in(folder.checkpoints):  # the run starts with these weights
             keep_origin(_settings_of(config.checkpoint), folder.origin)

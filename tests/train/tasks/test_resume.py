@@ -48,6 +48,35 @@ def test_the_origin_is_that_of_the_start_that_made_a_checkpoint(config, tmp_path
     assert start_with("third") == "second"
 
 
+def test_a_restart_goes_on_only_in_a_folder_that_its_job_has_prepared(config):
+    """The settings, `resume=never` and `overwrite` are judged once for each job, and not forgotten
+    when torchrun restarts a job that was refused."""
+    folder = RunFolder(config)
+    layout = lambda job, restarted: dataclasses.replace(ALONE, job=job, restarted=restarted)  # noqa: E731
+
+    def prepare(job: str, restarted: bool, **changes: object) -> None:
+        changed = dataclasses.replace(config, **changes)
+        prepare_folder(changed, folder, layout(job, restarted), mock.Mock())
+
+    prepare("first", restarted=False)
+    folder.config.write_text(json.dumps(dataclasses.asdict(config)))
+    folder.metrics.touch()
+    never = dataclasses.replace(config.checkpoint, resume="never")
+    prepare("first", restarted=True, checkpoint=never)
+    hot = dataclasses.replace(config.optim, lr=0.5)
+    for restarted in (False, True):
+        with pytest.raises(ConfigError, match=r"another run, with optim\.lr="):
+            prepare("second", restarted, optim=hot)
+        with pytest.raises(ConfigError, match=r"already holds a run and checkpoint\.resume=never"):
+            prepare("second", restarted, checkpoint=never)
+    replacing = dataclasses.replace(config.run, overwrite=True)
+    prepare("third", restarted=True, optim=hot, run=replacing)  # its first attempt came to nothing
+    assert not folder.metrics.exists()
+    folder.metrics.touch()
+    prepare("third", restarted=True, optim=hot, run=replacing)
+    assert folder.metrics.exists()
+
+
 def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
     trainer = make_trainer(config)
     trainer.train()

@@ -95,6 +95,20 @@ def test_a_run_with_a_killed_rank_is_bit_equal(overrides, undisturbed, tmp_path,
     )
 
 
+def test_a_refusal_stands_when_torchrun_restarts_the_job(overrides, tmp_path):
+    """Another learning rate, under ``--max-restarts 1``: refused twice, and nothing is changed."""
+    folder, launcher = tmp_path / "run", ("--standalone", "--max-restarts", "1")
+    with Job(folder, 1, *overrides, "train.steps=2") as job:
+        job.finish()
+    before = (folder / "config.json").read_text()
+    with Job(folder, 1, *overrides, "train.steps=4", "optim.lr=0.5", launcher=launcher) as job:
+        code, output = job.end()
+    assert code == 1
+    assert output.count("holds another run, with optim.lr=") == 2, output
+    assert "goes on after step" not in output
+    assert (folder / "config.json").read_text() == before
+
+
 def stop(folder: Path, overrides: list[str], whom: str, after: int) -> int:
     """SIGTERM to ``whom`` after step ``after``: the last finished step is saved, and returned."""
     with Job(folder, 2, *overrides, "parallel.cp=2") as job:
