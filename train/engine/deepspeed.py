@@ -121,6 +121,9 @@ class DeepSpeedEngine(Engine):
         norm = torch.where(valid >= 0, norm, math.nan)  # -1 is a norm that is not finite
         return norm.to(self.parallel.device)
 
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        return self.library.utils.safe_get_full_grad(parameter)
+
     def step(self, lr: float) -> None:
         set_learning_rate(self.optimizer, lr)
         self.engine.step()

@@ -7,6 +7,7 @@ or ``discard``. Only ``shards`` may be called from another thread.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,20 @@ class Engine(ABC):
         The host does not wait for it. It is NaN or infinite if a gradient is not finite.
         """
         return torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name, and this rank's share of the elements, of every gradient of a step before its end.
+
+        All ranks together hold each element, or each as often as others. Every rank calls this.
+        """
+        rank, world = self.parallel.rank, self.parallel.world
+        for name, parameter in self.parameters.items():
+            whole = self._gradient(parameter)
+            yield name, whole.flatten().tensor_split(world)[rank]
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        """A whole gradient."""
+        return parameter.grad
 
     def step(self, lr: float) -> None:
         """Take an optimiser step with learning rate ``lr`` and drop the gradients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -89,6 +90,10 @@ class FSDP2Engine(Engine):
         norm = super().grad_norm(limit)
         assert isinstance(norm, DTensor)
         return norm.full_tensor()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.parameters.items():
+            yield name, parameter.grad.to_local().flatten()
 
 
 def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from ringfa3 import RingFA3Attention
 from tests.support.ranks import sacrifice
-from train.config import Config
+from train.config import Config, EngineConfig
 from train.data import batches
 from train.data.shards import open_corpus
 from train.engine.ddp import DDPEngine
@@ -65,24 +66,66 @@ def _doubled(backward: Any) -> Any:
     return double
 
 
+class _Wrong(torch.autograd.Function):
+    """The identity, with a wrong gradient: that of the first ``lost`` rows is 0."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, lost: int) -> torch.Tensor:
+        context.lost = lost
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.clone()
+        gradient[: context.lost] = 0
+        return gradient, None
+
+
+def _without_dk(attend: Any) -> Any:
+    """A ring whose backward gives no dK at all."""
+
+    def forward(self: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
+        return attend(self, q, _Wrong.apply(k, len(k)) if plan.world > 1 else k, v, plan=plan)
+
+    return forward
+
+
+def _without_a_hop_of_dv(attend: Any) -> Any:
+    """A ring in which a rank loses dV of a part of its rows."""
+
+    def forward(self: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
+        lost = len(v) // 4 if plan.world > 1 and dist.get_rank() == 1 else 0
+        return attend(self, q, k, _Wrong.apply(v, lost), plan=plan)
+
+    return forward
+
+
+ATTEND = "ringfa3.RingFA3Attention.forward"
 BUGS = {  # what to replace, by what
     "none": ("train.tasks.verify.make_batch", _checked(batches.make_batch)),
     "mask": ("train.data.batches.plan_context", _off_by_one(batches.plan_context)),
     "windows": ("train.model.transformer.narrowed", _without_windows(window.narrowed)),
     "positions": ("train.tasks.verify.make_batch", _local_positions(batches.make_batch)),
     "gradients": ("train.engine.ddp.DDPEngine.backward", _doubled(DDPEngine.backward)),
+    "dK": (ATTEND, _without_dk(RingFA3Attention.forward)),
+    "dV": (ATTEND, _without_a_hop_of_dv(RingFA3Attention.forward)),
 }
+WRONG = {"dK": "gradient of attention.wk", "dV": "gradient of attention.wv"}
 
 
-def _compare_all(_: dist.ProcessGroup, config: Config) -> dict[str, tuple[bool, str]]:
+def _compare_all(
+    _: dist.ProcessGroup, config: Config, bugs: list[str]
+) -> dict[str, tuple[bool, str]]:
     """By bug: whether the steps agree, and what this rank prints."""
     rank, world = dist.get_rank(), dist.get_world_size()
     parallel = ParallelLayout(rank, world, world, torch.device("cpu"), dist.group.WORLD)
     corpus, results = open_corpus(config.data), {}
-    for bug, (target, replacement) in BUGS.items():
+    for bug in bugs:
+        target, replacement = BUGS[bug]
         printed = io.StringIO()
         with mock.patch(target, replacement):
-            same = compare(comparable(config), corpus, parallel, Console(file=printed, width=200))
+            config = comparable(config)
+            same, _ = compare(config, corpus, parallel, Console(file=printed, width=200))
         results[bug] = same, printed.getvalue()
     return results
 
@@ -90,21 +133,48 @@ def _compare_all(_: dist.ProcessGroup, config: Config) -> dict[str, tuple[bool, 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_bugs_of_a_ring_are_found(config: Config, precision: str) -> None:
     """A mask that is off by one key of 30, a window of 90 keys for one of 40, local positions,
-    gradients cp times too large.
+    gradients cp times too large, no dK, a quarter of a rank's dV lost.
     """
     config.model.dim, config.model.ffn_dim, config.train.accumulation = 32, 64, 2
     config.model.n_layers, config.model.windows = 2, WINDOWS
     config.data.seq_len, config.train.precision = 300, precision
     config.memory.recompute, config.memory.offload = "attention-saving", "all"
     open_corpus(config.data)  # tokenised once, not by every rank
-    by_rank = sacrifice(2, 60, _compare_all, config, limit=100)
+    by_rank = sacrifice(2, 60, _compare_all, config, list(BUGS), limit=100)
     for results in by_rank:
         assert [bug for bug, (same, _) in results.items() if same] == ["none"]
     text = {bug: printed for bug, (_, printed) in by_rank[0].items()}
-    assert "parallel.cp=2 computes what one process does" in text["none"]
-    assert "does NOT compute what one process does: gradient norm\n" in text["gradients"]
+    assert "parallel.cp=2 computes what one process does, up to rounding" in text["none"]
+    assert "does NOT compute what one process does: gradient norm, gradient" in text["gradients"]
+    for bug, wrong in WRONG.items():
+        assert wrong in text[bug].rpartition("NOT")[2]
     for bug in ("mask", "windows", "positions"):
         assert "loss of a token" in text[bug].rpartition("NOT")[2]
+
+
+ENGINES = [
+    EngineConfig("fsdp2", shard="all"),
+    *(
+        pytest.param(
+            EngineConfig("deepspeed", stage=stage, offload=offload),
+            marks=pytest.mark.deepspeed,
+            id=f"zero-{stage}-{offload}",
+        )
+        for stage, offload in ((1, "none"), (2, "optimizer"), (3, "none"))
+    ),
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_are_compared_under_every_engine(config: Config, engine: EngineConfig) -> None:
+    """Each of them holds other parts of the gradients."""
+    config.model.dim, config.model.ffn_dim, config.model.n_layers = 32, 64, 2
+    config.data.seq_len, config.train.precision, config.train.accumulation = 300, "float32", 2
+    config.engine, config.model.windows = engine, WINDOWS
+    open_corpus(config.data)
+    results, _ = sacrifice(2, 60, _compare_all, config, ["none", "dK"], limit=100)
+    assert {bug: same for bug, (same, _) in results.items()} == {"none": True, "dK": False}
+    assert WRONG["dK"] in results["dK"][1].rpartition("NOT")[2]
 
 
 def test_a_job_verifies_itself(pretrain, overrides, tmp_path):
