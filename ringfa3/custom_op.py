@@ -7,7 +7,7 @@ are new tensors, and does not read the schema.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -56,10 +56,11 @@ def record_with(recorder: Recorder | None) -> None:
     _recorder = recorder
 
 
-def custom_op(kernel: F) -> F:
-    """Decorator: the op ringfa3::NAME of a function that changes no argument and returns none."""
+def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
+    """Decorator: the op ringfa3::NAME of a function that returns no argument, and changes those
+    that `mutates` names."""
     name = kernel.__name__
-    schema = torch.library.infer_schema(kernel, mutates_args=())
+    schema = torch.library.infer_schema(kernel, mutates_args=mutates)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def compute(args: tuple[Any, ...]) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 KINDS = ("attention", "matmul", "communication", "rest", "idle")
 IDLE_MS = 0.05  # a mark that the device reaches so soon after the host has issued it found no work
-MATMULS = ("matmul", "linear", "linear_backward")  # ops of train.model.matmul
+MATMULS = ("matmul", "add_matmul", "linear", "linear_backward")  # ops of train.model.matmul
 
 
 class Event(Protocol):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from train.data.samples import IGNORED
 from train.model.compiled import compiled_function
-from train.model.matmul import linear, matmul
+from train.model.matmul import add_matmul, linear, matmul
 from train.model.precision import product_dtype, sum_dtype
 
 
@@ -68,7 +68,7 @@ class _TokenLosses(torch.autograd.Function):
             dlogits_TV = scaled_softmax(linear(rounded, head_VD), factors)
             dlogits_TV.scatter_(1, targets[:, None], at_target[:, None])
             dhidden.copy_(matmul(dlogits_TV, head_VD))
-            dhead_VD += matmul(dlogits_TV.T, rounded)
+            add_matmul(dhead_VD, dlogits_TV.T, rounded)
         return dhidden_TD, dhead_VD.to(weight_VD.dtype), None, None, None
 
 

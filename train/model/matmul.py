@@ -5,6 +5,7 @@ A compiler takes each as one node. Shapes are written as suffixes, as in ``trans
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,24 @@ def matmul(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor:
 @register_fake(matmul)
 def _(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1])
+
+
+@partial(custom_op, mutates=("total",))
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b``, of matrices of one dtype, to ``total``; no gradient.
+
+    A GPU adds its float32 sums to a float32 total as they are, other devices round them to the
+    dtype of the matrices first.
+    """
+    if a.is_cuda and total.dtype == torch.float32 != a.dtype:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+@register_fake(add_matmul)
+def _(total: Tensor, a: Tensor, b: Tensor) -> None:
+    return None
 
 
 @custom_op

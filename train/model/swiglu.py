@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ringfa3.custom_op import custom_op, register_autograd, register_fake
 from train.config import ModelConfig
-from train.model.matmul import Linear, linear, matmul
+from train.model.matmul import Linear, add_matmul, linear, matmul
 from train.model.precision import product_dtype, sum_dtype
 
 ALL = 1 << 62  # tokens: more than any sample has
@@ -89,12 +89,12 @@ def _backward(
     for x, dy, dx in zip(*chunks, strict=True):
         gate_TF, up_TF = linear(x, gate_FD), linear(x, up_FD)
         silu_TF = F.silu(gate_TF)
-        ddown_DF += matmul(dy.T, silu_TF * up_TF)
+        add_matmul(ddown_DF, dy.T, silu_TF * up_TF)
         dhidden_TF = matmul(dy, down_DF)
         dup_TF = dhidden_TF * silu_TF
         dgate_TF = torch.ops.aten.silu_backward(dhidden_TF * up_TF, gate_TF)
-        dgate_FD += matmul(dgate_TF.T, x)
-        dup_FD += matmul(dup_TF.T, x)
+        add_matmul(dgate_FD, dgate_TF.T, x)
+        add_matmul(dup_FD, dup_TF.T, x)
         dx.copy_(matmul(dup_TF, up_FD, matmul(dgate_TF, gate_FD)))
     dweights = zip((dgate_FD, dup_FD, ddown_DF), weights, strict=True)
     dgate_FD, dup_FD, ddown_DF = (total.to(weight.dtype) for total, weight in dweights)

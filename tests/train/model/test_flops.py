@@ -34,6 +34,8 @@ class Products(TorchDispatchMode):
             self.flops += 2 * 2 * shapes[1].numel() * shapes[2][0]
         elif name == "ringfa3::matmul":
             self.flops += 2 * shapes[0].numel() * shapes[1][1]
+        elif name == "ringfa3::add_matmul":  # the first is the sum
+            self.flops += 2 * shapes[1].numel() * shapes[2][1]
         self.forwards += name == "ringfa3::ring_attention"
         self.backwards += name == "ringfa3::ring_attention_backward"
         return op(*args, **(kwargs or {}))
