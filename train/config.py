@@ -218,6 +218,11 @@ class MemoryConfig:
             return self.loss_chunk
         return max(LEAST_LOSS_TOKENS, MOST_LOGITS // rows)
 
+    @property
+    def attention_forwards(self) -> int:
+        """How often attention's forward runs in a step: twice where the backward recomputes it."""
+        return 2 if self.recompute == "full" else 1
+
     def offloaded(self, n_layers: int) -> int:
         """How many of ``n_layers`` layers offload their tensors: the first ones, not the last."""
         if self.offload == "none":
@@ -232,6 +237,7 @@ class CheckpointConfig:
     keep_every: int | None = None
     resume: str = "auto"
     init_from: str | None = None
+    stop_s: float = 12.0
 
 
 @dataclass

@@ -18,7 +18,7 @@ from train.checks.offload import check_offload
 from train.checks.origin import check_origin
 from train.config import CheckpointConfig, Config, ConfigError
 from train.hf.architecture import hf_folder
-from train.keys import get, nearest
+from train.keys import default, get, nearest
 from train.run.run_folder import RunFolder
 
 RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
@@ -117,6 +117,7 @@ ABOVE_ZERO = (
     "optim.eps",
     "optim.clip",
     "parallel.timeout_s",
+    "checkpoint.stop_s",
     "train.max_wall_time",
     "guard.sigma",
     "generate.top_p",
@@ -205,7 +206,9 @@ def _check_values(config: Config) -> None:
     for key in ABOVE_ZERO:
         value = get(config, key)
         if value is not None and not value > 0:
-            raise ConfigError(f"{key}={value} must be above 0")
+            usual = default(key)
+            usual = "null" if usual is None else usual
+            raise ConfigError(f"{key}={value} must be above 0; the default is {key}={usual}")
 
 
 def _check_sdpa(config: Config) -> None:
@@ -236,7 +239,10 @@ def _check_sdpa(config: Config) -> None:
 def _check_optim(config: Config) -> None:
     optim = config.optim
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        raise ConfigError(f"optim.betas={optim.betas} must be two numbers in [0, 1)")
+        raise ConfigError(
+            f"optim.betas={optim.betas} must be two numbers in [0, 1); the default is "
+            f"optim.betas={default('optim.betas')}"
+        )
     if optim.warmup_steps > config.train.steps:
         raise ConfigError(
             f"optim.warmup_steps={optim.warmup_steps} exceeds train.steps={config.train.steps}; "

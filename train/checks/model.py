@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from train.config import FULL, ConfigError, ModelConfig, RopeConfig
+from train.keys import default
 
 # Names of ringfa3 stand here again: to import it would import torch.
 QUANTISED_HEAD_DIMS = (64, 128, 256)
@@ -91,6 +92,9 @@ def _check_rope(rope: RopeConfig) -> None:
     for key, other in pairs.items():
         low, high = getattr(rope, key), getattr(rope, other)
         if low >= high:
-            raise ConfigError(f"model.rope.{key}={low} must be below model.rope.{other}={high}")
+            raise ConfigError(
+                f"model.rope.{key}={low} must be below model.rope.{other}={high}; the defaults are "
+                f"{default(f'model.rope.{key}')} and {default(f'model.rope.{other}')}"
+            )
     if rope.type == "yarn" and rope.theta <= 1:
         raise ConfigError(f"model.rope.theta={rope.theta} must be above 1 for model.rope.type=yarn")

@@ -40,6 +40,7 @@ from train.data.manifest import (
     verify,
     write_manifest,
 )
+from train.engine.host_copies import HostCopies
 from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.shard import LoadPlanner, SavePlanner, Shard, own_share, whole
 
@@ -197,7 +198,7 @@ class Checkpoints:
         self.keep, self.keep_every = keep, keep_every
         self.saved: int | None = None  # step of the newest complete checkpoint
         self.failures = 0
-        self._buffers: dict[tuple[str, int], Tensor] = {}  # by name and number of the box
+        self._host = HostCopies(parallel.device)
         self._stream = (
             torch.cuda.Stream(parallel.device) if parallel.device.type == "cuda" else None
         )
@@ -213,6 +214,20 @@ class Checkpoints:
         """
         search = partial(newest_valid, self.folder, self.say, own=True, accepted=accepted)
         return from_rank_0(self.parallel, search)
+
+    def remove_after(self, step: int) -> None:
+        """Remove what the run has rolled back behind: the checkpoints of later steps than ``step``.
+
+        Every rank must call this. No write may be in progress.
+        """
+
+        def remove() -> None:
+            for later, path in checkpoints_in(self.folder).items():
+                if later > step:
+                    self._remove(path)
+
+        from_rank_0(self.parallel, remove)
+        self.saved = step
 
     def remove_litter(self) -> None:
         """Remove the incomplete files of killed processes. No write may be in progress."""
@@ -252,24 +267,19 @@ class Checkpoints:
     def _copy(
         self, shards: Mapping[str, Shard], ready: torch.cuda.Event | None
     ) -> dict[str, Shard]:
+        boxes = [box.values for shard in shards.values() for box in shard.boxes]
+        hosts = iter(self._host.like(boxes))
+
+        def copy(_: int, box: Tensor) -> Tensor:
+            return next(hosts).copy_(box, non_blocking=True)
+
         with torch.no_grad(), torch.cuda.stream(self._stream):
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
-            copies = {
-                name: shard.map(partial(self._copy_box, name)) for name, shard in shards.items()
-            }
+            copies = {name: shard.map(copy) for name, shard in shards.items()}
         if self._stream is not None:
             self._stream.synchronize()
         return copies
-
-    def _copy_box(self, name: str, number: int, tensor: Tensor) -> Tensor:
-        """Start to copy box ``number`` of a tensor to its buffer on the host."""
-        buffer = self._buffers.get((name, number))
-        if buffer is None:
-            pinned = tensor.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self._buffers[name, number] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
 
     def _write(self, step: int, share: dict[str, Shard], facts: dict[str, Any]) -> None:
         """Runs in the thread, on all ranks at once."""

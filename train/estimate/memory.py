@@ -63,7 +63,6 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     residual, attention = _kept(job)
     layers = config.model.n_layers
     resident = min(layers, layers - memory.offloaded(layers) + RESIDENT - 1)
-    moved = {"none": 0, "residual": residual, "all": residual + attention}[memory.offload]
     parts = {
         "weights": FULL * share,
         "gradients": FULL * summed,
@@ -78,11 +77,18 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     if memory.recompute == "full":
         parts["attention's (O, LSE)"] = 0
     host = {
-        "offloaded activations": moved * memory.offloaded(layers) * job.ranks_per_host,
-        # A checkpoint copies a rank's part of weights and moments to pinned memory.
+        "offloaded activations": offloaded_bytes(job) * job.ranks_per_host,
+        # A checkpoint copies a rank's part of weights and moments to pinned memory of its size.
         "checkpoints": 3 * FULL * total * job.ranks_per_host // ranks,
     }
     return MemoryEstimate(parts, _phases(job, block, embedding), host)
+
+
+def offloaded_bytes(job: Job) -> int:
+    """Bytes that a rank moves to its host in the forward of a sample."""
+    memory, (residual, attention) = job.config.memory, _kept(job)
+    of_layer = residual + attention if memory.offload == "all" else residual
+    return of_layer * memory.offloaded(job.config.model.n_layers)
 
 
 def shared_bytes(job: Job) -> int:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from train.config import Config, ConfigError
+from train.estimate.host_memory import host_memory
 from train.estimate.job import Job, UnpredictableError
 from train.estimate.memory import MemoryEstimate, estimate_memory
 from train.estimate.step_time import StepTime, estimate_time
+from train.run.held_run import allowed_changes
 
 # Settings that need less memory, the cheaper ones first. Of a pair of one key one at most is taken.
 CHANGES: tuple[tuple[str, object], ...] = (
     ("memory.loss_chunk", 1024),
     ("memory.mlp_chunk", 16384),
     ("train.residual", "bfloat16"),
+    ("memory.loss_chunk", 512),
+    ("memory.mlp_chunk", 4096),
     ("memory.recompute", "attention-saving"),
     ("engine", "fsdp2"),
     ("memory.offload", "residual"),
@@ -74,14 +77,6 @@ def predict(job: Job) -> Prediction:
         return Prediction(job, memory, None, str(error))
 
 
-def host_memory() -> float:
-    """Bytes of this machine's memory."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return 1024.0 * int(line.split()[1])
-    raise ConfigError("hardware.host_gb=null: /proc/meminfo has no MemTotal; give hardware.host_gb")
-
-
 def limits_of(config: Config, device: float | None = None) -> Limits:
     """``hardware``'s, with this machine's host memory where it gives none.
 
@@ -96,18 +91,18 @@ def smallest_change(job: Job, limits: Limits) -> list[str]:
     """The fewest settings with which ``job`` fits, as overrides; of as many the fastest.
 
     Empty if it fits, or if nothing helps. Where no setting of a group is enough, more GPUs share
-    each sample.
+    each sample. A start that continues a run keeps the settings that determine the run's result.
     """
     if not predict(job).problems(limits):
         return []
+    allowed = allowed_changes(job.config, (key for key, _ in CHANGES))
     for more in (1, 2, 4, 8):
         wider, overrides = _on_more(job, more)
         if wider is None:
             continue
         for size in range(4):
             fitting = []
-            for number, (changed, names) in enumerate(_changed(wider, size, limits)):
-                predicted = predict(changed)
+            for number, (predicted, names) in enumerate(_changed(wider, size, allowed)):
                 if not predicted.problems(limits):
                     seconds = math.inf if predicted.time is None else predicted.time.total
                     fitting.append((seconds, number, overrides + names))
@@ -131,13 +126,16 @@ def require_fit(job: Job, limits: Limits) -> Prediction:
     return prediction
 
 
-def _changed(job: Job, size: int, limits: Limits) -> Iterator[tuple[Job, list[str]]]:
-    """``job`` with each choice of ``size`` settings that differ from its own and fit each other.
+def _changed(job: Job, size: int, allowed: Sequence[str]) -> Iterator[tuple[Prediction, list[str]]]:
+    """Predictions of ``job`` with each choice of ``size`` changes, and the choice as overrides.
 
-    A timeout that is too short is raised with them.
+    The changes are of ``allowed`` keys and fit each other. A timeout that is too short is raised
+    with them.
     """
     config = job.config
-    open_changes = [(key, value) for key, value in CHANGES if _value(job, key) != value]
+    open_changes = [
+        (key, value) for key, value in CHANGES if key in allowed and _value(job, key) != value
+    ]
     for chosen in itertools.combinations(open_changes, size):
         keys = [key for key, _ in chosen]
         if len(set(keys)) < size:
@@ -146,15 +144,16 @@ def _changed(job: Job, size: int, limits: Limits) -> Iterator[tuple[Job, list[st
         if changed is None:
             continue
         names = [f"{key}={value}" for key, value in chosen]
-        made = dataclasses.replace(job, config=changed)
-        time = predict(made).time
+        predicted = predict(dataclasses.replace(job, config=changed))
+        time = predicted.time
         if time is not None and time.total > changed.parallel.timeout_s:
             seconds = 60 * math.ceil(2 * time.total / 60)
             parallel = dataclasses.replace(changed.parallel, timeout_s=seconds)
             changed = dataclasses.replace(changed, parallel=parallel)
-            made = dataclasses.replace(made, config=changed)
+            made = dataclasses.replace(job, config=changed)
+            predicted = dataclasses.replace(predicted, job=made)
             names.append(f"parallel.timeout_s={seconds}")
-        yield made, names
+        yield predicted, names
 
 
 def _apply(config: Config, chosen: dict[str, object]) -> Config | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from train.config import Config, HardwareConfig
 from train.estimate.job import Job, UnpredictableError, parameters
-from train.estimate.memory import FULL, HALF
+from train.estimate.memory import FULL, offloaded_bytes
 from train.model.flops import (
     AGAIN_PER_PAIR,
     BACKWARD_PER_PAIR,
@@ -47,7 +47,8 @@ class StepTime:
 def estimate_time(job: Job) -> StepTime:
     """The time of a step, as long as its slowest rank.
 
-    Raises ``UnpredictableError``, also for documents too short for the speeds of ``hardware``.
+    Raises ``UnpredictableError``, also for documents too short, head dims not listed and models too
+    narrow for the speeds of ``hardware``.
     """
     job.require_predictable()
     _require_long(job.cu_seqlens)
@@ -59,14 +60,13 @@ def estimate_time(job: Job) -> StepTime:
     forward, backward = _attention_speeds(config)
     slowest = max(job.plan.work_per_rank) * samples
     each = slowest * model.n_heads * model.resolved_head_dim() * model.n_layers
-    forwards = 2 if memory.recompute == "full" else 1
     linear = (flops.linear + flops.repeated_linear) / job.gpus
     elements = job.tokens * samples * model.dim * model.n_layers
     # A recomputed block runs its forward, a third of this work, once more.
     again = 1 if memory.recompute == "none" else 4 / 3
-    attention = FORWARD_PER_PAIR * forwards * each / forward
+    attention = FORWARD_PER_PAIR * memory.attention_forwards * each / forward
     attention += (BACKWARD_PER_PAIR + AGAIN_PER_PAIR) * each / backward
-    matmul = linear / (np.interp(model.dim, hardware.widths, hardware.matmul_tflops) * 1e12)
+    matmul = linear / _matmul_speed(config)
     elementwise = again * elements * hardware.elementwise_bytes / (hardware.memory_gb_s * 1e9)
     block, embedding, head = parameters(model, job.rows)
     total = model.n_layers * block + embedding + head
@@ -74,7 +74,7 @@ def estimate_time(job: Job) -> StepTime:
     busy = attention + matmul + elementwise
     seconds = {
         "attention": attention,
-        "matrix products": float(matmul),
+        "matrix products": matmul,
         "elementwise": elementwise,
         "optimiser": update,
         "exposed communication": _exposed(job, hardware, total, busy),
@@ -104,6 +104,17 @@ def _attention_speeds(config: Config) -> tuple[float, float]:
     return hardware.forward_tflops[place] * 1e12, hardware.backward_tflops[place] * 1e12
 
 
+def _matmul_speed(config: Config) -> float:
+    """FLOP/s of matrix products; above the largest of ``widths`` they get no faster."""
+    hardware, dim = config.hardware, config.model.dim
+    if dim < hardware.widths[0]:
+        raise UnpredictableError(
+            f"the time of matrix products with model.dim={dim} cannot be predicted: hardware="
+            f"{hardware.name} has widths {', '.join(map(str, hardware.widths))}"
+        )
+    return float(np.interp(dim, hardware.widths, hardware.matmul_tflops)) * 1e12
+
+
 def _exposed(job: Job, hardware: HardwareConfig, total: int, busy: float) -> float:
     """Collectives of weights and gradients, less what two thirds of the work, a backward, hide.
 
@@ -121,14 +132,5 @@ def _exposed(job: Job, hardware: HardwareConfig, total: int, busy: float) -> flo
 
 def _exposed_offload(job: Job, hardware: HardwareConfig, busy: float) -> float:
     """Copies out in the forward, a third of the work, and back; each way less what hides it."""
-    config = job.config
-    model, memory = config.model, config.memory
-    if memory.offload == "none":
-        return 0.0
-    stream = HALF if config.train.residual == "bfloat16" else FULL
-    row = model.dim * stream
-    if memory.offload == "all":
-        row += model.n_heads * (model.resolved_head_dim() * HALF + FULL)
-    moved = row * job.tokens * job.samples * memory.offloaded(model.n_layers)
-    one_way = moved / (hardware.host_link_gb_s * 1e9)
+    one_way = offloaded_bytes(job) * job.samples / (hardware.host_link_gb_s * 1e9)
     return max(0.0, one_way - busy / 4) + max(0.0, one_way - busy / 2)

@@ -68,7 +68,7 @@ def step_flops(
     block = attention_weights(model) + mlp_weights(model)
     forward = 2 * tokens * (model.n_layers * block + rows * model.dim)
     each = pairs * model.n_heads * model.resolved_head_dim()
-    forwards = 2 if memory.recompute == "full" else 1
+    attention_again = AGAIN_PER_PAIR + (memory.attention_forwards - 1) * FORWARD_PER_PAIR
     # A recomputed block ends before `down`, whose output no gradient needs. Chunks of the MLP
     # compute gate and up again, and chunks of the loss the logits.
     gate_and_up = mlp_weights(model) * 2 // 3
@@ -81,5 +81,5 @@ def step_flops(
         linear=3 * forward,
         attention=(FORWARD_PER_PAIR + BACKWARD_PER_PAIR) * each,
         repeated_linear=2 * tokens * (model.n_layers * again + rows * model.dim),
-        repeated_attention=(AGAIN_PER_PAIR + (forwards - 1) * FORWARD_PER_PAIR) * each,
+        repeated_attention=attention_again * each,
     )

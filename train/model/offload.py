@@ -25,6 +25,26 @@ from ringfa3.custom_op import checkpointed
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
 
 
+def host_buffer(n_bytes: int, device: torch.device) -> Tensor:
+    """New host memory, (n_bytes,) uint8; for a GPU it is pinned until it is freed.
+
+    It takes ``n_bytes``. PyTorch rounds its own pinned memory up to a power of two.
+    """
+    buffer = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+    if device.type == "cuda" and n_bytes:
+        address = buffer.data_ptr()
+        with torch.cuda.device(device):
+            code = torch.cuda.cudart().cudaHostRegister(address, n_bytes, PORTABLE)
+        torch.cuda.check_error(int(code))
+        weakref.finalize(buffer, _unpin, address, device)
+    return buffer
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
 class Copies:
     """Copies that run at once, on the CPU."""
 
@@ -78,12 +98,7 @@ class HostPool:
         self._free[len(buffer) // self.tokens].append(buffer)
 
     def _allocate(self, n_bytes: int, device: torch.device) -> Tensor:
-        buffer = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
-        if device.type == "cuda":  # PyTorch rounds its own pinned memory up to a power of two
-            runtime = torch.cuda.cudart()
-            code = runtime.cudaHostRegister(buffer.data_ptr(), n_bytes, PORTABLE)
-            torch.cuda.check_error(int(code))
-            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+        buffer = host_buffer(n_bytes, device)
         self.buffers.append(buffer)
         return buffer
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ringfa3.errors import RingError
 from train.config import LEAST_LOSS_TOKENS, Config
 from train.model.precision import compute_dtype
+from train.run.held_run import allowed_changes
 
 
 class FailureReport:
@@ -102,35 +103,43 @@ def memory_advice(config: Config) -> str:
     """Config values that lower the peak memory, the cheapest first.
 
     Those of ``memory`` are valid together. torchrun's environment gives the number of processes.
+    Those that a run may not change when it continues stand apart.
     """
-    ways, memory = [], config.memory
+    ways: dict[str, str] = {}
+    memory = config.memory
     rows = config.model.vocab_size
     if rows is None and config.data.tokenizer is None:  # else its file alone tells
         rows = config.data.vocab_size
     if rows is not None and (tokens := memory.loss_tokens(rows)) > LEAST_LOSS_TOKENS:
-        ways.append(f"memory.loss_chunk={LEAST_LOSS_TOKENS} (now {tokens})")
+        ways["memory.loss_chunk"] = f"{LEAST_LOSS_TOKENS} (now {tokens})"
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     narrow = compute_dtype(config.train.precision, device) != torch.float32
     if config.train.residual == "float32" and narrow:
-        ways.append("train.residual=bfloat16")
+        ways["train.residual"] = "bfloat16"
     if config.engine.name == "ddp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        ways.append("engine=fsdp2")
+        ways["engine"] = "fsdp2"
     ring = config.train.attention == "ringfa3"
     if memory.recompute == "none":
-        ways.append(f"memory.recompute={'attention-saving' if ring else 'full'}")
+        ways["memory.recompute"] = "attention-saving" if ring else "full"
     if memory.mlp_chunk is None or memory.mlp_chunk > 16384:
-        ways.append("memory.mlp_chunk=16384")
+        ways["memory.mlp_chunk"] = "16384"
     most = "all" if ring and memory.recompute != "full" else "residual"
     can_offload = config.model.n_layers > 1 and config.train.compile == "none"
     if memory.offload not in (most, "all") and can_offload:
-        ways.append(f"memory.offload={most}")
+        ways["memory.offload"] = most
     elif memory.recompute == "attention-saving" and memory.offload == "none":
-        ways.append("memory.recompute=full")
+        ways["memory.recompute"] = "full"
     if ring:
-        ways.append(f"more processes and parallel.cp={2 * config.parallel.cp}")
-    ways.append(f"data.seq_len={config.data.seq_len // 2}")
-    return "-- out of memory; in this order try: " + ", ".join(ways)
+        ways["parallel.cp"] = f"{2 * config.parallel.cp} with more processes"
+    ways["data.seq_len"] = str(config.data.seq_len // 2)
+    allowed = allowed_changes(config, ways)
+    now = ", ".join(f"{key}={value}" for key, value in ways.items() if key in allowed)
+    anew = ", ".join(f"{key}={value}" for key, value in ways.items() if key not in allowed)
+    advice = [f"in this order try: {now}"] if now else []
+    if anew:
+        advice.append(f"in a new run (another run.dir, or run.overwrite=true) try: {anew}")
+    return "-- out of memory; " + "; ".join(advice)
 
 
 def is_of_a_peer(error: BaseException) -> bool:

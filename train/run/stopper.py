@@ -26,7 +26,6 @@ from train.run.update_lock import UpdateLock
 
 POLL_S = 0.25  # between two checks for a stop requested by another rank
 ARMING_S = 20.0  # how long a signal during start-up waits for the run to begin
-UPDATE_S = 12.0  # how long it waits for the update that a rank has begun
 PEERS_S = 8.0  # how long a stopping rank waits for the other ranks
 SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
@@ -41,7 +40,8 @@ class Run:
 
     ``store`` is a connection for the stopper alone, None for a single process. ``save`` writes the
     current state and returns a message for the user; ``fail`` reports why it could not be saved;
-    ``close`` flushes buffered files. ``deadline`` is a time of ``time.monotonic``.
+    ``close`` flushes buffered files. ``deadline`` is a time of ``time.monotonic``; ``update_s`` is
+    how long a stop waits for an update that a rank has begun.
     """
 
     rank: int
@@ -53,6 +53,7 @@ class Run:
     fail: Callable[[str], None]
     close: Callable[[], None]
     deadline: float | None = None
+    update_s: float = 12.0
 
 
 class Stopper(threading.Thread):
@@ -139,8 +140,11 @@ class Stopper(threading.Thread):
         if run.store is not None:
             run.store.set("stop/reason", reason)
             last = max(int(other) for other in self._gather(run, "count", str(last)))
-        if not run.updates.freeze_after(last, UPDATE_S):
-            raise PeerGoneError(f"the update before was not finished within {UPDATE_S:.0f} s")
+        if not run.updates.freeze_after(last, run.update_s):
+            raise PeerGoneError(
+                f"the update under way was not finished within checkpoint.stop_s={run.update_s:g}; "
+                f"if no rank has failed, give it more, and torchrun a longer --shutdown-timeout"
+            )
         message = run.save()
         if run.store is not None:
             self._gather(run, "saved", "")

@@ -135,6 +135,7 @@ class Trainer:
             fail=self.report.not_saved,
             close=self._close_at_once,
             deadline=deadline if parallel.rank == 0 else None,
+            update_s=self.config.checkpoint.stop_s,
         )
 
     def train(self) -> None:
@@ -311,9 +312,10 @@ class Trainer:
         left = self.state.step
         with self.updates.update():
             self.state.roll_back(path)
+            self.checkpoints.remove_after(step)
             if self.recorder is not None:
                 self.recorder.roll_back(self.state.step)
-        self._rolled_back_to = self.checkpoints.saved = step
+        self._rolled_back_to = step
         self._say_event(
             f"{skipped} steps in a row were skipped: back from step {left} to {path.name}, and on "
             f"with the data after it"

@@ -7,11 +7,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.train.fake_pinning import fake_pinning
 from tests.train.model.test_transformer import packed_sample
 from train.config import Config, MemoryConfig, ModelConfig
 from train.data.batches import make_batch
 from train.engine.ddp import DDPEngine
+from train.engine.host_copies import HostCopies
 from train.engine.parallel import ParallelLayout
+from train.engine.shard import state_tensors
 from train.estimate.job import Job
 from train.estimate.memory import estimate_memory
 from train.model.transformer import LanguageModel, build_model
@@ -98,6 +101,20 @@ def test_state_is_what_an_engine_holds():
     assert parts["weights"] == sum(p.nbytes for p in parameters)
     assert parts["gradients"] == sum(p.grad.nbytes for p in parameters)
     assert parts["Adam"] == sum(tensor.nbytes for tensor in states)
+
+
+def test_a_checkpoint_pins_the_bytes_that_are_predicted():
+    """Weights and moments of ddp; a float32 with the number of its steps for each tensor is not."""
+    job, config = make(2, "float32", MemoryConfig(), qk_norm=True)
+    engine = DDPEngine(config, ROWS, ParallelLayout(0, 1, 1, torch.device("cpu")))
+    state = dict(state_tensors(engine.parameters, engine.optimizer))
+    device = torch.device("cuda", 0)
+    with fake_pinning(device) as memory:
+        HostCopies(device).like([tensor.detach() for tensor in state.values()])
+        (pinned,) = memory.asked
+    steps = sum(tensor.nbytes for name, tensor in state.items() if name.endswith(".step"))
+    assert steps == 4 * len(engine.parameters)
+    assert estimate_memory(job).host["checkpoints"] == pinned - steps
 
 
 @pytest.mark.parametrize("offload", ["residual", "all"])

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
+from tests.train.held_runs import hold_run
 from train.checks.config import check
 from train.config import (
     Config,
@@ -126,6 +127,27 @@ def test_the_smallest_change_fits_and_no_smaller_one_does():
     assert smallest_change(large, HOST) == []
 
 
+def test_smaller_chunks_are_proposed_where_larger_ones_are_not_enough():
+    """8b at 128k on 2 GPUs of 85 GB, with everything offloaded."""
+    tight = job("8b", 131072, "fsdp2", gpus=2, offload="all")
+    changes = smallest_change(tight, Limits(85e9, 270e9))
+    assert changes == ["memory.loss_chunk=512", "memory.mlp_chunk=4096"]
+
+
+def test_a_run_is_proposed_nothing_that_it_may_not_change(tmp_path):
+    """8b at 512k with a residual stream in float32, for a new run and for one that has stopped."""
+    wide = job("8b", 524288, "fsdp2")
+    wide.config.train.residual, wide.config.data.path = "float32", None
+    wide.config.run.dir = str(tmp_path)
+    assert smallest_change(wide, HOST) == ["train.residual=bfloat16"]
+    hold_run(wide.config)
+    for mode in ("train", "estimate"):
+        wide.config.mode = mode
+        assert smallest_change(wide, HOST) == ["memory.offload=residual"]
+    wide.config.engine = EngineConfig("ddp")
+    assert smallest_change(wide, HOST) == ["engine=fsdp2", "memory.offload=residual"]
+
+
 def test_fsdp2_holds_whole_gradients_between_micro_batches():
     """Of 1.236e9 weights in float32, and of a quarter with one micro-batch; ddp's are whole."""
     for engine, samples, expected in (("fsdp2", 1, 1), ("fsdp2", 2, 4), ("ddp", 1, 4)):
@@ -225,6 +247,32 @@ def test_a_time_needs_long_documents_and_measured_speeds():
         assert prediction.time is None
         assert why in prediction.no_time
         assert prediction.problems(HOST) == []
+
+
+def test_products_are_not_predicted_below_the_measured_widths_and_no_faster_above():
+    """700 TFLOP/s from a width of 4096 on."""
+    narrow, wide = job("8b", 65536, "fsdp2"), job("8b", 65536, "fsdp2")
+    narrow.config.model.dim, wide.config.model.dim = 767, 8192
+    prediction = predict(narrow)
+    assert prediction.time is None
+    assert prediction.no_time == (
+        "the time of matrix products with model.dim=767 cannot be predicted: hardware=h200 has "
+        "widths 768, 2048, 4096"
+    )
+    flops = (time := predict(wide).time).flops
+    expected = (flops.linear + flops.repeated_linear) / 4 / 700e12
+    assert time.seconds["matrix products"] == pytest.approx(expected)
+
+
+def test_a_slow_link_to_the_host_exposes_the_offload():
+    """By hand: 31 layers of 16,512 bytes a token, out and back for two samples, less what hides
+    it: a quarter and half of the work beside."""
+    slow = job("8b", 524288, "fsdp2", offload="all")
+    slow.config.hardware.host_link_gb_s, slow.config.train.accumulation = 1.0, 2
+    seconds = predict(slow).time.seconds
+    busy = sum(seconds[name] for name in ("attention", "matrix products", "elementwise"))
+    moved = 2 * 2 * 31 * 131072 * 16512 / 1e9
+    assert seconds["exposed offload"] == pytest.approx(moved - 3 / 4 * busy)
 
 
 def test_the_errors_of_a_prediction_are_relative_to_it():

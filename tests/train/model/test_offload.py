@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.train.fake_pinning import fake_pinning
 from tests.train.model.test_transformer import VOCABULARY, packed_sample
 from train.config import MemoryConfig, ModelConfig
 from train.data.batches import make_batch
@@ -219,3 +221,16 @@ def test_a_buffer_is_free_when_it_is_given_back():
     assert one.data_ptr() != other.data_ptr()
     pool.give(one)
     assert pool.take(like, 4).data_ptr() == one.data_ptr()
+
+
+def test_buffers_for_a_gpu_are_pinned_at_their_exact_size():
+    """Until the pool is gone; on the GPU of the tensors."""
+    device = torch.device("cuda", 1)
+    like = SimpleNamespace(nbytes=4 * 24, device=device)
+    with fake_pinning(device) as memory:
+        pool = HostPool(7)
+        pool.give(pool.take(like, 4))
+        pool.take(like, 4)
+        assert list(memory.pinned.values()) == [7 * 24]
+        del pool
+        assert not memory.pinned

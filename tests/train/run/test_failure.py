@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.errors import RingError
+from tests.train.held_runs import hold_run
 from train.checks.offload import check_offload
+from train.config import MemoryConfig
 from train.run.failure import (
     FailureReport,
     explain,
@@ -150,6 +152,23 @@ def test_advice_on_the_loss_knows_the_vocabulary_or_says_nothing(config, rows, t
     config.model.vocab_size, config.data.tokenizer = rows, tokenizer
     found = re.findall(r"loss_chunk=1024 \(now (\d+)\)", memory_advice(config))
     assert found == advice
+
+
+def test_advice_sets_apart_what_a_run_may_not_change(config):
+    """Once the folder holds the run; ``engine`` is a group of settings that it may change."""
+    config.train.precision = "bfloat16"
+    before = memory_advice(config)
+    assert "train.residual=bfloat16, memory.recompute=attention-saving" in before
+    assert "new run" not in before
+    hold_run(config)
+    first, _, second = memory_advice(config).partition("; in a new run (another run.dir, or ")
+    assert "memory.recompute=attention-saving" in first
+    assert first.endswith("parallel.cp=2 with more processes")
+    assert second == "run.overwrite=true) try: train.residual=bfloat16, data.seq_len=128"
+    config.train.attention = "sdpa"
+    config.memory = MemoryConfig("full", mlp_chunk=64, loss_chunk=64, offload="residual")
+    hold_run(config)
+    assert memory_advice(config).startswith("-- out of memory; in a new run (")
 
 
 def test_memory_may_be_the_cause_of_an_error():

@@ -35,10 +35,11 @@ if "slow start" in sys.argv:
 if "never armed" not in sys.argv:
     late = time.monotonic() + 0.5 if "deadline" in sys.argv else None
     fail = lambda why: print("failed:", why, flush=True)
-    stopper.arm(Run(0, 1, None, updates, save, say, fail, lambda: print("closed"), late))
+    limit = 0.3 if "impatient" in sys.argv else 12.0
+    stopper.arm(Run(0, 1, None, updates, save, say, fail, lambda: print("closed"), late, limit))
 for _ in range(3000):
     with updates.update():
-        time.sleep(0.01)
+        time.sleep(1.5 if "slow update" in sys.argv else 0.01)
 """
 
 
@@ -72,6 +73,15 @@ def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
             ["saves", "failed: SIGTERM, but nothing was saved: disk is full"],
         ),
         (signal.SIGINT, ["never armed"], 130, []),
+        (signal.SIGTERM, ["slow update"], 0, ["saves", "SIGTERM: saved", "closed"]),
+        (
+            *(signal.SIGTERM, ["slow update", "impatient"], 1),
+            [
+                "failed: SIGTERM, but nothing was saved: the update under way was not finished "
+                "within checkpoint.stop_s=0.3; if no rank has failed, give it more, and torchrun a "
+                "longer --shutdown-timeout"
+            ],
+        ),
     ],
 )
 def test_ends(signum, how, code, lines):

@@ -16,6 +16,7 @@ from tests.train.jobs import events, steps
 from tests.train.trainers import make_trainer, shrink, weights
 from train.config import Config
 from train.data.shards import open_corpus
+from train.engine.checkpoint import checkpoints_in
 from train.engine.parallel import ParallelLayout
 from train.tasks.trainer import Trainer
 
@@ -256,6 +257,32 @@ def test_a_roll_back_passes_over_what_a_stop_saved_during_a_streak(config):
     back = "3 steps in a row were skipped: back from step 8 to step-00000004, and on with the data"
     assert any(event.startswith(back) for event in events(Path(config.run.dir)))
     assert trainer.state.step == 12
+
+
+def test_a_run_goes_on_from_what_it_saved_after_a_roll_back(config):
+    """A stop saves step 7 in a streak, and after the roll-back to 4 another one step 6."""
+    config.guard.patience, config.checkpoint.keep = 3, 9
+    trainer = make_trainer(config)
+    spoil(trainer, {5: math.nan, 6: math.nan, 7: math.nan})
+    step, taken = trainer.step, []
+
+    def stopped(batches: list, begin: float) -> dict:
+        record = step(batches, begin)
+        taken.append(trainer.state.step)
+        if taken[-1] == 7 or (taken[-1] == 6 and taken.count(6) == 2):
+            trainer._save_at_once()
+        if taken.count(6) == 2:
+            raise KeyboardInterrupt
+        return record
+
+    trainer.step = stopped
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.close()
+    assert list(checkpoints_in(trainer.folder.checkpoints)) == [4, 6]
+    after = make_trainer(config)
+    after.close()
+    assert (after.state.step, after.state.samples) == (6, trainer.state.samples)
 
 
 def test_a_spike_is_skipped(config):

@@ -1,0 +1,27 @@
+"""What may change before a start that continues the run in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from train.config import Config, ConfigError
+from train.run.run_folder import RunFolder, may_change
+
+
+def continues(config: Config) -> bool:
+    """Whether a start with ``config`` continues a run that its folder holds."""
+    folder = RunFolder(config)
+    try:
+        if not folder.holds_run() or folder.is_replaced_by(config):
+            return False
+        folder.require_fit(config)
+    except (ConfigError, OSError):  # the start is refused
+        return False
+    return True
+
+
+def allowed_changes(config: Config, keys: Iterable[str]) -> list[str]:
+    """Those of ``keys``, settings or groups, that the next start may have with other values."""
+    if not continues(config):
+        return list(keys)
+    return [key for key in keys if may_change(key) or may_change(f"{key}.")]
