@@ -14,6 +14,7 @@ peer: what needs several GPUs keeps the default. Exits with 1 if a process has n
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import statistics
@@ -37,6 +38,7 @@ from ringfa3.kernels import dispatch
 from train.checks.hardware import check_hardware
 from train.config import HardwareConfig
 from train.model.flops import AGAIN_PER_PAIR, BACKWARD_PER_PAIR, FORWARD_PER_PAIR
+from train.model.matmul import add_matmul, linear, matmul
 
 CONFIGS = Path(__file__).absolute().parents[1] / "configs"
 MODELS = ("125m", "1b", "8b")  # in the order of their widths
@@ -49,7 +51,6 @@ MOVED = 2**30  # bytes, to the host or between devices: about the float32 weight
 SECONDS = 2.0  # of each measurement
 COLLECTIVES = 40  # pairs of them
 STEPS = len(HEAD_DIMS) + len(MODELS) + 3  # of the progress bar
-DIGITS = 3  # of a figure
 
 Call: TypeAlias = Callable[[], object]
 Figures: TypeAlias = dict[str, float]  # by name; of a list, ``name.index``
@@ -103,17 +104,19 @@ def products(model: str) -> tuple[int, list[tuple[int, int]]]:
 
 
 def matmul_speed(shapes: Sequence[tuple[int, int]]) -> float:
-    """TFLOP/s of the products of matrices of ``shapes``, and of the gradients of both factors."""
+    """TFLOP/s of the products of matrices of ``shapes`` as the trainer computes them, with those of
+    the gradients; it adds the ones of weights to float32 sums."""
     widths = {width for shape in shapes for width in shape}
     tokens = {width: random(ROWS, width) for width in widths}
-    weights = [random(*shape) for shape in shapes]
+    weights = [random(outputs, inputs) for inputs, outputs in shapes]
+    sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
 
     def block() -> None:
-        for (inputs, outputs), weight in zip(shapes, weights, strict=True):
+        for (inputs, outputs), weight, total in zip(shapes, weights, sums, strict=True):
             x, dy = tokens[inputs], tokens[outputs]
-            torch.mm(x, weight)
-            torch.mm(dy, weight.t())
-            torch.mm(x.t(), dy)
+            linear(x, weight)
+            matmul(dy, weight)
+            add_matmul(total, dy.T, x)
 
     flops = 3 * 2 * ROWS * sum(inputs * outputs for inputs, outputs in shapes)
     return flops / 1e12 / seconds(block)
@@ -188,11 +191,15 @@ def measure(advance: Callable[[], None]) -> Figures:
 
 
 def slowest(by_rank: Sequence[Figures]) -> Figures:
-    """Of each figure the one that lets least fit and takes longest, rounded to ``DIGITS``."""
+    """Of each figure the one that lets least fit and takes longest, rounded the same way."""
     result = {}
     for name in by_rank[0]:
-        worst = max if name in ("context_gb", "nccl_gb") else min
-        result[name] = float(f"{worst(figures[name] for figures in by_rank):.{DIGITS}g}")
+        of_ranks = [figures[name] for figures in by_rank]
+        steps = 100 if name.endswith("_gb") else 1  # of a hundredth of a GB, of whole speeds
+        if name in ("context_gb", "nccl_gb"):
+            result[name] = math.ceil(max(of_ranks) * steps) / steps
+        else:
+            result[name] = math.floor(min(of_ranks) * steps) / steps
     return result
 
 
@@ -249,8 +256,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{asked.name}: a name has letters, digits, - and _")
     if path.exists() and not asked.force:
         parser.error(f"{path} exists; choose another name, or replace it with --force")
+    if not asked.folder.is_dir():
+        parser.error(f"--folder {asked.folder} is not a folder")
+    if torch.cuda.is_available():  # before anything opens a context on the first device
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     require_kernels()
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     alone = "WORLD_SIZE" not in os.environ
     store = dist.HashStore() if alone else None
     dist.init_process_group("gloo", store=store, **({"rank": 0, "world_size": 1} if alone else {}))

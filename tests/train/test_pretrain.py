@@ -80,7 +80,7 @@ def test_a_run_leaves_its_files(alone):
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json", ".lock"),
         *("loss.png", "loss_by_position.png", "tensorboard", "checkpoints", "ranks.json"),
-        "tokenizer.json",
+        *("tokenizer.json", ".job"),
     }
     records = metrics(folder)
     keys = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "memory", "device_memory"]

@@ -94,7 +94,8 @@ class Engine(ABC):
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name, and this rank's share of the elements, of every gradient of a step before its end.
 
-        All ranks together hold each element, or each as often as others. Every rank calls this.
+        Over all ranks every element occurs equally often, so sums over ranks are right up to a
+        factor. Every rank must call this.
         """
         rank, world = self.parallel.rank, self.parallel.world
         for name, parameter in self.parameters.items():

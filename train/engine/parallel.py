@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringfa3.ring.process_group import rendezvous
+from ringfa3.symmetric.self_test import host_name
 from ringfa3.validation import TRANSPORTS_OF
 from train.config import Config, ConfigError, ParallelConfig
 from train.model.precision import compute_dtype
@@ -37,7 +38,8 @@ class ParallelLayout:
     ``host_group`` connects all ranks over gloo, for communication outside the training step.
     ``save_group`` does the same for the thread that writes checkpoints. ``store`` belongs to this
     attempt of the job: keys of earlier attempts are not visible. The last two are right on rank 0
-    only: whether torchrun restarted the job, and what identifies the job in all its attempts.
+    only: whether torchrun restarted the job, and what identifies the job in all its attempts, or ""
+    where its processes cannot tell.
     """
 
     rank: int
@@ -118,15 +120,15 @@ def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    job = _launcher()
     if world == 1:
-        return ParallelLayout(rank, world, config.cp, device, restarted=restarted, job=job)
+        alone = ParallelLayout(rank, world, config.cp, device, restarted=restarted)
+        return replace(alone, job=_launcher())
     timeout = timedelta(seconds=config.timeout_s)
-    shared = _connect(rank, timeout)
+    shared, job = _connect(rank, timeout), ""
     if rank == 0:  # this host may be at its first attempt while another host restarted
         restarted = shared.add("attempts", 1) > 1 or restarted
-        if _agent_hosts_store():  # also where another host's rank 0 began the job
-            job = shared.compare_set("job", "", job).decode()
+        if _agent_hosts_store():  # it outlives this attempt, on whichever host rank 0 is
+            job = shared.compare_set("job", "", uuid.uuid4().hex).decode()
     store = rendezvous(shared, rank, world, config.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     # No device_id: a bound default group makes every later NCCL group a split of its communicator,
@@ -145,12 +147,13 @@ def _agent_hosts_store() -> bool:
 
 
 def _launcher() -> str:
-    """The process that has started this one, on all hosts and at all times: torchrun's agent."""
-    parent = os.getppid()
-    # Of its fields after the name, which may contain spaces, the 20th is the start, since boot.
-    start = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot} {parent} {start}"
+    """Host, number and start of the parent process, under torchrun its agent; "" if hidden."""
+    try:
+        status = Path(f"/proc/{os.getppid()}/stat").read_text()
+    except OSError:  # the parent lives outside of the container, or belongs to another user
+        return ""
+    # Of the fields after the name, which may contain spaces, the 20th is the start, since boot.
+    return f"{host_name()} {os.getppid()} {status.rpartition(')')[2].split()[19]}"
 
 
 def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:

@@ -105,6 +105,8 @@ def memory_advice(config: Config) -> str:
     Those of ``memory`` are valid together. torchrun's environment gives the number of processes.
     Those that a run may not change when it continues stand apart.
     """
+    if config.mode == "verify":  # with cp 1, a process holds a whole sample
+        return f"-- out of memory; shorten the samples: verify.seq_len={config.data.seq_len // 2}"
     ways: dict[str, str] = {}
     memory = config.memory
     rows = config.model.vocab_size

@@ -33,7 +33,7 @@ def prepare_folder(
     """
 
     def prepare() -> None:
-        if not (parallel.restarted and folder.job() == parallel.job):
+        if not (parallel.restarted and _has_prepared(parallel.job, config, folder)):
             folder.require_fit(config)
             if folder.is_replaced_by(config):
                 _require_origin(config, folder, state)
@@ -44,6 +44,14 @@ def prepare_folder(
             keep_origin(_settings_of(config.checkpoint), folder.origin)
 
     from_rank_0(parallel, prepare)
+
+
+def _has_prepared(job: str, config: Config, folder: RunFolder) -> bool:
+    """Whether a restarted job has prepared the folder; a job that cannot tell has if the folder
+    holds a run of its settings, which it never removes."""
+    if job:
+        return folder.job() == job
+    return folder.holds_run() and folder.difference(config) is None
 
 
 def restore(

@@ -32,7 +32,7 @@ from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout, choose_device, join, shutdown, sum_over_ranks
 from train.model.window import widest
 from train.run.affinity import set_affinity
-from train.run.failure import FailureReport, is_out_of_memory
+from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
 
 
@@ -75,7 +75,7 @@ class StepResult:
 def run(config: Config) -> NoReturn:
     """Compare the steps, print a table, and end with code 0 if they agree and 1 if not.
 
-    ``ConfigError`` passes through. Any other failure is printed with the rank. Attention does not
+    ``ConfigError`` passes through. Any other failure is reported as in training. Attention does not
     reach the loss of a model whose projections start at zero: ``model.zero_init`` is off here.
     """
     rank, parallel = int(os.environ.get("RANK", "0")), None
@@ -92,10 +92,6 @@ def run(config: Config) -> NoReturn:
     except ConfigError:
         raise
     except Exception as error:  # the outermost frame: every error must name its rank
-        if is_out_of_memory(error):
-            half = config.data.seq_len // 2
-            remedy = f"out of memory; shorten the samples with verify.seq_len={half}"
-            error = RuntimeError(remedy).with_traceback(error.__traceback__)
         report.report(error, RunFolder(config).log(rank), config)
     shutdown(parallel, 1)
 
@@ -239,10 +235,10 @@ def take_step(
         total += local.double().sum()
         whole = batch.plan.unshard(local)
         losses.append(whole if first else whole[:0])
-    gradients = {name: share.cpu() for name, share in engine.gradients()}
     grad_norm = float(engine.grad_norm(float("inf")))
     loss = float(sum_over_ranks(parallel, total)) / max(1, int(n_valid))
     seconds = time.perf_counter() - begin
+    gradients = {name: share.cpu() for name, share in engine.gradients()}
     dtype, groups = engine.model.dtype, engine.groups
     del engine
     gc.collect()  # a wrapped model refers to itself

@@ -139,7 +139,7 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({**ZERO, "engine.shard": "host"}, "a key of engine=fsdp2, not of engine=deepspeed"),
         ({"engine.stage": 3}, "a key of engine=deepspeed, not of engine=ddp; leave it out"),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
-        ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0; the default is optim.lr=0.0"),
+        ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0; the default is optim.lr=0.003"),
         ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
         ({"optim.betas": [0.9, 1.0]}, "the default is optim.betas=[0.9, 0.95]"),
         ({"data.piece_len": 512}, "exceeds data.seq_len=256"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from train.config import Config, ConfigError
 from train.engine import parallel
-from train.engine.parallel import ParallelLayout, choose_device, shutdown, sum_over_ranks
+from train.engine.parallel import ParallelLayout, choose_device, join, shutdown, sum_over_ranks
 
 
 class FakeGroup:
@@ -114,3 +115,13 @@ def test_numbers_go_to_a_gpu_from_pinned_memory():
     pinned.to.assert_called_once_with(layout.device, non_blocking=True)
     sum_over_ranks(layout, there)
     there.pin_memory.assert_not_called()
+
+
+def test_a_job_has_a_name_where_its_launcher_is_visible(config: Config, monkeypatch) -> None:
+    """Process 1 of a container has a parent without a number there."""
+    cpu = torch.device("cpu")
+    name = join(config.parallel, cpu).job
+    assert name.split()[1] == str(os.getppid())
+    assert join(config.parallel, cpu).job == name
+    monkeypatch.setattr("os.getppid", lambda: 0)
+    assert join(config.parallel, cpu).job == ""

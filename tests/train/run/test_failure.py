@@ -196,3 +196,13 @@ def test_advice_when_out_of_memory_names_helpful_values(config):
     content = explain(torch.OutOfMemoryError("x"), config)
     assert not any(setting in content for setting in ("attention-saving", "cp="))
     assert "out of memory" not in explain(ValueError("x"), config)
+
+
+def test_a_verification_without_memory_needs_shorter_samples(config):
+    """More processes do not help: with cp 1 one of them holds a whole sample."""
+    config.mode = "verify"
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+    assert explain(error, config) == (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB "
+        "-- out of memory; shorten the samples: verify.seq_len=128"
+    )

@@ -77,6 +77,21 @@ def test_a_restart_goes_on_only_in_a_folder_that_its_job_has_prepared(config):
     assert folder.metrics.exists()
 
 
+def test_a_restart_without_a_name_goes_on_with_a_run_of_its_settings(config):
+    """Several hosts whose agents share no store: the job never removes what may be its own."""
+    folder = RunFolder(config)
+    nameless = dataclasses.replace(ALONE, restarted=True)
+    prepare_folder(config, folder, nameless, mock.Mock())
+    folder.config.write_text(json.dumps(dataclasses.asdict(config)))
+    folder.metrics.touch()
+    config.checkpoint.resume, config.run.overwrite = "never", True
+    prepare_folder(config, folder, nameless, mock.Mock())
+    assert folder.metrics.exists()
+    config.checkpoint.resume, config.run.overwrite, config.optim.lr = "auto", False, 0.5
+    with pytest.raises(ConfigError, match=r"another run, with optim\.lr="):
+        prepare_folder(config, folder, nameless, mock.Mock())
+
+
 def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
     trainer = make_trainer(config)
     trainer.train()
