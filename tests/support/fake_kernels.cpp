@@ -24,7 +24,7 @@ std::vector<Call> calls;
 int failure;
 thread_local int64_t handle = 7;
 int64_t generation;
-int capturing;
+thread_local int capturing;
 bool without_context;
 bool idle;
 
@@ -241,8 +241,8 @@ int fake_stream_id(void* stream, uint64_t* id) {
   return 0;
 }
 
-// What tests set: the status of launches, the stream of this thread, whether it is captured,
-// whether it has a context.
+// What tests set: the status of launches; of this thread the stream and whether it is captured;
+// whether there is a context.
 void fake_fail(int status) { failure = status; }
 void fake_stream(int64_t value, int64_t made) { handle = value, generation = made; }
 void fake_capture(int status) { capturing = status; }
