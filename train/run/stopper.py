@@ -40,8 +40,8 @@ class Run:
 
     ``store`` is a connection for the stopper alone, None for a single process. ``save`` writes the
     current state and returns a message for the user; ``fail`` reports why it could not be saved;
-    ``close`` flushes buffered files. ``deadline`` is a time of ``time.monotonic``; ``update_s`` is
-    how long a stop waits for an update that a rank has begun.
+    ``close`` flushes buffered files. A stop waits ``update_s`` seconds for an update that a rank
+    has begun. ``deadline`` is a time of ``time.monotonic``.
     """
 
     rank: int
@@ -52,8 +52,8 @@ class Run:
     say: Callable[[str], None]
     fail: Callable[[str], None]
     close: Callable[[], None]
+    update_s: float
     deadline: float | None = None
-    update_s: float = 12.0
 
 
 class Stopper(threading.Thread):

@@ -1,11 +1,15 @@
-"""Speeds of ``hardware`` that do not fit each other."""
+"""Speeds of ``hardware``: lists that do not fit each other, and the files of the group."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from train.checks.hardware import check_hardware
-from train.config import ConfigError, HardwareConfig
+from train.config import ConfigError, HardwareConfig, register_schema
 
 
 @pytest.mark.parametrize(
@@ -22,3 +26,15 @@ def test_lists_must_fit_each_other(changes, message):
     check_hardware(HardwareConfig())
     with pytest.raises(ConfigError, match=message):
         check_hardware(HardwareConfig(**changes))
+
+
+CONFIGS = Path(__file__).absolute().parents[3] / "configs"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "hardware").iterdir()))
+def test_every_file_of_hardware_fits_and_bears_its_name(name):
+    register_schema()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        made = OmegaConf.to_object(compose("config", [f"hardware={name}"]).hardware)
+    assert made.name == name
+    check_hardware(made)

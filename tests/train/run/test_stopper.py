@@ -36,7 +36,7 @@ if "never armed" not in sys.argv:
     late = time.monotonic() + 0.5 if "deadline" in sys.argv else None
     fail = lambda why: print("failed:", why, flush=True)
     limit = 0.3 if "impatient" in sys.argv else 12.0
-    stopper.arm(Run(0, 1, None, updates, save, say, fail, lambda: print("closed"), late, limit))
+    stopper.arm(Run(0, 1, None, updates, save, say, fail, lambda: print("closed"), limit, late))
 for _ in range(3000):
     with updates.update():
         time.sleep(1.5 if "slow update" in sys.argv else 0.01)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.train.held_runs import hold_run
 from tests.train.jobs import steps
 from tests.train.trainers import make_trainer, shrink, tensors_of, weights
 from train.config import Config, ConfigError
@@ -59,8 +60,7 @@ def test_a_restart_goes_on_only_in_a_folder_that_its_job_has_prepared(config):
         prepare_folder(changed, folder, layout(job, restarted), mock.Mock())
 
     prepare("first", restarted=False)
-    folder.config.write_text(json.dumps(dataclasses.asdict(config)))
-    folder.metrics.touch()
+    hold_run(config)
     never = dataclasses.replace(config.checkpoint, resume="never")
     prepare("first", restarted=True, checkpoint=never)
     hot = dataclasses.replace(config.optim, lr=0.5)
@@ -82,8 +82,7 @@ def test_a_restart_without_a_name_goes_on_with_a_run_of_its_settings(config):
     folder = RunFolder(config)
     nameless = dataclasses.replace(ALONE, restarted=True)
     prepare_folder(config, folder, nameless, mock.Mock())
-    folder.config.write_text(json.dumps(dataclasses.asdict(config)))
-    folder.metrics.touch()
+    hold_run(config)
     config.checkpoint.resume, config.run.overwrite = "never", True
     prepare_folder(config, folder, nameless, mock.Mock())
     assert folder.metrics.exists()

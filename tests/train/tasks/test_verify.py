@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from typing import Any
 from unittest import mock
 
@@ -67,25 +68,26 @@ def _doubled(backward: Any) -> Any:
 
 
 class _Wrong(torch.autograd.Function):
-    """The identity, with a wrong gradient: that of the first ``lost`` rows is 0."""
+    """The identity, with a wrong gradient: that of the first ``rows`` rows is ``value``."""
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, lost: int) -> torch.Tensor:
-        context.lost = lost
+    def forward(context: Any, x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
+        context.rows, context.value = rows, value
         return x.view_as(x)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         gradient = gradient.clone()
-        gradient[: context.lost] = 0
-        return gradient, None
+        gradient[: context.rows] = context.value
+        return gradient, None, None
 
 
-def _without_dk(attend: Any) -> Any:
-    """A ring whose backward gives no dK at all."""
+def _with_dk(attend: Any, value: float) -> Any:
+    """A ring whose backward gives a dK of one value."""
 
     def forward(self: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
-        return attend(self, q, _Wrong.apply(k, len(k)) if plan.world > 1 else k, v, plan=plan)
+        wrong = _Wrong.apply(k, len(k) if plan.world > 1 else 0, value)
+        return attend(self, q, wrong, v, plan=plan)
 
     return forward
 
@@ -95,7 +97,7 @@ def _without_a_hop_of_dv(attend: Any) -> Any:
 
     def forward(self: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         lost = len(v) // 8 if plan.world > 1 and dist.get_rank() == 1 else 0
-        return attend(self, q, k, _Wrong.apply(v, lost), plan=plan)
+        return attend(self, q, k, _Wrong.apply(v, lost, 0.0), plan=plan)
 
     return forward
 
@@ -107,10 +109,15 @@ BUGS = {  # what to replace, by what
     "windows": ("train.model.transformer.narrowed", _without_windows(window.narrowed)),
     "positions": ("train.tasks.verify.make_batch", _local_positions(batches.make_batch)),
     "gradients": ("train.engine.ddp.DDPEngine.backward", _doubled(DDPEngine.backward)),
-    "dK": (ATTEND, _without_dk(RingFA3Attention.forward)),
+    "dK": (ATTEND, _with_dk(RingFA3Attention.forward, 0.0)),
+    "NaN": (ATTEND, _with_dk(RingFA3Attention.forward, math.nan)),
     "dV": (ATTEND, _without_a_hop_of_dv(RingFA3Attention.forward)),
 }
-WRONG = {"dK": "gradient of attention.wk", "dV": "gradient of attention.wv"}
+WRONG = {
+    "dK": "gradient of attention.wk",
+    "NaN": "gradient of attention.wk",
+    "dV": "gradient of attention.wv",
+}
 
 
 def _compare_all(
@@ -133,7 +140,7 @@ def _compare_all(
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_bugs_of_a_ring_are_found(config: Config, precision: str) -> None:
     """A mask that is off by one key of 30, a window of 90 keys for one of 40, local positions,
-    gradients cp times too large, no dK, an eighth of a rank's dV lost.
+    gradients cp times too large, no dK, a dK of NaN, an eighth of a rank's dV lost.
     """
     config.model.dim, config.model.ffn_dim, config.train.accumulation = 32, 64, 2
     config.model.n_layers, config.model.windows = 2, WINDOWS
