@@ -19,12 +19,13 @@ from ringfa3.ring.prepare_call import bind_to_group, default_group, raise_on_all
 from ringfa3.validation import (
     LAYOUTS,
     TRANSPORTS,
+    Window,
+    check_bool,
     check_choice,
     check_heads,
     check_layer_inputs,
     check_precision,
     check_scale,
-    check_type,
     check_window,
 )
 
@@ -62,7 +63,7 @@ class RingFA3Attention(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
+        window_size: Window = (-1, -1),
         softmax_scale: float | None = None,
         group: Group = None,
         layout: str = "zigzag",
@@ -75,14 +76,13 @@ class RingFA3Attention(nn.Module):
         check_choice("layout", layout, LAYOUTS)
         check_choice("transport", transport, TRANSPORTS)
         check_precision(precision)
-        check_type("deterministic", deterministic, bool)
         if softmax_scale is not None:
-            check_scale(softmax_scale)
+            softmax_scale = check_scale(softmax_scale)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.causal, self.window_size = causal, check_window(window_size)
+        self.causal, self.window_size = check_bool("causal", causal), check_window(window_size)
         self.softmax_scale, self.group, self.layout = softmax_scale, group, layout
         self.precision, self.transport = precision, transport
-        self.deterministic = deterministic
+        self.deterministic = check_bool("deterministic", deterministic)
 
     def extra_repr(self) -> str:
         return (
@@ -128,8 +128,8 @@ class RingFA3Attention(nn.Module):
             packed(k),
             packed(v),
             bind_to_group(plan, group),
-            self.softmax_scale,
-            self.deterministic,
+            softmax_scale=self.softmax_scale,
+            deterministic=self.deterministic,
             precision=self.precision,
             transport=self.transport,
             sink=sink,
@@ -168,10 +168,10 @@ class RingFA3Attention(nn.Module):
             _batched(q),
             _batched(k),
             _batched(v),
-            self.softmax_scale,
-            self.causal,
-            self.window_size,
-            self.deterministic,
+            softmax_scale=self.softmax_scale,
+            causal=self.causal,
+            window_size=self.window_size,
+            deterministic=self.deterministic,
             precision=self.precision,
             sink=sink,
         )

@@ -26,18 +26,21 @@ from ringfa3.kernels.dispatch import select_backward, select_forward, select_qua
 from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.kernels.sinks import apply_sink
+from ringfa3.keywords import by_name, check_call
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.tensor_cache import TensorCache
 from ringfa3.validation import (
+    Window,
     check_batch,
+    check_bool,
     check_cu_seqlens,
+    check_max_seqlen,
     check_precision,
     check_qkv,
     check_quantisable,
     check_sink,
     check_tensors,
-    check_type,
     check_window,
     resolve_scale,
     sequence_lengths,
@@ -45,17 +48,20 @@ from ringfa3.validation import (
 )
 
 
+@by_name
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *positional: object,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     deterministic: bool = False,
     return_lse: bool = False,
     precision: str = "native",
     sink: torch.Tensor | None = None,
+    **neutral: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(scale * Q K^T) V, over a batch of sequences.
 
@@ -65,7 +71,8 @@ def flash_attn_func(
             GPU; last dim contiguous.
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
         causal: hide keys to the right of the diagonal, which ends at the bottom right if s != s_k.
-        window_size: (left, right) keys around the diagonal that a query sees, -1 for unlimited.
+        window_size: (left, right) keys around the diagonal that a query sees, -1 or None for
+            unlimited.
         deterministic: bitwise equal gradients from run to run.
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
         precision: "native" computes in the dtype of q. "fp8" rounds Q, K, V and P to E4M3, "int8"
@@ -73,6 +80,8 @@ def flash_attn_func(
             Gradients are those of "native", from the LSE of this precision.
         sink: (h,) float32 (float64 for float64 inputs), a logit a head that takes part in the
             softmax of every row and has no value; differentiable. It counts in LSE.
+        neutral: other keywords of FlashAttention 2, 3 and 4, at values that ask for nothing:
+            `ringfa3.keywords.NEUTRAL`.
 
     Returns:
         out (b, s, h, d_v) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
@@ -82,6 +91,8 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it and what is allowed.
     """
+    if positional or neutral:
+        check_call(flash_attn_func, positional, neutral)
     if not torch.compiler.is_compiling() and host.attend is not None:
         results: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = host.attend(
             q, k, v, softmax_scale, causal, window_size, deterministic, return_lse, precision, sink
@@ -89,8 +100,9 @@ def flash_attn_func(
         if results is not None:
             return results
     check_precision(precision)
-    check_type("deterministic", deterministic, bool)
-    left, right = effective_window(causal, check_window(window_size))
+    deterministic = check_bool("deterministic", deterministic)
+    return_lse = check_bool("return_lse", return_lse)
+    left, right = effective_window(check_bool("causal", causal), check_window(window_size))
     check_tensors(q, k, v)
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=4)
@@ -102,6 +114,7 @@ def flash_attn_func(
     return (out, lse) if return_lse else out
 
 
+@by_name
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -110,13 +123,15 @@ def flash_attn_varlen_func(
     cu_seqlens_k: torch.Tensor | Sequence[int],
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    *positional: object,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     deterministic: bool = False,
     return_lse: bool = False,
     precision: str = "native",
     sink: torch.Tensor | None = None,
+    **neutral: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over packed sequences of any length, 0 and 1 included.
 
@@ -126,11 +141,15 @@ def flash_attn_varlen_func(
             lists or integer tensors, best on the CPU. A tensor on the GPU costs one synchronisation
             for each version of it, and is an error under CUDA graph capture. Collectives and
             `.data` change values without a version: pass a new tensor then.
-        max_seqlen_q, max_seqlen_k: ignored; callers of other libraries pass them.
+        max_seqlen_q, max_seqlen_k: whole numbers, which callers of other libraries pass. Their
+            values are ignored: the cumulative lengths decide.
 
     Other arguments, results and errors as in `flash_attn_func`; lse is (h, t).
     """
-    del max_seqlen_q, max_seqlen_k  # the plan has every length
+    if positional or neutral:
+        check_call(flash_attn_varlen_func, positional, neutral)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)  # the plan has every length
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
     if not torch.compiler.is_compiling() and host.attend_varlen is not None:
         results: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = host.attend_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, deterministic,
@@ -139,8 +158,9 @@ def flash_attn_varlen_func(
         if results is not None:
             return results
     check_precision(precision)
-    check_type("deterministic", deterministic, bool)
-    left, right = effective_window(causal, check_window(window_size))
+    deterministic = check_bool("deterministic", deterministic)
+    return_lse = check_bool("return_lse", return_lse)
+    left, right = effective_window(check_bool("causal", causal), check_window(window_size))
     check_tensors(q, k, v)
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, MutableMapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -12,30 +14,49 @@ T = TypeVar("T")
 
 
 KEYS = 16  # of a tensor, the latest ones
+TENSORS = 256  # alive; beyond that the one that was used least recently is forgotten
+
+
+@dataclass
+class _Entry(Generic[T]):
+    """The results of one version of a tensor."""
+
+    version: int
+    used: int = 0  # when, by the clock of the cache
+    results: dict[Hashable, T] = field(default_factory=dict)
 
 
 class TensorCache(Generic[T]):
-    """Results by tensor and key, of the latest `KEYS` keys of each tensor.
+    """Results by tensor and key, of the latest `KEYS` keys of each of `TENSORS` tensors.
 
     They die with the tensor, and when its values change. A result must not refer to the tensor,
     which would keep it. An inference tensor has no version, so nothing is kept of it.
     """
 
     def __init__(self) -> None:
-        self._results: MutableMapping[torch.Tensor, tuple[int | None, dict[Hashable, T]]]
-        self._results = WeakTensorKeyDictionary()
+        self._entries: MutableMapping[torch.Tensor, _Entry[T]] = WeakTensorKeyDictionary()
+        self._clock = itertools.count()
 
     def get(self, tensor: torch.Tensor, key: Hashable, compute: Callable[[], T]) -> T:
         """The result of `compute()`, which may depend on the values of `tensor` and on `key`."""
         if tensor.is_inference():
             return compute()
-        version, results = self._results.get(tensor, (None, {}))
-        if version != tensor._version:
-            results = {}
-            self._results[tensor] = tensor._version, results
+        entry = self._entries.get(tensor)
+        if entry is None or entry.version != tensor._version:
+            if entry is None and len(self._entries) >= TENSORS:
+                self._forget_one()
+            entry = self._entries[tensor] = _Entry(tensor._version)
+        entry.used = next(self._clock)
+        results = entry.results
         if key not in results:
             result = compute()
             if len(results) == KEYS:
                 del results[next(iter(results))]
             results[key] = result
         return results[key]
+
+    def _forget_one(self) -> None:
+        alive = list(self._entries.items())  # other tensors may die meanwhile
+        if alive:
+            oldest, _ = min(alive, key=lambda item: item[1].used)
+            self._entries.pop(oldest, None)

@@ -4,12 +4,18 @@ argument, its value and what is allowed."""
 from __future__ import annotations
 
 import itertools
+import numbers
 import operator
+import reprlib
 import struct
-from collections.abc import Iterable, Sequence
-from typing import SupportsFloat, SupportsIndex, cast
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, SupportsIndex, TypeAlias, TypeGuard, cast
 
+import numpy as np
 import torch
+
+Window: TypeAlias = tuple[int | None, int | None]  # (left, right), -1 or None for unlimited
 
 CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
@@ -22,14 +28,36 @@ TRANSPORTS = ("auto", "symmetric", "nccl", "gloo")
 TRANSPORTS_OF = {"cuda": ("nccl", "symmetric"), "cpu": ("gloo",)}  # by type of device
 
 
+def shown(value: object) -> str:
+    """A value in an error: short, and without the data of a tensor, which may be on a GPU."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"<{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}>"
+    return reprlib.repr(value)
+
+
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+    if isinstance(value, str) and value in allowed:
+        return
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(f"{name}={shown(value)}: allowed are {', '.join(map(repr, allowed))}")
 
 
-def check_type(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r}: give a {kind.__name__}")
+def is_bool(value: object) -> TypeGuard[bool]:
+    """Whether `value` is a bool of Python, NumPy or a tracer."""
+    return isinstance(value, (bool, np.bool_, torch.SymBool))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a real number, of a tracer too. A bool, a text and a tensor are none."""
+    real = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
+    return real and not is_bool(value)
+
+
+def check_bool(name: str, value: object) -> bool:
+    """`value` as a bool of Python. Numbers and texts have a truth of their own: "no" is true."""
+    if not is_bool(value):
+        raise TypeError(f"{name}={shown(value)}: give True or False")
+    return bool(value)
 
 
 def check_precision(precision: str) -> None:
@@ -81,8 +109,10 @@ def check_transport(transport: str, device: torch.device) -> None:
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     for name, value in given.items():
-        if not isinstance(value, SupportsIndex):
-            raise TypeError(f"{name}={value!r}: give a whole number")
+        try:
+            _whole(value)
+        except TypeError:
+            raise TypeError(f"{name}={shown(value)}: give a whole number") from None
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}, both > 0"
@@ -91,36 +121,87 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         raise ValueError(f"head_dim={head_dim} must be > 0")
 
 
+def _whole(value: SupportsIndex) -> int:
+    """Raises TypeError: it is no whole number. A bool has an index, and is none."""
+    if is_bool(value):
+        raise TypeError
+    return operator.index(value)
+
+
+def _in_order(name: str, values: object) -> tuple[Any, ...]:
+    """The members of a sequence. Sets and mappings have no order, and bytes would be numbers."""
+    try:
+        if isinstance(values, (str, bytes, bytearray, Set, Mapping)):
+            raise TypeError
+        return tuple(cast(Iterable[object], values))
+    except TypeError:
+        raise _no_sequence(name, values) from None
+
+
+def _no_sequence(name: str, values: object) -> TypeError:
+    return TypeError(f"{name}={shown(values)}: give a sequence of whole numbers")
+
+
 def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
     """The values as ints, which fit int64."""
+    given = _in_order(name, values)
     try:
-        given = tuple(values)
         plain = set(map(type, given)) <= {int}
-        numbers = cast(tuple[int, ...], given) if plain else tuple(map(operator.index, given))
+        found = cast(tuple[int, ...], given) if plain else tuple(map(_whole, given))
     except TypeError:
-        raise TypeError(f"{name}={values!r}: give a sequence of whole numbers") from None
-    if numbers and not -INT64_END <= min(numbers) <= max(numbers) < INT64_END:
-        raise ValueError(f"{name} has the number {max(numbers, key=abs)}: allowed are 64 bits")
-    return numbers
+        raise _no_sequence(name, given) from None
+    if found and not -INT64_END <= min(found) <= max(found) < INT64_END:
+        raise ValueError(f"{name} has the number {max(found, key=abs)}: allowed are 64 bits")
+    return found
 
 
-def int64_bytes(name: str, values: Iterable[SupportsIndex]) -> bytes:
-    """The values as int64, one behind the other: they hash and compare faster than a tuple."""
-    given = tuple(values) if isinstance(values, Iterable) else whole_numbers(name, values)
+def cumulative_bytes(name: str, cu_seqlens: Iterable[int] | torch.Tensor | int) -> bytes:
+    """Cumulative lengths as int64, one behind the other: they hash and compare faster than a tuple.
+
+    cu_seqlens: an int is the length of one sequence.
+    """
+    if isinstance(cu_seqlens, torch.Tensor):
+        check_cu_seqlens(name, cu_seqlens)
+        cu_seqlens = cu_seqlens.tolist()
+    elif isinstance(cu_seqlens, (int, np.integer)):
+        cu_seqlens = 0, cu_seqlens
+    given = _in_order(name, cu_seqlens)
     try:
-        return struct.pack(f"{len(given)}q", *given)
+        packed = struct.pack(f"{len(given)}q", *given)
     except (struct.error, TypeError):
         return struct.pack(f"{len(given)}q", *whole_numbers(name, given))  # names what is wrong
+    if any(map(is_bool, given[: bisect_right(given, 1)])):  # they ascend, or are refused later
+        raise _no_sequence(name, given)
+    return packed
 
 
-def check_window(window_size: Sequence[int]) -> tuple[int, int]:
-    """`window_size` as a pair of ints >= -1."""
-    window = whole_numbers("window_size", window_size)
+def check_window(window_size: Sequence[int | None]) -> tuple[int, int]:
+    """`window_size` as a pair of ints >= -1; None, FlashAttention 4's word for unlimited, is -1."""
+    given = _in_order("window_size", window_size)
+    window = whole_numbers("window_size", tuple(-1 if x is None else x for x in given))
     if len(window) != 2 or min(window) < -1:
         raise ValueError(
             f"window_size={window!r}: give (left, right), numbers of keys, -1 for unlimited"
         )
     return window[0], window[1]
+
+
+def check_max_seqlen(name: str, value: object) -> None:
+    """Whether `value` may be a length: what has no use here may still be another argument."""
+    if value is None:
+        return
+    if isinstance(value, torch.Tensor):  # not read: that would wait for the GPU
+        dtype = value.dtype
+        whole = value.numel() == 1 and not (dtype.is_floating_point or dtype.is_complex)
+        if whole and dtype != torch.bool:
+            return
+    else:
+        try:
+            if _whole(cast(SupportsIndex, value)) >= 0:
+                return
+        except TypeError:
+            pass
+    raise TypeError(f"{name}={shown(value)}: give the longest length, a whole number, or None")
 
 
 def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
@@ -259,12 +340,16 @@ def resolve_scale(softmax_scale: float | None, q: torch.Tensor) -> float:
 
 def check_scale(softmax_scale: float) -> float:
     """`softmax_scale` as a float. Positive: a mask is -inf before the scale."""
-    if isinstance(softmax_scale, str) or not isinstance(softmax_scale, SupportsFloat):
-        raise TypeError(f"softmax_scale={softmax_scale!r}: give a number or None")
-    scale = float(softmax_scale)
-    if not LEAST_SCALE <= scale <= 1 / LEAST_SCALE:
+    if isinstance(softmax_scale, torch.Tensor):
+        raise TypeError(
+            f"softmax_scale={shown(softmax_scale)}: give a float, which has no gradient; to learn "
+            "a scale, multiply q by it"
+        )
+    if not is_number(softmax_scale):
+        raise TypeError(f"softmax_scale={shown(softmax_scale)}: give a number or None")
+    if not LEAST_SCALE <= softmax_scale <= 1 / LEAST_SCALE:  # before float(), which may overflow
         raise ValueError(
-            f"softmax_scale={softmax_scale!r}: it must be positive and finite, "
+            f"softmax_scale={shown(softmax_scale)}: it must be positive and finite, "
             f"from {LEAST_SCALE:.1e} to {1 / LEAST_SCALE:.1e}"
         )
-    return scale
+    return float(softmax_scale)

@@ -48,7 +48,7 @@ def _dense(group: Group, batch: int, local: int, layout: str, causal: bool) -> f
     whole = [x.requires_grad_() for x in inputs_of(batch, local * world)]
     shards = [one.shard(x.detach(), 1).requires_grad_() for x in whole]
     out = attn(*shards)
-    wanted = flash_attn_func(*whole, 0.3, causal, (30, -1))
+    wanted = flash_attn_func(*whole, softmax_scale=0.3, causal=causal, window_size=(30, -1))
     assert out.shape == shards[0].shape
     weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).double()
     got = torch.autograd.grad(out, shards, one.shard(weights, 1))

@@ -52,7 +52,9 @@ def test_dense_equals_the_reference(
 ) -> None:  # fmt: skip
     """Float64, out, lse and gradients to 1e-12, one sequence of the batch at a time."""
     inputs = dense_inputs(b, s, s_k, heads)
-    out, lse = flash_attn_func(*inputs, scale, causal, window, return_lse=True)
+    out, lse = flash_attn_func(
+        *inputs, softmax_scale=scale, causal=causal, window_size=window, return_lse=True
+    )
     assert out.shape == inputs[0].shape
     assert lse.shape == (b, heads[0], s)
     got = torch.autograd.grad(both(out, lse), inputs)
@@ -375,7 +377,6 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("softmax_scale=nan", ValueError, lambda: call(softmax_scale=torch.nan)),
     ("window_size", ValueError, lambda: call(window_size=(-2, 0))),
     ("window_size has the number 92", ValueError, lambda: call(window_size=(1 << 63, 0))),
-    ("deterministic='no'", TypeError, lambda: call(deterministic="no")),
     ("precision", ValueError, lambda: call(precision="fp16")),
     ("precision='fp8' has no kernel for head_dim 8", ValueError, lambda: call(precision="fp8")),
     ("cu_seqlens_q", ValueError, lambda: varlen([1, 6], [0, 6])),

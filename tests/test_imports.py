@@ -20,6 +20,7 @@ ORDER = [
     "custom_op",
     "tensor_cache",
     "validation",
+    "keywords",
     "planning",
     "quantisation",
     "ring_pass",

@@ -27,15 +27,15 @@ NAMES = {
 
 # Each function below has the parameters of the public one: names, order, defaults.
 def flash_attn_func(
-    q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False,
-    return_lse=False, precision="native", sink=None,
+    q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False,
+    return_lse=False, precision="native", sink=None, **neutral,
 ): ...  # fmt: skip
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-    causal=False, window_size=(-1, -1), deterministic=False, return_lse=False, precision="native",
-    sink=None,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
+    softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False, return_lse=False,
+    precision="native", sink=None, **neutral,
 ): ...  # fmt: skip
 
 
@@ -46,8 +46,8 @@ def plan_context(cu_seqlens, group=None, layout="zigzag", causal=True, window_si
 
 
 def ring_attn_func(
-    q, k, v, plan, softmax_scale=None, deterministic=False, return_lse=False, precision="native",
-    transport="auto", sink=None,
+    q, k, v, plan, *, softmax_scale=None, deterministic=False, return_lse=False,
+    precision="native", transport="auto", sink=None, **neutral,
 ): ...  # fmt: skip
 
 
@@ -105,8 +105,10 @@ def test_the_package_exports_its_names() -> None:
 def test_parameters_keep_their_names_order_and_defaults(
     public: Callable[..., object], expected: Callable[..., object]
 ) -> None:
-    """Further parameters come last and have defaults."""
+    """Further parameters come last, but for `**neutral`, and have defaults."""
     known, found = parameters(expected), parameters(public)
+    if known[-1:] == [("neutral", inspect.Parameter.VAR_KEYWORD, inspect.Parameter.empty)]:
+        assert known.pop() == found.pop()
     assert found[: len(known)] == known
     assert all(default is not inspect.Parameter.empty for _, _, default in found[len(known) :])
 

@@ -52,7 +52,7 @@ extern "C" int ringfa3_forward(Shapes::Args const* args, void* stream) {
   return ringfa3::launch_forward<ringfa3::WithoutPingPong<Shapes> >(*args, on);
 #elif defined(RINGFA3_THREE_STAGES)
   using Consumer = ringfa3::ThreeStageConsumer<Shapes>;
-  return ringfa3::launch_forward<Shapes>(*args, on, ringfa3::forward_kernel<Shapes, Consumer>);
+  return ringfa3::launch_forward<Shapes, ringfa3::forward_kernel<Shapes, Consumer> >(*args, on);
 #elif defined(RINGFA3_IN_KERNEL_TRANSPOSE)
   return ringfa3::launch_transposing<Shapes>(*args, on);
 #elif defined(RINGFA3_PROMOTION)

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
 template <class Shapes>
 cudaError_t launch_transposing(typename Shapes::Args const& a, cudaStream_t stream) {
   using With = Transposing<Shapes>;
-  return launch_forward<With>(a, stream, transposing_kernel<With>);
+  return launch_forward<With, transposing_kernel<With>>(a, stream);
 }
 
 }  // namespace ringfa3

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
 template <class Shapes>
 cudaError_t launch_unspecialised(ForwardArgs const& a, cudaStream_t stream) {
   using Without = Unspecialised<Shapes>;
-  return launch_forward<Without>(a, stream, unspecialised_kernel<Without>);
+  return launch_forward<Without, unspecialised_kernel<Without>>(a, stream);
 }
 
 }  // namespace ringfa3

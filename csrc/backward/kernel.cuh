@@ -131,9 +131,8 @@ cudaError_t launch_backward(BackwardArgs const& a, cudaStream_t stream) {
   p.num_work = a.num_work_units * p.kv_heads;
   constexpr int kSmem = sizeof(typename Shapes::SharedStorage);
   static_assert(kSmem <= 227 * 1024, "more than an SM has");
-  auto kernel = backward_kernel<Shapes>;
-  static std::atomic<uint64_t> allowed;
-  cudaError_t const status = allow_shared(kernel, kSmem, allowed);
+  constexpr auto kernel = backward_kernel<Shapes>;
+  cudaError_t const status = allow_shared<kernel>(kSmem);
   if (status != cudaSuccess) return status;
   int const clusters = min(max(a.num_ctas / Shapes::Ctas, 1), p.num_work);
   return launch_early(kernel, dim3(clusters * Shapes::Ctas), Shapes::Threads, kSmem, stream, p,

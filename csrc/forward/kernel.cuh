@@ -71,9 +71,8 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
 inline ForwardArgs const& common_args(ForwardArgs const& args) { return args; }
 inline ForwardArgs const& common_args(QuantisedForwardArgs const& args) { return args.forward; }
 
-template <class Shapes>
-cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t stream,
-                           void (*kernel)(ForwardParams<Shapes>) = forward_kernel<Shapes>) {
+template <class Shapes, void (*kernel)(ForwardParams<Shapes>) = forward_kernel<Shapes>>
+cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t stream) {
   using Element = typename Shapes::Element;
   using ElementQK = typename Shapes::ElementQK;
   using ElementPV = typename Shapes::ElementPV;
@@ -102,8 +101,7 @@ cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t strea
   static_assert(registers_suffice(Shapes::kRegisters, Shapes::Producers, Shapes::Consumers));
   constexpr int kSmem = sizeof(typename Shapes::SharedStorage);
   static_assert(kSmem <= 227 * 1024, "more than an SM has");
-  static std::atomic<uint64_t> allowed;
-  cudaError_t const status = allow_shared(kernel, kSmem, allowed);
+  cudaError_t const status = allow_shared<kernel>(kSmem);
   if (status != cudaSuccess) return status;
   int const grid = min(a.num_ctas, p.num_work);
   kernel<<<grid, Shapes::Threads, kSmem, stream>>>(p);

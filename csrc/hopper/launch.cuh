@@ -8,10 +8,12 @@
 
 namespace ringfa3 {
 
-// Allows a kernel `bytes` of dynamic shared memory on the current device. `allowed` belongs to the
-// kernel; bit d says that the runtime has been asked for device d.
-template <class Kernel>
-cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t>& allowed) {
+// Allows a kernel `bytes` of dynamic shared memory on the current device. The runtime keeps this
+// for each kernel and device, and so does `allowed`, of which each kernel has its own: bit d says
+// that the runtime has been asked for device d. Two threads may ask at once, for the same.
+template <auto kernel>
+cudaError_t allow_shared(int bytes) {
+  static std::atomic<uint64_t> allowed;
   int device;
   if (cudaError_t const status = cudaGetDevice(&device); status != cudaSuccess) return status;
   uint64_t const bit = device < 64 ? uint64_t{1} << device : 0;

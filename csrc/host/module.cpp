@@ -217,6 +217,10 @@ bool take_bool(PyObject* given, bool& value) {
 }
 
 bool take_side(PyObject* given, int64_t& value) {
+  if (given == Py_None) {
+    value = -1;
+    return true;
+  }
   if (!PyLong_CheckExact(given)) return false;
   int overflow = 0;
   value = PyLong_AsLongLongAndOverflow(given, &overflow);

@@ -23,6 +23,7 @@ namespace ringfa3::host {
 
 constexpr size_t kMaxPrograms = 256;  // beyond that the one that was used least recently goes
 constexpr size_t kMaxSeen = 1024;     // keys without a program; beyond that the oldest is forgotten
+constexpr size_t kMaxDocuments = 256;  // tensors of lengths; as for programs
 
 // A program, or for a call that Python always runs none.
 using Found = std::optional<std::shared_ptr<Program const>>;
@@ -85,7 +86,7 @@ class Programs {
 
   void clear() {
     std::unordered_map<Key, Entry, KeyHash> entries;
-    std::unordered_map<c10::TensorImpl*, Document> documents;
+    Documents documents;
     std::lock_guard const lock(mutex_);
     entries.swap(entries_);
     documents.swap(documents_);
@@ -108,13 +109,20 @@ class Programs {
     std::lock_guard const lock(mutex_);
     auto const at = documents_.find(impl);
     if (at != documents_.end()) {  // the weak reference keeps its address from another tensor
+      at->second.used = ++clock_;
       if (at->second.version == version) return at->second.id;
       if (std::exchange(at->second.has_programs, false)) outdated_.push_back(at->second.id);
       at->second.version = version;
       return at->second.id = ++last_id_;
     }
-    if (documents_.size() >= kMaxPrograms) forget_expired(expired);
-    documents_.emplace(impl, Document{Tensor(x.getIntrusivePtr()), version, ++last_id_});
+    if (documents_.size() >= kMaxDocuments) forget_expired(expired);
+    if (documents_.size() >= kMaxDocuments) {
+      auto const oldest = std::min_element(
+          documents_.begin(), documents_.end(),
+          [](auto const& a, auto const& b) { return a.second.used < b.second.used; });
+      forget(oldest, expired);
+    }
+    documents_.emplace(impl, Document{Tensor(x.getIntrusivePtr()), version, ++last_id_, ++clock_});
     return last_id_;
   }
 
@@ -128,8 +136,10 @@ class Programs {
     Tensor tensor;
     uint32_t version;
     int64_t id;
+    uint64_t used;
     bool has_programs = false;  // of this version
   };
+  using Documents = std::unordered_map<c10::TensorImpl*, Document>;
 
   // Moves documents whose tensors are gone to `expired`.
   void forget_expired(std::vector<Tensor>& expired) {
@@ -138,15 +148,20 @@ class Programs {
         ++at;
         continue;
       }
-      if (at->second.has_programs) outdated_.push_back(at->second.id);
-      expired.push_back(std::move(at->second.tensor));
-      at = documents_.erase(at);
+      at = forget(at, expired);
     }
+  }
+
+  // Moves the document's reference to `freed`; its programs go at the next `put`.
+  Documents::iterator forget(Documents::iterator at, std::vector<Tensor>& freed) {
+    if (at->second.has_programs) outdated_.push_back(at->second.id);
+    freed.push_back(std::move(at->second.tensor));
+    return documents_.erase(at);
   }
 
   std::mutex mutex_;
   std::unordered_map<Key, Entry, KeyHash> entries_;
-  std::unordered_map<c10::TensorImpl*, Document> documents_;
+  Documents documents_;
   std::unordered_set<size_t> seen_;
   std::deque<size_t> order_of_seen_;
   std::vector<int64_t> outdated_;  // ids of documents whose programs go at the next `put`

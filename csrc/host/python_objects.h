@@ -70,9 +70,11 @@ class PythonCall : public ReplayableCall {
   }
 
  private:
+  // Calling a weak reference is in every version of Python; PyWeakref_GetObject goes in 3.15, and
+  // PyWeakref_GetRef came in 3.13.
   py::object alive() const {
-    PyObject* const call = PyWeakref_GetObject(weak_);
-    return call == Py_None ? py::object() : py::reinterpret_borrow<py::object>(call);
+    auto const call = checked(PyObject_CallNoArgs(weak_));
+    return call.is_none() ? py::object() : call;
   }
   static py::object checked(PyObject* result) {
     if (!result) throw_raised();

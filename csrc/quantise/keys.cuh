@@ -99,9 +99,8 @@ cudaError_t launch_quantise_k(QuantiseKVArgs const& a, cudaStream_t stream) {
               .step = {static_cast<uint32_t>(ctas / heads), static_cast<uint32_t>(ctas % heads)}};
   if (!encode<typename S::Element>(p.k, a.k, S::Rows, S::D)) return cudaErrorInvalidValue;
   constexpr int kSmem = sizeof(typename Shapes::Storage);
-  auto const kernel = quantise_k_kernel<S, Format>;
-  static std::atomic<uint64_t> allowed;
-  if (cudaError_t const status = allow_shared(kernel, kSmem, allowed); status != cudaSuccess) {
+  constexpr auto kernel = quantise_k_kernel<S, Format>;
+  if (cudaError_t const status = allow_shared<kernel>(kSmem); status != cudaSuccess) {
     return status;
   }
   return launch_early(kernel, dim3(static_cast<unsigned>(ctas)), Shapes::Threads, kSmem, stream, p);

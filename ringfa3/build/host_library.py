@@ -1,7 +1,7 @@
 """Compiles the host library, which starts calls on a GPU (csrc/host).
 
-It is C++ against PyTorch's headers, whose ABI is that of one version: the name of its entry in the
-cache holds the versions of PyTorch and Python.
+It is C++ against PyTorch's headers, whose ABI is that of one build: the name of its entry in the
+cache holds the platform, the build of PyTorch and the version of Python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from ringfa3.build.cache import cache_folder, make_once, say
+from ringfa3.build.cache import cache_folder, make_once, say, this_platform
 from ringfa3.build.compile import run_compiler, source_folder
 from ringfa3.build.toolchain import find_host_compiler
 from ringfa3.errors import BuildError
@@ -29,11 +29,14 @@ def host_folder() -> Path:
 
 
 def _stem() -> str:
-    """The first part of the entry's name: sources, flags, PyTorch, Python."""
+    """The first part of the entry's name: platform, sources, flags, PyTorch, Python."""
     import torch
 
+    python = sysconfig.get_config_var("SOABI")
     given = hashlib.sha256(
-        repr((FLAGS, torch.__version__, sysconfig.get_config_var("SOABI"))).encode()
+        repr(
+            (FLAGS, this_platform(), torch.__version__, torch.version.git_version, python)
+        ).encode()
     )
     for path in sorted(host_folder().iterdir()):
         given.update(path.name.encode() + path.read_bytes())

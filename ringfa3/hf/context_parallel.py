@@ -90,7 +90,7 @@ def attend(
     if effective_window(plan.causal, plan.window_size) != (left, right):
         plan = plan.with_window((left, -1 if plan.causal else right))
     packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    out = ring_attn_func(*packed, plan, scale, deterministic, sink=sink)
+    out = ring_attn_func(*packed, plan, softmax_scale=scale, deterministic=deterministic, sink=sink)
     assert isinstance(out, torch.Tensor)
     return out.view(out_shape(q, v))
 

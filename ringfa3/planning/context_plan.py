@@ -20,10 +20,11 @@ from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
 from ringfa3.planning.unshard import Unshard, require_agreement
 from ringfa3.validation import (
     LAYOUTS,
+    Window,
+    check_bool,
     check_choice,
-    check_cu_seqlens,
     check_window,
-    int64_bytes,
+    cumulative_bytes,
     sequence_lengths,
     whole_numbers,
 )
@@ -116,7 +117,7 @@ class ContextPlan:
             self._bound[key] = bound
         return self._bound[key]
 
-    def with_window(self, window_size: tuple[int, int]) -> ContextPlan:
+    def with_window(self, window_size: Window) -> ContextPlan:
         """The plan that holds the same tokens on the same ranks, under another window.
 
         Layers of different windows need it: `plan_context` places tokens by the work that a window
@@ -130,7 +131,7 @@ class ContextPlan:
             window. Work is balanced for the window that `plan_context` was given.
 
         Raises:
-            ValueError, TypeError: window_size is not a pair of ints >= -1.
+            ValueError, TypeError: window_size is not a pair as in `plan_context`.
         """
         window = check_window(window_size)
         origin = self._origin or self
@@ -291,7 +292,7 @@ def plan_context(
     group: Group = None,
     layout: str = "zigzag",
     causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
 ) -> ContextPlan:
     """The plan of packed, self-attending documents over a context group.
 
@@ -305,23 +306,17 @@ def plan_context(
             torch.distributed is not initialised; or (rank, world), in a data loader.
         layout: "zigzag" balances work, "contiguous" keeps tokens in order.
         causal: hide later keys of a document.
-        window_size: (left, right) keys around a query that it sees, -1 for unlimited.
+        window_size: (left, right) keys around a query that it sees, -1 or None for unlimited.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
     """
-    if isinstance(cu_seqlens, torch.Tensor):
-        check_cu_seqlens("cu_seqlens", cu_seqlens)
-        cu = int64_bytes("cu_seqlens", cu_seqlens.tolist())
-    elif isinstance(cu_seqlens, (int, np.integer)):
-        cu = int64_bytes("cu_seqlens", (0, cu_seqlens))
-    else:
-        cu = int64_bytes("cu_seqlens", cu_seqlens)
+    cu = cumulative_bytes("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
     placed = place(group)
     implicit = group is None and placed[2] is None
-    return _cached_plan(cu, *placed, layout, bool(causal), window, 0, implicit)
+    return _cached_plan(cu, *placed, layout, check_bool("causal", causal), window, 0, implicit)
 
 
 def dense_plan(
@@ -338,7 +333,7 @@ def dense_plan(
     """
     rank, world, process_group = place(group)
     tokens = local_tokens * world
-    cu = int64_bytes("cu_seqlens", range(0, batch * tokens + 1, tokens) if tokens else (0,))
+    cu = cumulative_bytes("cu_seqlens", range(0, batch * tokens + 1, tokens) if tokens else (0,))
     return _cached_plan(cu, rank, world, process_group, layout, causal, window_size, batch, False)
 
 

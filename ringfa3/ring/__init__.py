@@ -2,5 +2,5 @@
 
 In: local q, k, v and a context plan. Out: (out, LSE), or gradients, of the local tokens.
 Imports `planning`, `quantisation`, `kernels`, `host`, `symmetric`, `ring_pass`, `validation`,
-`custom_op`, `attention_op`, `errors`.
+`keywords`, `custom_op`, `attention_op`, `errors`.
 """

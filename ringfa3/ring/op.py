@@ -22,6 +22,7 @@ from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forwa
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import on
+from ringfa3.keywords import by_name, check_call
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.ring import quantised_forward
 from ringfa3.ring.group import RingGroup
@@ -33,20 +34,31 @@ from ringfa3.ring.prepare_call import (
     raise_on_all_ranks,
 )
 from ringfa3.ring_pass import HopTensors, RingPass
-from ringfa3.validation import check_sink, check_tensors, check_type, resolve_scale
+from ringfa3.validation import (
+    TRANSPORTS,
+    check_bool,
+    check_choice,
+    check_precision,
+    check_sink,
+    check_tensors,
+    resolve_scale,
+)
 
 
+@by_name
 def ring_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     plan: ContextPlan,
+    *positional: object,
     softmax_scale: float | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     precision: str = "native",
     transport: str = "auto",
     sink: torch.Tensor | None = None,
+    **neutral: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over documents that are spread over a context group.
 
@@ -63,6 +75,7 @@ def ring_attn_func(
             "symmetric", which "auto" prefers where it is possible.
         sink: as in `flash_attn_func`, the same on all ranks. Its gradient on a rank is that of the
             rank's tokens: sum it over the ranks, as those of weights.
+        neutral: as in `flash_attn_func`.
 
     Returns:
         out (t, h, d_v); with `return_lse` (out, lse), lse (h, t) float32 (float64 for float64).
@@ -82,13 +95,16 @@ def ring_attn_func(
         raise_on_all_ranks(default_group(), problem)
     plan = bind_to_group(plan)
     try:
+        if positional or neutral:
+            check_call(ring_attn_func, positional, neutral)
         check_tensors(q, k, v)
         scale = resolve_scale(softmax_scale, q)
         if q.dim() == 3:  # else prepare_call raises
             check_sink(sink, autocast_inputs(q)[0])
-        check_type("deterministic", deterministic, bool)
-        check_type("precision", precision, str)
-        check_type("transport", transport, str)
+        deterministic = check_bool("deterministic", deterministic)
+        return_lse = check_bool("return_lse", return_lse)
+        check_precision(precision)
+        check_choice("transport", transport, TRANSPORTS)
     except Exception as problem:
         raise_on_all_ranks(plan.group, problem)
     q, k, v = autocast_inputs(q, k, v)

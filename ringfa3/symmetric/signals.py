@@ -8,20 +8,18 @@ thread that calls it, and a stream that waits in vain must be released all the s
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from typing import cast
 
 import torch
 
 from ringfa3.errors import StepError, first_line
 from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.shared_words import BYTES, map_words, shared_file
 from ringfa3.symmetric.stream_ops import Purpose, Signal, Stream
 
-DIRECTORY = "/dev/shm"
-BYTES = 4  # of a word
 COUNTERS = 3  # words of a stream: DONE, AWAITED, PASSED
 DONE = 0  # how many waits of eager calls are over
 AWAITED = 1  # in graphs: number of the wait that the stream is at, 0 for none
@@ -67,23 +65,16 @@ class Signals:
         self._shape = (world, world, len(Purpose), 2)
         self._signals = world * world * len(Purpose) * 2
         self._count = self._signals + world * len(Stream) * COUNTERS
-        path = step_on_all_ranks(
-            gather, "a file for signals", lambda: "" if rank else self._new_file()
-        )[0]
-        try:
-            step_on_all_ranks(gather, "mapping the signals", lambda: self._map(path))
-        finally:
-            if rank == 0:
-                os.unlink(path)
+        with ExitStack() as opened:  # the first rank's file, until all ranks have mapped it
 
-    def _new_file(self) -> str:
-        file, path = tempfile.mkstemp(prefix="ringfa3-", dir=DIRECTORY)
-        os.ftruncate(file, self._count * BYTES)  # all zero
-        os.close(file)
-        return path
+            def make() -> str:
+                return "" if rank else opened.enter_context(shared_file(self._count))
 
-    def _map(self, path: str) -> None:
-        memory = torch.from_file(path, shared=True, size=self._count, dtype=torch.int32)
+            line = step_on_all_ranks(gather, "a file for signals", make)[0]
+            step_on_all_ranks(gather, "mapping the signals", lambda: self._map(line))
+
+    def _map(self, line: str) -> None:
+        memory = map_words(line, self._count)
         self._address = cuda_driver.register_host_memory(memory.data_ptr(), self._count * BYTES)
         _registered.append(memory)
         self._received = memory[: self._signals].view(self._shape)[self.rank]

@@ -104,7 +104,9 @@ class Attention(nn.Module):
         else:
             k_SKC, v_SKC = cache.append(k_TKC, v_TKC)
             qkv = q_THC[None], k_SKC[None], v_SKC[None]
-            y_THC = flash_attn_func(*qkv, self.softmax_scale, True, self.window_size)[0]
+            y_THC = flash_attn_func(
+                *qkv, softmax_scale=self.softmax_scale, causal=True, window_size=self.window_size
+            )[0]
         return self.wo(y_THC.flatten(-2))
 
 
