@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from ringfa3.tensor_cache import KEYS, TensorCache
+from ringfa3.tensor_cache import KEYS, TENSORS, TensorCache
 
 
 class Result:
@@ -32,6 +32,24 @@ def test_a_tensor_has_its_latest_keys() -> None:
     x = torch.zeros(3)
     results = [weakref.ref(cache.get(x, key, Result)) for key in range(KEYS + 5)]
     assert [result() is not None for result in results] == [False] * 5 + [True] * KEYS
+
+
+def test_tensors_that_live_are_bounded() -> None:
+    """The one that was used least recently is forgotten, and computed again when it comes back."""
+    cache: TensorCache[Result] = TensorCache()
+    tensors = [torch.zeros(1) for _ in range(TENSORS + 2)]
+    results = []
+    for x in tensors:
+        results.append(weakref.ref(cache.get(x, 1, Result)))
+        cache.get(tensors[0], 1, Result)
+    gone = [n for n, result in enumerate(results) if result() is None]
+    assert gone == [1, 2]
+    assert cache.get(tensors[0], 1, Result) is results[0]()
+    cache.get(tensors[1], 1, Result)
+    assert results[3]() is None
+    tensors[5][0] = 1  # a new version takes no other tensor's place
+    cache.get(tensors[5], 1, Result)
+    assert results[4]() is not None
 
 
 def test_a_result_that_is_none_is_kept() -> None:

@@ -49,11 +49,14 @@ def open_backend(group: Group, device: torch.device) -> SymmetricBackend | str:
         if group.failure is not None:
             raise
         problem = first_line(error)
-    problems = zip(group.ranks, group.gather(problem), strict=True)
-    if reports := [f"rank {rank}: {problem}" for rank, problem in problems if problem]:
+    ranks: dict[str, list[str]] = {}  # that have a problem; a step of all ranks is one of all
+    for rank, found in zip(group.ranks, group.gather(problem), strict=True):
+        if found:
+            ranks.setdefault(found, []).append(str(rank))
+    if ranks:
         if backend is not None:
             backend.abandon()  # its streams may wait for a call that a peer has broken off
-        return "; ".join(reports)
+        return "; ".join(f"rank {', '.join(who)}: {found}" for found, who in ranks.items())
     assert backend is not None
     backend.serve()
     return backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 
@@ -49,6 +50,41 @@ def test_a_library_serves_one_version_of_pytorch(
     assert made[0] == made[1] != made[2] == made[3]
     assert all(Path(x).read_text() == "built\n" for x in made)
     assert runs(compiler) == 2
+
+
+@pytest.mark.parametrize("name", ["platform.machine", "platform.libc_ver"])
+def test_a_platform_has_a_library_of_its_own(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Python's SOABI need not name it."""
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "cpython-312")
+    first = host_library.ensure_host_library()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(name, lambda: ("another", "1"))
+        assert host_library.ensure_host_library().parent != first.parent
+    assert host_library.ensure_host_library() == first
+    assert runs(compiler) == 2
+
+
+# Functions that Python 3.15 no longer has: docs.python.org/3/deprecations, "C API".
+REMOVED = {
+    "PyImport_ImportModuleNoBlock",
+    "PySys_ResetWarnOptions",
+    "PyUnicode_AsDecodedObject",
+    "PyUnicode_AsDecodedUnicode",
+    "PyUnicode_AsEncodedObject",
+    "PyUnicode_AsEncodedUnicode",
+    "PyWeakref_GET_OBJECT",
+    "PyWeakref_GetObject",
+}
+
+
+def test_no_function_that_python_removes_is_called() -> None:
+    """The library is compiled for whatever Python runs it."""
+    sources = [path.read_text() for path in host_library.host_folder().iterdir()]
+    called = {name for text in sources for name in re.findall(r"\bPy\w+(?=\()", text)}
+    assert "PyCapsule_New" in called
+    assert not called & REMOVED
 
 
 def test_a_folder_may_be_named_in_place_of_a_compiler(
