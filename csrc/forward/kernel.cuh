@@ -71,7 +71,9 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
 inline ForwardArgs const& common_args(ForwardArgs const& args) { return args; }
 inline ForwardArgs const& common_args(QuantisedForwardArgs const& args) { return args.forward; }
 
-template <class Shapes, void (*kernel)(ForwardParams<Shapes>) = forward_kernel<Shapes>>
+// `kernel` is named by the caller: nvcc compiles no kernel that is a default argument of a
+// template.
+template <class Shapes, void (*kernel)(ForwardParams<Shapes>)>
 cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t stream) {
   using Element = typename Shapes::Element;
   using ElementQK = typename Shapes::ElementQK;
@@ -106,6 +108,11 @@ cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t strea
   int const grid = min(a.num_ctas, p.num_work);
   kernel<<<grid, Shapes::Threads, kSmem, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <class Shapes>
+cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t stream) {
+  return launch_forward<Shapes, forward_kernel<Shapes>>(args, stream);
 }
 
 }  // namespace ringfa3
