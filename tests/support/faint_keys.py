@@ -2,7 +2,9 @@
 
 Each check makes its own inputs on a device and asserts. Scores are exact in both dtypes, so
 PyTorch in the inputs' dtype rounds P and the output alone, and the gate is tight:
-max|x - ref| <= 2 max|x_pt - ref| + 1e-5, ref in float64.
+max|x - ref| <= 2 max|x_pt - ref| + 1e-5, ref in float64. Where many P are equal, all have one
+rounding error, which may happen to be 0 in PyTorch. For drawn rows max|x_pt - ref| therefore counts
+as at least u max|ref|, u the unit roundoff: what the rounding of one output may cost.
 
 Letters in shapes: t queries, n keys; h heads, hk KV heads; d head dim.
 """
@@ -52,13 +54,14 @@ class Rows:
         p = s.softmax(-1)[..., : len(v)]
         return torch.einsum("htn,nhd->thd", p, v), s.double().logsumexp(-1)
 
-    def hold_gate(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def hold_gate(self, out: torch.Tensor, lse: torch.Tensor, drawn: bool = True) -> None:
         """Every head holds the gate of the module; LSE to 1e-4."""
         ref, ref_lse = self.attention(torch.float64)
         plain, _ = self.attention(self.q.dtype)
         for head in range(out.shape[1]):
             error = largest((out.double() - ref)[:, head])
-            bound = 2 * largest((plain.double() - ref)[:, head]) + 1e-5
+            least = drawn * torch.finfo(out.dtype).eps / 2 * largest(ref[:, head])
+            bound = 2 * max(largest((plain.double() - ref)[:, head]), least) + 1e-5
             what = f"{self.what}, head {head}"
             assert error <= bound, f"{what}: off by {error:.2e}, allowed {bound:.2e}"
         assert largest(lse.double() - ref_lse) < 1e-4, f"{self.what}: LSE"
@@ -132,7 +135,7 @@ def a_last_key_leads(dtype: torch.dtype, d: int, device: str = "cuda") -> None:
         out, lse = flash_attn_varlen_func(
             q, k, v, [0, 1], [0, n + 1], softmax_scale=1.0, return_lse=True
         )
-        x.hold_gate(out, lse)
+        x.hold_gate(out, lse, drawn=False)
 
 
 def hops_hold_the_gate(unit: Unit, case: int, device: str = "cuda", most: int = 4096) -> None:
