@@ -2,9 +2,10 @@
 
 For changes that alter machine code but should not alter speed. Both caches are folders that
 `python -m ringfa3.build` has filled; both builds have the tiles of this checkout and take its
-argument structs. Needs a Hopper GPU. Inputs are N(0,1), 16k tokens in one sequence, of 512 for a
-short unit, hidden size 2048. 8-bit units have operands that the old build has quantised. Units that
-quantise are named and not timed: `python -m ringfa3.bench fp8 --bandwidth` does that.
+argument structs. Needs a Hopper GPU. Inputs are N(0,1), or have the scores of `--scores`: 16k
+tokens in sequences of `--length`, of 512 for a short unit, hidden size 2048. 8-bit units have
+operands that the old build has quantised. Units that quantise are named and not timed:
+`python -m ringfa3.bench fp8 --bandwidth` does that.
 
 Runs alternate, old and new, `--pairs` times. Prints one line per unit and mask: the median of the
 paired ratios, old time over new time, and their quartiles: above 1 the new build is faster. Exits
@@ -29,6 +30,7 @@ from ringfa3.bench.attention.quantised import QuantisedRingFA3
 from ringfa3.bench.common.cases import CAUSAL, FULL, Case
 from ringfa3.bench.common.implementations import RingFA3
 from ringfa3.bench.common.problem import make_problem
+from ringfa3.bench.common.scores import SCORES
 from ringfa3.build.units import UNITS, Unit, select_units
 from ringfa3.errors import BuildError
 from ringfa3.kernels import dispatch, launch
@@ -79,11 +81,14 @@ def ratios(switch: Switch, call: Callable[[], object], pairs: int) -> list[float
     return result
 
 
-def cases(unit: Unit) -> list[Case]:
+def cases(unit: Unit, length: int | None = None, scores: str | None = None) -> list[Case]:
     """What the unit runs. A short unit runs causal sequences alone."""
     heads, masks = HIDDEN // unit.head_dim, (CAUSAL,) if unit.short else (FULL, CAUSAL)
-    lengths = (SHORT,) * (TOKENS // SHORT) if unit.short else (TOKENS,)
-    return [Case("", "", lengths, heads, heads, unit.head_dim, mask) for mask in masks]
+    length = SHORT if unit.short else length or TOKENS
+    lengths = (length,) * (TOKENS // length)
+    return [
+        Case("", "", lengths, heads, heads, unit.head_dim, mask, scores=scores) for mask in masks
+    ]
 
 
 def quantiser(unit: Unit) -> Unit:
@@ -109,10 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("new", type=Path, metavar="NEW_CACHE")
     parser.add_argument("--units", nargs="+", default=["bf16"], help="as in ringfa3.build")
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--length", type=int, default=TOKENS, help="of a sequence, at most 16384")
+    parser.add_argument("--scores", choices=SCORES, help="default: N(0,1)")
     asked = parser.parse_args(arguments)
     host.select("python")  # a program of the host library would hold the functions of one build
     if asked.pairs < 2:
         parser.error(f"--pairs {asked.pairs}: quartiles need at least 2")
+    if not 1 <= asked.length <= TOKENS:
+        parser.error(f"--length {asked.length}: it must be from 1 to {TOKENS}")
     try:
         selected = select_units(asked.units)
         units = [x for x in selected if x.direction != QUANTISE]
@@ -133,10 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(torch.cuda.get_device_name(), flush=True)
     for switch.timed in units:
         unit = switch.timed
-        for case in cases(unit):
+        for case in cases(unit, asked.length, asked.scores):
             found = ratios(switch, operation(unit, case, torch.device("cuda")), asked.pairs)
             low, middle, high = statistics.quantiles(found, n=4)
-            print(f"{unit.name} {case.mask}: {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
+            what = f"{unit.name} {case.mask} {case.lengths[0]} {case.scores or 'N(0,1)'}"
+            print(f"{what}: {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ struct ForwardConsumer {
   CUTE_DEVICE void first_softmax() {
     if (!o_empty) {
       load_partial<Shapes>(p, smem.work[work_stage.index()], o);
-      softmax.resume(earlier_lse, lane);
+      softmax.resume(earlier_lse, lane, o);
     }
     if (unmasked == 0 && hides_block(block, kWarpRows * warp)) {
       clear(fP);
@@ -172,7 +172,7 @@ struct ForwardConsumer {
       softmax.template exponentiate<0, kSize>(scores(), prob, sum, scale());
       to_operand<ElementPV>(prob, fP);
       if (!softmax.accumulate(sum)) settle_sums(*this, sum);
-    } else {  // the maximum as the shift makes P exact in a row that sees one key
+    } else {  // a shift from the maximum makes P exact in a row that sees one key
       rescale_rows(*this, softmax.begin());
     }
   }

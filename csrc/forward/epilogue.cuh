@@ -62,8 +62,16 @@ CUTE_DEVICE void finish_rows(ForwardParams<Shapes> const& p, WorkItem const& wor
   }
 }
 
+// Within the range of e4m3; NaN stays.
+CUTE_DEVICE float within_e4m3(float x) {
+  asm("min.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(448.f));
+  asm("max.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-448.f));
+  return x;
+}
+
 // Of e4m3 V: normalises rows by `weight`, 0 for a row that sees nothing; applies V's scale and
-// mean.
+// mean. Rounded P may sum to more than P, so that the mean of V's numbers exceeds them all: O then
+// lies in V's range, and overflows no dtype that holds V.
 template <class Shapes, class Output>
 CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& work, int lane,
                               Output& o, float const (&weight)[2]) {
@@ -77,8 +85,8 @@ CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& wo
     for (int r = 0; r < 2; ++r) {
       float& x = o(4 * j + 2 * r);
       float& y = o(4 * j + 2 * r + 1);
-      x = fmaf(x * weight[r], scale.x, seen[r] * mean.x);
-      y = fmaf(y * weight[r], scale.y, seen[r] * mean.y);
+      x = fmaf(within_e4m3(x * weight[r]), scale.x, seen[r] * mean.x);
+      y = fmaf(within_e4m3(y * weight[r]), scale.y, seen[r] * mean.y);
     }
   }
 }

@@ -20,33 +20,46 @@ CUTE_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// Bounds of a lane's sum of P over a block, in a dtype of P. Float32 sums and that dtype hold P up
-// to kLargest.
+// Bounds of a lane's sum of P over a block, and how far a new shift lies below what it comes from,
+// in log2 units, in a dtype of P. These distances are whole numbers, so that P of a key that
+// dominates its row is a power of two.
 template <class Element>
-struct SumRange {  // bfloat16
-  // The shift of a row that begins may stay 0 if its largest sum lies in [kLeast, kFirst].
+struct SumRange {  // bfloat16, with the exponents of float32
+  // The shift of a row that begins may stay -kBelowZero if its largest sum lies in
+  // [kLeast, kFirst].
   static constexpr float kLeast = 0x1p-6f, kFirst = 0x1p16f;
   // A larger sum than kRaise raises the shift; P of a larger one than kLargest is computed again.
   static constexpr float kRaise = 0x1p88f, kLargest = 0x1p104f;
+  // Below 0; below the row's maximum, or the exponent of its largest sum; below the LSE of earlier
+  // hops.
+  static constexpr int kBelowZero = 0, kBelowMaximum = 0, kBelowEarlier = 0;
 };
+// Float16 P below 2^-14 has an error of up to 2^-25. Divided by the row's total, that is an error
+// of the key's weight. Invariant: a shift is at most the LSE of the keys seen so far, less
+// kBelowMaximum. LSE never falls, so the total is at least 2^4 from the row's first key on, and the
+// error of a weight is at most 2^-29. Weights rounded to float16 are off by up to 2^-25. Each way
+// to a shift holds the invariant:
+//   -kBelowZero  the largest sum is at least kLeast, and so is the total;
+//   `rescale`    LSE is at least the maximum;
+//   `raise`      LSE is at least that of the largest sum, which then lies in [2^4, 2^5);
+//   `resume`     kBelowEarlier is larger: P of near-equal keys has all bits up to 2^24 of them.
+// P of later keys needs room above: sums may grow from 2^4 by a factor of 2^8 before they raise the
+// shift. 32 equal maxima take 2^5 of it. Less of it computes P again more often: see
+// docs/kernels.md.
 template <>
 struct SumRange<cutlass::half_t> {
-  static constexpr float kLeast = 0x1p-6f, kFirst = 0x1p8f, kRaise = 0x1p8f, kLargest = 0x1p15f;
+  static constexpr float kLeast = 0x1p4f, kFirst = 0x1p12f;
+  static constexpr float kRaise = 0x1p12f, kLargest = 65504.f;  // the largest float16
+  static constexpr int kBelowZero = 5, kBelowMaximum = 4, kBelowEarlier = 10;
 };
-
 template <>
 struct SumRange<cutlass::float_e4m3_t> {
   // The largest value is 448: no element of a sum up to 432 is rounded above it. `settle` raises
   // the shift of this block, never of later ones alone.
   static constexpr float kRaise = 432.f, kLargest = 432.f;
+  // A lane's elements of a block, at most 32 of up to 2^3, fit 432.
+  static constexpr int kBelowZero = 0, kBelowMaximum = 3, kBelowEarlier = 0;
 };
-
-// How far a shift that `rescale` takes lies below the row's maximum, in log2 units. A lane's
-// elements of a block, at most 32, then fit SumRange.
-template <class Element>
-constexpr float kBelowMaximum = 0.f;
-template <>
-constexpr float kBelowMaximum<cutlass::float_e4m3_t> = 3.f;
 
 // What scores are multiplied by, to log2 units: one number, or one for each of a thread's rows.
 struct RowScale {
@@ -81,7 +94,8 @@ template <class Element>
 struct OnlineSoftmax {
   using Range = SumRange<Element>;
   static constexpr uint32_t kNew = 1, kStrict = 4;
-  float shift[2] = {0.f, 0.f};    // log2 units
+  static constexpr float kStart = 0.f - Range::kBelowZero;  // the shift of a row that begins
+  float shift[2] = {kStart, kStart};                        // log2 units
   float total[2] = {0.f, 0.f};    // this lane's part of the sum of P, over all hops; 0 before it
   float rounded[2] = {0.f, 0.f};  // the same of P as the product with V reads it
   // kNew << r: row r has seen no score. kStrict: every block takes its maximum as the shift.
@@ -95,15 +109,19 @@ struct OnlineSoftmax {
   // Warp-wide: no row has seen a score.
   CUTE_DEVICE bool begins() const { return __all_sync(0xffffffff, (state & 3 * kNew) == 3 * kNew); }
 
-  // Continues rows of earlier hops: their normalised O has weight 1.
-  CUTE_DEVICE void resume(float const (&lse)[2], int lane) {
+  // Continues rows of earlier hops: their normalised O, which it multiplies, has the weight
+  // 2^kBelowEarlier.
+  template <class Output>
+  CUTE_DEVICE void resume(float const (&lse)[2], int lane, Output& o) {
+    constexpr float kWeight = 1 << Range::kBelowEarlier;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       bool const seen = lse[r] != -INFINITY;  // true for NaN
-      shift[r] = seen ? lse[r] * kLog2e : 0.f;
-      total[r] = rounded[r] = seen && lane % 4 == 0 ? 1.f : 0.f;
+      shift[r] = seen ? lse[r] * kLog2e - Range::kBelowEarlier : kStart;
+      total[r] = rounded[r] = seen && lane % 4 == 0 ? kWeight : 0.f;
       if (seen) state &= ~(kNew << r);
     }
+    if constexpr (kWeight != 1.f) scale_rows(o, {kWeight, kWeight});
   }
 
   // Computes P of elements [Begin, End) of the thread's fragment and adds it to `sum[row][column
@@ -175,7 +193,7 @@ struct OnlineSoftmax {
       float const whole = sum[r][0] + sum[r][1], most = quad_max(whole);
       bool const begun = !(state & (kNew << r));
       needs.raise[r] = 0.f;
-      if constexpr (kBelowMaximum<Element> > 0.f) {  // a row's maximum, in whichever of its lanes
+      if constexpr (sizeof(Element) == 1) {  // a row's maximum, in whichever of its lanes
         needs.over[r] = !begun || most > Range::kLargest;
         needs.fresh[r] = !begun;
       } else {
@@ -184,7 +202,9 @@ struct OnlineSoftmax {
         needs.over[r] = strict() || !fits;
         needs.fresh[r] = needs.over[r] && !begun;
         bool const raised = begun && !strict() && Range::kRaise < most && most <= Range::kLargest;
-        if (raised) needs.raise[r] = int(__float_as_uint(most) >> 23) - 127;
+        if (raised) {
+          needs.raise[r] = int(__float_as_uint(most) >> 23) - 127 - Range::kBelowMaximum;
+        }
       }
     }
     needs.rescales = __any_sync(0xffffffff, needs.over[0] || needs.over[1]);
@@ -206,9 +226,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // Rescales the rows that are `over`: takes the maximum over their lanes that are `over`, and the
-  // shift unless it is `fresh`, as the shift; recomputes P and adds it to the total. The caller
-  // multiplies O by `decay`. Other rows keep their bits.
+  // Rescales the rows that are `over`: takes the maximum over their lanes that are `over`, less
+  // kBelowMaximum, and the shift unless it is `fresh`, as the shift; recomputes P and adds it to
+  // the total. The caller multiplies O by `decay`. Other rows keep their bits.
   template <class Scores, class P, class Scale>
   CUTE_DEVICE void rescale(Scores const& s, P& p, Needs const& needs, float (&decay)[2],
                            Scale const& scale_log2) {
@@ -221,11 +241,14 @@ struct OnlineSoftmax {
         peak[0] = fmaxf(peak[0], s(n)), peak[1] = fmaxf(peak[1], s(n + 1));
       }
       float high = needs.fresh[r] ? -INFINITY : shift[r];
-      if (needs.over[r]) high = fmaxf(high, fmaxf(peak[0], peak[1]) * of_row(scale_log2, r));
+      if (needs.over[r]) {
+        float const most = fmaxf(peak[0], peak[1]) * of_row(scale_log2, r);
+        high = fmaxf(high, most - Range::kBelowMaximum);
+      }
       high = quad_max(high);
       decay[r] = needs.fresh[r] ? 0.f : exp2f(shift[r] - high);
       state = high == -INFINITY ? state | (kNew << r) : state & ~(kNew << r);
-      shift[r] = high == -INFINITY ? 0.f : high;
+      shift[r] = high == -INFINITY ? kStart : high;
     }
     float sum[2][2] = {};
     exponentiate<0, kSize>(s, p, sum, scale_log2);
@@ -243,7 +266,7 @@ struct OnlineSoftmax {
   template <int R, class Scores>
   CUTE_DEVICE float rescale_row(Scores const& s, bool over, bool fresh, float scale_log2) {
     float high = fresh ? -INFINITY : shift[R];
-    if (over) high = fmaxf(high, fmaf(row_max<R>(s), scale_log2, -kBelowMaximum<Element>));
+    if (over) high = fmaxf(high, fmaf(row_max<R>(s), scale_log2, -Range::kBelowMaximum));
     high = quad_max(high);
     float const decay = fresh ? 0.f : exp2f(shift[R] - high);
     state = high == -INFINITY ? state | (kNew << R) : state & ~(kNew << R);
@@ -254,7 +277,7 @@ struct OnlineSoftmax {
   // The same from P, whose maximum over the row is `peak`, finite; the row has begun.
   template <int R>
   CUTE_DEVICE float lower_row(float peak, bool over) {
-    float const by = over ? __log2f(peak) - kBelowMaximum<Element> : 0.f;
+    float const by = over ? __log2f(peak) - Range::kBelowMaximum : 0.f;
     shift[R] += by;
     return exp2f(-by);
   }

@@ -24,11 +24,21 @@ CUTE_DEVICE float combined(int statistic, float a, float b) {
   return statistic < 2 ? a + b : statistic == 2 ? fmaxf(a, b) : fminf(a, b);
 }
 
+// To bfloat16, to its largest number where that is nearest of the finite ones.
+CUTE_DEVICE float rounded_centre(float x) {
+  constexpr float kMost = 0x1.fep127f;
+  return static_cast<float>(cutlass::bfloat16_t(fminf(fmaxf(x, -kMost), kMost)));
+}
+
 // The mean rounded to bfloat16; 0 where the sum has overflowed.
 CUTE_DEVICE float mean_of(float sum, int64_t tokens) {
   float const mean = __fdiv_rn(sum, static_cast<float>(cute::max(tokens, int64_t{1})));
-  float const rounded = static_cast<float>(cutlass::bfloat16_t(mean));
-  return fabsf(rounded) < INFINITY ? rounded : 0.f;
+  return fabsf(sum) < INFINITY ? rounded_centre(mean) : 0.f;
+}
+
+// How far numbers of [low, high] lie from `centre`, at most.
+CUTE_DEVICE float reach(float low, float high, float centre) {
+  return fmaxf(high - centre, centre - low);
 }
 
 // A CTA per head. Strip n of a statistic's threads combines parts n, n + kStrips, ...; then the
@@ -56,12 +66,19 @@ __global__ void __launch_bounds__(kCentresThreads)
   __syncthreads();
   if (threadIdx.x >= D) return;
   float const high = strips[0][2][c], low = strips[0][3][c];
-  float const v_mean = a.int8 ? 0.f : mean_of(strips[0][1][c], a.tokens);
-  float const amax = fmaxf(fmaxf(high - v_mean, v_mean - low), 0.f);
+  float v_mean = a.int8 ? 0.f : mean_of(strips[0][1][c], a.tokens);
+  // Where the sum, or the distance from the mean, has overflowed: the middle of the range.
+  bool const summed = fabsf(strips[0][1][c]) < INFINITY;  // false for NaN
+  if (!a.int8 && !(summed && reach(low, high, v_mean) < INFINITY)) {
+    v_mean = rounded_centre(0.5f * high + 0.5f * low);
+  }
+  // Differences of float32 numbers are 0 or at least 2^-24 of one of them, so the second number is
+  // the larger one where all are 0: mean / scale must not overflow.
+  float const amax = fmaxf(reach(low, high, v_mean), 0x1p-60f * fabsf(v_mean));
   auto centre = [&](int n) -> float& { return a.centres[(n * heads + head) * D + c]; };
   centre(0) = mean_of(strips[0][0][c], a.tokens);
   centre(1) = v_mean;
-  centre(2) = a.int8 ? 1.f : scale_of<E4M3>(amax);
+  centre(2) = a.int8 ? 1.f : scale_of<E4M3>(amax, kLeastVScale);
 }
 
 template <int D>

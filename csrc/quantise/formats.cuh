@@ -8,7 +8,9 @@ namespace ringfa3 {
 
 using namespace cute;
 
-constexpr float kLeastScale = 0x1p-60f, kLargestScale = 0x1p60f;
+// Of Q and K: a product of two is a normal float32, so -inf times it is -inf. Of V: the least
+// normal float32, of which e4m3 has steps below those of bfloat16.
+constexpr float kLeastScale = 0x1p-60f, kLeastVScale = 0x1p-126f;
 
 // E4M3 keeps NaN, so a key that is not finite leaves the scale of its tile alone.
 struct E4M3 {
@@ -42,18 +44,17 @@ struct Int8 {
   }
 };
 
-// The scale of numbers up to `amax` in magnitude. NaN stays.
-template <class Format>
-CUTE_DEVICE float scale_of(float amax) {
-  float const scale = __fdiv_rn(amax, Format::kLargest);
-  return scale != scale ? scale : fminf(fmaxf(scale, kLeastScale), kLargestScale);
-}
-
 // The larger one; NaN if one of the two is NaN.
 CUTE_DEVICE float max_or_nan(float a, float b) {
   float larger;
   asm("max.ftz.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
   return larger;
+}
+
+// The scale of numbers up to `amax` in magnitude, at least `least`. NaN stays.
+template <class Format>
+CUTE_DEVICE float scale_of(float amax, float least = kLeastScale) {
+  return max_or_nan(__fdiv_rn(amax, Format::kLargest), least);
 }
 
 }  // namespace ringfa3

@@ -14,7 +14,8 @@ namespace ringfa3 {
 
 using namespace cute;
 
-constexpr float kLargestInput = 0x1p100f;  // larger finite inputs saturate
+// Larger finite inputs saturate: 256 differences of two sum to less than 2^128.
+constexpr float kLargestInput = 0x1p118f;
 // Sums of the transform below this come from inputs below `kLargestInput`, if the centre is plain.
 constexpr float kLargestPlain = 0x1p60f;
 

@@ -122,8 +122,7 @@ class RowStages {
   // number above `kLargestInput` makes the largest sum NaN or exceed `kLargestPlain`. So does a
   // centre that could hide one: it is NaN in the first row of `centres`, see `plain_centre`, and
   // saturated in the second one, D numbers on. Then the lanes saturate their numbers in the box and
-  // transform them again. After care |y| fits the largest scale. Arguments as those of `transform`;
-  // `visit` sees both transforms.
+  // transform them again. Arguments as those of `transform`; `visit` sees both transforms.
   template <class Format, class Centre, class Visit>
   CUTE_DEVICE float rotate_row(float (&y)[S::Numbers], Centre centres,
                                PartSigns<S> const& part_signs, Visit const& visit) {
@@ -150,11 +149,8 @@ class RowStages {
       }
     }
     if (!careful) return amax;
-    constexpr float kMost = kLargestScale * Format::kLargest / S::kNorm;
     CUTE_UNROLL
-    for (int i = 0; i < S::Numbers; ++i) {
-      y[i] = finite ? fminf(fmaxf(y[i], -kMost), kMost) : Format::kLost;
-    }
+    for (int i = 0; i < S::Numbers; ++i) y[i] = finite ? y[i] : Format::kLost;
     return finite ? amax : NAN;
   }
 

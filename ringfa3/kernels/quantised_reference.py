@@ -184,6 +184,8 @@ class _Tile:
         empty = self._fresh
         lse = (self._shift + self._total.log2()) * math.log(2) + offset
         o = self._o / self._total.unsqueeze(-1)
+        if self._p_format is not None:  # rounded P may sum to more than P; O lies in V's range
+            o = o.clamp(-self._p_format.largest, self._p_format.largest)
         o = o * kv.centres.v_scale.unsqueeze(1) + kv.centres.v_mean.unsqueeze(1)
         return o.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -torch.inf)
 

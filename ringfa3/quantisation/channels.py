@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from ringfa3.quantisation.formats import Formats
+from ringfa3.quantisation.formats import LEAST_V_SCALE, Formats
+
+BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class ChannelStatistics(NamedTuple):
@@ -60,11 +62,22 @@ class KVCentres(NamedTuple):
         k_mean, v_mean = (_mean(x, statistics.tokens) for x in (k_sum, v_sum))
         if formats.v is None:
             return cls(k_mean, torch.zeros_like(v_mean), torch.ones_like(v_mean))
-        amax = torch.maximum(high - v_mean, v_mean - low).clamp(min=0)
-        return cls(k_mean, v_mean, formats.v.scale(amax))
+        amax = torch.maximum(high - v_mean, v_mean - low)
+        # Where the sum, or the distance from the mean, has overflowed: the middle of the range.
+        centred = v_sum.isfinite() & (amax < torch.inf)
+        v_mean = torch.where(centred, v_mean, _rounded(high / 2 + low / 2))
+        amax = torch.maximum(high - v_mean, v_mean - low)
+        # Differences of float32 numbers are 0 or at least 2^-24 of one of them, so this is the
+        # larger one where all are 0: mean / scale must not overflow.
+        amax = amax.maximum(v_mean.abs() * 2.0**-60)
+        return cls(k_mean, v_mean, formats.v.scale(amax, LEAST_V_SCALE))
 
 
 def _mean(total: torch.Tensor, tokens: int) -> torch.Tensor:
     """The mean rounded to bfloat16; 0 where the sum has overflowed."""
-    mean = (total / max(tokens, 1)).bfloat16().float()
-    return torch.where(mean.isfinite(), mean, 0)
+    return torch.where(total.isfinite(), _rounded(total / max(tokens, 1)), 0)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to bfloat16, its largest number where that is nearest of the finite ones."""
+    return x.clamp(-BFLOAT16_MAX, BFLOAT16_MAX).bfloat16().float()

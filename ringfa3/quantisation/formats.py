@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-LEAST_SCALE, LARGEST_SCALE = 2.0**-60, 2.0**60
+LEAST_SCALE = 2.0**-60  # of Q and K: a product of two is a normal float32, so -inf times it is -inf
+LEAST_V_SCALE = 2.0**-126  # the least normal float32; E4M3 then rounds to multiples of 2^-135
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class Format:
     dtype: torch.dtype
     largest: float
 
-    def scale(self, amax: torch.Tensor) -> torch.Tensor:
-        """The scale for numbers up to `amax` in magnitude, (float32): amax / largest, clamped."""
-        return (amax.float() / self.largest).clamp(LEAST_SCALE, LARGEST_SCALE)
+    def scale(self, amax: torch.Tensor, least: float = LEAST_SCALE) -> torch.Tensor:
+        """The scale for numbers up to `amax` in magnitude (float32): amax / largest, or `least`."""
+        return (amax.float() / self.largest).clamp(min=least)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """x (float32) to the nearest value, ties to even. What exceeds the range saturates.

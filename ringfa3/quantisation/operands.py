@@ -83,7 +83,7 @@ def quantise_kv(
     """
     values, k_scale = round_tiles(rotate(k, centres.k_mean), keys, formats.qk)
     if formats.v is not None:
-        v = formats.v.round(v.float() / centres.v_scale - centres.v_mean / centres.v_scale)
+        v = formats.v.round((v.float() - centres.v_mean) / centres.v_scale)
     return QuantisedKV(values, k_scale, v, centres)
 
 

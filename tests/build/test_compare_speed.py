@@ -73,6 +73,13 @@ def test_the_build_that_is_switched_to_is_called(
     assert switch.entry(UNIT, "forward")() == "old"
 
 
+def test_lengths_and_scores_are_those_asked_for() -> None:
+    long, short = (next(x for x in UNITS if x.short is kind) for kind in (False, True))
+    for case in compare_speed.cases(long, 4096, "sigma 4"):
+        assert (case.lengths, case.scores) == ((4096,) * 4, "sigma 4")
+    assert compare_speed.cases(short, 4096)[0].lengths == (512,) * 32
+
+
 @pytest.mark.parametrize(
     ("name", "masks"),
     [

@@ -42,6 +42,11 @@ def test_statistics_hold(unit: Unit, precision: str) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
+def test_v_of_every_magnitude_is_that_of_the_definition(unit: Unit) -> None:
+    checks.v_of_every_magnitude(unit, "cuda")
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_statistics_have_the_same_bits_in_every_run(unit: Unit) -> None:
     """100 runs; a bandwidth-bound kernel runs beside every second one."""
     _, k, v = checks.tensors(unit, "cuda", TOKENS)

@@ -31,6 +31,11 @@ def test_hard_cases_are_those_of_the_executor(
     check(unit, "cuda")
 
 
+@pytest.mark.parametrize("unit", [x for x in UNITS if x.id.endswith("fp8")])
+def test_powers_of_two_of_channels_change_no_bit(unit: Unit) -> None:
+    checks.powers_of_two_of_channels_change_no_bit(unit, "cuda")
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_ring_is_that_of_the_executor(unit: Unit) -> None:
     ring_is_that_of_the_executor(unit, "cuda")

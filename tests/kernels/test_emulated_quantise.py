@@ -56,6 +56,12 @@ def test_statistics_of_ranks_are_combined(emulated: Machine, unit: Unit, precisi
 
 
 @pytest.mark.parametrize("unit", UNITS)
+def test_v_of_every_magnitude_is_that_of_the_definition(emulated: Machine, unit: Unit) -> None:
+    emulated.settings(4)
+    checks.v_of_every_magnitude(unit, "cpu")
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_statistics_have_the_same_bits_in_any_order_of_ctas(emulated: Machine, unit: Unit) -> None:
     """Runs with other orders of warps, and with one, three or all CTAs at once."""
     _, k, v = checks.tensors(unit, "cpu", 1000)

@@ -63,6 +63,12 @@ def test_hard_cases_are_those_of_the_executor(
     check(unit, "cpu")
 
 
+@pytest.mark.parametrize("unit", [x for x in UNITS if x.id.endswith("fp8")])
+def test_powers_of_two_of_channels_change_no_bit(emulated: Machine, unit: Unit) -> None:
+    emulated.settings(0)
+    checks.powers_of_two_of_channels_change_no_bit(unit, "cpu")
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_ring_is_that_of_the_executor(
     emulated: Machine, unit: Unit, monkeypatch: pytest.MonkeyPatch

@@ -176,8 +176,8 @@ def hold_kv(
     if formats.v is None:
         assert tiled.v is v
         return differ
-    argument = v.float() / centres.v_scale - centres.v_mean / centres.v_scale
-    # a difference of two quotients is off by ulps of these
+    argument = (v.float() - centres.v_mean) / centres.v_scale
+    # the kernel's difference of two quotients is off by ulps of these
     slack = 1.2e-7 * (argument.abs() + 2 * (centres.v_mean / centres.v_scale).abs())
     kept = got.v.float()[inside]
     differ["V"] = hold_values(kept, argument[inside], formats.v, f"{what}, V", slack[inside])
@@ -260,6 +260,54 @@ def statistics_hold(unit: Unit, device: str, precision: str) -> None:
         assert ((got.values[:2] - expected[:2]).abs() <= 1e-5 * size).all(), what
         assert torch.equal(got.values[2:], expected[2:]), what
         hold_centres(centres, got, precision, what)
+
+
+def extreme_channels(n: int, dtype: torch.dtype, d: int) -> torch.Tensor:
+    """V (n, 1, d) near the bounds of the dtype: channels repeat eleven patterns."""
+    torch.manual_seed(n)
+    largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    noise = torch.randn(n, dtype=torch.float64)
+    place = torch.arange(n)
+    patterns = (
+        torch.zeros(n),
+        torch.full((n,), largest),
+        torch.full((n,), -0.9 * largest),
+        torch.full((n,), largest * 2.0**-40),
+        largest * (-1.0) ** place,
+        torch.where(place == 0, -largest, 0.97 * largest),  # farther from the mean than `largest`
+        largest * (0.9 + 0.02 * noise),
+        largest * 0.1 * noise,
+        torch.where(place == n - 1, largest, tiny),
+        tiny * noise,
+        tiny * 2.0**-5 * torch.ones(n),
+    )
+    v = torch.stack([patterns[c % len(patterns)].double() for c in range(d)], -1)
+    return v.clamp(-largest, largest).to(dtype).unsqueeze(1)
+
+
+def v_of_every_magnitude(unit: Unit, device: str) -> None:
+    """Channels of 2^-110 to 2^124, in float16 of 2^-12 to 2^13, and extreme ones: `hold_kv`, with
+    centres that are those of the kernels' statistics. GPUs flush products below 2^-126 to 0."""
+    dtype, d = getattr(torch, unit.dtype), unit.head_dim
+    low, high = (-12, 13) if dtype == torch.float16 else (-110, 124)
+    for n in (1, 3, 4, 300):
+        torch.manual_seed(n)
+        exponents = torch.randint(low, high + 1, (d,))
+        by = torch.ldexp(torch.ones(d), exponents)
+        mean = torch.randn(d) * torch.tensor([0, 1, 30])[torch.randint(3, (d,))]
+        largest = torch.finfo(dtype).max
+        drawn = ((torch.randn(n, 1, d) + mean) * by).clamp(-largest, largest).to(dtype)
+        extreme = extreme_channels(n, dtype, d)
+        extreme[..., 9::11], extreme[..., 10::11], extreme[..., 8::11] = 0, 0, 0  # flushed
+        v = torch.cat((drawn, extreme), 1).to(device)
+        k = torch.randn(n, 2, d).to(v)
+        what = f"{unit.name}, {n} keys"
+        statistics, centres = quantise.channel_statistics(unit, k, v, FORMATS["fp8"])
+        hold_centres(centres, statistics, "fp8", what)
+        keys = segments((n,))
+        with _new_memory_holds_nan():
+            kv = quantise.quantise_kv(unit, k, v, KeyTiles(keys), centres, FORMATS["fp8"])
+        hold_kv(kv, k, v, keys, "fp8", what)
 
 
 def hold_centres(got: KVCentres, statistics: ChannelStatistics, precision: str, what: str) -> None:

@@ -317,6 +317,30 @@ def tiny_products_are_masked(unit: Unit, device: str) -> None:
     hold(got, ref, tolerance(unit, device), "a scale of 2^-40")
 
 
+def powers_of_two_of_channels_change_no_bit(unit: Unit, device: str) -> None:
+    """E4M3 V times a power of two for each channel: O times the same, equal, in one or two hops.
+
+    From 2^-109 to 2^115, in float16 from 2^-4 to 2^13.
+    """
+    dtype, formats, d = getattr(torch, unit.dtype), FORMATS[unit.precision], unit.head_dim
+    torch.manual_seed(0)
+    low, high = (-4, 13) if dtype == torch.float16 else (-109, 115)
+    by = torch.ldexp(torch.ones(2, d), torch.randint(low, high + 1, (2, d))).to(device)
+    q, k, v = (torch.randn(256, 2, d, device=device).to(dtype) for _ in range(3))
+    v = (v * 4).round().clamp(-7, 7) / 4
+    plan = plan_local(np.array([256]), np.array([256]), -1, -1)
+    whole = plan.forward(unit.tile_m)
+    for tilings in (whole, split_into_hops(whole[0], ((0, 128), (128, 256)))):
+        got, once = (
+            attend(unit, operands(q, k, x, plan, formats), tilings, q, 256)[0]
+            for x in ((v.double() * by).to(dtype), v)
+        )
+        normal = once.abs() >= 2.0**-8
+        assert torch.equal(got[normal], (once.double() * by).to(dtype)[normal])
+        assert (got.double() / by - once.double()).abs()[~normal].max() <= 2.0**-19
+        assert normal.float().mean() > 0.5
+
+
 CHECKS = (
     rising_scores,
     merged_hops,
