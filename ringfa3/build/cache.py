@@ -8,7 +8,6 @@ make the same entry, and one of the two stays.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import socket
 import stat
@@ -44,15 +43,6 @@ def cache_folder() -> Path:
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(f"{folder} can be written by others: chmod 700 it, or set RINGFA3_CACHE")
     return folder
-
-
-def this_platform() -> tuple[str, ...]:
-    """(architecture, C library, its version), which a library is compiled for.
-
-    Machines of several kinds may share a home, and containers of several distributions: a library
-    of another platform is in the cache and cannot be loaded, so its entry has another name.
-    """
-    return platform.machine(), *platform.libc_ver()
 
 
 def say(line: str) -> None:

@@ -1,12 +1,13 @@
 """Compiles units, once and outside import. The library of a unit is an entry of the cache.
 
-The name of an entry holds the hashes of platform, sources and flags, and of the tools.
+The name of an entry holds the hashes of architecture, sources and flags, and of the tools.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import subprocess
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from ringfa3.build.cache import NOTICE, cache_folder, make_once, say, this_platform
+from ringfa3.build.cache import NOTICE, cache_folder, make_once, say
 from ringfa3.build.cutlass import include_folder
 from ringfa3.build.sass import disassemble, ptxas_faults, sass_faults
 from ringfa3.build.toolchain import find_compiler
@@ -68,14 +69,14 @@ def unit_folder(unit: Unit) -> Path:
 def library_stem(unit: Unit) -> str:
     """The first part of a library's entry name: the unit's name, and a hash.
 
-    The hash is of the platform, flags and sources.
+    The hash is of the host's architecture, flags and sources.
 
     Sources count with their bytes and their paths, in folders at any depth. Those of the host
     library, which kernels do not include, do not count.
 
     Raises BuildError: as `unit_folder`.
     """
-    source = hashlib.sha256(repr((unit, FLAGS, this_platform())).encode())
+    source = hashlib.sha256(repr((unit, FLAGS, platform.machine())).encode())
     for folder in dict.fromkeys((source_folder(), unit_folder(unit))):
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(folder).as_posix()
@@ -92,8 +93,8 @@ def find_library(unit: Unit) -> Path | None:
 def ensure_library(unit: Unit) -> Path:
     """The compiled library of a unit, built first if the cache does not have it.
 
-    Any compiler's library of the same platform, sources and flags serves, so a machine without a
-    compiler can run the libraries that another machine built.
+    Any compiler's library of the same architecture, sources and flags serves, so a machine without
+    a compiler can run the libraries that another machine built.
 
     Raises BuildError: no compiler, no headers, or the compiler's own error.
     """

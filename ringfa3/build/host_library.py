@@ -1,18 +1,19 @@
 """Compiles the host library, which starts calls on a GPU (csrc/host).
 
 It is C++ against PyTorch's headers, whose ABI is that of one build: the name of its entry in the
-cache holds the platform, the build of PyTorch and the version of Python.
+cache holds the architecture, the C library, the build of PyTorch and the version of Python.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
 import subprocess
 import sysconfig
 import time
 from pathlib import Path
 
-from ringfa3.build.cache import cache_folder, make_once, say, this_platform
+from ringfa3.build.cache import cache_folder, make_once, say
 from ringfa3.build.compile import run_compiler, source_folder
 from ringfa3.build.toolchain import find_host_compiler
 from ringfa3.errors import BuildError
@@ -29,15 +30,13 @@ def host_folder() -> Path:
 
 
 def _stem() -> str:
-    """The first part of the entry's name: platform, sources, flags, PyTorch, Python."""
+    """The first part of the entry's name: machine, C library, sources, flags, PyTorch, Python."""
     import torch
 
+    host = platform.machine(), *platform.libc_ver()  # a home may serve several
     python = sysconfig.get_config_var("SOABI")
-    given = hashlib.sha256(
-        repr(
-            (FLAGS, this_platform(), torch.__version__, torch.version.git_version, python)
-        ).encode()
-    )
+    against = torch.__version__, torch.version.git_version, python
+    given = hashlib.sha256(repr((FLAGS, host, against)).encode())
     for path in sorted(host_folder().iterdir()):
         given.update(path.name.encode() + path.read_bytes())
     return f"host-{given.hexdigest()[:16]}"
