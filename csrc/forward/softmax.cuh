@@ -36,21 +36,20 @@ struct SumRange {  // bfloat16, with the exponents of float32
 };
 // Float16 P below 2^-14 has an error of up to 2^-25. Divided by the row's total, that is an error
 // of the key's weight. Invariant: a shift is at most the LSE of the keys seen so far, less
-// kBelowMaximum. LSE never falls, so the total is at least 2^4 from the row's first key on, and the
-// error of a weight is at most 2^-29. Weights rounded to float16 are off by up to 2^-25. Each way
+// kBelowMaximum. LSE never falls, so the total is at least 2 from the row's first key on, and the
+// error of a weight is at most 2^-26. Weights rounded to float16 are off by up to 2^-25. Each way
 // to a shift holds the invariant:
 //   -kBelowZero  the largest sum is at least kLeast, and so is the total;
 //   `rescale`    LSE is at least the maximum;
-//   `raise`      LSE is at least that of the largest sum, which then lies in [2^4, 2^5);
+//   `raise`      LSE is at least that of the largest sum, which then lies in [2, 4);
 //   `resume`     kBelowEarlier is larger: P of near-equal keys has all bits up to 2^24 of them.
-// P of later keys needs room above: sums may grow from 2^4 by a factor of 2^8 before they raise the
-// shift. 32 equal maxima take 2^5 of it. Less of it computes P again more often: see
-// docs/kernels.md.
+// A lower shift leaves P of later keys less room: from the maximum to kLargest 2^15. With less of
+// it more blocks compute P again, which costs time: see docs/kernels.md.
 template <>
 struct SumRange<cutlass::half_t> {
-  static constexpr float kLeast = 0x1p4f, kFirst = 0x1p12f;
-  static constexpr float kRaise = 0x1p12f, kLargest = 65504.f;  // the largest float16
-  static constexpr int kBelowZero = 5, kBelowMaximum = 4, kBelowEarlier = 10;
+  static constexpr float kLeast = 0x1p1f, kFirst = 0x1p10f;
+  static constexpr float kRaise = 0x1p9f, kLargest = 65504.f;  // the largest float16
+  static constexpr int kBelowZero = 2, kBelowMaximum = 1, kBelowEarlier = 10;
 };
 template <>
 struct SumRange<cutlass::float_e4m3_t> {
