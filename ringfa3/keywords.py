@@ -99,6 +99,9 @@ def check_call(
                 f"{function.__name__} has no argument {name!r}{_advice(name, function)}"
             )
         allowed, remedy = NEUTRAL[name]
+        usual = allowed[0]
+        if type(value) is type(usual) and value == usual:  # every call pays for this line
+            continue
         if not any(_equal(value, x) for x in allowed):
             values = " or ".join(map(repr, allowed))
             raise ValueError(f"{name}={shown(value)}: allowed is {values}; {remedy}")

@@ -188,7 +188,7 @@ def check_window(window_size: Sequence[int | None]) -> tuple[int, int]:
 
 def check_max_seqlen(name: str, value: object) -> None:
     """Whether `value` may be a length: what has no use here may still be another argument."""
-    if value is None:
+    if value is None or (type(value) is int and value >= 0):
         return
     if isinstance(value, torch.Tensor):  # not read: that would wait for the GPU
         dtype = value.dtype
