@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from train.data.samples import (
     IGNORED,
     TrainingSamples,
+    choose_documents,
     evaluation_documents,
     evaluation_samples,
-    first_documents,
     pack,
 )
 
@@ -119,7 +119,7 @@ def test_a_budget_is_divided_by_weight(make_documents):
     documents = replace(documents, sources={"a": 3.0, "b": 1.0}, bounds=(0, 3, 6))
     assert evaluation_documents(documents, 120) == [0, 1, 3, 4]
     assert evaluation_documents(documents, None) == [0, 1, 2, 3, 4, 5]
-    assert first_documents(documents, documents.lengths, 4) == [0, 3]
+    assert choose_documents(documents, documents.lengths, 4) == [0, 3]
 
 
 def test_without_a_document_mask_a_sample_is_one_document(make_documents):
