@@ -83,7 +83,16 @@ def test_a_run_leaves_its_files(alone):
         *("tokenizer.json", ".job"),
     }
     records = metrics(folder)
-    keys = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "memory", "device_memory"]
+    keys = [
+        "step",
+        "loss",
+        "nats_per_byte",
+        "grad_norm",
+        "lr",
+        "tokens_per_s",
+        "memory",
+        "device_memory",
+    ]
     keys += ["skipped", "flops"]
     assert all(list(record) == keys for record in records)
     assert records[-1]["loss"] < records[0]["loss"]

@@ -27,7 +27,8 @@ def draw(plot: Callable[[], None], console: Console) -> None:
     try:
         plot()
     except ModuleNotFoundError as error:
-        console.print(f"no plot: {error}; {remedy('plots')}", soft_wrap=True)
+        line = f"no plot: {error}; {remedy('plots')}"
+        console.print(line, soft_wrap=True, markup=False)  # brackets are no style
 
 
 def plot_run(
