@@ -47,8 +47,9 @@ def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
         names = ", ".join(config.data.sources)
         place = f"data.sources ({names})" if names else f"data.path={config.data.path}"
         raise ConfigError(
-            f"{place} is not what {checkpoint} was trained on: its files or the settings of data "
-            f"have changed; restore them, or name the text with {PATH_KEY}=..."
+            f"{place} is not what {checkpoint} was trained on: its files, the settings of data or "
+            f"the version of the trainer have changed; restore them, or name the text with "
+            f"{PATH_KEY}=..."
         )
 
 
