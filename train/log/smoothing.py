@@ -25,15 +25,16 @@ def mean(values: Sequence[float | None]) -> float:
 def smoothed(values: Sequence[float | None], window: int) -> NDArray[np.float64]:
     """The ``mean`` of about ``window`` values around each, (n,).
 
-    It takes as many before a value as after it, fewer at the ends: a falling curve is not delayed.
+    It takes as many before a value as after it, so that a falling curve is not delayed. At the ends
+    it takes those on one side: at least half as many, or the ends would be as rough as the values.
     """
     numbers = np.array(values, np.float64)
     finite = np.isfinite(numbers)
     terms = np.where(finite, numbers, 0), finite
     sums, counts = (np.concatenate([[0.0], np.cumsum(term)]) for term in terms)
     place = np.arange(len(numbers))
-    reach = np.minimum(window // 2, np.minimum(place, place[::-1]))
-    first, stop = place - reach, place + reach + 1
+    first = np.maximum(place - window // 2, 0)
+    stop = np.minimum(place + window // 2 + 1, len(numbers))
     counted = counts[stop] - counts[first]
     totals = sums[stop] - sums[first]
     return np.divide(totals, counted, out=np.full(len(numbers), np.nan), where=counted > 0)
