@@ -130,6 +130,7 @@ class DataConfig:
     pattern: str = "**/*"
     text_field: str = "text"
     held_out: float = 0.05
+    held_out_salt: int = 0
     tokenizer: str | None = None
     vocab_size: int = 4096
     bos_token: str = "<|endoftext|>"

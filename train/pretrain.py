@@ -1,8 +1,8 @@
 """Entry point of the trainer: ``[torchrun ...] train/pretrain.py [group=option] [key=value]``,
 with ``-m`` for a sweep.
 
-Exit codes: 0 done, 1 failed while running, 2 invalid config (every process detects it before any
-process group exists, one per host prints it), 130 interrupted.
+Exit codes: 0 done, 1 failed while running, 2 invalid config or a missing package (every process
+detects it before any process group exists, one per host prints it), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,30 @@ from typing import NoReturn
 
 # Modules are imported as train.*, from any working directory.
 sys.path[0] = str(Path(__file__).absolute().parents[1])
+
+from train.extras import missing_packages  # noqa: E402
+
+LOCAL_RANK_0_S = 10.0  # for local rank 0 to start and to print the error
+
+
+def end(problem: str, found_by_all: bool = True) -> NoReturn:
+    """End with exit code 2. One process prints the problem, of those of a host if all found it."""
+    if not found_by_all or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
+    else:
+        _wait_for_local_rank_0()
+    sys.stdout.flush()
+    os._exit(2)  # skips the destructors of process groups
+
+
+def _wait_for_local_rank_0() -> None:
+    """Wait for local rank 0 to print the error: torchrun ends all processes when one has failed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.sigtimedwait({signal.SIGTERM}, LOCAL_RANK_0_S)
+
+
+if missing := missing_packages():  # the imports below would end in a traceback
+    end(missing)
 
 import hydra  # noqa: E402
 import yaml  # noqa: E402
@@ -44,8 +68,6 @@ from train.keys import default, nearest, schema_key, schema_keys, source_name  #
 from train.run.inherit import resolve_inherited  # noqa: E402
 from train.run.run_config import with_run_config  # noqa: E402
 from train.run.stopper import Stopper  # noqa: E402
-
-LOCAL_RANK_0_S = 10.0  # for local rank 0 to start and to print the error
 
 
 @dataclass(frozen=True)
@@ -216,13 +238,7 @@ def main() -> None:
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         if stopper is not None:
             stopper.disable()
-        alone = isinstance(error, ConfigError) and not error.found_by_all
-        if alone or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"pretrain.py: {explain(error)}", file=sys.stderr, flush=True)
-        else:
-            _wait_for_local_rank_0()
-        sys.stdout.flush()
-        os._exit(2)  # skips the destructors of process groups
+        end(explain(error), not isinstance(error, ConfigError) or error.found_by_all)
 
 
 def run_mode(config: Config, world: int, stopper: Stopper | None) -> None:
@@ -267,12 +283,6 @@ def run_mode(config: Config, world: int, stopper: Stopper | None) -> None:
             from train.probes import rope_sweep
 
             rope_sweep.run(config)
-
-
-def _wait_for_local_rank_0() -> None:
-    """Wait for local rank 0 to print the error: torchrun ends all processes when one has failed."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.sigtimedwait({signal.SIGTERM}, LOCAL_RANK_0_S)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ def make_documents() -> Callable[[Sequence[int]], Documents]:
             n_bytes=3 * sizes,
             origin=np.zeros(len(sizes), np.int64),
             row=np.arange(len(sizes)) + 1,
+            hash=np.arange(len(sizes)),
             files=["numbers"],
             sources={"": 1.0},
             bounds=(0, len(sizes)),

@@ -11,6 +11,7 @@ TRAIN = Path(__file__).parents[2] / "train"
 
 # A package imports from those before it. Each package's docstring names them.
 ORDER = [
+    "extras",
     "sections",
     "config",
     "keys",
@@ -26,7 +27,7 @@ ORDER = [
     "probes",
     "pretrain",
 ]
-PACKAGES = ORDER[3:-1]
+PACKAGES = ORDER[4:-1]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from train.checks.model import ROPE_TYPES, check_model
 from train.checks.offload import check_offload
 from train.checks.origin import check_origin
 from train.config import CheckpointConfig, Config, ConfigError
+from train.extras import installed, remedy
 from train.hf.architecture import hf_folder
 from train.keys import default, get, nearest
 from train.run.run_folder import RunFolder
@@ -263,12 +263,10 @@ def _check_optim(config: Config) -> None:
 
 
 def _check_log(config: Config) -> None:
-    # W&B leaves a folder wandb/ in the working directory, which find_spec finds too.
-    found = importlib.util.find_spec("wandb") if config.log.wandb else None
-    if config.log.wandb and (found is None or found.origin is None):
+    if config.log.wandb and not installed("wandb"):
         raise ConfigError(
-            "log.wandb=true: the package wandb is not installed; pip install 'ringfa3[wandb]' "
-            "(or log.wandb=false)"
+            "log.wandb=true: the package wandb is not installed; "
+            f"{remedy('wandb')} (or log.wandb=false)"
         )
 
 

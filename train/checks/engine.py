@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 from train.config import ConfigError, EngineConfig
+from train.extras import installed, remedy
 from train.keys import nearest
 
 # The keys of each engine with their values. A key that an engine has not is null.
@@ -45,10 +45,10 @@ def check_engine(engine: EngineConfig) -> None:
             f"engine.offload=all moves weights that engine.stage={engine.stage} does not shard; "
             f"nearest valid: engine.offload=optimizer (or engine.stage=3)"
         )
-    if importlib.util.find_spec("deepspeed") is None:
+    if not installed("deepspeed"):
         raise ConfigError(
             "engine=deepspeed: the package deepspeed is not installed; "
-            "pip install 'ringfa3[deepspeed]' (or engine=fsdp2)"
+            f"{remedy('deepspeed')} (or engine=fsdp2)"
         )
 
 

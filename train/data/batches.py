@@ -23,7 +23,8 @@ class Batch:
     """The local tokens of a sample. Tensors are (t,) int64 with t = ``plan.local_tokens`` >= 0.
 
     ``positions`` count from the start of the token's piece, ``buckets`` are those of
-    ``position_buckets``. ``n_valid`` local tokens have a label.
+    ``position_buckets``. ``n_valid`` local tokens have a label. ``n_bytes`` are those of the whole
+    sample on the first rank that shares it, and 0 on the others: sums over ranks count it once.
     """
 
     tokens: Tensor
@@ -32,6 +33,7 @@ class Batch:
     buckets: Tensor
     plan: Any
     n_valid: int
+    n_bytes: int
 
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors on ``device``; the plan stays on the host."""
@@ -39,7 +41,7 @@ class Batch:
             return self
         tensors = (self.tokens, self.labels, self.positions, self.buckets)
         moved = (tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
-        return Batch(*moved, plan=self.plan, n_valid=self.n_valid)
+        return Batch(*moved, plan=self.plan, n_valid=self.n_valid, n_bytes=self.n_bytes)
 
 
 def make_batch(
@@ -68,6 +70,7 @@ def make_batch(
         buckets=position_buckets(plan.positions),
         plan=plan,
         n_valid=int((labels != IGNORED).sum()),
+        n_bytes=sample.n_bytes if plan.rank == 0 else 0,
     )
 
 

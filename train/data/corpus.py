@@ -1,8 +1,8 @@
 """Text on disk -> named documents, split into training and held-out.
 
 A document is a text file, a line of a ``.jsonl`` or a row of a ``.parquet``. Its split depends on
-its name alone (the path below its source's folder, and the line), so adding or removing other
-documents does not change it.
+a hash of its text and ``data.held_out_salt`` alone. So it stays where it is when files are added,
+removed, renamed or sorted, and no text is in both splits, however often a corpus holds it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ STDLIB_EXCLUDED_FOLDERS = frozenset(
 STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "sitecustomize.py", "_distutils_system_mod.py")
 
 ANY_NAME = ("utf-8", "surrogateescape")  # file names need not be UTF-8
+HASHES = 2**63  # of texts: they fit into int64
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,12 @@ class Document:
 
     @property
     def name(self) -> str:
-        """The name whose hash decides its split."""
+        """Its name within its source."""
         return place(self.file.name, self.row)
+
+    def hash(self, salt: int) -> int:
+        """``text_hash`` of its text."""
+        return text_hash(self.text, salt)
 
 
 def place(file: str, row: int) -> str:
@@ -180,7 +185,15 @@ def read_documents(
         yield Document(file, row, text, n_bytes)
 
 
-def is_held_out(name: str, share: float) -> bool:
-    """Whether the document with this name belongs to the held-out ``share`` (0 to 1)."""
-    hashed = int.from_bytes(hashlib.sha256(name.encode(*ANY_NAME)).digest()[:8], "big")
-    return hashed < share * 2**64
+def text_hash(text: str, salt: int) -> int:
+    """A number in [0, ``HASHES``), the same on every machine: 63 bits of SHA-256."""
+    digest = hashlib.sha256(f"{salt}\0{text}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % HASHES
+
+
+def is_held_out(hashed: int, share: float) -> bool:
+    """Whether the document with this hash belongs to the held-out ``share`` (0 to 1).
+
+    A larger share holds out the same documents, and further ones of larger hashes.
+    """
+    return hashed < share * HASHES

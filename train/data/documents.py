@@ -26,7 +26,7 @@ from train.data.manifest import DamagedError
 SHARD_TOKENS = 2**27
 OPEN_FILES = 256
 DTYPES = ("uint16", "uint32")
-COLUMNS = ("shard", "start", "lengths", "n_bytes", "origin", "row")
+COLUMNS = ("shard", "start", "lengths", "n_bytes", "origin", "row", "hash")
 
 
 class DocumentError(RuntimeError):
@@ -69,8 +69,8 @@ class Documents:
 
     Columns, (n,) integers each: ``shard`` and ``start`` locate a document's tokens; ``lengths`` in
     tokens, BOS included; ``n_bytes`` of UTF-8; ``origin`` (index into ``files``) and ``row`` locate
-    its text. ``sources`` maps names to weights; the documents of source k are ``bounds[k]`` to
-    ``bounds[k + 1] - 1``.
+    its text; ``hash`` is the ``text_hash``, by which documents are chosen. ``sources`` maps names
+    to weights; the documents of source k are ``bounds[k]`` to ``bounds[k + 1] - 1``.
     """
 
     shards: Sequence[TokenFile | NDArray[Any]]
@@ -80,6 +80,7 @@ class Documents:
     n_bytes: NDArray[np.integer[Any]]
     origin: NDArray[np.integer[Any]]
     row: NDArray[np.integer[Any]]
+    hash: NDArray[np.integer[Any]]
     files: Sequence[str]
     sources: dict[str, float]
     bounds: tuple[int, ...]
@@ -139,17 +140,18 @@ class SplitWriter:
     def __len__(self) -> int:
         return len(self._columns["lengths"])
 
-    def add(self, ids: list[int], n_bytes: int, origin: int, row: int) -> None:
+    def add(self, ids: list[int], n_bytes: int, origin: int, row: int, hashed: int) -> None:
         """Append a document: BOS and ``ids``. No document is split over two token files.
 
-        ``origin`` is the number of its file and must not decrease from call to call.
+        ``origin`` is the number of its file and must not decrease from call to call. ``hashed`` is
+        the document's ``hash``.
         """
         if self._written >= self.shard_tokens:
             self._file.close()
             self._shards, self._written = self._shards + 1, 0
             self._file = (self.folder / f"{self._shards:05d}.bin").open("wb")
         self._file.write(np.array([self.bos, *ids], self.dtype).tobytes())
-        values = (self._shards, self._written, len(ids) + 1, n_bytes, origin, row)
+        values = (self._shards, self._written, len(ids) + 1, n_bytes, origin, row, hashed)
         for name, value in zip(COLUMNS, values, strict=True):
             self._columns[name].append(value)
         self._written += len(ids) + 1
@@ -216,6 +218,7 @@ def _read_index(path: Path, shards: list[TokenFile], n_files: int) -> dict[str, 
     _require(path, (columns["origin"] >= 0) & (columns["origin"] < n_files), "is of no file")
     _require(path, np.diff(columns["origin"], prepend=0) >= 0, "is out of the order of the files")
     _require(path, columns["row"] >= 0, "is of no row")
+    _require(path, columns["hash"] >= 0, "has no hash")
     return columns
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import importlib.util
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.config import ConfigError
+from train.extras import installed, remedy
 
 WHOLE_FILE = 0  # the row of a text that fills its file
 ROWS_AT_A_TIME = 1024
@@ -70,8 +70,8 @@ def read_texts(
 def require_readers(paths: list[Path]) -> None:
     """Raise ``ConfigError`` if a file needs a package that is not installed."""
     parquet = next((path for path in paths if path.suffix == ".parquet"), None)
-    if parquet is not None and importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(f"{parquet} needs pyarrow: pip install 'ringfa3[parquet]'")
+    if parquet is not None and not installed("pyarrow"):
+        raise ConfigError(f"{parquet} needs pyarrow: {remedy('parquet')}")
 
 
 @contextlib.contextmanager

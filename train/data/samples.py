@@ -35,17 +35,19 @@ class Sample:
     """Packed pieces. ``cu_seqlens`` (pieces + 1) bounds attention and positions.
 
     ``tokens`` (t,) int64. ``labels`` (t,) int64: the next token of the document, even if it lies
-    beyond the piece; ``IGNORED`` at the end of the document.
+    beyond the piece; ``IGNORED`` at the end of the document. ``n_bytes`` of UTF-8 are those of the
+    labels: all tokens of a document but BOS have an equal share of its bytes.
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     cu_seqlens: list[int]
+    n_bytes: int = 0
 
 
 def pack(documents: Documents, pieces: list[Piece]) -> Sample:
     """One sample of ``pieces``, in the given order."""
-    tokens, labels, cu_seqlens = [], [], [0]
+    tokens, labels, cu_seqlens, n_bytes = [], [], [0], 0.0
     for document, start, stop in pieces:
         ids = documents.tokens(document, start, stop + 1)
         length = stop - start
@@ -54,13 +56,15 @@ def pack(documents: Documents, pieces: list[Piece]) -> Sample:
         if len(ids) == length:
             labels.append(np.array([IGNORED]))
         cu_seqlens.append(cu_seqlens[-1] + length)
-    return Sample(np.concatenate(tokens), np.concatenate(labels), cu_seqlens)
+        predicted, of_document = len(ids) - 1, int(documents.lengths[document]) - 1
+        n_bytes += int(documents.n_bytes[document]) * predicted / max(1, of_document)
+    return Sample(np.concatenate(tokens), np.concatenate(labels), cu_seqlens, round(n_bytes))
 
 
 def join(sample: Sample) -> Sample:
     """The sample as one document: each token but the last predicts the next one of the sample."""
     labels = np.append(sample.tokens[1:], sample.labels[-1:])
-    return Sample(sample.tokens, labels, [0, len(sample.tokens)])
+    return Sample(sample.tokens, labels, [0, len(sample.tokens)], sample.n_bytes)
 
 
 def cut(documents: Documents, piece_len: int) -> tuple[NDArray[np.int64], ...]:
@@ -122,23 +126,28 @@ class TrainingSamples:
 
 
 def evaluation_documents(documents: Documents, max_bytes: int | None) -> list[int]:
-    """The first documents whose UTF-8 bytes sum to at least ``max_bytes``; None means all."""
+    """The documents of least hash whose UTF-8 bytes sum to ``max_bytes`` or more; None: all."""
     if max_bytes is None:
         return list(range(len(documents)))
-    return first_documents(documents, documents.n_bytes, max_bytes)
+    return choose_documents(documents, documents.n_bytes, max_bytes)
 
 
-def first_documents(
+def choose_documents(
     documents: Documents, sizes: NDArray[np.integer[Any]], budget: int
 ) -> list[int]:
-    """The first documents of each source whose ``sizes`` (n,) sum to its share of ``budget``."""
+    """Documents of each source whose ``sizes`` (n,) sum to its share of ``budget`` or more.
+
+    They are those of least hash, a random sample whatever the order of the files is, and stand in
+    the order of their numbers.
+    """
     chosen: list[int] = []
     total = sum(documents.sources.values())
     for weight, (first, stop) in zip(
         documents.sources.values(), pairwise(documents.bounds), strict=True
     ):
-        reached = int(np.searchsorted(np.cumsum(sizes[first:stop]), budget * weight / total))
-        chosen += range(first, min(first + reached + 1, stop))
+        by_hash = first + np.argsort(documents.hash[first:stop], kind="stable")
+        reached = int(np.searchsorted(np.cumsum(sizes[by_hash]), budget * weight / total))
+        chosen += np.sort(by_hash[: reached + 1]).tolist()
     return chosen
 
 

@@ -31,7 +31,7 @@ from train.data.documents import DocumentError, Documents, SplitWriter, open_spl
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
 from train.data.tokenizer import bos_id, encode, load_tokenizer, train_tokenizer
 
-FORMAT = 2  # of everything in the folder; part of its name
+FORMAT = 3  # of everything in the folder; part of its name
 SPLITS = ("train", "held_out")
 BATCH_DOCUMENTS = 64
 
@@ -73,6 +73,7 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
         data.vocab_size if data.tokenizer is None else None,
         data.bos_token,
         data.held_out,
+        data.held_out_salt,
     ]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
 
@@ -159,9 +160,7 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
         if data.tokenizer:
             tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
         else:
-            training = (
-                d.text for _, d in documents() if not corpus.is_held_out(d.name, data.held_out)
-            )
+            training = (d.text for _, d in documents() if not _is_held_out(data, d))
             tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token)
         tokenizer.save(str(folder / "tokenizer.json"))
         dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
@@ -187,8 +186,9 @@ def _write_splits(
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
         encoded = _encode(tokenizer, [document for _, document in batch])
         for (number, document), ids in zip(batch, encoded, strict=True):
-            split = SPLITS[corpus.is_held_out(document.name, data.held_out)]
-            writers[split].add(ids, document.n_bytes, number, document.row)
+            hashed = document.hash(data.held_out_salt)
+            split = SPLITS[corpus.is_held_out(hashed, data.held_out)]
+            writers[split].add(ids, document.n_bytes, number, document.row, hashed)
             counts[document.file.source.name, split] += 1
     for (source, split), count in counts.items():
         if not count:
@@ -197,10 +197,14 @@ def _write_splits(
             raise ConfigError(
                 f"data.held_out={data.held_out} leaves the split {split}{of_source} empty ({n} "
                 f"documents in all); add documents (a long file can be cut into several) or change "
-                f"the share"
+                f"the share or data.held_out_salt"
             )
     for writer in writers.values():
         writer.close()
+
+
+def _is_held_out(data: DataConfig, document: corpus.Document) -> bool:
+    return corpus.is_held_out(document.hash(data.held_out_salt), data.held_out)
 
 
 def _encode(tokenizer: Tokenizer, batch: list[corpus.Document]) -> list[list[int]]:

@@ -10,6 +10,7 @@ import math
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from train.data.position_buckets import bucket_label
 from train.log.json_lines import JsonLines
+from train.log.smoothing import mean, window_of
 from train.log.wandb_run import WandbRun
 from train.run.run_folder import RunFolder
 
@@ -140,10 +142,15 @@ def _by_bucket(tag: str, losses: Sequence[float]) -> dict[str, float]:
 
 
 class StepProgress:
-    """A progress bar on a terminal, else a line every 10 s. Prints nothing on a quiet console."""
+    """A progress bar on a terminal, else a line every 10 s. Prints nothing on a quiet console.
+
+    The training loss is a mean over the last steps, and in the unit of the held-out loss.
+    """
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps = console, steps
+        self._recent: deque[float] = deque(maxlen=window_of(steps))
+        self._held_out = ""
         self._line_due = 0.0
         self._bar = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -165,13 +172,23 @@ class StepProgress:
 
     def update(self, record: dict[str, Any]) -> None:
         """Show a step; ``record`` has its main figures, as its line of ``metrics.jsonl``."""
-        text = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
+        self._recent.append(record["nats_per_byte"])
+        text = f"{self._losses()}  {record['tokens_per_s']:,.0f} tokens/s"
         self._bar.update(self._task, completed=record["step"], description=text)
         now = time.monotonic()
         last = record["step"] == self._steps
         if not self._console.is_terminal and (now >= self._line_due or last):
             self.say(f"step {record['step']}/{self._steps}  {text}")
             self._line_due = now + SECONDS_BETWEEN_LINES
+
+    def validated(self, step: int, nats_per_byte: float, n_bytes: int) -> None:
+        """Print the result of a validation of ``n_bytes``; later lines show it too."""
+        self._held_out = f", held out {nats_per_byte:.3f}"
+        self.say(f"step {step}/{self._steps}  {self._losses()} ({n_bytes:,} bytes)")
+        self._held_out += f" at step {step}"
+
+    def _losses(self) -> str:
+        return f"nats per byte: train {mean(self._recent):.3f}{self._held_out}"
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

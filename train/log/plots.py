@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from train.data.position_buckets import bucket_label
+from train.extras import remedy
 from train.log.json_lines import read_lines
+from train.log.smoothing import smoothed, window_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,16 +27,32 @@ def draw(plot: Callable[[], None], console: Console) -> None:
     try:
         plot()
     except ModuleNotFoundError as error:
-        console.print(f"no plot: {error}; pip install 'ringfa3[plots]'", soft_wrap=True)
+        line = f"no plot: {error}; {remedy('plots')}"
+        console.print(line, soft_wrap=True, markup=False)  # brackets are no style
 
 
-def plot_run(folder: Path, full: list[float], self_only: list[float]) -> None:
-    """Draw ``loss.png``, and ``loss_by_position.png`` from two evaluations' losses by bucket."""
+def plot_run(
+    folder: Path, full: list[float], self_only: list[float], baselines: dict[str, float]
+) -> None:
+    """Draw ``loss.png``, and ``loss_by_position.png`` from two evaluations' losses by bucket.
+
+    ``loss.png`` has the training loss of each step, its mean around each step, all validations, and
+    the least of the ``baselines``, in nats per byte.
+    """
     figure, axes = _axes()
-    records = read_lines(folder / "metrics.jsonl")
-    losses = [math.nan if r["loss"] is None else r["loss"] for r in records]
-    axes.plot([r["step"] for r in records], losses)
-    axes.set(xlabel="optimiser step", ylabel="training loss (nats per token)")
+    records, validations = (read_lines(folder / f"{name}.jsonl") for name in ("metrics", "eval"))
+    steps, losses = ([r.get(key) for r in records] for key in ("step", "nats_per_byte"))
+    raw = [math.nan if loss is None else loss for loss in losses]
+    axes.plot(steps, raw, color="C0", alpha=0.25, linewidth=0.8)
+    window = window_of(len(steps))
+    axes.plot(steps, smoothed(losses, window), color="C0", label=f"train, mean of {window} steps")
+    held_out = [math.nan if r["nats_per_byte"] is None else r["nats_per_byte"] for r in validations]
+    axes.plot([r["step"] for r in validations], held_out, color="C1", marker="o", label="held out")
+    strongest = min(baselines, key=lambda name: baselines[name])
+    label = f"{strongest}, held out"
+    axes.axhline(baselines[strongest], color="0.4", linestyle="--", label=label)
+    axes.set(xlabel="optimiser step", ylabel="loss (nats per byte)")
+    axes.legend()
     figure.savefig(folder / "loss.png", dpi=150)
 
     figure, axes = _axes()

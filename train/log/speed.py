@@ -15,9 +15,11 @@ from train.model.window import allowed_pairs
 
 
 def counts_of(batches: Iterable[Batch], model: ModelConfig) -> torch.Tensor:
-    """Of this rank, (3,) int64: tokens with a label, tokens, (query, key) pairs of all layers."""
+    """Of this rank, (4,) int64: tokens with a label, their bytes as in ``Batch``, tokens, (query,
+    key) pairs of all layers."""
     counts = [
-        [batch.n_valid, len(batch.tokens), allowed_pairs(model, batch.plan)] for batch in batches
+        [batch.n_valid, batch.n_bytes, len(batch.tokens), allowed_pairs(model, batch.plan)]
+        for batch in batches
     ]
     return torch.tensor(counts).sum(0)
 

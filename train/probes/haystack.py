@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from train.checks.evaluation import TASKS
 from train.config import ConfigError, NeedleConfig
 from train.data.documents import Documents
-from train.data.samples import IGNORED, Sample
+from train.data.samples import IGNORED, Sample, choose_documents
 from train.data.tokenizer import encode
 
 LETTERS = list("BCDFGHJKLMNPQRSTVWXZ")
@@ -58,13 +58,12 @@ class Haystack:
     ) -> None:
         self.tokenizer, self.bos, self.needle = tokenizer, bos, needle
         longest = max(needle.lengths)
-        pieces, total = [], 0
-        for document in range(len(documents)):
-            pieces.append(documents.tokens(document, 1, int(documents.lengths[document])))
-            total += len(pieces[-1])
-            if total > 4 * longest:
-                break
-        text = np.concatenate(pieces)
+        text = np.concatenate(
+            [
+                documents.tokens(document, 1, int(documents.lengths[document]))
+                for document in choose_documents(documents, documents.lengths - 1, 4 * longest)
+            ]
+        )
         if not len(text):
             raise ConfigError(
                 "mode=needle: the text has no tokens; give another with eval.path=..."

@@ -47,8 +47,9 @@ def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
         names = ", ".join(config.data.sources)
         place = f"data.sources ({names})" if names else f"data.path={config.data.path}"
         raise ConfigError(
-            f"{place} is not what {checkpoint} was trained on: its files or the settings of data "
-            f"have changed; restore them, or name the text with {PATH_KEY}=..."
+            f"{place} is not what {checkpoint} was trained on: its files, the settings of data or "
+            f"the version of the trainer have changed; restore them, or name the text with "
+            f"{PATH_KEY}=..."
         )
 
 
@@ -70,10 +71,11 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
                 batch, encode(tokenizer, [d.text for d in batch]), strict=True
             ):
                 rows.append(np.array([bos, *ids], np.uint32))
-                facts.append((len(ids) + 1, document.n_bytes, origin, document.row))
+                hashed = document.hash(data.held_out_salt)
+                facts.append((len(ids) + 1, document.n_bytes, origin, document.row, hashed))
     if not rows:
         raise ConfigError(f"{PATH_KEY}={data.path} holds no text")
-    lengths, n_bytes, origins, numbers = np.array(facts, np.int64).T
+    lengths, n_bytes, origins, numbers, hashes = np.array(facts, np.int64).T
     return Documents(
         shards=(np.concatenate(rows),),
         shard=np.zeros(len(rows), np.int64),
@@ -82,6 +84,7 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
         n_bytes=n_bytes,
         origin=origins,
         row=numbers,
+        hash=hashes,
         files=[file.label for file in files],
         sources={"": 1.0},
         bounds=(0, len(rows)),

@@ -1,7 +1,7 @@
 """Baselines for a model: gzip, and unigram and bigram counts over the same tokens.
 
-All results are nats per UTF-8 byte of the same documents: the first ones of the model's evaluation,
-about ``BASELINE_BYTES`` at most, because one process computes them while the others wait.
+All results are nats per UTF-8 byte of the same documents: those of the model's evaluation, or about
+``BASELINE_BYTES`` of them, because one process computes them while the others wait.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.documents import Documents
-from train.data.samples import evaluation_documents, first_documents
+from train.data.samples import choose_documents, evaluation_documents
 from train.data.shards import Corpus
 
+BASELINES = {"gzip": "gzip -9", "unigram": "unigram", "bigram": "bigram"}  # keys and names
 BASELINE_BYTES = 16_000_000  # of held-out text, at most
 FIT_TOKENS = 20_000_000  # training tokens that are counted, at most
 PRIOR = 8.0  # weight of the unigram distribution in a bigram estimate, in counts
@@ -51,14 +52,14 @@ def measure_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
 def baseline_documents(
     documents: Documents, max_bytes: int | None, limit: int = BASELINE_BYTES
 ) -> list[int]:
-    """The documents of the evaluation, or the first of each source if they exceed ``limit``.
+    """The documents of the evaluation, or some of each source if they exceed ``limit``.
 
     Each source has at least one, and the last of each may exceed its share of the limit.
     """
     evaluated = evaluation_documents(documents, max_bytes)
     if documents.n_bytes[evaluated].sum() <= limit:
         return evaluated
-    return first_documents(documents, documents.n_bytes, min(limit, max_bytes or limit))
+    return choose_documents(documents, documents.n_bytes, min(limit, max_bytes or limit))
 
 
 def gzip_nats_per_byte(texts: Iterable[str]) -> float:
@@ -74,7 +75,7 @@ def count_nats_per_byte(
 
     Like the transformer, they predict every token except BOS, which is only context.
     """
-    fit = _transitions(train, first_documents(train, train.lengths, FIT_TOKENS))
+    fit = _transitions(train, choose_documents(train, train.lengths, FIT_TOKENS))
     unigram = unigram_probabilities(fit[1], vocab_size)
     context, following = _transitions(held_out, chosen)
     bigram = bigram_probabilities(*fit, context, following, unigram)

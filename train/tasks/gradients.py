@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,12 +23,14 @@ from train.log.speed import counts_of
 class StepFigures:
     """A step before its update, over all ranks.
 
-    ``loss`` is in nats per token with a label, ``grad_norm`` is that before clipping; ``objecting``
-    ranks want to skip the update. ``tokens`` and ``pairs`` are as in ``step_flops``;
+    ``loss`` is in nats per token with a label, ``nats_per_byte`` the same sum over the bytes of the
+    labels, NaN without any; ``grad_norm`` is that before clipping; ``objecting`` ranks want to skip
+    the update. ``tokens`` and ``pairs`` are as in ``step_flops``;
     ``loss_by_bucket`` is in nats per token, NaN for a bucket without tokens.
     """
 
     loss: float
+    nats_per_byte: float
     grad_norm: float
     objecting: int
     tokens: int
@@ -75,6 +78,14 @@ def compute_gradients(
     loss, grad_norm, *rest = results.tolist()
     if times is not None:  # the device has reached `end`
         times.begin()
-    objecting, _, tokens, pairs = (round(count) for count in rest[:4])
-    losses, counted = rest[4 : 4 + buckets], [round(n) for n in rest[4 + buckets :]]
-    return StepFigures(loss, grad_norm, objecting, tokens, pairs, mean_by_bucket(losses, counted))
+    objecting, valid, n_bytes, tokens, pairs = (round(count) for count in rest[:5])
+    losses, counted = rest[5 : 5 + buckets], [round(n) for n in rest[5 + buckets :]]
+    return StepFigures(
+        loss=loss,
+        nats_per_byte=loss * valid / n_bytes if n_bytes else math.nan,
+        grad_norm=grad_norm,
+        objecting=objecting,
+        tokens=tokens,
+        pairs=pairs,
+        loss_by_bucket=mean_by_bucket(losses, counted),
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,16 +15,15 @@ from train.data.shards import Corpus
 from train.engine.parallel import ParallelLayout
 from train.engine.train_state import TrainState
 from train.log.plots import draw, plot_run
+from train.log.smoothing import mean, window_of
 from train.run.run_folder import RunFolder, write_atomically
-from train.tasks.baselines import measure_baselines
+from train.tasks.baselines import BASELINES, measure_baselines
 from train.tasks.evaluate import Evaluation
 
 ROWS = {
-    "this model": "nats_per_byte",
-    "this model, each token seeing only itself": "nats_per_byte_self_only",
-    "gzip -9": "gzip",
-    "unigram": "unigram",
-    "bigram": "bigram",
+    "this model": ("nats_per_byte", "train_nats_per_byte"),
+    "this model, each token seeing only itself": ("nats_per_byte_self_only",),
+    **{name: (key,) for key, name in BASELINES.items()},
 }
 
 
@@ -31,14 +32,20 @@ def summarise(
     corpus: Corpus,
     parallel: ParallelLayout,
     state: TrainState,
+    losses: Sequence[float | None],
     full: Evaluation,
     alone: Evaluation,
     short: Evaluation | None = None,
 ) -> dict[str, Any]:
     """The contents of ``summary.json``. In ``alone`` each token saw only itself; ``short`` read
-    documents in windows of ``train.final_eval_len`` tokens."""
+    documents in windows of ``train.final_eval_len`` tokens. ``losses`` are those of the steps in
+    nats per byte, of which ``train_nats_per_byte`` is the mean of the last."""
+    last_steps = window_of(state.step)
+    train = mean(losses[-last_steps:])
     return {
         "nats_per_byte": full.nats_per_byte,
+        "train_nats_per_byte": train if math.isfinite(train) else None,
+        "train_last_steps": last_steps,
         "nats_per_byte_self_only": alone.nats_per_byte,
         **measure_baselines(corpus, config.train.final_eval_bytes),
         "train_seconds": state.seconds,
@@ -89,16 +96,23 @@ def write_summary(
 ) -> None:
     """Write ``summary.json`` and the plots, and print the table."""
     write_atomically(folder.summary, json.dumps(summary, indent=1) + "\n")
-    draw(lambda: plot_run(folder.path, full.loss_by_bucket, alone.loss_by_bucket), console)
-    title = f"Held out: {summary['held_out_bytes']:,} bytes"
+    baselines = {name: summary[key] for key, name in BASELINES.items()}
+    by_bucket = full.loss_by_bucket, alone.loss_by_bucket
+    draw(lambda: plot_run(folder.path, *by_bucket, baselines), console)
+    title = f"Nats per byte. Held out: {summary['held_out_bytes']:,} bytes"
     if summary["baseline_bytes"] < summary["held_out_bytes"]:
         title += f" (baselines: {summary['baseline_bytes']:,})"
-    table = Table("", "nats per byte", title=title, title_justify="left")
-    for label, key in ROWS.items():
-        table.add_row(label, f"{summary[key]:.3f}")
+    title += f"; train: the last {summary['train_last_steps']} steps"
+    table = Table("", "held out", "train", title=title, title_justify="left")
+    for label, keys in ROWS.items():
+        table.add_row(label, *(_number(summary[key]) for key in keys))
     console.print(table)
     console.print(
         f"{summary['steps']} steps in {summary['train_seconds']:.0f} s; everything is in "
         f"{folder.path}",
         soft_wrap=True,
     )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

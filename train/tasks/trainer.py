@@ -24,6 +24,7 @@ from train.engine.parallel import ParallelLayout, require_agreement, require_sha
 from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction
+from train.log.json_lines import read_lines
 from train.log.metrics import Recorder, StepProgress, device_memory, peak_memory
 from train.log.profiler import profiled
 from train.log.step_lines import StepLine, StepLines
@@ -177,7 +178,8 @@ class Trainer:
                     return
                 done, every = state.step, self.config.checkpoint.every
                 if train.eval_every and done % train.eval_every == 0 and done < train.steps:
-                    progress.say(self._validate(done))
+                    result = self._validate(done)
+                    progress.validated(done, result.nats_per_byte, result.n_bytes)
                     previous = time.perf_counter()
                     if self.times is not None:
                         self.times.begin_outside_a_step()
@@ -217,6 +219,7 @@ class Trainer:
             record = {
                 "step": state.step,
                 "loss": loss,
+                "nats_per_byte": figures.nats_per_byte,
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "tokens_per_s": figures.tokens / seconds,
@@ -332,8 +335,9 @@ class Trainer:
             return
         self._record_evaluation(self.state.step, full)
         self.say("Counting the baselines ...")
+        losses = [line.get("nats_per_byte") for line in read_lines(self.folder.metrics)]
         state, parallel = self.state, self.parallel
-        summary = summarise(self.config, self.corpus, parallel, state, full, alone, short)
+        summary = summarise(self.config, self.corpus, parallel, state, losses, full, alone, short)
         write_summary(self.folder, summary, full, alone, self.console)
 
     def _batches(self, sample: int) -> list[Batch]:
@@ -354,14 +358,11 @@ class Trainer:
         what = (self.engine.evaluate, self.corpus.held_out, self.config, self.parallel)
         return evaluate(*what, max_bytes, window, length)
 
-    def _validate(self, step: int) -> str:
+    def _validate(self, step: int) -> Evaluation:
         self.lines.write()
         evaluation = self._evaluate(self.config.train.eval_bytes)
         self._record_evaluation(step, evaluation)
-        return (
-            f"step {step}: held out {evaluation.nats_per_byte:.3f} nats per byte "
-            f"({evaluation.n_bytes:,} bytes)"
-        )
+        return evaluation
 
     def _record_evaluation(self, step: int, evaluation: Evaluation) -> None:
         if self.recorder is not None:

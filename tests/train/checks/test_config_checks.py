@@ -26,10 +26,10 @@ ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 
 def test_without_deepspeed_its_engine_is_rejected_with_the_extra(config, monkeypatch):
     config.engine = EngineConfig("deepspeed", stage=3, offload="none")
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(engine, "installed", lambda package: True)
     check(config, world=1)
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"is not installed; pip install 'ringfa3\[deepspeed\]'"):
+    monkeypatch.setattr(engine, "installed", lambda package: package != "deepspeed")
+    with pytest.raises(ConfigError, match=r"is not installed; pip install -e '\.\[deepspeed\]'"):
         check(config, world=1)
 
 
@@ -272,7 +272,7 @@ def test_wandb_must_be_installed_to_be_switched_on(config, monkeypatch, tmp_path
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     importlib.invalidate_caches()
-    with pytest.raises(ConfigError, match=r"log\.wandb=true.*pip install 'ringfa3\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"log\.wandb=true.*pip install -e '\.\[wandb\]'"):
         check(config, world=1)
     (tmp_path / "wandb").mkdir()
     importlib.invalidate_caches()

@@ -20,14 +20,16 @@ def test_the_shards_of_all_ranks_are_the_sample(make_documents, world, layout):
     for start, stop in zip(sample.cu_seqlens, sample.cu_seqlens[1:], strict=False):
         tokens, labels = sample.tokens[start:stop], sample.labels[start:stop]
         expected += zip(tokens.tolist(), labels.tolist(), range(stop - start), strict=True)
-    found = []
+    found, n_bytes = [], 0
     for rank in range(world):
         batch = make_batch(sample, (rank, world), layout)
         tokens, labels, positions = batch.tokens, batch.labels, batch.positions
         found += zip(tokens.tolist(), labels.tolist(), positions.tolist(), strict=True)
         assert batch.n_valid == int((batch.labels >= 0).sum())
         assert batch.plan.local_tokens == len(batch.tokens)
+        n_bytes += batch.n_bytes
     assert sorted(found) == sorted(expected)
+    assert n_bytes == sample.n_bytes > 0
 
 
 def test_the_next_item_is_made_while_one_is_in_use():

@@ -1,11 +1,14 @@
-"""Files to documents, and the split by their names alone."""
+"""Files to documents, and the split by their texts alone."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import sysconfig
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from train.config import ConfigError, DataConfig, SourceConfig
@@ -16,6 +19,7 @@ from train.data.corpus import (
     is_held_out,
     read_documents,
     sources_of,
+    text_hash,
 )
 
 
@@ -80,15 +84,57 @@ def test_a_name_need_not_be_utf8(tmp_path):
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("a")
     files = find_files(data_at(tmp_path))
     assert len(fingerprint(files)) == 64
-    assert is_held_out(files[0].name, 1.0)
+    assert [document.name for document in read_documents(files[0])] == [files[0].name]
 
 
-def test_the_split_depends_on_the_name_and_meets_its_share():
-    names = [f"folder/{number}.py" for number in range(4000)]
-    held_out = [name for name in names if is_held_out(name, 0.05)]
+def test_the_split_depends_on_the_text_and_meets_its_share():
+    hashes = [text_hash(f"text {number}", 0) for number in range(4000)]
+    held_out = [hashed for hashed in hashes if is_held_out(hashed, 0.05)]
     assert 150 < len(held_out) < 250  # 200 expected, standard deviation 14
-    assert all(is_held_out(name, 0.1) for name in held_out)
-    assert is_held_out("json/encoder.py", 1.0)
+    assert all(is_held_out(hashed, 0.1) for hashed in held_out)
+    assert is_held_out(max(hashes), 1.0)
+    assert 0 <= min(hashes) < max(hashes) < 2**63
+    assert text_hash("λ", -3) == 8281594314222909340  # another value would split every corpus anew
+
+
+def test_another_salt_holds_out_other_documents():
+    """Independently: of 200 documents, 10 are in both sets of 5%."""
+    one, other = (
+        {n for n in range(4000) if is_held_out(text_hash(f"text {n}", salt), 0.05)}
+        for salt in (0, 1)
+    )
+    assert len(one & other) < 25
+
+
+def held_out_texts(data: DataConfig) -> dict[str, bool]:
+    """Whether each text is held out."""
+    documents = [d for file in find_files(data) for d in read_documents(file)]
+    return {d.text: is_held_out(d.hash(data.held_out_salt), 0.3) for d in documents}
+
+
+def test_the_split_of_a_text_is_the_same_in_every_format_and_place(tmp_path):
+    """As files, and in other rows, orders and names: added documents move no other."""
+    texts = [f"document {number}\n" for number in range(40)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    rows = pyarrow.table({"text": texts[::-1]})
+    for number, text in enumerate(texts):
+        (tmp_path / "files").mkdir(exist_ok=True)
+        (tmp_path / "files" / f"{number}.txt").write_text(text)
+        (tmp_path / "gz").mkdir(exist_ok=True)
+        (tmp_path / "gz" / f"{-number}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("lines", "lines.gz", "rows"):
+        (tmp_path / name).mkdir()
+    added = json.dumps({"text": "added"})
+    (tmp_path / "lines" / "a.jsonl").write_text("\n".join([added, *reversed(lines)]))
+    packed = gzip.compress("\n".join([*lines[20:], *lines[:20]]).encode())
+    (tmp_path / "lines.gz" / "a.jsonl.gz").write_bytes(packed)
+    pyarrow.parquet.write_table(rows, tmp_path / "rows" / "a.parquet")
+    expected = held_out_texts(data_at(tmp_path / "files"))
+    assert 3 < sum(expected.values()) < 30
+    for name in ("gz", "lines", "lines.gz", "rows"):
+        found = held_out_texts(data_at(tmp_path / name))
+        found.pop("added", None)
+        assert found == expected, name
 
 
 def test_the_default_corpus_excludes_files_that_installations_may_lack():

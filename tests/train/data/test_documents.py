@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     writer = SplitWriter(folder, np.dtype(np.uint16), bos=9, shard_tokens=5)
     origins, rows = [0, 1, 1, 1, 2], [0, 1, 2, 7, 0]
     for ids, origin, row in zip(TEXTS, origins, rows, strict=True):
-        writer.add(ids, n_bytes=len(ids) + 1, origin=origin, row=row)
+        writer.add(ids, n_bytes=len(ids) + 1, origin=origin, row=row, hashed=7 * row)
     writer.close()
     assert len(writer) == 5
     return folder
@@ -115,6 +115,7 @@ def test_a_token_outside_of_the_vocabulary_names_the_document(folder):
         ("origin", 3, "document 3 is of no file"),
         ("origin", 0, "document 3 is out of the order"),
         ("row", -1, "document 3 is of no row"),
+        ("hash", -1, "document 3 has no hash"),
     ],
 )
 def test_an_index_that_points_outside_is_rejected(folder, column, value, problem):

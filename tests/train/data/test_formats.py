@@ -148,5 +148,5 @@ def test_a_missing_reader_is_named_with_its_remedy(tmp_path, monkeypatch):
     paths = [tmp_path / "a.txt", tmp_path / "a.parquet"]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     require_readers(paths[:1])
-    with pytest.raises(ConfigError, match=r"a\.parquet needs pyarrow: pip install 'ringfa3\[parq"):
+    with pytest.raises(ConfigError, match=r"a\.parquet needs pyarrow: pip install -e '\.\[parq"):
         require_readers(paths)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from train.data.samples import (
     IGNORED,
     TrainingSamples,
+    choose_documents,
     evaluation_documents,
     evaluation_samples,
-    first_documents,
     pack,
 )
 
@@ -113,13 +113,45 @@ def test_evaluation_documents_reach_the_budget(make_documents):
     assert evaluation_documents(documents, 10_000) == [0, 1, 2]
 
 
+@given(lengths=LENGTHS, seq_len=st.integers(2, 64), piece_len=st.integers(1, 70))
+@settings(deadline=None, max_examples=60)
+def test_the_labels_of_an_epoch_have_the_bytes_of_its_documents(
+    make_documents, lengths, seq_len, piece_len
+):
+    """Rounded in each sample; a document of BOS alone has no label. Each has 3 bytes per token."""
+    documents = make_documents(lengths)
+    stream = TrainingSamples(documents, seq_len, piece_len, seed=0)
+    expected = 3 * sum(length for length in lengths if length > 1)
+    samples = [stream[index] for index in range(sum(lengths))]  # seq_len epochs
+    assert abs(sum(s.n_bytes for s in samples) - seq_len * expected) <= len(samples) / 2
+    for sample in samples:
+        share = [3 * n / max(1, n - 1) for n in lengths]
+        assert sample.n_bytes <= max(share) * (sample.labels != IGNORED).sum() + 0.5
+
+
+def test_documents_are_chosen_by_hash_wherever_they_stand(make_documents):
+    """The same ones from any order of the files, and after documents of larger hash were added."""
+    documents = make_documents([10] * 40)
+    hashes = np.random.default_rng(0).permutation(40) * 7
+    whole = replace(documents, hash=hashes)
+    chosen = evaluation_documents(whole, 300)  # of 30 bytes each
+    assert chosen == sorted(chosen)
+    assert sorted(hashes[chosen]) == [7 * n for n in range(10)]
+    assert choose_documents(whole, whole.lengths, 100) == chosen
+    order = np.random.default_rng(1).permutation(40)
+    moved = replace(documents, hash=hashes[order])
+    assert sorted(order[evaluation_documents(moved, 300)]) == chosen
+    added = replace(make_documents([10] * 41), hash=np.append(hashes, 71))
+    assert evaluation_documents(added, 300) == chosen
+
+
 def test_a_budget_is_divided_by_weight(make_documents):
     """Of 120 bytes, 90 are for the first source (30, 60, 90 bytes), 30 for the second (3 x 15)."""
     documents = make_documents([10, 20, 30, 5, 5, 5])
     documents = replace(documents, sources={"a": 3.0, "b": 1.0}, bounds=(0, 3, 6))
     assert evaluation_documents(documents, 120) == [0, 1, 3, 4]
     assert evaluation_documents(documents, None) == [0, 1, 2, 3, 4, 5]
-    assert first_documents(documents, documents.lengths, 4) == [0, 3]
+    assert choose_documents(documents, documents.lengths, 4) == [0, 3]
 
 
 def test_without_a_document_mask_a_sample_is_one_document(make_documents):

@@ -1,8 +1,54 @@
-"""The curves in the plot of a sweep."""
+"""The curves in the plots of a run and of a sweep."""
 
 from __future__ import annotations
 
-from train.log.plots import sweep_lines
+import json
+import math
+
+import numpy as np
+import pytest
+
+from train.log.plots import plot_run, sweep_lines
+from train.log.smoothing import mean, smoothed, window_of
+
+
+@pytest.mark.parametrize("steps", [1, 3, 19, 20, 400, 1000])
+def test_smoothed_losses_are_means_of_the_steps_on_both_sides(steps):
+    """Against a loop, 1e-12; a skipped step has no loss, or none that is finite."""
+    losses = np.random.default_rng(steps).normal(size=steps).tolist()
+    losses[steps // 2 :: 7] = [None if n % 2 else math.nan for n in losses[steps // 2 :: 7]]
+    half = window_of(steps) // 2
+    for place, value in enumerate(smoothed(losses, window_of(steps))):
+        expected = mean(losses[max(0, place - half) : place + half + 1])
+        assert value == pytest.approx(expected, abs=1e-12, nan_ok=True)
+    assert window_of(steps) == {1: 1, 3: 3, 19: 19, 20: 20, 400: 20, 1000: 50}[steps]
+
+
+def test_a_line_stays_a_line():
+    """Means of a falling line are not later than it, but for half a window at each end."""
+    line = np.linspace(3, 1, 60)
+    assert smoothed(line.tolist(), 20)[10:-10] == pytest.approx(line[10:-10])
+
+
+def test_the_loss_of_a_run_is_drawn_beside_that_of_the_held_out_text(tmp_path, drawn):
+    """Each step faint, the mean, all validations and the strongest baseline: nats per byte."""
+    losses = [2.0, None, *np.linspace(1.9, 1.2, 58)]
+    metrics = [{"step": n, "loss": 9, "nats_per_byte": loss} for n, loss in enumerate(losses, 1)]
+    evaluations = [{"step": 30, "nats_per_byte": 1.5}, {"step": 60, "nats_per_byte": 1.25}]
+    for name, lines in (("metrics", metrics), ("eval", evaluations)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    plot_run(tmp_path, [1.0], [2.0], {"gzip": 1.4, "bigram": 1.3, "unigram": 1.6})
+    axes = drawn[0].axes[0]
+    raw, means, held_out, baseline = axes.lines
+    assert np.array_equal(raw.get_ydata(), [math.nan if x is None else x for x in losses], True)
+    assert raw.get_alpha() < 0.5
+    assert means.get_ydata() == pytest.approx(smoothed(losses, 20))
+    assert list(zip(*held_out.get_data(), strict=True)) == [(30, 1.5), (60, 1.25)]
+    assert list(baseline.get_ydata()) == [1.3, 1.3]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["train, mean of 20 steps", "held out", "bigram, held out"]
+    assert axes.get_ylabel() == "loss (nats per byte)"
+    assert (tmp_path / "loss.png").stat().st_size > 0
 
 
 def row(result: float | None, **choices: str) -> dict:

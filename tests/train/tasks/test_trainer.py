@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 from pathlib import Path
 
@@ -88,6 +89,28 @@ def test_the_final_evaluation_is_bounded(config):
     trainer.close()
     summary = json.loads(trainer.folder.summary.read_text())
     assert 1000 <= summary["held_out_bytes"] < 1000 + last
+
+
+def test_the_losses_of_training_and_held_out_text_stand_side_by_side(config, capsys):
+    """In nats per byte: in the lines, the summary and its table."""
+    config.train.steps, config.train.eval_every = 3, 2
+    trainer = make_trainer(config)
+    (batch,) = trainer._batches(0)
+    trainer.train()
+    trainer.finish()
+    trainer.close()
+    lines = [json.loads(line) for line in trainer.folder.metrics.open()]
+    losses = [line["nats_per_byte"] for line in lines]
+    ratio = batch.n_valid / batch.n_bytes
+    assert losses[0] == pytest.approx(lines[0]["loss"] * ratio, rel=1e-6)
+    assert 0.1 < ratio < 1  # tokens of several bytes
+    summary = json.loads(trainer.folder.summary.read_text())
+    assert summary["train_nats_per_byte"] == pytest.approx(sum(losses) / 3)
+    assert summary["train_last_steps"] == 3
+    row = f"{summary['nats_per_byte']:.3f}", f"{summary['train_nats_per_byte']:.3f}"
+    output = capsys.readouterr().out
+    (line,) = [line for line in output.splitlines() if "this model  " in line]
+    assert tuple(re.findall(r"\d\.\d{3}", line)) == row
 
 
 def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[float], int, list]:
