@@ -88,10 +88,7 @@ def _again(group: dist.ProcessGroup) -> list[str]:
             except ValueError as problem:
                 outcomes.append(str(problem).split(":")[0])
         dist.barrier()
-        ended = RingGroup._known.pop(group)
-        for transport in ended._transports.values():
-            dist.destroy_process_group(transport.p2p)  # type: ignore[attr-defined]
-        ended.close()
+        RingGroup._known.pop(group).close()
     return outcomes
 
 
