@@ -132,6 +132,6 @@ def test_the_self_test_of_a_group_is_not_captured() -> None:
 
 
 def test_calls_over_nccl_need_no_preparation(entered: Entered) -> None:
-    entered.group.transport.return_value = "nccl"
+    entered.group.connections.transport.return_value = "nccl"
     assert entered.call(captured=True, transport="nccl") == "nccl"
     assert entered.asked == [{"q": "so"}]
