@@ -195,14 +195,15 @@ def prepare_call(
         return PreparedCall(plan, direction, LocalPass)
     assert plan.group is not None
     group = RingGroup.of(plan.group)
+    connections = group.connections
     kind = pass_kind(direction, validated.forward_mode)
     by_messages = transport == "nccl" or (direction == "forward" and precision != "native")
     settings, call_settings, _ = validated
-    symmetric = not by_messages and q.is_cuda and group.may_use_symmetric(transport)
+    symmetric = not by_messages and q.is_cuda and connections.may_use_symmetric(transport)
     if error is None and symmetric:
-        error = _device_error(q.device, group.shared_memory)
+        error = _device_error(q.device, connections.shared_memory)
     if error is None and symmetric and torch.cuda.is_current_stream_capturing():
-        error = capture_error(group.shared_memory, BufferSpec(plan, kind, k), not first)
+        error = capture_error(connections.shared_memory, BufferSpec(plan, kind, k), not first)
         settings, call_settings = _captured(settings), _captured(call_settings)
     try:
         group.agree(settings, error)
@@ -212,15 +213,15 @@ def prepare_call(
         raise
     group.begin(call_settings)
     if q.is_cuda and not by_messages:
-        backend = group.symmetric_backend(q.device)
+        backend = connections.symmetric_backend(q.device)
         if backend is not None:
             return PreparedCall(plan, kind, partial(SymmetricRingPass, backend))
-        reason = group.unsupported
+        reason = connections.unsupported
         if transport == "symmetric":
             raise ValueError(f"transport='symmetric' is not possible here ({reason}): use 'nccl'")
         if group.rank == 0:
             say(f"the ring runs over nccl: {reason}")
-    p2p = group.transport("nccl" if q.is_cuda else "gloo", q.device)
+    p2p = connections.transport("nccl" if q.is_cuda else "gloo", q.device)
     return PreparedCall(plan, direction, partial(P2PRingPass, p2p), p2p)
 
 
