@@ -11,17 +11,18 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
+from ringfa3.planning.process_groups import GroupRef, alive, require_alive
 from ringfa3.ring.agreement import BEFORE, Agreements, NoAgreementError
 from ringfa3.ring.connections import Connections
 from ringfa3.ring.entries import (
@@ -31,23 +32,27 @@ from ringfa3.ring.entries import (
     raise_on_difference,
     raise_on_error,
 )
-from ringfa3.ring.process_group import alive, timeout_of
+from ringfa3.ring.process_group import timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
+from ringfa3.symmetric.watchdog import JOIN_S
+
+EXIT_S = 10.0  # for messages under way when the process ends
 
 
 class RingGroup:
     """One rank's view of a context group. `RingGroup.of(group)` makes it once per group."""
 
-    _known: dict[dist.ProcessGroup, RingGroup] = {}  # noqa: RUF012
+    _known: dict[GroupRef, RingGroup] = {}  # noqa: RUF012
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        """Raises ValueError: the group has no backend for the ring."""
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.timeout: timedelta = timeout_of(group)
         self.failure: str | None = None
         self.latest = LatestCall(0, Settings())  # one object: the monitor's thread reads it
         self._refused = False  # the latest call was refused on all ranks
-        self._alive = partial(alive, group)
+        self._ref = weakref.ref(group)  # the group's threads and sockets end when it is destroyed
         self._monitor: StoreMonitor | None = None
         store = group.get_group_store()
         self.agreements = Agreements(
@@ -57,29 +62,52 @@ class RingGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RingGroup:
-        if group not in cls._known:
+        """Raises ValueError: the group has been destroyed, or has no backend for the ring."""
+        require_alive(group)
+        ref = weakref.ref(group)
+        if ref not in cls._known:
             cls.close_ended()
-            cls._known[group] = cls(group)
-        return cls._known[group]
+            cls._known[ref] = cls(group)
+        return cls._known[ref]
 
     @classmethod
     def close_ended(cls) -> None:
-        """Closes those whose process group has been destroyed."""
-        for old in [g for g in cls._known if not alive(g)]:
-            cls._known.pop(old).close()
+        """Closes those whose process group has been destroyed, also before their monitors do."""
+        for old in [g for g in list(cls._known.values()) if not g.alive]:
+            old.close()
 
     @classmethod
     def close_all(cls) -> None:
         """At the end of the process."""
-        while cls._known:
-            cls._known.popitem()[1].close()
+        for group in list(cls._known.values()):
+            group.close(EXIT_S)
 
-    def close(self) -> None:
-        """Ends the threads and the connections."""
+    @property
+    def alive(self) -> bool:
+        """Whether the process group has not been destroyed."""
+        return alive(self._ref())
+
+    def close(self, seconds: float = JOIN_S) -> None:
+        """Closes the connections, on the monitor's thread: waits so long for that."""
+        if self._monitor is None:
+            self.disconnect()
+        else:
+            self._monitor.end(seconds)
+
+    def disconnect(self) -> None:
+        """Closes the connections. Ranks destroy a process group together; where it still exists,
+        this process ends, maybe before its peers."""
         self.agreements.forget()
-        if self._monitor is not None:
-            self._monitor.end()
-        self.connections.close()
+        together = not self.alive and self._known_failure() is None
+        self.connections.close(self._meet if together else None)
+        self._known.pop(self._ref, None)
+
+    def _meet(self) -> bool:
+        """Whether all ranks have got here, before the timeout."""
+        try:
+            return self.agreements.meet("closed")
+        except RuntimeError:  # the store's host has gone
+            return False
 
     @property
     def store(self) -> Store:
@@ -92,7 +120,7 @@ class RingGroup:
 
     def _start_monitor(self) -> None:
         if self._monitor is None:  # early: once it is needed, the store may not answer
-            self._monitor = StoreMonitor(self, self.store, self._alive)
+            self._monitor = StoreMonitor(self, self.store, lambda: self.alive)
 
     @property
     def timeout_s(self) -> float:
@@ -144,7 +172,8 @@ class RingGroup:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
         if ranks have to agree first, or this one or another is in trouble."""
         asked = self._monitor is not None and self._monitor.asks(self.epoch + 1)
-        if asked or self.failure is not None or self.agreements.forgotten != mark.forgotten:
+        moved = self.agreements.forgotten != mark.forgotten or not self.alive
+        if asked or moved or self.failure is not None:
             return False
         self.latest = LatestCall(self.latest.number + 1, mark.settings)
         self._refused = False

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ringfa3.errors import first_line
 from ringfa3.kernels.streams import relaxed_capture
+from ringfa3.ring.process_group import end_group
 from ringfa3.symmetric.watchdog import JOIN_S
 
 POLL_S = 0.25  # between two looks at NCCL's messages under way
@@ -58,8 +59,11 @@ class Transport(Protocol):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange: ...
 
-    def close(self) -> None:
-        """Ends the transport's thread."""
+    def close(self, lost: bool) -> None:
+        """Ends the transport's thread and its process group.
+
+        lost: messages under way need not arrive
+        """
 
 
 class Peers(Protocol):
@@ -99,9 +103,11 @@ class GlooTransport:
         while (exchange := self.waiting.get()) is not None:
             exchange.run()
 
-    def close(self) -> None:
+    def close(self, lost: bool) -> None:
         self.waiting.put(None)
         self._thread.join(JOIN_S)
+        end_group(self.p2p, lost)
+        del self.p2p  # its sockets close with the last reference
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         exchange = _GlooExchange(self, sends, receives)
@@ -170,10 +176,12 @@ class NcclTransport:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ringfa3-nccl")
         self._thread.start()
 
-    def close(self) -> None:
-        self._ended = True
+    def close(self, lost: bool) -> None:
         self.posted.put(None)
-        self._thread.join(JOIN_S)
+        self._thread.join(JOIN_S)  # messages under way have that long to arrive
+        self._ended = True
+        end_group(self.p2p, lost)
+        del self.p2p
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         ranks, works = self.group.ranks, []

@@ -41,6 +41,9 @@ class Job:
 
     recv = send
 
+    def shutdown(self) -> None:
+        """Ends the process group."""
+
     def _end_coalescing(self, device: torch.device) -> Any:
         return SimpleNamespace(is_completed=lambda: self.query(), wait=lambda: None)
 
@@ -66,7 +69,7 @@ def transport(job: Job) -> Iterator[NcclTransport]:
     group: Any = SimpleNamespace(rank=0, ranks=[0, 1], timeout=timedelta(seconds=TIMEOUT_S))
     made = NcclTransport(group, p2p=cast(Any, job), one_host=True)
     yield made
-    made.close()
+    made.close(lost=False)
     assert not made._thread.is_alive()
 
 
