@@ -154,6 +154,13 @@ def backend_of(group: dist.ProcessGroup) -> str:
     )
 
 
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether the group's backend is `fake`: its ranks run alone, without communication."""
+    return "fake" in str(c10d._world.pg_backend_config.get(group, "")) and (
+        backend_of(group) == "fake"
+    )
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The timeout of the group's backend for the ring. Raises ValueError as `backend_of`."""
     backend = backend_of(group)

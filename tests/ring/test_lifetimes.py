@@ -78,7 +78,7 @@ def _rounds(_: dist.ProcessGroup, shape: str, rounds: int) -> list[tuple[int, ..
 @pytest.mark.parametrize(("shape", "rounds"), [("all", 31), ("pair", 5), ("overlapping", 5)])
 def test_destroyed_groups_leave_nothing(ranks: Ranks, shape: str, rounds: int) -> None:
     """No thread, file descriptor or entry of a table more than before, exactly."""
-    for before, after in ranks.run(3, _rounds, shape, rounds):
+    for before, after in ranks.run(4, _rounds, shape, rounds):
         assert all(a <= b for a, b in zip(after, before, strict=True)), (before, after)
 
 
