@@ -100,6 +100,8 @@ class RingGroup:
         self.agreements.forget()
         together = not self.alive and self._known_failure() is None
         self.connections.close(self._meet if together else None)
+        # this object and its parts refer to each other, which would keep the store's socket
+        self.agreements.store = dist.HashStore()
         self._known.pop(self._ref, None)
 
     def _meet(self) -> bool:

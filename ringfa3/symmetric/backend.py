@@ -312,6 +312,7 @@ class SymmetricBackend:
                 with torch.cuda.device(self.device):
                     for stream in self._streams.values():  # the watchdog ends waits in vain
                         stream.synchronize()
+                    self._watchdog.end()  # before the words that it reads are unmapped
                     self._forget_recipes()
                     self.recipes = {}  # their tensors view the memory
                     self.memory.unmap()

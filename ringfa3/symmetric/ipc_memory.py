@@ -36,10 +36,10 @@ class IpcAllocation:
             torch.cuda.empty_cache()
             self.address = cuda_driver.allocate(size)
         self._mapped: list[int] = []
-        end = weakref.finalize(
+        self.free = weakref.finalize(  # now; its tensors are void then
             self, _release, self.address, self._mapped, cuda_driver.free, cuda_driver.ipc_close
         )
-        end.atexit = False
+        self.free.atexit = False
 
     @property
     def handle(self) -> str:
@@ -149,6 +149,8 @@ class IpcMemory:
 
     def free(self) -> None:
         """Frees this rank's memory, once all ranks have unmapped it; pinned memory stays."""
+        if self._shared is not None and not self._pinned:
+            self._shared.free()
         self._shared = self._private = None
 
     def pin(self) -> None:

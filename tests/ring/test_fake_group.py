@@ -1,4 +1,4 @@
-"""Runs without communication: groups of backend `fake`, and backends that the ring does not take."""
+"""Runs without communication, in groups of backend `fake`, and backends that are refused."""
 
 from __future__ import annotations
 
