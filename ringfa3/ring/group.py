@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
 from ringfa3.planning.process_groups import GroupRef, alive, require_alive
@@ -101,7 +101,7 @@ class RingGroup:
         together = not self.alive and self._known_failure() is None
         self.connections.close(self._meet if together else None)
         # this object and its parts refer to each other, which would keep the store's socket
-        self.agreements.store = dist.HashStore()
+        self.agreements.store = HashStore()
         self._known.pop(self._ref, None)
 
     def _meet(self) -> bool:
