@@ -1,8 +1,6 @@
 """One rank's view of a context group: agreement before a call, connections during it.
 
-Ranks agree over the group's store: each writes an entry, its settings or its error; no rank raises
-before it has read all entries, and then all raise or none. Tensors use a process group of our own,
-apart from the user's collectives.
+No rank raises before it has read the entries of all ranks, and then all raise or none.
 
 A rank that waits for a peer also polls the store. So an error reaches every rank with its cause,
 even if only one rank has entered an agreement.
@@ -11,155 +9,120 @@ even if only one rank has entered an agreement.
 from __future__ import annotations
 
 import atexit
-import json
 import threading
 import time
+import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import cast
+from datetime import timedelta
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
+from ringfa3.planning.process_groups import GroupRef, alive, require_alive
+from ringfa3.ring.agreement import BEFORE, Agreements, NoAgreementError
+from ringfa3.ring.connections import Connections
 from ringfa3.ring.entries import (
     CallMark,
     Settings,
     described,
-    listed,
     raise_on_difference,
     raise_on_error,
 )
-from ringfa3.ring.p2p import P2P_TRANSPORTS, Transport
-from ringfa3.ring.process_group import (
-    AbsentError,
-    alive,
-    new_group,
-    on_one_host,
-    rendezvous,
-    timeout_of,
-)
-from ringfa3.ring.store_monitor import (
-    FAILURE_KEY,
-    PERIOD_S,
-    LatestCall,
-    StoreMonitor,
-    entry_key,
-    join_request_key,
-)
-from ringfa3.symmetric.backend import SymmetricBackend
-from ringfa3.symmetric.ipc_memory import IpcMemory
-from ringfa3.symmetric.self_test import open_backend
+from ringfa3.ring.process_group import timeout_of
+from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
+from ringfa3.symmetric.watchdog import JOIN_S
 
-MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
-POLL_S = (0.001, 0.005)  # between two looks for the entries of all ranks, first and longest
-BEFORE = "agreement before a ring call"
+EXIT_S = 10.0  # for messages under way when the process ends
 
 
 class RingGroup:
     """One rank's view of a context group. `RingGroup.of(group)` makes it once per group."""
 
-    _known: dict[dist.ProcessGroup, RingGroup] = {}  # noqa: RUF012
+    _known: dict[GroupRef, RingGroup] = {}  # noqa: RUF012
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        """Raises ValueError: the group has no backend for the ring."""
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.timeout = timeout_of(group)
-        self.store, self.name = group.get_group_store(), group.group_name
-        self._own_store = False  # whether `store` is this group's alone: from the first agreement
+        self.timeout: timedelta = timeout_of(group)
         self.failure: str | None = None
         self.latest = LatestCall(0, Settings())  # one object: the monitor's thread reads it
-        self.epoch = 0  # number of the latest agreement
-        self._generation = 0  # of the transports: an error in mid-call leaves messages on them
         self._refused = False  # the latest call was refused on all ranks
-        self._agreed: OrderedDict[str, None] = OrderedDict()
-        self._forgotten = 0  # times that settings were no longer agreed on
-        self._transports: dict[str, Transport] = {}
-        self._abandoned: list[Transport | SymmetricBackend] = []  # peers may use their memory
-        self._backend: SymmetricBackend | None = None
-        self.unsupported: str | None = None  # why this group cannot use `symmetric`
-        self._alive = partial(alive, group)
+        self._ref = weakref.ref(group)  # the group's threads and sockets end when it is destroyed
         self._monitor: StoreMonitor | None = None
-        self.last_transport: str | None = None  # the transport of the latest call
+        store = group.get_group_store()
+        self.agreements = Agreements(
+            self.ranks, self.rank, store, lambda: self.timeout_s, self._known_failure
+        )
+        self.connections = Connections(self, group.group_name, self._start_monitor)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RingGroup:
-        if group not in cls._known:
+        """Raises ValueError: the group has been destroyed, or has no backend for the ring."""
+        require_alive(group)
+        ref = weakref.ref(group)
+        if ref not in cls._known:
             cls.close_ended()
-            cls._known[group] = cls(group)
-        return cls._known[group]
+            cls._known[ref] = cls(group)
+        return cls._known[ref]
 
     @classmethod
     def close_ended(cls) -> None:
-        """Closes those whose process group has been destroyed."""
-        for old in [g for g in cls._known if not alive(g)]:
-            cls._known.pop(old).close()
+        """Closes those whose process group has been destroyed, also before their monitors do."""
+        for old in [g for g in list(cls._known.values()) if not g.alive]:
+            old.close()
 
     @classmethod
     def close_all(cls) -> None:
         """At the end of the process."""
-        while cls._known:
-            cls._known.popitem()[1].close()
-
-    def close(self) -> None:
-        """Ends the threads. Process groups end with the default group, or with the process."""
-        self._forgotten += 1
-        if self._monitor is not None:
-            self._monitor.end()
-        for transport in (*self._abandoned, *self._transports.values()):
-            transport.close()
-        if self._backend is not None:
-            self._backend.close()
-
-    def transport(self, name: str, device: torch.device) -> Transport:
-        """The transport `nccl` or `gloo`; the first call makes its process group.
-
-        All ranks make it together: a first ring call may leave some of them without messages.
-        """
-        if name not in self._transports:
-            self._start_monitor()
-            try:
-                own = f"{self.name}/ringfa3/{name}/{self._generation}"
-                p2p = new_group(self.ranks, self.rank, name, self.store, own, self.timeout)
-                one_host = on_one_host(p2p, device)
-                self._transports[name] = P2P_TRANSPORTS[name](self, p2p, one_host)
-            except RuntimeError as problem:
-                raise self.fail(f"connecting over {name}: {first_line(problem)}") from None
-        self.last_transport = name
-        return self._transports[name]
-
-    def symmetric_backend(self, device: torch.device) -> SymmetricBackend | None:
-        """The backend of the `symmetric` transport; None if `unsupported` says why there is none.
-
-        The first call tries it, on all ranks together and with the same result.
-        """
-        if self._backend is None and self.unsupported is None:
-            self._start_monitor()
-            opened = open_backend(self, device)
-            if isinstance(opened, str):
-                self.unsupported = opened
-            else:
-                self._backend = opened
-        if self._backend is not None:
-            self.last_transport = "symmetric"
-        return self._backend
+        for group in list(cls._known.values()):
+            group.close(EXIT_S)
 
     @property
-    def shared_memory(self) -> IpcMemory | None:
-        """The memory of the `symmetric` transport, once that has been tried and works."""
-        return None if self._backend is None else self._backend.memory
+    def alive(self) -> bool:
+        """Whether the process group has not been destroyed."""
+        return alive(self._ref())
 
-    def may_use_symmetric(self, transport: str) -> bool:
-        """Whether a call of CUDA tensors uses the `symmetric` transport, or has to try it first."""
-        return transport in ("auto", "symmetric") and self.unsupported is None
+    def close(self, seconds: float = JOIN_S) -> None:
+        """Closes the connections, on the monitor's thread: waits so long for that."""
+        if self._monitor is None:
+            self.disconnect()
+        else:
+            self._monitor.end(seconds)
+
+    def disconnect(self) -> None:
+        """Closes the connections. Ranks destroy a process group together; where it still exists,
+        this process ends, maybe before its peers."""
+        self.agreements.forget()
+        together = not self.alive and self._known_failure() is None
+        self.connections.close(self._meet if together else None)
+        # this object and its parts refer to each other, which would keep the store's socket
+        self.agreements.store = HashStore()
+        self._known.pop(self._ref, None)
+
+    def _meet(self) -> bool:
+        """Whether all ranks have got here, before the timeout."""
+        try:
+            return self.agreements.meet("closed")
+        except RuntimeError:  # the store's host has gone
+            return False
+
+    @property
+    def store(self) -> Store:
+        return self.agreements.store
+
+    @property
+    def epoch(self) -> int:
+        """Number of the latest agreement."""
+        return self.agreements.epoch
 
     def _start_monitor(self) -> None:
         if self._monitor is None:  # early: once it is needed, the store may not answer
-            self._monitor = StoreMonitor(self, self.store, self._alive)
+            self._monitor = StoreMonitor(self, self.store, lambda: self.alive)
 
     @property
     def timeout_s(self) -> float:
@@ -168,6 +131,10 @@ class RingGroup:
     def peer_failure(self) -> str | None:
         """The message of a rank that has given up, else None."""
         return self._monitor.peer_failure if self._monitor is not None else None
+
+    def _known_failure(self) -> str | None:
+        """Why this rank or another has given up, as far as is known."""
+        return self.failure or self.peer_failure()
 
     def gather(self, line: str) -> list[str]:
         """Passes a line, returns those of all ranks; all call it at the same point of a call."""
@@ -201,17 +168,18 @@ class RingGroup:
             self._join_agreement("before its first hop")
 
     def mark(self) -> CallMark:
-        return CallMark(self.latest.settings, self._forgotten)  # of the call under way
+        return CallMark(self.latest.settings, self.agreements.forgotten)  # of the call under way
 
     def begin_again(self, mark: CallMark) -> bool:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
         if ranks have to agree first, or this one or another is in trouble."""
         asked = self._monitor is not None and self._monitor.asks(self.epoch + 1)
-        if asked or self.failure is not None or self._forgotten != mark.forgotten:
+        moved = self.agreements.forgotten != mark.forgotten or not self.alive
+        if asked or moved or self.failure is not None:
             return False
         self.latest = LatestCall(self.latest.number + 1, mark.settings)
         self._refused = False
-        self.last_transport = "symmetric"
+        self.connections.last_transport = "symmetric"
         return True
 
     def _require_peers(self) -> None:
@@ -237,7 +205,7 @@ class RingGroup:
             ValueError, TypeError: naming the rank, the argument and its value.
             RingError: a rank did not enter within the timeout.
         """
-        if error is None and not anew and settings.key in self._agreed:
+        if error is None and not anew and settings in self.agreements:
             return
         try:
             self._require_peers()
@@ -248,102 +216,26 @@ class RingGroup:
             raise
         except (TypeError, ValueError) as refused:
             raise refused from error
-        self._agreed[settings.key] = None
-        if len(self._agreed) > MAX_AGREEMENTS:
-            self._agreed.popitem(last=False)
-            self._forgotten += 1
+        self.agreements.add(settings)
 
-    def _enter(self, entry: dict[str, object]) -> list[dict[str, object]]:
+    def _enter(self, entry: dict[str, object]) -> list[dict[str, Any]]:
         """The entries of all ranks; raises on all of them if one has an error or they differ."""
-        entries = self._exchange({**entry, "call": self.latest.number})
+        try:
+            entries = self.agreements.exchange({**entry, "call": self.latest.number})
+        except NoAgreementError as problem:
+            raise self.fail(str(problem)) from None
         try:
             raise_on_error(self.ranks, entries)
             raise_on_difference(self.ranks, entries)
             return entries
         except (TypeError, ValueError):
             self._refused = True
-            number = max(cast(int, e["call"]) for e in entries)
+            number = max(e["call"] for e in entries)
             self.latest = LatestCall(number, self.latest.settings)
             if any(e["mid_call"] for e in entries):  # their messages will never be answered
-                self._abandon_connections()
+                self.agreements.forget()
+                self.connections.abandon()
             raise
-
-    def _abandon_connections(self) -> None:
-        self._abandoned += self._transports.values()
-        self._transports = {}
-        self._agreed.clear()
-        self._forgotten += 1
-        self._generation += 1
-        if self._backend is not None:
-            self._backend.abandon()
-            self._abandoned.append(self._backend)
-            self._backend = None
-
-    def _exchange(self, entry: Mapping[str, object]) -> list[dict[str, object]]:
-        """Writes this rank's entry and reads those of all ranks."""
-        self.epoch += 1
-        keys = [entry_key(self.epoch, r) for r in range(self.world)]
-        entries: list[dict[str, object]] = []
-        problem = [f"{BEFORE}: the store does not answer; is its host stopped?"]
-        done = threading.Event()
-        deadline = time.monotonic() + self.timeout_s - PERIOD_S
-
-        def enter() -> None:
-            try:
-                if not self._own_store:  # a group of the same name may have left its keys
-                    shared = PrefixStore("ringfa3", self.store)
-                    limit = self.timeout_s - PERIOD_S
-                    self.store = rendezvous(shared, self.rank, self.world, limit)
-                    self._own_store = True
-                self.store.set(keys[self.rank], json.dumps(entry))
-                trouble = entry["error"] is not None or entry["mid_call"]
-                if trouble or not self._all_set(keys, PERIOD_S):
-                    self.store.set(join_request_key(self.epoch), "")
-                if self._all_set(keys, deadline - time.monotonic()):
-                    entries.extend(json.loads(e) for e in self.store.multi_get(keys))
-                    self._delete_keys(self.epoch - 2)
-                else:
-                    cause = self.peer_failure()
-                    problem[0] = gave_up(BEFORE, cause) if cause else self._absent(keys)
-            except AbsentError as error:
-                problem[0] = self._no_word([self.ranks[r] for r in error.ranks])
-            except dist.DistError as error:
-                problem[0] = f"{BEFORE}: the store does not answer ({error})"
-            except Exception as error:  # raised below: nobody sees this thread's own
-                problem[0] = f"{BEFORE}: {type(error).__name__}: {first_line(error)}"
-            finally:
-                done.set()
-
-        # on a thread of its own: a call of a store whose host is stopped has no timeout
-        threading.Thread(target=enter, daemon=True, name="ringfa3-agreement").start()
-        if not done.wait(self.timeout.total_seconds() + 2 * PERIOD_S) or not entries:
-            raise self.fail(problem[0])
-        return entries
-
-    def _delete_keys(self, epoch: int) -> None:
-        """Of an agreement whose entries all ranks have read: all have entered a later one."""
-        if epoch > 0:
-            self.store.delete_key(entry_key(epoch, self.rank))
-            if self.rank == 0:
-                self.store.delete_key(join_request_key(epoch))
-
-    def _all_set(self, keys: list[str], seconds: float) -> bool:
-        """Whether the keys are set in time. `Store.wait` would log its timeout as a warning."""
-        deadline = time.monotonic() + seconds
-        pause, longest = POLL_S
-        while not self.store.check(keys):
-            if time.monotonic() > deadline or self.failure or self.peer_failure():
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        return True
-
-    def _absent(self, keys: list[str]) -> str:
-        absent = [r for r, k in zip(self.ranks, keys, strict=True) if not self.store.check([k])]
-        return self._no_word(absent)
-
-    def _no_word(self, ranks: Sequence[int]) -> str:
-        return f"{BEFORE}: no word from rank {listed(ranks)} within {self.timeout_s:g} s"
 
     def fail(self, message: str) -> RingError:
         """Marks the group lost, tells the other ranks, and returns the error to raise.
@@ -352,8 +244,7 @@ class RingGroup:
         """
         full = f"rank {self.ranks[self.rank]}: {message}"
         self.failure = full
-        if self._backend is not None:
-            self._backend.abandon()
+        self.connections.release()
 
         def tell() -> None:
             with suppress(RuntimeError):  # the store is gone

@@ -33,6 +33,7 @@ from ringfa3.ring.prepare_call import (
     prepare_call,
     raise_on_all_ranks,
 )
+from ringfa3.ring.process_group import is_fake
 from ringfa3.ring_pass import HopTensors, RingPass
 from ringfa3.validation import (
     TRANSPORTS,
@@ -115,7 +116,9 @@ def ring_attn_func(
 
 def _report_errors(plan: ContextPlan) -> AbstractContextManager[None]:
     """Around the hops of a call: reports an error on this rank to its peers."""
-    return nullcontext() if plan.group is None else RingGroup.of(plan.group)
+    if plan.world == 1 or plan.group is None or is_fake(plan.group):
+        return nullcontext()
+    return RingGroup.of(plan.group)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:

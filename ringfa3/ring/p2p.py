@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ringfa3.errors import first_line
 from ringfa3.kernels.streams import relaxed_capture
+from ringfa3.ring.process_group import end_group
 from ringfa3.symmetric.watchdog import JOIN_S
 
 POLL_S = 0.25  # between two looks at NCCL's messages under way
@@ -58,8 +59,11 @@ class Transport(Protocol):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange: ...
 
-    def close(self) -> None:
-        """Ends the transport's thread."""
+    def close(self, lost: bool) -> None:
+        """Ends the transport's thread and its process group.
+
+        lost: messages under way need not arrive
+        """
 
 
 class Peers(Protocol):
@@ -99,9 +103,11 @@ class GlooTransport:
         while (exchange := self.waiting.get()) is not None:
             exchange.run()
 
-    def close(self) -> None:
+    def close(self, lost: bool) -> None:
         self.waiting.put(None)
         self._thread.join(JOIN_S)
+        end_group(self.p2p, lost)
+        del self.p2p  # its sockets close with the last reference
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         exchange = _GlooExchange(self, sends, receives)
@@ -122,17 +128,15 @@ class _GlooExchange:
         group = transport.group
         tag = group.call_id << 2  # messages of different calls never match
         for post, verb, messages in (
-            (dist.irecv, "receiving from", receives),
-            (dist.isend, "sending to", sends),
+            (transport.p2p.recv, "receiving from", receives),
+            (transport.p2p.send, "sending to", sends),
         ):
             for m in messages:
-                peer = group.ranks[m.peer]
-                what = f"{m.what}, {verb} rank {peer}"
+                what = f"{m.what}, {verb} rank {group.ranks[m.peer]}"
                 try:
-                    work = post(m.tensor, peer, group=transport.p2p, tag=tag | m.tag)
+                    work = post([m.tensor], m.peer, tag | m.tag)
                 except RuntimeError as problem:
                     raise group.fail(f"{what}: {first_line(problem)}") from None
-                assert work is not None
                 self._works.append((work, what))
 
     def run(self) -> None:
@@ -172,20 +176,23 @@ class NcclTransport:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ringfa3-nccl")
         self._thread.start()
 
-    def close(self) -> None:
-        self._ended = True
+    def close(self, lost: bool) -> None:
         self.posted.put(None)
-        self._thread.join(JOIN_S)
+        self._thread.join(JOIN_S)  # messages under way have that long to arrive
+        self._ended = True
+        end_group(self.p2p, lost)
+        del self.p2p
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        ranks = self.group.ranks
-        posts = [
-            dist.P2POp(op, m.tensor, ranks[m.peer], self.p2p, m.tag)
-            for op, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for m in messages
-        ]
-        works = dist.batch_isend_irecv(posts) if posts else []
-        if works:
+        ranks, works = self.group.ranks, []
+        if sends or receives:
+            device = (*sends, *receives)[0].tensor.device
+            self.p2p._start_coalescing(device)
+            for m in sends:
+                self.p2p.send([m.tensor], m.peer, m.tag)
+            for m in receives:
+                self.p2p.recv([m.tensor], m.peer, m.tag)
+            works = [self.p2p._end_coalescing(device)]
             if not torch.cuda.is_current_stream_capturing():  # captured events cannot be queried
                 what = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
                 what += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]
@@ -218,6 +225,22 @@ class _NcclExchange:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+
+class FakeTransport:
+    """Of a group with backend `fake`, for runs without communication: zeros arrive at once. Kernels
+    run and buffers are allocated as in a real call; results are finite, and void."""
+
+    one_host = False
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        del sends
+        for message in receives:
+            message.tensor.zero_()
+        return _NcclExchange([])
+
+    def close(self, lost: bool) -> None:
+        """There is nothing to end."""
 
 
 P2P_TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {

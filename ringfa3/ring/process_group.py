@@ -6,13 +6,12 @@ import time
 import uuid
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from ringfa3.ring.entries import listed
 from ringfa3.symmetric.self_test import host_name
@@ -30,28 +29,41 @@ def new_group(
 ) -> dist.ProcessGroup:
     """A process group of `ranks`, this process the `rank`-th of them; no other rank takes part.
 
-    `new_group(use_local_synchronization=True)` names a group by the number of groups in its process
-    and waits for ever where that number differs over the ranks. If the default group is bound to a
-    device, NCCL splits its communicator, and all ranks of the job must make their first group
-    together. NCCL's kernels have high priority: they go before others that wait for an SM.
+    It is unknown to `torch.distributed`, whose functions neither find nor destroy it: its own
+    methods take ranks in the group, and `end_group` ends it. `torch.distributed.new_group` would
+    split NCCL's communicator where the default group is bound to a device, which all ranks of the
+    job must do together, and hangs with `use_local_synchronization=True` where ranks have made
+    different numbers of groups before. NCCL's kernels have high priority: they go before others
+    that wait for an SM.
     """
-    options = None
+    store = PrefixStore(name, store)
+    group = dist.ProcessGroup(store, rank, len(ranks))
+    communicator: Backend
     if backend == "nccl":
+        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        rank,
-        list(ranks),
-        dist.Backend(backend),
-        store,
-        name,  # type: ignore[arg-type]
-        options,
-        timeout=timeout,
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
+        options.global_ranks_in_group = list(ranks)  # for NCCL's log and flight recorder
+        options.group_name = name  # type: ignore[assignment]
+        communicator = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+    else:
+        kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+        communicator = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, communicator)
+    group._set_group_name(name)  # type: ignore[arg-type]
     return group
+
+
+def end_group(group: dist.ProcessGroup, lost: bool) -> None:
+    """Ends a group of `new_group`; NCCL's kernels finish first, or, if it is `lost`, are aborted.
+
+    Its threads and sockets end with the last reference to the group.
+    """
+    if lost:
+        group.abort()
+    else:
+        group.shutdown()
 
 
 def on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -59,7 +71,7 @@ def on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     tensors on `device`."""
     host = zlib.crc32(host_name().encode())
     extremes = torch.tensor([host, -host], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    group.allreduce([extremes], dist.ReduceOp.MAX).wait()
     highest, negated_lowest = extremes.tolist()
     return bool(highest == -negated_lowest)
 
@@ -123,15 +135,35 @@ def _absent(store: Store, name: str, rank: int, world: int) -> list[int]:
     return [p for p in range(1, world) if not store.check([_answer_key(name, p)])] or [0]
 
 
-def alive(group: dist.ProcessGroup) -> bool:
-    """Whether the group has not been destroyed."""
-    return group in c10d._world.pg_map
+BACKENDS = ("nccl", "gloo")  # whose groups the ring runs in, in this order of preference
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The backend of a group that counts for the ring: "nccl", "gloo", or "fake" for a dry run.
+
+    Raises ValueError: the group has none of them.
+    """
+    config = c10d._world.pg_backend_config.get(group, "")
+    names = dict(part.partition(":")[::2] for part in str(config).split(","))
+    for backend in (*BACKENDS, "fake"):
+        if backend in names.values():
+            return backend
+    raise ValueError(
+        f"group: its backend is {dist.get_backend(group)!r}: allowed are 'nccl', 'gloo' and, for "
+        "runs without communication, 'fake'"
+    )
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether the group's backend is `fake`: its ranks run alone, without communication."""
+    return "fake" in str(c10d._world.pg_backend_config.get(group, "")) and (
+        backend_of(group) == "fake"
+    )
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of the group's CUDA backend, or of its CPU backend where it has no other."""
-    for kind in ("cuda", "cpu"):
-        with suppress(RuntimeError):  # no such backend
-            timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
-            return timeout
-    raise ValueError("group: it has a backend neither for cuda nor for cpu tensors")
+    """The timeout of the group's backend for the ring. Raises ValueError as `backend_of`."""
+    backend = backend_of(group)
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

@@ -47,8 +47,13 @@ class GroupView(Protocol):
 
     rank: int
     world: int
-    epoch: int
     latest: LatestCall
+
+    @property
+    def epoch(self) -> int: ...
+
+    def disconnect(self) -> None:
+        """Closes the group's connections; the monitor calls it last."""
 
 
 class StoreMonitor(threading.Thread):
@@ -80,15 +85,21 @@ class StoreMonitor(threading.Thread):
         """Whether a rank has given up, or asks to join the agreement of that number."""
         return self.peer_failure is not None or self.join_request == epoch
 
-    def end(self) -> None:
+    def end(self, seconds: float = JOIN_S) -> None:
+        """Ends the thread, which closes the connections, and waits so long for it."""
         self._ended.set()
-        self.join(JOIN_S)
+        self.join(seconds)
 
     def run(self) -> None:
         with suppress(RuntimeError):  # the store's host is gone: waits end at their deadline
             while self._alive() and not self._ended.is_set():
                 self._poll()
                 self._ended.wait(PERIOD_S)
+        while self._alive() and not self._ended.wait(PERIOD_S):
+            pass
+        self._group.disconnect()
+        self.peer_failure = self.peer_failure or "the process group has been destroyed"
+        del self._store, self._group  # a socket, and a cycle of references
 
     def _poll(self) -> None:
         group = self._group

@@ -36,10 +36,10 @@ class IpcAllocation:
             torch.cuda.empty_cache()
             self.address = cuda_driver.allocate(size)
         self._mapped: list[int] = []
-        end = weakref.finalize(
+        self.free = weakref.finalize(  # now; its tensors are void then
             self, _release, self.address, self._mapped, cuda_driver.free, cuda_driver.ipc_close
         )
-        end.atexit = False
+        self.free.atexit = False
 
     @property
     def handle(self) -> str:
@@ -141,6 +141,17 @@ class IpcMemory:
             self._shared = self._private = None
             raise
         self._capacity = capacity
+
+    def unmap(self) -> None:
+        """Unmaps the peers' memory, after the last call. This device has finished."""
+        self._capacity = dict.fromkeys(Buffer, 0)
+        self._unmap()
+
+    def free(self) -> None:
+        """Frees this rank's memory, once all ranks have unmapped it; pinned memory stays."""
+        if self._shared is not None and not self._pinned:
+            self._shared.free()
+        self._shared = self._private = None
 
     def pin(self) -> None:
         """Keeps the present allocations mapped and allocated for ever, even when the buffers move:

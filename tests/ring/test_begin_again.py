@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3.ring import group as ring_group
+from ringfa3.ring import agreement
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.store_monitor import StoreMonitor
@@ -32,7 +32,11 @@ def _begins(_: dist.ProcessGroup) -> list[Any]:
     mark, before = ring.mark(), ring.latest.number
     _agreed(ring, "second")
     assert ring.begin_again(mark)
-    return [ring.latest.number - before, dict(ring.latest.settings), ring.last_transport]
+    return [
+        ring.latest.number - before,
+        dict(ring.latest.settings),
+        ring.connections.last_transport,
+    ]
 
 
 def test_a_call_has_the_next_number_and_the_settings_of_the_earlier_one(ranks: Ranks) -> None:
@@ -49,7 +53,7 @@ def _refused(_: dist.ProcessGroup, trouble: str) -> tuple[bool, bool]:
     mark = ring.mark()
     before = ring.begin_again(mark)
     if trouble == "forgotten":
-        with mock.patch.object(ring_group, "MAX_AGREEMENTS", 1):
+        with mock.patch.object(agreement, "MAX_AGREEMENTS", 1):
             ring.agree(Settings({"call": "second"}))
     elif trouble == "this rank's failure":
         ring.failure = "a failure"

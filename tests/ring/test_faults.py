@@ -195,7 +195,7 @@ def _fail_in_the_store(group: Group, victim: int) -> tuple[str, float]:
     dist.barrier(group)
     if dist.get_rank() == victim:
         problem = dist.DistNetworkError("broken pipe")
-        ring.store = mock.Mock(wraps=ring.store, set=mock.Mock(side_effect=problem))
+        ring.agreements.store = mock.Mock(wraps=ring.store, set=mock.Mock(side_effect=problem))
     start = time.monotonic()
     with pytest.raises(RingError) as raised:
         ring.agree(Settings({"call": "2"}))

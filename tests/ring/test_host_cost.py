@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringfa3 import plan_context, ring_attn_func
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring import prepare_call
+from ringfa3.ring.agreement import Agreements
 from ringfa3.ring.group import RingGroup
 from ringfa3.symmetric import schedule, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
@@ -166,9 +167,9 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
     step()
     dist.barrier(group)
     own = RingGroup.of(group)
-    own.store = None  # type: ignore[assignment]  # any use of it fails
+    own.agreements.store = None  # type: ignore[assignment]  # any use of it fails
     with (
-        mock.patch.object(RingGroup, "_exchange", unexpected),
+        mock.patch.object(Agreements, "exchange", unexpected),
         mock.patch.object(prepare_call, "_validate", unexpected),
         mock.patch.object(prepare_call, "_settings", unexpected),
         mock.patch.object(prepare_call, "select_forward_mode", unexpected),

@@ -69,7 +69,8 @@ def _rounding_of_p(group: Group, seed: int, precision: str) -> int:
         q, k, v = inputs(i, sum(lengths), (h, hk))
         shards = (plan.shard(x) for x in (q, k, v))
         if plan.world > 1:
-            RingGroup.of(group).transport("gloo", q.device).one_host = one_host
+            transport = RingGroup.of(group).connections.transport("gloo", q.device)
+            transport.one_host = one_host
         with mock.patch.object(quantised_forward, "ROWS_PER_HOP", rows_per_hop):
             out, lse = ring_attn_func(*shards, plan, return_lse=True, precision=precision)
         rows, offset, keys, values, v_mean = rounded_inputs(plan, q, k, v, precision)

@@ -15,11 +15,13 @@ from ringfa3.symmetric.backend import SymmetricBackend
 
 def _transport_of(transport: str, possible: bool, memory: object = None) -> object:
     """The transport that `prepare_call` chooses for tensors on cuda:1."""
-    group = mock.Mock(rank=0, unsupported="rank 1: no CUDA driver", shared_memory=memory)
-    group.transport.side_effect = lambda name, _: name
+    group = mock.Mock(rank=0)
+    connections = group.connections
+    connections.shared_memory, connections.unsupported = memory, "rank 1: no CUDA driver"
+    connections.transport.side_effect = lambda name, _: name
     backend = object.__new__(SymmetricBackend)
-    group.symmetric_backend.return_value = backend if possible else None
-    group.may_use_symmetric.side_effect = lambda name: name in ("auto", "symmetric")
+    connections.symmetric_backend.return_value = backend if possible else None
+    connections.may_use_symmetric.side_effect = lambda name: name in ("auto", "symmetric")
 
     def agree(_: object, error: Exception | None) -> None:
         if error is not None:

@@ -109,6 +109,8 @@ class FakeCuda:
     def current_context(self) -> int:
         return 1
 
+    unregister_host_memory = destroy_event = staticmethod(lambda _: None)
+
     def register_host_memory(self, address: int, size: int) -> int:
         return address
 
@@ -210,6 +212,9 @@ class FakeStream:
             self.cuda.until(lambda: passed[0])
         else:
             self.put(lambda: passed[0], lambda: None)
+
+    def synchronize(self) -> None:
+        self.cuda.drain(self.host)
 
     def wait_stream(self, other: FakeStream) -> None:
         assert other.compute, "only compute streams, which run at once, wait for each other"

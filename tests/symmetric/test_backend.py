@@ -193,10 +193,10 @@ def _unsupported(group: dist.ProcessGroup, reason: str) -> tuple[list[str], list
     reasons = []
     own.begin(Settings())
     lines = own.gather(f"I am {own.rank}")
-    with mock.patch("ringfa3.ring.group.open_backend", opened):
+    with mock.patch("ringfa3.ring.connections.open_backend", opened):
         for _ in range(2):
-            assert own.symmetric_backend(CPU) is None
-            reasons.append(str(own.unsupported))
+            assert own.connections.symmetric_backend(CPU) is None
+            reasons.append(str(own.connections.unsupported))
     assert calls == [reason]
     return lines, reasons
 
@@ -340,7 +340,7 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(
 def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
     """Whether the watchdog may still raise after this rank has raised an error itself."""
     own = RingGroup.of(group)
-    backend = own._backend = object.__new__(SymmetricBackend)
+    backend = own.connections._backend = object.__new__(SymmetricBackend)
     backend._watchdog, backend.memory = mock.Mock(), mock.Mock()
     try:
         with own:

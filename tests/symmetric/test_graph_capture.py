@@ -70,9 +70,11 @@ class Entered:
         self.backend.memory.holds.return_value = True
         self.plan, self.asked = mock.Mock(world=2), []
         memory = self.backend.memory if opened else None
-        self.group = mock.Mock(rank=0, shared_memory=memory)
-        self.group.symmetric_backend.return_value = self.backend
-        self.group.may_use_symmetric.side_effect = lambda name: name in ("auto", "symmetric")
+        self.group = mock.Mock(rank=0)
+        connections = self.group.connections
+        connections.shared_memory = memory
+        connections.symmetric_backend.return_value = self.backend
+        connections.may_use_symmetric.side_effect = lambda name: name in ("auto", "symmetric")
         self.group.agree.side_effect = self.agree
 
     def agree(self, settings: Settings, error: Exception | None) -> None:
@@ -130,6 +132,6 @@ def test_the_self_test_of_a_group_is_not_captured() -> None:
 
 
 def test_calls_over_nccl_need_no_preparation(entered: Entered) -> None:
-    entered.group.transport.return_value = "nccl"
+    entered.group.connections.transport.return_value = "nccl"
     assert entered.call(captured=True, transport="nccl") == "nccl"
     assert entered.asked == [{"q": "so"}]

@@ -134,4 +134,4 @@ class Ring(Distributed):
         """The transport of the last call; None for one rank."""
         if self._group is None or self.comm.world == 1:
             return None
-        return RingGroup.of(self._group).last_transport
+        return RingGroup.of(self._group).connections.last_transport

@@ -1,0 +1,144 @@
+"""Agreements of the ranks of a context group, over the group's store.
+
+Each rank writes an entry, its settings or its error; no rank goes on before it has read all
+entries.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ringfa3.errors import first_line, gave_up
+from ringfa3.ring.entries import Settings, listed
+from ringfa3.ring.process_group import AbsentError, rendezvous
+from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
+
+MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
+POLL_S = (0.001, 0.005)  # between two looks for the entries of all ranks, first and longest
+BEFORE = "agreement before a ring call"
+
+
+class NoAgreementError(Exception):
+    """A rank did not enter, or the store does not answer; the message says which."""
+
+
+class Agreements:
+    """One rank's view of the agreements of its group.
+
+    store      the group's, from the first agreement on a part of it that is this group's alone
+    epoch      number of the latest agreement
+    forgotten  times that settings were no longer agreed on
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        store: Store,
+        timeout_s: Callable[[], float],
+        lost: Callable[[], str | None],
+    ) -> None:
+        """ranks: global ones, for messages; lost(): why a rank has given up, None if none has."""
+        self._ranks, self._rank, self.store = ranks, rank, store
+        self._timeout_s, self._lost = timeout_s, lost
+        self._own_store = False
+        self._agreed: OrderedDict[str, None] = OrderedDict()
+        self.epoch = 0
+        self.forgotten = 0
+
+    def __contains__(self, settings: Settings) -> bool:
+        """Whether the ranks have agreed on these settings before."""
+        return settings.key in self._agreed
+
+    def add(self, settings: Settings) -> None:
+        self._agreed[settings.key] = None
+        if len(self._agreed) > MAX_AGREEMENTS:
+            self._agreed.popitem(last=False)
+            self.forgotten += 1
+
+    def forget(self) -> None:
+        self._agreed.clear()
+        self.forgotten += 1
+
+    def exchange(self, entry: Mapping[str, object]) -> list[dict[str, Any]]:
+        """Writes this rank's entry and reads those of all ranks.
+
+        Raises NoAgreementError after the timeout, or as soon as another rank has given up.
+        """
+        self.epoch += 1
+        keys = [entry_key(self.epoch, r) for r in range(len(self._ranks))]
+        entries: list[dict[str, Any]] = []
+        problem = [f"{BEFORE}: the store does not answer; is its host stopped?"]
+        done = threading.Event()
+        limit = self._timeout_s() - PERIOD_S
+        deadline = time.monotonic() + limit
+
+        def enter() -> None:
+            try:
+                if not self._own_store:  # a group of the same name may have left its keys
+                    shared = PrefixStore("ringfa3", self.store)
+                    self.store = rendezvous(shared, self._rank, len(self._ranks), limit)
+                    self._own_store = True
+                self.store.set(keys[self._rank], json.dumps(entry))
+                trouble = entry["error"] is not None or entry["mid_call"]
+                if trouble or not self._all_set(keys, PERIOD_S):
+                    self.store.set(join_request_key(self.epoch), "")
+                if self._all_set(keys, deadline - time.monotonic()):
+                    entries.extend(json.loads(e) for e in self.store.multi_get(keys))
+                    self._delete_keys(self.epoch - 2)
+                else:
+                    cause = self._lost()
+                    problem[0] = gave_up(BEFORE, cause) if cause else self._absent(keys)
+            except AbsentError as error:
+                problem[0] = self._no_word([self._ranks[r] for r in error.ranks])
+            except dist.DistError as error:
+                problem[0] = f"{BEFORE}: the store does not answer ({error})"
+            except Exception as error:  # raised below: nobody sees this thread's own
+                problem[0] = f"{BEFORE}: {type(error).__name__}: {first_line(error)}"
+            finally:
+                done.set()
+
+        # on a thread of its own: a call of a store whose host is stopped has no timeout
+        threading.Thread(target=enter, daemon=True, name="ringfa3-agreement").start()
+        if not done.wait(limit + 3 * PERIOD_S) or not entries:
+            raise NoAgreementError(problem[0])
+        return entries
+
+    def meet(self, where: str) -> bool:
+        """Whether all ranks meet at a point that each of them passes once, before the timeout."""
+        keys = [f"ringfa3/{where}/{r}" for r in range(len(self._ranks))]
+        self.store.set(keys[self._rank], "")
+        return self._all_set(keys, self._timeout_s())
+
+    def _delete_keys(self, epoch: int) -> None:
+        """Of an agreement whose entries all ranks have read: all have entered a later one."""
+        if epoch > 0:
+            self.store.delete_key(entry_key(epoch, self._rank))
+            if self._rank == 0:
+                self.store.delete_key(join_request_key(epoch))
+
+    def _all_set(self, keys: list[str], seconds: float) -> bool:
+        """Whether the keys are set in time. `Store.wait` would log its timeout as a warning."""
+        deadline = time.monotonic() + seconds
+        pause, longest = POLL_S
+        while not self.store.check(keys):
+            if time.monotonic() > deadline or self._lost():
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return True
+
+    def _absent(self, keys: list[str]) -> str:
+        absent = [r for r, k in zip(self._ranks, keys, strict=True) if not self.store.check([k])]
+        return self._no_word(absent)
+
+    def _no_word(self, ranks: Sequence[int]) -> str:
+        return f"{BEFORE}: no word from rank {listed(ranks)} within {self._timeout_s():g} s"

@@ -1,0 +1,121 @@
+"""What moves tensors between the ranks of a context group: process groups and shared memory.
+
+Tensors use a process group of our own, apart from the user's collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from ringfa3.errors import first_line
+from ringfa3.ring.p2p import P2P_TRANSPORTS, Peers, Transport
+from ringfa3.ring.process_group import new_group, on_one_host
+from ringfa3.symmetric.backend import Group, SymmetricBackend
+from ringfa3.symmetric.ipc_memory import IpcMemory
+from ringfa3.symmetric.self_test import open_backend
+
+
+class Owner(Peers, Group, Protocol):
+    """What the connections need of `RingGroup`."""
+
+    @property
+    def store(self) -> Store: ...
+
+
+class Connections:
+    """The connections of one rank; all ranks make and abandon them together.
+
+    unsupported     why this group cannot use `symmetric`; None if nothing is known against it
+    last_transport  the transport of the latest call
+    """
+
+    def __init__(self, group: Owner, name: str, before_first: Callable[[], None]) -> None:
+        """name: the group's; before_first() is called before ranks connect."""
+        self._group, self._name, self._before_first = group, name, before_first
+        self._generation = 0  # an error in mid-call leaves messages on the transports
+        self._transports: dict[str, Transport] = {}
+        self._abandoned: list[Transport | SymmetricBackend] = []  # peers may use their memory
+        self._backend: SymmetricBackend | None = None
+        self.unsupported: str | None = None
+        self.last_transport: str | None = None
+
+    def transport(self, name: str, device: torch.device) -> Transport:
+        """The transport `nccl` or `gloo`; the first call makes its process group.
+
+        All ranks make it together: a first ring call may leave some of them without messages.
+        """
+        if name not in self._transports:
+            self._before_first()
+            group = self._group
+            try:
+                own = f"{self._name}/ringfa3/{name}/{self._generation}"
+                p2p = new_group(group.ranks, group.rank, name, group.store, own, group.timeout)
+                one_host = on_one_host(p2p, device)
+                self._transports[name] = P2P_TRANSPORTS[name](group, p2p, one_host)
+            except RuntimeError as problem:
+                raise group.fail(f"connecting over {name}: {first_line(problem)}") from None
+        self.last_transport = name
+        return self._transports[name]
+
+    def symmetric_backend(self, device: torch.device) -> SymmetricBackend | None:
+        """The backend of the `symmetric` transport; None if `unsupported` says why there is none.
+
+        The first call tries it, on all ranks together and with the same result.
+        """
+        if self._backend is None and self.unsupported is None:
+            self._before_first()
+            opened = open_backend(self._group, device)
+            if isinstance(opened, str):
+                self.unsupported = opened
+            else:
+                self._backend = opened
+        if self._backend is not None:
+            self.last_transport = "symmetric"
+        return self._backend
+
+    @property
+    def shared_memory(self) -> IpcMemory | None:
+        """The memory of the `symmetric` transport, once that has been tried and works."""
+        return None if self._backend is None else self._backend.memory
+
+    def may_use_symmetric(self, transport: str) -> bool:
+        """Whether a call of CUDA tensors uses the `symmetric` transport, or has to try it first."""
+        return transport in ("auto", "symmetric") and self.unsupported is None
+
+    def release(self) -> None:
+        """Releases streams that wait for peers: the group is lost."""
+        if self._backend is not None:
+            self._backend.abandon()
+
+    def abandon(self) -> None:
+        """Of a refused call, whose messages nobody will answer; the next call connects anew."""
+        self.release()
+        self._abandoned += self._transports.values()
+        self._transports = {}
+        self._generation += 1
+        if self._backend is not None:
+            self._abandoned.append(self._backend)
+            self._backend = None
+
+    def close(self, meet: Callable[[], bool] | None) -> None:
+        """Ends threads, process groups and shared memory.
+
+        meet: whether all ranks have called it; None: a rank has given up, or this process ends
+            before its peers, so it waits for none of them
+        """
+        for transport in self._transports.values():
+            transport.close(meet is None)
+        for abandoned in self._abandoned:
+            if isinstance(abandoned, SymmetricBackend):
+                abandoned.close()
+            else:
+                abandoned.close(lost=True)
+        if self._backend is not None:
+            with suppress(RuntimeError):  # of the device, or of the driver
+                self._backend.close(meet)
+        self._transports, self._abandoned, self._backend = {}, [], None
