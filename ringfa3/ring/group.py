@@ -3,7 +3,8 @@
 No rank raises before it has read the entries of all ranks, and then all raise or none.
 
 A rank that waits for a peer also polls the store. So an error reaches every rank with its cause,
-even if only one rank has entered an agreement.
+even if only one rank has entered an agreement. Where the host goes on while the device waits, a
+thread enters for the caller, which is interrupted before its streams are released.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import atexit
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -33,6 +34,9 @@ from ringfa3.ring.entries import (
 )
 from ringfa3.ring.process_group import alive, timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
+from ringfa3.symmetric.interruption import Interruption
+
+POLL_S = 0.005  # between two looks at whether earlier calls have ended
 
 
 class RingGroup:
@@ -43,11 +47,12 @@ class RingGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.timeout: timedelta = timeout_of(group)
         self.failure: str | None = None
         self.latest = LatestCall(0, Settings())  # one object: the monitor's thread reads it
         self._refused = False  # the latest call was refused on all ranks
-        self._alive = partial(alive, group)
+        self._entering = threading.RLock()  # held by the thread that is in an agreement
+        self.interruption = Interruption()
+        self._alive, self._timeout = partial(alive, group), partial(timeout_of, group)
         self._monitor: StoreMonitor | None = None
         store = group.get_group_store()
         self.agreements = Agreements(
@@ -95,6 +100,11 @@ class RingGroup:
             self._monitor = StoreMonitor(self, self.store, self._alive)
 
     @property
+    def timeout(self) -> timedelta:
+        """Now: users may change the process group's at any time."""
+        return self._timeout()
+
+    @property
     def timeout_s(self) -> float:
         return self.timeout.total_seconds()
 
@@ -132,10 +142,25 @@ class RingGroup:
             ValueError, TypeError: another rank refuses this call or the one before.
         """
         self._require_peers()
+        self._count(settings)
+        if self._asked():
+            with self._entering:
+                self.interruption.check()
+                self._join_agreement("before its first hop", self.latest.number)
+
+    def _count(self, settings: Settings) -> None:
+        self.interruption.called()
         self.latest = LatestCall(self.latest.number + 1, settings)
         self._refused = False
-        if self._monitor is not None and self._monitor.join_request == self.epoch + 1:
-            self._join_agreement("before its first hop")
+
+    @property
+    def call(self) -> int:
+        """Number of the call under way."""
+        return self.latest.number
+
+    def _asked(self) -> bool:
+        """Whether a rank in trouble asks this one to join the next agreement."""
+        return self._monitor is not None and self._monitor.join_request == self.epoch + 1
 
     def mark(self) -> CallMark:
         return CallMark(self.latest.settings, self.agreements.forgotten)  # of the call under way
@@ -144,25 +169,44 @@ class RingGroup:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
         if ranks have to agree first, or this one or another is in trouble."""
         asked = self._monitor is not None and self._monitor.asks(self.epoch + 1)
-        if asked or self.failure is not None or self.agreements.forgotten != mark.forgotten:
+        lost = self.failure is not None or self.interruption.error is not None
+        if asked or lost or self.agreements.forgotten != mark.forgotten:
             return False
-        self.latest = LatestCall(self.latest.number + 1, mark.settings)
-        self._refused = False
+        self._count(mark.settings)
         self.connections.last_transport = "symmetric"
         return True
 
     def _require_peers(self) -> None:
-        """Raises RingError if this rank or another has given up, as far as is known."""
+        """Raises an error that the caller has not got yet, and RingError if this rank or another
+        has given up, as far as is known."""
+        self.interruption.check()
         if self.failure is not None:
             raise RingError(f"the context group is lost since: {self.failure}")
         if (cause := self.peer_failure()) is not None:
             raise self.fail(gave_up(BEFORE, cause))
 
-    def _join_agreement(self, place: str) -> None:
-        """Joins an agreement that a rank in trouble has entered; raises on all ranks."""
+    def _join_agreement(self, place: str, void: int, for_caller: bool = False) -> None:
+        """Joins an agreement that a rank in trouble has entered; raises on all ranks.
+
+        void: this rank's first call that can have no results
+        for_caller: its host has gone on; it is interrupted
+        """
         call, settings = self.latest
         settings = Settings({**settings, "place": f"call {call}, {place}"})
-        self._enter({"settings": settings, "error": None, "mid_call": True})
+        entry = {"settings": settings, "error": None, "mid_call": True, "void": void}
+        self._enter(entry, for_caller)
+
+    def join_for_caller(self) -> None:
+        """Joins such an agreement if the caller's host has gone on; it is interrupted."""
+        if self.connections.asynchronous:
+            thread = threading.Thread(target=self._join_for_caller, daemon=True)
+            thread.name = "ringfa3-join"
+            thread.start()
+
+    def _join_for_caller(self) -> None:
+        with self._entering, suppress(RingError, TypeError, ValueError):  # raised in the caller
+            if self._asked():
+                self._join_agreement("on its device", self.latest.number + 1, for_caller=True)
 
     def agree(self, settings: Settings, error: Exception | None = None, anew: bool = False) -> None:
         """Returns if every rank passes equal settings and no error, else raises on all.
@@ -187,32 +231,58 @@ class RingGroup:
             raise refused from error
         self.agreements.add(settings)
 
-    def _enter(self, entry: dict[str, object]) -> list[dict[str, Any]]:
+    def _enter(self, entry: Mapping[str, object], for_caller: bool = False) -> list[dict[str, Any]]:
         """The entries of all ranks; raises on all of them if one has an error or they differ."""
-        try:
-            entries = self.agreements.exchange({**entry, "call": self.latest.number})
-        except NoAgreementError as problem:
-            raise self.fail(str(problem)) from None
-        try:
-            raise_on_error(self.ranks, entries)
-            raise_on_difference(self.ranks, entries)
-            return entries
-        except (TypeError, ValueError):
-            self._refused = True
-            number = max(e["call"] for e in entries)
+        with self._entering:
+            entries = self._exchange({"void": self.latest.number + 1, **entry}, for_caller)
+            number = max(e["call"] for e in entries)  # interrupted callers may have begun more
             self.latest = LatestCall(number, self.latest.settings)
-            if any(e["mid_call"] for e in entries):  # their messages will never be answered
-                self.agreements.forget()
-                self.connections.abandon()
-            raise
+            try:
+                raise_on_error(self.ranks, entries)
+                raise_on_difference(self.ranks, entries)
+            except (TypeError, ValueError) as refused:
+                self._refused = True
+                if for_caller:
+                    self.interruption.interrupt(refused)
+                if any(e["mid_call"] for e in entries):  # their messages will never be answered
+                    self._abandon(min(e["void"] for e in entries), for_caller)
+                raise
+        return entries
 
-    def fail(self, message: str) -> RingError:
+    def _exchange(self, entry: Mapping[str, object], for_caller: bool) -> list[dict[str, Any]]:
+        try:
+            return self.agreements.exchange({**entry, "call": self.latest.number})
+        except NoAgreementError as problem:
+            raise self.fail(str(problem), for_caller) from None
+
+    def _abandon(self, void: int, for_caller: bool) -> None:
+        """Ends calls from number `void` on, and the connections, which have their messages.
+
+        Results of earlier calls are valid, so all ranks wait until these have all their messages.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while not self.connections.passed(void) and time.monotonic() < deadline:
+            if self._known_failure() is not None:
+                break
+            time.sleep(POLL_S)
+        self._exchange({"error": None, "mid_call": False}, for_caller)
+        self.agreements.forget()
+        self.connections.abandon()
+
+    def lose(self, message: str) -> None:
+        """As `fail`, by a thread that watches the device: the caller gets the error."""
+        if self.failure is None:
+            self.fail(message, for_caller=True)
+
+    def fail(self, message: str, for_caller: bool = False) -> RingError:
         """Marks the group lost, tells the other ranks, and returns the error to raise.
 
-        Streams that wait for peers are released.
+        Streams that wait for peers are released; beforehand `for_caller` interrupts the caller.
         """
         full = f"rank {self.ranks[self.rank]}: {message}"
         self.failure = full
+        if for_caller:
+            self.interruption.interrupt(RingError(full))
         self.connections.release()
 
         def tell() -> None:
@@ -229,6 +299,7 @@ class RingGroup:
 
     def __exit__(self, _: object, problem: BaseException | None, __: object) -> None:
         if isinstance(problem, Exception):
+            self.interruption.check()  # the cause: its connections were aborted
             self.tell(problem)
 
     def tell(self, problem: Exception) -> None:
@@ -249,8 +320,10 @@ class RingGroup:
         with self._monitor as monitor:
             deadline = time.monotonic() + self.timeout_s - PERIOD_S
             while not done.wait(PERIOD_S / 5):
-                if monitor.join_request == self.epoch + 1:
-                    self._join_agreement(what())
+                if self._asked():
+                    with self._entering:
+                        self.interruption.check()
+                        self._join_agreement(what(), self.latest.number)
                 if monitor.peer_failure is not None:
                     raise self.fail(gave_up(what(), monitor.peer_failure))
                 if time.monotonic() > deadline:

@@ -98,7 +98,8 @@ def ring_attn_func(
 
 
 def _report_errors(plan: ContextPlan) -> AbstractContextManager[None]:
-    """Around the hops of a call: reports an error on this rank to its peers."""
+    """Around all that follows `prepare_call`: reports an error on this rank to its peers, which
+    may wait for its messages, or have them all and go on to their next call."""
     return nullcontext() if plan.group is None else RingGroup.of(plan.group)
 
 
@@ -231,21 +232,26 @@ def run_backward(
 ) -> tuple[torch.Tensor, ...]:
     """`ring_attention_backward` after `prepare_call`; without a sink (dq, dk, dv) alone."""
     inputs = dout, dlse, q, k, v, out, lse, sink
-    with on(q.device), _without_autocast(q.device):
+    with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
-        with _report_errors(call.plan):
-            replayed = ring_pass.replay(k, inputs, (scale, deterministic))
+        replayed = ring_pass.replay(k, inputs, (scale, deterministic))
         if replayed is not None:
             return replayed
         with ring_pass.recording as recording:
-            with _report_errors(call.plan):
-                backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
+            backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
             dk, dv = ring_pass.grads
-            dv = dv[..., : v.shape[2]].contiguous()
             del ring_pass  # its float32 dK and dV are freed before dQ is made
-            grads = backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))
+            grads = _rounded(backward, dk, dv[..., : v.shape[2]], sink)
             recording.keep(grads)
     return grads
+
+
+def _rounded(
+    backward: BackwardPass, dk: torch.Tensor, dv: torch.Tensor, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), and dsink for a sink."""
+    dv = dv.contiguous()
+    return backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))
 
 
 def _backward_hops(

@@ -50,6 +50,9 @@ class GroupView(Protocol):
     epoch: int
     latest: LatestCall
 
+    def join_for_caller(self) -> None:
+        """Joins the next agreement if the host does not wait for the latest call."""
+
 
 class StoreMonitor(threading.Thread):
     """Ends with the group. As a context manager it also compares the calls that ranks wait in.
@@ -96,10 +99,13 @@ class StoreMonitor(threading.Thread):
         if self._store.check([FAILURE_KEY]):
             self.peer_failure = self._store.get(FAILURE_KEY).decode()
         if self._store.check([join_request_key(epoch)]):
-            for entry in self._peers(lambda rank: entry_key(epoch, rank)):
-                # such a rank will never send what this call waits for
-                if entry["error"] is not None or entry["mid_call"] or entry["call"] < call:
-                    self.join_request = epoch
+            entries = list(self._peers(lambda rank: entry_key(epoch, rank)))
+            # such a rank will never send what this call waits for
+            void = any(entry["mid_call"] or entry["call"] < call for entry in entries)
+            if void or any(entry["error"] is not None for entry in entries):
+                self.join_request = epoch
+            if void:
+                group.join_for_caller()
         if self._waiting:
             own = {"call": call, "settings": settings}
             self._store.set(_waiting_key(group.rank), json.dumps(own))

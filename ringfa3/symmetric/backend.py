@@ -36,7 +36,7 @@ from ringfa3.symmetric.stream_ops import (
     WaitAndReset,
     WaitEvent,
 )
-from ringfa3.symmetric.watchdog import Watchdog, raise_in_main_thread
+from ringfa3.symmetric.watchdog import Watchdog
 
 MASK = (1 << 32) - 1  # of a stream's counter
 
@@ -58,8 +58,12 @@ class Group(Protocol):
     def peer_failure(self) -> str | None:
         """The message of a rank that has given up; None if none has."""
 
-    def fail(self, message: str) -> Exception:
-        """Marks the group lost, tells the other ranks and returns the error."""
+    def lose(self, message: str) -> None:
+        """Marks the group lost, tells the other ranks and interrupts the caller."""
+
+    @property
+    def call(self) -> int:
+        """Number of the call under way."""
 
     def mark(self) -> Any:
         """Of the call under way, for `begin_again`."""
@@ -261,7 +265,7 @@ class SymmetricBackend:
     def _post(self, stream: Stream, names: Sequence[str]) -> None:
         """Counts waits that are about to be issued, and names them to the watchdog."""
         self._waits[stream] += len(names)
-        self._watchdog.post(stream, names)
+        self._watchdog.post(stream, names, self.group.call)
 
     def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
         """As `Backend.replay`. Raises as `RingProgram.run`."""
@@ -297,12 +301,16 @@ class SymmetricBackend:
 
     def serve(self) -> None:
         """After the self-test: a peer that does not answer in time loses the group."""
-        self._watchdog.timeout_s, self._watchdog.lost = self.group.timeout_s, self._lose
+        self._watchdog.timeout_s, self._watchdog.lost = self.group.timeout_s, self.group.lose
 
     def close(self) -> None:
         """Ends the watchdog. The memory stays: peers may still have it mapped."""
         self.memory.pin()
         self._watchdog.end()
+
+    def passed(self, call: int) -> bool:
+        """Whether this rank's streams have what they need from calls before that number."""
+        return self._watchdog.passed(call)
 
     def abandon(self) -> None:
         """Releases the streams of calls that peers will never answer; raises no error."""
@@ -312,10 +320,6 @@ class SymmetricBackend:
     def _address(self, rows: BufferSlice) -> int:
         begin = rows.begin * self._row_bytes[rows.buffer]
         return self.memory.address(rows.rank, rows.buffer, rows.slot) + begin
-
-    def _lose(self, message: str) -> None:
-        error = self.group.fail(message)
-        raise_in_main_thread(error)  # before streams are released: their results are void
 
 
 def _record(recorder: Recorder, prepared: DriverCalls) -> None:

@@ -243,6 +243,7 @@ class FakeGroup:
         self.ranks = [10 + r for r in range(ranks.world)]  # of the job
         self.failures: list[str] = []
         self.failure: str | None = None
+        self.call = 0
         self.begun = 0  # calls that began again
         self.refuses = False  # to begin any again
         self.marks = 0  # calls of earlier ones do not begin again
@@ -264,9 +265,8 @@ class FakeGroup:
     def peer_failure(self) -> str | None:
         return None
 
-    def fail(self, message: str) -> Exception:
+    def lose(self, message: str) -> None:
         self.failures.append(message)
-        return RuntimeError(message)
 
 
 class Ranks:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ringfa3.symmetric.watchdog import Watchdog, raise_in_main_thread
+from ringfa3.symmetric.watchdog import Watchdog
 
 
 class Counts(dict[str, int]):
