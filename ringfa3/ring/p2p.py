@@ -153,17 +153,15 @@ class _GlooExchange:
         group = transport.group
         tag = group.call_id << 2  # messages of different calls never match
         for post, verb, messages in (
-            (dist.irecv, "receiving from", receives),
-            (dist.isend, "sending to", sends),
+            (transport.p2p.recv, "receiving from", receives),
+            (transport.p2p.send, "sending to", sends),
         ):
             for m in messages:
-                peer = group.ranks[m.peer]
-                what = f"{m.what}, {verb} rank {peer}"
+                what = f"{m.what}, {verb} rank {group.ranks[m.peer]}"
                 try:
-                    work = post(m.tensor, peer, group=transport.p2p, tag=tag | m.tag)
+                    work = post([m.tensor], m.peer, tag | m.tag)
                 except RuntimeError as problem:
                     raise group.fail(f"{what}: {first_line(problem)}") from None
-                assert work is not None
                 self._works.append((work, what))
 
     def run(self) -> None:
@@ -228,14 +226,15 @@ class NcclTransport:
         self._thread.join(JOIN_S)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        ranks = self.group.ranks
-        posts = [
-            dist.P2POp(op, m.tensor, ranks[m.peer], self.p2p, m.tag)
-            for op, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for m in messages
-        ]
-        works = dist.batch_isend_irecv(posts) if posts else []
-        if works:
+        ranks, works = self.group.ranks, []
+        if sends or receives:
+            device = (*sends, *receives)[0].tensor.device
+            self.p2p._start_coalescing(device)
+            for m in sends:
+                self.p2p.send([m.tensor], m.peer, m.tag)
+            for m in receives:
+                self.p2p.recv([m.tensor], m.peer, m.tag)
+            works = [self.p2p._end_coalescing(device)]
             if not torch.cuda.is_current_stream_capturing():  # captured events cannot be queried
                 what = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
                 what += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]

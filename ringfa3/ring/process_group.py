@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from ringfa3.ring.entries import listed
 from ringfa3.symmetric.self_test import host_name
@@ -30,28 +30,41 @@ def new_group(
 ) -> dist.ProcessGroup:
     """A process group of `ranks`, this process the `rank`-th of them; no other rank takes part.
 
-    `new_group(use_local_synchronization=True)` names a group by the number of groups in its process
-    and waits for ever where that number differs over the ranks. If the default group is bound to a
-    device, NCCL splits its communicator, and all ranks of the job must make their first group
-    together. NCCL's kernels have high priority: they go before others that wait for an SM.
+    It is unknown to `torch.distributed`, whose functions neither find nor destroy it: its own
+    methods take ranks in the group, and `end_group` ends it. `torch.distributed.new_group` would
+    split NCCL's communicator where the default group is bound to a device, which all ranks of the
+    job must do together, and hangs with `use_local_synchronization=True` where ranks have made
+    different numbers of groups before. NCCL's kernels have high priority: they go before others
+    that wait for an SM.
     """
-    options = None
+    store = PrefixStore(name, store)
+    group = dist.ProcessGroup(store, rank, len(ranks))
+    communicator: Backend
     if backend == "nccl":
+        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        rank,
-        list(ranks),
-        dist.Backend(backend),
-        store,
-        name,  # type: ignore[arg-type]
-        options,
-        timeout=timeout,
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
+        options.global_ranks_in_group = list(ranks)  # for NCCL's log and flight recorder
+        options.group_name = name  # type: ignore[assignment]
+        communicator = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+    else:
+        kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+        communicator = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, communicator)
+    group._set_group_name(name)  # type: ignore[arg-type]
     return group
+
+
+def end_group(group: dist.ProcessGroup, lost: bool) -> None:
+    """Ends a group of `new_group`; NCCL's kernels finish first, or, if it is `lost`, are aborted.
+
+    Its threads and sockets end with the last reference to the group.
+    """
+    if lost:
+        group.abort()
+    else:
+        group.shutdown()
 
 
 def on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -59,7 +72,7 @@ def on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     tensors on `device`."""
     host = zlib.crc32(host_name().encode())
     extremes = torch.tensor([host, -host], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    group.allreduce([extremes], dist.ReduceOp.MAX).wait()
     highest, negated_lowest = extremes.tolist()
     return bool(highest == -negated_lowest)
 

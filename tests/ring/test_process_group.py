@@ -88,10 +88,7 @@ def _again(group: dist.ProcessGroup) -> list[str]:
             except ValueError as problem:
                 outcomes.append(str(problem).split(":")[0])
         dist.barrier()
-        ended = RingGroup._known.pop(group)
-        for transport in ended.connections._transports.values():
-            dist.destroy_process_group(transport.p2p)  # type: ignore[attr-defined]
-        ended.close()
+        RingGroup._known.pop(group).close()
     return outcomes
 
 
@@ -107,7 +104,7 @@ def _one_host(group: dist.ProcessGroup, hosts: list[str]) -> bool | None:
     if dist.get_rank() >= len(hosts):
         return None
     with mock.patch.object(process_group, "host_name", return_value=hosts[dist.get_rank()]):
-        return RingGroup.of(own).connections.transport("gloo", torch.device("cpu")).one_host
+        return RingGroup.of(own).transport("gloo", torch.device("cpu")).one_host
 
 
 @pytest.mark.parametrize(("hosts", "one"), [("aaa", True), ("aab", False), ("baa", False)])

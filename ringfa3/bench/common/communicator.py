@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
-
-from ringfa3.ring.process_group import new_group
 
 TIMEOUTS_PER_EXCHANGE = 3  # a rank may run into this many of its peers' timeouts before it arrives
 CHECK_SECONDS = 60.0  # by which the float64 check of one rank may outlast another's
@@ -99,7 +98,7 @@ class Communicator:
             limit = timedelta(seconds=self.timeout)
             ranks = range(self.world)
             store = PrefixStore(name, self._store)
-            self._groups[purpose] = new_group(ranks, self.rank, backend, store, name, limit)
+            self._groups[purpose] = _new_group(ranks, self.rank, backend, store, name, limit)
         return self._groups[purpose]
 
     def renew_process_groups(self) -> None:
@@ -146,6 +145,30 @@ class Communicator:
         except dist.DistError:
             return "the store did not answer"
         return f"no word from rank {', '.join(missing)}"
+
+
+def _new_group(
+    ranks: Sequence[int], rank: int, backend: str, store: Store, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A group for the functions of `torch.distributed`, which other libraries call. Only its ranks
+    take part in making it, unless the default group is bound to a device: `join_job` binds none."""
+    options = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        rank,
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        name,  # type: ignore[arg-type]
+        options,
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
+    return group
 
 
 def under_torchrun() -> bool:
