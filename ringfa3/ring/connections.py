@@ -86,11 +86,6 @@ class Connections:
         """Whether a call of CUDA tensors uses the `symmetric` transport, or has to try it first."""
         return transport in ("auto", "symmetric") and self.unsupported is None
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether the host of the latest call does not wait for its messages."""
-        return self.last_transport in ("nccl", "symmetric")
-
     def passed(self, call: int) -> bool:
         """Whether this rank has all messages of the calls before that number."""
         backend = self._backend

@@ -13,12 +13,14 @@ import atexit
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -32,10 +34,12 @@ from ringfa3.ring.entries import (
     raise_on_difference,
     raise_on_error,
 )
+from ringfa3.ring.forward_calls import ForwardCalls
 from ringfa3.ring.process_group import alive, timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
 from ringfa3.symmetric.interruption import Interruption
 
+RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
 POLL_S = 0.005  # between two looks at whether earlier calls have ended
 
 
@@ -49,7 +53,10 @@ class RingGroup:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.failure: str | None = None
         self.latest = LatestCall(0, Settings())  # one object: the monitor's thread reads it
+        self.recent: deque[LatestCall] = deque(maxlen=RECENT_CALLS)
+        self._forward_calls = ForwardCalls()
         self._refused = False  # the latest call was refused on all ranks
+        self._anew = False  # ranks begin a new history of calls at their next agreement
         self._entering = threading.RLock()  # held by the thread that is in an agreement
         self.interruption = Interruption()
         self._alive, self._timeout = partial(alive, group), partial(timeout_of, group)
@@ -118,8 +125,7 @@ class RingGroup:
 
     def gather(self, line: str) -> list[str]:
         """Passes a line, returns those of all ranks; all call it at the same point of a call."""
-        call, settings = self.latest
-        settings = Settings({**settings, "place": f"call {call}, its memory"})
+        settings = self._settings_of_call("its memory")
         entry: dict[str, object] = {
             "settings": settings,
             "error": None,
@@ -131,26 +137,33 @@ class RingGroup:
     @property
     def call_id(self) -> int:
         """28 bits that identify the call under way, the same on all ranks in it."""
-        call, settings = self.latest
-        return zlib.crc32(f"{call} {settings.key}".encode()) >> 4
+        call, settings, forward = self.latest[:3]
+        return zlib.crc32(f"{call} {forward} {settings.key}".encode()) >> 4
 
-    def begin(self, settings: Settings) -> None:
-        """Begins a ring call with settings that were agreed on.
+    def _settings_of_call(self, place: str) -> Settings:
+        """Those of the call under way, and how far it has come."""
+        call, settings, forward = self.latest[:3]
+        of = {"forward of this backward": f"call {forward}"} if forward else {}
+        return Settings({**settings, **of, "place": f"call {call}, {place}"})
+
+    def begin(self, settings: Settings, forward: int = 0) -> None:
+        """Begins a ring call with settings that were agreed on; a backward names its forward call.
 
         Raises:
             RingError: an earlier call failed; the group's connections are in no known state.
             ValueError, TypeError: another rank refuses this call or the one before.
         """
         self._require_peers()
-        self._count(settings)
+        self._count(settings, forward)
         if self._asked():
             with self._entering:
                 self.interruption.check()
                 self._join_agreement("before its first hop", self.latest.number)
 
-    def _count(self, settings: Settings) -> None:
+    def _count(self, settings: Settings, forward: int) -> None:
         self.interruption.called()
-        self.latest = LatestCall(self.latest.number + 1, settings)
+        self.latest = self.latest.next(settings, forward)
+        self.recent.append(self.latest)
         self._refused = False
 
     @property
@@ -162,17 +175,25 @@ class RingGroup:
         """Whether a rank in trouble asks this one to join the next agreement."""
         return self._monitor is not None and self._monitor.join_request == self.epoch + 1
 
+    def returned(self, lse: torch.Tensor) -> None:
+        """The forward call under way returns this LSE."""
+        self._forward_calls.add(lse, self.latest.number)
+
+    def forward_of(self, lse: torch.Tensor | None) -> int:
+        """Number of the forward call that returned the LSE of a backward; 0 for a forward."""
+        return 0 if lse is None else self._forward_calls.number(lse)
+
     def mark(self) -> CallMark:
         return CallMark(self.latest.settings, self.agreements.forgotten)  # of the call under way
 
-    def begin_again(self, mark: CallMark) -> bool:
+    def begin_again(self, mark: CallMark, lse: torch.Tensor | None = None) -> bool:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
-        if ranks have to agree first, or this one or another is in trouble."""
+        if ranks have to agree first, or this one or another is in trouble. lse: as `forward_of`."""
         asked = self._monitor is not None and self._monitor.asks(self.epoch + 1)
         lost = self.failure is not None or self.interruption.error is not None
         if asked or lost or self.agreements.forgotten != mark.forgotten:
             return False
-        self._count(mark.settings)
+        self._count(mark.settings, self.forward_of(lse))
         self.connections.last_transport = "symmetric"
         return True
 
@@ -191,22 +212,44 @@ class RingGroup:
         void: this rank's first call that can have no results
         for_caller: its host has gone on; it is interrupted
         """
-        call, settings = self.latest
-        settings = Settings({**settings, "place": f"call {call}, {place}"})
+        settings = self._settings_of_call(place)
         entry = {"settings": settings, "error": None, "mid_call": True, "void": void}
         self._enter(entry, for_caller)
 
-    def join_for_caller(self) -> None:
-        """Joins such an agreement if the caller's host has gone on; it is interrupted."""
-        if self.connections.asynchronous:
-            thread = threading.Thread(target=self._join_for_caller, daemon=True)
-            thread.name = "ringfa3-join"
-            thread.start()
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the host of the latest call does not wait for its messages."""
+        return self.connections.last_transport in ("nccl", "symmetric")
 
-    def _join_for_caller(self) -> None:
-        with self._entering, suppress(RingError, TypeError, ValueError):  # raised in the caller
+    def join_for_caller(self) -> None:
+        """Joins such an agreement, as the caller's host has gone on; interrupts the caller."""
+
+        def join() -> None:
             if self._asked():
                 self._join_agreement("on its device", self.latest.number + 1, for_caller=True)
+
+        self._for_caller(join)
+
+    def refuse(self, difference: str) -> None:
+        """Refuses the calls under way on all ranks, and interrupts the caller."""
+        calls = self.latest.refusals
+
+        def enter() -> None:
+            if self.latest.refusals == calls:
+                error = ["ValueError", difference]
+                entry = {"settings": Settings(), "error": error, "mid_call": True, "void": 0}
+                self._enter(entry, for_caller=True)
+
+        self._for_caller(enter)
+
+    def _for_caller(self, enter: Callable[[], None]) -> None:
+        """On a thread of its own: the monitor goes on, and sees other ranks give up."""
+
+        def run() -> None:
+            with self._entering, suppress(RingError, TypeError, ValueError):  # the caller gets it
+                enter()
+
+        threading.Thread(target=run, daemon=True, name="ringfa3-join").start()
 
     def agree(self, settings: Settings, error: Exception | None = None, anew: bool = False) -> None:
         """Returns if every rank passes equal settings and no error, else raises on all.
@@ -235,18 +278,22 @@ class RingGroup:
         """The entries of all ranks; raises on all of them if one has an error or they differ."""
         with self._entering:
             entries = self._exchange({"void": self.latest.number + 1, **entry}, for_caller)
-            number = max(e["call"] for e in entries)  # interrupted callers may have begun more
-            self.latest = LatestCall(number, self.latest.settings)
             try:
                 raise_on_error(self.ranks, entries)
                 raise_on_difference(self.ranks, entries)
             except (TypeError, ValueError) as refused:
-                self._refused = True
+                self._refused = self._anew = True
+                number = max(e["call"] for e in entries)
+                self.latest = self.latest.refused(number)
+                self.recent.clear()
                 if for_caller:
                     self.interruption.interrupt(refused)
                 if any(e["mid_call"] for e in entries):  # their messages will never be answered
                     self._abandon(min(e["void"] for e in entries), for_caller)
                 raise
+            if self._anew:  # an interrupted caller may have begun another call
+                self.latest = self.latest.refused(max(e["call"] for e in entries))
+                self._anew = False
         return entries
 
     def _exchange(self, entry: Mapping[str, object], for_caller: bool) -> list[dict[str, Any]]:

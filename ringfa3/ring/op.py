@@ -133,6 +133,7 @@ def ring_attention(
         )
         if sink is not None:
             lse = apply_sink(out, lse, sink)
+        _returns(lse, call.plan)
     return out, lse
 
 
@@ -150,11 +151,18 @@ def run_forward(
         replayed = ring_pass.replay(k, (q, k, v, sink), scale)
         if replayed is not None:
             out, lse = replayed
-            return out, lse
-        with ring_pass.recording as recording:
-            results = _forward_hops(q, k, v, sink, scale, call, ring_pass)
-            recording.keep(results)
-    return results
+        else:
+            with ring_pass.recording as recording:
+                out, lse = _forward_hops(q, k, v, sink, scale, call, ring_pass)
+                recording.keep((out, lse))
+        _returns(lse, call.plan)
+    return out, lse
+
+
+def _returns(lse: torch.Tensor, plan: ContextPlan) -> None:
+    """Names the forward call under way to its backward."""
+    if plan.world > 1 and plan.group is not None:
+        RingGroup.of(plan.group).returned(lse)
 
 
 def _forward_hops(
@@ -205,7 +213,8 @@ def ring_attention_backward(
     sink and dsink as in `functional.attention_backward`.
     """
     context = ContextPlan.from_handle(plan)
-    call = prepare_call(q, k, v, context, scale, deterministic, precision, transport, "backward")
+    settings = scale, deterministic, precision, transport
+    call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
     grads = run_backward(dout, dlse, q, k, v, out, lse, scale, deterministic, call, sink)
     dq, dk, dv, dsink = grads if sink is not None else (*grads, lse.new_empty((0,)))
     return dq, dk, dv, dsink

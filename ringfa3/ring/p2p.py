@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from ringfa3.errors import disconnected, first_line, gave_up, timed_out
 from ringfa3.kernels.streams import relaxed_capture
+from ringfa3.ring.process_group import end_group
 from ringfa3.symmetric.watchdog import JOIN_S
 
 POLL_S = 0.1  # between two looks at NCCL's messages under way
@@ -217,7 +217,7 @@ class NcclTransport:
             if self._ended:
                 return
             self._ended = True
-            c10d._abort_process_group(self.p2p)
+            end_group(self.p2p, lost=True)
         self.posted.put(None)
 
     def close(self) -> None:

@@ -68,8 +68,12 @@ class Group(Protocol):
     def mark(self) -> Any:
         """Of the call under way, for `begin_again`."""
 
-    def begin_again(self, mark: Any) -> bool:
-        """Begins a call like the marked one; False if it cannot begin without another look."""
+    def begin_again(self, mark: Any, lse: torch.Tensor | None) -> bool:
+        """Begins a call like the marked one; False if it cannot begin without another look. lse: of
+        a backward."""
+
+    def returned(self, lse: torch.Tensor) -> None:
+        """The forward call under way returns this LSE."""
 
     def tell(self, problem: Exception) -> None:
         """Tells the other ranks that an error ends a call, unless they know."""
@@ -277,12 +281,12 @@ class SymmetricBackend:
     def replayable(self) -> ReplayableCall:
         return ReplayableCall(self, self.group.mark(), self._compute, self._forgotten)
 
-    def begin_again(self, call: ReplayableCall) -> Begun | None:
+    def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
         """As `ReplayableCall.begin`."""
         program = call.programs[self.calls % 2]
         if program is None or self._forgotten != call.recipes or self._compute != call.stream:
             return None
-        if not self.group.begin_again(call.mark):
+        if not self.group.begin_again(call.mark, lse):
             return None
         self.captured = False
         self.calls += 1
@@ -290,6 +294,9 @@ class SymmetricBackend:
         for waiting, names in program.posts:
             self._post(waiting, names)
         return program.held, waits
+
+    def returned(self, lse: torch.Tensor) -> None:
+        self.group.returned(lse)
 
     def tell(self, error: Exception) -> None:
         self.group.tell(error)

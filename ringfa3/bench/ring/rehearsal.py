@@ -92,9 +92,12 @@ class RehearsalGroup:
     def mark(self) -> None:
         """Calls of one kind begin alike."""
 
-    def begin_again(self, mark: None) -> bool:
-        del mark
+    def begin_again(self, mark: None, lse: torch.Tensor | None) -> bool:
+        del mark, lse
         return self.failure is None
+
+    def returned(self, lse: torch.Tensor) -> None:
+        """No call is named."""
 
     def tell(self, problem: Exception) -> None:
         self.failure = str(problem)
