@@ -168,3 +168,38 @@ def _out_of_memory(transport: str, rank: int, world: int, port: int) -> None:
 def test_an_error_after_the_last_message_reaches_the_other_rank(transport: str) -> None:
     """With its cause, within 2 s, although the rank has sent all its messages."""
     spawn(partial(_out_of_memory, transport), 2)
+
+
+def _exchanged(transport: str, rank: int, world: int, port: int) -> None:
+    """Rank 1 goes back through two calls of equal settings in another order."""
+    log = _start(rank, world, port)
+    calls = Calls(transport)
+    log(f"{transport}: connected")
+    for number in range(3):
+        outs = [calls.forward() for _ in range(2)]
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.monotonic()
+        try:
+            for out in reversed(outs) if rank else outs:
+                out.backward(torch.ones_like(out))
+            torch.cuda.synchronize()
+            while time.monotonic() < start + 5:
+                time.sleep(0.01)
+            seen = "nothing was raised"
+        except (ValueError, RingError) as error:
+            seen = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - start
+        log(f"{number}: {seconds:.2f} s: {seen}")
+        assert "ring calls up to number" in seen, seen
+        assert seconds < 2.0
+        calls.check()
+    log("done")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_backwards_in_another_order_raise_on_both_ranks(transport: str) -> None:
+    """No message shows the difference: ranks compare digests of their calls over the store."""
+    spawn(partial(_exchanged, transport), 2)
