@@ -13,7 +13,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ringfa3.attention_op import out_shape, packed
 from ringfa3.custom_op import checkpointed
 from ringfa3.functional import flash_attn_func
-from ringfa3.planning.context_plan import ContextPlan, Group, check_plan, dense_plan, place
+from ringfa3.planning.context_plan import ContextPlan, check_plan, dense_plan
+from ringfa3.planning.process_groups import Group, place
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import bind_to_group, default_group, raise_on_all_ranks
 from ringfa3.validation import (
@@ -78,6 +79,8 @@ class RingFA3Attention(nn.Module):
         check_type("deterministic", deterministic, bool)
         if softmax_scale is not None:
             check_scale(softmax_scale)
+        if group is not None:
+            place(group)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.causal, self.window_size = causal, check_window(window_size)
         self.softmax_scale, self.group, self.layout = softmax_scale, group, layout

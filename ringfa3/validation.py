@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import operator
 import struct
+import sys
 from collections.abc import Iterable, Sequence
 from typing import SupportsFloat, SupportsIndex, cast
 
@@ -146,8 +147,18 @@ def sequence_lengths(name: str, cu_seqlens: Sequence[int]) -> tuple[int, ...]:
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        check_plain(name, x)
+
+
+def check_plain(name: str, x: object) -> None:
+    """Raises TypeError: `x` is no tensor, or a DTensor, whose ranks hold parts of one tensor."""
+    if type(x) is torch.Tensor:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
+    if module is not None and isinstance(x, module.DTensor):
+        raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), the tokens of this rank")
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> None:
@@ -202,6 +213,7 @@ def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
         return
     if not isinstance(sink, torch.Tensor):
         raise TypeError(f"sink must be a tensor or None, got {type(sink).__name__}")
+    check_plain("sink", sink)
     wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
     if sink.dtype != wanted:
         raise TypeError(f"sink is {sink.dtype}: with q of {q.dtype} give {wanted}")
@@ -232,8 +244,7 @@ def check_layer_inputs(
     The attention that follows checks the head dim of v.
     """
     for name, x, expected in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        check_plain(name, x)
         d = x.shape[-1] if x.dim() and name == "v" else head_dim
         if x.dim() not in (3, 4) or x.shape[-2:] != (expected, d):
             last = f"at most {head_dim}" if name == "v" else head_dim

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.planning.kv_exchange import KVExchange, plan_ring
+from ringfa3.planning.process_groups import Group, GroupRef, place, require_alive
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
@@ -22,13 +23,12 @@ from ringfa3.validation import (
     LAYOUTS,
     check_choice,
     check_cu_seqlens,
+    check_plain,
     check_window,
     int64_bytes,
     sequence_lengths,
-    whole_numbers,
 )
 
-Group = dist.ProcessGroup | tuple[int, int] | None
 PLANS_KEPT = 64  # the most recent plans, which `plan_context` returns again
 
 _handles = itertools.count(1)
@@ -40,7 +40,6 @@ class ContextPlan:
 
     Attributes:
         rank, world: place in the context group.
-        group: the ProcessGroup, or None if made from (rank, world).
         layout, causal, window_size: as given to `plan_context`.
         total_tokens: tokens of all documents.
         local_tokens: tokens on this rank.
@@ -53,7 +52,7 @@ class ContextPlan:
         lengths: Ints,
         shards: list[Segments],
         rank: int,
-        group: dist.ProcessGroup | None,
+        group: GroupRef | None,
         layout: str,
         causal: bool,
         window_size: tuple[int, int],
@@ -61,7 +60,7 @@ class ContextPlan:
     ) -> None:
         self.implicit = implicit  # one process, because torch.distributed is not initialised
         self.lengths, self.shards = lengths, shards
-        self.rank, self.world, self.group = rank, len(shards), group
+        self.rank, self.world, self._group = rank, len(shards), group
         self.layout, self.causal, self.window_size = layout, causal, window_size
         self.tokens_per_rank = [s.tokens for s in shards]
         self.total_tokens = sum(self.tokens_per_rank)
@@ -71,7 +70,7 @@ class ContextPlan:
 
     def _register(self) -> None:
         """Sets the attributes that a copy in another process must not have."""
-        self._bound: dict[int, ContextPlan] = {}
+        self._bound: dict[GroupRef, ContextPlan] = {}
         self._published: dict[tuple[torch.device, int], RowIndex] = {}
         self._grids: dict[int, tuple[Plan, KVExchange]] = {}
         self._windows: dict[tuple[int, int], ContextPlan] = {}  # made by `with_window`
@@ -79,8 +78,16 @@ class ContextPlan:
         self.handle = next(_handles)
         _alive[self.handle] = self
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ProcessGroup, or None if made from (rank, world). The plan does not keep it alive.
+
+        Raises ValueError: it has been destroyed.
+        """
+        return None if self._group is None else require_alive(self._group())
+
     def __getstate__(self) -> dict[str, object]:
-        if self.group is not None:
+        if self._group is not None:
             raise TypeError(
                 "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
                 "make it with group=(rank, world)"
@@ -109,11 +116,11 @@ class ContextPlan:
 
     def bound_to(self, group: dist.ProcessGroup) -> ContextPlan:
         """A plan that was made from (rank, world), with a process group."""
-        key = id(group)
+        key = weakref.ref(group)
         if key not in self._bound:
             bound = copy.copy(self)  # the tables are shared
-            bound.group = group
-            self._bound[key] = bound
+            bound._group = key
+            self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
         return self._bound[key]
 
     def with_window(self, window_size: tuple[int, int]) -> ContextPlan:
@@ -141,7 +148,7 @@ class ContextPlan:
                 origin.lengths,
                 origin.shards,
                 origin.rank,
-                origin.group,
+                origin._group,
                 origin.layout,
                 origin.causal,
                 window,
@@ -224,7 +231,9 @@ class ContextPlan:
 
         Raises:
             ValueError: x.shape[dim] is not `total_tokens`.
+            TypeError: x is a DTensor.
         """
+        check_plain("x", x)
         if x.shape[dim] != self.total_tokens:
             raise ValueError(
                 f"x has {x.shape[dim]} tokens along dim {dim}; the plan has {self.total_tokens}"
@@ -245,7 +254,7 @@ class ContextPlan:
             IndexError: the plan has one rank, and x_local no such dim.
             RingError: a rank did not enter within the group's timeout.
         """
-        if self.world > 1 and self.group is None:
+        if self.world > 1 and self._group is None:
             raise ValueError(
                 "this plan was made from (rank, world) and cannot gather: make it with "
                 "group=<ProcessGroup> to unshard"
@@ -261,6 +270,7 @@ class ContextPlan:
 
     def _unshard_settings(self, x_local: torch.Tensor, dim: int) -> dict[str, str]:
         """What must be equal on all ranks. Raises ValueError, IndexError: this rank's is wrong."""
+        check_plain("x_local", x_local)
         if x_local.shape[dim] != self.local_tokens:
             raise ValueError(
                 f"x_local has {x_local.shape[dim]} tokens along dim {dim}; this rank's shard has "
@@ -301,8 +311,8 @@ def plan_context(
         cu_seqlens: cumulative document lengths from 0 to the total, as a list or an integer
             tensor on the CPU; or one int, the length of a single document. A tensor on the GPU
             costs one synchronisation.
-        group: a ProcessGroup; None for the default group, or for one process if
-            torch.distributed is not initialised; or (rank, world), in a data loader.
+        group: a ProcessGroup or a DeviceMesh of one dimension; None for the default group, or for
+            one process if torch.distributed is not initialised; or (rank, world), in a data loader.
         layout: "zigzag" balances work, "contiguous" keeps tokens in order.
         causal: hide later keys of a document.
         window_size: (left, right) keys around a query that it sees, -1 for unlimited.
@@ -319,9 +329,10 @@ def plan_context(
         cu = int64_bytes("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
-    placed = place(group)
-    implicit = group is None and placed[2] is None
-    return _cached_plan(cu, *placed, layout, bool(causal), window, 0, implicit)
+    rank, world, process_group = place(group)
+    implicit = group is None and process_group is None
+    ref = None if process_group is None else weakref.ref(process_group)
+    return _cached_plan(cu, rank, world, ref, layout, bool(causal), window, 0, implicit)
 
 
 def dense_plan(
@@ -339,30 +350,8 @@ def dense_plan(
     rank, world, process_group = place(group)
     tokens = local_tokens * world
     cu = int64_bytes("cu_seqlens", range(0, batch * tokens + 1, tokens) if tokens else (0,))
-    return _cached_plan(cu, rank, world, process_group, layout, causal, window_size, batch, False)
-
-
-def place(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
-    """(rank, world, process group) of a `group` as in `plan_context`.
-
-    Raises TypeError, ValueError: it has another form, or this process is no member.
-    """
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return 0, 1, None
-        group = dist.group.WORLD
-        assert group is not None
-    if isinstance(group, dist.ProcessGroup):
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise ValueError("group: this process is not a member of it")
-        return rank, dist.get_world_size(group), group
-    if not (isinstance(group, tuple) and len(group) == 2):
-        raise TypeError(f"group={group!r}: give a ProcessGroup, (rank, world) or None")
-    rank, world = whole_numbers("group", group)
-    if not 0 <= rank < world:
-        raise ValueError(f"group={group!r}: rank must lie in [0, world)")
-    return rank, world, None
+    ref = None if process_group is None else weakref.ref(process_group)
+    return _cached_plan(cu, rank, world, ref, layout, causal, window_size, batch, False)
 
 
 @lru_cache(PLANS_KEPT)
@@ -370,7 +359,7 @@ def _cached_plan(
     cu_seqlens: bytes,  # of int64
     rank: int,
     world: int,
-    group: dist.ProcessGroup | None,
+    group: GroupRef | None,
     layout: str,
     causal: bool,
     window_size: tuple[int, int],

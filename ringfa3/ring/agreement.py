@@ -112,6 +112,12 @@ class Agreements:
             raise NoAgreementError(problem[0])
         return entries
 
+    def meet(self, where: str) -> bool:
+        """Whether all ranks meet at a point that each of them passes once, before the timeout."""
+        keys = [f"ringfa3/{where}/{r}" for r in range(len(self._ranks))]
+        self.store.set(keys[self._rank], "")
+        return self._all_set(keys, self._timeout_s())
+
     def _delete_keys(self, epoch: int) -> None:
         """Of an agreement whose entries all ranks have read: all have entered a later one."""
         if epoch > 0:

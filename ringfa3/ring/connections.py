@@ -6,6 +6,7 @@ Tensors use a process group of our own, apart from the user's collectives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -110,9 +111,20 @@ class Connections:
             self._abandoned.append(self._backend)
             self._backend = None
 
-    def close(self) -> None:
-        """Ends the threads. Process groups end with the default group, or with the process."""
-        for transport in (*self._abandoned, *self._transports.values()):
-            transport.close()
+    def close(self, meet: Callable[[], bool] | None) -> None:
+        """Ends threads, process groups and shared memory.
+
+        meet: whether all ranks have called it; None: a rank has given up, or this process ends
+            before its peers, so it waits for none of them
+        """
+        for transport in self._transports.values():
+            transport.close(meet is None)
+        for abandoned in self._abandoned:
+            if isinstance(abandoned, SymmetricBackend):
+                abandoned.close()
+            else:
+                abandoned.close(lost=True)
         if self._backend is not None:
-            self._backend.close()
+            with suppress(RuntimeError):  # of the device, or of the driver
+                self._backend.close(meet)
+        self._transports, self._abandoned, self._backend = {}, [], None

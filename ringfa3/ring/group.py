@@ -12,12 +12,11 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-import zlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
+from ringfa3.planning.process_groups import GroupRef, alive, require_alive
 from ringfa3.ring.agreement import BEFORE, Agreements, NoAgreementError
 from ringfa3.ring.connections import Connections
 from ringfa3.ring.entries import (
@@ -35,20 +35,23 @@ from ringfa3.ring.entries import (
     raise_on_error,
 )
 from ringfa3.ring.forward_calls import ForwardCalls
-from ringfa3.ring.process_group import alive, timeout_of
+from ringfa3.ring.process_group import timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
 from ringfa3.symmetric.interruption import Interruption
+from ringfa3.symmetric.watchdog import JOIN_S
 
 RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
 POLL_S = 0.005  # between two looks at whether earlier calls have ended
+EXIT_S = 10.0  # for messages under way when the process ends
 
 
 class RingGroup:
     """One rank's view of a context group. `RingGroup.of(group)` makes it once per group."""
 
-    _known: dict[dist.ProcessGroup, RingGroup] = {}  # noqa: RUF012
+    _known: dict[GroupRef, RingGroup] = {}  # noqa: RUF012
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        """Raises ValueError: the group has no backend for the ring."""
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.failure: str | None = None
@@ -59,7 +62,8 @@ class RingGroup:
         self._anew = False  # ranks begin a new history of calls at their next agreement
         self._entering = threading.RLock()  # held by the thread that is in an agreement
         self.interruption = Interruption()
-        self._alive, self._timeout = partial(alive, group), partial(timeout_of, group)
+        self._ref = weakref.ref(group)  # the group's threads and sockets end when it is destroyed
+        self._timeout = timeout_of(group)
         self._monitor: StoreMonitor | None = None
         store = group.get_group_store()
         self.agreements = Agreements(
@@ -69,29 +73,52 @@ class RingGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RingGroup:
-        if group not in cls._known:
+        """Raises ValueError: the group has been destroyed, or has no backend for the ring."""
+        require_alive(group)
+        ref = weakref.ref(group)
+        if ref not in cls._known:
             cls.close_ended()
-            cls._known[group] = cls(group)
-        return cls._known[group]
+            cls._known[ref] = cls(group)
+        return cls._known[ref]
 
     @classmethod
     def close_ended(cls) -> None:
-        """Closes those whose process group has been destroyed."""
-        for old in [g for g in cls._known if not alive(g)]:
-            cls._known.pop(old).close()
+        """Closes those whose process group has been destroyed, also before their monitors do."""
+        for old in [g for g in list(cls._known.values()) if not g.alive]:
+            old.close()
 
     @classmethod
     def close_all(cls) -> None:
         """At the end of the process."""
-        while cls._known:
-            cls._known.popitem()[1].close()
+        for group in list(cls._known.values()):
+            group.close(EXIT_S)
 
-    def close(self) -> None:
-        """Ends the threads and the connections."""
+    @property
+    def alive(self) -> bool:
+        """Whether the process group has not been destroyed."""
+        return alive(self._ref())
+
+    def close(self, seconds: float = JOIN_S) -> None:
+        """Closes the connections, on the monitor's thread: waits so long for that."""
+        if self._monitor is None:
+            self.disconnect()
+        else:
+            self._monitor.end(seconds)
+
+    def disconnect(self) -> None:
+        """Closes the connections. Ranks destroy a process group together; where it still exists,
+        this process ends, maybe before its peers."""
         self.agreements.forget()
-        if self._monitor is not None:
-            self._monitor.end()
-        self.connections.close()
+        together = not self.alive and self._known_failure() is None
+        self.connections.close(self._meet if together else None)
+        self._known.pop(self._ref, None)
+
+    def _meet(self) -> bool:
+        """Whether all ranks have got here, before the timeout."""
+        try:
+            return self.agreements.meet("closed")
+        except RuntimeError:  # the store's host has gone
+            return False
 
     @property
     def store(self) -> Store:
@@ -104,12 +131,15 @@ class RingGroup:
 
     def _start_monitor(self) -> None:
         if self._monitor is None:  # early: once it is needed, the store may not answer
-            self._monitor = StoreMonitor(self, self.store, self._alive)
+            self._monitor = StoreMonitor(self, self.store, lambda: self.alive)
 
     @property
     def timeout(self) -> timedelta:
         """Now: users may change the process group's at any time."""
-        return self._timeout()
+        group = self._ref()
+        if group is not None and self.alive:
+            self._timeout = timeout_of(group)
+        return self._timeout
 
     @property
     def timeout_s(self) -> float:
@@ -125,26 +155,14 @@ class RingGroup:
 
     def gather(self, line: str) -> list[str]:
         """Passes a line, returns those of all ranks; all call it at the same point of a call."""
-        settings = self._settings_of_call("its memory")
-        entry: dict[str, object] = {
-            "settings": settings,
-            "error": None,
-            "mid_call": False,
-            "line": line,
-        }
+        settings = self.latest.at("its memory")
+        entry = {"settings": settings, "error": None, "mid_call": False, "line": line}
         return [str(e["line"]) for e in self._enter(entry)]
 
     @property
     def call_id(self) -> int:
         """28 bits that identify the call under way, the same on all ranks in it."""
-        call, settings, forward = self.latest[:3]
-        return zlib.crc32(f"{call} {forward} {settings.key}".encode()) >> 4
-
-    def _settings_of_call(self, place: str) -> Settings:
-        """Those of the call under way, and how far it has come."""
-        call, settings, forward = self.latest[:3]
-        of = {"forward of this backward": f"call {forward}"} if forward else {}
-        return Settings({**settings, **of, "place": f"call {call}, {place}"})
+        return self.latest.id
 
     def begin(self, settings: Settings, forward: int = 0) -> None:
         """Begins a ring call with settings that were agreed on; a backward names its forward call.
@@ -156,9 +174,7 @@ class RingGroup:
         self._require_peers()
         self._count(settings, forward)
         if self._asked():
-            with self._entering:
-                self.interruption.check()
-                self._join_agreement("before its first hop", self.latest.number)
+            self._join_agreement("before its first hop", self.latest.number)
 
     def _count(self, settings: Settings, forward: int) -> None:
         self.interruption.called()
@@ -190,8 +206,9 @@ class RingGroup:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
         if ranks have to agree first, or this one or another is in trouble. lse: as `forward_of`."""
         asked = self._monitor is not None and self._monitor.asks(self.epoch + 1)
+        moved = self.agreements.forgotten != mark.forgotten or not self.alive
         lost = self.failure is not None or self.interruption.error is not None
-        if asked or lost or self.agreements.forgotten != mark.forgotten:
+        if asked or moved or lost:
             return False
         self._count(mark.settings, self.forward_of(lse))
         self.connections.last_transport = "symmetric"
@@ -212,7 +229,7 @@ class RingGroup:
         void: this rank's first call that can have no results
         for_caller: its host has gone on; it is interrupted
         """
-        settings = self._settings_of_call(place)
+        settings = self.latest.at(place)
         entry = {"settings": settings, "error": None, "mid_call": True, "void": void}
         self._enter(entry, for_caller)
 
@@ -277,6 +294,8 @@ class RingGroup:
     def _enter(self, entry: Mapping[str, object], for_caller: bool = False) -> list[dict[str, Any]]:
         """The entries of all ranks; raises on all of them if one has an error or they differ."""
         with self._entering:
+            if not for_caller:
+                self.interruption.check()  # another thread has entered meanwhile
             entries = self._exchange({"void": self.latest.number + 1, **entry}, for_caller)
             try:
                 raise_on_error(self.ranks, entries)
@@ -368,9 +387,7 @@ class RingGroup:
             deadline = time.monotonic() + self.timeout_s - PERIOD_S
             while not done.wait(PERIOD_S / 5):
                 if self._asked():
-                    with self._entering:
-                        self.interruption.check()
-                        self._join_agreement(what(), self.latest.number)
+                    self._join_agreement(what(), self.latest.number)
                 if monitor.peer_failure is not None:
                     raise self.fail(gave_up(what(), monitor.peer_failure))
                 if time.monotonic() > deadline:

@@ -32,6 +32,7 @@ from ringfa3.ring.prepare_call import (
     prepare_call,
     raise_on_all_ranks,
 )
+from ringfa3.ring.process_group import is_fake
 from ringfa3.ring_pass import HopTensors, RingPass
 from ringfa3.validation import check_sink, check_tensors, check_type, resolve_scale
 
@@ -100,7 +101,9 @@ def ring_attn_func(
 def _report_errors(plan: ContextPlan) -> AbstractContextManager[None]:
     """Around all that follows `prepare_call`: reports an error on this rank to its peers, which
     may wait for its messages, or have them all and go on to their next call."""
-    return nullcontext() if plan.group is None else RingGroup.of(plan.group)
+    if plan.world == 1 or plan.group is None or is_fake(plan.group):
+        return nullcontext()
+    return RingGroup.of(plan.group)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -161,7 +164,7 @@ def run_forward(
 
 def _returns(lse: torch.Tensor, plan: ContextPlan) -> None:
     """Names the forward call under way to its backward."""
-    if plan.world > 1 and plan.group is not None:
+    if plan.world > 1 and plan.group is not None and not is_fake(plan.group):
         RingGroup.of(plan.group).returned(lse)
 
 

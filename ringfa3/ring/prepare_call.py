@@ -18,16 +18,19 @@ import torch.distributed as dist
 
 from ringfa3 import host
 from ringfa3.errors import RingError
-from ringfa3.kernels.dispatch import say, select_backward, select_forward, select_quantised
+from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.unshard import set_agreement
+from ringfa3.ring.connect import connection
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.local_pass import LocalPass
-from ringfa3.ring.p2p import Transport
+from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
+from ringfa3.ring.process_group import is_fake
 from ringfa3.ring_pass import RingPass
+from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ipc_memory import IpcMemory
@@ -44,7 +47,7 @@ MAX_VALIDATED = 64  # kinds of calls that a plan remembers as valid
 
 def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
     """Raises `error` on every rank of the group, or here alone if the others do not come."""
-    if group is not None and dist.get_world_size(group) > 1:
+    if group is not None and dist.get_world_size(group) > 1 and not is_fake(group):
         try:
             RingGroup.of(group).agree(Settings(), error)
         except RingError as lost:
@@ -56,7 +59,10 @@ def _agree_anew(
     group: dist.ProcessGroup, settings: dict[str, str], error: Exception | None
 ) -> None:
     """Before each `ContextPlan.unshard`: nobody would notice another rank's error later."""
-    RingGroup.of(group).agree(Settings(settings), error, anew=True)
+    if not is_fake(group):
+        RingGroup.of(group).agree(Settings(settings), error, anew=True)
+    elif error is not None:
+        raise error
 
 
 set_agreement(_agree_anew)
@@ -196,6 +202,11 @@ def prepare_call(
             raise error
         return PreparedCall(plan, direction, LocalPass)
     assert plan.group is not None
+    if is_fake(plan.group):
+        if error is not None:
+            raise error
+        nobody = FakeTransport()
+        return PreparedCall(plan, direction, partial(P2PRingPass, nobody), nobody)
     group = RingGroup.of(plan.group)
     connections = group.connections
     kind = pass_kind(direction, validated.forward_mode)
@@ -214,17 +225,10 @@ def prepare_call(
             known.pop(key, None)  # it has not run
         raise
     group.begin(call_settings, group.forward_of(lse))
-    if q.is_cuda and not by_messages:
-        backend = connections.symmetric_backend(q.device)
-        if backend is not None:
-            return PreparedCall(plan, kind, partial(SymmetricRingPass, backend))
-        reason = connections.unsupported
-        if transport == "symmetric":
-            raise ValueError(f"transport='symmetric' is not possible here ({reason}): use 'nccl'")
-        if group.rank == 0:
-            say(f"the ring runs over nccl: {reason}")
-    p2p = connections.transport("nccl" if q.is_cuda else "gloo", q.device)
-    return PreparedCall(plan, direction, partial(P2PRingPass, p2p), p2p)
+    connected = connection(group, q.device, transport, by_messages)
+    if isinstance(connected, SymmetricBackend):
+        return PreparedCall(plan, kind, partial(SymmetricRingPass, connected))
+    return PreparedCall(plan, direction, partial(P2PRingPass, connected), connected)
 
 
 def _device_error(device: torch.device, memory: IpcMemory | None) -> ValueError | None:

@@ -6,7 +6,6 @@ import time
 import uuid
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -136,15 +135,35 @@ def _absent(store: Store, name: str, rank: int, world: int) -> list[int]:
     return [p for p in range(1, world) if not store.check([_answer_key(name, p)])] or [0]
 
 
-def alive(group: dist.ProcessGroup) -> bool:
-    """Whether the group has not been destroyed."""
-    return group in c10d._world.pg_map
+BACKENDS = ("nccl", "gloo")  # whose groups the ring runs in, in this order of preference
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The backend of a group that counts for the ring: "nccl", "gloo", or "fake" for a dry run.
+
+    Raises ValueError: the group has none of them.
+    """
+    config = c10d._world.pg_backend_config.get(group, "")
+    names = dict(part.partition(":")[::2] for part in str(config).split(","))
+    for backend in (*BACKENDS, "fake"):
+        if backend in names.values():
+            return backend
+    raise ValueError(
+        f"group: its backend is {dist.get_backend(group)!r}: allowed are 'nccl', 'gloo' and, for "
+        "runs without communication, 'fake'"
+    )
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether the group's backend is `fake`: its ranks run alone, without communication."""
+    return "fake" in str(c10d._world.pg_backend_config.get(group, "")) and (
+        backend_of(group) == "fake"
+    )
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of the group's CUDA backend, or of its CPU backend where it has no other."""
-    for kind in ("cuda", "cpu"):
-        with suppress(RuntimeError):  # no such backend
-            timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
-            return timeout
-    raise ValueError("group: it has a backend neither for cuda nor for cpu tensors")
+    """The timeout of the group's backend for the ring. Raises ValueError as `backend_of`."""
+    backend = backend_of(group)
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

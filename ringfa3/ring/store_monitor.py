@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +57,16 @@ class LatestCall(NamedTuple):
         return LatestCall(number, self.settings, 0, 0, self.refusals + 1)
 
     @property
+    def id(self) -> int:
+        """28 bits that identify the call, the same on all ranks in it."""
+        return zlib.crc32(f"{self.number} {self.forward} {self.settings.key}".encode()) >> 4
+
+    def at(self, place: str) -> Settings:
+        """Its settings, with what ranks compare that have come so far."""
+        of = {"forward of this backward": f"call {self.forward}"} if self.forward else {}
+        return Settings({**self.settings, **of, "place": f"call {self.number}, {place}"})
+
+    @property
     def what(self) -> str:
         """For messages."""
         return f"backward of call {self.forward}" if self.forward else "a forward"
@@ -88,6 +99,9 @@ class GroupView(Protocol):
     def refuse(self, difference: str) -> None:
         """Refuses the calls under way on all ranks, and interrupts the caller."""
 
+    def disconnect(self) -> None:
+        """Closes the group's connections; the monitor calls it last."""
+
 
 class StoreMonitor(threading.Thread):
     """Ends with the group. As a context manager it also compares the calls that ranks wait in.
@@ -119,15 +133,21 @@ class StoreMonitor(threading.Thread):
         """Whether a rank has given up, or asks to join the agreement of that number."""
         return self.peer_failure is not None or self.join_request == epoch
 
-    def end(self) -> None:
+    def end(self, seconds: float = JOIN_S) -> None:
+        """Ends the thread, which closes the connections, and waits so long for it."""
         self._ended.set()
-        self.join(JOIN_S)
+        self.join(seconds)
 
     def run(self) -> None:
         with suppress(RuntimeError):  # the store's host is gone: waits end at their deadline
             while self._alive() and not self._ended.is_set():
                 self._poll()
                 self._ended.wait(PERIOD_S)
+        while self._alive() and not self._ended.wait(PERIOD_S):
+            pass
+        self._group.disconnect()
+        self.peer_failure = self.peer_failure or "the process group has been destroyed"
+        del self._store, self._group  # a socket, and a cycle of references
 
     def _poll(self) -> None:
         group = self._group

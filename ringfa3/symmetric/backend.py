@@ -310,10 +310,32 @@ class SymmetricBackend:
         """After the self-test: a peer that does not answer in time loses the group."""
         self._watchdog.timeout_s, self._watchdog.lost = self.group.timeout_s, self.group.lose
 
-    def close(self) -> None:
-        """Ends the watchdog. The memory stays: peers may still have it mapped."""
-        self.memory.pin()
-        self._watchdog.end()
+    def close(self, meet: Callable[[], bool] | None = None) -> None:
+        """Ends the watchdog and frees all memory; may wait for this rank's streams and for peers.
+
+        The memory stays if peers may still have it mapped, or if a CUDA graph has its addresses.
+
+        meet: whether all ranks of the group have called it; None: they will not close together
+        """
+        together = False
+        try:
+            if meet is not None and not self._graphs:
+                with torch.cuda.device(self.device):
+                    for stream in self._streams.values():  # the watchdog ends waits in vain
+                        stream.synchronize()
+                    self._forget_recipes()
+                    self.recipes = {}  # their tensors view the memory
+                    self.memory.unmap()
+                    together = meet()
+                    if together:
+                        self.memory.free()
+                        self.signals.close()
+                        while self._events:
+                            cuda_driver.destroy_event(self._events.popitem()[1])
+        finally:
+            if not together:
+                self.memory.pin()
+            self._watchdog.end()
 
     def passed(self, call: int) -> bool:
         """Whether this rank's streams have what they need from calls before that number."""

@@ -44,6 +44,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuCtxGetCurrent": (ctypes.POINTER(_Handle),),
     "cuCtxSetCurrent": (_Handle,),
     "cuEventCreate": (ctypes.POINTER(_Handle), ctypes.c_uint),
+    "cuEventDestroy_v2": (_Handle,),
     "cuEventRecord": (_Handle, _Handle),
     "cuIpcCloseMemHandle": (_Address,),
     "cuIpcGetMemHandle": (ctypes.POINTER(IpcHandle), _Address),
@@ -52,6 +53,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuMemFree_v2": (_Address,),
     "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_Address), ctypes.c_void_p, ctypes.c_uint),
     "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
+    "cuMemHostUnregister": (ctypes.c_void_p,),
     "cuMemcpyDtoDAsync_v2": (_Address, _Address, ctypes.c_size_t, _Handle),
     "cuStreamBatchMemOp_v2": (_Handle, ctypes.c_uint, ctypes.POINTER(MemoryOp), ctypes.c_uint),
     "cuStreamWaitEvent": (_Handle, _Handle, ctypes.c_uint),
@@ -89,6 +91,11 @@ def register_host_memory(address: int, size: int) -> int:
     mapped = _Address()
     _now("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, 0)
     return mapped.value
+
+
+def unregister_host_memory(address: int) -> None:
+    """Ends `register_host_memory`; takes the host's address."""
+    _now("cuMemHostUnregister", address)
 
 
 def allocate(size: int) -> int:
@@ -129,6 +136,10 @@ def new_event() -> int:
     _now("cuEventCreate", ctypes.byref(event), _NO_TIMING)
     assert event.value is not None
     return event.value
+
+
+def destroy_event(event: int) -> None:
+    _now("cuEventDestroy_v2", event)
 
 
 # Calls prepared for `issue`

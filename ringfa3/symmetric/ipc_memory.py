@@ -142,6 +142,15 @@ class IpcMemory:
             raise
         self._capacity = capacity
 
+    def unmap(self) -> None:
+        """Unmaps the peers' memory, after the last call. This device has finished."""
+        self._capacity = dict.fromkeys(Buffer, 0)
+        self._unmap()
+
+    def free(self) -> None:
+        """Frees this rank's memory, once all ranks have unmapped it; pinned memory stays."""
+        self._shared = self._private = None
+
     def pin(self) -> None:
         """Keeps the present allocations mapped and allocated for ever, even when the buffers move:
         a CUDA graph, an abandoned stream or a peer that still runs may use their addresses."""

@@ -27,7 +27,8 @@ DONE = 0  # how many waits of eager calls are over
 AWAITED = 1  # in graphs: number of the wait that the stream is at, 0 for none
 PASSED = 2  # in graphs: 1 when waits are over
 
-# For ever: the driver knows these pages, and would not register others at their addresses.
+# Until `Signals.close`: the driver knows these pages, and would not register others at their
+# addresses.
 _registered: list[torch.Tensor] = []
 
 Gather = Callable[[str], Sequence[str]]  # passes a line, returns those of all ranks
@@ -86,9 +87,17 @@ class Signals:
         memory = torch.from_file(path, shared=True, size=self._count, dtype=torch.int32)
         self._address = cuda_driver.register_host_memory(memory.data_ptr(), self._count * BYTES)
         _registered.append(memory)
+        self._memory = memory
         self._received = memory[: self._signals].view(self._shape)[self.rank]
         counters = memory[self._signals :].view(-1, len(Stream) * COUNTERS)[self.rank]
         self._counters = counters.numpy().data  # read often, without a tensor for each
+
+    def close(self) -> None:
+        """Unmaps the words. No stream of any rank uses them any more."""
+        memory = self._memory
+        cuda_driver.unregister_host_memory(memory.data_ptr())
+        _registered[:] = [other for other in _registered if other is not memory]
+        del self._memory, self._received, self._counters
 
     def address(self, signal: Signal) -> int:
         """For stream memory operations."""

@@ -45,6 +45,9 @@ class Job:
 
     recv = send
 
+    def shutdown(self) -> None:
+        """Ends the process group."""
+
     def _end_coalescing(self, device: torch.device) -> Any:
         return SimpleNamespace(is_completed=lambda: self.query(), wait=lambda: None)
 
@@ -78,7 +81,7 @@ def transport(job: Job) -> Iterator[NcclTransport]:
     group.peer_failure, group.lose = lambda: job.failure, lambda m: job.order.append(("lost", m))
     made = NcclTransport(group, p2p=cast(Any, job), one_host=True)
     yield made
-    made.close()
+    made.close(lost=False)
     assert not made._thread.is_alive()
 
 

@@ -88,7 +88,7 @@ def _again(group: dist.ProcessGroup) -> list[str]:
             except ValueError as problem:
                 outcomes.append(str(problem).split(":")[0])
         dist.barrier()
-        RingGroup._known.pop(group).close()
+        RingGroup.of(group).close()
     return outcomes
 
 
@@ -104,7 +104,7 @@ def _one_host(group: dist.ProcessGroup, hosts: list[str]) -> bool | None:
     if dist.get_rank() >= len(hosts):
         return None
     with mock.patch.object(process_group, "host_name", return_value=hosts[dist.get_rank()]):
-        return RingGroup.of(own).transport("gloo", torch.device("cpu")).one_host
+        return RingGroup.of(own).connections.transport("gloo", torch.device("cpu")).one_host
 
 
 @pytest.mark.parametrize(("hosts", "one"), [("aaa", True), ("aab", False), ("baa", False)])

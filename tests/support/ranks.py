@@ -20,8 +20,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ringfa3 import flash_attn_func
-from ringfa3.planning import context_plan
-from ringfa3.ring.group import RingGroup
 
 TIMEOUT_S = 20.0  # of the pool's process groups
 LIMIT_S = 25.0  # for one call of `run`
@@ -98,15 +96,13 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
 
 
 def _destroy_groups(permanent: list[str]) -> None:
-    """Destroys all process groups except the permanent ones, and RingFA3's state for them.
+    """Destroys all process groups except the permanent ones, as a user would.
 
     A gloo group has threads that wake up a hundred times a second until it is destroyed.
     """
     for group in list(c10d._world.pg_map):
-        if group.group_name.partition("/ringfa3/")[0] not in permanent:
+        if group.group_name not in permanent:
             dist.destroy_process_group(group)
-    RingGroup.close_ended()
-    context_plan._cached_plan.cache_clear()
     gc.collect()
 
 

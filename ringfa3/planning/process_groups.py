@@ -1,0 +1,81 @@
+"""What callers may pass as `group`, and whether a process group still exists."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TypeAlias, cast
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from ringfa3.validation import whole_numbers
+
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+
+Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | tuple[int, int] | None"
+DESTROYED = (
+    "group: this process group has been destroyed: make a new one, and with it new plans and layers"
+)
+
+
+def place(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
+    """(rank, world, process group) of a `group` as in `plan_context`.
+
+    Raises TypeError, ValueError: it has another form, it has been destroyed, or this process is no
+    member.
+    """
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return 0, 1, None
+        group = dist.group.WORLD
+        assert group is not None
+    if dist.is_available():
+        group = _of_mesh(group) if isinstance(group, DeviceMesh) else group
+        if cast(object, group) is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("group: this process is not a member of it")
+        if isinstance(group, dist.ProcessGroup):
+            require_alive(group)
+            rank = dist.get_rank(group)
+            if rank < 0:
+                raise ValueError("group: this process is not a member of it")
+            return rank, dist.get_world_size(group), group
+    if not (isinstance(group, tuple) and len(group) == 2):
+        raise TypeError(
+            f"group={group!r}: give a ProcessGroup, a one-dimensional DeviceMesh, (rank, world) or "
+            "None"
+        )
+    rank, world = whole_numbers("group", group)
+    if not 0 <= rank < world:
+        raise ValueError(f"group={group!r}: rank must lie in [0, world)")
+    return rank, world, None
+
+
+def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of a mesh of one dimension. Raises ValueError for another mesh."""
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        one = f"mesh[{names[-1]!r}]" if names else "of init_device_mesh(..., mesh_dim_names=(...))"
+        raise ValueError(
+            f"group: a DeviceMesh of {mesh.ndim} dimensions, {names or tuple(mesh.shape)}: give "
+            f"one of them, as in group={one}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError("group: this process is not a member of the DeviceMesh")
+    return mesh.get_group()
+
+
+def alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group has not been destroyed."""
+    return group is not None and group in c10d._world.pg_map
+
+
+def require_alive(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group. Raises ValueError: it has been destroyed, and maybe freed (None)."""
+    if group is None or not alive(group):
+        raise ValueError(DESTROYED)
+    return group
+
+
+# By these, plans and caches name a group without keeping it, and its threads, alive.
+GroupRef: TypeAlias = "weakref.ref[dist.ProcessGroup]"

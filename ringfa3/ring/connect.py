@@ -1,0 +1,87 @@
+"""Connects the ranks of a context group: at their first ring call, or earlier by `connect`."""
+
+from __future__ import annotations
+
+import torch
+
+from ringfa3.kernels.dispatch import say
+from ringfa3.planning.process_groups import Group, place
+from ringfa3.ring.entries import Settings
+from ringfa3.ring.group import RingGroup
+from ringfa3.ring.p2p import Transport
+from ringfa3.ring.process_group import backend_of, is_fake
+from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.validation import check_transport
+
+
+def connect(
+    group: Group = None, device: torch.device | str | None = None, transport: str = "auto"
+) -> str | None:
+    """Connects the ranks of a context group before their first ring call, which then only computes.
+
+    All ranks of the group call it at the same point, no other rank takes part. Call it after
+    `init_process_group`, where ranks would otherwise reach their first ring call at different
+    times: in a pipeline, or before a timed step.
+
+    Args:
+        group: as in `plan_context`, but not (rank, world).
+        device: of the tensors of later calls; default: the current GPU if the group has NCCL, else
+            the CPU.
+        transport: as in `ring_attn_func`. Calls in 8 bits use "nccl" also where "auto" connects
+            over "symmetric": connect both.
+
+    Returns:
+        The transport that calls will use; None for a group of one rank or of backend `fake`.
+
+    Raises:
+        ValueError, TypeError: on all ranks, if an argument of one is not allowed or differs.
+        RingError: a rank did not call it within the group's timeout.
+        RuntimeError: the transport cannot be made.
+    """
+    _, world, process_group = place(group)
+    if world > 1 and process_group is None:
+        raise ValueError(f"group={group!r}: connect needs a ProcessGroup or a DeviceMesh")
+    if world == 1 or process_group is None or is_fake(process_group):
+        return None
+    error: Exception | None = None
+    on = "?"
+    try:
+        if device is None:
+            nccl = backend_of(process_group) == "nccl" and torch.cuda.is_available()
+            device = "cuda" if nccl else "cpu"
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        check_transport(transport, device)
+        on = device.type
+    except Exception as problem:  # raised below, on all ranks
+        error = problem
+    ring = RingGroup.of(process_group)
+    settings = Settings({"connect": f"transport={transport!r} on {on}"})
+    ring.agree(settings, error, anew=True)
+    assert isinstance(device, torch.device)
+    ring.begin(settings)
+    with ring:
+        connection(ring, device, transport, by_messages=transport == "nccl")
+    return ring.connections.last_transport
+
+
+def connection(
+    group: RingGroup, device: torch.device, transport: str, by_messages: bool
+) -> SymmetricBackend | Transport:
+    """What moves K/V in a call on which all ranks have agreed; the first such call connects them.
+
+    by_messages: the call does not use `symmetric`
+
+    Raises ValueError on all ranks: `symmetric` is asked for by name and not possible.
+    """
+    if device.type == "cuda" and not by_messages:
+        backend = group.connections.symmetric_backend(device)
+        if backend is not None:
+            return backend
+        reason = group.connections.unsupported
+        if transport == "symmetric":
+            raise ValueError(f"transport='symmetric' is not possible here ({reason}): use 'nccl'")
+        if group.rank == 0:
+            say(f"the ring runs over nccl: {reason}")
+    return group.connections.transport("nccl" if device.type == "cuda" else "gloo", device)
