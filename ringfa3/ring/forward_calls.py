@@ -19,7 +19,7 @@ class ForwardCalls:
 
     def add(self, lse: torch.Tensor, number: int) -> None:
         if len(self._numbers) >= self._limit:
-            for key in [k for k, (memory, _) in self._numbers.items() if memory.expired()]:
+            for key in [k for k, (memory, _) in self._numbers.items() if _freed(memory)]:
                 del self._numbers[key]
             self._limit = 64 + 2 * len(self._numbers)
         memory = StorageWeakRef(lse.untyped_storage())  # type: ignore[no-untyped-call]
@@ -28,4 +28,8 @@ class ForwardCalls:
     def number(self, lse: torch.Tensor) -> int:
         """Of the call that returned this LSE; 0 if it is unknown."""
         found = self._numbers.get(lse.untyped_storage()._cdata)
-        return 0 if found is None or found[0].expired() else found[1]  # type: ignore[no-untyped-call]
+        return 0 if found is None or _freed(found[0]) else found[1]
+
+
+def _freed(memory: StorageWeakRef) -> bool:
+    return bool(memory.expired())  # type: ignore[no-untyped-call]
