@@ -305,9 +305,12 @@ class RingGroup:
                 number = max(e["call"] for e in entries)
                 self.latest = self.latest.refused(number)
                 self.recent.clear()
+                void = any(e["mid_call"] for e in entries)  # messages will never be answered
+                if void:  # before the caller goes on: its next call waits for this thread
+                    self.agreements.forget()
                 if for_caller:
                     self.interruption.interrupt(refused)
-                if any(e["mid_call"] for e in entries):  # their messages will never be answered
+                if void:
                     self._abandon(min(e["void"] for e in entries), for_caller)
                 raise
             if self._anew:  # an interrupted caller may have begun another call
@@ -332,7 +335,6 @@ class RingGroup:
                 break
             time.sleep(POLL_S)
         self._exchange({"error": None, "mid_call": False}, for_caller)
-        self.agreements.forget()
         self.connections.abandon()
 
     def lose(self, message: str) -> None:
