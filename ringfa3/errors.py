@@ -24,6 +24,11 @@ def timed_out(what: str, seconds: float) -> str:
     return f"{what}: nothing within {seconds:g} s; is that rank stopped?"
 
 
+def disconnected(what: str) -> str:
+    """The message of a rank whose peer has closed their connection."""
+    return f"{what}: the connection is closed; has that rank ended?"
+
+
 def gave_up(what: str, failure: str) -> str:
     """The message of a rank that stops waiting for `what` because another rank failed."""
     return f"{what}: gave up because {failure}"

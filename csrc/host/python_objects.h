@@ -5,6 +5,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -37,11 +38,11 @@ class PythonCall : public ReplayableCall {
     Py_DECREF(weak_);
   }
 
-  std::optional<Begun> begin() override {
+  std::optional<Begun> begin(at::Tensor const& lse) override {
     py::gil_scoped_acquire const gil;
     auto const call = alive();
     if (!call) return std::nullopt;
-    auto const begun = checked(PyObject_CallMethod(call.ptr(), "begin", nullptr));
+    auto const begun = checked(PyObject_CallMethod(call.ptr(), "begin", "N", THPVariable_Wrap(lse)));
     if (begun.is_none()) return std::nullopt;
     PyObject* capsule;
     unsigned long long compute, kv, gradients;
@@ -52,6 +53,13 @@ class PythonCall : public ReplayableCall {
         static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
     if (!held) throw_raised();
     return Begun{*held, {compute, kv, gradients}};
+  }
+
+  void returned(at::Tensor const& lse) override {
+    py::gil_scoped_acquire const gil;
+    if (auto const call = alive()) {
+      checked(PyObject_CallMethod(call.ptr(), "returned", "N", THPVariable_Wrap(lse)));
+    }
   }
 
   void refused(std::string const& name, int status) override {

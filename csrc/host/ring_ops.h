@@ -82,9 +82,11 @@ struct RingReplay {
   // The outputs of a call that replays its program; none if Python must run it.
   //
   // Throws what Python raises for a call that the driver refuses.
-  std::optional<Tensors> run(Tensors inputs) const {
+  //
+  // lse: of a backward; a forward has none.
+  std::optional<Tensors> run(Tensors inputs, Tensor const& lse = Tensor()) const {
     if (!call) return std::nullopt;
-    auto const begun = call->begin();
+    auto const begun = call->begin(lse);
     if (!begun) return std::nullopt;
     ++host().counts.replayed;
     bool issued = false;
@@ -137,7 +139,10 @@ inline Outputs ring_attention(Tensor const& q, Tensor const& k, Tensor const& v,
   Tensor const& sink_of = tensor_of(sink);
   RingReplay replay("ring_attention", 0, {&q, &k, &v, &sink_of}, plan, scale, deterministic,
                     precision, transport);
-  if (auto out = replay.run({q, k, v, sink_of})) return {(*out)[0], (*out)[1]};
+  if (auto out = replay.run({q, k, v, sink_of})) {
+    replay.call->returned((*out)[1]);
+    return {(*out)[0], (*out)[1]};
+  }
   return replay.otherwise([&] {
     return ring_forward_op().redispatch(by_python(), q, k, v, sink, plan, scale, deterministic,
                                         precision, transport);
@@ -154,7 +159,7 @@ inline Grads ring_attention_backward(Tensor const& dout, MaybeTensor const& dlse
   RingReplay replay("ring_attention_backward", 1,
                     {&dout, &dlse_of, &q, &k, &v, &out, &lse, &sink_of}, plan, scale, deterministic,
                     precision, transport);
-  if (auto grads = replay.run({dout, dlse_of, q, k, v, out, lse, sink_of})) {
+  if (auto grads = replay.run({dout, dlse_of, q, k, v, out, lse, sink_of}, lse)) {
     auto& x = *grads;
     if (!sink_of.defined()) x.push_back(at::empty({0}, lse.options()));
     return {x[0], x[1], x[2], x[3]};

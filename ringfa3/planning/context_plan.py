@@ -327,7 +327,8 @@ def plan_context(
     rank, world, process_group = place(group)
     implicit = group is None and process_group is None
     ref = None if process_group is None else weakref.ref(process_group)
-    return _cached_plan(cu, rank, world, ref, layout, check_bool("causal", causal), window, 0, implicit)
+    causal = check_bool("causal", causal)
+    return _cached_plan(cu, rank, world, ref, layout, causal, window, 0, implicit)
 
 
 def dense_plan(

@@ -87,6 +87,13 @@ class Connections:
         """Whether a call of CUDA tensors uses the `symmetric` transport, or has to try it first."""
         return transport in ("auto", "symmetric") and self.unsupported is None
 
+    def passed(self, call: int) -> bool:
+        """Whether this rank has all messages of the calls before that number."""
+        backend = self._backend
+        return (backend is None or backend.passed(call)) and all(
+            transport.passed(call) for transport in self._transports.values()
+        )
+
     def release(self) -> None:
         """Releases streams that wait for peers: the group is lost."""
         if self._backend is not None:
@@ -95,6 +102,8 @@ class Connections:
     def abandon(self) -> None:
         """Of a refused call, whose messages nobody will answer; the next call connects anew."""
         self.release()
+        for transport in self._transports.values():
+            transport.abort()
         self._abandoned += self._transports.values()
         self._transports = {}
         self._generation += 1

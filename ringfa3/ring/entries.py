@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,6 +19,10 @@ class Settings(dict[str, str]):
     @cached_property
     def key(self) -> str:
         return json.dumps(self, sort_keys=True)
+
+    @cached_property
+    def digest(self) -> int:
+        return zlib.crc32(self.key.encode())
 
 
 class CallMark(NamedTuple):

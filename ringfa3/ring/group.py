@@ -3,7 +3,8 @@
 No rank raises before it has read the entries of all ranks, and then all raise or none.
 
 A rank that waits for a peer also polls the store. So an error reaches every rank with its cause,
-even if only one rank has entered an agreement.
+even if only one rank has entered an agreement. Where the host goes on while the device waits, a
+thread enters for the caller, which is interrupted before its streams are released.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import atexit
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
@@ -32,10 +34,14 @@ from ringfa3.ring.entries import (
     raise_on_difference,
     raise_on_error,
 )
+from ringfa3.ring.forward_calls import ForwardCalls
 from ringfa3.ring.process_group import timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
+from ringfa3.symmetric.interruption import Interruption
 from ringfa3.symmetric.watchdog import JOIN_S
 
+RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
+POLL_S = 0.005  # between two looks at whether earlier calls have ended
 EXIT_S = 10.0  # for messages under way when the process ends
 
 
@@ -48,11 +54,16 @@ class RingGroup:
         """Raises ValueError: the group has no backend for the ring."""
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.timeout: timedelta = timeout_of(group)
         self.failure: str | None = None
         self.latest = LatestCall(0, Settings())  # one object: the monitor's thread reads it
+        self.recent: deque[LatestCall] = deque(maxlen=RECENT_CALLS)
+        self._forward_calls = ForwardCalls()
         self._refused = False  # the latest call was refused on all ranks
+        self._anew = False  # ranks begin a new history of calls at their next agreement
+        self._entering = threading.RLock()  # held by the thread that is in an agreement
+        self.interruption = Interruption()
         self._ref = weakref.ref(group)  # the group's threads and sockets end when it is destroyed
+        self._timeout = timeout_of(group)
         self._monitor: StoreMonitor | None = None
         store = group.get_group_store()
         self.agreements = Agreements(
@@ -125,6 +136,14 @@ class RingGroup:
             self._monitor = StoreMonitor(self, self.store, lambda: self.alive)
 
     @property
+    def timeout(self) -> timedelta:
+        """Now: users may change the process group's at any time."""
+        group = self._ref()
+        if group is not None and self.alive:
+            self._timeout = timeout_of(group)
+        return self._timeout
+
+    @property
     def timeout_s(self) -> float:
         return self.timeout.total_seconds()
 
@@ -138,62 +157,118 @@ class RingGroup:
 
     def gather(self, line: str) -> list[str]:
         """Passes a line, returns those of all ranks; all call it at the same point of a call."""
-        call, settings = self.latest
-        settings = Settings({**settings, "place": f"call {call}, its memory"})
-        entry: dict[str, object] = {
-            "settings": settings,
-            "error": None,
-            "mid_call": False,
-            "line": line,
-        }
+        settings = self.latest.at("its memory")
+        entry = {"settings": settings, "error": None, "mid_call": False, "line": line}
         return [str(e["line"]) for e in self._enter(entry)]
 
     @property
     def call_id(self) -> int:
         """28 bits that identify the call under way, the same on all ranks in it."""
-        call, settings = self.latest
-        return zlib.crc32(f"{call} {settings.key}".encode()) >> 4
+        return self.latest.id
 
-    def begin(self, settings: Settings) -> None:
-        """Begins a ring call with settings that were agreed on.
+    def begin(self, settings: Settings, forward: int = 0) -> None:
+        """Begins a ring call with settings that were agreed on; a backward names its forward call.
 
         Raises:
             RingError: an earlier call failed; the group's connections are in no known state.
             ValueError, TypeError: another rank refuses this call or the one before.
         """
         self._require_peers()
-        self.latest = LatestCall(self.latest.number + 1, settings)
+        self._count(settings, forward)
+        if self._asked():
+            self._join_agreement("before its first hop", self.latest.number)
+
+    def _count(self, settings: Settings, forward: int) -> None:
+        self.interruption.called()
+        self.latest = self.latest.next(settings, forward)
+        self.recent.append(self.latest)
         self._refused = False
-        if self._monitor is not None and self._monitor.join_request == self.epoch + 1:
-            self._join_agreement("before its first hop")
+
+    @property
+    def call(self) -> int:
+        """Number of the call under way."""
+        return self.latest.number
+
+    def _asked(self) -> bool:
+        """Whether a rank in trouble asks this one to join the next agreement."""
+        return self._monitor is not None and self._monitor.join_request == self.epoch + 1
+
+    def returned(self, lse: torch.Tensor) -> None:
+        """The forward call under way returns this LSE."""
+        self._forward_calls.add(lse, self.latest.number)
+
+    def forward_of(self, lse: torch.Tensor | None) -> int:
+        """Number of the forward call that returned the LSE of a backward; 0 for a forward."""
+        return 0 if lse is None else self._forward_calls.number(lse)
 
     def mark(self) -> CallMark:
         return CallMark(self.latest.settings, self.agreements.forgotten)  # of the call under way
 
-    def begin_again(self, mark: CallMark) -> bool:
+    def begin_again(self, mark: CallMark, lse: torch.Tensor | None = None) -> bool:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
-        if ranks have to agree first, or this one or another is in trouble."""
+        if ranks have to agree first, or this one or another is in trouble. lse: as `forward_of`."""
         asked = self._monitor is not None and self._monitor.asks(self.epoch + 1)
         moved = self.agreements.forgotten != mark.forgotten or not self.alive
-        if asked or moved or self.failure is not None:
+        lost = self.failure is not None or self.interruption.error is not None
+        if asked or moved or lost:
             return False
-        self.latest = LatestCall(self.latest.number + 1, mark.settings)
-        self._refused = False
+        self._count(mark.settings, self.forward_of(lse))
         self.connections.last_transport = "symmetric"
         return True
 
     def _require_peers(self) -> None:
-        """Raises RingError if this rank or another has given up, as far as is known."""
+        """Raises an error that the caller has not got yet, and RingError if this rank or another
+        has given up, as far as is known."""
+        self.interruption.check()
         if self.failure is not None:
             raise RingError(f"the context group is lost since: {self.failure}")
         if (cause := self.peer_failure()) is not None:
             raise self.fail(gave_up(BEFORE, cause))
 
-    def _join_agreement(self, place: str) -> None:
-        """Joins an agreement that a rank in trouble has entered; raises on all ranks."""
-        call, settings = self.latest
-        settings = Settings({**settings, "place": f"call {call}, {place}"})
-        self._enter({"settings": settings, "error": None, "mid_call": True})
+    def _join_agreement(self, place: str, void: int, for_caller: bool = False) -> None:
+        """Joins an agreement that a rank in trouble has entered; raises on all ranks.
+
+        void: this rank's first call that can have no results
+        for_caller: its host has gone on; it is interrupted
+        """
+        settings = self.latest.at(place)
+        entry = {"settings": settings, "error": None, "mid_call": True, "void": void}
+        self._enter(entry, for_caller)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the host of the latest call does not wait for its messages."""
+        return self.connections.last_transport in ("nccl", "symmetric")
+
+    def join_for_caller(self) -> None:
+        """Joins such an agreement, as the caller's host has gone on; interrupts the caller."""
+
+        def join() -> None:
+            if self._asked():
+                self._join_agreement("on its device", self.latest.number + 1, for_caller=True)
+
+        self._for_caller(join)
+
+    def refuse(self, difference: str) -> None:
+        """Refuses the calls under way on all ranks, and interrupts the caller."""
+        calls = self.latest.refusals
+
+        def enter() -> None:
+            if self.latest.refusals == calls:
+                error = ["ValueError", difference]
+                entry = {"settings": Settings(), "error": error, "mid_call": True, "void": 0}
+                self._enter(entry, for_caller=True)
+
+        self._for_caller(enter)
+
+    def _for_caller(self, enter: Callable[[], None]) -> None:
+        """On a thread of its own: the monitor goes on, and sees other ranks give up."""
+
+        def run() -> None:
+            with self._entering, suppress(RingError, TypeError, ValueError):  # the caller gets it
+                enter()
+
+        threading.Thread(target=run, daemon=True, name="ringfa3-join").start()
 
     def agree(self, settings: Settings, error: Exception | None = None, anew: bool = False) -> None:
         """Returns if every rank passes equal settings and no error, else raises on all.
@@ -218,32 +293,66 @@ class RingGroup:
             raise refused from error
         self.agreements.add(settings)
 
-    def _enter(self, entry: dict[str, object]) -> list[dict[str, Any]]:
+    def _enter(self, entry: Mapping[str, object], for_caller: bool = False) -> list[dict[str, Any]]:
         """The entries of all ranks; raises on all of them if one has an error or they differ."""
-        try:
-            entries = self.agreements.exchange({**entry, "call": self.latest.number})
-        except NoAgreementError as problem:
-            raise self.fail(str(problem)) from None
-        try:
-            raise_on_error(self.ranks, entries)
-            raise_on_difference(self.ranks, entries)
-            return entries
-        except (TypeError, ValueError):
-            self._refused = True
-            number = max(e["call"] for e in entries)
-            self.latest = LatestCall(number, self.latest.settings)
-            if any(e["mid_call"] for e in entries):  # their messages will never be answered
-                self.agreements.forget()
-                self.connections.abandon()
-            raise
+        with self._entering:
+            if not for_caller:
+                self.interruption.check()  # another thread has entered meanwhile
+            entries = self._exchange({"void": self.latest.number + 1, **entry}, for_caller)
+            try:
+                raise_on_error(self.ranks, entries)
+                raise_on_difference(self.ranks, entries)
+            except (TypeError, ValueError) as refused:
+                self._refused = self._anew = True
+                number = max(e["call"] for e in entries)
+                self.latest = self.latest.refused(number)
+                self.recent.clear()
+                void = any(e["mid_call"] for e in entries)  # messages will never be answered
+                if void:  # before the caller goes on: its next call waits for this thread
+                    self.agreements.forget()
+                if for_caller:
+                    self.interruption.interrupt(refused)
+                if void:
+                    self._abandon(min(e["void"] for e in entries), for_caller)
+                raise
+            if self._anew:  # an interrupted caller may have begun another call
+                self.latest = self.latest.refused(max(e["call"] for e in entries))
+                self._anew = False
+        return entries
 
-    def fail(self, message: str) -> RingError:
+    def _exchange(self, entry: Mapping[str, object], for_caller: bool) -> list[dict[str, Any]]:
+        try:
+            return self.agreements.exchange({**entry, "call": self.latest.number})
+        except NoAgreementError as problem:
+            raise self.fail(str(problem), for_caller) from None
+
+    def _abandon(self, void: int, for_caller: bool) -> None:
+        """Ends calls from number `void` on, and the connections, which have their messages.
+
+        Results of earlier calls are valid, so all ranks wait until these have all their messages.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while not self.connections.passed(void) and time.monotonic() < deadline:
+            if self._known_failure() is not None:
+                break
+            time.sleep(POLL_S)
+        self._exchange({"error": None, "mid_call": False}, for_caller)
+        self.connections.abandon()
+
+    def lose(self, message: str) -> None:
+        """As `fail`, by a thread that watches the device: the caller gets the error."""
+        if self.failure is None:
+            self.fail(message, for_caller=True)
+
+    def fail(self, message: str, for_caller: bool = False) -> RingError:
         """Marks the group lost, tells the other ranks, and returns the error to raise.
 
-        Streams that wait for peers are released.
+        Streams that wait for peers are released; beforehand `for_caller` interrupts the caller.
         """
         full = f"rank {self.ranks[self.rank]}: {message}"
         self.failure = full
+        if for_caller:
+            self.interruption.interrupt(RingError(full))
         self.connections.release()
 
         def tell() -> None:
@@ -260,6 +369,7 @@ class RingGroup:
 
     def __exit__(self, _: object, problem: BaseException | None, __: object) -> None:
         if isinstance(problem, Exception):
+            self.interruption.check()  # the cause: its connections were aborted
             self.tell(problem)
 
     def tell(self, problem: Exception) -> None:
@@ -280,8 +390,8 @@ class RingGroup:
         with self._monitor as monitor:
             deadline = time.monotonic() + self.timeout_s - PERIOD_S
             while not done.wait(PERIOD_S / 5):
-                if monitor.join_request == self.epoch + 1:
-                    self._join_agreement(what())
+                if self._asked():
+                    self._join_agreement(what(), self.latest.number)
                 if monitor.peer_failure is not None:
                     raise self.fail(gave_up(what(), monitor.peer_failure))
                 if time.monotonic() > deadline:

@@ -115,7 +115,8 @@ def ring_attn_func(
 
 
 def _report_errors(plan: ContextPlan) -> AbstractContextManager[None]:
-    """Around the hops of a call: reports an error on this rank to its peers."""
+    """Around all that follows `prepare_call`: reports an error on this rank to its peers, which
+    may wait for its messages, or have them all and go on to their next call."""
     if plan.world == 1 or plan.group is None or is_fake(plan.group):
         return nullcontext()
     return RingGroup.of(plan.group)
@@ -151,6 +152,7 @@ def ring_attention(
         )
         if sink is not None:
             lse = apply_sink(out, lse, sink)
+        _returns(lse, call.plan)
     return out, lse
 
 
@@ -168,11 +170,18 @@ def run_forward(
         replayed = ring_pass.replay(k, (q, k, v, sink), scale)
         if replayed is not None:
             out, lse = replayed
-            return out, lse
-        with ring_pass.recording as recording:
-            results = _forward_hops(q, k, v, sink, scale, call, ring_pass)
-            recording.keep(results)
-    return results
+        else:
+            with ring_pass.recording as recording:
+                out, lse = _forward_hops(q, k, v, sink, scale, call, ring_pass)
+                recording.keep((out, lse))
+        _returns(lse, call.plan)
+    return out, lse
+
+
+def _returns(lse: torch.Tensor, plan: ContextPlan) -> None:
+    """Names the forward call under way to its backward."""
+    if plan.world > 1 and plan.group is not None and not is_fake(plan.group):
+        RingGroup.of(plan.group).returned(lse)
 
 
 def _forward_hops(
@@ -223,7 +232,8 @@ def ring_attention_backward(
     sink and dsink as in `functional.attention_backward`.
     """
     context = ContextPlan.from_handle(plan)
-    call = prepare_call(q, k, v, context, scale, deterministic, precision, transport, "backward")
+    settings = scale, deterministic, precision, transport
+    call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
     grads = run_backward(dout, dlse, q, k, v, out, lse, scale, deterministic, call, sink)
     dq, dk, dv, dsink = grads if sink is not None else (*grads, lse.new_empty((0,)))
     return dq, dk, dv, dsink
@@ -250,21 +260,26 @@ def run_backward(
 ) -> tuple[torch.Tensor, ...]:
     """`ring_attention_backward` after `prepare_call`; without a sink (dq, dk, dv) alone."""
     inputs = dout, dlse, q, k, v, out, lse, sink
-    with on(q.device), _without_autocast(q.device):
+    with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
-        with _report_errors(call.plan):
-            replayed = ring_pass.replay(k, inputs, (scale, deterministic))
+        replayed = ring_pass.replay(k, inputs, (scale, deterministic))
         if replayed is not None:
             return replayed
         with ring_pass.recording as recording:
-            with _report_errors(call.plan):
-                backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
+            backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
             dk, dv = ring_pass.grads
-            dv = dv[..., : v.shape[2]].contiguous()
             del ring_pass  # its float32 dK and dV are freed before dQ is made
-            grads = backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))
+            grads = _rounded(backward, dk, dv[..., : v.shape[2]], sink)
             recording.keep(grads)
     return grads
+
+
+def _rounded(
+    backward: BackwardPass, dk: torch.Tensor, dv: torch.Tensor, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), and dsink for a sink."""
+    dv = dv.contiguous()
+    return backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))
 
 
 def _backward_hops(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,12 +15,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ringfa3.errors import first_line
+from ringfa3.errors import disconnected, first_line, gave_up, timed_out
 from ringfa3.kernels.streams import relaxed_capture
 from ringfa3.ring.process_group import end_group
 from ringfa3.symmetric.watchdog import JOIN_S
 
-POLL_S = 0.25  # between two looks at NCCL's messages under way
+POLL_S = 0.1  # between two looks at NCCL's messages under way
+GRACE_S = 0.5  # without progress, in which messages that matched may still end
+# Added to the limits of gloo and NCCL, whose errors name no hop, or end the process: ours is first.
+LONGER = timedelta(minutes=10)
 # Cycles of the device, some 3.5 us. A kernel that occupies every SM delays NCCL's, and so the
 # transfer, until it ends. A kernel that starts after NCCL's gets the SMs that are left, and the
 # others once they are free.
@@ -59,6 +62,12 @@ class Transport(Protocol):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange: ...
 
+    def passed(self, call: int) -> bool:
+        """Whether the messages of the calls before that number have been sent and received."""
+
+    def abort(self) -> None:
+        """Ends messages that will never match, and with them all others."""
+
     def close(self, lost: bool) -> None:
         """Ends the transport's thread and its process group.
 
@@ -72,18 +81,32 @@ class Peers(Protocol):
     ranks    global ranks of the group
     rank     this rank's number in the group
     timeout  after which a peer that does not answer is an error
-    call_id  identifies the ring call under way, 28 bits, the same on all ranks in it
+    call     number of the ring call under way
+    call_id  identifies it, 28 bits, the same on all ranks in it
+    failure  why the group is lost
     """
 
     ranks: list[int]
     rank: int
-    timeout: timedelta
+    failure: str | None
+
+    @property
+    def timeout(self) -> timedelta: ...
+
+    @property
+    def call(self) -> int: ...
 
     @property
     def call_id(self) -> int: ...
 
+    def peer_failure(self) -> str | None:
+        """The message of a rank that has given up, else None."""
+
     def fail(self, message: str) -> Exception:
         """Tells the other ranks and returns the error to raise."""
+
+    def lose(self, message: str) -> None:
+        """Tells the other ranks and interrupts the caller."""
 
     def wait_for(self, done: threading.Event, what: Callable[[], str]) -> None:
         """Waits, and polls for other ranks' trouble; raises after the timeout."""
@@ -102,6 +125,13 @@ class GlooTransport:
     def _serve(self) -> None:
         while (exchange := self.waiting.get()) is not None:
             exchange.run()
+
+    def passed(self, call: int) -> bool:
+        """As `Transport.passed`: callers wait for their messages."""
+        return True
+
+    def abort(self) -> None:
+        """As `Transport.abort`: messages have tags, so those of other calls never match."""
 
     def close(self, lost: bool) -> None:
         self.waiting.put(None)
@@ -122,7 +152,7 @@ class _GlooExchange:
         self._transport = transport
         self._messages = (*sends, *receives)
         self._done = threading.Event()
-        self._failure: tuple[str, Exception] | None = None
+        self._failure: str | None = None
         self._current = ""
         self._works: list[tuple[dist.Work, str]] = []
         group = transport.group
@@ -143,9 +173,9 @@ class _GlooExchange:
         for work, what in self._works:
             self._current = what
             try:
-                work.wait(self._transport.group.timeout)
-            except RuntimeError as problem:
-                self._failure = (what, problem)
+                work.wait(self._transport.group.timeout + LONGER)
+            except RuntimeError:  # gloo's text names addresses of sockets
+                self._failure = disconnected(what)
                 break
         self._done.set()
 
@@ -155,8 +185,7 @@ class _GlooExchange:
             self._transport.waiting.put(self)
             group.wait_for(self._done, lambda: self._current)
             if self._failure is not None:
-                what, problem = self._failure
-                raise group.fail(f"{what}: {first_line(problem)}")
+                raise group.fail(self._failure)
         self._transport.under_way.discard(self)
 
 
@@ -164,23 +193,45 @@ class NcclTransport:
     """CUDA memory. A wait orders streams and returns at once. NCCL's kernel has a head start on
     those that the caller starts next.
 
-    A thread prints hop and peer of messages that are overdue, except those in a CUDA graph. NCCL's
-    own watchdog, whose timeout on this communicator is the same, ends the process.
+    A thread watches the messages, except those in a CUDA graph. If they are overdue, or another
+    rank has given up, it interrupts the caller and then aborts the communicator, which ends its
+    kernels. NCCL's own watchdog would end the process, so its timeout here is a longer one.
     """
 
     def __init__(self, group: Peers, p2p: dist.ProcessGroup, one_host: bool) -> None:
         self.group, self.p2p, self.one_host = group, p2p, one_host
         self.posted: queue.SimpleQueue[tuple[float, list[dist.Work], str] | None]
         self.posted = queue.SimpleQueue()
+        self._calls: deque[int] = deque()  # of the exchanges that are under way
+        self._progress = 0.0  # when the latest exchange ended
+        self._aborting = threading.Lock()  # a look at a work while it is aborted ends the process
         self._ended = False
+        self._limit = timedelta()
+        self._extend_limit()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ringfa3-nccl")
         self._thread.start()
+
+    def passed(self, call: int) -> bool:
+        """As `Transport.passed`."""
+        calls = list(self._calls)
+        return not calls or calls[0] >= call
+
+    def abort(self) -> None:
+        """As `Transport.abort`; the watchdog of an aborted communicator ends in peace."""
+        with self._aborting:
+            if self._ended:
+                return
+            self._ended = True
+            end_group(self.p2p, lost=True)
+        self.posted.put(None)
 
     def close(self, lost: bool) -> None:
         self.posted.put(None)
         self._thread.join(JOIN_S)  # messages under way have that long to arrive
-        self._ended = True
-        end_group(self.p2p, lost)
+        with self._aborting:
+            if not self._ended:
+                self._ended = True
+                end_group(self.p2p, lost)
         del self.p2p
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
@@ -196,6 +247,7 @@ class NcclTransport:
             if not torch.cuda.is_current_stream_capturing():  # captured events cannot be queried
                 what = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
                 what += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]
+                self._calls.append(self.group.call)
                 self.posted.put((time.monotonic(), works, "; ".join(what)))
             torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         return _NcclExchange(works)
@@ -206,16 +258,33 @@ class NcclTransport:
                 posted, works, what = exchange
                 with suppress(RuntimeError):  # of the device: the main thread's next call raises it
                     self._watch_exchange(posted, works, what)
+                self._calls.popleft()
+                self._progress = time.monotonic()
 
     def _watch_exchange(self, posted: float, works: Sequence[dist.Work], what: str) -> None:
-        """Returns once the works are done or overdue."""
-        limit = 0.9 * self.group.timeout.total_seconds()
-        while not self._ended and not all(w.is_completed() for w in works):
-            if time.monotonic() > posted + limit:
-                line = f"rank {self.group.ranks[self.group.rank]}: {what}: nothing for {limit:g} s"
-                print(f"ringfa3: {line}", file=sys.stderr, flush=True)
-                break
+        """Returns once the works are done, or have been given up."""
+        group = self.group
+        while not self._completed(works):
+            waited = time.monotonic() - max(posted, self._progress)
+            limit = self._extend_limit()
+            failure = group.failure or group.peer_failure()
+            if waited > limit or (failure is not None and waited > GRACE_S):
+                group.lose(gave_up(what, failure) if failure else timed_out(what, limit))
+                self.abort()
             time.sleep(POLL_S)
+
+    def _extend_limit(self) -> float:
+        """The group's timeout in seconds, which users may change."""
+        limit = self.group.timeout
+        if limit > self._limit:
+            self._limit = limit
+            own = self.p2p._get_backend(torch.device("cuda"))
+            own._set_default_timeout(limit + LONGER)
+        return limit.total_seconds()
+
+    def _completed(self, works: Sequence[dist.Work]) -> bool:
+        with self._aborting:
+            return self._ended or all(w.is_completed() for w in works)
 
 
 class _NcclExchange:

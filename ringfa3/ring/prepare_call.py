@@ -150,6 +150,7 @@ def prepare_call(
     transport: str,
     direction: str,
     sink: bool = False,
+    lse: torch.Tensor | None = None,
 ) -> PreparedCall:
     """Checks a call, agrees on it with all ranks and chooses its transport and forward mode.
 
@@ -157,6 +158,7 @@ def prepare_call(
         q, k, v: (t, h, d), (t, h_kv, d) and (t, h_kv, d_v), this rank's tokens.
         direction: "forward" or "backward".
         sink: whether a forward has sinks; a backward is the same with and without.
+        lse: of a backward, that of its forward call.
 
     Raises:
         ValueError, TypeError: on all ranks, if an argument of one is not allowed or differs.
@@ -222,7 +224,7 @@ def prepare_call(
         if first:
             known.pop(key, None)  # it has not run
         raise
-    group.begin(call_settings)
+    group.begin(call_settings, group.forward_of(lse))
     connected = connection(group, q.device, transport, by_messages)
     if isinstance(connected, SymmetricBackend):
         return PreparedCall(plan, kind, partial(SymmetricRingPass, connected))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -27,30 +28,76 @@ def join_request_key(epoch: int) -> str:
     return f"ringfa3/join/{epoch}"
 
 
-def _waiting_key(rank: int) -> str:
-    """The call in which a rank waits for messages."""
-    return f"ringfa3/waiting/{rank}"
+def _latest_key(rank: int) -> str:
+    """The latest call of a rank, while it waits for messages, or its device may."""
+    return f"ringfa3/latest/{rank}"
 
 
 class LatestCall(NamedTuple):
-    """The latest ring call of a rank, forward or backward: its number and settings."""
+    """The latest ring call of a rank.
+
+    forward   number of the forward call of which it is the backward; 0 for a forward call
+    history   digest of this call and those before it, the same on all ranks
+    refusals  how many calls were refused before: then ranks begin a new history
+    """
 
     number: int
     settings: Settings
+    forward: int = 0
+    history: int = 0
+    refusals: int = 0
+
+    def next(self, settings: Settings, forward: int) -> LatestCall:
+        """The call that follows."""
+        history = hash((self.history, forward, settings.digest))  # of whole numbers: no seed
+        return LatestCall(self.number + 1, settings, forward, history, self.refusals)
+
+    def refused(self, number: int) -> LatestCall:
+        """After the refusal of call `number`, or of one before it."""
+        return LatestCall(number, self.settings, 0, 0, self.refusals + 1)
+
+    @property
+    def id(self) -> int:
+        """28 bits that identify the call, the same on all ranks in it."""
+        return zlib.crc32(f"{self.number} {self.forward} {self.settings.key}".encode()) >> 4
+
+    def at(self, place: str) -> Settings:
+        """Its settings, with what ranks compare that have come so far."""
+        of = {"forward of this backward": f"call {self.forward}"} if self.forward else {}
+        return Settings({**self.settings, **of, "place": f"call {self.number}, {place}"})
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"backward of call {self.forward}" if self.forward else "a forward"
 
 
 class GroupView(Protocol):
     """What the monitor reads of one rank's `RingGroup`, while that changes it.
 
-    epoch  number of the latest agreement that the rank has entered
+    ranks   global ranks, for messages
+    epoch   number of the latest agreement that the rank has entered
+    recent  its latest calls
     """
 
+    ranks: list[int]
     rank: int
     world: int
     latest: LatestCall
+    recent: Collection[LatestCall]
 
     @property
     def epoch(self) -> int: ...
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the host does not wait for the messages of the latest call."""
+
+    def join_for_caller(self) -> None:
+        """Joins the next agreement, and interrupts the caller."""
+
+    def refuse(self, difference: str) -> None:
+        """Refuses the calls under way on all ranks, and interrupts the caller."""
 
     def disconnect(self) -> None:
         """Closes the group's connections; the monitor calls it last."""
@@ -70,6 +117,7 @@ class StoreMonitor(threading.Thread):
         self._store = store.clone()  # type: ignore[attr-defined]
         self._ended = threading.Event()
         self._waiting = False
+        self._published: LatestCall | None = None
         self.peer_failure: str | None = None
         self.join_request = 0
         self.start()
@@ -103,24 +151,60 @@ class StoreMonitor(threading.Thread):
 
     def _poll(self) -> None:
         group = self._group
-        epoch, (call, settings) = group.epoch + 1, group.latest
+        epoch, latest = group.epoch + 1, group.latest
+        call = latest.number
         if self._store.check([FAILURE_KEY]):
             self.peer_failure = self._store.get(FAILURE_KEY).decode()
         if self._store.check([join_request_key(epoch)]):
-            for entry in self._peers(lambda rank: entry_key(epoch, rank)):
-                # such a rank will never send what this call waits for
-                if entry["error"] is not None or entry["mid_call"] or entry["call"] < call:
-                    self.join_request = epoch
+            entries = [e for _, e in self._peers(lambda r: entry_key(epoch, r), range(group.world))]
+            # such a rank will never send what this call waits for
+            void = any(entry["mid_call"] or entry["call"] < call for entry in entries)
+            if void or any(entry["error"] is not None for entry in entries):
+                self.join_request = epoch
+            if void and group.asynchronous:
+                group.join_for_caller()
         if self._waiting:
-            own = {"call": call, "settings": settings}
-            self._store.set(_waiting_key(group.rank), json.dumps(own))
-            for entry in self._peers(_waiting_key):
-                if entry["call"] == call and entry["settings"] != own["settings"]:
+            self._publish(latest)
+            for _, peer in self._latest_calls(range(group.world)):
+                if peer.number == call and peer[:3] != latest[:3]:
                     self.join_request = epoch
+        elif call and group.asynchronous:
+            self._publish(latest)
+            self._compare()
 
-    def _peers(self, key_of: Callable[[int], str]) -> Iterator[dict[str, Any]]:
+    def _publish(self, latest: LatestCall) -> None:
+        if latest is not self._published:
+            self._store.set(_latest_key(self._group.rank), json.dumps(latest))
+            self._published = latest
+
+    def _compare(self) -> None:
+        """Refuses calls that differ from those of one other rank, which compares with another.
+
+        Hosts wait for no message here, and no message of equal size shows that its call differs.
+        """
+        group = self._group
+        recent = {call.number: call for call in list(group.recent)}
+        for rank, peer in self._latest_calls([(group.rank - 1) % group.world]):
+            own = recent.get(peer.number)
+            if own is None or own.refusals != peer.refusals or own.history == peer.history:
+                continue
+            ranks = {group.rank: own, rank: peer}
+            calls = "; ".join(f"rank {group.ranks[r]}: {ranks[r].what}" for r in sorted(ranks))
+            group.refuse(
+                f"ring calls up to number {own.number} differ over the ranks of the context group, "
+                f"in their settings or their order: {calls}"
+            )
+
+    def _latest_calls(self, ranks: Iterable[int]) -> Iterator[tuple[int, LatestCall]]:
+        """Of those peers that have published theirs."""
+        for rank, (number, settings, *others) in self._peers(_latest_key, ranks):
+            yield rank, LatestCall(number, Settings(settings), *others)
+
+    def _peers(
+        self, key_of: Callable[[int], str], ranks: Iterable[int]
+    ) -> Iterator[tuple[int, Any]]:
         """The values of the peers that have set their keys."""
-        for rank in range(self._group.world):
+        for rank in ranks:
             key = key_of(rank)
             if rank != self._group.rank and self._store.check([key]):
-                yield json.loads(self._store.get(key))
+                yield rank, json.loads(self._store.get(key))

@@ -36,7 +36,7 @@ from ringfa3.symmetric.stream_ops import (
     WaitAndReset,
     WaitEvent,
 )
-from ringfa3.symmetric.watchdog import Watchdog, raise_in_main_thread
+from ringfa3.symmetric.watchdog import Watchdog
 
 MASK = (1 << 32) - 1  # of a stream's counter
 
@@ -58,14 +58,22 @@ class Group(Protocol):
     def peer_failure(self) -> str | None:
         """The message of a rank that has given up; None if none has."""
 
-    def fail(self, message: str) -> Exception:
-        """Marks the group lost, tells the other ranks and returns the error."""
+    def lose(self, message: str) -> None:
+        """Marks the group lost, tells the other ranks and interrupts the caller."""
+
+    @property
+    def call(self) -> int:
+        """Number of the call under way."""
 
     def mark(self) -> Any:
         """Of the call under way, for `begin_again`."""
 
-    def begin_again(self, mark: Any) -> bool:
-        """Begins a call like the marked one; False if it cannot begin without another look."""
+    def begin_again(self, mark: Any, lse: torch.Tensor | None) -> bool:
+        """Begins a call like the marked one; False if it cannot begin without another look. lse: of
+        a backward."""
+
+    def returned(self, lse: torch.Tensor) -> None:
+        """The forward call under way returns this LSE."""
 
     def tell(self, problem: Exception) -> None:
         """Tells the other ranks that an error ends a call, unless they know."""
@@ -261,7 +269,7 @@ class SymmetricBackend:
     def _post(self, stream: Stream, names: Sequence[str]) -> None:
         """Counts waits that are about to be issued, and names them to the watchdog."""
         self._waits[stream] += len(names)
-        self._watchdog.post(stream, names)
+        self._watchdog.post(stream, names, self.group.call)
 
     def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
         """As `Backend.replay`. Raises as `RingProgram.run`."""
@@ -273,12 +281,12 @@ class SymmetricBackend:
     def replayable(self) -> ReplayableCall:
         return ReplayableCall(self, self.group.mark(), self._compute, self._forgotten)
 
-    def begin_again(self, call: ReplayableCall) -> Begun | None:
+    def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
         """As `ReplayableCall.begin`."""
         program = call.programs[self.calls % 2]
         if program is None or self._forgotten != call.recipes or self._compute != call.stream:
             return None
-        if not self.group.begin_again(call.mark):
+        if not self.group.begin_again(call.mark, lse):
             return None
         self.captured = False
         self.calls += 1
@@ -286,6 +294,9 @@ class SymmetricBackend:
         for waiting, names in program.posts:
             self._post(waiting, names)
         return program.held, waits
+
+    def returned(self, lse: torch.Tensor) -> None:
+        self.group.returned(lse)
 
     def tell(self, error: Exception) -> None:
         self.group.tell(error)
@@ -297,7 +308,7 @@ class SymmetricBackend:
 
     def serve(self) -> None:
         """After the self-test: a peer that does not answer in time loses the group."""
-        self._watchdog.timeout_s, self._watchdog.lost = self.group.timeout_s, self._lose
+        self._watchdog.timeout_s, self._watchdog.lost = self.group.timeout_s, self.group.lose
 
     def close(self, meet: Callable[[], bool] | None = None) -> None:
         """Ends the watchdog and frees all memory; may wait for this rank's streams and for peers.
@@ -327,6 +338,10 @@ class SymmetricBackend:
                 self.memory.pin()
             self._watchdog.end()
 
+    def passed(self, call: int) -> bool:
+        """Whether this rank's streams have what they need from calls before that number."""
+        return self._watchdog.passed(call)
+
     def abandon(self) -> None:
         """Releases the streams of calls that peers will never answer; raises no error."""
         self.memory.pin()
@@ -335,10 +350,6 @@ class SymmetricBackend:
     def _address(self, rows: BufferSlice) -> int:
         begin = rows.begin * self._row_bytes[rows.buffer]
         return self.memory.address(rows.rank, rows.buffer, rows.slot) + begin
-
-    def _lose(self, message: str) -> None:
-        error = self.group.fail(message)
-        raise_in_main_thread(error)  # before streams are released: their results are void
 
 
 def _record(recorder: Recorder, prepared: DriverCalls) -> None:

@@ -60,8 +60,11 @@ class RingProgram(NamedTuple):
 class Beginner(Protocol):
     """What begins and ends calls of a rank: a backend."""
 
-    def begin_again(self, call: ReplayableCall) -> Begun | None:
+    def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
         """As `ReplayableCall.begin`."""
+
+    def returned(self, lse: torch.Tensor) -> None:
+        """The forward call under way returns this LSE."""
 
     def tell(self, error: Exception) -> None:
         """Tells the other ranks that an error ends the call under way."""
@@ -83,9 +86,16 @@ class ReplayableCall:
         self._backend, self.mark, self.stream, self.recipes = backend, mark, stream, recipes
         self.programs: list[RingProgram | None] = [None, None]
 
-    def begin(self) -> Begun | None:
-        """Begins the call. None, and nothing has begun: Python must look at it."""
-        return self._backend.begin_again(self)
+    def begin(self, lse: torch.Tensor | None) -> Begun | None:
+        """Begins the call. None, and nothing has begun: Python must look at it.
+
+        lse: of a backward, by which it names its forward call
+        """
+        return self._backend.begin_again(self, lse)
+
+    def returned(self, lse: torch.Tensor) -> None:
+        """The forward call under way returns this LSE."""
+        self._backend.returned(lse)
 
     def refused(self, name: str, status: int) -> NoReturn:
         """The driver has refused a call of the program: tells the other ranks and raises."""

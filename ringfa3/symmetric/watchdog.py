@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections import deque
@@ -45,12 +44,12 @@ class Watchdog(threading.Thread):
         self._given_up = self._ended = False
         self.start()
 
-    def post(self, stream: Hashable, names: Sequence[str]) -> None:
-        """The stream's next waits, one after the other; `names` is not empty."""
+    def post(self, stream: Hashable, names: Sequence[str], call: int = 0) -> None:
+        """The stream's next waits, one after the other; `names` is not empty. call: its number."""
         waits = self._streams.get(stream)
         if waits is None:
             waits = self._streams[stream] = _Waits()
-        waits.ahead.append(names)
+        waits.ahead.append((call, names))
         if not self._posted.is_set():
             self._posted.set()
 
@@ -62,6 +61,13 @@ class Watchdog(threading.Thread):
         """
         self._poll = poll
         self._posted.set()
+
+    def passed(self, call: int) -> bool:
+        """Whether the waits of all calls before that number are over."""
+        ahead = [
+            first for waits in self._streams.copy().values() for first in list(waits.ahead)[:1]
+        ]
+        return all(number >= call for number, _ in ahead)
 
     def give_up(self) -> None:
         """From now on it only releases."""
@@ -85,7 +91,7 @@ class Watchdog(threading.Thread):
             time.sleep(POLL_S)
             streams = list(self._streams.items())
             passed = [self._drop_passed(stream, waits) for stream, waits in streams]
-            names = [waits.ahead[0][waits.at] for _, waits in streams if waits.ahead]
+            names = [waits.ahead[0][1][waits.at] for _, waits in streams if waits.ahead]
             if self._poll is not None:
                 passed_in_graphs, awaited = self._poll()
                 passed.append(passed_in_graphs)
@@ -107,7 +113,7 @@ class Watchdog(threading.Thread):
         before = waits.passed
         while waits.ahead and self._reached(stream, waits.passed + 1):
             waits.passed, waits.at = waits.passed + 1, waits.at + 1
-            if waits.at == len(waits.ahead[0]):
+            if waits.at == len(waits.ahead[0][1]):
                 waits.ahead.popleft()
                 waits.at = 0
         return waits.passed > before
@@ -121,24 +127,10 @@ class Watchdog(threading.Thread):
 class _Waits:
     """The waits of one stream.
 
-    ahead   names of the waits, as they were posted; the stream is at number `at` of the first post
+    ahead   call and names of waits, as they were posted; the stream is at number `at` of the first
     passed  how many waits are over
     """
 
-    ahead: deque[Sequence[str]] = field(default_factory=deque)
+    ahead: deque[tuple[int, Sequence[str]]] = field(default_factory=deque)
     at: int = 0
     passed: int = 0
-
-
-def raise_in_main_thread(error: Exception) -> None:
-    """Raises an error of the same type and text in the main thread, as soon as it runs Python.
-
-    So a caller that waits for its device gets the error, not what the device has computed.
-    """
-
-    def again(self: Exception) -> None:
-        Exception.__init__(self, str(error))
-
-    kind = type(type(error).__name__, (type(error),), {"__init__": again})
-    main = threading.main_thread().ident
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main or 0), ctypes.py_object(kind))

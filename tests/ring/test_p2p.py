@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ringfa3.ring import p2p
-from ringfa3.ring.p2p import HEAD_START, Message, NcclTransport
+from ringfa3.ring.p2p import HEAD_START, LONGER, Message, NcclTransport
 
 TIMEOUT_S = 0.5
 
@@ -25,12 +25,16 @@ class Job:
     order     what the transport issued: how many messages, and pauses
     captured  whether the current stream is captured
     query     `is_completed` of all messages
+    failure   of a peer
+    limits    of NCCL's own watchdog
     """
 
     def __init__(self) -> None:
         self.order: list[Any] = []
         self.captured = False
         self.query: Callable[[], bool] = lambda: True
+        self.failure: str | None = None
+        self.limits: list[timedelta] = []
         self.mode = threading.local()  # has `relaxed` in threads that may query during a capture
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -46,6 +50,12 @@ class Job:
 
     def _end_coalescing(self, device: torch.device) -> Any:
         return SimpleNamespace(is_completed=lambda: self.query(), wait=lambda: None)
+
+    def abort(self) -> None:
+        self.order.append("abort")
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(_set_default_timeout=self.limits.append)
 
     @contextmanager
     def relaxed_capture(self) -> Iterator[None]:
@@ -66,7 +76,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
 
 @pytest.fixture
 def transport(job: Job) -> Iterator[NcclTransport]:
-    group: Any = SimpleNamespace(rank=0, ranks=[0, 1], timeout=timedelta(seconds=TIMEOUT_S))
+    limit = timedelta(seconds=TIMEOUT_S)
+    group: Any = SimpleNamespace(rank=0, ranks=[0, 1], timeout=limit, failure=None, call=1)
+    group.peer_failure, group.lose = lambda: job.failure, lambda m: job.order.append(("lost", m))
     made = NcclTransport(group, p2p=cast(Any, job), one_host=True)
     yield made
     made.close(lost=False)
@@ -107,10 +119,11 @@ def test_the_thread_queries_in_relaxed_capture_mode(job: Job, transport: NcclTra
     assert all(modes)
 
 
-def test_the_thread_survives_an_error_of_a_query(
-    job: Job, transport: NcclTransport, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It watches later messages, and prints hop and peer of those that are overdue."""
+WHAT = "forward hop 1: K/V, sending to rank 1; forward hop 1: K/V, receiving from rank 1"
+
+
+def test_the_thread_survives_an_error_of_a_query(job: Job, transport: NcclTransport) -> None:
+    """It watches later messages. Those that are overdue lose the group, then it aborts them."""
     queries: list[None] = []
 
     def fail() -> bool:
@@ -122,12 +135,47 @@ def test_the_thread_survives_an_error_of_a_query(
     until(lambda: queries)
     job.query = lambda: False
     exchange(transport)
-    lines: list[str] = []
-    until(lambda: lines.append(capfd.readouterr().err) or "nothing for" in "".join(lines))
-    assert "".join(lines) == (
-        "ringfa3: rank 0: forward hop 1: K/V, sending to rank 1; forward hop 1: K/V, receiving "
-        "from rank 1: nothing for 0.45 s\n"
-    )
+    until(lambda: job.order[-1] == "abort")
+    lost = f"{WHAT}: nothing within {TIMEOUT_S:g} s; is that rank stopped?"
+    assert job.order[-2:] == [("lost", lost), "abort"]
+
+
+def test_messages_of_a_peer_that_has_given_up_are_aborted(
+    job: Job, transport: NcclTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Well before the timeout, with the cause; the caller knows first."""
+    monkeypatch.setattr(p2p, "GRACE_S", 0.05)
+    transport.group.timeout = timedelta(seconds=60)  # type: ignore[misc]
+    job.query = lambda: False
+    job.failure = "rank 1: disk on fire"
+    exchange(transport)
+    until(lambda: job.order[-1] == "abort")
+    assert job.order[-2:] == [("lost", f"{WHAT}: gave up because rank 1: disk on fire"), "abort"]
+
+
+def test_earlier_messages_pass_before_an_abort(job: Job, transport: NcclTransport) -> None:
+    """`passed(n)`: of all calls before number n. Nobody looks at works that are aborted."""
+    job.query = lambda: False
+    exchange(transport)
+    transport.group.call = 2  # type: ignore[misc]
+    exchange(transport)
+    assert (transport.passed(1), transport.passed(2)) == (True, False)
+    job.query = lambda: len(transport._calls) > 1
+    until(lambda: transport.passed(2))
+    assert not transport.passed(3)
+    transport.abort()
+    transport.abort()
+    assert job.order.count("abort") == 1
+    until(lambda: not transport._thread.is_alive())
+
+
+def test_nccl_has_a_longer_limit_than_the_group(job: Job, transport: NcclTransport) -> None:
+    """Also after a change: its watchdog would end the process."""
+    transport.group.timeout = timedelta(hours=1)  # type: ignore[misc]
+    job.query = lambda: len(job.limits) > 1
+    exchange(transport)
+    until(lambda: len(job.limits) > 1)
+    assert job.limits == [timedelta(seconds=TIMEOUT_S) + LONGER, timedelta(hours=1) + LONGER]
 
 
 def test_nobody_queries_captured_messages(job: Job, transport: NcclTransport) -> None:

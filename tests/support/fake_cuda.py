@@ -248,6 +248,7 @@ class FakeGroup:
         self.ranks = [10 + r for r in range(ranks.world)]  # of the job
         self.failures: list[str] = []
         self.failure: str | None = None
+        self.call = 0
         self.begun = 0  # calls that began again
         self.refuses = False  # to begin any again
         self.marks = 0  # calls of earlier ones do not begin again
@@ -255,10 +256,14 @@ class FakeGroup:
     def mark(self) -> int:
         return self.marks
 
-    def begin_again(self, mark: int) -> bool:
+    def begin_again(self, mark: int, lse: torch.Tensor | None) -> bool:
+        del lse
         begins = mark == self.marks and not self.refuses
         self.begun += begins
         return begins
+
+    def returned(self, lse: torch.Tensor) -> None:
+        """The group names forward calls."""
 
     def tell(self, problem: Exception) -> None:
         self.failures.append(f"{type(problem).__name__}: {problem}")
@@ -269,9 +274,8 @@ class FakeGroup:
     def peer_failure(self) -> str | None:
         return None
 
-    def fail(self, message: str) -> Exception:
+    def lose(self, message: str) -> None:
         self.failures.append(message)
-        return RuntimeError(message)
 
 
 class Ranks:

@@ -326,13 +326,10 @@ def _stalls(group: FakeGroup, direction: str) -> tuple[list[str], bool]:
 def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(
     direction: str, missed: str
 ) -> None:
-    raised: list[Exception] = []
-    with mock.patch("ringfa3.symmetric.backend.raise_in_main_thread", raised.append):
-        results = Ranks(2, timeout_s=4.0).run(lambda group: _stalls(group, direction))
+    results = Ranks(2, timeout_s=4.0).run(lambda group: _stalls(group, direction))
     (waited, released), (other, _) = results  # type: ignore[misc]
     assert released
     assert other == []
-    assert [str(r) for r in raised] == waited
     assert len(waited) == 1
     assert waited[0] == f"{missed} rank 11: nothing within 4 s; is that rank stopped?"
 

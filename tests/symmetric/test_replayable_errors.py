@@ -32,7 +32,7 @@ def test_a_program_that_lacks_memory_is_told_to_the_peers(
     told: list[tuple[bool, str]] = []
 
     class Failing:
-        def begin(self) -> tuple[object, tuple[int, int, int]]:
+        def begin(self, _: object) -> tuple[object, tuple[int, int, int]]:
             return program, (0, 0, 0)
 
         def failed(self, memory: bool, text: str) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
-from ringfa3.symmetric.watchdog import Watchdog, raise_in_main_thread
+from ringfa3.symmetric.watchdog import Watchdog
 
 
 class Counts(dict[str, int]):
@@ -113,22 +111,3 @@ def test_it_polls_the_waits_of_graphs() -> None:
     assert len(messages) == 1
     watchdog.end()
     assert not watchdog.is_alive()
-
-
-class LostError(RuntimeError):
-    pass
-
-
-def test_the_error_is_raised_in_the_main_thread() -> None:
-    """With its type and text, although another thread has detected it."""
-    watchdog = Watchdog(
-        0.2,
-        Counts().reached,
-        lambda: None,
-        lambda m: raise_in_main_thread(LostError(m)),
-        lambda: None,
-    )
-    with pytest.raises(LostError, match="hop 1: nothing within"):  # noqa: PT012
-        watchdog.post("kv", ["hop 1"])
-        while True:
-            time.sleep(0.01)

@@ -31,11 +31,11 @@ from ringfa3.ring.op import run_backward, run_forward
 from ringfa3.ring.prepare_call import PreparedCall, pass_kind
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import select_forward_mode
+from ringfa3.symmetric.interruption import Interruption
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import unsupported_reason
 from ringfa3.symmetric.signals import Gather, Signals
 from ringfa3.symmetric.stream_ops import Signal
-from ringfa3.symmetric.watchdog import raise_in_main_thread
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -75,6 +75,8 @@ class RehearsalGroup:
         self.side, self.rank, self.world, self.timeout_s = side, rank, world, timeout_s
         self.ranks, self.all_gather = list(range(world)), all_gather
         self.failure: str | None = None
+        self.call = 0
+        self._interruption = Interruption()
 
     def gather(self, line: str) -> list[str]:
         lines = self.all_gather(line)
@@ -83,25 +85,26 @@ class RehearsalGroup:
     def peer_failure(self) -> str | None:
         return None
 
-    def fail(self, message: str) -> Exception:
+    def lose(self, message: str) -> None:
         self.failure = message
-        return RuntimeError(message)
+        self._interruption.interrupt(RuntimeError(message))
 
     def mark(self) -> None:
         """Calls of one kind begin alike."""
 
-    def begin_again(self, mark: None) -> bool:
-        del mark
+    def begin_again(self, mark: None, lse: torch.Tensor | None) -> bool:
+        del mark, lse
         return self.failure is None
 
+    def returned(self, lse: torch.Tensor) -> None:
+        """No call is named."""
+
     def tell(self, problem: Exception) -> None:
-        self.fail(str(problem))
+        self.failure = str(problem)
 
     def backend(self, device: torch.device) -> SymmetricBackend:
-        def lost(message: str) -> None:
-            raise_in_main_thread(self.fail(message))
-
-        return SymmetricBackend(self, device, self.timeout_s, lost, partial(MirroredSignals, self))
+        signals = partial(MirroredSignals, self)
+        return SymmetricBackend(self, device, self.timeout_s, self.lose, signals)
 
 
 class MirroredSignals(Signals):

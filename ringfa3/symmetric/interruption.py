@@ -1,0 +1,59 @@
+"""Errors for a thread whose host has gone on while its device waits for other ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+
+
+class Interruption:
+    """Raises an error of a ring call in the thread that made the call, once.
+
+    The thread that notices the error is another one. The caller gets it as soon as it runs Python,
+    or a ring call of any thread raises it, whichever comes first: autograd runs backward calls in
+    threads of its own, and passes on what they raise. Results are void only after `interrupt`, so
+    a caller that waits for its device gets the error, not the results.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._caller = threading.get_ident()
+        self.error: Exception | None = None  # that nobody has raised yet
+
+    def called(self) -> None:
+        """At the start of each ring call. Autograd's own threads are not the caller."""
+        if torch._C._current_graph_task_id() < 0:
+            self._caller = threading.get_ident()
+
+    def interrupt(self, error: Exception) -> None:
+        """Raises an error of this type and text in the caller's thread."""
+
+        def raised(self: Exception) -> None:
+            Exception.__init__(self, str(error))
+            if interruption.error is error:
+                interruption.error = None
+
+        interruption = self
+        kind = type(type(error).__name__, (type(error),), {"__init__": raised})
+        with self._lock:
+            self.error = error
+            _set_error(self._caller, kind)
+
+    def check(self) -> None:
+        """Raises the error if the caller has not got it; it will not get it again."""
+        if self.error is None:
+            return
+        with self._lock:
+            error, self.error = self.error, None
+            if error is not None:
+                _set_error(self._caller, None)
+        if error is not None:
+            raise error
+
+
+def _set_error(thread: int, kind: type[Exception] | None) -> None:
+    """What a thread raises when it runs Python next; None: nothing. It may have ended."""
+    argument = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
