@@ -33,7 +33,13 @@ from ringfa3.ring.prepare_call import (
     raise_on_all_ranks,
 )
 from ringfa3.ring_pass import HopTensors, RingPass
-from ringfa3.validation import check_sink, check_tensors, check_type, resolve_scale
+from ringfa3.validation import (
+    check_sink,
+    check_tensors,
+    check_type,
+    is_deterministic,
+    resolve_scale,
+)
 
 
 def ring_attn_func(
@@ -55,7 +61,7 @@ def ring_attn_func(
             tokens, t = plan.local_tokens. Ranks exchange V with d columns, those beyond d_v zeros.
         plan: from `plan_context`. Made from (rank, world), it runs in the default group.
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
-        deterministic: bitwise equal gradients from run to run.
+        deterministic: as in `flash_attn_func`, the same on all ranks.
         return_lse: also return the log-sum-exp of each row, differentiable.
         precision: "native", "fp8" or "int8", as in `flash_attn_func`. Ranks exchange K and, in
             "fp8", V in 8 bits; the forward moves them by messages, not over "symmetric".
@@ -122,7 +128,7 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
-    settings = scale, deterministic, precision, transport
+    settings = scale, is_deterministic(deterministic), precision, transport
     call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
     if precision == "native":
         return run_forward(q, k, v, scale, call, sink)
@@ -203,7 +209,7 @@ def ring_attention_backward(
 
     sink and dsink as in `functional.attention_backward`.
     """
-    context = ContextPlan.from_handle(plan)
+    context, deterministic = ContextPlan.from_handle(plan), is_deterministic(deterministic)
     call = prepare_call(q, k, v, context, scale, deterministic, precision, transport, "backward")
     grads = run_backward(dout, dlse, q, k, v, out, lse, scale, deterministic, call, sink)
     dq, dk, dv, dsink = grads if sink is not None else (*grads, lse.new_empty((0,)))

@@ -19,7 +19,7 @@ def counts_of(batches: Iterable[Batch], model: ModelConfig) -> torch.Tensor:
     counts = [
         [batch.n_valid, len(batch.tokens), allowed_pairs(model, batch.plan)] for batch in batches
     ]
-    return torch.tensor(counts).sum(0)
+    return torch.tensor(counts, dtype=torch.int64, device="cpu").sum(0)
 
 
 class Timing(NamedTuple):
