@@ -7,8 +7,11 @@ tokens differ from state to state, so that each finds no plan, index or program 
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from ringfa3 import functional
+from ringfa3.kernels.dispatch import select_forward
 from tests.support import ambient
 from tests.support.ranks import Ranks
 
@@ -49,3 +52,19 @@ def _check_ring(group: dist.ProcessGroup, state_first: bool) -> list[str]:
 @ORDERS
 def test_ranks_compute_the_same_bits(ranks: Ranks, state_first: bool) -> None:
     assert ranks.run(2, _check_ring, state_first) == [[], []]
+
+
+def test_kernels_run_outside_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that memory which a call leaves for later calls is no inference tensor."""
+    modes = []
+
+    def select(q: torch.Tensor, plan: object) -> object:
+        modes.append(torch.is_inference_mode_enabled())
+        return select_forward(q, plan)
+
+    monkeypatch.setattr(functional, "select_forward", select)
+    q = torch.ones(1, 4, 1, 8, dtype=torch.float32, device="cpu")
+    with torch.inference_mode():
+        functional.flash_attn_func(q, q, q)
+        assert torch.is_inference_mode_enabled()
+    assert modes == [False]
