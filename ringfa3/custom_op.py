@@ -58,13 +58,21 @@ def record_with(recorder: Recorder | None) -> None:
 
 def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
     """Decorator: the op ringfa3::NAME of a function that returns no argument, and changes those
-    that `mutates` names."""
+    that `mutates` names.
+
+    The kernel never runs in inference mode, unless it changes an argument, which may be an
+    inference tensor. So what a call leaves for later calls, such as buffers, uploads and indices,
+    are normal tensors: later calls could neither write to an inference tensor nor save it.
+    """
     name = kernel.__name__
     schema = torch.library.infer_schema(kernel, mutates_args=mutates)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def compute(args: tuple[Any, ...]) -> Any:
         recorder = _recorder
+        if torch.is_inference_mode_enabled() and not mutates:
+            with torch.inference_mode(False), torch._C._AutoDispatchBelowAutograd():
+                return kernel(*args) if recorder is None else recorder(name, kernel, args)
         return kernel(*args) if recorder is None else recorder(name, kernel, args)
 
     @functools.wraps(kernel)

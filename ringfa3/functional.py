@@ -42,6 +42,7 @@ from ringfa3.validation import (
     check_sink,
     check_tensors,
     check_window,
+    is_deterministic,
     resolve_scale,
     sequence_lengths,
     whole_numbers,
@@ -73,7 +74,8 @@ def flash_attn_func(
         causal: hide keys to the right of the diagonal, which ends at the bottom right if s != s_k.
         window_size: (left, right) keys around the diagonal that a query sees, -1 or None for
             unlimited.
-        deterministic: bitwise equal gradients from run to run.
+        deterministic: bitwise equal gradients from run to run. True also if the backward runs
+            under `torch.use_deterministic_algorithms`, with `warn_only` or without.
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
         precision: "native" computes in the dtype of q. "fp8" rounds Q, K, V and P to E4M3, "int8"
             Q and K to int8, as `ringfa3.quantisation` does; d = d_v = 64, 128 or 256, not float64.
@@ -168,7 +170,7 @@ def flash_attn_varlen_func(
     cu_q, cu_k = (
         cu
         if isinstance(cu, torch.Tensor)
-        else torch.tensor(whole_numbers(name, cu), dtype=torch.int64)
+        else torch.tensor(whole_numbers(name, cu), dtype=torch.int64, device="cpu")
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     )
     scale = resolve_scale(softmax_scale, q)
@@ -301,6 +303,7 @@ def attention_backward(
 
     Without a sink, or where it needs no gradient, sink is None and dsink has shape (0,).
     """
+    deterministic = is_deterministic(deterministic)
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     if q.dim() == 4:
         lse, dlse = lse_by_head(lse), None if dlse is None else lse_by_head(dlse)

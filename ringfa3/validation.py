@@ -339,6 +339,16 @@ def check_layer_inputs(
             )
 
 
+def is_deterministic(deterministic: bool) -> bool:
+    """Whether gradients must have equal bits from run to run: a call's `deterministic`, or
+    `torch.use_deterministic_algorithms`, its warn-only mode included, when the call runs.
+
+    Every backward has a deterministic order of additions. So nothing is left to refuse, or to warn
+    of.
+    """
+    return deterministic or torch.are_deterministic_algorithms_enabled()
+
+
 LEAST_SCALE = 2.0**-64  # the backward divides LSE by the scale
 
 

@@ -107,7 +107,8 @@ struct Lookup {
     if (!current) return;
     stream = *current;
     Key made;
-    made.add(op), made.add(int64_t{deterministic}), made.add(int64_t{device.index()});
+    made.add(op), made.add(int64_t{is_deterministic(deterministic)}),
+        made.add(int64_t{device.index()});
     made.add(static_cast<int64_t>(stream.id));
     made.add(scale);
     made.add(*from), made.add(*to);

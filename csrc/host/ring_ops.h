@@ -70,7 +70,8 @@ struct RingReplay {
     stream = *current;
     char const* const mode = std::getenv("RINGFA3_FORWARD");
     Key made;
-    made.add(number), made.add(*handle), made.add(scale), made.add(int64_t{deterministic});
+    made.add(number), made.add(*handle), made.add(scale);
+    made.add(int64_t{is_deterministic(deterministic)});
     made.add(int64_t{transport == "auto"}), made.add(int64_t{device.index()});
     made.add(static_cast<int64_t>(stream.id));
     made.add(static_cast<int64_t>(std::hash<std::string_view>()(mode ? mode : "")));

@@ -1,6 +1,7 @@
 // What the host library keeps, and how many calls it has served.
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
 
@@ -34,6 +35,11 @@ struct Host {
   RingCalls ring_calls;
   at::Tensor (*keep_plan)(int64_t handle) = nullptr;  // gives a tensor with which a plan lives
 };
+
+// As `is_deterministic` of ringfa3/validation.py: programs are of one answer each.
+inline bool is_deterministic(bool given) {
+  return given || at::globalContext().deterministicAlgorithms();
+}
 
 // Never destroyed: at exit its tensors would be freed after CUDA has ended.
 inline Host& host() {

@@ -137,7 +137,7 @@ class BackwardPass:
         # statistics (heads, num_blocks, 2, M), dQ (heads, num_blocks, M * D), words
         statistics = 2 * STATISTIC_WORDS[width]  # words of a row
         size = rows * (statistics + width) + num_words
-        self._workspace = torch.empty(size, device=device)
+        self._workspace = torch.empty(size, dtype=torch.float32, device=device)
         begin = self._workspace.data_ptr()
         dq_grid = begin + rows * statistics * WORD
         self._words = dq_grid + rows * width * WORD
@@ -146,7 +146,9 @@ class BackwardPass:
         self._bytes_per_head = 2 * columns * tokens + 4 * width * count * unit.tile_m
         self.grid = self.blocks.data_ptr(), begin, dq_grid, count  # as in RowGrid
         # of each block of the row grid
-        self._dsink = None if sink is None else torch.empty((heads, count), device=device)
+        self._dsink = None
+        if sink is not None:
+            self._dsink = torch.empty((heads, count), dtype=torch.float32, device=device)
         if count:
             args = _pack_preprocess(
                 *out_fields,
@@ -249,7 +251,7 @@ class BackwardPass:
     def dsink(self) -> torch.Tensor:
         """As `reference.BackwardPass.dsink`, float32."""
         if self._dsink is None:
-            return torch.empty(0, device=self.q.device)
+            return torch.empty(0, dtype=torch.float32, device=self.q.device)
         return self._dsink.sum(1)
 
 

@@ -174,9 +174,9 @@ def partial_out_index(tiling: Tiling, heads: int, head_dim: int) -> torch.Tensor
     padded = np.zeros(int((tiles["row0"] + tiles["rows"]).max(initial=0)), np.int64)
     padded[tiles["row0"][tile] + offset] = tiles["grid_row0"][tile] + offset
     row = torch.from_numpy(padded)[:, None, None]
-    head, column = torch.arange(heads)[:, None], torch.arange(head_dim)
+    head, column = (torch.from_numpy(np.arange(n)) for n in (heads, head_dim))
     thread = row % 64 // 16 * 32 + row % 8 * 4 + column % 8 // 2
-    eights = (row // 64 * heads + head) * (head_dim // 8) + column // 8
+    eights = (row // 64 * heads + head[:, None]) * (head_dim // 8) + column // 8
     return (eights * 128 + thread) * 4 + row % 16 // 8 * 2 + column % 2
 
 

@@ -145,7 +145,7 @@ def channel_statistics(
     (tokens, heads, head_dim), stream = k.shape, CurrentStream.of(k.device)
     splits = max(1, min(SPLITS // heads, -(-tokens // SPLIT_ROWS)))
     rows = -(-tokens // splits)
-    parts = torch.empty((splits, 4, heads, head_dim), device=k.device)
+    parts = torch.empty((splits, 4, heads, head_dim), dtype=torch.float32, device=k.device)
     statistics, centres, fields = _centres(parts, tokens, formats)
     (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
     args = _pack_statistics(*k_fields, *v_fields, parts.data_ptr(), *fields, rows)
@@ -172,7 +172,7 @@ def _centres(
 ) -> tuple[ChannelStatistics, KVCentres, tuple[int, ...]]:
     """New memory for the results, and the fields of `CentresArgs`."""
     count, _, heads, head_dim = parts.shape
-    memory = torch.empty((7, heads, head_dim), device=parts.device)
+    memory = torch.empty((7, heads, head_dim), dtype=torch.float32, device=parts.device)
     values, centres = memory[:4], memory[4:]
     fields = (
         *(x.data_ptr() for x in (parts, values, centres)),
@@ -185,7 +185,7 @@ def quantise_q(unit: Unit, q: torch.Tensor, centres: KVCentres, formats: Formats
     """`operands.quantise_q` on the GPU. In memory scale and k_offset are (h, t)."""
     (tokens, heads, _), stream = q.shape, CurrentStream.of(q.device)
     values = torch.empty(q.shape, dtype=formats.qk.dtype, device=q.device)
-    scale, k_offset = torch.empty((2, heads, tokens), device=q.device)
+    scale, k_offset = torch.empty((2, heads, tokens), dtype=torch.float32, device=q.device)
     if tokens:
         q, q_fields = tma_addressable(q)
         args = _pack_quantise_q(
@@ -213,7 +213,7 @@ def quantise_kv(
     (_, heads, head_dim), stream = k.shape, CurrentStream.of(k.device)
     count = len(tiles.table)
     values = torch.empty(k.shape, dtype=formats.qk.dtype, device=k.device)
-    k_scale = torch.empty((heads, count), device=k.device)
+    k_scale = torch.empty((heads, count), dtype=torch.float32, device=k.device)
     tiled_v = v
     if formats.v is not None:
         shape = (count, heads, head_dim, KEY_TILE)

@@ -297,7 +297,7 @@ def apply_mask(s: torch.Tensor, rows: int, i: int, j: int, end: int, lo: int, hi
     """
     if lo <= j - (i + rows - 1) and end - 1 - i <= hi:
         return
-    r = torch.arange(i, i + rows, device=s.device).unsqueeze(1)
-    diagonal = torch.arange(j, end, device=s.device) - r
+    r = torch.arange(i, i + rows, dtype=torch.int64, device=s.device).unsqueeze(1)
+    diagonal = torch.arange(j, end, dtype=torch.int64, device=s.device) - r
     hidden = (diagonal < lo) | (diagonal > hi)
     s.view(s.shape[0], -1, rows, end - j).masked_fill_(hidden, -torch.inf)

@@ -42,6 +42,7 @@ from ringfa3.validation import (
     check_precision,
     check_sink,
     check_tensors,
+    is_deterministic,
     resolve_scale,
 )
 
@@ -68,7 +69,7 @@ def ring_attn_func(
             tokens, t = plan.local_tokens. Ranks exchange V with d columns, those beyond d_v zeros.
         plan: from `plan_context`. Made from (rank, world), it runs in the default group.
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
-        deterministic: bitwise equal gradients from run to run.
+        deterministic: as in `flash_attn_func`, the same on all ranks.
         return_lse: also return the log-sum-exp of each row, differentiable.
         precision: "native", "fp8" or "int8", as in `flash_attn_func`. Ranks exchange K and, in
             "fp8", V in 8 bits; the forward moves them by messages, not over "symmetric".
@@ -142,7 +143,7 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
-    settings = scale, deterministic, precision, transport
+    settings = scale, is_deterministic(deterministic), precision, transport
     call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
     if precision == "native":
         return run_forward(q, k, v, scale, call, sink)
@@ -231,7 +232,7 @@ def ring_attention_backward(
 
     sink and dsink as in `functional.attention_backward`.
     """
-    context = ContextPlan.from_handle(plan)
+    context, deterministic = ContextPlan.from_handle(plan), is_deterministic(deterministic)
     settings = scale, deterministic, precision, transport
     call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
     grads = run_backward(dout, dlse, q, k, v, out, lse, scale, deterministic, call, sink)

@@ -70,7 +70,7 @@ def on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks of a new group are on one host. All ranks call it, which connects them, by
     tensors on `device`."""
     host = zlib.crc32(host_name().encode())
-    extremes = torch.tensor([host, -host], device=device)
+    extremes = torch.tensor([host, -host], dtype=torch.int64, device=device)
     group.allreduce([extremes], dist.ReduceOp.MAX).wait()
     highest, negated_lowest = extremes.tolist()
     return bool(highest == -negated_lowest)

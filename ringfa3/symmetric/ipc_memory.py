@@ -66,7 +66,7 @@ class IpcAllocation:
     @property
     def tensor(self) -> torch.Tensor:
         """Its bytes, uint8."""
-        return torch.as_tensor(self, device=self.device)
+        return torch.as_tensor(self, dtype=torch.uint8, device=self.device)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:

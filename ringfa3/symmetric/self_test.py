@@ -105,7 +105,8 @@ def _self_test(backend: SymmetricBackend) -> str:
     specs = [BufferSpec(plan, kind, keys) for kind in TEST_KINDS]
     backend.memory.reserve({b: size for spec in specs for b, size in spec.slot_bytes.items()})
     for kind in TEST_KINDS:
-        everyone = torch.randint(-9, 10, shape, generator=generator).to(device, torch.bfloat16)
+        drawn = torch.randint(-9, 10, shape, generator=generator, dtype=torch.int64, device="cpu")
+        everyone = drawn.to(device, torch.bfloat16)
         mine = everyone[rank]
 
         def attend(hop: int, x: HopTensors, everyone: torch.Tensor = everyone) -> None:

@@ -15,7 +15,8 @@ def n_buckets(seq_len: int) -> int:
 
 def position_buckets(positions_T: Tensor) -> Tensor:
     """Bucket of each position, int64: 0 for position 0, b for positions [2^(b-1), 2^b)."""
-    return torch.bucketize(positions_T, 2 ** torch.arange(63), right=True)
+    begins = 2 ** torch.arange(63, dtype=torch.int64, device=positions_T.device)
+    return torch.bucketize(positions_T, begins, right=True)
 
 
 def bucket_label(bucket: int) -> str:
@@ -33,7 +34,7 @@ def sum_by_bucket(values_T: Tensor, buckets_T: Tensor, buckets: int) -> Tensor:
 
     Reductions over a row of values for each bucket: ``index_add`` has no fixed order on a GPU.
     """
-    every_B1 = torch.arange(buckets, device=buckets_T.device)[:, None]
+    every_B1 = torch.arange(buckets, dtype=torch.int64, device=buckets_T.device)[:, None]
     sums_B = torch.zeros(buckets, dtype=torch.float64, device=values_T.device)
     parts = (x.split(TOKENS_AT_ONCE) for x in (values_T.double(), buckets_T))
     for value_T, bucket_T in zip(*parts, strict=True):

@@ -91,7 +91,7 @@ class DeepSpeedEngine(Engine):
             self.no_micro_step = self.zero.micro_step_id
         for flat in self._flat_weights():
             self.optimizer.state[flat] = {
-                "step": torch.zeros((), device=flat.device),
+                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
                 **{moment: torch.zeros_like(flat.detach()) for moment in MOMENTS},
             }
 
@@ -114,7 +114,10 @@ class DeepSpeedEngine(Engine):
         With weights or moments on the host DeepSpeed itself waits for the device.
         """
         if self.stage < 3:
-            norm = valid = torch.as_tensor(self.zero.scaled_global_norm())
+            norm = self.zero.scaled_global_norm()
+            if not isinstance(norm, Tensor):
+                norm = torch.tensor(norm, dtype=torch.float32, device="cpu")
+            valid = norm
         else:
             norms = torch.stack([n.float() for n in self.zero._get_norm_groups()])
             norm, valid = norms.norm(), norms.min()

@@ -114,7 +114,7 @@ def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:
             f"engine.shard=host: {local} processes on this host do not divide the {world} of the "
             f"job; nearest valid: engine.shard=all"
         )
-    hosts = torch.arange(world).view(-1, local)
+    hosts = torch.arange(world, dtype=torch.int64, device="cpu").view(-1, local)
     timeout = timedelta(seconds=config.parallel.timeout_s)  # init_device_mesh takes none
     groups = [
         dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)[0]

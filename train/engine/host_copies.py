@@ -35,7 +35,7 @@ class HostCopies:
 
     def _at(self, start: int, like: Tensor) -> Tensor:
         if not like.numel():
-            return torch.empty(like.shape, dtype=like.dtype)
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
         memory, count = self._buffer.numpy(), like.numel()
         flat = torch.frombuffer(memory, dtype=like.dtype, count=count, offset=start)
         return flat.view(like.shape)

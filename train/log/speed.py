@@ -21,7 +21,7 @@ def counts_of(batches: Iterable[Batch], model: ModelConfig) -> torch.Tensor:
         [batch.n_valid, batch.n_bytes, len(batch.tokens), allowed_pairs(model, batch.plan)]
         for batch in batches
     ]
-    return torch.tensor(counts).sum(0)
+    return torch.tensor(counts, dtype=torch.int64, device="cpu").sum(0)
 
 
 class Timing(NamedTuple):

@@ -76,7 +76,8 @@ def draw(values: Tensor, name: str, first: int, height: int, std: float) -> None
     def rows(start: int) -> Tensor:
         digest = hashlib.sha256(f"{name} {start}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        block = torch.empty(min(step, height - start), width)
+        shape = min(step, height - start), width
+        block = torch.empty(shape, dtype=torch.float32, device="cpu")
         return block.normal_(0.0, std, generator=generator)  # in one thread: it has a generator
 
     with ThreadPoolExecutor(min(MAX_THREADS, torch.get_num_threads())) as threads:

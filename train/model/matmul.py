@@ -90,7 +90,7 @@ class Linear(nn.Linear):
     """``nn.Linear`` of matrices (T, D). The bias is added to the rounded product."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, bias=bias)
+        super().__init__(inputs, outputs, bias=bias, dtype=torch.float32)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TF = linear(x_TD.to(product_dtype(x_TD)), self.weight)

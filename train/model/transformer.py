@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, fused: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width, dtype=torch.float32))
         self.eps, self.fused = eps, fused
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Head(nn.Module):
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=torch.float32))
 
     def forward(self, hidden_TD: Tensor, labels_T: Tensor, chunk: int, fused: bool) -> Tensor:
         """``token_losses`` with this matrix, (T,) float32."""
@@ -193,7 +193,7 @@ class Transformer(nn.Module):
             blocks = memory.offloaded(model.n_layers)
             self.offload = Offload(blocks, tokens, keeps, everything)
         self.rows = vocab_size  # of embedding and head
-        self.embedding = nn.Embedding(vocab_size, model.dim)
+        self.embedding = nn.Embedding(vocab_size, model.dim, dtype=torch.float32)
         chunk = memory.mlp_chunk
         if chunk is None and memory.recompute != "none" and not compile:
             chunk = ALL
@@ -293,7 +293,7 @@ class LanguageModel(nn.Module):
         The tokens follow those in ``caches`` (one per block) and are appended to them.
         """
         start = caches[0].length
-        positions_T = torch.arange(start, start + len(tokens_T), device=tokens_T.device)
+        positions_T = start + torch.arange(len(tokens_T), dtype=torch.int64, device=tokens_T.device)
         with self._arithmetic(tokens_T.device):
             hidden_TD = self.transformer(tokens_T, positions_T, None, caches)
             return F.linear(hidden_TD[-1], self.transformer.head).float()

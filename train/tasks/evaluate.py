@@ -92,8 +92,8 @@ def evaluate(
     own = [(*samples[min(n, len(samples) - 1)], n < len(samples)) for n in numbers]
     buckets = n_buckets(seq_len)
     # A row for the losses, one for the tokens; after the buckets, a column for the last positions.
-    totals = torch.zeros(len(by_source), 2, buckets + 1, dtype=torch.float64)
-    totals = totals.to(parallel.device)
+    shape = len(by_source), 2, buckets + 1
+    totals = torch.zeros(shape, dtype=torch.float64, device=parallel.device)
 
     def make(index: int) -> Batch:
         sample = pack(documents, own[index][1])

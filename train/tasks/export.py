@@ -61,7 +61,10 @@ def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
 
     def read(some: Shapes) -> dict[str, Tensor]:
         """The first rows, as many as ``some`` says, of tensors of the checkpoint."""
-        tensors = {name: torch.empty(shape) for name, shape in some.items()}
+        tensors = {
+            name: torch.empty(shape, dtype=torch.float32, device="cpu")
+            for name, shape in some.items()
+        }
         boxes = {
             f"model.{name}": Shard(torch.Size(here[name]), (Box((0,) * tensor.ndim, tensor),))
             for name, tensor in tensors.items()

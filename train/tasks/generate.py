@@ -77,7 +77,8 @@ def continuation(
     caches = [KVCache(capacity) for _ in model.transformer.blocks]
     following = prompt
     for _ in range(options.tokens):
-        logits = model.next_logits(torch.tensor(following, device=device), caches).cpu()
+        tokens_T = torch.tensor(following, dtype=torch.int64, device=device)
+        logits = model.next_logits(tokens_T, caches).cpu()
         logits[never] = -torch.inf
         token = choose(logits, options, generator)
         yield token

@@ -56,7 +56,7 @@ def compute_gradients(
     """
     counts = sum_over_ranks(parallel, counts_of(batches, config.model))
     n_valid = counts[0].clamp(min=1)
-    scale = parallel.world / n_valid
+    scale = parallel.world / n_valid.float()
     buckets = n_buckets(config.data.seq_len)
     sums = torch.zeros(2, buckets, dtype=torch.float64, device=parallel.device)
     for number, on_host in enumerate(batches, start=1):

@@ -262,7 +262,7 @@ class Trainer:
         length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
         sample = pack(self.corpus.train, [Piece(0, 0, length)])
         batch = make_batch(sample, self.parallel.cp_group, self.config.parallel.layout)
-        one = torch.ones((), device=self.parallel.device)
+        one = torch.ones((), dtype=torch.float32, device=self.parallel.device)
         with torch.compiler.set_stance("force_eager"):
             self.engine.backward(batch.to(self.parallel.device), one, last=True)
         self.engine.discard()

@@ -163,7 +163,7 @@ def differences(shared: StepResult, alone: StepResult, device: torch.device) -> 
     apart = [
         (x - y).abs().max() for x, y in zip(shared.losses, alone.losses, strict=True) if len(x)
     ]
-    furthest = torch.stack([*apart, torch.zeros((), device=device)]).max()
+    furthest = torch.stack([*apart, torch.zeros((), dtype=torch.float32, device=device)]).max()
     dist.all_reduce(furthest, dist.ReduceOp.MAX)
     rows.append(Difference("loss of a token", ("", ""), float(furthest), allowed.token))
     kinds = [
@@ -226,8 +226,9 @@ def take_step(
             batch = without_labels(batch)
         batches.append(batch.to(parallel.device))
     begin = time.perf_counter()
-    n_valid = sum_over_ranks(parallel, torch.tensor(sum(batch.n_valid for batch in batches)))
-    scale = parallel.world / n_valid.clamp(min=1)
+    here = sum(batch.n_valid for batch in batches)
+    n_valid = sum_over_ranks(parallel, torch.tensor(here, dtype=torch.int64, device="cpu"))
+    scale = parallel.world / n_valid.clamp(min=1).float()
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
     losses = []
     for number, batch in enumerate(batches, start=1):
