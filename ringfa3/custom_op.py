@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo  # the public name would import the compiler
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import forward_ad
 from torch.library import Library
 
@@ -56,6 +56,17 @@ def record_with(recorder: Recorder | None) -> None:
     _recorder = recorder
 
 
+def untraced(function: F) -> F:
+    """Decorator: torch.compile traces no frame of a function that runs, nor of what it calls.
+
+    As `torch.compiler.disable`, which would import the compiler: that takes as long as
+    `import torch`. A function that is being traced still traces a call of this one.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
     """Decorator: the op ringfa3::NAME of a function that returns no argument, and changes those
     that `mutates` names."""
@@ -67,6 +78,7 @@ def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
         recorder = _recorder
         return kernel(*args) if recorder is None else recorder(name, kernel, args)
 
+    @untraced
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
         observer = _observer  # another thread may end it meanwhile
@@ -75,7 +87,7 @@ def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
         with observer(name):
             return compute(args)
 
-    _library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")
+    _library.impl(name, run, "CompositeExplicitAutograd")
     op: F = getattr(torch.ops.ringfa3, name).default
     return op
 
