@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.library import Library
 
@@ -104,7 +105,7 @@ def register_autograd(
     save: Callable[[Any, tuple[Any, ...], tuple[torch.Tensor, ...]], None],
     gradients: Callable[..., tuple[torch.Tensor, ...]],
 ) -> None:
-    """Registers an op's gradient, which is not differentiable itself.
+    """Registers an op's gradient, for torch.func's transforms too.
 
     Args:
         save: save(ctx, inputs, outputs) runs in the forward.
@@ -112,44 +113,59 @@ def register_autograd(
             for an output without gradient, in place of a tensor of zeros.
     """
     overload: Any = op
-    twice = f"{overload} can be differentiated once, not twice".encode()
     none = (None,) * len(overload._schema.arguments)
     below = torch._C._after_autograd_keyset
+
+    def redispatch(keys: Any, inputs: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & below, *inputs)
 
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                outputs = overload.redispatch(keys & below, *inputs)
+            if torch._C._are_functorch_transforms_active():
+                # The next level differentiates too; a Function's forward has switched it off.
+                with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                    outputs = redispatch(keys, inputs)
+            else:
+                outputs = redispatch(keys, inputs)
             ctx.set_materialize_grads(False)
             save(ctx, inputs, outputs)
             return outputs
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-            if forward_ad._current_level >= 0:
-                _refuse_tangents(overload, grads)
-            with torch.no_grad():
-                results = gradients(ctx, *grads)
-            if torch.is_grad_enabled():  # create_graph=True: a second derivative raises
-                raises = torch._C._functions.DelayedError(twice, len(results))
-                results = raises(*(x.detach().requires_grad_() for x in results))
+            results = gradients(ctx, *grads)
             return (None, *results, *none[len(results) :])
+
+    # The dispatcher calls `run` once a level of torch.func's transforms, and unwraps the tensors
+    # below it. `Function.apply` would go through all levels at once.
+    one_level = super(torch.autograd.Function, Node).apply
 
     def run(keys: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(overload, inputs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            return Node.apply(keys, *inputs)  # type: ignore[no-untyped-call]
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload.redispatch(keys & below, *inputs)
+            if not torch._C._are_functorch_transforms_active():
+                return Node.apply(keys, *inputs)  # type: ignore[no-untyped-call]
+            with enable_single_level_autograd_function():
+                return one_level(keys, *inputs)
+        return redispatch(keys, inputs)
 
     _library.impl(overload._opname, run, "Autograd", with_keyset=True)
 
 
+def differentiable_once(backward: Callable[..., Any], op: Callable[..., Any]) -> None:
+    """Lets derivatives of a backward's results raise, instead of being zero; `op` is named."""
+
+    def refuse(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        raise RuntimeError(f"{op} can be differentiated once, not twice")
+
+    register_autograd(backward, lambda ctx, inputs, outputs: None, refuse)
+
+
 def _refuse_tangents(op: Any, inputs: tuple[Any, ...]) -> None:
-    """Raises NotImplementedError: an input, or a gradient of an output, has a tangent, which the
-    results would lose."""
+    """Raises NotImplementedError: an input has a tangent, which the results would lose."""
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
         raise NotImplementedError(

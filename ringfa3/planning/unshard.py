@@ -44,6 +44,8 @@ def require_agreement(
 class Unshard(torch.autograd.Function):
     """apply(x_local, plan, dim): `ContextPlan.unshard`."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x_local, plan, dim):  # type: ignore[no-untyped-def]
         return gather_tokens(x_local, graph_handle(plan), dim, plan.total_tokens)
