@@ -164,6 +164,21 @@ class RingFA3Attention(nn.Module):
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
+    def __copy__(self) -> RingFA3Attention:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __getstate__(self) -> dict[str, object]:
+        """For pickle and torch.save. Raises TypeError: the layer has a group, which ends with its
+        process."""
+        if self.group is not None and not isinstance(self.group, tuple):
+            raise TypeError(
+                "a RingFA3Attention with a ProcessGroup cannot be pickled: save "
+                "model.state_dict(), or set layer.group = None first and again after loading"
+            )
+        return self.__dict__.copy()
+
     def _one_device(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
     ) -> torch.Tensor:

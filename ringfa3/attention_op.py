@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ringfa3.custom_op import checkpointed, register_autograd, register_fake
+from ringfa3.custom_op import (
+    checkpointed,
+    differentiable_once,
+    register_autograd,
+    register_fake,
+)
 from ringfa3.kernels.reference import statistics_dtype
 
 SINK = 4  # its number in `ctx.needs_input_grad`
@@ -63,6 +68,7 @@ def register_attention(
         return grads if needed is not None else grads[:3]
 
     register_autograd(op, save, gradients)
+    differentiable_once(backward, op)
     checkpointed.append(op)
 
 

@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo  # the public name would import the compiler
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.library import Library
 
@@ -56,6 +57,17 @@ def record_with(recorder: Recorder | None) -> None:
     _recorder = recorder
 
 
+def untraced(function: F) -> F:
+    """Decorator: torch.compile traces no frame of a function that runs, nor of what it calls.
+
+    As `torch.compiler.disable`, which would import the compiler: that takes as long as
+    `import torch`. A function that is being traced still traces a call of this one.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
     """Decorator: the op ringfa3::NAME of a function that returns no argument, and changes those
     that `mutates` names.
@@ -75,6 +87,7 @@ def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
                 return kernel(*args) if recorder is None else recorder(name, kernel, args)
         return kernel(*args) if recorder is None else recorder(name, kernel, args)
 
+    @untraced
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
         observer = _observer  # another thread may end it meanwhile
@@ -83,7 +96,7 @@ def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
         with observer(name):
             return compute(args)
 
-    _library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")
+    _library.impl(name, run, "CompositeExplicitAutograd")
     op: F = getattr(torch.ops.ringfa3, name).default
     return op
 
@@ -100,7 +113,7 @@ def register_autograd(
     save: Callable[[Any, tuple[Any, ...], tuple[torch.Tensor, ...]], None],
     gradients: Callable[..., tuple[torch.Tensor, ...]],
 ) -> None:
-    """Registers an op's gradient, which is not differentiable itself.
+    """Registers an op's gradient, for torch.func's transforms too.
 
     Args:
         save: save(ctx, inputs, outputs) runs in the forward.
@@ -108,44 +121,59 @@ def register_autograd(
             for an output without gradient, in place of a tensor of zeros.
     """
     overload: Any = op
-    twice = f"{overload} can be differentiated once, not twice".encode()
     none = (None,) * len(overload._schema.arguments)
     below = torch._C._after_autograd_keyset
+
+    def redispatch(keys: Any, inputs: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & below, *inputs)
 
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                outputs = overload.redispatch(keys & below, *inputs)
+            if torch._C._are_functorch_transforms_active():
+                # The next level differentiates too; a Function's forward has switched it off.
+                with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                    outputs = redispatch(keys, inputs)
+            else:
+                outputs = redispatch(keys, inputs)
             ctx.set_materialize_grads(False)
             save(ctx, inputs, outputs)
             return outputs
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-            if forward_ad._current_level >= 0:
-                _refuse_tangents(overload, grads)
-            with torch.no_grad():
-                results = gradients(ctx, *grads)
-            if torch.is_grad_enabled():  # create_graph=True: a second derivative raises
-                raises = torch._C._functions.DelayedError(twice, len(results))
-                results = raises(*(x.detach().requires_grad_() for x in results))
+            results = gradients(ctx, *grads)
             return (None, *results, *none[len(results) :])
+
+    # The dispatcher calls `run` once a level of torch.func's transforms, and unwraps the tensors
+    # below it. `Function.apply` would go through all levels at once.
+    one_level = super(torch.autograd.Function, Node).apply
 
     def run(keys: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(overload, inputs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            return Node.apply(keys, *inputs)  # type: ignore[no-untyped-call]
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload.redispatch(keys & below, *inputs)
+            if not torch._C._are_functorch_transforms_active():
+                return Node.apply(keys, *inputs)  # type: ignore[no-untyped-call]
+            with enable_single_level_autograd_function():
+                return one_level(keys, *inputs)
+        return redispatch(keys, inputs)
 
     _library.impl(overload._opname, run, "Autograd", with_keyset=True)
 
 
+def differentiable_once(backward: Callable[..., Any], op: Callable[..., Any]) -> None:
+    """Lets derivatives of a backward's results raise, instead of being zero; `op` is named."""
+
+    def refuse(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        raise RuntimeError(f"{op} can be differentiated once, not twice")
+
+    register_autograd(backward, lambda ctx, inputs, outputs: None, refuse)
+
+
 def _refuse_tangents(op: Any, inputs: tuple[Any, ...]) -> None:
-    """Raises NotImplementedError: an input, or a gradient of an output, has a tangent, which the
-    results would lose."""
+    """Raises NotImplementedError: an input has a tangent, which the results would lose."""
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
         raise NotImplementedError(

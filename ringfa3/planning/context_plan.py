@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import weakref
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ringfa3.custom_op import untraced
+from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
+from ringfa3.planning.handles import from_handle, graph_handle, new_handle, plan_table
 from ringfa3.planning.kv_exchange import KVExchange, plan_ring
 from ringfa3.planning.process_groups import Group, GroupRef, place, require_alive
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
-from ringfa3.planning.unshard import Unshard, require_agreement
+from ringfa3.planning.unshard import Unshard
 from ringfa3.validation import (
     LAYOUTS,
     Window,
@@ -31,9 +34,6 @@ from ringfa3.validation import (
 )
 
 PLANS_KEPT = 64  # the most recent plans, which `plan_context` returns again
-
-_handles = itertools.count(1)
-_alive: weakref.WeakValueDictionary[int, ContextPlan] = weakref.WeakValueDictionary()
 
 
 class ContextPlan:
@@ -76,8 +76,7 @@ class ContextPlan:
         self._grids: dict[int, tuple[Plan, KVExchange]] = {}
         self._windows: dict[tuple[int, int], ContextPlan] = {}  # made by `with_window`
         self._origin: ContextPlan | None = None  # the plan whose `with_window` made this one
-        self.handle = next(_handles)
-        _alive[self.handle] = self
+        self.handle = new_handle(self)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -107,16 +106,12 @@ class ContextPlan:
 
     @staticmethod
     def from_handle(handle: int) -> ContextPlan:
-        plan = _alive.get(handle)
-        if plan is None:
-            raise RuntimeError(
-                f"plan {handle} no longer exists: keep a reference to a plan until the backward "
-                "of every call that used it has run"
-            )
-        return plan
+        return cast(ContextPlan, from_handle(handle))
 
     def bound_to(self, group: dist.ProcessGroup) -> ContextPlan:
         """A plan that was made from (rank, world), with a process group."""
+        if torch.compiler.is_compiling():
+            return cast(ContextPlan, GraphPlan(self, group, self.window_size))
         key = weakref.ref(group)
         if key not in self._bound:
             bound = copy.copy(self)  # the tables are shared
@@ -141,6 +136,8 @@ class ContextPlan:
             ValueError, TypeError: window_size is not a pair as in `plan_context`.
         """
         window = check_window(window_size)
+        if torch.compiler.is_compiling():
+            return cast(ContextPlan, GraphPlan(self, self.group, window))
         origin = self._origin or self
         if window == origin.window_size:
             return origin
@@ -205,7 +202,7 @@ class ContextPlan:
     @property
     def positions(self) -> torch.Tensor:
         """(local_tokens,) int64: position of each local token inside its document."""
-        return torch.from_numpy(self._positions)
+        return self._table("_positions")
 
     @cached_property
     def _positions(self) -> Ints:
@@ -215,7 +212,12 @@ class ContextPlan:
     @property
     def token_index(self) -> torch.Tensor:
         """(local_tokens,) int64: global index of each local token."""
-        return torch.from_numpy(self._token_index)
+        return self._table("_token_index")
+
+    def _table(self, name: str) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return plan_table(graph_handle(self), name, self.local_tokens)
+        return torch.from_numpy(getattr(self, name))
 
     @cached_property
     def _token_index(self) -> Ints:
@@ -260,29 +262,8 @@ class ContextPlan:
                 "this plan was made from (rank, world) and cannot gather: make it with "
                 "group=<ProcessGroup> to unshard"
             )
-        error, settings = None, {}
-        try:
-            settings = self._unshard_settings(x_local, dim)
-        except Exception as problem:  # whatever it is, the other ranks wait
-            error = problem
-        require_agreement(self.group if self.world > 1 else None, settings, error)
         result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
         return result
-
-    def _unshard_settings(self, x_local: torch.Tensor, dim: int) -> dict[str, str]:
-        """What must be equal on all ranks. Raises ValueError, IndexError: this rank's is wrong."""
-        check_plain("x_local", x_local)
-        if x_local.shape[dim] != self.local_tokens:
-            raise ValueError(
-                f"x_local has {x_local.shape[dim]} tokens along dim {dim}; this rank's shard has "
-                f"{self.local_tokens}"
-            )
-        sizes = [str(n) for n in x_local.shape]
-        sizes[dim] = "tokens"
-        return {
-            "plan": f"{self.total_tokens} tokens, digest {self.digest}",
-            "x_local": f"({', '.join(sizes)}) of {x_local.dtype} on {x_local.device.type}",
-        }
 
 
 def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
@@ -293,10 +274,11 @@ def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, i
 
 def check_plan(plan: object) -> None:
     """Raises TypeError unless `plan` is a ContextPlan."""
-    if not isinstance(plan, ContextPlan):
+    if not isinstance(plan, (ContextPlan, GraphPlan)):
         raise TypeError(f"plan must come from plan_context, got {type(plan).__name__}")
 
 
+@untraced
 def plan_context(
     cu_seqlens: Sequence[int] | torch.Tensor | int,
     group: Group = None,
@@ -320,7 +302,13 @@ def plan_context(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
+        RuntimeError: torch.compile traces the call.
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "plan_context inside a compiled function: call it outside, and give the plan to the "
+            "function as an argument"
+        )
     cu = cumulative_bytes("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
@@ -344,6 +332,9 @@ def dense_plan(
     A rank's local tokens are its `local_tokens` of the first sequence, then of the second, ...
     """
     rank, world, process_group = place(group)
+    if torch.compiler.is_compiling():
+        dense = DenseBatch(rank, world, batch, local_tokens, layout, causal)
+        return cast(ContextPlan, GraphPlan(dense, process_group, window_size))
     tokens = local_tokens * world
     cu = cumulative_bytes("cu_seqlens", range(0, batch * tokens + 1, tokens) if tokens else (0,))
     ref = None if process_group is None else weakref.ref(process_group)

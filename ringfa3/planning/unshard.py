@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from ringfa3.custom_op import custom_op, register_fake
+from ringfa3.planning.handles import from_handle, graph_handle
+from ringfa3.validation import check_plain
 
 Agree: TypeAlias = Callable[[dist.ProcessGroup, dict[str, str], Exception | None], None]
 _agree: Agree | None = None
@@ -39,28 +43,68 @@ def require_agreement(
 
 
 class Unshard(torch.autograd.Function):
-    """apply(x_local, plan, dim), with arguments that fit on all ranks."""
+    """apply(x_local, plan, dim): `ContextPlan.unshard`."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, x_local, plan, dim):  # type: ignore[no-untyped-def]
-        ctx.plan, ctx.dim = plan, dim
-        rows = x_local.movedim(dim, 0)
-        if plan.world == 1:
-            gathered = rows.contiguous()
-        else:
-            padded = rows.new_zeros((max(plan.tokens_per_rank), *rows.shape[1:]))
-            padded[: len(rows)] = rows
-            parts = [torch.empty_like(padded) for _ in range(plan.world)]
-            # as bytes: gloo and NCCL have no int16, and not every 8-bit float
-            dist.all_gather(
-                [x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=plan.group
-            )
-            gathered = torch.cat([p[:n] for p, n in zip(parts, plan.tokens_per_rank, strict=True)])
-        index = np.concatenate([plan.index_of(r) for r in range(plan.world)])
-        out = torch.empty_like(gathered)
-        out[torch.from_numpy(index).to(rows.device)] = gathered
-        return out.movedim(0, dim)
+    def forward(x_local, plan, dim):  # type: ignore[no-untyped-def]
+        return gather_tokens(x_local, graph_handle(plan), dim, plan.total_tokens)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        _, ctx.plan, ctx.dim = inputs
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return ctx.plan.shard(grad, ctx.dim), None, None
+
+
+@custom_op
+def gather_tokens(x_local: torch.Tensor, plan: int, dim: int, tokens: int) -> torch.Tensor:
+    """All `tokens` tokens along `dim`; `plan` is a plan's handle."""
+    context = from_handle(plan)
+    error, settings = None, {}
+    try:
+        settings = _settings(x_local, context, dim)
+    except Exception as problem:  # whatever it is, the other ranks wait
+        error = problem
+    require_agreement(context.group if context.world > 1 else None, settings, error)
+    rows = x_local.movedim(dim, 0)
+    if context.world == 1:
+        gathered = rows.contiguous()
+    else:
+        padded = rows.new_zeros((max(context.tokens_per_rank), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in range(context.world)]
+        # as bytes: gloo and NCCL have no int16, and not every 8-bit float
+        dist.all_gather(
+            [x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=context.group
+        )
+        gathered = torch.cat([p[:n] for p, n in zip(parts, context.tokens_per_rank, strict=True)])
+    index = np.concatenate([context.index_of(r) for r in range(context.world)])
+    out = torch.empty_like(gathered)
+    out[torch.from_numpy(index).to(rows.device)] = gathered
+    return out.movedim(0, dim)
+
+
+@register_fake(gather_tokens)
+def _fake_gather(x_local: torch.Tensor, plan: int, dim: int, tokens: int) -> torch.Tensor:
+    rows = x_local.movedim(dim, 0)
+    return rows.new_empty((tokens, *rows.shape[1:])).movedim(0, dim)
+
+
+def _settings(x_local: torch.Tensor, plan: Any, dim: int) -> dict[str, str]:
+    """What must be equal on all ranks. Raises ValueError, IndexError: this rank's is wrong."""
+    check_plain("x_local", x_local)
+    if x_local.shape[dim] != plan.local_tokens:
+        raise ValueError(
+            f"x_local has {x_local.shape[dim]} tokens along dim {dim}; this rank's shard has "
+            f"{plan.local_tokens}"
+        )
+    sizes = [str(n) for n in x_local.shape]
+    sizes[dim] = "tokens"
+    return {
+        "plan": f"{plan.total_tokens} tokens, digest {plan.digest}",
+        "x_local": f"({', '.join(sizes)}) of {x_local.dtype} on {x_local.device.type}",
+    }

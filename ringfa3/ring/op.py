@@ -24,7 +24,10 @@ from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import on
 from ringfa3.keywords import by_name, check_call
 from ringfa3.planning.context_plan import ContextPlan, check_plan
+from ringfa3.planning.graph_plan import GraphPlan
+from ringfa3.planning.handles import graph_handle
 from ringfa3.ring import quantised_forward
+from ringfa3.ring.graph_op import graph_ring_attention
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import (
     PreparedCall,
@@ -110,8 +113,11 @@ def ring_attn_func(
     except Exception as problem:
         raise_on_all_ranks(plan.group, problem)
     q, k, v = autocast_inputs(q, k, v)
-    settings = plan.handle, scale, deterministic, precision, transport
-    out, lse = ring_attention(q, k, v, sink, *settings)
+    settings = scale, deterministic, precision, transport
+    if isinstance(plan, GraphPlan):
+        out, lse = graph_ring_attention(q, k, v, sink, *plan.arguments(), *settings)
+    else:
+        out, lse = ring_attention(q, k, v, sink, graph_handle(plan), *settings)
     return (out, lse) if return_lse else out
 
 

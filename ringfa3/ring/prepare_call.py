@@ -46,7 +46,12 @@ MAX_VALIDATED = 64  # kinds of calls that a plan remembers as valid
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
-    """Raises `error` on every rank of the group, or here alone if the others do not come."""
+    """Raises `error` on every rank of the group, or here alone if the others do not come.
+
+    Here alone also while a compiler traces: every rank traces the same.
+    """
+    if torch.compiler.is_compiling():
+        raise error
     if group is not None and dist.get_world_size(group) > 1 and not is_fake(group):
         try:
             RingGroup.of(group).agree(Settings(), error)

@@ -24,12 +24,12 @@ from ringfa3 import flash_attn_func
 TIMEOUT_S = 20.0  # of the pool's process groups
 LIMIT_S = 25.0  # for one call of `run`
 
-# Processes are forked from a server that has imported these and has no threads. PyTorch imports
-# torch._dynamo, which takes a second, at the first call of a custom op.
+# Processes are forked from a server that has imported these and has no threads. What compilers
+# import takes seconds.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        *("ringfa3", "torch._dynamo", "pytest", "hypothesis", "hydra.main", "matplotlib.figure"),
+        *("ringfa3", "torch._dynamo.testing", "pytest", "hypothesis", "hydra.main", "matplotlib.figure"),
         *(f"train.tasks.{name}" for name in ("generate", "train", "verify")),
         "train.probes.text_loss",
     ]

@@ -1,0 +1,63 @@
+"""`GraphPlan`: what stands for a plan that cannot be made while torch.compile traces."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ringfa3.planning.handles import graph_handle
+from ringfa3.validation import check_window
+
+
+class DenseBatch(NamedTuple):
+    """The arguments of `dense_plan`, which may be symbols, and this rank's number in the group."""
+
+    rank: int
+    world: int
+    batch: int
+    tokens: int
+    layout: str
+    causal: bool
+
+
+class GraphPlan:
+    """A plan that an op makes when the graph runs: see `ring.graph_op`.
+
+    origin       the plan that it differs from in group or window, or a `DenseBatch`
+    group        to run in; None for the default group
+    window_size  as in `plan_context`
+
+    `origin` has the other attributes. Code that gets it where a graph ends reads the plan itself.
+    """
+
+    def __init__(
+        self, origin: Any, group: dist.ProcessGroup | None, window_size: tuple[int, int]
+    ) -> None:
+        self.origin, self.group, self.window_size = origin, group, window_size
+
+    def bound_to(self, group: dist.ProcessGroup) -> GraphPlan:
+        return GraphPlan(self.origin, group, self.window_size)
+
+    def with_window(self, window_size: tuple[int, int]) -> GraphPlan:
+        return GraphPlan(self.origin, self.group, check_window(window_size))
+
+    def arguments(self) -> tuple[int, int, int, str, bool, str, int, int]:
+        """For the op: (handle of `origin` or 0, batch, tokens, layout, causal, name of the group or
+        "", *window)."""
+        handle, batch, tokens = 0, 0, 0
+        if isinstance(self.origin, DenseBatch):
+            batch, tokens = self.origin.batch, self.origin.tokens
+        else:
+            handle = graph_handle(self.origin)
+        name = "" if self.group is None else self.group.group_name
+        return handle, batch, tokens, self.layout, self.causal, name, *self.window_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a copy that has no attributes yet
+            raise AttributeError(name)
+        if torch.compiler.is_compiling():
+            return getattr(self.origin, name)
+        plan = self.origin if self.group is None else self.origin.bound_to(self.group)
+        return getattr(plan.with_window(self.window_size), name)
