@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ import torch.nn.functional as F
 from ringfa3.attention_op import out_shape
 from ringfa3.hf.documents import begins_of, documents_of
 from ringfa3.hf.masks import Mask
+from ringfa3.hf.probe import Probe, check_model
 from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window
 from ringfa3.ring.op import ring_attn_func
-from ringfa3.ring.prepare_call import default_group
+from ringfa3.ring.prepare_call import default_group, raise_on_all_ranks
 from ringfa3.tensor_cache import TensorCache
 
 # RoPE types of transformers whose frequencies do not depend on the positions of a call.
@@ -26,6 +29,40 @@ def group_of(plan: object) -> dist.ProcessGroup | None:
         return None
     group: dist.ProcessGroup | None = getattr(plan, "group", None)
     return group or default_group()
+
+
+def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`PreTrainedModel.__call__`, which refuses what no single layer could notice under a plan.
+
+    Raises ValueError, on every rank: the model mixes tokens outside of attention, or is to compute
+    a loss that is not a sum over the ranks.
+    """
+
+    @functools.wraps(call)
+    def checked(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Any:
+        plan = keywords.get("ringfa3_plan")
+        if plan is not None and not isinstance(plan, Probe):
+            try:
+                _check_losses(keywords)
+                check_model(model)
+            except ValueError as problem:
+                raise_on_all_ranks(group_of(plan), problem)
+        return call(model, *inputs, **keywords)
+
+    return checked
+
+
+def _check_losses(keywords: dict[str, Any]) -> None:
+    if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
+        raise ValueError(
+            "labels beside ringfa3_plan: transformers would shift them inside this rank's tokens: "
+            "shift them, then pass plan.shard(labels) to a loss of the logits, or as shift_labels"
+        )
+    if keywords.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits=True beside ringfa3_plan: the balance of experts would be that "
+            "of this rank's tokens: drop it"
+        )
 
 
 def check_context(
