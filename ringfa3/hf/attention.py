@@ -59,6 +59,26 @@ def attention_forward(
     plan = keywords.get("ringfa3_plan")
     if isinstance(plan, Probe):
         return plan.attend(module, query, key, value), None
+    attend = _attend if plan is None else _attend_uncompiled
+    settings = dropout, scaling, sliding_window, is_causal, s_aux, keywords
+    return attend(module, query, key, value, attention_mask, *settings), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | None,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    is_causal: bool | None,
+    s_aux: torch.Tensor | None,
+    keywords: dict[str, Any],
+) -> torch.Tensor:
+    """out of `attention_forward`."""
+    plan = keywords.get("ringfa3_plan")
     try:
         check_arguments(dropout, keywords)
         mask = check_mask(module, attention_mask, sliding_window, is_causal, query, key)
@@ -83,7 +103,10 @@ def attention_forward(
         out, _ = padded_attention(q, k, v, sink, *_documents(mask, keywords, q), *settings)
     else:
         out = context_parallel.attend(plan, q, k, v, sink, *settings)
-    return out[..., :d_v], None
+    return out[..., :d_v]
+
+
+_attend_uncompiled = context_parallel.uncompiled(_attend)
 
 
 _Documents = tuple[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,17 @@ from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import default_group, raise_on_all_ranks
 from ringfa3.tensor_cache import TensorCache
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 # RoPE types of transformers whose frequencies do not depend on the positions of a call.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+# Checks read values, and ranks exchange errors: both happen between a compiler's graphs.
+uncompiled: Callable[[Function], Function] = functools.partial(
+    torch.compiler.disable,
+    reason="ringfa3_plan: a ring runs between graphs: call torch.compile without fullgraph=True",
+)
 
 
 def group_of(plan: object) -> dist.ProcessGroup | None:
@@ -42,14 +51,20 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Any:
         plan = keywords.get("ringfa3_plan")
         if plan is not None and not isinstance(plan, Probe):
-            try:
-                _check_losses(keywords)
-                check_model(model)
-            except ValueError as problem:
-                raise_on_all_ranks(group_of(plan), problem)
+            check_call(model, plan, keywords)
         return call(model, *inputs, **keywords)
 
     return checked
+
+
+@uncompiled
+def check_call(model: torch.nn.Module, plan: object, keywords: dict[str, Any]) -> None:
+    """What `checked_call` raises."""
+    try:
+        _check_losses(keywords)
+        check_model(model)
+    except ValueError as problem:
+        raise_on_all_ranks(group_of(plan), problem)
 
 
 def _check_losses(keywords: dict[str, Any]) -> None:
@@ -79,8 +94,6 @@ def check_context(
     check_plan(plan)
     assert isinstance(plan, ContextPlan)
     batch, tokens = query.shape[0], query.shape[2]
-    if torch.compiler.is_compiling():
-        raise ValueError("ringfa3_plan under torch.compile: run the ring without torch.compile")
     if mask.keys != tokens:
         raise ValueError(
             f"past_key_values holds {mask.keys - tokens} tokens: a ring has no KV cache: pass "
@@ -153,7 +166,10 @@ def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
     """Compares position_ids with the plan's, once for each version of the tensor."""
     remedy = "pass position_ids=plan.positions[None]"
     if positions is None:
-        raise ValueError(f"position_ids=None beside ringfa3_plan: {remedy}")
+        raise ValueError(
+            f"position_ids=None beside ringfa3_plan: {remedy}. If you do, this model gives its "
+            "attention none, and cannot run under a ring"
+        )
 
     def compare() -> None:
         given = positions.flatten().cpu()

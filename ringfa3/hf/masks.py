@@ -60,8 +60,9 @@ class Mask:
         if self.problem is not None:
             return MaskAccessError(str(self.problem))
         return MaskAccessError(
-            f"attention_mask{use}: the model, or generate with a static cache, uses the mask as a "
-            f"tensor, and RingFA3 makes none: use a DynamicCache, or {REMEDY}"
+            f"attention_mask{use}: RingFA3's mask is no tensor. If generate reads it, for a static "
+            "cache, use a DynamicCache, which is cache_implementation='dynamic'; if the model "
+            f"does, {REMEDY}"
         )
 
 
