@@ -53,7 +53,7 @@ class Probe:
         """After a forward. Layers inside of this one come first, so the first report names one."""
         if _spread(outputs) and not _spread(inputs):
             where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-            self.report(f"{where} mixes tokens, and not by RingFA3's attention")
+            self.report(f"{where} mixes tokens, and not by RingFA3's attention with ringfa3_plan")
 
     def check_results(self, outputs: Any) -> None:
         """Of the model: each tensor has a row a token, and poison has come through."""
