@@ -6,6 +6,7 @@ documents apart: logits and gradients within 1e-12 in float64.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 from unittest import mock
@@ -70,7 +71,9 @@ def test_text_rows_of_multimodal_positions(name: str) -> None:
     for implementation in ("ringfa3", "sdpa"):
         torch.manual_seed(0)
         kind = getattr(transformers, f"{name}Model")
-        models.append(kind._from_config(config, attn_implementation=implementation).double())
+        models.append(
+            kind._from_config(copy.deepcopy(config), attn_implementation=implementation).double()
+        )
     text = positions_of(*ROWS)
     positions = torch.stack((text, text, text // 2, text // 3))
     outs = [
