@@ -25,11 +25,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
-# Checks read values, and ranks exchange errors: both happen between a compiler's graphs.
-uncompiled: Callable[[Function], Function] = functools.partial(
-    torch.compiler.disable,
-    reason="ringfa3_plan: a ring runs between graphs: call torch.compile without fullgraph=True",
-)
+def uncompiled(function: Function) -> Function:
+    """Runs between a compiler's graphs: checks read values, and ranks exchange errors."""
+    reason = "ringfa3_plan: a ring runs between graphs: call torch.compile without fullgraph=True"
+    outside: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return outside
 
 
 def group_of(plan: object) -> dist.ProcessGroup | None:

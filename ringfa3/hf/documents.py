@@ -58,8 +58,8 @@ def documents_of(
         return None
 
     def read() -> Documents | None:
-        breaks = None if packed is None or not step else packed.diff(dim=-1) != 1
-        visible, breaks = _on_host(padding, breaks)
+        jumps = None if packed is None or not step else packed.diff(dim=-1) != 1
+        visible, breaks = _on_host(padding, jumps)
         if visible is not None and not visible.all():
             if breaks is not None:
                 _check_padded(visible, breaks, queries)
