@@ -12,6 +12,7 @@ from ringfa3.hf import context_parallel
 from ringfa3.hf.checks import check_arguments, check_mask
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
+from ringfa3.hf.probe import Probe
 from ringfa3.kernels.reference import statistics_dtype
 from ringfa3.ring.prepare_call import raise_on_all_ranks
 from ringfa3.validation import (
@@ -28,7 +29,7 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Mask | ValueError | None,
+    attention_mask: Mask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -56,6 +57,28 @@ def attention_forward(
         RingError: as `ring_attn_func`.
     """
     plan = keywords.get("ringfa3_plan")
+    if isinstance(plan, Probe):
+        return plan.attend(module, query, key, value), None
+    attend = _attend if plan is None else _attend_uncompiled
+    settings = dropout, scaling, sliding_window, is_causal, s_aux, keywords
+    return attend(module, query, key, value, attention_mask, *settings), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | None,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    is_causal: bool | None,
+    s_aux: torch.Tensor | None,
+    keywords: dict[str, Any],
+) -> torch.Tensor:
+    """out of `attention_forward`."""
+    plan = keywords.get("ringfa3_plan")
     try:
         check_arguments(dropout, keywords)
         mask = check_mask(module, attention_mask, sliding_window, is_causal, query, key)
@@ -80,7 +103,10 @@ def attention_forward(
         out, _ = padded_attention(q, k, v, sink, *_documents(mask, keywords, q), *settings)
     else:
         out = context_parallel.attend(plan, q, k, v, sink, *settings)
-    return out[..., :d_v], None
+    return out[..., :d_v]
+
+
+_attend_uncompiled = context_parallel.uncompiled(_attend)
 
 
 _Documents = tuple[
@@ -91,33 +117,26 @@ _Documents = tuple[
 def _documents(mask: Mask, keywords: dict[str, Any], q: torch.Tensor) -> _Documents:
     """(padding, packed, cu_q, cu_k, step) of `padded_attention`.
 
-    Cumulative lengths decide, then a padding mask, then the documents of the mask, then breaks of
-    position_ids. Raises ValueError: two of the first three at once, or one that cannot be read.
+    Padding that hides nothing is none. Then cumulative lengths decide, then the documents of the
+    mask, then breaks of position_ids; the op refuses what cannot go together, because a compiler,
+    which has no values, traces this. Raises ValueError: one that cannot be read.
     """
     cu_q, cu_k = (keywords.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     if cu_q is not None or cu_k is not None:
-        if cu_q is None or cu_k is None or mask.padding is not None:
-            raise ValueError(
-                "cu_seq_lens_q: give cu_seq_lens_k too, and attention_mask=None: documents have "
-                "their lengths from one argument"
-            )
-        # The op compares both kinds of documents: a compiler, which has no values, traces this.
-        return None, mask.documents, cu_q, cu_k, 0
-    if mask.padding is not None:
-        if mask.documents is not None:
-            raise ValueError(
-                "attention_mask hides padding, and a packed_sequence_mask_function separates "
-                "documents: give attention_mask=None and no padding"
-            )
-        return mask.padding, None, None, None, 0
+        if cu_q is None or cu_k is None:
+            raise ValueError("cu_seq_lens_q: give cu_seq_lens_k too, and neither without the other")
+        return mask.padding, mask.documents, cu_q, cu_k, 0
     if mask.documents is not None:
-        return None, mask.documents, None, None, 0
+        return mask.padding, mask.documents, None, None, 0
     positions = keywords.get("position_ids")
+    crossing = mask.left < 0 and mask.right < 0 and mask.keys != q.shape[1]
+    if crossing:  # the keys are other tokens than those that have the positions
+        return mask.padding, None, None, None, 0
     if positions is not None and positions.shape in ((1, q.shape[1]), (q.shape[0], q.shape[1])):
-        return None, positions, None, None, 1
+        return mask.padding, positions, None, None, 1
     if mask.unread:
         raise ValueError(
             "position_ids do not reach attention in this model, so torch.compile cannot see packed "
             "documents: do not compile, or pass cu_seq_lens_q and cu_seq_lens_k"
         )
-    return None, None, None, None, 0
+    return mask.padding, None, None, None, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -48,12 +49,10 @@ def check_mask(
 ) -> Mask:
     """The mask of a layer; for None that of `is_causal` and `sliding_window`.
 
-    Raises ValueError: the one that the mask function returned, another kind of mask, or one of
+    Raises ValueError: the problem of the mask, another kind of mask, or one of
     other keys or of labels for other tokens than the layer has.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-    if isinstance(mask, ValueError):
-        raise mask
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         left = -1 if sliding_window is None else sliding_window - 1
@@ -63,7 +62,11 @@ def check_mask(
             f"attention_mask={_brief(mask)}: RingFA3 takes no prepared 4D mask: give the (batch, "
             f"keys) mask of the tokens that are no padding, or {REMEDY}"
         )
-    if is_causal is not None and is_causal != (mask.right == 0):
+    if mask.problem is not None:
+        raise mask.problem
+    # A layer that computes is_causal itself gives False whenever it has a mask, which prevails.
+    own = "is_causal" in inspect.unwrap(type(module).forward).__code__.co_varnames
+    if is_causal is not None and is_causal != (mask.right == 0) and not own:
         raise ValueError(
             f"is_causal={is_causal}, but the model's mask has window ({mask.left}, {mask.right}): "
             "set config.is_causal, from which transformers makes the mask"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,13 +13,23 @@ import torch.nn.functional as F
 from ringfa3.attention_op import out_shape
 from ringfa3.hf.documents import begins_of, documents_of
 from ringfa3.hf.masks import Mask
+from ringfa3.hf.probe import Probe, check_model
 from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window
 from ringfa3.ring.op import ring_attn_func
-from ringfa3.ring.prepare_call import default_group
+from ringfa3.ring.prepare_call import default_group, raise_on_all_ranks
 from ringfa3.tensor_cache import TensorCache
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # RoPE types of transformers whose frequencies do not depend on the positions of a call.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+def uncompiled(function: Function) -> Function:
+    """Runs between a compiler's graphs: checks read values, and ranks exchange errors."""
+    reason = "ringfa3_plan: a ring runs between graphs: call torch.compile without fullgraph=True"
+    outside: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return outside
 
 
 def group_of(plan: object) -> dist.ProcessGroup | None:
@@ -26,6 +38,46 @@ def group_of(plan: object) -> dist.ProcessGroup | None:
         return None
     group: dist.ProcessGroup | None = getattr(plan, "group", None)
     return group or default_group()
+
+
+def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`PreTrainedModel.__call__`, which refuses what no single layer could notice under a plan.
+
+    Raises ValueError, on every rank: the model mixes tokens outside of attention, or is to compute
+    a loss that is not a sum over the ranks.
+    """
+
+    @functools.wraps(call)
+    def checked(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Any:
+        plan = keywords.get("ringfa3_plan")
+        if plan is not None and not isinstance(plan, Probe):
+            check_call(model, plan, keywords)
+        return call(model, *inputs, **keywords)
+
+    return checked
+
+
+@uncompiled
+def check_call(model: torch.nn.Module, plan: object, keywords: dict[str, Any]) -> None:
+    """What `checked_call` raises."""
+    try:
+        _check_losses(keywords)
+        check_model(model)
+    except ValueError as problem:
+        raise_on_all_ranks(group_of(plan), problem)
+
+
+def _check_losses(keywords: dict[str, Any]) -> None:
+    if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
+        raise ValueError(
+            "labels beside ringfa3_plan: transformers would shift them inside this rank's tokens: "
+            "shift them, then pass plan.shard(labels) to a loss of the logits, or as shift_labels"
+        )
+    if keywords.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits=True beside ringfa3_plan: the balance of experts would be that "
+            "of this rank's tokens: drop it"
+        )
 
 
 def check_context(
@@ -42,8 +94,6 @@ def check_context(
     check_plan(plan)
     assert isinstance(plan, ContextPlan)
     batch, tokens = query.shape[0], query.shape[2]
-    if torch.compiler.is_compiling():
-        raise ValueError("ringfa3_plan under torch.compile: run the ring without torch.compile")
     if mask.keys != tokens:
         raise ValueError(
             f"past_key_values holds {mask.keys - tokens} tokens: a ring has no KV cache: pass "
@@ -116,7 +166,10 @@ def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
     """Compares position_ids with the plan's, once for each version of the tensor."""
     remedy = "pass position_ids=plan.positions[None]"
     if positions is None:
-        raise ValueError(f"position_ids=None beside ringfa3_plan: {remedy}")
+        raise ValueError(
+            f"position_ids=None beside ringfa3_plan: {remedy}. If you do, this model gives its "
+            "attention none, and cannot run under a ring"
+        )
 
     def compare() -> None:
         given = positions.flatten().cpu()

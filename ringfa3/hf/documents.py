@@ -27,7 +27,7 @@ class Documents(NamedTuple):
     cu_k: torch.Tensor
 
 
-_read: TensorCache[Documents | None] = TensorCache()
+_read: TensorCache[TensorCache[Documents | None]] = TensorCache()  # by padding, then by packed
 
 
 def documents_of(
@@ -44,28 +44,53 @@ def documents_of(
     Args:
         aligned: the mask depends on how far a query is from a key: it is causal or has a window.
             Else every query sees all keys that are no padding.
-        padding: (b, keys) bool, False for padding.
+        padding: (b, keys) bool, False for padding. One that is True everywhere counts as None.
         packed: (b or 1, queries) ints. With step 0 they are labels as of `begins_of`, of as many
             keys as queries; with step 1 positions, and a document begins where they do not go up
             by one.
 
     Raises:
-        ValueError: the mask has holes, a label returns, or documents begin among queries that
-            follow cached keys.
+        ValueError: the mask has holes, or documents begin among tokens that it shows; a label
+            returns; or documents begin among queries that follow cached keys.
     """
-    tensor = packed if padding is None else padding
-    if tensor is None:
+    tensors = [x for x in (padding, packed) if x is not None]
+    if not tensors:
         return None
 
     def read() -> Documents | None:
-        if padding is not None:
-            return _of_padding(padding.cpu().numpy(), queries, aligned)
-        if step:
-            return _of_positions(tensor, batch, queries, keys)
-        begins = begins_of(tensor, batch).numpy()
+        jumps = None if packed is None or not step else packed.diff(dim=-1) != 1
+        visible, breaks = _on_host(padding, jumps)
+        if visible is not None and not visible.all():
+            if breaks is not None:
+                _check_padded(visible, breaks, queries)
+            elif packed is not None:
+                raise _hides("packed_sequence_mask_function")
+            return _of_padding(visible, queries, aligned)
+        if packed is None:
+            return None
+        if breaks is not None:
+            return _of_positions(packed, breaks, batch, queries, keys)
+        begins = begins_of(packed, batch).numpy()
         return None if len(begins) == batch else _of_begins(begins, batch * queries)
 
-    return _read.get(tensor, (batch, queries, keys, aligned, step), read)
+    of_first = _read.get(tensors[0], "other", TensorCache)
+    return of_first.get(tensors[-1], (batch, queries, keys, aligned, step), read)
+
+
+_visible: TensorCache[bool] = TensorCache()
+
+
+def check_visible(padding: torch.Tensor) -> None:
+    """Raises ValueError: a mask beside cumulative lengths hides tokens."""
+    if not _visible.get(padding, "all", lambda: bool(padding.all())):
+        raise _hides("cu_seq_lens_q")
+
+
+def _hides(name: str) -> ValueError:
+    return ValueError(
+        f"attention_mask hides padding, and {name} separates documents: give attention_mask=None "
+        "and no padding"
+    )
 
 
 def changes(labels: torch.Tensor) -> torch.Tensor:
@@ -117,10 +142,18 @@ def check_lengths(labels: torch.Tensor, cu_q: torch.Tensor, batch: int) -> None:
         )
 
 
-def _of_padding(visible: npt.NDArray[np.bool_], queries: int, aligned: bool) -> Documents | None:
+def _on_host(*masks: torch.Tensor | None) -> list[npt.NDArray[np.bool_] | None]:
+    """Bool tensors of one device, in one copy: one synchronisation."""
+    given = [x for x in masks if x is not None]
+    if not given:
+        return [None] * len(masks)
+    flat = torch.cat([x.flatten().to(given[0].device) for x in given]).cpu().numpy()
+    parts = iter(np.split(flat, np.cumsum([x.numel() for x in given])[:-1]))
+    return [None if x is None else next(parts).reshape(x.shape) for x in masks]
+
+
+def _of_padding(visible: npt.NDArray[np.bool_], queries: int, aligned: bool) -> Documents:
     batch, keys = visible.shape
-    if visible.all():
-        return None
     count = visible.sum(1)
     first = np.where(count > 0, visible.argmax(1), 0)
     last = keys - visible[:, ::-1].argmax(1)
@@ -141,22 +174,37 @@ def _of_padding(visible: npt.NDArray[np.bool_], queries: int, aligned: bool) -> 
     return Documents(_cumulative(lengths_q), _cumulative(lengths_k))
 
 
-def _of_positions(positions: torch.Tensor, batch: int, queries: int, keys: int) -> Documents | None:
+def _check_padded(
+    visible: npt.NDArray[np.bool_], breaks: npt.NDArray[np.bool_], queries: int
+) -> None:
+    """Raises ValueError: documents begin among visible tokens, which transformers would join."""
+    shown = visible[:, -queries:]
+    row, token = (breaks & shown[:, 1:] & shown[:, :-1]).nonzero()
+    if len(row):
+        raise ValueError(
+            f"position_ids begin again at token {token[0] + 1} of row {row[0]}, and attention_mask "
+            "hides padding: give packed documents without padding, and attention_mask=None"
+        )
+
+
+def _of_positions(
+    positions: torch.Tensor, breaks: npt.NDArray[np.bool_], batch: int, queries: int, keys: int
+) -> Documents | None:
     if queries != keys and (first := int(positions[:, 0].min())) < keys - queries:
         raise ValueError(
             f"position_ids begin with {first} after {keys - queries} cached tokens, which are then "
             "of several documents: pass packed documents at once, with use_cache=False"
         )
-    breaks = (positions.diff(dim=-1) != 1).nonzero().cpu().numpy()
-    if not len(breaks):
+    row, token = breaks.nonzero()
+    if not len(row):
         return None
     if queries != keys:
         raise ValueError(
-            f"position_ids begin again at token {int(breaks[0, 1]) + 1} of {queries} that follow "
+            f"position_ids begin again at token {token[0] + 1} of {queries} that follow "
             f"{keys - queries} cached ones: pass packed documents at once, with use_cache=False"
         )
     rows = len(positions)
-    begins = breaks[:, 0] * queries + breaks[:, 1] + 1
+    begins = row * queries + token + 1
     starts = np.union1d(np.arange(rows) * queries, begins)
     if rows == 1:  # of every row of the batch
         starts = np.concatenate([starts + i * queries for i in range(batch)])

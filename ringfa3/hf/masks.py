@@ -8,9 +8,11 @@ keywords of the mask function decide.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers.masking_utils import causal_mask_function
 
 from ringfa3.hf.documents import changes
@@ -19,22 +21,64 @@ REMEDY = "use attn_implementation='sdpa' or 'eager' for this model"
 _LIBRARY = "transformers.masking_utils"
 
 
-class Mask(NamedTuple):
-    """What a layer's queries see.
+class MaskAccessError(ValueError, AttributeError):
+    """A model reads its mask as a tensor. `hasattr` of a mask is False, as of any other object."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What a layer's queries see. It is no tensor: whoever reads it as one gets a ValueError.
 
     left, right  window, -1 for unlimited; a causal mask has right 0
     keys         number of keys, the cached ones included
     padding      (b, keys) bool, False for padding; None: no 2D mask was given
     documents    (b or 1, queries) labels, as of `begins_of`; None: one document, or not known
     unread       the mask function may hold documents that could not be read
+    problem      why there is no such mask; attention raises it, on all ranks of a ring
     """
 
-    left: int
-    right: int
-    keys: int
-    padding: torch.Tensor | None
-    documents: torch.Tensor | None
-    unread: bool
+    left: int = -1
+    right: int = -1
+    keys: int = 0
+    padding: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+    unread: bool = False
+    problem: ValueError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._access_error(f".{name}")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        masks = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))
+        name = getattr(function, "__name__", repr(function))
+        raise next(masks, cls())._access_error(f" in {name}")
+
+    def _access_error(self, use: str) -> MaskAccessError:
+        if self.problem is not None:
+            return MaskAccessError(str(self.problem))
+        return MaskAccessError(
+            f"attention_mask{use}: RingFA3's mask is no tensor. If generate reads it, for a static "
+            "cache, use a DynamicCache, which is cache_implementation='dynamic'; if the model "
+            f"does, {REMEDY}"
+        )
+
+
+def _refuse(operator: str) -> Callable[..., Any]:
+    def refuse(self: Mask, *others: object) -> Any:
+        raise self._access_error(f" under {operator}")
+
+    return refuse
+
+
+# Operators are looked up on the class. Without these, mask == 0 would be False in silence.
+_BINARY = ("add", "sub", "mul", "truediv", "and", "or", "xor")
+_UNARY = ("getitem", "len", "iter", "invert", "neg", "float", "int", "bool")
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+for _operator in (*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY, *_COMPARED):
+    setattr(Mask, f"__{_operator}__", _refuse(f"__{_operator}__"))
 
 
 class _Allowed(NamedTuple):
@@ -55,20 +99,14 @@ class _Allowed(NamedTuple):
         )
 
 
-def mask_function(**arguments: Any) -> Mask | ValueError:
-    """`read_mask`, or the error that it raises: attention raises it, on all ranks of a ring."""
+def mask_function(**arguments: Any) -> Mask:
+    """`read_mask`, or a mask with the error that it raises, for attention to raise."""
     try:
         return read_mask(**arguments)
-    except StaticCacheError:  # `generate` would take what is returned for a mask
-        raise
     except ValueError as problem:
         if torch.compiler.is_compiling():
             raise
-        return problem
-
-
-class StaticCacheError(ValueError):
-    """A cache has slots for tokens to come, which are keys too."""
+        return Mask(problem=problem)
 
 
 def read_mask(
@@ -92,12 +130,13 @@ def read_mask(
         q_length = cache_position.shape[0]
         compiling = torch.compiler.is_compiling()
         q_offset = kv_offset + kv_length - q_length if compiling else int(cache_position[0])
-    _check_cache(q_length, q_offset, kv_offset + kv_length, attention_mask)
     if torch.compiler.is_compiling():
         allowed, unread = _from_keywords(mask_function, keywords)
         unread = unread and attention_mask is None
     else:
         allowed, unread = _from_closures(mask_function), False
+    if allowed.left >= 0 or allowed.right >= 0:  # else queries see keys at any distance
+        _check_cache(q_length, q_offset, kv_offset + kv_length, attention_mask)
     padding = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length)
     if allowed.padding is not None:
         padding = _both(padding, _columns(allowed.padding, kv_offset, kv_length))
@@ -113,7 +152,7 @@ def _check_cache(
     """Raises ValueError unless the queries are the last keys; those end at position `end`."""
     columns = 0 if attention_mask is None else attention_mask.shape[-1]
     if isinstance(q_offset, torch.Tensor) or (queries or 0) + (q_offset or 0) < end > columns:
-        raise StaticCacheError(
+        raise ValueError(
             "past_key_values is a static cache, whose unused slots are keys too: use a "
             "DynamicCache, which is cache_implementation='dynamic' of generate"
         )

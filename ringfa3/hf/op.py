@@ -13,7 +13,7 @@ import torch
 from ringfa3 import functional
 from ringfa3.attention_op import lse_by_head, lse_by_sequence, out_shape, register_attention
 from ringfa3.custom_op import custom_op
-from ringfa3.hf.documents import Documents, check_lengths, documents_of
+from ringfa3.hf.documents import Documents, check_lengths, check_visible, documents_of
 
 
 @custom_op
@@ -37,8 +37,10 @@ def padded_attention(
 
     The last rows of queries and keys are aligned. `padding`, `packed` and `step` as in
     `documents_of`; with `cu_q` and `cu_k` documents of given lengths, over all b * s tokens, with
-    which `packed`, if given, is compared as labels.
+    which `packed`, if given, is compared as labels. Then `padding` must hide nothing.
     """
+    if cu_q is not None and padding is not None:
+        check_visible(padding)
     if cu_q is not None and packed is not None:
         check_lengths(packed, cu_q, q.shape[0])
     documents = _documents(q, k, padding, packed, cu_q, cu_k, step, left, right)

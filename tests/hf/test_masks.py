@@ -1,4 +1,4 @@
-"""Masks that users put together, on one layer.
+"""Masks that users put together, on one layer, and masks that models read as tensors.
 
 The reference is transformers' sdpa attention under the same mask, in float64, within 1e-12; rows of
 padding are left out.
@@ -6,6 +6,8 @@ padding are left out.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ringfa3.hf.attention import attention_forward
-from tests.support.hf_models import model_of
+from tests.support.hf_models import model_of, shared_model
 
 TOKENS = 9
 
@@ -61,3 +63,41 @@ def test_a_window_to_the_left_alone_beside_padding(side: str) -> None:
     visible[1, slice(3) if side == "left" else slice(-3, None)] = False
     window = masking_utils.sliding_window_overlay(2)
     assert difference(visible, True, "create_bidirectional_mask", and_mask_function=window) <= 1e-12
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda mask: mask.shape,
+    "to": lambda mask: mask.to(torch.bool),
+    "slice": lambda mask: mask[:, :, :, :9],
+    "==": lambda mask: mask == 0,
+    "!=": lambda mask: mask != 0,
+    "~": lambda mask: ~mask,
+    "scores +": lambda mask: torch.zeros(1, 2, 9, 9) + mask,
+    "+ scores": lambda mask: mask + torch.zeros(1, 2, 9, 9),
+    "1 -": lambda mask: 1.0 - mask,
+    "function": lambda mask: torch.where(mask, 0.0, 1.0),
+    "list": lambda mask: torch.cat([mask, mask], -1),
+    "len": len,
+    "float": float,
+    "all": lambda mask: torch.all(mask),
+    "truth": bool,
+}
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["mask", "refused mask"])
+@pytest.mark.parametrize("how", READS)
+def test_a_mask_that_is_read_as_a_tensor(how: str, refused: bool) -> None:
+    """A mask that was refused already names that reason."""
+    config = shared_model("llama", "ringfa3").config
+    given = torch.ones(2, 7) if refused else None
+    mask = masking_utils.create_causal_mask(config, torch.zeros(2, 9, 24), given, None)
+    with pytest.raises(ValueError, match="has 7 columns" if refused else "'sdpa' or 'eager'"):
+        READS[how](mask)
+
+
+def test_a_mask_has_no_attributes_of_tensors() -> None:
+    """As libraries that move arguments between devices ask."""
+    config = shared_model("llama", "ringfa3").config
+    mask = masking_utils.create_causal_mask(config, torch.zeros(2, 9, 24), None, None)
+    assert not hasattr(mask, "to")
+    assert copy.copy(mask).right == 0

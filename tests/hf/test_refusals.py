@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import masking_utils
 
 from ringfa3 import ContextPlan, plan_context
 from ringfa3.hf.attention import attention_forward
-from tests.support.hf_models import model_of, shared_model, tokens
+from tests.support.hf_models import SIZES, model_of, shared_model, tokens
 from tests.support.ranks import Ranks
 
 IDS = tokens(2, 9)
@@ -82,9 +83,15 @@ def contradicted() -> Any:
     return masked_by(is_causal=False)
 
 
-def static_cache() -> Any:
-    model = shared_model("llama", "ringfa3")
-    return model.generate(IDS, max_new_tokens=2, cache_implementation="static")
+def generate(name: str, cache: str) -> Any:
+    model = shared_model(name, "ringfa3")
+    return model.generate(IDS, max_new_tokens=2, cache_implementation=cache)
+
+
+def doge() -> Any:
+    """It reads the dtype of its mask."""
+    config = transformers.DogeConfig(**{**SIZES, "keep_window_size": 4})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringfa3")(IDS)
 
 
 def packed_after_a_cache() -> Any:
@@ -101,9 +108,21 @@ def decoded_after_packed() -> Any:
     return model(IDS[:, :1], past_key_values=cache, position_ids=torch.tensor([[3]]))
 
 
+def one_token_hidden() -> torch.Tensor:
+    mask = torch.ones_like(IDS)
+    mask[1, 0] = 0
+    return mask
+
+
 def two_sources_of_lengths() -> Any:
     cu = torch.tensor([0, 9, 18])
-    return llama(attention_mask=torch.ones_like(IDS), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    return llama(attention_mask=one_token_hidden(), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
+def packed_positions_and_padding() -> Any:
+    """transformers would join the documents of row 1."""
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    return llama(attention_mask=one_token_hidden(), position_ids=positions)
 
 
 def packed_by(*rows: list[int]) -> Any:
@@ -119,7 +138,7 @@ def two_packed_masks() -> Any:
 def packed_and_padded() -> Any:
     model, x = shared_model("llama", "ringfa3"), torch.randn(1, 2, 9, 8)
     mask = masking_utils.create_causal_mask(
-        model.config, torch.zeros(1, 9, 24), torch.ones(1, 9), None,
+        model.config, torch.zeros(1, 9, 24), one_token_hidden()[1:], None,
         and_mask_function=packed_by([0] * 4 + [1] * 5),
     )  # fmt: skip
     return attention_forward(torch.nn.Identity(), x, x, x, mask)
@@ -183,7 +202,21 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {  # call, argument and v
     "chunked": (chunked, "mask_function=chunked_overlay", "attn_implementation='sdpa'"),
     "blockwise": (blockwise, "mask_function=or_masks", "attn_implementation='sdpa'"),
     "a user's mask": (users_own, "mask_function=users_own", "attn_implementation='sdpa'"),
-    "static cache": (static_cache, "past_key_values is a static cache", "use a DynamicCache"),
+    **{
+        f"{cache} cache, {name}": (
+            partial(generate, name, cache),
+            named,
+            "DynamicCache, which is cache_implementation='dynamic'",
+        )
+        for name, named in (
+            ("llama", "past_key_values is a static cache"),
+            ("mistral", "attention_mask.contiguous: RingFA3's mask is no tensor"),
+            ("gemma3", "RingFA3's mask is no tensor"),
+            ("phi3", "past_key_values is a static cache"),
+        )
+        for cache in ("static", "sliding_window")
+    },
+    "a model that reads the mask": (doge, "attention_mask.dtype: RingFA3's mask", "'sdpa' or"),
     "paged cache": (lambda: layer(cache=object()), "cache=<object>", "attn_implementation='sdpa'"),
     "position_bias": (
         lambda: layer(position_bias=torch.zeros(9, 9)),
@@ -197,6 +230,11 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {  # call, argument and v
         "use_cache=False",
     ),
     "lengths twice": (two_sources_of_lengths, "cu_seq_lens_q", "attention_mask=None"),
+    "packed positions and padding": (
+        packed_positions_and_padding,
+        "position_ids begin again at token 4 of row 1, and attention_mask hides padding",
+        "attention_mask=None",
+    ),
     "packed twice": (two_packed_masks, "mask_function has two", "give documents once"),
     "label returns": (a_label_returns, "label 0 returns in row 0", "a label of its own"),
     "label returns in row 1": (a_label_returns_in_row_1, "0 returns in row 1", "of its own"),

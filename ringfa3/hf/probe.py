@@ -1,0 +1,154 @@
+"""Whether a model may run under a ring: nothing but attention may let its tokens depend on others.
+
+A rank holds some tokens, and not in their order. Convolutions, recurrences, pooling, an attention
+that does not come to RingFA3, and positions counted from the index of a token would be computed on
+those alone, without an error. No list of layers could be complete, so the model itself is asked:
+its forward runs on a few tokens, one of which is NaN, while attention is a function of each token
+alone. NaN reaches another token only if a layer mixes tokens, whatever its weights are: 0 * NaN is
+NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.utils import _pytree as pytree
+
+TOKENS = 13
+POISONED = 6
+TOKEN = 3  # an id that is seldom one of padding or of an image
+
+_passed: WeakSet[torch.nn.Module] = WeakSet()
+
+
+class Probe:
+    """In place of a plan: the attention of a forward that looks for layers that mix tokens."""
+
+    def __init__(self, constant: bool) -> None:
+        self.constant = constant  # all tokens have one id and one position
+        self.problem: str | None = None  # the first one
+        self.attended = False
+
+    def attend(
+        self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """(b, s, h, d_v) of q, k, v (b, heads, s, head dim): each query gets its own value."""
+        if self.constant and not self.attended and any(_rows_differ(x) for x in (q, k, v)):
+            self.report(
+                f"{type(module).__name__} gets positions that do not come from position_ids but "
+                "from the index of a token"
+            )
+        self.attended = True
+        own = v[:, :, -q.shape[2] :].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        return own.transpose(1, 2).contiguous()
+
+    def report(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+    def check_layer(self, name: str, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        """After a forward. Layers inside of this one come first, so the first report names one."""
+        if _spread(outputs) and not _spread(inputs):
+            where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            self.report(f"{where} mixes tokens, and not by RingFA3's attention with ringfa3_plan")
+
+    def check_results(self, outputs: Any) -> None:
+        """Of the model: each tensor has a row a token, and poison has come through."""
+        named = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)
+        for name, value in named:
+            for x in pytree.tree_leaves(value):
+                if isinstance(x, torch.Tensor) and x.is_floating_point() and not _by_token(x):
+                    self.report(
+                        f"its output {name} of shape {tuple(x.shape)} is one of all tokens: ask "
+                        "for outputs with a row a token, and not for losses of a router"
+                    )
+        results = _by_token(outputs)
+        if not results or not results[0][POISONED].isnan().any():
+            self.report("its outputs do not depend on get_input_embeddings()")
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raises ValueError: `model` mixes tokens outside of attention. Asks each model once.
+
+    The two forwards have TOKENS tokens, no gradient, evaluation mode and no compiler.
+    """
+    if model in _passed:
+        return
+    for constant in (False, True):
+        probe = Probe(constant)
+        try:
+            with torch.no_grad(), _watched(model, probe):
+                probe.check_results(_run(model, probe))
+        except Exception as problem:
+            probe.report(f"a forward with position_ids ends in {type(problem).__name__}: {problem}")
+        if probe.problem is not None:
+            raise ValueError(
+                f"ringfa3_plan: {type(model).__name__} would be wrong under a ring: "
+                f"{probe.problem.rstrip('.')}. Run it without ringfa3_plan, on whole documents"
+            )
+    _passed.update(model.modules())  # those inside are called with the plan, too
+
+
+def _run(model: torch.nn.Module, probe: Probe) -> Any:
+    device = model.get_input_embeddings().weight.device  # type: ignore[operator]
+    ids = torch.full((1, TOKENS), TOKEN, device=device)
+    positions = torch.arange(TOKENS, device=device)[None]
+    if probe.constant:  # not 0, where a recurrence may begin anew
+        positions = torch.ones_like(positions)
+    return model(input_ids=ids, position_ids=positions, use_cache=False, ringfa3_plan=probe)
+
+
+@contextmanager
+def _watched(model: torch.nn.Module, probe: Probe) -> Iterator[None]:
+    """In evaluation mode, uncompiled, with one NaN token, and with `check_layer` of each module."""
+
+    def poison(_: object, inputs: object, outputs: torch.Tensor) -> torch.Tensor:
+        outputs = outputs.clone()
+        outputs.view(-1, *outputs.shape[-1:])[POISONED] = torch.nan
+        return outputs
+
+    modes = [(module, module.training) for module in model.modules()]
+    with ExitStack() as stack:
+        embeddings = model.get_input_embeddings()  # type: ignore[operator]
+        stack.callback(embeddings.register_forward_hook(poison).remove)
+        for name, module in model.named_modules():
+
+            def check(layer: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
+                probe.check_layer(name, layer, (args, kwargs), out)
+
+            stack.callback(module.register_forward_hook(check, with_kwargs=True).remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _by_token(outputs: object) -> list[torch.Tensor]:
+    """The floating-point tensors with a row a token, as (TOKENS, ...)."""
+    if not isinstance(outputs, torch.Tensor):
+        leaves = (x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor))
+        return [x for leaf in leaves for x in _by_token(leaf)]
+    if not outputs.is_floating_point():
+        return []
+    if outputs.shape[:2] == (1, TOKENS):
+        return [outputs[0].flatten(1) if outputs.dim() > 2 else outputs[0, :, None]]
+    return [outputs.flatten(1)] if outputs.dim() > 1 and outputs.shape[0] == TOKENS else []
+
+
+def _spread(values: object) -> bool:
+    """Whether NaN is in more rows than one."""
+    return any(int(x.isnan().any(1).sum()) > 1 for x in _by_token(values))
+
+
+def _rows_differ(x: torch.Tensor) -> bool:
+    """Whether rows of (1, h, s, d) differ by more than rounding, the poisoned one left out."""
+    rows = x[0].transpose(0, 1).flatten(1)
+    rows = rows[[i for i in range(len(rows)) if i != POISONED]]
+    bound = float(torch.finfo(x.dtype).eps) ** 0.5 * rows.abs().max()
+    return bool((rows - rows[0]).abs().max() > bound)

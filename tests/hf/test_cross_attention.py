@@ -1,0 +1,108 @@
+"""Encoder-decoder models: the keys of cross-attention are as many as the encoder's tokens.
+
+The reference is transformers' sdpa attention in float64: logits and gradients where the decoder's
+mask is 1, within 1e-12. T5Gemma has no sdpa: its reference is eager in float32, within 2e-6.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support.hf_models import Results, backward, tokens, worst_difference
+
+BART: dict[str, Any] = {
+    "vocab_size": 97, "d_model": 24, "encoder_layers": 1, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32, "max_position_embeddings": 64, "init_std": 0.3, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
+}  # fmt: skip
+GEMMA = {
+    "vocab_size": 97, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "dropout_rate": 0.0,
+    "query_pre_attn_scalar": 8, "initializer_range": 0.3,
+}  # fmt: skip
+MOONSHINE = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "encoder_num_hidden_layers": 1,
+    "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4, "pad_token_id": 0,
+    "decoder_num_attention_heads": 4, "initializer_range": 0.3, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # by class: config
+    "BartForConditionalGeneration": ("BartConfig", BART),
+    "MarianMTModel": ("MarianConfig", BART),
+    "M2M100ForConditionalGeneration": ("M2M100Config", BART),
+    "T5GemmaForConditionalGeneration": (
+        "T5GemmaConfig",
+        {"encoder": GEMMA, "decoder": GEMMA, "vocab_size": 97, **IDS},
+    ),
+    "MoonshineForConditionalGeneration": ("MoonshineConfig", MOONSHINE),
+}
+SIDES = [("none", "none"), ("right", "none"), ("none", "right"), ("right", "left")]  # of padding
+
+
+@lru_cache(None)
+def model_of(name: str, attention: str) -> Any:
+    kind, settings = MODELS[name]
+    config = getattr(transformers, kind)(**settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, name)._from_config(config, attn_implementation=attention)
+    return model.to(torch.float32 if name.startswith("T5") else torch.float64).eval()
+
+
+def reference_of(name: str) -> tuple[str, float]:
+    return ("eager", 2e-6) if name.startswith("T5") else ("sdpa", 1e-12)
+
+
+def mask_of(side: str, columns: int, hidden: int) -> torch.Tensor | None:
+    """Row 0 has no padding."""
+    mask = torch.ones(2, columns, dtype=torch.long)
+    mask[1, slice(hidden) if side == "left" else slice(-hidden, None)] = 0
+    return None if side == "none" else mask
+
+
+def encoder_inputs(name: str, side: str, columns: int) -> dict[str, Any]:
+    if name.startswith("Moonshine"):  # 6,000 samples are 14 tokens
+        sound = torch.randn(2, 6000, generator=torch.Generator().manual_seed(0)).double()
+        return {"input_values": sound, "attention_mask": mask_of(side, 6000, 2000)}
+    return {"input_ids": tokens(2, columns), "attention_mask": mask_of(side, columns, 2)}
+
+
+def results_of(name: str, attention: str, sides: tuple[str, str], lengths: list[int]) -> Results:
+    model, mask = model_of(name, attention), mask_of(sides[1], lengths[1], 3)
+    model.zero_grad()
+    logits = model(
+        **encoder_inputs(name, sides[0], lengths[0]),
+        decoder_input_ids=tokens(2, lengths[1], seed=1),
+        decoder_attention_mask=mask,
+        use_cache=False,
+    ).logits
+    return backward(model, logits if mask is None else logits[mask.bool()])
+
+
+@pytest.mark.parametrize("lengths", [[11, 7], [5, 9]], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_sdpa(name: str, lengths: list[int]) -> None:
+    """With padding in the encoder, the decoder, both and neither."""
+    theirs, bound = reference_of(name)
+    for sides in SIDES:
+        made = [results_of(name, x, sides, lengths) for x in ("ringfa3", theirs)]
+        assert worst_difference(*made) <= bound, sides
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation(name: str) -> None:
+    """Five greedy tokens through a dynamic cache: those of the reference."""
+    inputs = encoder_inputs(name, "right", 9)
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "num_beams": 1}
+    models = [model_of(name, x) for x in ("ringfa3", reference_of(name)[0])]
+    made = [model.generate(**inputs, **settings) for model in models]
+    assert made[0].shape == (2, 6)
+    assert torch.equal(*made)
