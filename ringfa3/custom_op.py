@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.library import Library
 
@@ -156,7 +156,7 @@ def register_autograd(
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             if not torch._C._are_functorch_transforms_active():
                 return Node.apply(keys, *inputs)  # type: ignore[no-untyped-call]
-            with enable_single_level_autograd_function():
+            with enable_single_level_autograd_function():  # type: ignore[no-untyped-call]
                 return one_level(keys, *inputs)
         return redispatch(keys, inputs)
 

@@ -27,13 +27,7 @@ from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
 from ringfa3.planning.process_groups import GroupRef, alive, require_alive
 from ringfa3.ring.agreement import BEFORE, Agreements, NoAgreementError
 from ringfa3.ring.connections import Connections
-from ringfa3.ring.entries import (
-    CallMark,
-    Settings,
-    described,
-    raise_on_difference,
-    raise_on_error,
-)
+from ringfa3.ring.entries import CallMark, Settings, described, raise_on_difference, raise_on_error
 from ringfa3.ring.forward_calls import ForwardCalls
 from ringfa3.ring.process_group import timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor

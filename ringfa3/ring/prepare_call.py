@@ -25,11 +25,10 @@ from ringfa3.planning.unshard import set_agreement
 from ringfa3.ring.connect import connection
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
-from ringfa3.ring.local_pass import LocalPass
 from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import is_fake
-from ringfa3.ring_pass import RingPass
+from ringfa3.ring_pass import LocalPass, RingPass
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode

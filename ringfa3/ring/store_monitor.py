@@ -84,7 +84,9 @@ class GroupView(Protocol):
     rank: int
     world: int
     latest: LatestCall
-    recent: Collection[LatestCall]
+
+    @property
+    def recent(self) -> Collection[LatestCall]: ...
 
     @property
     def epoch(self) -> int: ...

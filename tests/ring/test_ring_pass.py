@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import ringfa3
-from ringfa3.ring.local_pass import LocalPass
 from ringfa3.ring.p2p_pass import P2PRingPass
-from ringfa3.ring_pass import RingPass
+from ringfa3.ring_pass import LocalPass, RingPass
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 
 PASSES = (LocalPass, P2PRingPass, SymmetricRingPass)
