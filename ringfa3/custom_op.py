@@ -156,8 +156,8 @@ def register_autograd(
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             if not torch._C._are_functorch_transforms_active():
                 return Node.apply(keys, *inputs)  # type: ignore[no-untyped-call]
-            with enable_single_level_autograd_function():  # type: ignore[no-untyped-call]
-                return one_level(keys, *inputs)
+            with enable_single_level_autograd_function():
+                return one_level(keys, *inputs)  # type: ignore[no-untyped-call]
         return redispatch(keys, inputs)
 
     _library.impl(overload._opname, run, "Autograd", with_keyset=True)
