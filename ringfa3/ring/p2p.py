@@ -309,6 +309,7 @@ class FakeTransport:
         return _NcclExchange([])
 
     def passed(self, call: int) -> bool:
+        """As `Transport.passed`."""
         return True
 
     def abort(self) -> None:

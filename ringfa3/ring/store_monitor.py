@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -84,9 +85,7 @@ class GroupView(Protocol):
     rank: int
     world: int
     latest: LatestCall
-
-    @property
-    def recent(self) -> Collection[LatestCall]: ...
+    recent: deque[LatestCall]
 
     @property
     def epoch(self) -> int: ...
