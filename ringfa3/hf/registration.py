@@ -25,4 +25,4 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_function)
     if "__call__" not in vars(PreTrainedModel):
-        PreTrainedModel.__call__ = checked_call(PreTrainedModel.__call__)
+        PreTrainedModel.__call__ = checked_call(PreTrainedModel.__call__)  # type: ignore[method-assign]
