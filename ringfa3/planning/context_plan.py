@@ -108,6 +108,7 @@ class ContextPlan:
     def from_handle(handle: int) -> ContextPlan:
         return cast(ContextPlan, from_handle(handle))
 
+    @untraced
     def bound_to(self, group: dist.ProcessGroup) -> ContextPlan:
         """A plan that was made from (rank, world), with a process group."""
         if torch.compiler.is_compiling():
@@ -119,6 +120,7 @@ class ContextPlan:
             self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
         return self._bound[key]
 
+    @untraced
     def with_window(self, window_size: Window) -> ContextPlan:
         """The plan that holds the same tokens on the same ranks, under another window.
 
@@ -319,6 +321,7 @@ def plan_context(
     return _cached_plan(cu, rank, world, ref, layout, causal, window, 0, implicit)
 
 
+@untraced
 def dense_plan(
     batch: int,
     local_tokens: int,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ringfa3.custom_op import untraced
 from ringfa3.planning.handles import graph_handle
 from ringfa3.validation import check_window
 
@@ -54,10 +55,13 @@ class GraphPlan:
         name = "" if self.group is None else self.group.group_name
         return handle, batch, tokens, self.layout, self.causal, name, *self.window_size
 
+    @untraced
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of a copy that has no attributes yet
             raise AttributeError(name)
         if torch.compiler.is_compiling():
             return getattr(self.origin, name)
-        plan = self.origin if self.group is None else self.origin.bound_to(self.group)
+        plan = self.origin
+        if plan.group is None and self.group is not None:
+            plan = plan.bound_to(self.group)
         return getattr(plan.with_window(self.window_size), name)
