@@ -25,9 +25,5 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_function)
     if "__call__" not in vars(PreTrainedModel):
-<<<<<<< HEAD
         call = checked_call(PreTrainedModel.__call__)
         PreTrainedModel.__call__ = call  # type: ignore[method-assign]
-=======
-        PreTrainedModel.__call__ = checked_call(PreTrainedModel.__call__)  # type: ignore[method-assign]
->>>>>>> hf
