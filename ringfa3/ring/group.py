@@ -35,6 +35,7 @@ from ringfa3.symmetric.interruption import Interruption
 from ringfa3.symmetric.watchdog import JOIN_S
 
 RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
+ABORT_S = 0.05  # all abort at once: NCCL's watchdog ends a process whose peer aborted earlier
 POLL_S = 0.005  # between two looks at whether earlier calls have ended
 EXIT_S = 10.0  # for messages under way when the process ends
 
@@ -222,8 +223,7 @@ class RingGroup:
     def _join_agreement(self, place: str, void: int, for_caller: bool = False) -> None:
         """Joins an agreement that a rank in trouble has entered; raises on all ranks.
 
-        void: this rank's first call that can have no results
-        for_caller: its host has gone on; it is interrupted
+        void: this rank's first call without results; for_caller: its host has gone on
         """
         settings = self.latest.at(place)
         entry = {"settings": settings, "error": None, "mid_call": True, "void": void}
@@ -245,11 +245,10 @@ class RingGroup:
 
     def refuse(self, difference: str) -> None:
         """Refuses the calls under way on all ranks, and interrupts the caller."""
-        calls = self.latest.refusals
+        calls, error = self.latest.refusals, ["ValueError", difference]
 
         def enter() -> None:
             if self.latest.refusals == calls:
-                error = ["ValueError", difference]
                 entry = {"settings": Settings(), "error": error, "mid_call": True, "void": 0}
                 self._enter(entry, for_caller=True)
 
@@ -330,7 +329,9 @@ class RingGroup:
             if self._known_failure() is not None:
                 break
             time.sleep(POLL_S)
-        self._exchange({"error": None, "mid_call": False}, for_caller)
+        ready = {"error": None, "mid_call": False, "at": time.time() + ABORT_S}
+        left = max(e["at"] for e in self._exchange(ready, for_caller)) - time.time()
+        time.sleep(min(max(left, 0), 2 * ABORT_S))  # no longer, if clocks of hosts differ
         self.connections.abandon()
 
     def lose(self, message: str) -> None:

@@ -116,7 +116,7 @@ def test_attention_equals_one_device_while_the_memory_grows(world: int, forward:
     kind, *inside = forward.split(", ")
     kernel = Waiting(ranks.cuda) if inside else op.select_forward
 
-    def prepared(*given: Any, sink: bool = False) -> PreparedCall:
+    def prepared(*given: Any, **_: Any) -> PreparedCall:
         q, k, _, plan, *_, direction = given
         kind = pass_kind(direction, select_forward_mode(plan, q, k))
         return PreparedCall(plan, kind, partial(SymmetricRingPass, here[threading.get_ident()]))
