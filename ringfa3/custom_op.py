@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.library import Library
 
@@ -140,7 +140,7 @@ def register_autograd(
 
     # The dispatcher calls `run` once a level of torch.func's transforms, and unwraps the tensors
     # below it. `Function.apply` would go through all levels at once.
-    one_level = super(torch.autograd.Function, Node).apply
+    one_level: Any = super(torch.autograd.Function, Node).apply
 
     def run(keys: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0:

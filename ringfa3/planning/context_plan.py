@@ -99,6 +99,7 @@ class ContextPlan:
     def from_handle(handle: int) -> ContextPlan:
         return cast(ContextPlan, from_handle(handle))
 
+    @untraced
     def bound_to(self, group: dist.ProcessGroup) -> ContextPlan:
         """A plan that was made from (rank, world), with a process group."""
         if torch.compiler.is_compiling():
@@ -110,6 +111,7 @@ class ContextPlan:
             self._bound[key] = bound
         return self._bound[key]
 
+    @untraced
     def with_window(self, window_size: tuple[int, int]) -> ContextPlan:
         """The plan that holds the same tokens on the same ranks, under another window.
 
@@ -312,6 +314,7 @@ def plan_context(
     return _cached_plan(cu, *placed, layout, bool(causal), window, 0, implicit)
 
 
+@untraced
 def dense_plan(
     batch: int,
     local_tokens: int,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ringfa3.custom_op import untraced
 from ringfa3.planning.handles import graph_handle
 from ringfa3.validation import check_window
 
@@ -44,8 +45,8 @@ class GraphPlan:
         return GraphPlan(self.origin, self.group, check_window(window_size))
 
     def arguments(self) -> tuple[int, int, int, str, bool, str, int, int]:
-        """(handle of `origin` or 0, batch, tokens, layout, causal, name of the group or "", *window)
-        for the op."""
+        """For the op: (handle of `origin` or 0, batch, tokens, layout, causal, name of the group or
+        "", *window)."""
         handle, batch, tokens = 0, 0, 0
         if isinstance(self.origin, DenseBatch):
             batch, tokens = self.origin.batch, self.origin.tokens
@@ -54,10 +55,13 @@ class GraphPlan:
         name = "" if self.group is None else self.group.group_name
         return handle, batch, tokens, self.layout, self.causal, name, *self.window_size
 
+    @untraced
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of a copy that has no attributes yet
             raise AttributeError(name)
         if torch.compiler.is_compiling():
             return getattr(self.origin, name)
-        plan = self.origin if self.group is None else self.origin.bound_to(self.group)
+        plan = self.origin
+        if plan.group is None and self.group is not None:
+            plan = plan.bound_to(self.group)
         return getattr(plan.with_window(self.window_size), name)

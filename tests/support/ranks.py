@@ -31,7 +31,8 @@ LIMIT_S = 25.0  # for one call of `run`
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        *("ringfa3", "torch._dynamo.testing", "pytest", "hypothesis", "hydra.main", "matplotlib.figure"),
+        *("ringfa3", "torch._dynamo.testing", "pytest", "hypothesis", "hydra.main"),
+        "matplotlib.figure",
         *(f"train.tasks.{name}" for name in ("generate", "train", "verify")),
         "train.probes.text_loss",
     ]
