@@ -135,6 +135,8 @@ def register_autograd(
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(overload, grads)
             results = gradients(ctx, *grads)
             return (None, *results, *none[len(results) :])
 
@@ -165,7 +167,8 @@ def differentiable_once(backward: Callable[..., Any], op: Callable[..., Any]) ->
 
 
 def _refuse_tangents(op: Any, inputs: tuple[Any, ...]) -> None:
-    """Raises NotImplementedError: an input has a tangent, which the results would lose."""
+    """Raises NotImplementedError: an input, or a gradient of an output, has a tangent, which the
+    results would lose."""
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
         raise NotImplementedError(
