@@ -143,12 +143,14 @@ def register_autograd(
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(overload, grads)
             results = gradients(ctx, *grads)
             return (None, *results, *none[len(results) :])
 
     # The dispatcher calls `run` once a level of torch.func's transforms, and unwraps the tensors
     # below it. `Function.apply` would go through all levels at once.
-    one_level = super(torch.autograd.Function, Node).apply
+    one_level: Any = super(torch.autograd.Function, Node).apply
 
     def run(keys: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -173,7 +175,8 @@ def differentiable_once(backward: Callable[..., Any], op: Callable[..., Any]) ->
 
 
 def _refuse_tangents(op: Any, inputs: tuple[Any, ...]) -> None:
-    """Raises NotImplementedError: an input has a tangent, which the results would lose."""
+    """Raises NotImplementedError: an input, or a gradient of an output, has a tangent, which the
+    results would lose."""
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
         raise NotImplementedError(

@@ -35,7 +35,8 @@ def from_handle(handle: int) -> Any:
 def graph_handle(plan: Any) -> int:
     """The plan's handle, for an op. Raises RuntimeError where a program records the op that may run
     in another process, in which the handle stands for no plan, or another one."""
-    if torch.compiler.is_exporting() or torch._C._is_tracing():
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if tracing or torch.compiler.is_exporting():
         raise RuntimeError(
             "torch.export and torch.jit.trace cannot record a plan, which lives in one process: "
             "use torch.compile"

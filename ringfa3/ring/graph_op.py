@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed.distributed_c10d import GroupName
 
 from ringfa3.attention_op import register_attention
 from ringfa3.custom_op import custom_op
@@ -85,7 +84,7 @@ def _plan(
     right: int,
 ) -> ContextPlan:
     """The same object for the same arguments, while `plan_context`'s cache has it."""
-    process_group = _resolve_process_group(GroupName(group)) if group else None
+    process_group = _resolve_process_group(group) if group else None  # type: ignore[arg-type]
     if plan:
         context = bind_to_group(ContextPlan.from_handle(plan), process_group)
         return context.with_window((left, right))
