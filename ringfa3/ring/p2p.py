@@ -203,6 +203,7 @@ class NcclTransport:
         self.posted: queue.SimpleQueue[tuple[float, list[dist.Work], str] | None]
         self.posted = queue.SimpleQueue()
         self._calls: deque[int] = deque()  # of the exchanges that are under way
+        self._look = threading.Event()  # the watching thread looks at once: the caller waits
         self._progress = 0.0  # when the latest exchange ended
         self._aborting = threading.Lock()  # a look at a work while it is aborted ends the process
         self._ended = False
@@ -213,6 +214,7 @@ class NcclTransport:
 
     def passed(self, call: int) -> bool:
         """As `Transport.passed`."""
+        self._look.set()
         calls = list(self._calls)
         return not calls or calls[0] >= call
 
@@ -271,7 +273,8 @@ class NcclTransport:
             if waited > limit or (failure is not None and waited > GRACE_S):
                 group.lose(gave_up(what, failure) if failure else timed_out(what, limit))
                 self.abort()
-            time.sleep(POLL_S)
+            self._look.wait(POLL_S)
+            self._look.clear()
 
     def _extend_limit(self) -> float:
         """The group's timeout in seconds, which users may change."""
