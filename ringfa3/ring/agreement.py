@@ -23,6 +23,7 @@ from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
 
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
 POLL_S = (0.001, 0.005)  # between two looks for the entries of all ranks, first and longest
+ASK_S = 0.1  # that a rank without trouble waits before it asks others to join
 BEFORE = "agreement before a ring call"
 
 
@@ -89,7 +90,7 @@ class Agreements:
                     self._own_store = True
                 self.store.set(keys[self._rank], json.dumps(entry))
                 trouble = entry["error"] is not None or entry["mid_call"]
-                if trouble or not self._all_set(keys, PERIOD_S):
+                if trouble or not self._all_set(keys, ASK_S):
                     self.store.set(join_request_key(self.epoch), "")
                 if self._all_set(keys, deadline - time.monotonic()):
                     entries.extend(json.loads(e) for e in self.store.multi_get(keys))
