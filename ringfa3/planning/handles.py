@@ -36,7 +36,8 @@ def graph_handle(plan: Any) -> int:
     """The plan's handle, for an op. Raises RuntimeError where a program records the op that may run
     in another process, in which the handle stands for no plan, or another one."""
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if tracing or torch.compiler.is_exporting():
+    # Dynamo of PyTorch 2.11 traces `is_exporting` as true for torch.compile, too.
+    if tracing or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()):
         raise RuntimeError(
             "torch.export and torch.jit.trace cannot record a plan, which lives in one process: "
             "use torch.compile"

@@ -183,11 +183,13 @@ def test_a_saved_program_holds_no_plan() -> None:
             record(model, (x,))
 
 
-def wrong_shape(x: torch.Tensor) -> torch.Tensor:
-    return RingFA3Attention(4, 2, 8, group=(0, 1))(x, x, x)
-
-
-def test_a_refusal_while_tracing_keeps_its_text() -> None:
+def _refused(group: Group) -> None:
     torch._dynamo.reset()
+    layer, x = RingFA3Attention(4, 2, 8, group=group), torch.randn(7, 2, 8)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"give \(\[batch,\] tokens, 4, 8\)"):
-        torch.compile(wrong_shape, fullgraph=True, backend="eager")(torch.randn(7, 2, 8))
+        torch.compile(layer, fullgraph=True, backend="eager")(x, x, x)
+
+
+def test_a_refusal_while_tracing_keeps_its_text(ranks: Ranks) -> None:
+    """Every rank traces the same call, so each raises without an agreement."""
+    ranks.run(2, _refused)
