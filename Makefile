@@ -17,6 +17,8 @@ PIP_INDEX := $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
 READY := $(VENV)/.ready-$(subst /,_,$(subst =,-,$(TORCH)))
 INSTALL = $(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e
 
+# Two targets at once would install into one environment at once.
+.NOTPARALLEL:
 .PHONY: demo test deepspeed check kernels clean
 
 demo: $(READY)-demo
