@@ -159,7 +159,7 @@ def register_autograd(
             if not torch._C._are_functorch_transforms_active():
                 return Node.apply(keys, *inputs)  # type: ignore[no-untyped-call]
             with enable_single_level_autograd_function():
-                return one_level(keys, *inputs)  # type: ignore[no-untyped-call]
+                return one_level(keys, *inputs)
         return redispatch(keys, inputs)
 
     _library.impl(overload._opname, run, "Autograd", with_keyset=True)

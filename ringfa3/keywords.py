@@ -31,6 +31,8 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "alibi_slopes": ((None,), _SCORES),
     "return_attn_probs": ((False,), "return_lse=True returns (out, lse)"),
     "block_table": ((None,), _PAGES),
+    "return_softmax_lse": ((False,), "return_lse=True returns (out, lse)"),
+    "s_aux": ((None,), "pass sink=s_aux.float()"),
     # FlashAttention 3
     "qv": ((None,), _SCORES),
     "q_descale": ((None,), _DESCALE),

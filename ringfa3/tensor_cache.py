@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -36,17 +37,19 @@ class TensorCache(Generic[T]):
     def __init__(self) -> None:
         self._entries: MutableMapping[torch.Tensor, _Entry[T]] = WeakTensorKeyDictionary()
         self._clock = itertools.count()
+        self._lock = threading.Lock()  # of the entries: threads call at the same time
 
     def get(self, tensor: torch.Tensor, key: Hashable, compute: Callable[[], T]) -> T:
         """The result of `compute()`, which may depend on the values of `tensor` and on `key`."""
         if tensor.is_inference():
             return compute()
-        entry = self._entries.get(tensor)
-        if entry is None or entry.version != tensor._version:
-            if entry is None and len(self._entries) >= TENSORS:
-                self._forget_one()
-            entry = self._entries[tensor] = _Entry(tensor._version)
-        entry.used = next(self._clock)
+        with self._lock:
+            entry = self._entries.get(tensor)
+            if entry is None or entry.version != tensor._version:
+                if entry is None and len(self._entries) >= TENSORS:
+                    self._forget_one()
+                entry = self._entries[tensor] = _Entry(tensor._version)
+            entry.used = next(self._clock)
         results = entry.results
         if key not in results:
             result = compute()

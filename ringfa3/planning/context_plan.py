@@ -21,7 +21,7 @@ from ringfa3.planning.process_groups import Group, GroupRef, place, require_aliv
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
-from ringfa3.planning.unshard import Unshard
+from ringfa3.planning.unshard import Unshard, require_agreement
 from ringfa3.validation import (
     LAYOUTS,
     Window,
@@ -264,6 +264,10 @@ class ContextPlan:
                 "this plan was made from (rank, world) and cannot gather: make it with "
                 "group=<ProcessGroup> to unshard"
             )
+        try:
+            check_plain("x_local", x_local)
+        except TypeError as problem:  # no op takes it; the other ranks wait
+            require_agreement(self.group if self.world > 1 else None, {}, problem)
         result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
         return result
 

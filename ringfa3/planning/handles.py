@@ -52,7 +52,7 @@ def plan_table(plan: int, name: str, tokens: int) -> torch.Tensor:
 
     A copy, because a compiler may write other results into memory that the graph needs no longer.
     """
-    return torch.tensor(getattr(from_handle(plan), name))
+    return torch.tensor(getattr(from_handle(plan), name), dtype=torch.int64, device="cpu")
 
 
 @register_fake(plan_table)

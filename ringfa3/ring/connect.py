@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from ringfa3.kernels.dispatch import say
+from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.process_groups import Group, place
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import Transport
+from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import backend_of, is_fake
-from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.ring_pass import RingPass
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.validation import check_transport
 
 
@@ -61,27 +67,32 @@ def connect(
     ring.agree(settings, error, anew=True)
     assert isinstance(device, torch.device)
     ring.begin(settings)
-    with ring:
-        connection(ring, device, transport, by_messages=transport == "nccl")
+    connection(ring, device, transport, by_messages=transport == "nccl")
     return ring.connections.last_transport
 
 
 def connection(
     group: RingGroup, device: torch.device, transport: str, by_messages: bool
-) -> SymmetricBackend | Transport:
-    """What moves K/V in a call on which all ranks have agreed; the first such call connects them.
+) -> tuple[Callable[[ContextPlan, str], RingPass], Transport | None]:
+    """(make_pass, messages) of `PreparedCall`, of a call on which all ranks have agreed.
+
+    The first such call connects the ranks.
 
     by_messages: the call does not use `symmetric`
 
     Raises ValueError on all ranks: `symmetric` is asked for by name and not possible.
     """
+    connections = group.connections
     if device.type == "cuda" and not by_messages:
-        backend = group.connections.symmetric_backend(device)
+        with group:
+            backend = connections.symmetric_backend(device)
         if backend is not None:
-            return backend
-        reason = group.connections.unsupported
-        if transport == "symmetric":
+            return partial(SymmetricRingPass, backend), None
+        if transport == "symmetric":  # on all ranks alike, so none tells the others
+            reason = connections.unsupported
             raise ValueError(f"transport='symmetric' is not possible here ({reason}): use 'nccl'")
         if group.rank == 0:
-            say(f"the ring runs over nccl: {reason}")
-    return group.connections.transport("nccl" if device.type == "cuda" else "gloo", device)
+            say(f"the ring runs over nccl: {connections.unsupported}")
+    with group:
+        p2p = connections.transport("nccl" if device.type == "cuda" else "gloo", device)
+    return partial(P2PRingPass, p2p), p2p

@@ -118,13 +118,15 @@ class Connections:
             before its peers, so it waits for none of them
         """
         for transport in self._transports.values():
-            transport.close(meet is None)
-        for abandoned in self._abandoned:
-            if isinstance(abandoned, SymmetricBackend):
-                abandoned.close()
-            else:
-                abandoned.close(lost=True)
-        if self._backend is not None:
             with suppress(RuntimeError):  # of the device, or of the driver
+                transport.close(meet is None)
+        for abandoned in self._abandoned:
+            with suppress(RuntimeError):
+                if isinstance(abandoned, SymmetricBackend):
+                    abandoned.close()
+                else:
+                    abandoned.close(lost=True)
+        if self._backend is not None:
+            with suppress(RuntimeError):
                 self._backend.close(meet)
         self._transports, self._abandoned, self._backend = {}, [], None

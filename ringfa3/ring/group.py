@@ -37,7 +37,7 @@ from ringfa3.symmetric.watchdog import JOIN_S
 RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
 ABORT_S = 0.05  # all abort at once: NCCL's watchdog ends a process whose peer aborted earlier
 POLL_S = 0.005  # between two looks at whether earlier calls have ended
-EXIT_S = 10.0  # for messages under way when the process ends
+EXIT_S = 10.0  # for a group to close when the process ends
 
 
 class RingGroup:
@@ -60,10 +60,9 @@ class RingGroup:
         self._ref = weakref.ref(group)  # the group's threads and sockets end when it is destroyed
         self._timeout = timeout_of(group)
         self._monitor: StoreMonitor | None = None
-        store = group.get_group_store()
-        self.agreements = Agreements(
-            self.ranks, self.rank, store, lambda: self.timeout_s, self._known_failure
-        )
+        self._joining: threading.Thread | None = None
+        place = self.ranks, self.rank, group.get_group_store()
+        self.agreements = Agreements(*place, lambda: self.timeout_s, self._known_failure)
         self.connections = Connections(self, group.group_name, self._start_monitor)
 
     @classmethod
@@ -105,10 +104,12 @@ class RingGroup:
         this process ends, maybe before its peers."""
         self.agreements.forget()
         together = not self.alive and self._known_failure() is None
-        self.connections.close(self._meet if together else None)
-        # this object and its parts refer to each other, which would keep the store's socket
-        self.agreements.store = HashStore()
-        self._known.pop(self._ref, None)
+        try:
+            self.connections.close(self._meet if together else None)
+        finally:
+            # this object and its parts refer to each other, which would keep the store's socket
+            self.agreements.store = HashStore()
+            self._known.pop(self._ref, None)
 
     def _meet(self) -> bool:
         """Whether all ranks have got here, before the timeout."""
@@ -261,7 +262,9 @@ class RingGroup:
             with self._entering, suppress(RingError, TypeError, ValueError):  # the caller gets it
                 enter()
 
-        threading.Thread(target=run, daemon=True, name="ringfa3-join").start()
+        if self._joining is None or not self._joining.is_alive():  # one enters for all polls
+            self._joining = threading.Thread(target=run, daemon=True, name="ringfa3-join")
+            self._joining.start()
 
     def agree(self, settings: Settings, error: Exception | None = None, anew: bool = False) -> None:
         """Returns if every rank passes equal settings and no error, else raises on all.

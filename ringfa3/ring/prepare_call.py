@@ -29,11 +29,10 @@ from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import is_fake
 from ringfa3.ring_pass import LocalPass, RingPass
-from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ipc_memory import IpcMemory
-from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
+from ringfa3.symmetric.ring_pass import BufferSpec
 from ringfa3.validation import (
     check_local_tokens,
     check_qkv,
@@ -229,10 +228,8 @@ def prepare_call(
             known.pop(key, None)  # it has not run
         raise
     group.begin(call_settings, group.forward_of(lse))
-    connected = connection(group, q.device, transport, by_messages)
-    if isinstance(connected, SymmetricBackend):
-        return PreparedCall(plan, kind, partial(SymmetricRingPass, connected))
-    return PreparedCall(plan, direction, partial(P2PRingPass, connected), connected)
+    make_pass, messages = connection(group, q.device, transport, by_messages)
+    return PreparedCall(plan, direction if messages else kind, make_pass, messages)
 
 
 def _device_error(device: torch.device, memory: IpcMemory | None) -> ValueError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 
 import torch
 
@@ -19,13 +20,13 @@ class Interruption:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._caller = threading.get_ident()
+        self._caller = weakref.ref(threading.current_thread())  # numbers of threads are used again
         self.error: Exception | None = None  # that nobody has raised yet
 
     def called(self) -> None:
         """At the start of each ring call. Autograd's own threads are not the caller."""
         if torch._C._current_graph_task_id() < 0:
-            self._caller = threading.get_ident()
+            self._caller = weakref.ref(threading.current_thread())
 
     def interrupt(self, error: Exception) -> None:
         """Raises an error of this type and text in the caller's thread."""
@@ -39,7 +40,7 @@ class Interruption:
         kind = type(type(error).__name__, (type(error),), {"__init__": raised})
         with self._lock:
             self.error = error
-            _set_error(self._caller, kind)
+            _set_error(self._caller(), kind)
 
     def check(self) -> None:
         """Raises the error if the caller has not got it; it will not get it again."""
@@ -48,12 +49,14 @@ class Interruption:
         with self._lock:
             error, self.error = self.error, None
             if error is not None:
-                _set_error(self._caller, None)
+                _set_error(self._caller(), None)
         if error is not None:
             raise error
 
 
-def _set_error(thread: int, kind: type[Exception] | None) -> None:
+def _set_error(thread: threading.Thread | None, kind: type[Exception] | None) -> None:
     """What a thread raises when it runs Python next; None: nothing. It may have ended."""
+    if thread is None or not thread.is_alive() or thread.ident is None:
+        return
     argument = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), argument)

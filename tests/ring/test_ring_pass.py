@@ -41,4 +41,4 @@ def test_no_caller_asks_for_the_type_of_a_pass_or_transport(module: str) -> None
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
     }
-    assert asked <= {"ContextPlan", "int"}
+    assert asked <= {"ContextPlan", "GraphPlan", "int"}

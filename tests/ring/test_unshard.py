@@ -42,7 +42,7 @@ UNSHARD: dict[str, tuple[Callable[[torch.Tensor], Gathered], str]] = {
     "tokens": (lambda x: (x[1:], 0), "rank 1: x_local has 74 tokens along dim 0; this rank's"),
     "width": (lambda x: (x[:, :2], 0), "x_local differs .* rank 0: .tokens, 3. of .*; rank 1: "),
     "dtype": (lambda x: (x.long(), 0), r"x_local differs .* rank 1: .* of torch.int64 on cpu"),
-    "tensor": (lambda x: (None, 0), "rank 1: AttributeError: 'NoneType'"),
+    "tensor": (lambda x: (None, 0), "rank 1: x_local must be a tensor, got NoneType"),
     "dim": (lambda x: (x, 5), "rank 1: IndexError: Dimension out of range|index out of range"),
 }
 
@@ -74,7 +74,7 @@ def test_all_raise_where_one_rank_gathers_something_else(
     """Soon, at the first call and after others; the next call is right. The rank with the error
     has it as the cause."""
     results = ranks.run(4, _unshard_once_wrong, wrong, before)[:2]
-    causes = {"tokens": "ValueError", "tensor": "AttributeError", "dim": "IndexError"}
+    causes = {"tokens": "ValueError", "tensor": "TypeError", "dim": "IndexError"}
     assert [own for _, own, _, _ in results] == ["", causes.get(wrong, "")]
     for kind, _, message, seconds in results:
         assert kind == "ValueError"

@@ -118,14 +118,14 @@ def call(
         results += torch.autograd.grad([out, lse][: len(grads)], leaves, grads)
     names = ("out", "lse", "dq", "dk", "dv")
     known |= dict(zip(names, results, strict=False))
-    return Outcome(results, [_in_terms(x, known) for x in kernels.take()])
+    return Outcome(results, [in_terms(x, known) for x in kernels.take()])
 
 
 def _numbers(words: object) -> object:
     return list(memoryview(words).cast("i")) if isinstance(words, bytes) else words
 
 
-def _in_terms(
+def in_terms(
     launched: Launched, known: dict[str, torch.Tensor]
 ) -> tuple[str, bytes, tuple[object, ...], int]:
     """(name, words without addresses, addresses in terms of `known`, stream) of a launch."""

@@ -22,6 +22,7 @@ from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.placements import laid_out
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)  # of stand-ins
 FIRST = (
     r"cannot be captured in a CUDA graph yet, it is the first of its kind: run a call of the same"
 )
@@ -66,11 +67,11 @@ class Entered:
 
     def __init__(self, opened: bool = True) -> None:
         self.backend = object.__new__(SymmetricBackend)
-        self.backend.memory = mock.Mock(device=CPU)
+        self.backend.memory = mock.Mock(device=GPU)
         self.backend.memory.holds.return_value = True
         self.plan, self.asked = mock.Mock(world=2), []
         memory = self.backend.memory if opened else None
-        self.group = mock.Mock(rank=0)
+        self.group = mock.MagicMock(rank=0)
         connections = self.group.connections
         connections.shared_memory = memory
         connections.symmetric_backend.return_value = self.backend
@@ -96,7 +97,7 @@ class Entered:
             mock.patch.object(RingGroup, "of", return_value=self.group),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured),
         ):
-            x.device = CPU
+            x.device = GPU
             call = prepare_call.prepare_call(
                 x, x, x, plan, 1.0, False, "native", transport, "forward"
             )

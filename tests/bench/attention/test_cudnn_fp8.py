@@ -78,7 +78,9 @@ class Graph:
 
         q, k, v = (held(name).transpose(1, 2) for name in "qkv")
         assert number("scale_s") * number("descale_s") == 1
-        out = flash_attn_func(q, k, v, given["attn_scale"], given["use_causal_mask"])
+        out = flash_attn_func(
+            q, k, v, softmax_scale=given["attn_scale"], causal=given["use_causal_mask"]
+        )
         assert isinstance(out, torch.Tensor)
         to = pack[self.results[0]].view(torch.float8_e4m3fn)
         to = to.as_strided(self.results[0].dim, self.results[0].stride).transpose(1, 2)
