@@ -12,6 +12,9 @@ from ringfa3.planning.handles import graph_handle
 from ringfa3.validation import check_window
 
 
+WINDOWED = ("digest", "hops", "gathered", "work_per_rank")  # what of a plan depends on its window
+
+
 class DenseBatch(NamedTuple):
     """The arguments of `dense_plan`, which may be symbols, and this rank's number in the group."""
 
@@ -44,6 +47,12 @@ class GraphPlan:
     def with_window(self, window_size: tuple[int, int]) -> GraphPlan:
         return GraphPlan(self.origin, self.group, check_window(window_size))
 
+    @property
+    def effective_window(self) -> tuple[int, int]:
+        """As `ContextPlan.effective_window`."""
+        left, right = self.window_size
+        return left, 0 if self.causal else right
+
     def arguments(self) -> tuple[int, int, int, str, bool, str, int, int]:
         """For the op: (handle of `origin` or 0, batch, tokens, layout, causal, name of the group or
         "", *window)."""
@@ -60,6 +69,8 @@ class GraphPlan:
         if name.startswith("__"):  # of a copy that has no attributes yet
             raise AttributeError(name)
         if torch.compiler.is_compiling():
+            if name in WINDOWED:
+                raise RuntimeError(f"plan.{name} inside a compiled function: read it outside")
             return getattr(self.origin, name)
         plan = self.origin
         if plan.group is None and self.group is not None:

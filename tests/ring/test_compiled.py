@@ -133,7 +133,7 @@ def _broken(group: Group) -> None:
     compiled = torch.compile(attend, backend="eager")
     plan = plan_context([0, 30, 31, 96], group)
     assert not differences(attend, compiled, plan, 0)
-    assert seen == seen[:1] * 2
+    assert seen == seen[:1] * 2, seen
 
 
 def test_a_plan_made_in_a_graph_outside_of_it(ranks: Ranks) -> None:
