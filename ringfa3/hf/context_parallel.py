@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ringfa3.attention_op import out_shape
 from ringfa3.hf.documents import begins_of, documents_of
 from ringfa3.hf.masks import Mask
-from ringfa3.hf.probe import Probe, check_model
+from ringfa3.hf.probe import FAILURES, Probe, asks_for_router_logits, check_model
 from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import default_group, raise_on_all_ranks
@@ -85,9 +85,9 @@ def check_call(
     """What `checked_call` raises."""
     try:
         named = inspect.signature(model.forward).bind_partial(*inputs).arguments
-        _check_losses({**named, **keywords})
+        _check_losses(model, {**named, **keywords})
         check_model(model)
-    except ValueError as problem:
+    except (ValueError, *FAILURES) as problem:
         raise_on_all_ranks(group_of(plan), problem)
 
 
@@ -110,13 +110,13 @@ def _check_labels(keywords: dict[str, Any]) -> None:
         )
 
 
-def _check_losses(keywords: dict[str, Any]) -> None:
+def _check_losses(model: torch.nn.Module, keywords: dict[str, Any]) -> None:
     if keywords.get("labels") is not None:
         _check_labels(keywords)
-    if keywords.get("output_router_logits"):
+    if asks_for_router_logits(model, keywords):
         raise ValueError(
-            "output_router_logits=True beside ringfa3_plan: the balance of experts would be that "
-            "of this rank's tokens: drop it"
+            "output_router_logits=True with ringfa3_plan: the balance of experts would be that "
+            "of this rank's tokens: pass output_router_logits=False"
         )
 
 

@@ -17,12 +17,14 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 TOKENS = 13
 POISONED = 6
 TOKEN = 3  # an id that is seldom one of padding or of an image
 
+FAILURES = torch.OutOfMemoryError, dist.DistError  # of a device or a network, not of the model
 UNEQUAL = "the index of a token, not on its position_ids, or on a choice among tokens"
 
 _State = tuple[tuple[object, ...], ...]
@@ -72,7 +74,7 @@ class Probe:
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raises ValueError: `model` mixes tokens outside of attention.
+    """Raises ValueError: `model` mixes tokens outside of attention; FAILURES as they come.
 
     A model that passed is checked again after it changed. The two forwards have TOKENS
     tokens, no gradient, evaluation mode and no compiler.
@@ -80,17 +82,22 @@ def check_model(model: torch.nn.Module) -> None:
     if _passed.get(model) == _state(model):
         return
     for constant in (False, True):
-        probe = Probe(constant)
+        probe, cause, failure = Probe(constant), None, ""
         try:
             with torch.no_grad(), _watched(model, probe):
                 probe.check_results(_run(model, probe))
+        except FAILURES:
+            raise
         except Exception as problem:
-            probe.report(f"a forward with position_ids ends in {type(problem).__name__}: {problem}")
-        if probe.problem is not None:
+            cause = problem
+            failure = f"a forward with position_ids ends in {type(problem).__name__}: {problem}"
+        if probe.problem is not None or cause is not None:
+            verdict = "would be wrong under" if probe.problem else "cannot be checked for"
             raise ValueError(
-                f"ringfa3_plan: {type(model).__name__} would be wrong under a ring: "
-                f"{probe.problem.rstrip('.')}. Run it without ringfa3_plan, on whole documents"
-            )
+                f"ringfa3_plan: {type(model).__name__} {verdict} a ring: "
+                f"{(probe.problem or failure).rstrip('.')}. Run it without ringfa3_plan, on whole "
+                "documents"
+            ) from cause
     for module in model.modules():
         if hasattr(module, "config"):  # a model inside is called with the plan, too
             _passed[module] = _state(module)
@@ -116,7 +123,17 @@ def _run(model: torch.nn.Module, probe: Probe) -> Any:
     positions = torch.arange(TOKENS, device=device)[None]
     if probe.constant:  # not 0, where a recurrence may begin anew
         positions = torch.ones_like(positions)
-    return model(input_ids=ids, position_ids=positions, use_cache=False, ringfa3_plan=probe)
+    given: dict[str, Any] = {"position_ids": positions, "use_cache": False, "ringfa3_plan": probe}
+    if asks_for_router_logits(model, {}):  # a call that does not is the only one allowed
+        given["output_router_logits"] = False
+    return model(input_ids=ids, **given)
+
+
+def asks_for_router_logits(model: torch.nn.Module, keywords: dict[str, Any]) -> bool:
+    """Whether a call asks for the balance of experts, by its flag or else by the config."""
+    flag = keywords.get("output_router_logits")
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "output_router_logits", False) if flag is None else flag)
 
 
 @contextmanager

@@ -63,11 +63,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {  # config, changes, what
         {},
         "transformer.h.0.attn (Attention) mixes tokens",
     ),
-    "balance of experts": (
-        "MixtralConfig",
-        {"num_local_experts": 2, "output_router_logits": True},
-        "its output aux_loss of shape () is one of all tokens",
-    ),
 }
 
 
@@ -254,9 +249,56 @@ def test_registration_wraps_a_call_that_others_replaced(monkeypatch: pytest.Monk
 
 
 def test_balance_of_experts_is_refused() -> None:
-    plan, model = plan_context([0, 5, 12]), model_of("llama", "ringfa3")
-    with pytest.raises(ValueError, match="output_router_logits=True beside ringfa3_plan"):
+    """By the flag of the call or of the config; the remedy of the error mends both."""
+    plan = plan_context([0, 5, 12])
+    model = tiny("MixtralConfig", {"num_local_experts": 2, "output_router_logits": True})
+    refused = "output_router_logits=True with ringfa3_plan.*pass output_router_logits=False"
+    with pytest.raises(ValueError, match=refused):
+        forward(model, plan)
+    assert forward(model, plan, output_router_logits=False).shape == (1, 12, 97)
+    with pytest.raises(ValueError, match=refused):
         forward(model, plan, output_router_logits=True)
+
+
+def test_a_result_of_all_tokens_is_refused() -> None:
+    model = model_of("llama", "ringfa3")
+    model.register_forward_hook(lambda *x: {**x[2], "balance": x[2].logits.mean()})
+    with pytest.raises(ValueError, match=r"its output balance of shape \(\) is one of all tokens"):
+        forward(model, plan_context(12))
+
+
+class Failing(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+def failure(group: dist.ProcessGroup | None, error: Exception) -> Exception:
+    """What a forward raises, on rank 0 of whose model a layer fails."""
+    model, plan = model_of("llama", "ringfa3"), plan_context(12, group)
+    if group is None or dist.get_rank(group) == 0:
+        model.model.layers[0].mlp = Failing(error)
+    try:
+        forward(model, plan)
+    except Exception as raised:
+        return raised
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), dist.DistBackendError("lost")])
+def test_no_failure_of_a_device_is_a_verdict(error: Exception) -> None:
+    assert failure(None, error) is error
+
+
+def test_a_failure_is_the_cause() -> None:
+    error = IndexError("layer 3")
+    raised = failure(None, error)
+    assert isinstance(raised, ValueError)
+    assert raised.__cause__ is error
+    assert "cannot be checked for a ring: a forward with position_ids ends in" in str(raised)
 
 
 def compiled_results(group: dist.ProcessGroup | None, layers: bool) -> float:
