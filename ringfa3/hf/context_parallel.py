@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from ringfa3.attention_op import out_shape
 from ringfa3.hf.documents import begins_of, documents_of
 from ringfa3.hf.masks import Mask
-from ringfa3.hf.probe import Probe, check_model
+from ringfa3.hf.probe import FAILURES, Probe, asks_for_router_logits, check_model
 from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import default_group, raise_on_all_ranks
@@ -51,32 +52,71 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Any:
         plan = keywords.get("ringfa3_plan")
         if plan is not None and not isinstance(plan, Probe):
-            check_call(model, plan, keywords)
+            check_call(model, plan, inputs, keywords)
         return call(model, *inputs, **keywords)
 
     return checked
 
 
+def checked_losses(loss_of: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Any]:
+    """The getter of `PreTrainedModel.loss_function`, whose losses are checked under a plan.
+
+    A wrapper that calls `forward` of a model passes by `checked_call`, not by its loss.
+    """
+
+    @functools.wraps(loss_of)
+    def checked(model: torch.nn.Module) -> Callable[..., Any]:
+        return functools.partial(_checked_loss, loss_of(model))
+
+    return checked
+
+
+def _checked_loss(loss: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+    plan = keywords.get("ringfa3_plan")
+    if plan is not None:
+        check_loss(plan, keywords)
+    return loss(*inputs, **keywords)
+
+
 @uncompiled
-def check_call(model: torch.nn.Module, plan: object, keywords: dict[str, Any]) -> None:
+def check_call(
+    model: torch.nn.Module, plan: object, inputs: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
     """What `checked_call` raises."""
     try:
-        _check_losses(keywords)
+        named = inspect.signature(model.forward).bind_partial(*inputs).arguments
+        _check_losses(model, {**named, **keywords})
         check_model(model)
+    except (ValueError, *FAILURES) as problem:
+        raise_on_all_ranks(group_of(plan), problem)
+
+
+@uncompiled
+def check_loss(plan: object, keywords: dict[str, Any]) -> None:
+    """Raises ValueError, on every rank: a loss is not a share of the mean over all ranks."""
+    try:
+        _check_labels(keywords)
     except ValueError as problem:
         raise_on_all_ranks(group_of(plan), problem)
 
 
-def _check_losses(keywords: dict[str, Any]) -> None:
-    if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
+def _check_labels(keywords: dict[str, Any]) -> None:
+    if keywords.get("shift_labels") is None or keywords.get("num_items_in_batch") is None:
         raise ValueError(
-            "labels beside ringfa3_plan: transformers would shift them inside this rank's tokens: "
-            "shift them, then pass plan.shard(labels) to a loss of the logits, or as shift_labels"
+            "labels with ringfa3_plan: transformers would shift them inside this rank's tokens, "
+            "and divide the loss by the number of this rank's labels: shift them, then pass "
+            "shift_labels=plan.shard(shifted) and num_items_in_batch, the number of labels of all "
+            "ranks"
         )
-    if keywords.get("output_router_logits"):
+
+
+def _check_losses(model: torch.nn.Module, keywords: dict[str, Any]) -> None:
+    if keywords.get("labels") is not None:
+        _check_labels(keywords)
+    if asks_for_router_logits(model, keywords):
         raise ValueError(
-            "output_router_logits=True beside ringfa3_plan: the balance of experts would be that "
-            "of this rank's tokens: drop it"
+            "output_router_logits=True with ringfa3_plan: the balance of experts would be that "
+            "of this rank's tokens: pass output_router_logits=False"
         )
 
 

@@ -4,8 +4,9 @@ A rank holds some tokens, and not in their order. Convolutions, recurrences, poo
 that does not come to RingFA3, and positions counted from the index of a token would be computed on
 those alone, without an error. No list of layers could be complete, so the model itself is asked:
 its forward runs on a few tokens, one of which is NaN, while attention is a function of each token
-alone. NaN reaches another token only if a layer mixes tokens, whatever its weights are: 0 * NaN is
-NaN.
+alone. Where arithmetic mixes tokens, NaN reaches others, whatever the weights are: 0 * NaN is NaN.
+It does not pass through an index or a discrete choice among tokens. A second forward finds those:
+all its tokens are equal, and so are their positions, but their results are not.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 TOKENS = 13
 POISONED = 6
 TOKEN = 3  # an id that is seldom one of padding or of an image
 
-_passed: WeakSet[torch.nn.Module] = WeakSet()
+FAILURES = torch.OutOfMemoryError, dist.DistError  # of a device or a network, not of the model
+UNEQUAL = "the index of a token, not on its position_ids, or on a choice among tokens"
+
+_State = tuple[tuple[object, ...], ...]
+_passed: WeakKeyDictionary[torch.nn.Module, _State] = WeakKeyDictionary()
 
 
 class Probe:
@@ -31,18 +37,13 @@ class Probe:
     def __init__(self, constant: bool) -> None:
         self.constant = constant  # all tokens have one id and one position
         self.problem: str | None = None  # the first one
-        self.attended = False
 
     def attend(
         self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """(b, s, h, d_v) of q, k, v (b, heads, s, head dim): each query gets its own value."""
-        if self.constant and not self.attended and any(_rows_differ(x) for x in (q, k, v)):
-            self.report(
-                f"{type(module).__name__} gets positions that do not come from position_ids but "
-                "from the index of a token"
-            )
-        self.attended = True
+        if self.constant and any(_rows_differ(x) for x in (q, k, v)):
+            self.report(f"{type(module).__name__} gets tokens that depend on {UNEQUAL}")
         own = v[:, :, -q.shape[2] :].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         return own.transpose(1, 2).contiguous()
 
@@ -68,28 +69,52 @@ class Probe:
         results = _by_token(outputs)
         if not results or not results[0][POISONED].isnan().any():
             self.report("its outputs do not depend on get_input_embeddings()")
+        if self.constant and any(_rows_differ(x[None, None]) for x in results):
+            self.report(f"its outputs depend on {UNEQUAL}")
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raises ValueError: `model` mixes tokens outside of attention. Asks each model once.
+    """Raises ValueError: `model` mixes tokens outside of attention; FAILURES as they come.
 
-    The two forwards have TOKENS tokens, no gradient, evaluation mode and no compiler.
+    A model that passed is checked again after it changed. The two forwards have TOKENS
+    tokens, no gradient, evaluation mode and no compiler.
     """
-    if model in _passed:
+    if _passed.get(model) == _state(model):
         return
     for constant in (False, True):
-        probe = Probe(constant)
+        probe, cause, failure = Probe(constant), None, ""
         try:
             with torch.no_grad(), _watched(model, probe):
                 probe.check_results(_run(model, probe))
+        except FAILURES:
+            raise
         except Exception as problem:
-            probe.report(f"a forward with position_ids ends in {type(problem).__name__}: {problem}")
-        if probe.problem is not None:
+            cause = problem
+            failure = f"a forward with position_ids ends in {type(problem).__name__}: {problem}"
+        if probe.problem is not None or cause is not None:
+            verdict = "would be wrong under" if probe.problem else "cannot be checked for"
             raise ValueError(
-                f"ringfa3_plan: {type(model).__name__} would be wrong under a ring: "
-                f"{probe.problem.rstrip('.')}. Run it without ringfa3_plan, on whole documents"
-            )
-    _passed.update(model.modules())  # those inside are called with the plan, too
+                f"ringfa3_plan: {type(model).__name__} {verdict} a ring: "
+                f"{(probe.problem or failure).rstrip('.')}. Run it without ringfa3_plan, on whole "
+                "documents"
+            ) from cause
+    for module in model.modules():
+        if hasattr(module, "config"):  # a model inside is called with the plan, too
+            _passed[module] = _state(module)
+
+
+def _state(model: torch.nn.Module) -> _State:
+    """What decides how `model` computes: its modules, their forwards, hooks and attention."""
+    return tuple(
+        (
+            ref(x),  # not an id, which a later module may have again
+            id(getattr(x.forward, "__func__", x.forward)),
+            getattr(getattr(x, "config", None), "_attn_implementation", None),
+            *x._forward_pre_hooks,
+            *x._forward_hooks,
+        )
+        for x in model.modules()
+    )
 
 
 def _run(model: torch.nn.Module, probe: Probe) -> Any:
@@ -98,7 +123,17 @@ def _run(model: torch.nn.Module, probe: Probe) -> Any:
     positions = torch.arange(TOKENS, device=device)[None]
     if probe.constant:  # not 0, where a recurrence may begin anew
         positions = torch.ones_like(positions)
-    return model(input_ids=ids, position_ids=positions, use_cache=False, ringfa3_plan=probe)
+    given: dict[str, Any] = {"position_ids": positions, "use_cache": False, "ringfa3_plan": probe}
+    if asks_for_router_logits(model, {}):  # a call that does not is the only one allowed
+        given["output_router_logits"] = False
+    return model(input_ids=ids, **given)
+
+
+def asks_for_router_logits(model: torch.nn.Module, keywords: dict[str, Any]) -> bool:
+    """Whether a call asks for the balance of experts, by its flag or else by the config."""
+    flag = keywords.get("output_router_logits")
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "output_router_logits", False) if flag is None else flag)
 
 
 @contextmanager

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 NAME = "ringfa3"  # no name with "flash" in it: transformers replaces those
 
 
@@ -9,7 +14,7 @@ def register() -> None:
     """Registers `attn_implementation="ringfa3"` in transformers; a second call changes nothing.
 
     A call of a `PreTrainedModel` with `ringfa3_plan` is checked as a whole from then on: layers
-    that do not attend would not notice the plan.
+    that do not attend would not notice the plan. So is each loss that the model computes.
 
     Raises:
         ImportError: transformers is missing; `pip install 'ringfa3[hf]'` brings it.
@@ -19,11 +24,20 @@ def register() -> None:
     except ImportError as problem:
         raise ImportError(f"{problem}: pip install 'ringfa3[hf]' brings transformers") from problem
     from ringfa3.hf.attention import attention_forward
-    from ringfa3.hf.context_parallel import checked_call
+    from ringfa3.hf.context_parallel import checked_call, checked_losses
     from ringfa3.hf.masks import mask_function
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_function)
-    if "__call__" not in vars(PreTrainedModel):
-        call = checked_call(PreTrainedModel.__call__)
-        PreTrainedModel.__call__ = call  # type: ignore[method-assign]
+    model: Any = PreTrainedModel
+    model.__call__ = _once(checked_call, model.__call__)
+    losses = model.loss_function
+    model.loss_function = losses.getter(_once(checked_losses, losses.fget))
+
+
+def _once(wrap: Callable[[Function], Function], function: Function) -> Function:
+    """`function` wrapped, whoever else wrapped it before, unless a call of this did so."""
+    if not hasattr(function, "_ringfa3"):
+        function = wrap(function)
+        function._ringfa3 = True  # type: ignore[attr-defined]
+    return function

@@ -23,6 +23,7 @@ from examples.hf_cp import (
     loss_of,
     main,
     results_of,
+    shifted_labels,
     tiny_model,
 )
 from ringfa3 import plan_context
@@ -91,6 +92,33 @@ def test_the_example_under_torchrun(name: str, checkpointing: bool, tmp_path: Pa
                           timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert_alike(torch.load(saved), one_process(name))
+
+
+def _loss_of_the_model(group: dist.ProcessGroup) -> tuple[int, dict[str, torch.Tensor]]:
+    """How many labels this rank has, and its loss and gradients as transformers computes them."""
+    plan, ids = plan_context(CUMULATIVE, group), example_ids(97)
+    model = tiny_model("llama").train()
+    shifted = shifted_labels(ids, plan.lengths.tolist())
+    labels = plan.shard(shifted)[None]
+    loss = model(
+        plan.shard(ids)[None],
+        position_ids=plan.positions[None],
+        use_cache=False,
+        labels=labels,
+        shift_labels=labels,
+        num_items_in_batch=(shifted != -100).sum(),
+        ringfa3_plan=plan,
+    ).loss
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return int((labels != -100).sum()), {"loss": loss.detach(), **grads}
+
+
+def test_the_sum_of_the_models_losses(ranks: Ranks) -> None:
+    """Two ranks with unequal numbers of labels: the sums are those of one process, 5e-6."""
+    (few, first), (many, second) = ranks.run(2, _loss_of_the_model)
+    assert few != many
+    assert_alike({name: first[name] + second[name] for name in first}, one_process("llama"))
 
 
 def _averaged(group: dist.ProcessGroup, how: str) -> dict[str, torch.Tensor]:
