@@ -119,8 +119,8 @@ def _state(model: torch.nn.Module) -> _State:
 
 def _run(model: torch.nn.Module, probe: Probe) -> Any:
     device = model.get_input_embeddings().weight.device  # type: ignore[operator]
-    ids = torch.full((1, TOKENS), TOKEN, device=device)
-    positions = torch.arange(TOKENS, device=device)[None]
+    ids = torch.full((1, TOKENS), TOKEN, dtype=torch.int64, device=device)
+    positions = torch.arange(TOKENS, dtype=torch.int64, device=device)[None]
     if probe.constant:  # not 0, where a recurrence may begin anew
         positions = torch.ones_like(positions)
     given: dict[str, Any] = {"position_ids": positions, "use_cache": False, "ringfa3_plan": probe}

@@ -11,7 +11,6 @@ from ringfa3.custom_op import untraced
 from ringfa3.planning.handles import graph_handle
 from ringfa3.validation import check_window
 
-
 WINDOWED = ("digest", "hops", "gathered", "work_per_rank")  # what of a plan depends on its window
 
 
