@@ -189,9 +189,14 @@ def measure(
         """The error of a model under `attention`, and its step."""
         model = shape.model(attention, torch.bfloat16, device)
 
+        def called(ringfa3_plan: ContextPlan, **given: Any) -> Any:
+            """A peer has its plan from `register`: RingFA3 would refuse its attention."""
+            ours = {"ringfa3_plan": ringfa3_plan} if attention == "ringfa3" else {}
+            return model(**given, **ours)
+
         def step() -> None:
             model.zero_grad()
-            loss_of(model, ids, plan).backward()
+            loss_of(called, ids, plan).backward()
 
         step()
         return distance(rounded(summed_gradients(model, plan), model), reference), step
