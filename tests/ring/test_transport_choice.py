@@ -15,7 +15,7 @@ from ringfa3.symmetric.backend import SymmetricBackend
 
 def _transport_of(transport: str, possible: bool, memory: object = None) -> object:
     """The transport that `prepare_call` chooses for tensors on cuda:1."""
-    group = mock.Mock(rank=0)
+    group = mock.MagicMock(rank=0)
     connections = group.connections
     connections.shared_memory, connections.unsupported = memory, "rank 1: no CUDA driver"
     connections.transport.side_effect = lambda name, _: name
