@@ -42,7 +42,8 @@ class PythonCall : public ReplayableCall {
     py::gil_scoped_acquire const gil;
     auto const call = alive();
     if (!call) return std::nullopt;
-    auto const begun = checked(PyObject_CallMethod(call.ptr(), "begin", "N", THPVariable_Wrap(lse)));
+    auto const begun =
+        checked(PyObject_CallMethod(call.ptr(), "begin", "N", THPVariable_Wrap(lse)));
     if (begun.is_none()) return std::nullopt;
     PyObject* capsule;
     unsigned long long compute, kv, gradients;

@@ -26,8 +26,8 @@ struct Begun {
 class ReplayableCall {
  public:
   virtual ~ReplayableCall() = default;
-  // None, and nothing has begun: Python must look at the call. Throws what Python raises. A backward
-  // names its forward call by the LSE; that of a forward is undefined.
+  // None, and nothing has begun: Python must look at the call. Throws what Python raises. A
+  // backward names its forward call by the LSE; that of a forward is undefined.
   virtual std::optional<Begun> begin(at::Tensor const& lse) = 0;
   // The forward call under way returns this LSE.
   virtual void returned(at::Tensor const& lse) = 0;
