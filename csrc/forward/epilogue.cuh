@@ -70,8 +70,8 @@ CUTE_DEVICE float within_e4m3(float x) {
 }
 
 // Of e4m3 V: normalises rows by `weight`, 0 for a row that sees nothing; applies V's scale and
-// mean. Rounded P may sum to more than P, so that the mean of V's numbers exceeds them all: O then
-// lies in V's range, and overflows no dtype that holds V.
+// mean. Rounded P may sum to more than P, so that the mean of V's numbers exceeds them all: they
+// are limited to e4m3's range. O may still exceed V by a rounding: float16 V near 65504 gives inf.
 template <class Shapes, class Output>
 CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& work, int lane,
                               Output& o, float const (&weight)[2]) {

@@ -120,7 +120,7 @@ class Agreements:
         return self._all_set(keys, self._timeout_s())
 
     def _delete_keys(self, epoch: int) -> None:
-        """Of an agreement whose entries all ranks have read: all have entered a later one."""
+        """Deletes this rank's keys of an agreement: all ranks have entered a later one."""
         if epoch > 0:
             self.store.delete_key(entry_key(epoch, self._rank))
             if self._rank == 0:

@@ -100,7 +100,7 @@ class Connections:
             self._backend.abandon()
 
     def abandon(self) -> None:
-        """Of a refused call, whose messages nobody will answer; the next call connects anew."""
+        """Drops the connections of a refused call; the next call connects anew."""
         self.release()
         for transport in self._transports.values():
             transport.abort()

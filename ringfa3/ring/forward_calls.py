@@ -26,7 +26,7 @@ class ForwardCalls:
         self._numbers[memory.cdata] = memory, number  # no other memory has its `cdata` meanwhile
 
     def number(self, lse: torch.Tensor) -> int:
-        """Of the call that returned this LSE; 0 if it is unknown."""
+        """The number of the call that returned this LSE; 0 if it is unknown."""
         found = self._numbers.get(lse.untyped_storage()._cdata)
         return 0 if found is None or _freed(found[0]) else found[1]
 

@@ -300,7 +300,7 @@ class _NcclExchange:
 
 
 class FakeTransport:
-    """Of a group with backend `fake`, for runs without communication: zeros arrive at once. Kernels
+    """Stands in for messages in a group of backend `fake`: zeros arrive at once. Kernels
     run and buffers are allocated as in a real call; results are finite, and void."""
 
     one_host = False

@@ -197,7 +197,7 @@ class StoreMonitor(threading.Thread):
             )
 
     def _latest_calls(self, ranks: Iterable[int]) -> Iterator[tuple[int, LatestCall]]:
-        """Of those peers that have published theirs."""
+        """The latest calls of peers, as far as they have published them."""
         for rank, (number, settings, *others) in self._peers(_latest_key, ranks):
             yield rank, LatestCall(number, Settings(settings), *others)
 

@@ -21,7 +21,7 @@ class Interruption:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._caller = weakref.ref(threading.current_thread())  # numbers of threads are used again
-        self.error: Exception | None = None  # that nobody has raised yet
+        self.error: Exception | None = None  # no thread has raised it
 
     def called(self) -> None:
         """At the start of each ring call. Autograd's own threads are not the caller."""
