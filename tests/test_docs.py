@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples.hf_cp import CUMULATIVE, example_ids, tiny_model
 from ringfa3.bench import __main__ as bench
 from ringfa3.build import __main__ as build
 from ringfa3.build.units import select_units
@@ -101,9 +102,9 @@ def _imported(code: str) -> set[str]:
     return names | {name.partition(".")[0] for name in names}
 
 
-def _run(page: Path) -> dict[str, Any]:
-    """The names that a page's blocks define, run one after the other."""
-    namespace: dict[str, Any] = {}
+def _run(page: Path, **given: object) -> dict[str, Any]:
+    """The names that a page's blocks define, run one after the other after those given."""
+    namespace: dict[str, Any] = dict(given)
     for code in _of_ringfa3(page):
         exec(compile(code, page.name, "exec"), namespace)
     return namespace
@@ -121,6 +122,26 @@ def _in_groups(group: object) -> tuple[str, int, float]:
     del group
     names = _run(ROOT / "docs" / "recipes.md")
     return names["transport"], int(names["valid"]), names["difference"]
+
+
+def _trained(group: object, folder: str) -> list[torch.Tensor]:
+    """The weights of a tiny model after a step of docs/huggingface.md."""
+    del group
+    batches = [(example_ids(97), CUMULATIVE)]
+    names = _run(ROOT / "docs" / "huggingface.md", FOLDER=folder, batches=batches)
+    return [p.detach() for p in names["model"].parameters()]
+
+
+def test_a_model_of_transformers_trains_alike_on_any_number_of_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """docs/huggingface.md on four ranks: weights of one rank after a step, to within 1e-5 of 1."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    (alone,) = sacrifice(1, 60.0, _trained, str(tmp_path), limit=60.0)
+    before = tiny_model("llama").parameters()
+    assert any((x - y).abs().max() > 1e-3 for x, y in zip(alone, before, strict=True))
+    for found in ranks.run(4, _trained, str(tmp_path)):
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_a_migrated_step_is_the_same_on_any_number_of_ranks(ranks: Ranks) -> None:
