@@ -49,9 +49,9 @@ TINY = {
 
 def tiny_model(name: str, attention: str = "ringfa3") -> nn.Module:
     """A random model of a few thousand weights, the same on every rank."""
-    config_class, options = TINY[name]
+    config_class, special = TINY[name]
     torch.manual_seed(0)
-    config = config_class(**{**SIZES, **options})
+    config = config_class(**{**SIZES, **special})
     return transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, experts_implementation="eager"
     )
