@@ -10,12 +10,11 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from examples.hf_cp import CUMULATIVE, example_ids, tiny_model
+from examples.hf_cp import tiny_model
 from ringfa3.bench import __main__ as bench
 from ringfa3.build import __main__ as build
 from ringfa3.build.units import select_units
@@ -29,18 +28,13 @@ from tests.support.markdown import (
     links,
 )
 from tests.support.ranks import Ranks, sacrifice
+from tests.support.snippets import groups_of_two, migrated_step, trained_model
 from train.config import register_schema
 from train.keys import schema_key, schema_keys
 from train.pretrain import check_command_line, read_command_line
 
 README = ROOT / "README.md"
 MOST_LINES = 130  # of the README
-PEERS = (  # whose blocks docs/migration.md has: modules that only such a block imports
-    "flash_attn",
-    "ring_flash_attn",
-    "transformer_engine",
-    "torch.distributed.tensor.experimental",
-)
 FOLDERS = "ringfa3|train|tests|csrc|configs|docs|examples|benchmarks"
 SECTIONS = (
     "parallel|train|checkpoint|guard|run|log|profile|sweep|generate|eval|data|optim|model\\.rope"
@@ -83,77 +77,28 @@ def test_the_quickstart_prints_what_it_says(monkeypatch: pytest.MonkeyPatch) -> 
         assert said.getvalue() == expected
 
 
-def _of_ringfa3(page: Path) -> list[str]:
-    """The Python blocks of a page that import RingFA3; others show a peer, and are Python."""
-    found = [code for language, code in blocks(page) if language == "python"]
-    roots = {code: _imported(code) for code in found}
-    assert all(root & {"ringfa3", *PEERS} for root in roots.values()), "whose block is it?"
-    return [code for code in found if "ringfa3" in roots[code]]
-
-
-def _imported(code: str) -> set[str]:
-    """Modules that a block imports, or their first names."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
-    return names | {name.partition(".")[0] for name in names}
-
-
-def _run(page: Path, **given: object) -> dict[str, Any]:
-    """The names that a page's blocks define, run one after the other after those given."""
-    namespace: dict[str, Any] = dict(given)
-    for code in _of_ringfa3(page):
-        exec(compile(code, page.name, "exec"), namespace)
-    return namespace
-
-
-def _migrated(group: object) -> list[torch.Tensor]:
-    """The loss of all ranks and two sets of gradients: summed by hand, averaged by DDP."""
-    del group
-    names = _run(ROOT / "docs" / "migration.md")
-    models = [names[name].parameters() for name in ("model", "averaged")]
-    return [names["loss"], *(p.grad for parameters in models for p in parameters)]
-
-
-def _in_groups(group: object) -> tuple[str, int, float]:
-    del group
-    names = _run(ROOT / "docs" / "recipes.md")
-    return names["transport"], int(names["valid"]), names["difference"]
-
-
-def _trained(group: object, folder: str) -> list[torch.Tensor]:
-    """The weights of a tiny model after a step of docs/huggingface.md."""
-    del group
-    batches = [(example_ids(97), CUMULATIVE)]
-    names = _run(ROOT / "docs" / "huggingface.md", FOLDER=folder, batches=batches)
-    return [p.detach() for p in names["model"].parameters()]
-
-
 def test_a_model_of_transformers_trains_alike_on_any_number_of_ranks(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     """docs/huggingface.md on four ranks: weights of one rank after a step, to within 1e-5 of 1."""
     tiny_model("llama").save_pretrained(tmp_path)
-    (alone,) = sacrifice(1, 60.0, _trained, str(tmp_path), limit=60.0)
+    (alone,) = sacrifice(1, 60.0, trained_model, str(tmp_path), limit=60.0)
     before = tiny_model("llama").parameters()
     assert any((x - y).abs().max() > 1e-3 for x, y in zip(alone, before, strict=True))
-    for found in ranks.run(4, _trained, str(tmp_path)):
+    for found in ranks.run(4, trained_model, str(tmp_path)):
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_a_migrated_step_is_the_same_on_any_number_of_ranks(ranks: Ranks) -> None:
     """docs/migration.md on four ranks: loss and gradients of one rank, to within 1e-5 of 1."""
-    (alone,) = sacrifice(1, 20.0, _migrated)
-    for found in ranks.run(4, _migrated):
+    (alone,) = sacrifice(1, 20.0, migrated_step)
+    for found in ranks.run(4, migrated_step):
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_recipes_run_on_two_groups_of_two(ranks: Ranks) -> None:
     """Outputs of a ring agree with those of one rank; both groups count the labels of both."""
-    for transport, valid, difference in ranks.run(4, _in_groups):
+    for transport, valid, difference in ranks.run(4, groups_of_two):
         assert (transport, valid) == ("gloo", 998 + 1098)
         assert difference < 1e-5
 
