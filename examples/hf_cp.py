@@ -49,9 +49,9 @@ TINY = {
 
 def tiny_model(name: str, attention: str = "ringfa3") -> nn.Module:
     """A random model of a few thousand weights, the same on every rank."""
-    kind, special = TINY[name]
+    config_class, special = TINY[name]
     torch.manual_seed(0)
-    config = kind(**{**SIZES, **special})
+    config = config_class(**{**SIZES, **special})
     return transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, experts_implementation="eager"
     )
