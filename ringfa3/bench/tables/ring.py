@@ -49,8 +49,8 @@ def _speed(rows: list[RingRow]) -> Iterator[str]:
 
 def _memory(rows: list[RingRow]) -> Iterator[str]:
     names = list(dict.fromkeys(name for row in rows for name in row.memory)) or [rows[0].first]
-    yield "Cells have the MiB of a forward and backward beyond the inputs on the rank with most, as the"
-    yield "device counts them, and in brackets what remains allocated after the call."
+    yield "Cells have the MiB that the device counts for a forward and backward beyond the inputs,"
+    yield "on the rank with most. Brackets have what remains allocated after the call."
     yield ""
     cells = [
         [str(row.world), row.label]
@@ -97,8 +97,8 @@ def _errors(rows: list[RingRow]) -> Iterator[str]:
 
 def _checkpoint(rows: list[RingRow]) -> Iterator[str]:
     first = rows[0].first
-    yield f"Rows have a block's forward and backward. Above 1, `{first}` is faster. MiB count tensors"
-    yield "beyond the inputs at the peak, and in brackets between forward and backward."
+    yield f"Rows have a block's forward and backward. Above 1, `{first}` is faster. MiB count"
+    yield "tensors beyond the inputs at the peak, and in brackets between forward and backward."
     yield ""
     cells = []
     for row in rows:
