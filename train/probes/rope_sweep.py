@@ -1,7 +1,7 @@
 """``mode=rope``: losses by position under other settings of RoPE, without training.
 
-The weights stay; frequencies and the attention factor change. Text beyond the run's length
-(``data.seq_len=8192 data.piece_len=null``) shows with which to extend it.
+The weights stay; frequencies and the attention factor change. On text beyond the run's length
+(``data.seq_len=8192 data.piece_len=null``) the losses show with which setting to extend the run.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ def _measure(subject: Subject, prepared: tuple[Documents, dict[str, RopeConfig]]
 def settings_of(config: Config, trained: Config) -> dict[str, RopeConfig]:
     """The settings to evaluate, by label: that of ``config``, then those of the section ``rope``.
 
-    Their base is the model's, their original length that of the documents in ``trained``, the
-    settings that the run was trained with.
+    ``trained`` are the settings that the run was trained with. Scaled settings take their base from
+    the model and their original length from the documents of ``trained``.
     """
     own = config.model.rope
     length = trained.data.longest_document()
     found = {"as it is": own}
-    for kind in config.rope.types:
+    for rope_type in config.rope.types:
         for factor in config.rope.factors:
-            rope = RopeConfig(kind, own.theta, factor, original_len=length)
-            found[f"{kind} {factor:g}"] = rope
+            rope = RopeConfig(rope_type, own.theta, factor, original_len=length)
+            found[f"{rope_type} {factor:g}"] = rope
     for theta in config.rope.thetas:
         found[f"theta {theta:g}"] = RopeConfig(theta=theta)
     return found
 
 
 def set_rope(transformer: Transformer, rope: RopeConfig) -> None:
-    """Give a model other frequencies and another attention factor."""
+    """Set the frequencies and the attention factor of a model to those of ``rope``."""
     transformer.frequencies = rope_frequencies(transformer.config.resolved_head_dim(), rope)
     transformer.attention_factor = attention_factor(rope)
 
@@ -76,7 +76,7 @@ def _report(
     subject: Subject, results: dict[str, Evaluation], settings: dict[str, RopeConfig]
 ) -> None:
     console = subject.console
-    path, plot = (subject.folder.path / f"rope.{kind}" for kind in ("json", "png"))
+    path, plot = (subject.folder.path / f"rope.{suffix}" for suffix in ("json", "png"))
     rows = [
         {"label": label, "rope": dataclasses.asdict(settings[label]), **summary_of(result)}
         for label, result in results.items()

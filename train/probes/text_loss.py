@@ -50,7 +50,7 @@ def _report(subject: Subject, result: Evaluation) -> None:
     path, console = subject.config.eval.path, subject.console
     checkpoint = subject.loaded.checkpoint
     name = subject.config.eval.name or (Path(path).expanduser().stem if path else "held-out")
-    path_json, plot = (subject.folder.path / f"eval-{name}.{kind}" for kind in ("json", "png"))
+    path_json, plot = (subject.folder.path / f"eval-{name}.{suffix}" for suffix in ("json", "png"))
     summary = {"text": path, "checkpoint": str(checkpoint), **summary_of(result)}
     write_atomically(path_json, json.dumps(summary, indent=1) + "\n")
     console.print(

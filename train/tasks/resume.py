@@ -55,7 +55,7 @@ def _has_prepared(job: str, config: Config, folder: RunFolder) -> bool:
 
 
 def restore(
-    config: Config, state: TrainState, checkpoints: Checkpoints, say: Callable[[str], None]
+    config: Config, state: TrainState, checkpoints: Checkpoints, log: Callable[[str], None]
 ) -> str:
     """Load the state that the run continues from, if any; returns a line that names its origin.
 
@@ -82,7 +82,7 @@ def restore(
     origin = _origin(config.checkpoint)
     if origin is None:
         return "starts at step 0"
-    path = from_rank_0(checkpoints.parallel, lambda: find_checkpoint(origin, say))
+    path = from_rank_0(checkpoints.parallel, lambda: find_checkpoint(origin, log))
     if config.checkpoint.init_from is not None:
         state.load_weights(path)
         return f"starts at step 0 with the weights of {path}"
@@ -135,7 +135,7 @@ def _require_origin(config: Config, replaced: RunFolder, state: TrainState) -> N
     if config.checkpoint.init_from is not None:
         require_fit(path, state.weights())
         return
-    step = state.facts_of(path)["step"]
+    step = state.metadata_of(path)["step"]
     _require_steps(path, step, least=step + 1, steps=config.train.steps)
     require_fit(path, state.shards())
 

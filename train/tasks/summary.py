@@ -50,7 +50,7 @@ def summarise(
         **measure_baselines(corpus, config.train.final_eval_bytes),
         "train_seconds": state.seconds,
         "steps": state.step,
-        "skipped": state.guard.skipped,
+        "skipped": state.spike_filter.skipped,
         "world_size": parallel.world,
         "cp": parallel.cp,
         "seq_len": config.data.seq_len,

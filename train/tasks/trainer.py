@@ -16,9 +16,9 @@ from ringfa3.custom_op import observe
 from train.config import Config
 from train.data.batches import Batch, Prefetch, make_batch
 from train.data.mixture import left_out, training_samples
-from train.data.samples import Piece, pack
+from train.data.samples import DocumentSlice, pack
 from train.data.shards import Corpus
-from train.engine.checkpoint import Checkpoints, read_facts
+from train.engine.checkpoint import Checkpoints, read_manifest_metadata
 from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout, require_agreement, require_shared
 from train.engine.time_split import time_split_on
@@ -77,7 +77,7 @@ class Trainer:
         self.updated: torch.cuda.Event | None = None  # recorded after the latest update
         keep = config.checkpoint
         self.checkpoints = Checkpoints(
-            folder.checkpoints, parallel, keep.keep, keep.keep_every, self._say_event
+            folder.checkpoints, parallel, keep.keep, keep.keep_every, self._log_event
         )
         self.recorder: Recorder | None = None
         self.ahead: Prefetch[list[Batch]] | None = None
@@ -91,22 +91,26 @@ class Trainer:
         prepare_folder(self.config, self.folder, self.parallel, self.state)
         require_shared(self.parallel, self.folder.checkpoints)
         if self.parallel.rank == 0:
-            self.checkpoints.remove_litter()
-        source = restore(self.config, self.state, self.checkpoints, self.say)
+            self.checkpoints.remove_partial_files()
+        source = restore(self.config, self.state, self.checkpoints, self.print_line)
         source += set_batch(self.state, self.accumulation * self.parallel.dp)
         if self.parallel.rank == 0:
             write_atomically(self.folder.config, config_json + "\n")
             self.corpus.tokenizer.save(str(self.folder.tokenizer))
-            wandb = WandbRun(self.config, self.folder, self.say) if self.config.log.wandb else None
-            self.recorder = Recorder(self.folder, self.state.step, self.say, wandb)
-        self._say_event(source)
+            wandb = (
+                WandbRun(self.config, self.folder, self.print_line)
+                if self.config.log.wandb
+                else None
+            )
+            self.recorder = Recorder(self.folder, self.state.step, self.print_line, wandb)
+        self._log_event(source)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line on the console of rank 0."""
         self.console.print(text, soft_wrap=True)
 
-    def _say_event(self, text: str) -> None:
-        self.say(text)
+    def _log_event(self, text: str) -> None:
+        self.print_line(text)
         if self.recorder is not None:
             self.recorder.event(self.state.step, text)
 
@@ -132,7 +136,7 @@ class Trainer:
             store=None if parallel.store is None else parallel.store.clone(),
             updates=self.updates,
             save=self._save_at_once,
-            say=self._say_event,
+            log=self._log_event,
             fail=self.report.not_saved,
             close=self._close_at_once,
             deadline=deadline if parallel.rank == 0 else None,
@@ -173,7 +177,7 @@ class Trainer:
                 step_done()
                 previous = time.perf_counter()
                 progress.update(record)
-                if state.guard.exhausted:
+                if state.spike_filter.out_of_patience:
                     self._roll_back()
                     return
                 done, every = state.step, self.config.checkpoint.every
@@ -184,7 +188,7 @@ class Trainer:
                     if self.times is not None:
                         self.times.begin_outside_a_step()
                 # Not during skipped steps: their cause may be these weights.
-                if every and done % every == 0 and not state.guard.in_a_row:
+                if every and done % every == 0 and not state.spike_filter.consecutive_skips:
                     self._save()
 
     def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
@@ -195,21 +199,27 @@ class Trainer:
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
         figures = compute_gradients(
-            self.engine, batches, self.config, parallel, state.guard, self.times, self._meanwhile
+            self.engine,
+            batches,
+            self.config,
+            parallel,
+            state.spike_filter,
+            self.times,
+            self._meanwhile,
         )
         loss, grad_norm = figures.loss, figures.grad_norm
-        objection = None
-        if figures.objecting:
-            others = f"{figures.objecting} of {parallel.world} ranks object"
-            objection = state.guard.objection(loss, grad_norm) or others
+        skip_reason = None
+        if figures.skip_votes:
+            others = f"{figures.skip_votes} of {parallel.world} ranks object"
+            skip_reason = state.spike_filter.skip_reason(loss, grad_norm) or others
         lr = learning_rate(optim, state.step, self.config.train.steps)
         with self.updates.update():
-            if objection is None:
+            if skip_reason is None:
                 self.engine.step(lr)
-                state.guard.accept(loss, grad_norm)
+                state.spike_filter.accept(loss, grad_norm)
             else:
                 self.engine.discard()
-                state.guard.skip()
+                state.spike_filter.skip()
             if parallel.device.type == "cuda":
                 self.updated = torch.cuda.current_stream().record_event()
             seconds = time.perf_counter() - begin
@@ -225,13 +235,13 @@ class Trainer:
                 "tokens_per_s": figures.tokens / seconds,
                 "memory": peak_memory(parallel.device),
                 "device_memory": device_memory(parallel.device),
-                "skipped": state.guard.skipped,
+                "skipped": state.spike_filter.skipped,
             }
             counts = figures.tokens, figures.pairs, figures.loss_by_bucket
             self.lines.add(StepLine(record, seconds, *counts))
-        if objection is not None:
-            self._say_event(
-                f"step {state.step} skipped ({state.guard.skipped} so far): {objection}"
+        if skip_reason is not None:
+            self._log_event(
+                f"step {state.step} skipped ({state.spike_filter.skipped} so far): {skip_reason}"
             )
         return record
 
@@ -249,7 +259,7 @@ class Trainer:
         moved = 0 if offload is None else sum(b.nbytes for b in offload.pool.buffers)
         line = errors_of(self.prediction, seconds, record["device_memory"], moved)
         self.prediction = None
-        self._say_event(line)
+        self._log_event(line)
 
     def _prime(self) -> None:
         """Run one backward pass and drop its gradients.
@@ -260,7 +270,7 @@ class Trainer:
         tokens would serve no step.
         """
         length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
-        sample = pack(self.corpus.train, [Piece(0, 0, length)])
+        sample = pack(self.corpus.train, [DocumentSlice(0, 0, length)])
         batch = make_batch(sample, self.parallel.cp_group, self.config.parallel.layout)
         one = torch.ones((), dtype=torch.float32, device=self.parallel.device)
         with torch.compiler.set_stance("force_eager"):
@@ -273,7 +283,7 @@ class Trainer:
         with self.checkpoints.lock:
             if not self.checkpoints.has(self.state.step):
                 self.checkpoints.begin(
-                    self.state.step, self.state.shards(), self.state.facts(), self.updated
+                    self.state.step, self.state.shards(), self.state.metadata(), self.updated
                 )
 
     def _save_at_once(self) -> str:
@@ -304,8 +314,11 @@ class Trainer:
         """
         self.lines.write()
         self.checkpoints.wait()
-        path, skipped = self.checkpoints.choose(accepted=True), self.state.guard.in_a_row
-        step = -1 if path is None else read_facts(path)["step"]
+        path, skipped = (
+            self.checkpoints.choose(exclude_skipping=True),
+            self.state.spike_filter.consecutive_skips,
+        )
+        step = -1 if path is None else read_manifest_metadata(path)["step"]
         if path is None or step <= self._rolled_back_to:
             why = "there is no checkpoint" if path is None else "going back has not helped"
             raise RuntimeError(
@@ -319,7 +332,7 @@ class Trainer:
             if self.recorder is not None:
                 self.recorder.roll_back(self.state.step)
         self._rolled_back_to = step
-        self._say_event(
+        self._log_event(
             f"{skipped} steps in a row were skipped: back from step {left} to {path.name}, and on "
             f"with the data after it"
         )
@@ -334,7 +347,7 @@ class Trainer:
         if self.recorder is None:
             return
         self._record_evaluation(self.state.step, full)
-        self.say("Counting the baselines ...")
+        self.print_line("Counting the baselines ...")
         losses = [line.get("nats_per_byte") for line in read_lines(self.folder.metrics)]
         state, parallel = self.state, self.parallel
         summary = summarise(self.config, self.corpus, parallel, state, losses, full, alone, short)

@@ -59,7 +59,7 @@ def test_every_epoch_holds_every_piece_whole(make_documents, lengths, seq_len, p
     for _ in range(2):
         epoch = []
         while len(epoch) < len(pieces):
-            own = samples.pieces(index)
+            own = samples.slices(index)
             assert 0 < len(samples[index].tokens) == sum(p.stop - p.start for p in own) <= seq_len
             epoch += own
             index += 1
@@ -69,6 +69,6 @@ def test_every_epoch_holds_every_piece_whole(make_documents, lengths, seq_len, p
 def test_samples_depend_on_seed_and_index_alone(make_documents):
     documents = make_documents([5, 5, 5, 5, 9, 9, 3, 14, 2, 7] * 3)
     one, again, other = (BestFitSamples(documents, 16, None, seed) for seed in (1, 1, 2))
-    first = [one.pieces(index) for index in range(30)]
-    assert [again.pieces(index) for index in reversed(range(30))] == first[::-1]
-    assert [other.pieces(index) for index in range(30)] != first
+    first = [one.slices(index) for index in range(30)]
+    assert [again.slices(index) for index in reversed(range(30))] == first[::-1]
+    assert [other.slices(index) for index in range(30)] != first

@@ -13,7 +13,7 @@ from train.config import ConfigError
 from train.data import manifest
 from train.data.manifest import (
     DamagedError,
-    FileFacts,
+    FileMetadata,
     read_manifest,
     verify,
     write_manifest,
@@ -42,10 +42,10 @@ def seal(folder: Path, body: dict) -> None:
 def test_facts_sizes_and_checksums_are_read_back(folder):
     found = read_manifest(folder)
     assert found == verify(folder)
-    assert found.facts == FACTS
+    assert found.metadata == FACTS
     assert found.files == {
-        "a.bin": FileFacts(400, zlib.crc32(b"ring" * 100)),
-        "deep/b.bin": FileFacts(0, 0),
+        "a.bin": FileMetadata(400, zlib.crc32(b"ring" * 100)),
+        "deep/b.bin": FileMetadata(0, 0),
     }
     assert {path.name for path in folder.iterdir()} == {"a.bin", "deep", "manifest.json"}
 
@@ -53,7 +53,7 @@ def test_facts_sizes_and_checksums_are_read_back(folder):
 def test_a_rewritten_manifest_lists_neither_itself_nor_temporary_files(folder):
     (folder / "manifest.json.tmp").write_text("half")
     write_manifest(folder, {"step": 13})
-    assert verify(folder).facts == {"step": 13}
+    assert verify(folder).metadata == {"step": 13}
     assert set(read_manifest(folder).files) == {"a.bin", "deep/b.bin"}
 
 

@@ -15,10 +15,10 @@ from tests.support.ranks import sacrifice
 from tests.train.engine.test_engines import LIMIT_S, layout
 from train.config import Config, EngineConfig
 from train.data.batches import make_batch
-from train.data.samples import Piece, pack
+from train.data.samples import DocumentSlice, pack
 from train.data.shards import open_corpus
 from train.engine.make_engine import make_engine
-from train.engine.time_split import KINDS, TimeSplit, time_split_on
+from train.engine.time_split import CATEGORIES, TimeSplit, time_split_on
 from train.model.matmul import Linear
 
 
@@ -79,7 +79,7 @@ def test_kinds_add_up_and_the_inner_one_counts(device, times):
     device.synchronise()
     expected = {"attention": 8.25, "matmul": 2.0, "communication": 0.5, "rest": 1.125, "idle": 0.0}
     assert times.seconds() == pytest.approx(expected)
-    assert tuple(times.seconds()) == KINDS
+    assert tuple(times.seconds()) == CATEGORIES
 
 
 def test_a_device_that_waits_for_its_host_is_idle(device, times):
@@ -181,7 +181,7 @@ def _communication(_: dist.ProcessGroup, configs: list[Config]) -> list[list[int
         parallel = layout(1)
         engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
         engine.watch(times)
-        sample = pack(corpus.train, [Piece(0, 0, 20)])
+        sample = pack(corpus.train, [DocumentSlice(0, 0, 20)])
         batch = make_batch(sample, parallel.cp_group, "zigzag")
         counts = []
         for _ in range(2):

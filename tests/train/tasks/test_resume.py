@@ -97,7 +97,7 @@ def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
     trainer.close()
     other = make_trainer(config)
     assert other.state.step == 12  # nothing but the final evaluation is left
-    assert other.state.facts() == trainer.state.facts()
+    assert other.state.metadata() == trainer.state.metadata()
     tensors, loaded = tensors_of(trainer), tensors_of(other)
     assert any("exp_avg_sq" in name for name in tensors)
     assert tensors.keys() == loaded.keys()

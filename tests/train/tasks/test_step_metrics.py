@@ -18,7 +18,7 @@ from tests.train.jobs import events, steps
 from tests.train.trainers import make_trainer
 from train.data.shards import open_corpus
 from train.engine.parallel import ParallelLayout
-from train.engine.time_split import KINDS, TimeSplit
+from train.engine.time_split import CATEGORIES, TimeSplit
 from train.estimate.job import Job
 from train.estimate.prediction import Prediction, predict
 from train.log.step_lines import StepLine, StepLines
@@ -74,11 +74,11 @@ def test_every_line_has_the_split_and_the_utilisation(config):
         seconds = tokens / line["tokens_per_s"]
         assert line["mfu"] == pytest.approx(line["flops"] / (seconds * 0.5e12))
         assert line["hfu"] > line["mfu"]
-        split = {kind: line[f"{kind}_s"] for kind in KINDS}
+        split = {kind: line[f"{kind}_s"] for kind in CATEGORIES}
         assert split["attention"] > 0
         assert split["matmul"] > 0
         assert split["communication"] == 0  # of one process
-    assert sum(line[f"{kind}_s"] for line in lines for kind in KINDS) < elapsed
+    assert sum(line[f"{kind}_s"] for line in lines for kind in CATEGORIES) < elapsed
 
 
 def test_a_line_of_a_cpu_has_flops_alone(config):

@@ -123,7 +123,7 @@ def stop(folder: Path, overrides: list[str], whom: str, after: int) -> int:
         assert not any(is_alive(pid) for pid in pids)
     done = len(steps(folder))
     assert after <= done < STEPS
-    assert verify(folder / "checkpoints" / f"step-{done:08d}").facts["step"] == done
+    assert verify(folder / "checkpoints" / f"step-{done:08d}").metadata["step"] == done
     assert events(folder)[-1].startswith(f"SIGTERM: stopped after step {done}, which is saved")
     return done
 

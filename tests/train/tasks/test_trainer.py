@@ -52,7 +52,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(config):
     recorded = steps(Path(config.run.dir))
     assert [loss is None for _, loss, _ in recorded] == [step == 6 for step in range(1, 13)]
     assert "step 6 skipped (1 so far): loss is nan" in events(Path(config.run.dir))
-    assert trainer.state.guard.skipped == 1
+    assert trainer.state.spike_filter.skipped == 1
     assert trainer.state.samples == 12
     assert weights(trainer).isfinite().all()
 
@@ -69,7 +69,7 @@ def test_priming_and_a_skipped_step_leave_no_gradients(config):
             assert all(p.grad is None for p in trainer.model.parameters())
             spoil(trainer, {0: math.nan})
             trainer.step(trainer._batches(0), 0.0)
-            assert trainer.state.guard.skipped == 1
+            assert trainer.state.spike_filter.skipped == 1
             assert all(p.grad is None for p in trainer.model.parameters())
         norms.append(trainer.step(trainer._batches(1), 0.0)["grad_norm"])
         trainer.close()
@@ -121,13 +121,13 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
     before: list[torch.Tensor] = []
     if rank == 1:
         spoil(trainer, {3: math.inf})
-    take, objects = trainer.step, trainer.state.guard.objects
+    take, should_skip = trainer.step, trainer.state.spike_filter.should_skip
 
     def step(batches: list, begin: float) -> dict:
         if trainer.state.step == 3:
             before.append(weights(trainer))
         alone = rank == 1 and trainer.state.step == 7
-        trainer.state.guard.objects = lambda figures: objects(figures) | alone
+        trainer.state.spike_filter.should_skip = lambda figures: should_skip(figures) | alone
         record = take(batches, begin)
         if trainer.state.step == 4:
             before.append(weights(trainer))
@@ -137,7 +137,11 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
     trainer.train()
     trainer.close()
     assert torch.equal(*before)  # not even weight decay was applied
-    return weights(trainer).tolist(), trainer.state.guard.skipped, steps(Path(config.run.dir))
+    return (
+        weights(trainer).tolist(),
+        trainer.state.spike_filter.skipped,
+        steps(Path(config.run.dir)),
+    )
 
 
 def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
@@ -256,7 +260,7 @@ def test_too_many_skips_roll_back_and_pass_the_bad_data(config):
     back = "3 steps in a row were skipped: back from step 8 to step-00000004, and on with the data"
     assert any(event.startswith(back) for event in events(folder))
     assert trainer.state.samples == 16
-    assert trainer.state.guard.skipped == 3
+    assert trainer.state.spike_filter.skipped == 3
     assert [sample for sample in used if sample > 8][-1] == 15
     assert used.count(8) == 2  # once prefetched, once used
 

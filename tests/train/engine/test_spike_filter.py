@@ -10,50 +10,50 @@ import pytest
 import torch
 
 from train.config import GuardConfig
-from train.engine.guard import Guard
+from train.engine.spike_filter import SpikeFilter
 
 
-def taught(sigma: float | None = 3.0) -> Guard:
+def taught(sigma: float | None = 3.0) -> SpikeFilter:
     """A guard over four steps: losses with mean 2 and deviation 1, gradient norms all 1."""
-    guard = Guard(GuardConfig(sigma=sigma, window=4, patience=2))
+    guard = SpikeFilter(GuardConfig(sigma=sigma, window=4, patience=2))
     for loss in (1.0, 3.0, 1.0, 3.0):
-        assert guard.objection(loss, 1.0) is None
+        assert guard.skip_reason(loss, 1.0) is None
         guard.accept(loss, 1.0)
     return guard
 
 
 @pytest.mark.parametrize("figures", [(math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0)])
 def test_a_step_that_is_not_finite_is_never_accepted(figures):
-    assert "is" in Guard(GuardConfig()).objection(*figures)
+    assert "is" in SpikeFilter(GuardConfig()).skip_reason(*figures)
 
 
 def test_a_spike_lies_above_the_mean_not_below():
     guard = taught()
-    assert guard.objection(4.99, 1.0) is None
-    assert "loss 5.01 is a spike" in guard.objection(5.01, 1.0)
-    assert "gradient norm 1.01 is a spike" in guard.objection(2.0, 1.01)
-    assert guard.objection(-50.0, 0.0) is None
+    assert guard.skip_reason(4.99, 1.0) is None
+    assert "loss 5.01 is a spike" in guard.skip_reason(5.01, 1.0)
+    assert "gradient norm 1.01 is a spike" in guard.skip_reason(2.0, 1.01)
+    assert guard.skip_reason(-50.0, 0.0) is None
 
 
 @pytest.mark.parametrize("lessons", [0, 4])
 def test_on_a_device_it_objects_to_the_same_steps(lessons):
     """Before and after its window is full; also where one of both figures is wrong."""
-    guard = taught() if lessons else Guard(GuardConfig(sigma=3.0, window=4))
+    guard = taught() if lessons else SpikeFilter(GuardConfig(sigma=3.0, window=4))
     values = (-50.0, 1.0, 1.01, 4.99, 5.01, 1e9, math.inf, -math.inf, math.nan)
     for figures in itertools.product(values, values):
-        objection = guard.objection(*figures)
-        found = guard.objects(torch.tensor(figures, dtype=torch.float64))
+        skip_reason = guard.skip_reason(*figures)
+        found = guard.should_skip(torch.tensor(figures, dtype=torch.float64))
         assert (found.shape, found.dtype) == ((), torch.int64)
-        assert found == (objection is not None), figures
+        assert found == (skip_reason is not None), figures
 
 
 def test_no_spike_without_sigma_or_before_the_window_is_full():
-    assert taught(sigma=None).objection(1e9, 1.0) is None
-    guard = Guard(GuardConfig(sigma=1.0, window=2))
+    assert taught(sigma=None).skip_reason(1e9, 1.0) is None
+    guard = SpikeFilter(GuardConfig(sigma=1.0, window=2))
     guard.accept(1.0, 1.0)
-    assert guard.objection(1e9, 1.0) is None
+    assert guard.skip_reason(1e9, 1.0) is None
     guard.accept(1.0, 1.0)
-    assert guard.objection(1e9, 1.0) is not None
+    assert guard.skip_reason(1e9, 1.0) is not None
 
 
 def test_skips_in_a_row_exhaust_it():
@@ -61,18 +61,18 @@ def test_skips_in_a_row_exhaust_it():
     guard.skip()
     guard.accept(2.0, 1.0)
     guard.skip()
-    assert not guard.exhausted
+    assert not guard.out_of_patience
     guard.skip()
-    assert guard.exhausted
+    assert guard.out_of_patience
     assert guard.skipped == 3
 
 
 def test_its_state_survives_json_exactly():
-    guard = Guard(GuardConfig(sigma=1.0, window=3))
+    guard = SpikeFilter(GuardConfig(sigma=1.0, window=3))
     for i in range(5):
         guard.accept(1 / (i + 3), math.pi**i)
     guard.skip()
-    other = Guard(GuardConfig(sigma=1.0, window=3))
+    other = SpikeFilter(GuardConfig(sigma=1.0, window=3))
     other.restore(json.loads(json.dumps(guard.state())))
     assert other.state() == guard.state()
     assert len(other.state()["taken"]) == 3
