@@ -23,6 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from train.data.position_buckets import bucket_label
 from train.log.json_lines import JsonLines
 from train.log.smoothing import mean, window_of
+from train.log.units import both_units
 from train.log.wandb_run import WandbRun
 from train.run.run_folder import RunFolder
 
@@ -88,7 +89,8 @@ class Recorder:
     def evaluation(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
         """Record one validation after ``record["step"]`` optimiser steps."""
         self._write(self._evaluations, record)
-        values = {"held_out/nats_per_byte": record["nats_per_byte"]}
+        losses = both_units(record["nats_per_byte"])
+        values = {f"held_out/{unit}": loss for unit, loss in losses.items()}
         values |= _by_bucket("held_out_loss_by_position", loss_by_bucket)
         self._plot(values, record["step"])
 

@@ -40,8 +40,8 @@ def speed_of(
 ) -> dict[str, float]:
     """FLOPs of a step; on GPUs also ``mfu`` and ``hfu`` and the split of the time.
 
-    ``mfu`` and ``hfu`` are shares of ``hardware.peak_tflops``. The split is of the period that ended
-    when the step's loss was read. ``rows`` is the number of rows of the head; ``tokens`` and
+    ``mfu`` and ``hfu`` are shares of ``hardware.peak_tflops``. The split is of the period that
+    ended when the step's loss was read. ``rows`` is the number of rows of the head; ``tokens`` and
     ``pairs`` are as in ``step_flops``.
     """
     flops = step_flops(config.model, config.memory, rows, tokens, pairs)

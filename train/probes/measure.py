@@ -54,8 +54,8 @@ def run_probe(
 ) -> NoReturn:
     """Measure ``checkpoint`` (None: the newest of the run), and end the process.
 
-    ``prepare`` converts the text to what ``measure`` needs. It may raise ``ConfigError``, as it runs
-    before any process group exists. ``ConfigError`` passes through; any other failure is reported in
+    ``prepare`` converts the text to what ``measure`` needs. It may raise ``ConfigError``, because
+    no process group exists yet. ``ConfigError`` passes through; any other failure is reported in
     one line with the rank, as in training.
     """
     rank = int(os.environ.get("RANK", "0"))

@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from pathlib import Path
 
-# A signal that the sweep receives -> the signal that it sends to its job, which then saves and ends.
+# A signal that the sweep receives -> the signal that its job gets, which then saves and ends.
 SIGNALS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,

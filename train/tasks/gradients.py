@@ -23,10 +23,10 @@ from train.log.speed import counts_of
 class StepFigures:
     """A step before its update, over all ranks.
 
-    ``loss`` is in nats per token with a label, ``nats_per_byte`` the same sum over the bytes of the
-    labels, NaN without any; ``grad_norm`` is that before clipping; ``skip_votes`` ranks want to skip
-    the update. ``tokens`` and ``pairs`` are as in ``step_flops``;
-    ``loss_by_bucket`` is in nats per token, NaN for a bucket without tokens.
+    ``loss`` is in nats per token with a label. ``nats_per_byte`` is the same sum over the bytes of
+    the labels, NaN without any. ``grad_norm`` is the norm before clipping. ``skip_votes`` is the
+    number of ranks whose spike filter skips the update. ``tokens`` and ``pairs`` are as in
+    ``step_flops``; ``loss_by_bucket`` is in nats per token, NaN for a bucket without tokens.
     """
 
     loss: float
@@ -49,10 +49,10 @@ def compute_gradients(
 ) -> StepFigures:
     """Compute, reduce and clip the gradients of the micro-batches of this rank.
 
-    The loss is the sum of all token losses over N, the number of valid tokens of all ranks and
-    micro-batches. An engine averages gradients over W ranks, hence the factor W / N. ``times``
-    ends a period and begins the next where the host waits; ``meanwhile`` runs once the first
-    micro-batch is issued, beside the device. Every rank must call this.
+    The loss is the sum of all token losses over N, the number of valid tokens in all ranks'
+    micro-batches. An engine averages gradients over W ranks, hence the factor W / N. ``times`` ends
+    a period and begins the next where the host waits. ``meanwhile`` runs after the first
+    micro-batch is issued, concurrently with the device. Every rank must call this.
     """
     counts = sum_over_ranks(parallel, counts_of(batches, config.model))
     n_valid = counts[0].clamp(min=1)
@@ -69,12 +69,12 @@ def compute_gradients(
     norm = engine.grad_norm(float("inf") if config.optim.clip is None else config.optim.clip)
     sums = sum_over_ranks(parallel, sums)
     figures = torch.stack([sums[0].sum() / n_valid, norm.double()])
-    skip_votes = sum_over_ranks(parallel, spike_filter.should_skip(figures))  # of one, of all
+    skip_votes = sum_over_ranks(parallel, spike_filter.should_skip(figures))
     results = torch.cat([figures, skip_votes[None], counts, sums.flatten()])
     if times is not None:
         times.end()
-    # The host waits for the device here alone. It may not issue the update before: a stop saves
-    # the weights that precede it while a step runs.
+    # The host waits for the device only here. It must not issue the update earlier: a stop during
+    # the step saves the weights before the update.
     loss, grad_norm, *rest = results.tolist()
     if times is not None:  # the device has reached `end`
         times.begin()

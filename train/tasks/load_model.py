@@ -46,8 +46,8 @@ def load_model(
     """
     tokenizer = read_tokenizer(folder)
     model = build_model(config, tokenizer.get_vocab_size(), parallel.device, parallel.cp_group)
-    place = folder.path if checkpoint is None else Path(checkpoint).expanduser()
-    path = from_rank_0(parallel, lambda: find_checkpoint(place, log))
+    given = folder.path if checkpoint is None else Path(checkpoint).expanduser()
+    path = from_rank_0(parallel, lambda: find_checkpoint(given, log))
     load_weights(path, model.transformer)
     model.eval()
     return LoadedModel(model, tokenizer, path)

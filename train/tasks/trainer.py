@@ -28,6 +28,7 @@ from train.log.json_lines import read_lines
 from train.log.metrics import Recorder, StepProgress, device_memory, peak_memory
 from train.log.profiler import profiled
 from train.log.step_lines import StepLine, StepLines
+from train.log.units import both_units
 from train.log.wandb_run import WandbRun
 from train.model.optim import learning_rate
 from train.model.window import widest
@@ -41,7 +42,7 @@ from train.tasks.gradients import compute_gradients
 from train.tasks.resume import prepare_folder, restore, set_batch
 from train.tasks.summary import summarise, write_summary
 
-SELF_ONLY = (0, 0)  # attention window (left, right) in which each token sees only itself
+SELF_ONLY = (0, 0)  # attention window (left, right) in which each token attends only to itself
 PRIMING_TOKENS = 256
 
 
@@ -97,11 +98,9 @@ class Trainer:
         if self.parallel.rank == 0:
             write_atomically(self.folder.config, config_json + "\n")
             self.corpus.tokenizer.save(str(self.folder.tokenizer))
-            wandb = (
-                WandbRun(self.config, self.folder, self.print_line)
-                if self.config.log.wandb
-                else None
-            )
+            wandb = None
+            if self.config.log.wandb:
+                wandb = WandbRun(self.config, self.folder, self.print_line)
             self.recorder = Recorder(self.folder, self.state.step, self.print_line, wandb)
         self._log_event(source)
 
@@ -115,7 +114,7 @@ class Trainer:
             self.recorder.event(self.state.step, text)
 
     def close(self) -> None:
-        """Close the files of the run; observe its ops no longer."""
+        """Close the files of the run, and remove the hook on its ops."""
         observe(None)
         try:
             self.lines.write()
@@ -128,7 +127,7 @@ class Trainer:
         self.console.show_cursor()  # a progress bar hides it
 
     def stoppable(self, deadline: float | None) -> Run:
-        """This run as the stopper sees it, to save and end it at any moment."""
+        """This run, in the form in which the stopper can save and end it at any moment."""
         parallel = self.parallel
         return Run(
             rank=parallel.rank,
@@ -187,39 +186,34 @@ class Trainer:
                     previous = time.perf_counter()
                     if self.times is not None:
                         self.times.begin_outside_a_step()
-                # Not during skipped steps: their cause may be these weights.
+                # Do not save during skipped steps: these weights may be their cause.
                 if every and done % every == 0 and not state.spike_filter.consecutive_skips:
                     self._save()
 
     def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
         """One optimiser step, begun at ``begin`` of ``perf_counter``; returns its main figures.
 
-        Every rank updates, or every rank skips: no rank may object to the loss or the norm. The
-        step's line of metrics is written beside the next step, or before the next other work.
+        Either every rank updates or every rank skips: one rank whose spike filter skips is enough.
+        The step's metrics line is written concurrently with the next step, or before other work.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
+        spikes = state.spike_filter
         figures = compute_gradients(
-            self.engine,
-            batches,
-            self.config,
-            parallel,
-            state.spike_filter,
-            self.times,
-            self._meanwhile,
+            self.engine, batches, self.config, parallel, spikes, self.times, self._meanwhile
         )
         loss, grad_norm = figures.loss, figures.grad_norm
         skip_reason = None
         if figures.skip_votes:
             others = f"{figures.skip_votes} of {parallel.world} ranks object"
-            skip_reason = state.spike_filter.skip_reason(loss, grad_norm) or others
+            skip_reason = spikes.skip_reason(loss, grad_norm) or others
         lr = learning_rate(optim, state.step, self.config.train.steps)
         with self.updates.update():
             if skip_reason is None:
                 self.engine.step(lr)
-                state.spike_filter.accept(loss, grad_norm)
+                spikes.accept(loss, grad_norm)
             else:
                 self.engine.discard()
-                state.spike_filter.skip()
+                spikes.skip()
             if parallel.device.type == "cuda":
                 self.updated = torch.cuda.current_stream().record_event()
             seconds = time.perf_counter() - begin
@@ -229,24 +223,22 @@ class Trainer:
             record = {
                 "step": state.step,
                 "loss": loss,
-                "nats_per_byte": figures.nats_per_byte,
+                **both_units(figures.nats_per_byte),
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "tokens_per_s": figures.tokens / seconds,
                 "memory": peak_memory(parallel.device),
                 "device_memory": device_memory(parallel.device),
-                "skipped": state.spike_filter.skipped,
+                "skipped": spikes.skipped,
             }
             counts = figures.tokens, figures.pairs, figures.loss_by_bucket
             self.lines.add(StepLine(record, seconds, *counts))
         if skip_reason is not None:
-            self._log_event(
-                f"step {state.step} skipped ({state.spike_filter.skipped} so far): {skip_reason}"
-            )
+            self._log_event(f"step {state.step} skipped ({spikes.skipped} so far): {skip_reason}")
         return record
 
     def _meanwhile(self) -> None:
-        """What the host does while the device computes a step: the next batches, the last line."""
+        """The host's work while the device computes a step: next batches, last metrics line."""
         if self.ahead is not None:
             self.ahead.begin()
         self.lines.write()
@@ -264,10 +256,10 @@ class Trainer:
     def _prime(self) -> None:
         """Run one backward pass and drop its gradients.
 
-        DDP rebuilds its buckets after its first backward pass. This pass makes it do so before the
-        first step of every run, so a resumed run sums in the same order as an uninterrupted one. It
-        also opens connections and compiles kernels. Blocks run uncompiled here: graphs for so few
-        tokens would serve no step.
+        DDP rebuilds its buckets after its first backward. This pass makes it do so before the first
+        step of every run, so a resumed run sums in the same order as an uninterrupted one. The pass
+        also opens connections and compiles kernels. Blocks run uncompiled here: no step could use
+        graphs for so few tokens.
         """
         length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
         sample = pack(self.corpus.train, [DocumentSlice(0, 0, length)])
@@ -279,7 +271,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Start to save the current state; called by the trainer or, at a stop, by the stopper."""
-        self.lines.write()  # of every step in a checkpoint there is a line
+        self.lines.write()  # every step in a checkpoint has a line
         with self.checkpoints.lock:
             if not self.checkpoints.has(self.state.step):
                 self.checkpoints.begin(
@@ -287,7 +279,7 @@ class Trainer:
                 )
 
     def _save_at_once(self) -> str:
-        """For the stopper: save the state and return a message, or raise an error."""
+        """Save the state for the stopper and return a message, or raise an error."""
         if self.parallel.device.type == "cuda":
             torch.cuda.set_device(self.parallel.device)
         self._require_saved()
@@ -308,16 +300,15 @@ class Trainer:
             )
 
     def _roll_back(self) -> None:
-        """After too many skipped steps, load the last checkpoint and continue with later data.
+        """After too many skipped steps, load an earlier checkpoint and continue with later data.
 
-        Raises ``RuntimeError`` if there is no checkpoint, or if an earlier roll-back did not help.
+        It is the newest checkpoint that was not saved while skipping. Raises ``RuntimeError`` if
+        there is none, or none that is newer than that of the previous roll-back.
         """
         self.lines.write()
         self.checkpoints.wait()
-        path, skipped = (
-            self.checkpoints.choose(exclude_skipping=True),
-            self.state.spike_filter.consecutive_skips,
-        )
+        skipped = self.state.spike_filter.consecutive_skips
+        path = self.checkpoints.choose(exclude_skipping=True)
         step = -1 if path is None else read_manifest_metadata(path)["step"]
         if path is None or step <= self._rolled_back_to:
             why = "there is no checkpoint" if path is None else "going back has not helped"
@@ -357,8 +348,8 @@ class Trainer:
         """This rank's micro-batches of the step whose first sample is number ``sample``."""
         parallel = self.parallel
         indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(self.accumulation)]
-        place = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
-        return [make_batch(self.samples[index], *place) for index in indices]
+        sharding = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
+        return [make_batch(self.samples[index], *sharding) for index in indices]
 
     def _evaluate(
         self,
@@ -381,7 +372,7 @@ class Trainer:
         if self.recorder is not None:
             record = {
                 "step": step,
-                "nats_per_byte": evaluation.nats_per_byte,
+                **both_units(evaluation.nats_per_byte),
                 "bytes": evaluation.n_bytes,
                 "tokens": evaluation.tokens,
                 **evaluation.by_source,

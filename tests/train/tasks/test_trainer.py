@@ -92,7 +92,7 @@ def test_the_final_evaluation_is_bounded(config):
 
 
 def test_the_losses_of_training_and_held_out_text_stand_side_by_side(config, capsys):
-    """In nats per byte: in the lines, the summary and its table."""
+    """In nats per byte in the lines and the summary; in its table also in bits per byte."""
     config.train.steps, config.train.eval_every = 3, 2
     trainer = make_trainer(config)
     (batch,) = trainer._batches(0)
@@ -107,7 +107,9 @@ def test_the_losses_of_training_and_held_out_text_stand_side_by_side(config, cap
     summary = json.loads(trainer.folder.summary.read_text())
     assert summary["train_nats_per_byte"] == pytest.approx(sum(losses) / 3)
     assert summary["train_last_steps"] == 3
-    row = f"{summary['nats_per_byte']:.3f}", f"{summary['train_nats_per_byte']:.3f}"
+    assert summary["bits_per_byte"] == pytest.approx(summary["nats_per_byte"] / math.log(2))
+    values = summary["nats_per_byte"], summary["train_nats_per_byte"]
+    row = tuple(f"{x:.3f}" for nats in values for x in (nats, nats / math.log(2)))
     output = capsys.readouterr().out
     (line,) = [line for line in output.splitlines() if "this model  " in line]
     assert tuple(re.findall(r"\d\.\d{3}", line)) == row
