@@ -111,11 +111,11 @@ def compose(arguments: list[str]) -> DictConfig | None:
     composed: list[DictConfig] = []
 
     @hydra.main(version_base="1.3", config_path="../configs", config_name="config")
-    def keep(config: DictConfig) -> None:
+    def collect(config: DictConfig) -> None:
         composed.append(config)
 
     sys.argv[1:] = declare_sources(arguments)
-    keep()
+    collect()
     return composed[0] if composed else None
 
 

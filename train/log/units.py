@@ -6,7 +6,7 @@ bits per byte = nats per byte / ln 2
 
 The sum is over all tokens except BOS. Nats per token depend on the tokenizer; nats per byte do not,
 so models with other tokenizers, and gzip, can be compared. JSON and plots use nats per byte; tables
-and metrics have bits per byte beside it, the unit of other publications.
+and metrics add bits per byte, the unit of other publications.
 """
 
 from __future__ import annotations

@@ -76,9 +76,9 @@ class Trainer:
         self.state = TrainState(config, corpus.digest, self.engine)
         self.updates = UpdateLock()
         self.updated: torch.cuda.Event | None = None  # recorded after the latest update
-        keep = config.checkpoint
+        section = config.checkpoint
         self.checkpoints = Checkpoints(
-            folder.checkpoints, parallel, keep.keep, keep.keep_every, self._log_event
+            folder.checkpoints, parallel, section.keep, section.keep_every, self._log_event
         )
         self.recorder: Recorder | None = None
         self.ahead: Prefetch[list[Batch]] | None = None

@@ -19,7 +19,7 @@ from train.data.manifest import (
     write_manifest,
 )
 
-FACTS = {"step": 12, "loss": 0.1, "names": ["a", "λ"], "by_rank": {"10": 1, "9": None}}
+METADATA = {"step": 12, "loss": 0.1, "names": ["a", "λ"], "by_rank": {"10": 1, "9": None}}
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / "deep").mkdir(parents=True)
     (folder / "a.bin").write_bytes(b"ring" * 100)
     (folder / "deep" / "b.bin").write_bytes(b"")
-    write_manifest(folder, FACTS)
+    write_manifest(folder, METADATA)
     return folder
 
 
@@ -39,10 +39,10 @@ def seal(folder: Path, body: dict) -> None:
     (folder / "manifest.json").write_text(json.dumps({**body, "crc32": crc32}))
 
 
-def test_facts_sizes_and_checksums_are_read_back(folder):
+def test_metadata_sizes_and_checksums_are_read_back(folder):
     found = read_manifest(folder)
     assert found == verify(folder)
-    assert found.metadata == FACTS
+    assert found.metadata == METADATA
     assert found.files == {
         "a.bin": FileMetadata(400, zlib.crc32(b"ring" * 100)),
         "deep/b.bin": FileMetadata(0, 0),
@@ -84,7 +84,7 @@ def test_everything_is_on_the_disk_before_the_manifest_has_its_name(folder, monk
 
     monkeypatch.setattr(manifest.os, "fsync", sync)
     monkeypatch.setattr(Path, "replace", rename)
-    write_manifest(folder, FACTS)
+    write_manifest(folder, METADATA)
     renamed = done.index("rename")
     names = ("a.bin", "deep/b.bin", "manifest.json", "deep", ".")
     assert {(folder / name).stat().st_ino for name in names} <= set(done[:renamed])

@@ -263,9 +263,9 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     assert checkpoints.choose().name == "step-00000005"
 
 
-def test_a_checkpoint_in_doubt_takes_no_place_of_one_before_it(tmp_path, messages):
-    """Of one kept: those behind skipped steps come on top, until a step is accepted. A manifest
-    that cannot tell stops no write."""
+def test_a_checkpoint_saved_while_skipping_replaces_no_earlier_one(tmp_path, messages):
+    """With ``keep=1`` checkpoints after skipped steps are added to it, until a step is accepted. An
+    unreadable manifest stops no write."""
     checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, log=messages.append)
 
     def kept(step: int, skipped: int) -> list[int]:
@@ -372,7 +372,7 @@ def _shared(group: dist.ProcessGroup, folder: Path) -> str | None:
         assert not list(folder.iterdir())
     here = Path.exists
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.engine.parallel.SEEN_S", 0.2)
+        patch.setattr("train.engine.parallel.VISIBLE_S", 0.2)
         patch.setattr(Path, "exists", lambda path: parallel.rank != 2 and here(path))
         try:
             require_shared(parallel, folder)

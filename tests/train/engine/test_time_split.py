@@ -120,12 +120,12 @@ def test_a_period_begins_anew_and_takes_events_again(device, times):
     times.pause()
     with times.of("matmul"):
         device.work(1.0)
-    assert not times._marks
+    assert not times._boundaries
     assert len(made) == 8
 
 
 def test_ops_are_seen_in_forward_and_backward(device, times):
-    """An observer sees each op once; attention and products of a real model, by their names."""
+    """The hook gets each op once: attention and products of a real model, by their names."""
     x = torch.randn(1, 8, 2, 4, requires_grad=True)
     layer = Linear(4, 4)
     times.begin()
@@ -142,14 +142,14 @@ def test_ops_are_seen_in_forward_and_backward(device, times):
     finally:
         observe(None)
     assert names == ["attention", "linear", "linear_backward", "attention_backward"]
-    kinds = [mark.kind for mark in times._marks if mark.kind != "rest"]
-    assert kinds == ["attention", "matmul", "matmul", "attention"]
+    categories = [x.category for x in times._boundaries if x.category != "rest"]
+    assert categories == ["attention", "matmul", "matmul", "attention"]
     layer(torch.randn(3, 4))
     assert len(names) == 4
 
 
 def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
-    """The same marks in the same order, while the host library records and replays."""
+    """The same categories in the same order, while the host library records and replays."""
     q, k = torch.randn(2, 1, 8, 2, 64).bfloat16()
     layer = Linear(128, 64).bfloat16()
     seen = {}
@@ -163,7 +163,7 @@ def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
                 out = flash_attn_func(*leaves, causal=True)
                 layer(out.flatten(2).flatten(0, 1)).sum().backward()
                 times.end()
-                seen.setdefault(which, []).append([mark.kind for mark in times._ended])
+                seen.setdefault(which, []).append([x.category for x in times._ended])
     finally:
         observe(None)
     assert host.counts()["replayed"] == 2
@@ -172,7 +172,7 @@ def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
 
 
 def _communication(_: dist.ProcessGroup, configs: list[Config]) -> list[list[int]]:
-    """How often two backwards of this rank wait for others, and what stays open behind them."""
+    """How often two backwards of this rank wait for others, and what stays open after them."""
     seen = []
     for config in configs:
         device = Device()
@@ -187,16 +187,16 @@ def _communication(_: dist.ProcessGroup, configs: list[Config]) -> list[list[int
         for _ in range(2):
             times.begin()
             engine.backward(batch, torch.ones(()), last=True)
-            kinds = [mark.kind == "communication" for mark in times._marks]
-            counts.append(sum(b and not a for a, b in pairwise(kinds)))
+            categories = [x.category == "communication" for x in times._boundaries]
+            counts.append(sum(b and not a for a, b in pairwise(categories)))
         seen.append([*counts, len(times._open)])
     return seen
 
 
 @pytest.mark.soak
-def test_engines_say_when_they_wait(config):
-    """ddp once, behind the backward. fsdp2 also for the weights of the embedding, two blocks, the
-    head and the root, in forward and backward, and at the recomputation of a block.
+def test_engines_report_when_they_wait(config):
+    """ddp waits once, after the backward. fsdp2 also waits for the weights of the embedding, two
+    blocks, the head and the root, in forward and backward, and in the recomputation of a block.
     """
     config.model.n_layers, config.model.dim, config.memory.recompute = 2, 16, "attention-saving"
     open_corpus(config.data)
