@@ -89,7 +89,7 @@ def _header(path: Path) -> dict[str, Stored]:
         raise ConfigError(f"{path} is damaged: {error!r}") from None
     whole = 8 + length + max(ends, default=0)
     if size != whole:
-        raise ConfigError(f"{path} is damaged: it has {size} bytes, its header tells of {whole}")
+        raise ConfigError(f"{path} is damaged: it has {size} bytes, its header describes {whole}")
     return tensors
 
 
