@@ -114,8 +114,8 @@ def require_own(path: Path) -> None:
             )
             raise ConfigError(
                 f"checkpoint {part}: {why}; its metadata is a pickle, which can run code, so only "
-                f"you may be able to write to it: copy it, or chown and chmod go-w it, if you trust "
-                f"its origin"
+                f"you may be able to write to it: copy it, or chown and chmod go-w it, if you "
+                f"trust its origin"
             )
 
 

@@ -102,8 +102,8 @@ class RunFolder:
         if difference := self.difference(config):
             key, there, here = difference
             raise ConfigError(
-                f"{place} contains a run with different settings: {key} was {there}, is now {here}; "
-                f"give the same settings to continue it, or {ways}"
+                f"{place} contains a run with different settings: {key} was {there}, is now "
+                f"{here}; give the same settings to continue it, or {ways}"
             )
         if config.train.steps <= (steps := self.complete_after()):
             raise ConfigError(

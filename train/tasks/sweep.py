@@ -146,8 +146,9 @@ class Sweep:
             return False
         key, before, now = difference
         raise ConfigError(
-            f"sweep.dir={config.sweep.dir}: {folder.name} contains a run with different settings: {key}={before} "
-            f"(now {now}); choose another sweep.dir or replace such runs with run.overwrite=true"
+            f"sweep.dir={config.sweep.dir}: {folder.name} contains a run with different settings: "
+            f"{key} was {before}, is now {now}; choose another sweep.dir or replace such runs with "
+            f"run.overwrite=true"
         )
 
     def _run(self, job: Job) -> None:

@@ -61,11 +61,13 @@ def test_a_good_folder_passes(started, folder, sharded):
 def test_missing_extra_and_misshapen_tensors(started, folder):
     lm_head = load_file(folder / PLAIN)["model.embed_tokens.weight"]
     change(folder, {"lm_head.weight": lm_head})
-    assert "lm_head.weight, which the model has not (embeddings are tied)" in refusal(
+    assert "lm_head.weight, which the model does not have (embeddings are tied)" in refusal(
         started, folder
     )
     change(folder, {"lm_head.weight": None, "model.inv_freq": torch.ones(3)})
-    assert "has the tensor model.inv_freq, which the model has not" in refusal(started, folder)
+    assert "has the tensor model.inv_freq, which the model does not have" in refusal(
+        started, folder
+    )
     change(folder, {"model.inv_freq": None, NORM: torch.ones(25)})
     assert f"{NORM} is [25]; config.json says [24]" in refusal(started, folder)
     change(folder, {NORM: None})

@@ -81,7 +81,7 @@ def test_keys_that_a_run_may_not_change(config, folder, key):
     section, _, name = key.rpartition(".")
     value = get(config, key)
     setattr(get(config, section), name, f"{value}2" if isinstance(value, str) else value + 1)
-    with pytest.raises(ConfigError, match=f"holds another run, with {key}="):
+    with pytest.raises(ConfigError, match=f"contains a run with different settings: {key} was "):
         folder.require_fit(config)
 
 
@@ -144,7 +144,7 @@ def test_a_file_is_replaced_whole_or_unchanged(tmp_path):
 
 def test_resume_never_rejects_a_run(config, folder):
     config.checkpoint.resume = "never"
-    with pytest.raises(ConfigError, match=r"already holds a run and checkpoint\.resume=never"):
+    with pytest.raises(ConfigError, match=r"already contains a run and checkpoint\.resume=never"):
         folder.require_fit(config)
 
 

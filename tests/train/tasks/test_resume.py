@@ -65,9 +65,11 @@ def test_a_restart_goes_on_only_in_a_folder_that_its_job_has_prepared(config):
     prepare("first", restarted=True, checkpoint=never)
     hot = dataclasses.replace(config.optim, lr=0.5)
     for restarted in (False, True):
-        with pytest.raises(ConfigError, match=r"another run, with optim\.lr="):
+        with pytest.raises(ConfigError, match=r"with different settings: optim\.lr was "):
             prepare("second", restarted, optim=hot)
-        with pytest.raises(ConfigError, match=r"already holds a run and checkpoint\.resume=never"):
+        with pytest.raises(
+            ConfigError, match=r"already contains a run and checkpoint\.resume=never"
+        ):
             prepare("second", restarted, checkpoint=never)
     replacing = dataclasses.replace(config.run, overwrite=True)
     prepare("third", restarted=True, optim=hot, run=replacing)  # its first attempt came to nothing
@@ -87,7 +89,7 @@ def test_a_restart_without_a_name_goes_on_with_a_run_of_its_settings(config):
     prepare_folder(config, folder, nameless, mock.Mock())
     assert folder.metrics.exists()
     config.checkpoint.resume, config.run.overwrite, config.optim.lr = "auto", False, 0.5
-    with pytest.raises(ConfigError, match=r"another run, with optim\.lr="):
+    with pytest.raises(ConfigError, match=r"with different settings: optim\.lr was "):
         prepare_folder(config, folder, nameless, mock.Mock())
 
 
@@ -136,7 +138,7 @@ def test_another_corpus_is_rejected_unless_only_weights_are_loaded(config):
     trainer.train()
     trainer.close()
     config.data.held_out = 0.3
-    with pytest.raises(ConfigError, match=r"holds another run, with data\.held_out=0\.2"):
+    with pytest.raises(ConfigError, match=r"with different settings: data\.held_out was 0\.2"):
         make_trainer(config)
     origin = config.run.dir
     config.run.dir += "-2"
