@@ -135,7 +135,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
     newest = newest_valid(inner if inner.is_dir() else path, say)
     if newest is None:
         raise ConfigError(
-            f"{path} holds no checkpoint; give a run folder or its checkpoints/step-*"
+            f"{path} contains no checkpoint; give a run folder or its checkpoints/step-*"
         )
     return newest
 

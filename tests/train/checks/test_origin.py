@@ -111,8 +111,8 @@ def test_an_index_that_differs_from_the_files(started, sharded):
     name, first, last = NORM, places[NORM], places["model.embed_tokens.weight"]
     assert first != last
     wrong = {
-        "names '../else.safetensors', which is no file of its folder": "../else.safetensors",
-        f"names '{sharded / first}', which is no file": str(sharded / first),
+        "names '../else.safetensors', which is not a file of its folder": "../else.safetensors",
+        f"names '{sharded / first}', which is not a file": str(sharded / first),
         "gone.safetensors cannot be read": "gone.safetensors",
         f"places {name} in {last}, which lacks it": last,
     }
@@ -123,7 +123,7 @@ def test_an_index_that_differs_from_the_files(started, sharded):
     assert f"holds {name}, which {INDEX} does not place there" in refusal(started, sharded)
     for torn in ("{", "[]", '{"weight_map": 3}'):
         path.write_text(torn)
-        assert f"{path} is no index of weights" in refusal(started, sharded)
+        assert f"{path} is not an index of weights" in refusal(started, sharded)
 
 
 def test_a_vocabulary_beside_the_tokenizers(started, folder, tmp_path):

@@ -232,7 +232,7 @@ def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages)
     flip(newest / ".metadata")
     with pytest.raises(ConfigError, match=r"damaged: .*\.metadata differs .*choose another"):
         find_checkpoint(newest, messages.append)
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="contains no checkpoint"):
         find_checkpoint(tmp_path, messages.append)
 
 

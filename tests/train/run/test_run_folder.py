@@ -103,7 +103,7 @@ def test_overwrite_replaces_complete_and_other_runs_but_never_a_stopped_one(conf
 
 def test_overwrite_replaces_a_run_of_a_later_version(config, folder):
     folder.config.write_text('{"train": {"later": 1}}')
-    with pytest.raises(ConfigError, match=r"train\.later is no key of this version"):
+    with pytest.raises(ConfigError, match=r"train\.later is not a key of this version"):
         folder.require_fit(config)
     config.run.overwrite = True
     assert folder.is_replaced_by(config)

@@ -192,7 +192,7 @@ def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_pat
     for key, origin, problem in (
         ("init_from", old, "would remove"),
         ("resume", step, "would remove .*step-00000008, from which"),
-        ("init_from", str(tmp_path), "holds no checkpoint"),
+        ("init_from", str(tmp_path), "contains no checkpoint"),
         ("init_from", other.run.dir, "does not fit this model"),
         ("resume", other.run.dir, r"another stream .* train\.seed=5"),
         ("resume", f"{old}-copy", r"train\.steps=12 leaves no step"),
