@@ -60,4 +60,5 @@ class WandbRun:
         except Exception as error:
             self._run = None
             summary = " ".join(str(error).split())
-            self._print_line(f"W&B is off from here on: {type(error).__name__}: {summary}")
+            line = f"Weights & Biases is off from now on: {type(error).__name__}: {summary}"
+            self._print_line(line)
