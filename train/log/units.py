@@ -19,6 +19,11 @@ def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
+def with_bits(nats: float, digits: int) -> str:
+    """``nats`` with so many decimals, and in parentheses the same in bits: a cell of a table."""
+    return f"{nats:.{digits}f} ({bits(nats):.{digits}f})"
+
+
 def both_units(nats_per_byte: float) -> dict[str, float]:
     """The loss under the keys of records: ``nats_per_byte`` and ``bits_per_byte``."""
     return {"nats_per_byte": nats_per_byte, "bits_per_byte": bits(nats_per_byte)}

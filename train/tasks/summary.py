@@ -16,7 +16,7 @@ from train.engine.parallel import ParallelLayout
 from train.engine.train_state import TrainState
 from train.log.plots import draw, plot_run
 from train.log.smoothing import mean, window_of
-from train.log.units import bits, both_units
+from train.log.units import both_units, with_bits
 from train.run.run_folder import RunFolder, write_atomically
 from train.tasks.baselines import BASELINES, measure_baselines
 from train.tasks.evaluate import Evaluation
@@ -119,4 +119,4 @@ def write_summary(
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f} ({bits(value):.3f})"
+    return "" if value is None else with_bits(value, 3)

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from train.checks.config import check
 from train.config import Config, ConfigError
-from train.log.units import bits
+from train.log.units import with_bits
 from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
 from train.run.inherit import resolve_inherited
 from train.run.run_folder import RunFolder
@@ -195,15 +195,15 @@ class Sweep:
             return True
         self._record()
         keys = list(dict.fromkeys(key for job in self.jobs for key in job.choices))
-        table = Table(*keys, "nats per byte", "bits per byte", "train s", "status")
+        table = Table(*keys, "nats per byte", "train s", "status")
+        table.title, table.title_justify = "In parentheses: bits per byte", "left"
         for column in table.columns:
             column.overflow = "fold"
         for job in self.sorted_jobs():
-            loss = job.nats_per_byte
-            results = ("", "") if loss is None else (f"{loss:.4f}", f"{bits(loss):.4f}")
+            result = "" if job.nats_per_byte is None else with_bits(job.nats_per_byte, 4)
             seconds = "" if job.train_seconds is None else f"{job.train_seconds:.0f}"
             status = f"{job.status}: {job.error}" if job.error else job.status
-            table.add_row(*(job.choices.get(key, "") for key in keys), *results, seconds, status)
+            table.add_row(*(job.choices.get(key, "") for key in keys), result, seconds, status)
         self.console.print(table)
         from train.log.plots import draw, plot_sweep
 

@@ -110,7 +110,7 @@ def test_results_are_sorted_and_failures_are_rows(pretrain, overrides, tmp_path)
     assert re.search(r"data\.tokeni[\s\S]*optim\.lr[\s\S]*nats per byte[\s\S]*status", table)
     losses = [row["nats_per_byte"] for row in (first, second)]
     shown = [f"{x:.4f}" for nats in losses for x in (nats, nats / math.log(2))]
-    assert re.findall(r"\d\.\d{4}", table) == shown
+    assert re.findall(r"\d+\.\d{4}", table) == shown
 
     written = folder / first["folder"] / "metrics.jsonl"
     before = written.stat().st_mtime_ns

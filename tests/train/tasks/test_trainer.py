@@ -112,7 +112,7 @@ def test_the_losses_of_training_and_held_out_text_stand_side_by_side(config, cap
     row = tuple(f"{x:.3f}" for nats in values for x in (nats, nats / math.log(2)))
     output = capsys.readouterr().out
     (line,) = [line for line in output.splitlines() if "this model  " in line]
-    assert tuple(re.findall(r"\d\.\d{3}", line)) == row
+    assert tuple(re.findall(r"\d+\.\d{3}", line)) == row
 
 
 def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[float], int, list]:
