@@ -15,6 +15,6 @@ def test_every_rank_says_that_the_executor_runs(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     say.cache_clear()
     for _ in range(2):
-        say_executor("its kernel cannot be built (no space)")
-    line = "attention runs on its PyTorch executor, exact but slow: its kernel cannot be built"
+        say_executor("the kernel cannot be built (no space)")
+    line = "using the PyTorch fallback (exact, slow): the kernel cannot be built"
     assert capsys.readouterr().err == f"ringfa3: {who}{line} (no space)\n"

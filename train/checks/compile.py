@@ -1,4 +1,4 @@
-"""The checks of ``train.compile`` against the keys that it does not work with."""
+"""The checks of ``train.compile`` against the keys with which it does not work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_compile(config: Config) -> None:
         )
     if config.train.attention != "ringfa3":
         raise ConfigError(
-            f"train.compile={config.train.compile} has no graph for train.attention="
+            f"train.compile={config.train.compile} does not support train.attention="
             f"{config.train.attention}; nearest valid: train.attention=ringfa3 "
             "(or train.compile=none)"
         )

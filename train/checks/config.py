@@ -146,7 +146,7 @@ def check(config: Config, world: int) -> None:
         check_offload(config.memory, config.model.n_layers)
         check_compile(config)
         check_hardware(config.hardware)
-        if config.data.tokenizer is None:  # it gets data.vocab_size tokens
+        if config.data.tokenizer is None:  # the run trains one with data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
         check_final(config)
         _check_checkpoint(config.checkpoint)
@@ -179,13 +179,13 @@ def check(config: Config, world: int) -> None:
     precision, transport = config.model.attention_precision, config.parallel.transport
     if precision != "native" and cp > 1 and transport == "symmetric":
         raise ConfigError(
-            f"model.attention_precision={precision} moves K/V by messages, not over "
+            f"model.attention_precision={precision} does not support "
             "parallel.transport=symmetric; nearest valid: parallel.transport=auto"
         )
     if config.train.attention == "sdpa":
         _check_sdpa(config)
-    # With several hosts, this may be a restart although the attempt count of this host is 0. Only
-    # rank 0 knows, later: the trainer then checks the folder.
+    # With several hosts, this may be a restart although this host counts its first attempt. Only
+    # rank 0 knows that, and only later; the trainer then checks the folder.
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if config.mode in ("train", "check") and first and not _of_several_hosts():
         RunFolder(config).require_fit(config)
@@ -215,24 +215,24 @@ def _check_sdpa(config: Config) -> None:
     key = "train.attention=sdpa"
     if config.parallel.cp > 1:
         raise ConfigError(
-            f"{key} attends within one process, and parallel.cp={config.parallel.cp} processes "
-            f"share a sample; nearest valid: parallel.cp=1 (or train.attention=ringfa3)"
+            f"{key} needs a whole sample in each process, and parallel.cp={config.parallel.cp} "
+            f"splits it; nearest valid: parallel.cp=1 (or train.attention=ringfa3)"
         )
     if config.model.attention_precision != "native":
         raise ConfigError(
-            f"{key} computes in train.precision, and "
+            f"{key} does not support "
             f"model.attention_precision={config.model.attention_precision}; nearest valid: "
             "model.attention_precision=native (or train.attention=ringfa3)"
         )
     if config.model.windows is not None:
         raise ConfigError(
-            f"{key} has no windows, and model.windows={config.model.windows}; nearest valid: "
+            f"{key} does not support model.windows={config.model.windows}; nearest valid: "
             "model.windows=null (or train.attention=ringfa3)"
         )
     if config.mode not in RUN_MODES and config.memory.recompute == "attention-saving":
         raise ConfigError(
-            f"{key} has no output of the ring that memory.recompute=attention-saving could keep; "
-            f"nearest valid: memory.recompute=full"
+            f"{key} does not support memory.recompute=attention-saving; nearest valid: "
+            f"memory.recompute=full"
         )
 
 

@@ -23,7 +23,7 @@ from train.engine.checkpoint import (
     find_checkpoint,
     load_tensors,
     newest_valid,
-    read_facts,
+    read_manifest_metadata,
 )
 from train.engine.parallel import ParallelLayout, from_rank_0, require_shared
 from train.engine.shard import Shard, own_share, whole
@@ -57,7 +57,7 @@ def messages() -> list[str]:
 @pytest.fixture
 def checkpoints(tmp_path, messages) -> Checkpoints:
     """Of steps 1, 2 and 3, with the tensors of seeds 1, 2 and 3."""
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=3, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=3, keep_every=None, log=messages.append)
     for step in (1, 2, 3):
         checkpoints.begin(step, shards(tensors(step)), {"samples": 10 * step})
     checkpoints.wait()
@@ -69,14 +69,14 @@ def test_saved_tensors_are_loaded(checkpoints):
     assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
     path = checkpoints.choose()
     assert path.name == "step-00000003"
-    assert read_facts(path) == {"step": 3, "samples": 30}
+    assert read_manifest_metadata(path) == {"step": 3, "samples": 30}
     loaded = {name: torch.full_like(t, torch.nan) for name, t in tensors(0).items()}
     load_tensors(path, loaded)
     assert equal(loaded, tensors(3))
 
 
 def test_tensors_may_change_while_they_are_written(tmp_path, messages):
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, log=messages.append)
     live = tensors(1)
     checkpoints.begin(1, shards(live), {})
     for tensor in live.values():
@@ -88,7 +88,7 @@ def test_tensors_may_change_while_they_are_written(tmp_path, messages):
 
 
 def test_the_newest_and_every_keep_every_th_are_kept(tmp_path, messages):
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=2, keep_every=3, say=messages.append)
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=2, keep_every=3, log=messages.append)
     for step in range(1, 9):
         checkpoints.begin(step, shards(tensors(step)), {})
     checkpoints.wait()
@@ -133,7 +133,7 @@ def test_a_damaged_one_is_set_aside_and_its_predecessor_used(checkpoints, messag
     assert path.name == "step-00000002"
     (line,) = messages
     assert problem in line
-    assert "set aside as damaged-step-00000003" in line
+    assert "renamed to damaged-step-00000003" in line
     assert len(list(checkpoints.folder.glob("damaged-step-00000003*"))) == 1
     loaded = tensors(0)
     load_tensors(path, loaded)
@@ -150,14 +150,14 @@ def test_if_all_are_damaged_there_is_none(checkpoints, messages):
 def test_a_half_written_checkpoint_does_not_count(checkpoints):
     shutil.copytree(checkpoints.folder / "step-00000003", checkpoints.folder / ".step-00000004")
     assert checkpoints.choose().name == "step-00000003"
-    checkpoints.remove_litter()
+    checkpoints.remove_partial_files()
     assert not list(checkpoints.folder.glob(".*"))
 
 
 def test_others_cannot_write_to_it_under_any_umask(tmp_path, messages):
     before = os.umask(0o002)
     try:
-        checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
+        checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, log=messages.append)
         checkpoints.begin(1, shards(tensors(1)), {})
         checkpoints.wait()
     finally:
@@ -179,17 +179,17 @@ def test_another_runs_checkpoints_are_never_renamed(checkpoints, messages):
     flip(checkpoints.folder / "step-00000003" / "__0_0.distcp")
     assert find_checkpoint(checkpoints.folder, messages.append).name == "step-00000002"
     assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
-    assert "damaged checkpoint passed over" in messages[0]
+    assert "damaged checkpoint skipped" in messages[0]
 
 
 def test_a_checkpoint_that_others_can_write_is_not_read(checkpoints):
     newest = checkpoints.folder / "step-00000003"
     newest.chmod(0o775)
-    with pytest.raises(ConfigError, match="others may write to it; its metadata is a pickle"):
+    with pytest.raises(ConfigError, match="others can write to it; its metadata is a pickle"):
         checkpoints.choose()
     newest.chmod(0o755)
     (newest / ".metadata").chmod(0o666)
-    with pytest.raises(ConfigError, match=r"\.metadata: others may write"):
+    with pytest.raises(ConfigError, match=r"\.metadata: others can write"):
         checkpoints.choose()
 
 
@@ -221,7 +221,7 @@ def test_an_older_checkpoint_is_read_by_the_names_of_its_time(tmp_path):
 
 def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages):
     folder = tmp_path / "run" / "checkpoints"
-    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, log=messages.append)
     folder.mkdir(parents=True)
     for step in (1, 2):
         checkpoints.begin(step, shards(tensors(step)), {})
@@ -232,13 +232,13 @@ def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages)
     flip(newest / ".metadata")
     with pytest.raises(ConfigError, match=r"damaged: .*\.metadata differs .*choose another"):
         find_checkpoint(newest, messages.append)
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="contains no checkpoint"):
         find_checkpoint(tmp_path, messages.append)
 
 
 def test_a_run_whose_name_is_a_number_is_no_checkpoint(tmp_path, messages):
     folder = tmp_path / "7" / "checkpoints"
-    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, log=messages.append)
     folder.mkdir(parents=True)
     checkpoints.begin(1, shards(tensors(1)), {})
     checkpoints.wait()
@@ -254,7 +254,7 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (line,) = messages
-    assert line.startswith("checkpoint of step 4 failed (1 so far), training goes on: ")
+    assert line.startswith("checkpoint of step 4 failed (1 so far), training continues: ")
     assert "File too large" in line
     assert checkpoints.saved == 3
     assert sorted(path.name[:5] for path in checkpoints.folder.iterdir()) == ["step-"] * 3
@@ -263,10 +263,10 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     assert checkpoints.choose().name == "step-00000005"
 
 
-def test_a_checkpoint_in_doubt_takes_no_place_of_one_before_it(tmp_path, messages):
-    """Of one kept: those behind skipped steps come on top, until a step is accepted. A manifest
-    that cannot tell stops no write."""
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
+def test_a_checkpoint_saved_while_skipping_replaces_no_earlier_one(tmp_path, messages):
+    """With ``keep=1`` checkpoints after skipped steps are added to it, until a step is accepted. An
+    unreadable manifest stops no write."""
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, log=messages.append)
 
     def kept(step: int, skipped: int) -> list[int]:
         checkpoints.begin(step, shards(tensors(step)), {"guard": {"in_a_row": skipped}})
@@ -274,7 +274,7 @@ def test_a_checkpoint_in_doubt_takes_no_place_of_one_before_it(tmp_path, message
         return list(checkpoints_in(tmp_path))
 
     assert [kept(1, 0), kept(2, 1), kept(3, 2)] == [[1], [1, 2], [1, 2, 3]]
-    assert checkpoints.choose(accepted=True).name == "step-00000001"
+    assert checkpoints.choose(exclude_skipping=True).name == "step-00000001"
     flip(tmp_path / "step-00000002" / manifest.MANIFEST)
     assert kept(4, 3) == [1, 2, 3, 4]
     assert kept(5, 0) == [5]
@@ -295,7 +295,7 @@ def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str
     parallel = ParallelLayout(
         rank, world, 1, torch.device("cpu"), host_group=group, save_group=group
     )
-    checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, log=messages.append)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if rank == fails:
@@ -329,7 +329,7 @@ def _reads(group: dist.ProcessGroup, folder: Path) -> list[str]:
         patch.setattr(manifest, "checksum", lambda p: read.append(p.name) or whole_file(p))
         rank, world = group.rank(), group.size()
         parallel = ParallelLayout(rank, world, 1, torch.device("cpu"), None, group, group)
-        checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, say=print)
+        checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, log=print)
         checkpoints.begin(1, shards(tensors(1), rank, world), {})
         checkpoints.wait()
     return read
@@ -372,7 +372,7 @@ def _shared(group: dist.ProcessGroup, folder: Path) -> str | None:
         assert not list(folder.iterdir())
     here = Path.exists
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.engine.parallel.SEEN_S", 0.2)
+        patch.setattr("train.engine.parallel.VISIBLE_S", 0.2)
         patch.setattr(Path, "exists", lambda path: parallel.rank != 2 and here(path))
         try:
             require_shared(parallel, folder)

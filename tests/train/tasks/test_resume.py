@@ -65,9 +65,11 @@ def test_a_restart_goes_on_only_in_a_folder_that_its_job_has_prepared(config):
     prepare("first", restarted=True, checkpoint=never)
     hot = dataclasses.replace(config.optim, lr=0.5)
     for restarted in (False, True):
-        with pytest.raises(ConfigError, match=r"another run, with optim\.lr="):
+        with pytest.raises(ConfigError, match=r"with different settings: optim\.lr was "):
             prepare("second", restarted, optim=hot)
-        with pytest.raises(ConfigError, match=r"already holds a run and checkpoint\.resume=never"):
+        with pytest.raises(
+            ConfigError, match=r"already contains a run and checkpoint\.resume=never"
+        ):
             prepare("second", restarted, checkpoint=never)
     replacing = dataclasses.replace(config.run, overwrite=True)
     prepare("third", restarted=True, optim=hot, run=replacing)  # its first attempt came to nothing
@@ -87,7 +89,7 @@ def test_a_restart_without_a_name_goes_on_with_a_run_of_its_settings(config):
     prepare_folder(config, folder, nameless, mock.Mock())
     assert folder.metrics.exists()
     config.checkpoint.resume, config.run.overwrite, config.optim.lr = "auto", False, 0.5
-    with pytest.raises(ConfigError, match=r"another run, with optim\.lr="):
+    with pytest.raises(ConfigError, match=r"with different settings: optim\.lr was "):
         prepare_folder(config, folder, nameless, mock.Mock())
 
 
@@ -97,7 +99,7 @@ def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
     trainer.close()
     other = make_trainer(config)
     assert other.state.step == 12  # nothing but the final evaluation is left
-    assert other.state.facts() == trainer.state.facts()
+    assert other.state.metadata() == trainer.state.metadata()
     tensors, loaded = tensors_of(trainer), tensors_of(other)
     assert any("exp_avg_sq" in name for name in tensors)
     assert tensors.keys() == loaded.keys()
@@ -136,7 +138,7 @@ def test_another_corpus_is_rejected_unless_only_weights_are_loaded(config):
     trainer.train()
     trainer.close()
     config.data.held_out = 0.3
-    with pytest.raises(ConfigError, match=r"holds another run, with data\.held_out=0\.2"):
+    with pytest.raises(ConfigError, match=r"with different settings: data\.held_out was 0\.2"):
         make_trainer(config)
     origin = config.run.dir
     config.run.dir += "-2"
@@ -175,8 +177,8 @@ def test_overwrite_starts_anew_unless_the_run_was_stopped(config):
 
 
 def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_path):
-    """The successor is to start from it, from nothing, from weights of another shape, at a place in
-    another stream of samples, or behind its last step."""
+    """The successor would start from it, from nothing, from weights of another shape, at a position
+    in another stream of samples, or after its last step."""
     make_trainer(config).train()
     old = config.run.dir
     small = dataclasses.replace(config.model, ffn_dim=48)
@@ -190,7 +192,7 @@ def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_pat
     for key, origin, problem in (
         ("init_from", old, "would remove"),
         ("resume", step, "would remove .*step-00000008, from which"),
-        ("init_from", str(tmp_path), "holds no checkpoint"),
+        ("init_from", str(tmp_path), "contains no checkpoint"),
         ("init_from", other.run.dir, "does not fit this model"),
         ("resume", other.run.dir, r"another stream .* train\.seed=5"),
         ("resume", f"{old}-copy", r"train\.steps=12 leaves no step"),
@@ -204,7 +206,7 @@ def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_pat
 
 
 def test_a_run_named_origin_lends_its_sibling_no_settings(config):
-    """An origin lies in the folder of the run, not beside it or beside a checkpoint."""
+    """An origin lies in the folder of the run, not next to it or next to a checkpoint."""
     config.run.dir = str(Path(config.run.dir).parent / "origin")
     make_trainer(config).train()
     config.run.dir = str(Path(config.run.dir).parent / "a")
@@ -222,7 +224,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start(config):
     make_trainer(config).train()
     for path in checkpoints_in(RunFolder(config).checkpoints).values():
         (path / ".metadata").unlink()
-    for _ in range(2):  # the second time they are already set aside
+    for _ in range(2):  # the second time they are already quarantined
         with pytest.raises(ConfigError, match="every checkpoint of this run is damaged"):
             make_trainer(config)
     assert steps(Path(config.run.dir))[-1][0] == 12
