@@ -60,8 +60,8 @@ def ensure_host_library() -> Path:
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").is_file():
         raise BuildError(
-            f"{headers / 'Python.h'} not found: install Python's headers (Debian and Ubuntu have "
-            "them in the package python3-dev)"
+            f"{headers / 'Python.h'} not found: install Python's headers, for "
+            "example by apt-get install python3-dev"
         )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     tools = hashlib.sha256(version.stdout.encode()).hexdigest()[:8]

@@ -84,7 +84,7 @@ def find_host_compiler() -> str:
     named = os.environ.get("NVCC_CCBIN", "g++")
     if shutil.which(named) is None and not Path(named).is_dir():
         raise BuildError(
-            f"host C++ compiler {named} not found: install it (Debian and Ubuntu have it in the "
-            "package g++), or set NVCC_CCBIN to another"
+            f"host C++ compiler {named} not found: install it, for example by apt-get install g++, "
+            "or set NVCC_CCBIN to another"
         )
     return named

@@ -48,7 +48,7 @@ def test_more_than_32_bytes_of_spill_are_a_fault(stores: int, loads: int, fault:
     spill = f"{stores} bytes spill stores, {loads} bytes spill loads"
     remarks = REMARKS.replace("0 bytes spill stores, 0 bytes spill loads", spill) + REMARKS
     assert sass.ptxas_faults(remarks) == fault * [
-        f"{stores} bytes of spill stores and {loads} of spill loads, 32 are allowed"
+        f"{stores} bytes of spill stores and {loads} of spill loads, at most 32 are allowed"
     ]
 
 

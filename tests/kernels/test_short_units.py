@@ -70,14 +70,14 @@ def test_a_short_unit_that_cannot_be_built_is_not_chosen(
 ) -> None:
     """One line says so."""
     (unit,) = select_units(["forward-d64-bf16"])
-    reason = "the kernel cannot be built (no compiler)"
+    reason = "the kernel forward-d64-bf16-short cannot be built (no compiler)"
     monkeypatch.setattr(dispatch, "_build_problem", lambda u: reason if u.short else None)
     dispatch.say.cache_clear()
     for _ in range(2):
         assert dispatch._unit_of_plan(unit, 512, plan_of([512])) is unit
     (line,) = capsys.readouterr().err.splitlines()
     assert "short sequences use forward-d64-bf16" in line
-    assert line.endswith(f"of forward-d64-bf16-short {reason}")
+    assert line.endswith(f"slower for them: {reason}")
 
 
 def test_no_other_choice_of_a_unit_meets_the_short_ones() -> None:

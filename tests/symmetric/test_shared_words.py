@@ -108,7 +108,7 @@ def test_a_rank_with_a_directory_of_its_own_is_an_error(
 
     texts = ranks.run(run)
     assert texts[0] == texts[1]
-    assert "mapping the signals on rank 1 of the group: " in str(texts[0])
+    assert "mapping the signals failed on rank 1 of the group: " in str(texts[0])
     assert f"the ranks do not share {directory}" in str(texts[0])
     assert "--ipc=host" in str(texts[0])
     assert "transport='nccl'" in str(texts[0])
@@ -128,7 +128,7 @@ def test_a_group_without_one_directory_does_not_use_the_transport(directory: Pat
         reasons = Ranks(2).run(lambda group: open_backend(group, CPU))  # type: ignore[arg-type]
     assert reasons[0] == reasons[1]
     assert isinstance(reasons[0], str)
-    assert reasons[0].startswith("rank 10, 11: mapping the signals on rank ")
+    assert reasons[0].startswith("rank 10, 11: mapping the signals failed on rank ")
     assert len(reasons[0].splitlines()) == 1
     assert reasons[0].count("do not share") == 1
     opened_again = Ranks(2).run(lambda group: open_backend(group, CPU))  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def test_a_timeout_that_changes_holds_for_waits_under_way() -> None:
     assert messages == []
     limits.append(0.2)
     until(lambda: messages)
-    assert messages == ["hop 1: nothing within 0.2 s; is that rank stopped?"]
+    assert messages == [timed_out("hop 1", 0.2)]
 
 
 def test_after_give_up_it_only_releases() -> None:

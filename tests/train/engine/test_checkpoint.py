@@ -196,7 +196,7 @@ def test_a_checkpoint_that_others_can_write_is_not_read(checkpoints):
 def test_a_checkpoint_of_another_user_is_not_read(checkpoints, monkeypatch):
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-    with pytest.raises(ConfigError, match=f"user {own}'s"):
+    with pytest.raises(ConfigError, match=f"it belongs to user {own}"):
         checkpoints.choose()
 
 

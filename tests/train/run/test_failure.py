@@ -38,7 +38,7 @@ def test_the_report_of_a_killed_rank_is_written_in_advance(report):
     assert not report.exists()
     failure.begin_step(8)
     content = json.loads(report.read_text())
-    assert content["message"].startswith("rank 3, step 8: killed from outside")
+    assert content["message"].startswith("rank 3, step 8: killed by a signal")
     assert abs(content["timestamp"] - time.time()) < 5
 
 
