@@ -233,13 +233,13 @@ def text_of(made: HardwareConfig, measured: Figures, device: str, world: int) ->
 
 
 def require_kernels() -> None:
-    """Ends the process where a GPU or a kernel is missing: the executor is never timed."""
+    """Ends the process where a GPU or a kernel is missing: the PyTorch fallback is never timed."""
     if not torch.cuda.is_available():
         sys.exit("measure_hardware: this process has no GPU; start one process for each GPU")
     for head_dim in HEAD_DIMS:
         q = torch.empty(1, 1, head_dim, dtype=torch.bfloat16, device="cuda")
         for direction in ("forward", "backward"):
-            if (reason := dispatch.executor_reason(direction, q)) is not None:
+            if (reason := dispatch.fallback_reason(direction, q)) is not None:
                 sys.exit(f"measure_hardware: no {direction} kernel: {reason}")
 
 

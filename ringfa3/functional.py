@@ -24,7 +24,7 @@ from ringfa3.attention_op import (
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.kernels.recording import current_recorder
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.keywords import by_name, check_call
 from ringfa3.planning.context_plan import effective_window
@@ -263,7 +263,7 @@ def attention(
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
     rows = packed(out)  # (t, h, d_v)
-    lse = rows.new_empty((rows.shape[1], rows.shape[0]), dtype=statistics_dtype(q.dtype))
+    lse = rows.new_empty((rows.shape[1], rows.shape[0]), dtype=accum_dtype(q.dtype))
     with torch.autocast(q.device.type, enabled=False):
         qkv = packed(q), packed(k), packed(v)
         if precision == "native":

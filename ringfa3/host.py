@@ -29,7 +29,7 @@ import torch
 from ringfa3.build.host_library import MODULE, ensure_host_library
 from ringfa3.custom_op import record_with, tell_of_observers
 from ringfa3.errors import BuildError
-from ringfa3.kernels.dispatch import say
+from ringfa3.kernels.dispatch import log_once
 from ringfa3.kernels.program import ProgramError, ProgramRecorder
 from ringfa3.kernels.recording import recording
 from ringfa3.planning.context_plan import ContextPlan
@@ -66,7 +66,7 @@ def ensure() -> None:
         select(name)
     except (BuildError, OSError, ImportError, AttributeError) as error:
         select("python")
-        say(f"calls start in Python, at more host time: {error}")
+        log_once(f"calls start in Python, at more host time: {error}")
 
 
 def select(name: str) -> None:

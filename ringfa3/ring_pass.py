@@ -15,8 +15,8 @@ class HopTensors(NamedTuple):
     """What the attention of a hop reads and writes.
 
     k, v        (rows, hk, d) of the hop's block. Rows outside the hop's spans may hold anything
-    dk, dv      backward: (rows, hk, d) in the statistics dtype, in a world of one rank in those of
-                k and v, to be stored where the hop's tiles have rows
+    dk, dv      backward: (rows, hk, d) in the accumulation dtype, in a world of one rank in those
+                of k and v, to be stored where the hop's tiles have rows
     first_head  number of the first KV head in k, v, dk and dv, which may have a part of the heads
     arrivals    gathered forward: (world,) int32. The rows of hop t may be read once arrivals[t] is
                 not 0. None if all rows are there

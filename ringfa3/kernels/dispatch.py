@@ -1,4 +1,4 @@
-"""Selects what runs a hop: the kernel for the tensors, else the executor, and says so."""
+"""Selects what runs a hop: the kernel for the tensors, else the PyTorch fallback, and says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ringfa3.kernels import backward, forward, own_rows, quantised, quantised_reference, reference
+from ringfa3.kernels import backward, forward, local_kv, quantised, quantised_reference, reference
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.validation import HEAD_DIM_STEP
 
@@ -145,7 +145,9 @@ def _unit_of_plan(unit: Unit, tokens: int, plan: Plan) -> Unit:
     problem = _build_problem(short)
     if problem is None:
         return short
-    say(f"short sequences run on {unit.name}, which is slower there: of {short.name} {problem}")
+    log_once(
+        f"short sequences run on {unit.name}, which is slower there: of {short.name} {problem}"
+    )
     return unit
 
 
@@ -154,7 +156,7 @@ def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
     formats = FORMATS[precision]
     quantiser, unit = _select_unit("quantise", q), _select_unit("forward", q, precision)
     if quantiser is None or unit is None:
-        return quantised_reference.QuantisedExecutor(formats)
+        return quantised_reference.QuantisedReference(formats)
     return quantised.QuantisedKernel(unit, quantiser, formats)
 
 
@@ -166,26 +168,26 @@ def select_backward(q: torch.Tensor) -> BackwardKernel:
     return BackwardKernel(unit.tile_n, unit.tile_m, partial(backward.BackwardPass, unit))
 
 
-def select_own_rows(direction: str, k: torch.Tensor, plan: ContextPlan) -> own_rows.OwnRows:
-    """What moves a rank's own rows in a pass of several ranks, for its K (t, hk, d)."""
+def select_local_kv(direction: str, k: torch.Tensor, plan: ContextPlan) -> local_kv.LocalKV:
+    """What moves a rank's local K/V in a pass of several ranks, for its K (t, hk, d)."""
     unit = _select_unit(direction, k)
     if unit is None:
-        return own_rows.RowExecutor(plan, k.device)
-    return own_rows.RowKernels(unit, plan)
+        return local_kv.LocalKVReference(plan, k.device)
+    return local_kv.LocalKVKernels(unit, plan)
 
 
 def _select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
-    """The unit to run; None for the executor, and on a GPU a line that says so."""
-    reason = executor_reason(direction, q, precision)
+    """The unit to run; None for the PyTorch fallback, and on a GPU a line that says so."""
+    reason = fallback_reason(direction, q, precision)
     if reason is None:
         return unit_for(direction, q, precision)
     if q.is_cuda:
-        say_executor(reason)
+        log_fallback(reason)
     return None
 
 
-def executor_reason(direction: str, q: torch.Tensor, precision: str = "native") -> str | None:
-    """Why the executor runs a direction for queries like `q` (t, h, d).
+def fallback_reason(direction: str, q: torch.Tensor, precision: str = "native") -> str | None:
+    """Why the PyTorch fallback runs a direction for queries like `q` (t, h, d).
 
     None if a kernel runs it; this call compiles the kernel if the cache does not have it, but not
     the short unit of its kind, which the first plan that takes it compiles.
@@ -244,13 +246,13 @@ def _build_problem(unit: Unit) -> str | None:
     return None
 
 
-def say_executor(reason: str) -> None:
-    """Prints once per process and reason that the executor runs attention."""
-    say(f"attention runs on its PyTorch executor, exact but slow: {reason}")
+def log_fallback(reason: str) -> None:
+    """Prints once per process and reason that the PyTorch fallback runs attention."""
+    log_once(f"attention runs on its PyTorch executor, exact but slow: {reason}")
 
 
 @lru_cache(None)
-def say(what: str) -> None:
+def log_once(what: str) -> None:
     """Prints a line once per process. Ranks may differ, so each prints its own."""
     local_rank = os.environ.get("LOCAL_RANK", "0")
     who = "" if local_rank == "0" else f"local rank {local_rank}: "

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ringfa3.kernels.dispatch import say
+from ringfa3.kernels.dispatch import log_once
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.process_groups import Group, place
 from ringfa3.ring.entries import Settings
@@ -92,7 +92,7 @@ def connection(
             reason = connections.unsupported
             raise ValueError(f"transport='symmetric' is not possible here ({reason}): use 'nccl'")
         if group.rank == 0:
-            say(f"the ring runs over nccl: {connections.unsupported}")
+            log_once(f"the ring runs over nccl: {connections.unsupported}")
     with group:
         p2p = connections.transport("nccl" if device.type == "cuda" else "gloo", device)
     return partial(P2PRingPass, p2p), p2p

@@ -19,7 +19,7 @@ import torch
 from ringfa3.attention_op import out_shape, register_attention, with_columns
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import on
 from ringfa3.keywords import by_name, check_call
@@ -207,7 +207,7 @@ def _forward_hops(
     out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
     once = hops.single_hop(kernel.tile_m)
     running = out[:0] if once else kernel.new_partial_out(q, hops)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accum_dtype(q.dtype))
 
     def attend(hop: int, x: HopTensors) -> None:
         more = () if x.arrivals is None else (x.arrivals,)

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import torch
 
-from ringfa3.kernels.dispatch import select_own_rows
-from ringfa3.kernels.own_rows import OwnRows
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.dispatch import select_local_kv
+from ringfa3.kernels.local_kv import LocalKV
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.ring.p2p import Exchange, Message, Transport
@@ -64,11 +64,11 @@ class KVBuffers(Blocks):
     """The K/V blocks of a pass, (rows, 2, hk, d), K and V of a row together."""
 
     def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, kind: str, own: OwnRows
+        self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, kind: str, local_kv: LocalKV
     ) -> None:
         super().__init__(plan.kv_exchange, plan.rank, kind, k.new_empty((2, *k.shape[1:])))
         self._local = (k, v)
-        own.publish(k, v, self.published, None)
+        local_kv.publish(k, v, self.published, None)
 
     def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V (rows, hk, d) of a hop."""
@@ -81,7 +81,7 @@ class KVBuffers(Blocks):
 class GradBuffers:
     """The dK/dV partials of a backward pass, (rows, 2, hk, d), dK and dV of a row together.
 
-    In the statistics dtype. The first visitor of a block stores its contribution as the partial.
+    In the accumulation dtype. The first visitor of a block stores its contribution as the partial.
     Later visitors write to `_contribution`, a scratch buffer that is never sent, and add it once
     the partial arrives. At most one block; empty for world size 2.
 
@@ -93,7 +93,7 @@ class GradBuffers:
 
     def __init__(self, k: torch.Tensor, plan: ContextPlan) -> None:
         self.plan = plan
-        shape, dtype = (2, *k.shape[1:]), statistics_dtype(k.dtype)
+        shape, dtype = (2, *k.shape[1:]), accum_dtype(k.dtype)
         self.dkv = k.new_empty((plan.local_tokens, *shape), dtype=dtype)
         sizes = [0, 0]
         for t in range(1, plan.world + 1):
@@ -203,8 +203,8 @@ class P2PRingPass:
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
-        self._own = select_own_rows(self._kind, k, self._plan)
-        self._kv = KVBuffers(k, v, self._plan, self._kind, self._own)
+        self._local_kv = select_local_kv(self._kind, k, self._plan)
+        self._kv = KVBuffers(k, v, self._plan, self._kind, self._local_kv)
         self._grads = GradBuffers(k, self._plan) if self._kind == "backward" else None
         # No split where rows return earlier: they would be added to heads that are not yet stored.
         split = self._grads is not None and self._grads.returned_at_the_end
@@ -230,7 +230,7 @@ class P2PRingPass:
                 exchange.wait()
             self._grads.add(self._plan.world)
             dtype = self._kv.published.dtype
-            self.grads = self._own.round_gradients(self._grads.dkv, None, dtype)
+            self.grads = self._local_kv.round_gradients(self._grads.dkv, None, dtype)
 
     def _tensors(self, hop: int) -> tuple[torch.Tensor, ...]:
         """K and V of a hop, in a backward also dK and dV."""

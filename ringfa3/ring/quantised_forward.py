@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ringfa3.kernels.dispatch import select_quantised
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.planning.sharding import Ints
@@ -51,7 +51,7 @@ def run_forward(
         RingError: a peer died or stopped, naming hop and peer.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accum_dtype(q.dtype))
     kernel = select_quantised(q, precision)
     if plan.world == 1:
         tiling = plan.hops.forward(kernel.tile_m)[0]

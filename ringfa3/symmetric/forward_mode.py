@@ -11,7 +11,7 @@ import os
 import torch
 
 from ringfa3.kernels.forward import MAX_ARRIVAL_WORDS
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.planning.context_plan import ContextPlan
 
 FORWARD_MODE_ENV = "RINGFA3_FORWARD"  # overrides the rule for measurements; equal on all ranks
@@ -34,7 +34,7 @@ def select_forward_mode(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor) -> 
         return "hops"
     if asked is not None:
         return asked
-    running_o = most.local * q.shape[1] * q.shape[2] * statistics_dtype(q.dtype).itemsize
+    running_o = most.local * q.shape[1] * q.shape[2] * accum_dtype(q.dtype).itemsize
     kv_recv = min(2, plan.world - 1) * most.published * _row_bytes(k)
     return "gathered" if gathered_bytes(plan, k) <= running_o + kv_recv else "hops"
 

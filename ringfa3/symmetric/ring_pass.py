@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
 import torch
 
 from ringfa3 import host
-from ringfa3.kernels.dispatch import select_own_rows
-from ringfa3.kernels.own_rows import OwnRows, Returns
+from ringfa3.kernels.dispatch import select_local_kv
+from ringfa3.kernels.local_kv import LocalKV, Returns
 from ringfa3.kernels.program import ProgramRecorder
 from ringfa3.kernels.recording import current_recorder
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
@@ -101,12 +101,12 @@ class Step(NamedTuple):
 class CallRecipe(NamedTuple):
     """The steps that `start` issues, and those that `run` issues.
 
-    rows  what moves the rank's own rows in them
+    local_kv  what moves the rank's local K/V in them
     """
 
     start: list[Step]
     run: list[Step]
-    rows: OwnRows
+    local_kv: LocalKV
 
 
 class KnownCalls(NamedTuple):
@@ -145,7 +145,7 @@ class BufferSpec:
                 Buffer.DKV_RECV: most.returned,
             }
             floats = (Buffer.DKV_OUT, Buffer.DKV_SUM, Buffer.DKV_RECV)
-            self.dtypes |= dict.fromkeys(floats, statistics_dtype(k.dtype))
+            self.dtypes |= dict.fromkeys(floats, accum_dtype(k.dtype))
         numbers = 2 * k.shape[1] * k.shape[2]
         self.row_bytes = {b: numbers * dtype.itemsize for b, dtype in self.dtypes.items()}
 
@@ -161,10 +161,12 @@ _specs: weakref.WeakKeyDictionary[Plan, dict[object, BufferSpec]] = weakref.Weak
 class SymmetricRingPass:
     """`ringfa3.ring_pass.RingPass` over peers' memory.
 
-    select_rows  what moves the rank's own rows, for (direction, K, plan)
+    make_local_kv  what moves the rank's local K/V, for (direction, K, plan)
     """
 
-    select_rows: Callable[[str, torch.Tensor, ContextPlan], OwnRows] = staticmethod(select_own_rows)
+    make_local_kv: Callable[[str, torch.Tensor, ContextPlan], LocalKV] = staticmethod(
+        select_local_kv
+    )
     grads: tuple[torch.Tensor, torch.Tensor]
 
     def __init__(self, backend: Backend, plan: ContextPlan, kind: str) -> None:
@@ -229,10 +231,12 @@ class SymmetricRingPass:
         key = self._key, waits_in_kernel, parity
         recipe = recipes.get(key)
         if recipe is None:
-            rows = self.select_rows("backward" if self._kind == "backward" else "forward", k, plan)
-            recipe = _recipe(backend, plan, self._kind, spec, parity, rows, waits_in_kernel)
+            local_kv = self.make_local_kv(
+                "backward" if self._kind == "backward" else "forward", k, plan
+            )
+            recipe = _recipe(backend, plan, self._kind, spec, parity, local_kv, waits_in_kernel)
             recipes[key] = recipe
-        self._rows = recipe.rows
+        self._local_kv = recipe.local_kv
         recorder = current_recorder()
         if recorder is not None:
             for step in (*recipe.start, *recipe.run):
@@ -262,19 +266,19 @@ class SymmetricRingPass:
     def _do(self, work: Work, tensors: tuple[Any, ...]) -> None:
         """Performs `work` on the tensors that `_recipe` has made for it."""
         if isinstance(work, Publish):
-            self._rows.publish(*self._local, *tensors)
+            self._local_kv.publish(*self._local, *tensors)
         elif isinstance(work, AttendHop):
             self._do_hop(work, tensors)
         elif isinstance(work, AttendGathered):
             k, v, *arrivals = tensors
             self._attend(0, HopTensors(k, v, arrivals=arrivals[0] if arrivals else None))
         elif isinstance(work, AddToSum):
-            self._rows.add_returns(*tensors)
+            self._local_kv.add_returns(*tensors)
         else:
             assert self._dkv is not None
             (returns,) = tensors
             dtype = self._local[0].dtype
-            self.grads = self._rows.round_gradients(self._dkv, returns, dtype)
+            self.grads = self._local_kv.round_gradients(self._dkv, returns, dtype)
 
     def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...]) -> None:
         if work.kv is not None:
@@ -295,7 +299,7 @@ def _recipe(
     kind: str,
     spec: BufferSpec,
     parity: int,
-    own: OwnRows,
+    local_kv: LocalKV,
     waits_in_kernel: bool,
 ) -> CallRecipe:
     """The steps of a call on the memory that the backend has now."""
@@ -348,7 +352,7 @@ def _recipe(
             steps.append(Step(prepared, operation, tensors(operation)))
             pending = []
     steps.append(Step(backend.prepare(pending, in_kernel), None, ()))
-    return CallRecipe(steps[:count], steps[count:], own)
+    return CallRecipe(steps[:count], steps[count:], local_kv)
 
 
 def _arrivals(operations: Iterable[Operation]) -> Iterator[Event]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ringfa3.errors import first_line
-from ringfa3.kernels.own_rows import RowExecutor
+from ringfa3.kernels.local_kv import LocalKVReference
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric import cuda_driver
@@ -138,7 +138,7 @@ def _self_test(backend: SymmetricBackend) -> str:
 class _TestPass(SymmetricRingPass):
     """Without kernels, which may have to be compiled while peers wait."""
 
-    select_rows = staticmethod(lambda _, k, plan: RowExecutor(plan, k.device))
+    make_local_kv = staticmethod(lambda _, k, plan: LocalKVReference(plan, k.device))
 
 
 def _event() -> torch.cuda.Event:

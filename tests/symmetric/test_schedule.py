@@ -271,7 +271,7 @@ def test_without_a_wait_something_goes_wrong(forwards: Forwards, wait: Label) ->
 def attention_step(
     placements: Sequence[Placement], forwards: Forwards, seed: int, **options: object
 ) -> float:
-    """The largest error of a step with the executor's attention, against the dense reference."""
+    """The largest error of a step with the reference's attention, against the dense reference."""
     size = placements[0].world
     world = World(size, **options)  # type: ignore[arg-type]
     made: list[tuple[Tensor, Tensor]] = []

@@ -24,7 +24,7 @@ from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.report import new_folder
 from ringfa3.bench.common.timing import CudaStopwatch, compare, median, paired, protocol
 from ringfa3.bench.ring.run_plan import query
-from ringfa3.kernels.dispatch import executor_reason
+from ringfa3.kernels.dispatch import fallback_reason
 from ringfa3.numa import bind_to_numa_node
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring.op import run_backward, run_forward
@@ -141,7 +141,7 @@ def rehearse(options: Options) -> int:
     settings = protocol(options.pairs)
     device = machine.find_device("cuda", local)
     for direction in DIRECTIONS[options.direction]:
-        if reason := executor_reason(direction, query(DTYPES[options.dtype], device)):
+        if reason := fallback_reason(direction, query(DTYPES[options.dtype], device)):
             raise BenchError(f"{direction}: {reason}, and the executor is not timed in its place")
     if reason := unsupported_reason():
         raise BenchError(reason)

@@ -117,7 +117,7 @@ def test_a_rehearsal_writes_a_row_for_each_case(
         "join_job": lambda *_: None,
         "Communicator": lambda *_: SimpleNamespace(all_gather=here().gather),
         "CudaStopwatch": lambda _: None,
-        "executor_reason": lambda *_: None,
+        "fallback_reason": lambda *_: None,
         "unsupported_reason": lambda: None,
         "bind_to_numa_node": lambda _: None,
         "paired": by_the_clock,
