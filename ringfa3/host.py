@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 
 from ringfa3.build.host_library import MODULE, ensure_host_library
-from ringfa3.custom_op import record_with, tell_of_observers
+from ringfa3.custom_op import on_hook_change, record_with
 from ringfa3.errors import BuildError
 from ringfa3.kernels.dispatch import log_once
 from ringfa3.kernels.program import ProgramError, ProgramRecorder
@@ -123,7 +123,7 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     library.find_plans(ContextPlan.from_handle)
     library.start(device, *driver, lengths_by_value)
     _library = library
-    tell_of_observers(library.observe)
+    on_hook_change(library.observe)
 
 
 def stop() -> None:

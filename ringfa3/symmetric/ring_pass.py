@@ -1,7 +1,7 @@
 """A ring pass over peers' memory: the operations of a schedule, with tensors for its buffers.
 
-The first call of a plan, kind and shape prepares a recipe of driver calls and tensors; later calls
-issue it.
+The first call of a plan, pass type and shape prepares driver calls and tensors; later calls
+issue them.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from ringfa3.symmetric.stream_ops import (
 class Backend(Protocol):
     """What a pass needs of one rank's streams and of the group's memory.
 
-    recipes   what is known of the calls that are like the one under way; emptied when the memory or
-              the streams change
-    arrivals  (world,) int32: word t is 1 from the event "arrived" of number t on, until the kernel
-              that waited for it has ended
+    call_cache  of the calls that run on the same stream as the one under way; emptied when the
+                memory or the streams change
+    arrivals    (world,) int32: flag t is 1 from the event "arrived" of number t on, until the
+                kernel that waited for it has ended
     """
 
-    recipes: CallRecipes
+    call_cache: CallCache
     arrivals: torch.Tensor
 
     def begin(self, spec: BufferSpec) -> int:
@@ -98,7 +98,7 @@ class Step(NamedTuple):
     tensors: tuple[Any, ...]
 
 
-class CallRecipe(NamedTuple):
+class PreparedSteps(NamedTuple):
     """The steps that `start` issues, and those that `run` issues.
 
     local_kv  what moves the rank's local K/V in them
@@ -109,15 +109,15 @@ class CallRecipe(NamedTuple):
     local_kv: LocalKV
 
 
-class KnownCalls(NamedTuple):
-    """Of one plan: recipes, programs of the host library, and calls that it begins itself."""
+class CachedCalls(NamedTuple):
+    """The calls of one plan: prepared steps, recorded programs, and calls that start in C++."""
 
-    recipes: dict[object, CallRecipe]
+    steps: dict[object, PreparedSteps]
     programs: Programs
     replayable: dict[Hashable, ReplayableCall]
 
 
-CallRecipes: TypeAlias = MutableMapping[Plan, KnownCalls]
+CallCache: TypeAlias = MutableMapping[Plan, CachedCalls]
 
 
 class BufferSpec:
@@ -185,9 +185,9 @@ class SymmetricRingPass:
             spec = specs[key] = BufferSpec(plan, self._kind, k)
         self._spec = spec
         self._parity = parity = backend.begin(spec)
-        known = backend.recipes.get(plan.hops)
+        known = backend.call_cache.get(plan.hops)
         if known is None:
-            known = backend.recipes.setdefault(plan.hops, KnownCalls({}, {}, {}))
+            known = backend.call_cache.setdefault(plan.hops, CachedCalls({}, {}, {}))
         self._known = known
         return parity
 
@@ -227,24 +227,26 @@ class SymmetricRingPass:
         backend, plan = self._backend, self._plan
         self._local = (k, v)
         parity = self._begin(k) if self._parity is None else self._parity
-        spec, recipes = self._spec, self._known.recipes
+        spec, prepared = self._spec, self._known.steps
         key = self._key, waits_in_kernel, parity
-        recipe = recipes.get(key)
-        if recipe is None:
+        steps = prepared.get(key)
+        if steps is None:
             local_kv = self.make_local_kv(
                 "backward" if self._kind == "backward" else "forward", k, plan
             )
-            recipe = _recipe(backend, plan, self._kind, spec, parity, local_kv, waits_in_kernel)
-            recipes[key] = recipe
-        self._local_kv = recipe.local_kv
+            steps = _prepare_steps(
+                backend, plan, self._kind, spec, parity, local_kv, waits_in_kernel
+            )
+            prepared[key] = steps
+        self._local_kv = steps.local_kv
         recorder = current_recorder()
         if recorder is not None:
-            for step in (*recipe.start, *recipe.run):
+            for step in (*steps.start, *steps.run):
                 recorder.uses(step.tensors)
         self._dkv_shape = (plan.local_tokens, *spec.row)
         self._dkv_dtype = spec.dtypes.get(Buffer.DKV_OUT)
-        self._issue(recipe.start)
-        self._rest = recipe.run
+        self._issue(steps.start)
+        self._rest = steps.run
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes last; some of its KV heads may come first.
@@ -264,7 +266,7 @@ class SymmetricRingPass:
                 self._backend.compute(work, partial(self._do, work, tensors))
 
     def _do(self, work: Work, tensors: tuple[Any, ...]) -> None:
-        """Performs `work` on the tensors that `_recipe` has made for it."""
+        """Performs `work` on the tensors that `_prepare_steps` has made for it."""
         if isinstance(work, Publish):
             self._local_kv.publish(*self._local, *tensors)
         elif isinstance(work, AttendHop):
@@ -293,7 +295,7 @@ class SymmetricRingPass:
             LocalHeads.of(local[0]).attend_last(self._attend, *local)
 
 
-def _recipe(
+def _prepare_steps(
     backend: Backend,
     plan: ContextPlan,
     kind: str,
@@ -301,7 +303,7 @@ def _recipe(
     parity: int,
     local_kv: LocalKV,
     waits_in_kernel: bool,
-) -> CallRecipe:
+) -> PreparedSteps:
     """The steps of a call on the memory that the backend has now."""
     operations = getattr(schedule, kind)(plan.kv_exchange, plan.rank, parity)
     operations = backend.adapt(operations)
@@ -352,7 +354,7 @@ def _recipe(
             steps.append(Step(prepared, operation, tensors(operation)))
             pending = []
     steps.append(Step(backend.prepare(pending, in_kernel), None, ()))
-    return CallRecipe(steps[:count], steps[count:], local_kv)
+    return PreparedSteps(steps[:count], steps[count:], local_kv)
 
 
 def _arrivals(operations: Iterable[Operation]) -> Iterator[Event]:

@@ -229,7 +229,7 @@ def test_a_call_begins_again_after_another_agreement(kernels: FakeKernels) -> No
         rank.all_kinds(8)
         for begun in (2, 5, 8):
             assert group.begun == begun * len(KINDS)
-            group.marks += 1
+            group.snapshot += 1
             rank.all_kinds(4)  # the first of them Python begins
 
     on_op_ranks(kernels, 2, work)
@@ -241,7 +241,7 @@ def test_a_call_of_earlier_memory_does_not_begin(kernels: FakeKernels) -> None:
     def work(rank: OpRank, choose: Callable[[str], None]) -> None:
         choose("cpp")
         rank.all_kinds(8)
-        held, begun = list(rank.rank.backend.recipes.values()), rank.rank.group.begun
+        held, begun = list(rank.rank.backend.call_cache.values()), rank.rank.group.begun
         assert begun == 2 * len(KINDS)
         larger = rank.rank.new_plan(64)
         for kind in 2 * KINDS:
@@ -309,15 +309,15 @@ def test_a_call_goes_with_its_plan(kernels: FakeKernels) -> None:
         for kind in 8 * KINDS:
             rank.call(kind, 0, plan)
         assert rank.rank.group.begun >= 2 * len(KINDS)
-        known = len(rank.rank.backend.recipes) - 1
+        known = len(rank.rank.backend.call_cache) - 1
         context_plan._cached_plan.cache_clear()
         del plan
         for _ in range(600):
             gc.collect()  # does nothing while another thread collects
-            if len(rank.rank.backend.recipes) == known:
+            if len(rank.rank.backend.call_cache) == known:
                 return
             threading.Event().wait(0.05)
-        raise AssertionError("the recipes of a plan outlive it")
+        raise AssertionError("the cached calls of a plan outlive it")
 
     on_op_ranks(kernels, 2, work)
 

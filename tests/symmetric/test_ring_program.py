@@ -257,18 +257,18 @@ def test_programs_go_when_what_they_hold_changes(kernels: FakeKernels) -> None:
                 rank.call("forward", 0)
         assert counts[me] == before
         expect(6, 2)
-        known, plan = len(rank.backend.recipes), rank.new_plan(40)
+        known, plan = len(rank.backend.call_cache), rank.new_plan(40)
         for kind in 6 * KINDS:
             rank.call(kind, 0, plan)
         assert counts[me] == before + 4 * len(KINDS)
-        assert len(rank.backend.recipes) == known + 1
+        assert len(rank.backend.call_cache) == known + 1
         context_plan._cached_plan.cache_clear()
         del plan
         deadline = time.monotonic() + 30
-        while len(rank.backend.recipes) > known and time.monotonic() < deadline:
+        while len(rank.backend.call_cache) > known and time.monotonic() < deadline:
             gc.collect()  # does nothing while another thread collects
             time.sleep(0.05)
-        assert len(rank.backend.recipes) == known
+        assert len(rank.backend.call_cache) == known
 
     with replays() as counts:
         on_ranks(kernels, 2, work)
@@ -323,7 +323,7 @@ def test_calls_of_one_step_are_not_recorded(kernels: FakeKernels) -> None:
         for calls in (128, 2):
             for _ in range(calls):
                 rank.call("forward", 0)
-            known = rank.backend.recipes[rank.plan.hops].programs.values()
+            known = rank.backend.call_cache[rank.plan.hops].programs.values()
             made.append(sum(isinstance(x, RingProgram) for x in known))
         return made
 

@@ -89,17 +89,17 @@ class RehearsalGroup:
         self.failure = message
         self._interruption.interrupt(RuntimeError(message))
 
-    def mark(self) -> None:
+    def agreement_snapshot(self) -> None:
         """Calls of one kind begin alike."""
 
-    def begin_again(self, mark: None, lse: torch.Tensor | None) -> bool:
-        del mark, lse
+    def begin_again(self, agreed: None, lse: torch.Tensor | None) -> bool:
+        del agreed, lse
         return self.failure is None
 
     def returned(self, lse: torch.Tensor) -> None:
         """No call is named."""
 
-    def tell(self, problem: Exception) -> None:
+    def report_failure(self, problem: Exception) -> None:
         self.failure = str(problem)
 
     def backend(self, device: torch.device) -> SymmetricBackend:
