@@ -1,8 +1,8 @@
 """Calls of attention that start in C++.
 
 The host library (csrc/host) registers kernels of the ops `attention`, `ring_attention` and their
-backwards. On one GPU the first call of its kind runs in Python; so does the second one, beside a
-recorder, which makes a program of what it does; later calls of equal shapes, strides, settings and
+backwards. On one GPU the first call with a signature runs in Python. So does the second one, under
+a recorder that makes a program of what it does; later calls of equal shapes, strides, settings and
 streams replay it. Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64,
 8 bits, inputs that share their first byte. With a sink a call begins in Python, and its ops are
 replayed.
@@ -98,8 +98,8 @@ def counts() -> dict[str, int]:
 
     Of rings, which keep their programs themselves, only `replayed` has calls.
 
-    replayed: by a program; recorded: by Python, which was asked for one; first: by Python, of a
-    kind that the library had not seen, or has forgotten; python: by Python, for other reasons.
+    replayed: by a program; recorded: by Python, which was asked for one; first: by Python, with a
+    signature that the library had not seen, or has dropped; python: by Python, for other reasons.
     """
     return {} if _library is None else dict(_library.counts())
 

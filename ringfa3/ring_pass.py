@@ -103,8 +103,8 @@ class RingPass(Protocol):
     def replay(
         self, k: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], settings: Hashable
     ) -> tuple[torch.Tensor, ...] | None:
-        """The results of the whole call, if a program of its kind is known; None: `start` and `run`
-        are to be called.
+        """The results of the whole call, if a program of its call signature is known. None: the
+        caller runs `start` and `run`.
 
         Args:
             k: (local_tokens, hk, d), the rank's own.
@@ -139,9 +139,9 @@ class LocalPass:
 
     grads: tuple[torch.Tensor, torch.Tensor]
 
-    def __init__(self, plan: ContextPlan, kind: str) -> None:
-        """kind: "forward" or "backward"."""
-        self._kind = kind
+    def __init__(self, plan: ContextPlan, pass_type: str) -> None:
+        """pass_type: "forward" or "backward"."""
+        self._pass_type = pass_type
         self.recording: Recording = NoRecording()
 
     def replay(self, *_: object) -> None:
@@ -153,7 +153,7 @@ class LocalPass:
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`."""
-        if self._kind == "backward":
+        if self._pass_type == "backward":
             dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._local)
             attend(0, HopTensors(*self._local, dk, dv))
             self.grads = dk, dv

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs w
 
 
 # Measured at d64: a short unit takes about 1.2 times as long for a score. Sequences that are longer
-# on average than LONG_ROWS fill the tiles of both kinds.
+# on average than LONG_ROWS fill the tiles of both units.
 SHORT_SHARE, LONG_ROWS = 0.8, 2048
 
 
@@ -190,7 +190,7 @@ def fallback_reason(direction: str, q: torch.Tensor, precision: str = "native") 
     """Why the PyTorch fallback runs a direction for queries like `q` (t, h, d).
 
     None if a kernel runs it; this call compiles the kernel if the cache does not have it, but not
-    the short unit of its kind, which the first plan that takes it compiles.
+    its short unit, which the first plan that takes it compiles.
     """
     unit = unit_for(direction, q, precision)
     if unit is None:

@@ -33,10 +33,10 @@ class Blocks:
     published  the rows of this rank's own block, in buffer order, to be filled before hop 0
     """
 
-    def __init__(self, exchange: KVExchange, rank: int, kind: str, row: torch.Tensor) -> None:
+    def __init__(self, exchange: KVExchange, rank: int, pass_type: str, row: torch.Tensor) -> None:
         """row: a tensor of the shape, dtype and device of the exchange's rows."""
         self._rows, self._rank, self._world = exchange.rows, rank, len(exchange.rows)
-        self._kind = kind
+        self._pass_type = pass_type
         held = [int(self._rows[(rank - t) % self._world, max(t, 1)]) for t in range(self._world)]
         self._buffers = [
             row.new_empty((max(held[parity::2], default=0), *row.shape)) for parity in range(2)
@@ -53,7 +53,7 @@ class Blocks:
         if hop + 1 >= world:
             return [], []
         out = int(self._rows[(rank - hop) % world, hop + 1])
-        what = f"{self._kind} hop {hop + 1}: K/V"
+        what = f"{self._pass_type} hop {hop + 1}: K/V"
         return (
             [Message(self._buffers[hop % 2][:out], (rank + 1) % world, what, KV)],
             [Message(self.received(hop + 1), (rank - 1) % world, what, KV)],
@@ -64,9 +64,9 @@ class KVBuffers(Blocks):
     """The K/V blocks of a pass, (rows, 2, hk, d), K and V of a row together."""
 
     def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, kind: str, local_kv: LocalKV
+        self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, pass_type: str, local_kv: LocalKV
     ) -> None:
-        super().__init__(plan.kv_exchange, plan.rank, kind, k.new_empty((2, *k.shape[1:])))
+        super().__init__(plan.kv_exchange, plan.rank, pass_type, k.new_empty((2, *k.shape[1:])))
         self._local = (k, v)
         local_kv.publish(k, v, self.published, None)
 
@@ -193,9 +193,9 @@ class P2PRingPass:
 
     grads: tuple[torch.Tensor, torch.Tensor]
 
-    def __init__(self, transport: Transport, plan: ContextPlan, kind: str) -> None:
-        """kind: "forward" or "backward"."""
-        self._transport, self._plan, self._kind = transport, plan, kind
+    def __init__(self, transport: Transport, plan: ContextPlan, pass_type: str) -> None:
+        """pass_type: "forward" or "backward"."""
+        self._transport, self._plan, self._pass_type = transport, plan, pass_type
         self.recording: Recording = NoRecording()
 
     def replay(self, *_: object) -> None:
@@ -203,9 +203,9 @@ class P2PRingPass:
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
-        self._local_kv = select_local_kv(self._kind, k, self._plan)
-        self._kv = KVBuffers(k, v, self._plan, self._kind, self._local_kv)
-        self._grads = GradBuffers(k, self._plan) if self._kind == "backward" else None
+        self._local_kv = select_local_kv(self._pass_type, k, self._plan)
+        self._kv = KVBuffers(k, v, self._plan, self._pass_type, self._local_kv)
+        self._grads = GradBuffers(k, self._plan) if self._pass_type == "backward" else None
         # No split where rows return earlier: they would be added to heads that are not yet stored.
         split = self._grads is not None and self._grads.returned_at_the_end
         self._heads = LocalHeads.of(k) if split else LocalHeads(0)
@@ -243,8 +243,8 @@ class P2PRingPass:
         if self._grads is not None:
             both.append(self._grads.messages(hop))
         sends, receives = (
-            [m for messages in kind for m in messages if len(m.tensor)]
-            for kind in zip(*both, strict=True)
+            [m for messages in group for m in messages if len(m.tensor)]
+            for group in zip(*both, strict=True)
         )
         if not (sends or receives):
             return None

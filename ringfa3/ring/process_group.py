@@ -40,17 +40,17 @@ def new_group(
     group = dist.ProcessGroup(store, rank, len(ranks))
     communicator: Backend
     if backend == "nccl":
-        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+        backend_type, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
         options.global_ranks_in_group = list(ranks)  # for NCCL's log and flight recorder
         options.group_name = name  # type: ignore[assignment]
         communicator = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
     else:
-        kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+        backend_type, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
         communicator = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
-    group._set_default_backend(kind)
-    group._register_backend(device, kind, communicator)
+    group._set_default_backend(backend_type)
+    group._register_backend(device, backend_type, communicator)
     group._set_group_name(name)  # type: ignore[arg-type]
     return group
 

@@ -37,10 +37,10 @@ class Interruption:
                 interruption.error = None
 
         interruption = self
-        kind = type(type(error).__name__, (type(error),), {"__init__": raised})
+        error_type = type(type(error).__name__, (type(error),), {"__init__": raised})
         with self._lock:
             self.error = error
-            _set_error(self._caller(), kind)
+            _set_error(self._caller(), error_type)
 
     def check(self) -> None:
         """Raises the error if the caller has not got it; it will not get it again."""
@@ -54,9 +54,9 @@ class Interruption:
             raise error
 
 
-def _set_error(thread: threading.Thread | None, kind: type[Exception] | None) -> None:
+def _set_error(thread: threading.Thread | None, error_type: type[Exception] | None) -> None:
     """What a thread raises when it runs Python next; None: nothing. It may have ended."""
     if thread is None or not thread.is_alive() or thread.ident is None:
         return
-    argument = None if kind is None else ctypes.py_object(kind)
+    argument = None if error_type is None else ctypes.py_object(error_type)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), argument)

@@ -121,7 +121,7 @@ CallCache: TypeAlias = MutableMapping[Plan, CachedCalls]
 
 
 class BufferSpec:
-    """Buffers of the calls of one plan, kind and shape of keys.
+    """Buffers of the calls of one plan, pass type and shape of keys.
 
     row        shape of a buffer's row: (2, hk, d), K and V or dK and dV
     rows       that a slot of each buffer must hold
@@ -129,16 +129,17 @@ class BufferSpec:
     row_bytes  of the same buffers
     """
 
-    def __init__(self, plan: ContextPlan, kind: str, k: torch.Tensor) -> None:
-        """kind: "forward", "gathered" or "backward"; k: (tokens, hk, d), or a "meta" tensor."""
+    def __init__(self, plan: ContextPlan, pass_type: str, k: torch.Tensor) -> None:
+        """pass_type: "forward", "gathered" or "backward"; k: (tokens, hk, d), or a "meta"
+        tensor."""
         self.row = (2, *k.shape[1:])
         most = plan.kv_exchange.max_rows
-        if kind == "gathered":
+        if pass_type == "gathered":
             self.rows = {Buffer.KV_SHARED: most.published, Buffer.KV_GATHERED: most.gathered}
         else:
             self.rows = {Buffer.KV_SHARED: most.published, Buffer.KV_RECV: most.published}
         self.dtypes = dict.fromkeys(self.rows, k.dtype)
-        if kind == "backward":
+        if pass_type == "backward":
             self.rows |= {
                 Buffer.DKV_OUT: most.published,
                 Buffer.DKV_SUM: most.published,
@@ -169,20 +170,20 @@ class SymmetricRingPass:
     )
     grads: tuple[torch.Tensor, torch.Tensor]
 
-    def __init__(self, backend: Backend, plan: ContextPlan, kind: str) -> None:
-        """kind: the schedule to run: "forward", "gathered" or "backward"."""
-        self._backend, self._plan, self._kind = backend, plan, kind
+    def __init__(self, backend: Backend, plan: ContextPlan, pass_type: str) -> None:
+        """pass_type: the schedule to run: "forward", "gathered" or "backward"."""
+        self._backend, self._plan, self._pass_type = backend, plan, pass_type
         self._parity: int | None = None  # before the call begins
         self.recording: Recording = NoRecording()
 
     def _begin(self, k: torch.Tensor) -> int:
         """Begins the call and returns its parity."""
         backend, plan = self._backend, self._plan
-        self._key = key = (self._kind, k.dtype, k.shape[1], k.shape[2])
+        self._key = key = (self._pass_type, k.dtype, k.shape[1], k.shape[2])
         specs = _specs.setdefault(plan.hops, {})
         spec = specs.get(key)
         if spec is None:
-            spec = specs[key] = BufferSpec(plan, self._kind, k)
+            spec = specs[key] = BufferSpec(plan, self._pass_type, k)
         self._spec = spec
         self._parity = parity = backend.begin(spec)
         known = backend.call_cache.get(plan.hops)
@@ -198,25 +199,25 @@ class SymmetricRingPass:
             return None
         parity = self._begin(k)
         stream = CurrentStream.of(k.device)
-        alike = self._key, kind_of(inputs, settings, stream)
-        kind = alike, parity
-        program = self._known.programs.get(kind, 0)
+        signature = self._key, kind_of(inputs, settings, stream)
+        key = signature, parity
+        program = self._known.programs.get(key, 0)
         if isinstance(program, int):
-            self.recording = ProgramRecording(library, self._known.programs, kind, inputs)
+            self.recording = ProgramRecording(library, self._known.programs, key, inputs)
             return None
         if program.held is None:
             return None
         if library.ring_wanted():
-            library.keep_ring(self._replayable(alike, parity, program))
+            library.keep_ring(self._replayable(signature, parity, program))
         return self._backend.replay(program, inputs, stream)
 
-    def _replayable(self, alike: Hashable, parity: int, program: RingProgram) -> ReplayableCall:
+    def _replayable(self, signature: Hashable, parity: int, program: RingProgram) -> ReplayableCall:
         """As the call under way, with what is known of the other parity."""
         known = self._known.replayable
-        if alike not in known and len(known) >= MAX_PROGRAMS:
+        if signature not in known and len(known) >= MAX_PROGRAMS:
             known.clear()
-        earlier = known.get(alike)
-        call = known[alike] = self._backend.replayable()
+        earlier = known.get(signature)
+        call = known[signature] = self._backend.replayable()
         if earlier is not None:
             call.programs = earlier.programs
         call.programs[parity] = program
@@ -232,10 +233,10 @@ class SymmetricRingPass:
         steps = prepared.get(key)
         if steps is None:
             local_kv = self.make_local_kv(
-                "backward" if self._kind == "backward" else "forward", k, plan
+                "backward" if self._pass_type == "backward" else "forward", k, plan
             )
             steps = _prepare_steps(
-                backend, plan, self._kind, spec, parity, local_kv, waits_in_kernel
+                backend, plan, self._pass_type, spec, parity, local_kv, waits_in_kernel
             )
             prepared[key] = steps
         self._local_kv = steps.local_kv
@@ -298,14 +299,14 @@ class SymmetricRingPass:
 def _prepare_steps(
     backend: Backend,
     plan: ContextPlan,
-    kind: str,
+    pass_type: str,
     spec: BufferSpec,
     parity: int,
     local_kv: LocalKV,
     waits_in_kernel: bool,
 ) -> PreparedSteps:
     """The steps of a call on the memory that the backend has now."""
-    operations = getattr(schedule, kind)(plan.kv_exchange, plan.rank, parity)
+    operations = getattr(schedule, pass_type)(plan.kv_exchange, plan.rank, parity)
     operations = backend.adapt(operations)
     in_kernel = frozenset(_arrivals(operations) if waits_in_kernel else ())
 

@@ -28,7 +28,8 @@ def test_signatures_are_those_of_the_interface(kind: type, method: str) -> None:
 
 
 def test_constructors_differ_in_the_transport_alone() -> None:
-    """The last two parameters are (plan, kind); before them is the transport, if there is one."""
+    """The last two parameters are (plan, pass_type); before them is the transport, if there is
+    one."""
     of_local, of_p2p, of_symmetric = (parameters(kind.__init__)[1:] for kind in PASSES)
     assert of_p2p[1:] == of_symmetric[1:] == of_local
 

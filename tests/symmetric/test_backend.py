@@ -24,7 +24,7 @@ from ringfa3.ring import op
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
-from ringfa3.ring.prepare_call import PreparedCall, pass_kind
+from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
 from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
@@ -118,7 +118,7 @@ def test_attention_equals_one_device_while_the_memory_grows(world: int, forward:
 
     def prepared(*given: Any, **_: Any) -> PreparedCall:
         q, k, _, plan, *_, direction = given
-        kind = pass_kind(direction, select_forward_mode(plan, q, k))
+        kind = pass_type_of(direction, select_forward_mode(plan, q, k))
         return PreparedCall(plan, kind, partial(SymmetricRingPass, here[threading.get_ident()]))
 
     with (

@@ -79,11 +79,11 @@ class RingFA3(SingleDevice):
         def sink_for(q: torch.Tensor) -> torch.Tensor | None:
             if self.sink is None:
                 return None
-            kind = heads, differentiated = q.shape[-2], q.requires_grad
-            if kind not in sinks:
+            key = heads, differentiated = q.shape[-2], q.requires_grad
+            if key not in sinks:
                 made = torch.full((heads,), self.sink, dtype=accum_dtype(q.dtype))
-                sinks[kind] = made.to(device).requires_grad_(differentiated)
-            return sinks[kind]
+                sinks[key] = made.to(device).requires_grad_(differentiated)
+            return sinks[key]
 
         # Causal is the window (-1, 0).
         options: Any = {

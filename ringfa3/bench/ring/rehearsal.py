@@ -28,7 +28,7 @@ from ringfa3.kernels.dispatch import fallback_reason
 from ringfa3.numa import bind_to_numa_node
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring.op import run_backward, run_forward
-from ringfa3.ring.prepare_call import PreparedCall, pass_kind
+from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import select_forward_mode
 from ringfa3.symmetric.interruption import Interruption
@@ -90,7 +90,7 @@ class RehearsalGroup:
         self._interruption.interrupt(RuntimeError(message))
 
     def agreement_snapshot(self) -> None:
-        """Calls of one kind begin alike."""
+        """Calls with one signature begin alike."""
 
     def begin_again(self, agreed: None, lse: torch.Tensor | None) -> bool:
         del agreed, lse
@@ -210,7 +210,7 @@ def _ring(
         for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     make_pass = partial(SymmetricRingPass, backend)
-    forward = PreparedCall(plan, pass_kind(FORWARD, select_forward_mode(plan, q, k)), make_pass)
+    forward = PreparedCall(plan, pass_type_of(FORWARD, select_forward_mode(plan, q, k)), make_pass)
     if direction == FORWARD:
         return lambda: run_forward(q, k, v, SCALE, forward)
     out, lse = run_forward(q, k, v, SCALE, forward)

@@ -174,12 +174,12 @@ class Job:
         Timed forwards add the mode "hops"; `memory` adds every mode.
         """
         rings = [Ring(comm, transport) for transport in self.options.transports]
-        kinds = FORWARD_MODES if case.set == MEMORY else ("hops",) if direction == FORWARD else ()
+        modes = FORWARD_MODES if case.set == MEMORY else ("hops",) if direction == FORWARD else ()
         masked = case.set not in (LENGTHS, *UNTIMED)
         gpus = self.device.type != "cpu" and comm.world > 1
         if masked or not gpus or not rings[0].may_use_symmetric:
             return rings
-        fixed = [Ring(comm, rings[0].transport, kind) for kind in kinds]
+        fixed = [Ring(comm, rings[0].transport, mode) for mode in modes]
         return [rings[0], *fixed, *rings[1:]]
 
     def implementations(
