@@ -26,7 +26,7 @@ from ringfa3.kernels.dispatch import select_backward, select_forward, select_qua
 from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
-from ringfa3.keywords import by_name, check_call
+from ringfa3.keywords import check_call, hides_positional
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.tensor_cache import TensorCache
@@ -49,7 +49,7 @@ from ringfa3.validation import (
 )
 
 
-@by_name
+@hides_positional
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -116,7 +116,7 @@ def flash_attn_func(
     return (out, lse) if return_lse else out
 
 
-@by_name
+@hides_positional
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -75,9 +75,10 @@ def _refuse(operator: str) -> Callable[..., Any]:
 
 # Operators are looked up on the class. Without these, mask == 0 would be False in silence.
 _BINARY = ("add", "sub", "mul", "truediv", "and", "or", "xor")
-_UNARY = ("getitem", "len", "iter", "invert", "neg", "float", "int", "bool")
+_UNARY = ("invert", "neg")
+_READ = ("getitem", "len", "iter", "float", "int", "bool")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
-for _operator in (*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY, *_COMPARED):
+for _operator in (*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY, *_READ, *_COMPARED):
     setattr(Mask, f"__{_operator}__", _refuse(f"__{_operator}__"))
 
 

@@ -83,7 +83,7 @@ def attend(
             key to visit; TMA cannot address `out`.
         RuntimeError: the first call with a tiling is captured in a CUDA graph.
     """
-    if sees_nothing(tiling, out, lse, sink):
+    if store_if_fully_masked(tiling, out, lse, sink):
         return
     tokens, kv_heads, head_dim = k.shape
     stream = CurrentStream.of(q.device)
@@ -112,7 +112,7 @@ def attend(
     launch(unit, "forward", args, stream)
 
 
-def sees_nothing(
+def store_if_fully_masked(
     tiling: Tiling, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None = None
 ) -> bool:
     """Whether there is nothing to launch; stores O and LSE if no row sees a key at any hop."""

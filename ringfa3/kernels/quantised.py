@@ -99,7 +99,7 @@ def attend(
         ValueError: a span begins inside a tile of keys; as `forward.attend`.
         RuntimeError: the first call with a tiling is captured in a CUDA graph.
     """
-    if forward.sees_nothing(tiling, out, lse):
+    if forward.store_if_fully_masked(tiling, out, lse):
         return
     tokens, kv_heads, head_dim = kv.k.shape
     stream = CurrentStream.of(q.values.device)

@@ -75,15 +75,15 @@ class Uploads(Generic[T]):
         tables = self._of_streams.get(owner)
         if tables is None:
             tables = self._of_streams.setdefault(owner, {})
-        place = (*key, stream.id)
-        table = tables.get(place)
+        stream_key = (*key, stream.id)
+        table = tables.get(stream_key)
         if table is None:
             table = make()
             firsts = self._first.setdefault(owner, {})
             if key not in firsts:
                 firsts.setdefault(key, _First(table, record_event(stream.device)))
             with _lock:  # threads may upload at the same time
-                tables[place] = table
+                tables[stream_key] = table
                 if len(tables) > MAX_TABLES:
                     del tables[next(iter(tables))]
         recorder = current_recorder()

@@ -17,7 +17,7 @@ from ringfa3.custom_op import untraced
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, graph_handle, new_handle, plan_table
 from ringfa3.planning.kv_exchange import KVExchange, plan_ring
-from ringfa3.planning.process_groups import Group, GroupRef, place, require_alive
+from ringfa3.planning.process_groups import Group, GroupRef, require_alive, resolve_group
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
@@ -40,7 +40,7 @@ class ContextPlan:
     """Documents spread over a context group. Make one with `plan_context`.
 
     Attributes:
-        rank, world: place in the context group.
+        rank, world: this rank's number in the CP group, and the size of the group.
         layout, causal, window_size: as given to `plan_context`.
         total_tokens: tokens of all documents.
         local_tokens: tokens on this rank.
@@ -318,7 +318,7 @@ def plan_context(
     cu = cumulative_bytes("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
-    rank, world, process_group = place(group)
+    rank, world, process_group = resolve_group(group)
     implicit = group is None and process_group is None
     ref = None if process_group is None else weakref.ref(process_group)
     causal = check_bool("causal", causal)
@@ -338,7 +338,7 @@ def dense_plan(
 
     A rank's local tokens are its `local_tokens` of the first sequence, then of the second, ...
     """
-    rank, world, process_group = place(group)
+    rank, world, process_group = resolve_group(group)
     if torch.compiler.is_compiling():
         dense = DenseBatch(rank, world, batch, local_tokens, layout, causal)
         return cast(ContextPlan, GraphPlan(dense, process_group, window_size))

@@ -9,7 +9,7 @@ import torch
 
 from ringfa3.kernels.dispatch import log_once
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.process_groups import Group, place
+from ringfa3.planning.process_groups import Group, resolve_group
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import Transport
@@ -44,7 +44,7 @@ def connect(
         RingError: a rank did not call it within the group's timeout.
         RuntimeError: the transport cannot be made.
     """
-    _, world, process_group = place(group)
+    _, world, process_group = resolve_group(group)
     if world > 1 and process_group is None:
         raise ValueError(f"group={group!r}: connect needs a ProcessGroup or a DeviceMesh")
     if world == 1 or process_group is None or is_fake(process_group):

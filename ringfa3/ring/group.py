@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
-from ringfa3.planning.process_groups import GroupRef, alive, require_alive
+from ringfa3.planning.process_groups import GroupRef, is_alive, require_alive
 from ringfa3.ring.agreement import BEFORE, Agreements, NoAgreementError
 from ringfa3.ring.connections import Connections
 from ringfa3.ring.entries import AgreementSnapshot, Settings, check_entries, described
@@ -90,7 +90,7 @@ class RingGroup:
     @property
     def alive(self) -> bool:
         """Whether the process group has not been destroyed."""
-        return alive(self._ref())
+        return is_alive(self._ref())
 
     def close(self, seconds: float = JOIN_S) -> None:
         """Closes the connections, on the monitor's thread: waits so long for that."""

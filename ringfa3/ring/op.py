@@ -22,7 +22,7 @@ from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forwa
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import on
-from ringfa3.keywords import by_name, check_call
+from ringfa3.keywords import check_call, hides_positional
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import graph_handle
@@ -50,7 +50,7 @@ from ringfa3.validation import (
 )
 
 
-@by_name
+@hides_positional
 def ring_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -154,7 +154,7 @@ def ring_attention(
     if precision == "native":
         return run_forward(q, k, v, scale, call, sink)
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
-        out, lse = quantised_forward.run_forward(
+        out, lse = quantised_forward.run_quantised_forward(
             q, k, v, call.plan, scale, precision, call.messages
         )
         if sink is not None:

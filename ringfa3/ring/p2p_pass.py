@@ -81,8 +81,9 @@ class KVBuffers(Blocks):
 class GradBuffers:
     """The dK/dV partials of a backward pass, (rows, 2, hk, d), dK and dV of a row together.
 
-    In the accumulation dtype. The first visitor of a block stores its contribution as the partial.
-    Later visitors write to `_contribution`, a scratch buffer that is never sent, and add it once
+    In the accumulation dtype. The first rank that computes on a block stores its contribution as
+    the partial.
+    Later ranks write to `_contribution`, a scratch buffer that is never sent, and add it once
     the partial arrives. At most one block; empty for world size 2.
 
     The partial of hop t is in the first rows of `_buffers[t % 2]`; behind it are the rows of this
@@ -99,7 +100,7 @@ class GradBuffers:
         for t in range(1, plan.world + 1):
             sizes[t % 2] = max(sizes[t % 2], self._held(t) + self._returned(t - 1))
         self._buffers = [k.new_empty((n, *shape), dtype=dtype) for n in sizes]
-        later = [t for t in range(1, plan.world) if self._visited_before(t)]
+        later = [t for t in range(1, plan.world) if self._active_before(t)]
         rows = max((self._visible(t)[1] for t in later), default=0)
         self._contribution = k.new_empty((rows, *shape), dtype=dtype)
 
@@ -115,14 +116,14 @@ class GradBuffers:
         begin, end = self.plan.kv_exchange.visible[self._owner(hop), hop].tolist()
         return begin, end
 
-    def _visited_before(self, hop: int) -> bool:
+    def _active_before(self, hop: int) -> bool:
         """Whether other ranks have added to the partial before this hop."""
-        return hop > int(self.plan.kv_exchange.first_visit[self._owner(hop)])
+        return hop > int(self.plan.kv_exchange.first_active[self._owner(hop)])
 
     def _carried(self, owner: int, hop: int) -> int:
         """Rows of an owner's partial that go on to the next rank after a hop."""
         exchange = self.plan.kv_exchange
-        return int(exchange.rows[owner, hop + 1]) if hop >= exchange.first_visit[owner] else 0
+        return int(exchange.rows[owner, hop + 1]) if hop >= exchange.first_active[owner] else 0
 
     def _returned(self, hop: int) -> int:
         """Rows of this rank's own partial that return after a hop."""
@@ -140,7 +141,7 @@ class GradBuffers:
         rows = self.dkv
         if hop > 0:
             begin, end = self._visible(hop)
-            if self._visited_before(hop):
+            if self._active_before(hop):
                 rows = self._contribution[:end]
             else:
                 partial = self._buffers[hop % 2][: self._held(hop)]
@@ -178,7 +179,7 @@ class GradBuffers:
     def add(self, hop: int) -> None:
         """Adds a hop's contribution to the partial, and returned rows to `dkv`."""
         plan, there = self.plan, self._buffers[hop % 2]
-        if 0 < hop < plan.world and self._visited_before(hop):
+        if 0 < hop < plan.world and self._active_before(hop):
             begin, end = self._visible(hop)
             there[begin:end].add_(self._contribution[begin:end])
         back = self._returned(hop - 1)

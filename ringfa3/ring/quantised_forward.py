@@ -31,7 +31,7 @@ ROWS_PER_HOP = 16384
 MAX_HOPS = 3  # of a launch: their K/V are in memory twice, as they came and as operands
 
 
-def run_forward(
+def run_quantised_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -66,8 +66,8 @@ def run_forward(
     blocks: Blocks | DirectBlocks
     if transport.one_host:
         launch = launches(plan, q.shape[1] // k.shape[1])
-        first_tile, _ = exchange.joined_layout(plan.rank, launch)
-        hops = hops.joined(launch, KEY_TILE * first_tile)
+        first_tile, _ = exchange.launch_layout(plan.rank, launch)
+        hops = hops.multi_hop(launch, KEY_TILE * first_tile)
         blocks = DirectBlocks(exchange, plan.rank, launch, row)
     else:
         blocks = Blocks(exchange, plan.rank, "forward", row)
@@ -108,9 +108,9 @@ class DirectBlocks:
     """
 
     def __init__(self, exchange: KVExchange, rank: int, launch: Ints, row: torch.Tensor) -> None:
-        """launch: as `KVExchange.joined_layout`. row: of the exchange's rows."""
+        """launch: as `KVExchange.launch_layout`. row: of the exchange's rows."""
         self._visible, self._rank, self._launch = exchange.visible, rank, launch
-        self._first, self._rows = exchange.joined_layout(rank, launch)
+        self._first, self._rows = exchange.launch_layout(rank, launch)
         self._buffer = row.new_empty((int(self._rows[1:].max()), *row.shape))
         self.published = row.new_empty((int(exchange.rows[rank, 1]), *row.shape))
 
