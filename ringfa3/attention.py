@@ -44,7 +44,7 @@ def keep_attention() -> _Contexts:
 
 
 class RingFA3Attention(nn.Module):
-    """Exact attention over a context group; has no parameters.
+    """Exact attention over a context-parallel (CP) group. It has no parameters.
 
     Args:
         num_heads, num_kv_heads, head_dim: of q and of k and v; num_heads % num_kv_heads == 0.

@@ -72,7 +72,7 @@ def flash_attn_func(
             GPU; last dim contiguous.
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
         causal: hide keys to the right of the diagonal, which ends at the bottom right if s != s_k.
-        window_size: (left, right) keys around the diagonal that a query sees, -1 or None for
+        window_size: (left, right) keys around the diagonal to which a query attends, -1 or None for
             unlimited.
         deterministic: bitwise equal gradients from run to run. True also if the backward runs
             under `torch.use_deterministic_algorithms`, with `warn_only` or without.
@@ -87,7 +87,7 @@ def flash_attn_func(
 
     Returns:
         out (b, s, h, d_v) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
-        (float64 for float64 inputs), natural log. A row that sees no key has output 0, LSE -inf
+        (float64 for float64 inputs), natural log. A fully masked row has output 0, LSE -inf
         (with a sink: the sink) and gradient 0.
 
     Raises:
@@ -138,7 +138,8 @@ def flash_attn_varlen_func(
     """Exact attention over packed sequences of any length, 0 and 1 included.
 
     Args:
-        q: (t, h, d); k: (t_k, h_kv, d); v: (t_k, h_kv, d_v). Query sequence i sees key sequence i.
+        q: (t, h, d); k: (t_k, h_kv, d); v: (t_k, h_kv, d_v). Query sequence i attends to key
+            sequence i.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) cumulative lengths from 0 to t and t_k, as
             lists or integer tensors, best on the CPU. A tensor on the GPU costs one synchronisation
             for each version of it, and is an error under CUDA graph capture. Collectives and
@@ -179,7 +180,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_lse else out
 
 
-# Plans that live: those of `_plan`'s cache, and those that programs of the host library keep.
+# Plans that live: those of `_plan`'s cache, and those that programs of the C++ launcher hold.
 _living: weakref.WeakValueDictionary[tuple[object, ...], Plan] = weakref.WeakValueDictionary()
 
 

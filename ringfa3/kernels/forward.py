@@ -115,7 +115,7 @@ def attend(
 def store_if_fully_masked(
     tiling: Tiling, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None = None
 ) -> bool:
-    """Whether there is nothing to launch; stores O and LSE if no row sees a key at any hop."""
+    """Whether there is nothing to launch; stores O and LSE if all rows are fully masked."""
     if len(tiling.tiles) and not len(tiling.spans):
         out.zero_()
         if sink is None:
@@ -208,8 +208,8 @@ class Tables(NamedTuple):
         """The tables of a tiling that has spans.
 
         Raises ValueError: a tile has spans, and no key to visit in any of them. Its consumers would
-        wait for a block that never comes. Plans make no such tile: they give a tile that sees
-        nothing no spans, at the one hop where it is stored. A tile of another hop must not be
+        wait for a block that never comes. Plans make no such tile: they give a fully masked
+        tile no spans, at the one hop where it is stored. A tile of another hop must not be
         fetched at all, so the intended result is unknown.
         """
         empty = (tiling.tiles["num_spans"] > 0) & (tiling.visited_columns() == 0)

@@ -105,7 +105,7 @@ def attend(
         p_format: of P and V; None: P is rounded to the dtype of V.
         block: keys of a block, a divisor of `KEY_TILE`. It decides the shifts of P in `p_format`.
         out, partial_out, lse: as in `reference.attend`. LSE is that of the scores of Q and K before
-            centring. A row that sees no key has output 0, without V's mean.
+            centring. A fully masked row has output 0, without V's mean.
     """
     hk = kv.k.shape[1]
     for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():

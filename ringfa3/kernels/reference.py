@@ -62,7 +62,7 @@ def attend(
             whose LAST hop this is.
         partial_out: from `new_partial_out`. Rows that are FIRST and LAST at once do not use it; it
             may be empty if all rows are.
-        lse: (h, t) accumulation dtype, natural logarithm; -inf for a row that has seen no key.
+        lse: (h, t) accumulation dtype, natural logarithm; -inf for a row fully masked so far.
         sink: (h,) accumulation dtype, a logit a head, in the softmax of rows whose LAST hop this
             is; LSE counts it from then on.
     """
@@ -263,7 +263,7 @@ def preprocess(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(LSE, D) for `attend_backward`, (h, t) each, once per backward; dlse is (h, t).
 
-    D = rowsum(dO * O) - dLSE. For a row that sees no key LSE is +inf, so that P = 0, and D is 0
+    D = rowsum(dO * O) - dLSE. For a fully masked row LSE is +inf, so that P = 0, and D is 0
     whatever its gradients are.
     """
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
@@ -291,7 +291,7 @@ def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def apply_mask(s: torch.Tensor, rows: int, i: int, j: int, end: int, lo: int, hi: int) -> None:
-    """Sets S to -inf where row r of [i, i + rows) must not see column c of [j, end).
+    """Sets S to -inf where row r of [i, i + rows) does not attend to column c of [j, end).
 
     s: (hk, g * rows, end - j); unchanged if the whole block lies inside the band.
     """

@@ -1,4 +1,4 @@
-"""`plan_context` and its `ContextPlan`: how documents are spread over a context group."""
+"""`plan_context` and its `ContextPlan`: how documents are spread over a context-parallel group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLANS_KEPT = 64  # the most recent plans, which `plan_context` returns again
 
 
 class ContextPlan:
-    """Documents spread over a context group. Make one with `plan_context`.
+    """Documents spread over a context-parallel (CP) group. Make one with `plan_context`.
 
     Attributes:
         rank, world: this rank's number in the CP group, and the size of the group.
@@ -124,8 +124,9 @@ class ContextPlan:
     def with_window(self, window_size: Window) -> ContextPlan:
         """The plan that holds the same tokens on the same ranks, under another window.
 
-        Layers of different windows need it: `plan_context` places tokens by the work that a window
-        leaves, so two of its plans may disagree on where a token lies.
+        Layers of different windows need it: `plan_context` balances the work that a window leaves,
+            so
+        two of its plans may assign a token to different ranks.
 
         Args:
             window_size: (left, right) as in `plan_context`; `causal` stays as it is.
@@ -292,7 +293,7 @@ def plan_context(
     causal: bool = True,
     window_size: Window = (-1, -1),
 ) -> ContextPlan:
-    """The plan of packed, self-attending documents over a context group.
+    """The plan of packed, self-attending documents over a context-parallel (CP) group.
 
     Plans are cached: the same arguments give the same object.
 
@@ -304,7 +305,8 @@ def plan_context(
             one process if torch.distributed is not initialised; or (rank, world), in a data loader.
         layout: "zigzag" balances work, "contiguous" keeps tokens in order.
         causal: hide later keys of a document.
-        window_size: (left, right) keys around a query that it sees, -1 or None for unlimited.
+        window_size: (left, right) keys around a query to which it attends, -1 or None for
+            unlimited.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.

@@ -1,4 +1,4 @@
-"""Agreements of the ranks of a context group, over the group's store.
+"""Agreements of the ranks of a CP group, over the group's store.
 
 Each rank writes an entry, its settings or its error; no rank goes on before it has read all
 entries.

@@ -1,4 +1,4 @@
-"""Connects the ranks of a context group: at their first ring call, or earlier by `connect`."""
+"""Connects the ranks of a CP group: at their first ring call, or earlier by `connect`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ringfa3.validation import check_transport
 def connect(
     group: Group = None, device: torch.device | str | None = None, transport: str = "auto"
 ) -> str | None:
-    """Connects the ranks of a context group before their first ring call, which then only computes.
+    """Connects the ranks of a CP group before their first ring call, which then only computes.
 
     All ranks of the group call it at the same point, no other rank takes part. Call it after
     `init_process_group`, where ranks would otherwise reach their first ring call at different

@@ -1,4 +1,4 @@
-"""What moves tensors between the ranks of a context group: process groups and shared memory.
+"""What moves tensors between the ranks of a CP group: process groups and shared memory.
 
 Tensors use a process group of our own, apart from the user's collectives.
 """

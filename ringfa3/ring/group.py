@@ -1,4 +1,4 @@
-"""One rank's view of a context group: agreement before a call, connections during it.
+"""One rank's view of a CP group: agreement before a call, connections during it.
 
 No rank raises before it has read the entries of all ranks, and then all raise or none.
 
@@ -41,7 +41,7 @@ EXIT_S = 10.0  # for a group to close when the process ends
 
 
 class RingGroup:
-    """One rank's view of a context group. `RingGroup.of(group)` makes it once per group."""
+    """One rank's view of a CP group. `RingGroup.of(group)` makes it once per group."""
 
     _known: dict[GroupRef, RingGroup] = {}  # noqa: RUF012
 

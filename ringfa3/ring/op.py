@@ -65,7 +65,7 @@ def ring_attn_func(
     sink: torch.Tensor | None = None,
     **neutral: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention over documents that are spread over a context group.
+    """Exact attention over documents that are spread over a context-parallel (CP) group.
 
     Args:
         q: (t, h, d); k: (t, h_kv, d); v: (t, h_kv, d_v), d_v as in `flash_attn_func`: the rank's

@@ -82,9 +82,8 @@ class GradBuffers:
     """The dK/dV partials of a backward pass, (rows, 2, hk, d), dK and dV of a row together.
 
     In the accumulation dtype. The first rank that computes on a block stores its contribution as
-    the partial.
-    Later ranks write to `_contribution`, a scratch buffer that is never sent, and add it once
-    the partial arrives. At most one block; empty for world size 2.
+    the partial. Later ranks write to `_contribution`, a scratch buffer that is never sent, and add
+    it once the partial arrives. At most one block; empty for world size 2.
 
     The partial of hop t is in the first rows of `_buffers[t % 2]`; behind it are the rows of this
     rank's own partial that return after hop t - 1.

@@ -5,8 +5,8 @@ have one scale. Ranks exchange whole tiles of KEY_TILE keys, each with its scale
 number of K and, in "fp8", of V.
 
 Between hosts blocks go around the ring, one hop a launch. On one host every rank sends its block to
-those that see it, and a launch attends to the blocks of several hops: each launch but the first
-reads and writes partial outputs in float32, four bytes for each number of O.
+the ranks that attend to it, and a multi-hop launch attends to the blocks of several hops. Each
+launch after the first reads and writes partial outputs in float32, four bytes for each number of O.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def launches(plan: ContextPlan, group_size: int) -> Ints:
 
 
 class DirectBlocks:
-    """The blocks that ranks send to those that see them; as `Blocks`, with launches for hops.
+    """The blocks that ranks send to those that attend to them; as `Blocks`, with launches for hops.
 
-    Messages beside a launch fill the buffer for the next one, so a launch unpacks it beforehand.
+    Messages fill the buffer for the next launch while a launch runs, so a launch unpacks it first.
 
     published  the rows of this rank's own block, in buffer order, to be filled before launch 0
     """
@@ -119,7 +119,7 @@ class DirectBlocks:
         return self._buffer[: self._rows[launch]]
 
     def messages(self, launch: int) -> Messages:
-        """Messages that bring the blocks of the next launch, beside a launch's kernel."""
+        """Messages that bring the blocks of the next launch while a launch runs."""
         rank, world = self._rank, len(self._launch)
         sends, receives = [], []
         for hop in np.flatnonzero(self._launch == launch + 1).tolist():

@@ -1,7 +1,7 @@
 """Which forward runs over peers' memory: one launch over gathered K/V, or one launch for each hop.
 
-One launch needs no merge, no float32 O and has one tail, but needs memory for all K/V that a rank
-sees. The rule chooses it where that memory is no more than what it saves.
+One launch needs no merge, no float32 O and has one tail, but needs memory for all K/V to which
+a rank attends. The rule chooses it where that memory is no more than what it saves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def select_forward_mode(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor) -> 
 
 
 def gathered_bytes(plan: ContextPlan, k: torch.Tensor) -> int:
-    """Bytes of all K/V that a rank sees, on the rank where that is most; k (t, hk, d)."""
+    """Bytes of all K/V to which a rank attends, on the rank where that is most; k (t, hk, d)."""
     return plan.kv_exchange.max_rows.gathered * _row_bytes(k)
 
 

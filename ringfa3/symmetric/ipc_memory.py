@@ -1,4 +1,4 @@
-"""Device memory of a context group that every rank of one host can address by CUDA IPC.
+"""Device memory of a CP group that every rank of one host can address by CUDA IPC.
 
 It is allocated and mapped here and not by PyTorch's symmetric memory, which hangs when subgroups
 rendezvous (pytorch#196082, repaired by #196350) and whose signal pads collide across groups

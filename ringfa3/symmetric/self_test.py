@@ -92,9 +92,9 @@ def unsupported_reason() -> str | None:
 def _self_test(backend: SymmetricBackend) -> str:
     """What is wrong with calls of each pass type and parity; "" if all are exact.
 
-    In place of attention, rank r stores (r + 1) times the K/V that it sees as dK/dV. The ranks meet
-    only to allocate the memory of all calls: if a rank fails later, the others wait for signals
-    alone, and their streams are released.
+    In place of attention, rank r stores (r + 1) times the K/V that it receives as dK/dV. The ranks
+    meet only to allocate the memory of all calls: if a rank fails later, the others wait for
+    signals alone, and their streams are released.
     """
     rank, world, device = backend.group.rank, backend.group.world, backend.device
     plan = plan_context(world * TEST_TOKENS, (rank, world), "contiguous", causal=False)

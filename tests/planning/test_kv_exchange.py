@@ -79,8 +79,7 @@ def test_visible_rows_reach_from_the_first_run_that_a_rank_sees_to_the_last(case
 @given(case=cases)
 def test_every_row_returns_once_as_new_and_then_as_repeated(case: Case) -> None:
     """A hop returns exactly its visible rows; `active_index` counts the peer's active hops before,
-    and
-    `max_rows.returned` is the end of the last repeated run."""
+    and `max_rows.returned` is the end of the last repeated run."""
     exchange = case.plan(0).kv_exchange
     last_repeated = 0
     for owner in range(case.world):

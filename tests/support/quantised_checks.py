@@ -200,8 +200,7 @@ def rising_scores(unit: Unit, device: str) -> None:
 def merged_hops(unit: Unit, device: str) -> None:
     """Three hops, whose scores are offset by up to 40 nats: rms error against float64 attention of
     the dequantised operands <= 1.1 of the reference's in one hop, or of the dtype's rounding; LSE
-    as
-    `tolerance`. Rows see no key at some hops, or at any."""
+    as `tolerance`. Rows see no key at some hops, or at any."""
     t, n, heads, d = 300, 480, 2, unit.head_dim
     dtype, formats = getattr(torch, unit.dtype), FORMATS[unit.precision]
     pieces = ((0, 128), (128, 384), (384, n))
