@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from ringfa3.kernels.dispatch import log_once
+from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.process_groups import Group, resolve_group
 from ringfa3.ring.entries import Settings
@@ -15,7 +16,6 @@ from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import backend_of, is_fake
-from ringfa3.ring_pass import RingPass
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.validation import check_transport
 

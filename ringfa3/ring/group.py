@@ -31,8 +31,7 @@ from ringfa3.ring.entries import AgreementSnapshot, Settings, check_entries, des
 from ringfa3.ring.forward_calls import ForwardCalls
 from ringfa3.ring.process_group import timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
-from ringfa3.symmetric.interruption import Interruption
-from ringfa3.symmetric.watchdog import JOIN_S
+from ringfa3.threads import JOIN_S, Interruption
 
 RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
 ABORT_S = 0.05  # all abort at once: NCCL's watchdog ends a process whose peer aborted earlier

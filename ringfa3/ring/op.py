@@ -23,6 +23,7 @@ from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import on
 from ringfa3.keywords import check_call, hides_positional
+from ringfa3.pass_interface import HopTensors, RingPass
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import graph_handle
@@ -37,7 +38,6 @@ from ringfa3.ring.prepare_call import (
     raise_on_all_ranks,
 )
 from ringfa3.ring.process_group import is_fake
-from ringfa3.ring_pass import HopTensors, RingPass
 from ringfa3.validation import (
     TRANSPORTS,
     check_bool,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ringfa3.errors import disconnected, first_line, gave_up, timed_out
 from ringfa3.kernels.streams import relaxed_capture
 from ringfa3.ring.process_group import end_group
-from ringfa3.symmetric.watchdog import JOIN_S
+from ringfa3.threads import JOIN_S
 
 POLL_S = 0.1  # between two looks at NCCL's messages under way
 GRACE_S = 0.5  # without progress, in which messages that matched may still end

@@ -17,10 +17,10 @@ import torch
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.local_kv import LocalKV
 from ringfa3.kernels.reference import accum_dtype
+from ringfa3.pass_interface import Attend, HopTensors, LocalHeads, NoRecording, Recording
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.ring.p2p import Exchange, Message, Transport
-from ringfa3.ring_pass import Attend, HopTensors, LocalHeads, NoRecording, Recording
 
 KV, PARTIAL, RETURN = 0, 1, 2  # message tags
 
@@ -189,7 +189,7 @@ class GradBuffers:
 
 
 class P2PRingPass:
-    """`ringfa3.ring_pass.RingPass` by messages."""
+    """`ringfa3.pass_interface.RingPass` by messages."""
 
     grads: tuple[torch.Tensor, torch.Tensor]
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ringfa3 import host
 from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
+from ringfa3.pass_interface import LocalPass, RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.unshard import set_agreement
@@ -28,7 +29,6 @@ from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import is_fake
-from ringfa3.ring_pass import LocalPass, RingPass
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ipc_memory import IpcMemory

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
+from ringfa3.numa import host_name
 from ringfa3.ring.entries import listed
-from ringfa3.symmetric.self_test import host_name
 
 POLL_S = 0.005
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch._C._distributed_c10d import Store
 
 from ringfa3.ring.entries import Settings
-from ringfa3.symmetric.watchdog import JOIN_S
+from ringfa3.threads import JOIN_S
 
 PERIOD_S = 0.25  # between two polls
 FAILURE_KEY = "ringfa3/failure"  # message of a rank that has given up

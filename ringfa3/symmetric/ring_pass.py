@@ -20,9 +20,9 @@ from ringfa3.kernels.program import ProgramRecorder
 from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.streams import CurrentStream
+from ringfa3.pass_interface import Attend, HopTensors, LocalHeads, NoRecording, Recording
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring_pass import Attend, HopTensors, LocalHeads, NoRecording, Recording
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
     MAX_PROGRAMS,
@@ -160,7 +160,7 @@ _specs: weakref.WeakKeyDictionary[Plan, dict[object, BufferSpec]] = weakref.Weak
 
 
 class SymmetricRingPass:
-    """`ringfa3.ring_pass.RingPass` over peers' memory.
+    """`ringfa3.pass_interface.RingPass` over peers' memory.
 
     make_local_kv  what moves the rank's local K/V, for (direction, K, plan)
     """

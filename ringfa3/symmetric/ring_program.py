@@ -145,7 +145,7 @@ class ProgramRecording:
         self._modes.__exit__(*problem)
 
     def keep(self, results: Tensors) -> None:
-        """As `ringfa3.ring_pass.Recording.keep`."""
+        """As `ringfa3.pass_interface.Recording.keep`."""
         recorder = self._recorder
         if recorder is None:
             return

@@ -7,16 +7,15 @@ exact.
 from __future__ import annotations
 
 import os
-import socket
 import time
-from pathlib import Path
 
 import torch
 
 from ringfa3.errors import first_line
 from ringfa3.kernels.local_kv import LocalKVReference
+from ringfa3.numa import host_name
+from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.context_plan import plan_context
-from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import Group, SymmetricBackend
 from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
@@ -67,12 +66,6 @@ def _introduction(device: torch.device) -> tuple[str, str, str]:
     """(host, GPU, why this rank cannot use the transport or "")."""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     return host_name(), gpu, unsupported_reason() or ""
-
-
-def host_name() -> str:
-    """The same in all processes of a host; containers of one host have host names of their own."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def unsupported_reason() -> str | None:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
+from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring import op
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
-from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES, select_forward_mode

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringfa3.ring_pass import HopTensors
+from ringfa3.pass_interface import HopTensors
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import JOINED, fork_join

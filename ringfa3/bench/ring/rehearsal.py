@@ -31,11 +31,11 @@ from ringfa3.ring.op import run_backward, run_forward
 from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import select_forward_mode
-from ringfa3.symmetric.interruption import Interruption
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import unsupported_reason
 from ringfa3.symmetric.signals import Gather, Signals
 from ringfa3.symmetric.stream_ops import Signal
+from ringfa3.threads import Interruption
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5

@@ -15,7 +15,7 @@ from ringfa3.bench import __main__ as bench
 from ringfa3.bench.common.timing import Call, Paired
 from ringfa3.bench.ring import rehearsal
 from ringfa3.bench.ring.rehearsal import MirroredSignals, RehearsalGroup
-from ringfa3.ring_pass import HopTensors
+from ringfa3.pass_interface import HopTensors
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.stream_ops import Purpose, Signal
 from tests.support.fake_cuda import FakeGroup, Ranks

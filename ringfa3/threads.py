@@ -1,4 +1,7 @@
-"""Errors for a thread whose host has gone on while its device waits for other ranks."""
+"""What threads share: how long to wait for one to end, and errors raised in another thread.
+
+`Interruption` is for a thread whose host has gone on while its device waits for other ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import threading
 import weakref
 
 import torch
+
+JOIN_S = 1.0  # a thread that does not end in this time hangs in a call
 
 
 class Interruption:

@@ -1,4 +1,4 @@
-"""Both ring passes have the interface of `ringfa3.ring_pass`, and no caller asks for their type."""
+"""Ring passes have the interface of `ringfa3.pass_interface`; no caller asks for their type."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ringfa3
+from ringfa3.pass_interface import LocalPass, RingPass
 from ringfa3.ring.p2p_pass import P2PRingPass
-from ringfa3.ring_pass import LocalPass, RingPass
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 
 PASSES = (LocalPass, P2PRingPass, SymmetricRingPass)
