@@ -1,6 +1,6 @@
 """Calls of attention that start in C++.
 
-The host library (csrc/host) registers kernels of the ops `attention`, `ring_attention` and their
+The C++ launcher (csrc/host) registers kernels of the ops `attention`, `ring_attention` and their
 backwards. On one GPU the first call with a signature runs in Python. So does the second one, under
 a recorder that makes a program of what it does; later calls of equal shapes, strides, settings and
 streams replay it. Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64,
@@ -41,7 +41,7 @@ DEFAULT = "cpp"
 RINGS = "ring_attention", "ring_attention_backward"
 INPUTS = {"attention": slice(0, 4), "attention_backward": slice(0, 8)}  # arguments with data
 
-# While the host library starts calls: flash_attn_func and flash_attn_varlen_func with positional
+# While the C++ launcher starts calls: flash_attn_func and flash_attn_varlen_func with positional
 # arguments, of which they return None for those that Python must look at.
 attend: Callable[..., Any] | None = None
 attend_varlen: Callable[..., Any] | None = None
@@ -54,7 +54,7 @@ _lock = threading.Lock()
 def ensure() -> None:
     """Makes the choice of RINGFA3_HOST, once. A call on a GPU does so.
 
-    Where the host library cannot be built or loaded, calls start in Python, and one line says so.
+    Where the C++ launcher cannot be built or loaded, calls start in Python, which is logged once.
 
     Raises ValueError: RINGFA3_HOST has another value.
     """
@@ -70,7 +70,7 @@ def ensure() -> None:
 
 
 def select(name: str) -> None:
-    """Chooses what starts calls on a GPU from now on: "cpp", the host library, or "python".
+    """Chooses what starts calls on a GPU from now on: "cpp", the C++ launcher, or "python".
 
     The first choice of "cpp" builds and loads the library, in about 20 s.
 

@@ -69,7 +69,7 @@ class LocalHeads(NamedTuple):
 
 
 class Recording(Protocol):
-    """Around a call that Python runs. It may make a program of what the call does."""
+    """Around a call that Python runs; may record a program of the call."""
 
     def __enter__(self) -> Recording: ...
 
@@ -122,7 +122,7 @@ class RingPass(Protocol):
         """
 
     def run(self, attend: Attend) -> None:
-        """Calls `attend` for each hop with work, and moves K/V and dK/dV beside it.
+        """Calls `attend` for each hop with work, and moves K/V and dK/dV meanwhile.
 
         A gathered forward calls it once, with the rows of `ContextPlan.gathered`. A backward calls
         it once for each hop; the KV heads of hop 0 may come in two calls.

@@ -1,4 +1,4 @@
-"""Compiles the host library, which starts calls on a GPU (csrc/host).
+"""Compiles the C++ launcher, which starts calls on a GPU (csrc/host).
 
 It is C++ against PyTorch's headers, whose ABI is that of one build: the name of its entry in the
 cache holds the architecture, the C library, the build of PyTorch and the version of Python.

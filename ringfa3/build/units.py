@@ -22,7 +22,7 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {  # "without-": the part that it lacks
-    "without-overlap": Variant("-DRINGFA3_WITHOUT_OVERLAP"),  # softmax beside own products
+    "without-overlap": Variant("-DRINGFA3_WITHOUT_OVERLAP"),  # softmax concurrent with own products
     "without-ping-pong": Variant("-DRINGFA3_WITHOUT_PING_PONG"),  # turns of the warpgroups
     "without-specialisation": Variant("-DRINGFA3_UNSPECIALISED"),  # warps that only load
     "blocks-of-96": Variant("", (128, 96)),
@@ -32,8 +32,8 @@ IN_KERNEL_TRANSPOSE = "in-kernel-transpose"
 FP8_VARIANTS = {  # of precision "fp8" at head dim 128
     "two-warpgroups": Variant("", (128, 128)),  # the tile of those below; P is kept, as there
     IN_KERNEL_TRANSPOSE: Variant("-DRINGFA3_IN_KERNEL_TRANSPOSE", (128, 128)),  # V in row order
-    "promotion-1": Variant("-DRINGFA3_PROMOTION=1", (128, 128)),  # float32 sums behind every block
-    "promotion-4": Variant("-DRINGFA3_PROMOTION=4", (128, 128)),  # behind every fourth one
+    "promotion-1": Variant("-DRINGFA3_PROMOTION=1", (128, 128)),  # float32 sums after every block
+    "promotion-4": Variant("-DRINGFA3_PROMOTION=4", (128, 128)),  # after every fourth one
 }
 
 

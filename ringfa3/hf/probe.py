@@ -57,7 +57,8 @@ class Probe:
             self.report(f"{where} mixes tokens, and not by RingFA3's attention with ringfa3_plan")
 
     def check_results(self, outputs: Any) -> None:
-        """Of the model: each tensor has a row a token, and poison has come through."""
+        """Checks that each output of the model has a row for each token, and that poison reached
+        it."""
         named = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)
         for name, value in named:
             for x in pytree.tree_leaves(value):

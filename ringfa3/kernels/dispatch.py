@@ -1,4 +1,4 @@
-"""Selects what runs a hop: the kernel for the tensors, else the PyTorch fallback, and says so."""
+"""Selects what runs a hop: the kernel for the tensors, else the PyTorch fallback, which it logs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ForwardKernel(NamedTuple):
     attend           as `reference.attend`
     new_partial_out, read_partial_out
                      O between hops, as in `reference`
-    takes_arrivals   whether `attend` takes `arrivals`, the words that spans wait for on the device
+    takes_arrivals   whether `attend` takes `arrivals`, the arrival flags of spans, on the device
     """
 
     tile_m: int
@@ -63,7 +63,7 @@ class QuantisedForward(Protocol):
         """As `operands.quantise`, of the keys of a plan with one hop; K/V are for `attend`."""
 
     def statistics(self, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
-        """Of k, v (n, hk, d)."""
+        """The statistics of k, v (n, hk, d)."""
 
     def centres(self, parts: Sequence[ChannelStatistics]) -> KVCentres:
         """From the statistics of all ranks, in rank order."""
@@ -177,7 +177,7 @@ def select_local_kv(direction: str, k: torch.Tensor, plan: ContextPlan) -> local
 
 
 def _select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
-    """The unit to run; None for the PyTorch fallback, and on a GPU a line that says so."""
+    """The unit to run; None for the PyTorch fallback, which is logged on a GPU."""
     reason = fallback_reason(direction, q, precision)
     if reason is None:
         return unit_for(direction, q, precision)

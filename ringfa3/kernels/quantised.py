@@ -104,7 +104,7 @@ def attend(
     tokens, kv_heads, head_dim = kv.k.shape
     stream = CurrentStream.of(q.values.device)
     tables = forward.tables(tiling, stream)
-    if tables.last_word:
+    if tables.last_flag:
         raise ValueError("spans of 8-bit keys cannot wait for arrival words")
     first_tile = _first_tiles.get(
         tiling, stream, (kv.tiles,), lambda: upload(_first_tile(tiling, kv.tiles), stream.device)

@@ -47,7 +47,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event:
-    """An event behind the work that the current stream of a device has so far."""
+    """An event after the work that the current stream of a device has so far."""
     with on(device):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()

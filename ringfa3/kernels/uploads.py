@@ -29,14 +29,14 @@ _lock = threading.Lock()
 
 
 class _First(Generic[T]):
-    """The first upload of a table, which captured launches read, and the event behind it."""
+    """The first upload of a table, which captured launches read, and the event after it."""
 
     def __init__(self, value: T, event: torch.cuda.Event) -> None:
         self.value = value
         self._event: torch.cuda.Event | None = event
 
     def finished(self) -> T:
-        """The table, its upload done: replays are not ordered behind the stream of the upload."""
+        """The table, its upload done: replays are not ordered after the stream of the upload."""
         event = self._event  # another thread may clear it meanwhile
         if event is not None:
             finish(event)

@@ -134,8 +134,9 @@ def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def first_heads(kv_heads: int, tokens: int) -> int:
     """Number of KV heads of a rank's own keys that a backward computes first; the others last.
 
-    The first heads run beside the first K/V transfers, the others beside the last float32 dK/dV,
-    which have twice as many bytes. 0 for long shards: there the tail of a second kernel takes
+    The first heads run during the first K/V transfers, the others during the last transfers of
+    float32 dK/dV, which have twice as many bytes. 0 for long shards: there the tail of a second
+    kernel takes
     longer than what it hides.
     """
     return -(-kv_heads // 3) if kv_heads > 1 and tokens <= MAX_SPLIT_TOKENS else 0
@@ -230,7 +231,7 @@ def plan_ring(
         0,
         left,
         right,
-    )  # not those of `bands`: a run may start behind the first key of its segment
+    )  # not those of `bands`: a run may start after the first key of its segment
     plan = Plan(queries, keys, key_hop, own_bands, world)
     return plan, KVExchange(rows, first_active, visible, published)
 

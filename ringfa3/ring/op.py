@@ -2,7 +2,7 @@
 
 At hop t rank r attends to the K/V of rank r-t and merges the result into its running (O, LSE) by
 online softmax (Ring Attention; FlashAttention's merge, across hops). Two K/V buffers serve any
-world size. Over peers' memory one kernel may do all hops, on K/V that are gathered beside it
+world size. Over peers' memory one kernel may do all hops, on K/V that arrive while it runs
 (`symmetric.forward_mode`). In the backward dQ stays. The float32 dK/dV of a block return to the
 block's owner while the next kernels run: over peers' memory each contribution at once
 (`symmetric.schedule`), by messages in the partial that goes from neighbour to neighbour
@@ -296,7 +296,7 @@ def _backward_hops(
     call: PreparedCall,
     ring_pass: RingPass,
 ) -> BackwardPass:
-    """The pass behind all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
+    """The pass after all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
     dout, dlse, q, k, v, out, lse, sink = inputs
     kernel = select_backward(q)
     ring_pass.start(k, _padded_v(v, k, call.plan.world))

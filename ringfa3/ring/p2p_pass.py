@@ -4,7 +4,7 @@ K/V and the float32 dK/dV partials have two buffers each, for even and odd hops,
 size. Row counts come from the plan's `KVExchange`.
 
 A backward hop stores its dK/dV in a buffer of its own and adds them to the partial afterwards, so
-no kernel waits for a partial and partials move beside kernels. All that moves beside a kernel is
+no kernel waits for a partial and partials move while kernels run. All transfers during a kernel are
 one exchange: over NCCL a second one might find no free SM until the kernel ends.
 """
 
@@ -48,7 +48,7 @@ class Blocks:
         return self._buffers[hop % 2][: self._rows[(self._rank - hop) % self._world, hop]]
 
     def messages(self, hop: int) -> Messages:
-        """Messages that pass the block of a hop on, and bring the next one, beside its kernel."""
+        """Messages during a hop's kernel: they pass its block on, and bring the next one."""
         rank, world = self._rank, self._world
         if hop + 1 >= world:
             return [], []
@@ -85,7 +85,7 @@ class GradBuffers:
     the partial. Later ranks write to `_contribution`, a scratch buffer that is never sent, and add
     it once the partial arrives. At most one block; empty for world size 2.
 
-    The partial of hop t is in the first rows of `_buffers[t % 2]`; behind it are the rows of this
+    The partial of hop t is in the first rows of `_buffers[t % 2]`; after it are the rows of this
     rank's own partial that return after hop t - 1.
 
     dkv   (local_tokens, 2, hk, d): of this rank's own keys
@@ -150,7 +150,7 @@ class GradBuffers:
         return rows[:, 0], rows[:, 1]
 
     def messages(self, hop: int) -> Messages:
-        """Messages that move the partial of hop - 1 beside the kernel of a hop.
+        """Messages that move the partial of hop - 1 during the kernel of a hop.
 
         Rows to which other ranks add go on to the next rank; the others return to their owner.
         """
@@ -238,7 +238,7 @@ class P2PRingPass:
         return *self._kv.block(hop), *grads
 
     def _exchange(self, hop: int) -> Exchange | None:
-        """Starts all messages that move beside a hop's kernel; None if there are none."""
+        """Starts all messages that move during a hop's kernel; None if there are none."""
         both = [self._kv.messages(hop)]
         if self._grads is not None:
             both.append(self._grads.messages(hop))

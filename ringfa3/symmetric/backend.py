@@ -355,7 +355,7 @@ class SymmetricBackend:
 
 
 def _record(recorder: Recorder, prepared: DriverCalls) -> None:
-    """Shows operations to a recorder before they are issued."""
+    """Passes operations to a recorder before they are issued."""
     counts = [(stream, count) for stream, _, counts in prepared.waits for count in counts]
     for call in prepared.calls:
         recorder.called(call, counts)

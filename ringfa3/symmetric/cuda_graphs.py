@@ -1,11 +1,11 @@
 """Ring calls over `symmetric` in CUDA graphs. This is all of the support; it is not extended.
 
-Outside graphs, a call's side streams run on beside the next call, whose operations follow on the
-same streams. A graph has no order with streams outside, and a replay asks no host. So a call in a
-graph forks its side streams from the compute stream and joins them to it at its end; so does, from
-the first capture on, every call beside graphs. The calls of a rank then run one after the other, in
-whatever graphs they are and however often those are replayed, and any parities may follow each
-other as long as they are the same on all ranks.
+Outside graphs, a call's side streams may still run during the next call, whose operations follow on
+the same streams. A graph has no order with streams outside, and a replay asks no host. So a call in
+a graph forks its side streams from the compute stream and joins them to it at its end; so does,
+from the first capture on, every call beside graphs. The calls of a rank then run one after the
+other, in whatever graphs they are and however often those are replayed, and any parities may follow
+each other as long as they are the same on all ranks.
 
 A graph keeps no order of issue: the device may run its operations one by one, in any order that
 events allow. What a rank waits for must then be set by its peers in any such order:

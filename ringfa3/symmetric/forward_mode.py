@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from ringfa3.kernels.forward import MAX_ARRIVAL_WORDS
+from ringfa3.kernels.forward import MAX_ARRIVAL_FLAGS
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.planning.context_plan import ContextPlan
 
@@ -27,7 +27,7 @@ def select_forward_mode(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor) -> 
     if asked is not None and asked not in FORWARD_MODES:
         allowed = ", ".join(map(repr, FORWARD_MODES))
         raise ValueError(f"{FORWARD_MODE_ENV}={asked!r}: allowed are {allowed}")
-    if plan.world > MAX_ARRIVAL_WORDS:  # before max_rows, whose time is cubic in the world
+    if plan.world > MAX_ARRIVAL_FLAGS:  # before max_rows, whose time is cubic in the world
         return "hops"
     most = plan.kv_exchange.max_rows
     if not most.published:  # nothing to gather

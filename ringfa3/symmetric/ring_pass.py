@@ -62,7 +62,7 @@ class Backend(Protocol):
     arrivals: torch.Tensor
 
     def begin(self, spec: BufferSpec) -> int:
-        """Begins a call, the same on all ranks, and returns its parity, 0 and 1 in turn."""
+        """Begins a call, the same on all ranks, and returns its parity: its number modulo 2."""
 
     def adapt(self, operations: list[Operation]) -> list[Operation]:
         """The operations of the call under way, changed as CUDA graphs require."""
@@ -87,11 +87,12 @@ class Backend(Protocol):
         results."""
 
     def replayable(self) -> ReplayableCall:
-        """The call under way, for the host library to begin it again."""
+        """The call under way, for the C++ launcher to start calls like it."""
 
 
 class Step(NamedTuple):
-    """Prepared operations, then the work behind them and its tensors. The last has no work."""
+    """Prepared operations, then the work that follows them and its tensors. The last has no
+    work."""
 
     prepared: Any
     work: Work | None
@@ -193,7 +194,7 @@ class SymmetricRingPass:
         return parity
 
     def replay(self, k: torch.Tensor, inputs: Inputs, settings: Hashable) -> Tensors | None:
-        """As `RingPass.replay`; begins the call if the host library starts calls."""
+        """As `RingPass.replay`; begins the call if the C++ launcher starts calls."""
         library = host.library()
         if library is None or not ProgramRecorder.can_tell_apart(inputs):
             return None
@@ -252,7 +253,7 @@ class SymmetricRingPass:
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes last; some of its KV heads may come first.
 
-        The peers' contributions to dK/dV are added behind it.
+        The peers' contributions to dK/dV are added after it.
         """
         self._attend = attend
         self._dkv: torch.Tensor | None = None
