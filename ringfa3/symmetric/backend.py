@@ -133,7 +133,7 @@ class SymmetricBackend:
         self.arrivals = torch.zeros(group.world, dtype=torch.int32, device=device)
         self._row_bytes: Mapping[Buffer, int] = {}
         self._watchdog = Watchdog(
-            timeout_s, self.signals.reached, group.peer_failure, lost, self.signals.set_all
+            lambda: timeout_s, self.signals.reached, group.peer_failure, lost, self.signals.set_all
         )
         self._replays = ReplayWaits(self.signals)
 
@@ -310,7 +310,8 @@ class SymmetricBackend:
 
     def serve(self) -> None:
         """After the self-test: a peer that does not answer in time loses the group."""
-        self._watchdog.timeout_s, self._watchdog.lost = self.group.timeout_s, self.group.lose
+        self._watchdog.timeout_s = lambda: self.group.timeout_s
+        self._watchdog.lost = self.group.lose
 
     def close(self, meet: Callable[[], bool] | None = None) -> None:
         """Ends the watchdog and frees all memory; may wait for this rank's streams and for peers.

@@ -19,17 +19,18 @@ class Watchdog(threading.Thread):
 
     It calls nothing of CUDA, which may block a thread for as long as a stream waits.
 
-    If no wait ends for `timeout_s`, or another rank has given up, it calls lost(message), once, and
-    then release() until the last wait is over. It sleeps while no stream waits, unless it also
+    If no wait ends for `timeout_s()`, or another rank has given up, it calls lost(message), once,
+    and then release() until the last wait is over. It sleeps while no stream waits, unless it also
     polls graphs.
 
+    timeout_s     in seconds; called at each poll, since users change a group's timeout
     reached       reached(stream, n): whether n waits of the stream are over
     peer_failure  message of another rank that has given up, or None
     """
 
     def __init__(
         self,
-        timeout_s: float,
+        timeout_s: Callable[[], float],
         reached: Callable[[Hashable, int], bool],
         peer_failure: Callable[[], str | None],
         lost: Callable[[str], None],
@@ -106,8 +107,8 @@ class Watchdog(threading.Thread):
                 self._release()
             elif (failure := self._peer_failure()) is not None:
                 self._lose(gave_up("; ".join(names), failure))
-            elif time.monotonic() > progress + self.timeout_s:
-                self._lose(timed_out("; ".join(names), self.timeout_s))
+            elif time.monotonic() > progress + (limit := self.timeout_s()):
+                self._lose(timed_out("; ".join(names), limit))
 
     def _drop_passed(self, stream: Hashable, waits: _Waits) -> bool:
         before = waits.passed

@@ -25,7 +25,11 @@ def test_progress_on_any_stream_restarts_the_timeout() -> None:
     released: list[float] = []
     over = Counts()
     watchdog = Watchdog(
-        0.6, over.reached, lambda: None, messages.append, lambda: released.append(time.monotonic())
+        lambda: 0.6,
+        over.reached,
+        lambda: None,
+        messages.append,
+        lambda: released.append(time.monotonic()),
     )
     watchdog.post("kv", ["hop 0", "hop 1", "hop 2"])
     watchdog.post("kv", ["hop 3"])
@@ -46,11 +50,30 @@ def test_progress_on_any_stream_restarts_the_timeout() -> None:
 def test_it_reports_another_ranks_failure_at_once() -> None:
     messages: list[str] = []
     watchdog = Watchdog(
-        60.0, Counts().reached, lambda: "rank 2: disk on fire", messages.append, lambda: None
+        lambda: 60.0,
+        Counts().reached,
+        lambda: "rank 2: disk on fire",
+        messages.append,
+        lambda: None,
     )
     watchdog.post("kv", ["backward hop 2: K/V of rank 3"])
     until(lambda: messages)
     assert messages == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
+
+
+def test_a_timeout_that_changes_holds_for_waits_under_way() -> None:
+    """As `dist.distributed_c10d._set_pg_timeout` changes a group's."""
+    messages: list[str] = []
+    limits = [60.0]
+    watchdog = Watchdog(
+        lambda: limits[-1], Counts().reached, lambda: None, messages.append, lambda: None
+    )
+    watchdog.post("kv", ["hop 1"])
+    time.sleep(0.4)
+    assert messages == []
+    limits.append(0.2)
+    until(lambda: messages)
+    assert messages == ["hop 1: nothing within 0.2 s; is that rank stopped?"]
 
 
 def test_after_give_up_it_only_releases() -> None:
@@ -58,7 +81,7 @@ def test_after_give_up_it_only_releases() -> None:
     released: list[bool] = []
     over = Counts()
     watchdog = Watchdog(
-        0.1,
+        lambda: 0.1,
         over.reached,
         lambda: "rank 2: disk on fire",
         messages.append,
@@ -89,7 +112,7 @@ def test_it_polls_the_waits_of_graphs() -> None:
     released: list[bool] = []
     over, graphs = Counts(), GraphWaits()
     watchdog = Watchdog(
-        0.6, over.reached, lambda: None, messages.append, lambda: released.append(True)
+        lambda: 0.6, over.reached, lambda: None, messages.append, lambda: released.append(True)
     )
     watchdog.poll_graphs(graphs.poll)
     time.sleep(0.9)
