@@ -76,8 +76,7 @@ def attend(
         arrivals: (flags,) int32, at most 32, on the device. The kernel reads the keys of a span
             with arrival n > 0 once arrivals[n] is not 0. So a copy that writes them and then the
             flag may run concurrently with the kernel; a kernel may not, for it might find no SM
-            free. K and V
-            that wait must be addressable as they are.
+            free. K and V that wait must be addressable as they are.
 
     Raises:
         ValueError: spans wait, and `arrivals` is missing or does not fit; a tile has spans and no

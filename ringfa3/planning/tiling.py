@@ -291,19 +291,17 @@ class Plan:
         start = (tile - base[segment]) * tile_m
         row0 = q.row[segment] + start
         rows = np.minimum(tile_m, q.length[segment] - start)
-        at = fetched % max(num_rows, 1)
+        fetched_hop, at = np.divmod(fetched, max(num_rows, 1))
         tiles = np.zeros(len(fetched), TILE)
         tiles["row0"], tiles["rows"], tiles["grid_row0"] = row0[at], rows[at], at * tile_m
         tiles["num_spans"], tiles["flags"] = count[fetched], flags.ravel()[fetched]
         spans = self._spans(tile_m)
         span_slices = _hop_slices(hop, hops)
-        offset = np.array([s.start for s in span_slices])[fetched // max(num_rows, 1)]
+        offset = np.array([s.start for s in span_slices])[fetched_hop]
         tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset, 0)
         return [
             Tiling(tile_m, tiles[t], spans[s], np.zeros(0, np.int32))
-            for t, s in zip(
-                _hop_slices(fetched // max(num_rows, 1), hops), span_slices, strict=True
-            )
+            for t, s in zip(_hop_slices(fetched_hop, hops), span_slices, strict=True)
         ]
 
     def _backward(self, tile_n: int, tile_m: int, deterministic: bool) -> list[Tiling]:

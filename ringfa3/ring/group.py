@@ -152,9 +152,8 @@ class RingGroup:
 
     def gather(self, line: str) -> list[str]:
         """Passes a line, returns those of all ranks; all call it at the same point of a call."""
-        settings = self.latest.at("its memory")
-        entry = {"settings": settings, "error": None, "mid_call": False, "line": line}
-        return [str(e["line"]) for e in self._enter(entry)]
+        entry = {"settings": self.latest.at("its memory"), "error": None, "mid_call": False}
+        return [str(e["line"]) for e in self._enter({**entry, "line": line})]
 
     @property
     def call_id(self) -> int:
@@ -226,8 +225,7 @@ class RingGroup:
 
         void: this rank's first call without results; for_caller: its host has gone on
         """
-        settings = self.latest.at(point)
-        entry = {"settings": settings, "error": None, "mid_call": True, "void": void}
+        entry = {"settings": self.latest.at(point), "error": None, "mid_call": True, "void": void}
         self._enter(entry, for_caller)
 
     @property
@@ -299,8 +297,7 @@ class RingGroup:
                 check_entries(self.ranks, entries)
             except (TypeError, ValueError) as refused:
                 self._refused = self._anew = True
-                number = max(e["call"] for e in entries)
-                self.latest = self.latest.refused(number)
+                self.latest = self.latest.refused(max(e["call"] for e in entries))
                 self.recent.clear()
                 void = any(e["mid_call"] for e in entries)  # messages will never be answered
                 if void:  # before the caller goes on: its next call waits for this thread
