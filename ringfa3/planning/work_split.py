@@ -2,8 +2,8 @@
 
 A CTA runs a work unit for one KV head at a time: a work item. If the unit is a whole key tile, with
 all query heads of the group, dK and dV stay in registers. If whole tiles are too few to fill the
-GPU, or have very many heads or rows, every tile is split alike, first between query heads and then
-between blocks of rows, and the units of a tile add their dK and dV in float32.
+GPU, or have very many heads or rows, the plan splits every tile alike: first between query heads,
+then between blocks of rows. The units of a tile then add their dK and dV in float32.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ No rank raises before it has read the entries of all ranks, and then all raise o
 
 A rank that waits for a peer also polls the store. So an error reaches every rank with its cause,
 even if only one rank has entered an agreement. Where the host goes on while the device waits, a
-thread enters for the caller, which is interrupted before its streams are released.
+thread enters for the caller and interrupts it before its streams are released.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RingGroup:
 
     @classmethod
     def close_ended(cls) -> None:
-        """Closes those whose process group has been destroyed, also before their monitors do."""
+        """Closes the views of destroyed process groups, maybe before their monitors do."""
         for old in [g for g in list(cls._known.values()) if not g.alive]:
             old.close()
 

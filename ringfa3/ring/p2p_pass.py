@@ -3,8 +3,9 @@
 K/V and the float32 dK/dV partials have two buffers each, for even and odd hops, whatever the world
 size. Row counts come from the plan's `KVExchange`.
 
-A backward hop stores its dK/dV in a buffer of its own and adds them to the partial afterwards, so
-no kernel waits for a partial and partials move while kernels run. All transfers during a kernel are
+A backward hop stores its dK/dV in a buffer of its own and adds them to the partial afterwards. So
+no kernel waits for a partial, and partials move while kernels run. All transfers during a kernel
+are
 one exchange: over NCCL a second one might find no free SM until the kernel ends.
 """
 

@@ -1,8 +1,8 @@
 """How a ring call begins: each rank checks its own arguments, then all agree or all raise.
 
-Transport and forward mode are decided here, once a call. What a plan has been called with before is
-neither checked nor agreed on again, except a first capture in a CUDA graph, on which ranks agree,
-and the memory that every capture needs.
+Transport and forward mode are decided here, once a call. A call signature that a plan has had
+before is neither checked nor agreed on again. Exceptions: ranks agree on a first capture in a CUDA
+graph, and every capture checks its memory.
 """
 
 from __future__ import annotations

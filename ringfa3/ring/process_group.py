@@ -30,11 +30,12 @@ def new_group(
     """A process group of `ranks`, this process the `rank`-th of them; no other rank takes part.
 
     It is unknown to `torch.distributed`, whose functions neither find nor destroy it: its own
-    methods take ranks in the group, and `end_group` ends it. `torch.distributed.new_group` would
-    split NCCL's communicator where the default group is bound to a device, which all ranks of the
-    job must do together, and hangs with `use_local_synchronization=True` where ranks have made
-    different numbers of groups before. NCCL's kernels have high priority: they go before others
-    that wait for an SM.
+    methods take ranks in the group, and `end_group` ends it. NCCL's kernels have high priority:
+    they go before others that wait for an SM.
+
+    `torch.distributed.new_group` does not serve. Where the default group is bound to a device, it
+    splits NCCL's communicator, which all ranks of the job must do together. With
+    `use_local_synchronization=True` it hangs if ranks have made different numbers of groups before.
     """
     store = PrefixStore(name, store)
     group = dist.ProcessGroup(store, rank, len(ranks))

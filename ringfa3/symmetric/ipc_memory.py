@@ -1,8 +1,8 @@
 """Device memory of a CP group that every rank of one host can address by CUDA IPC.
 
-It is allocated and mapped here and not by PyTorch's symmetric memory, which hangs when subgroups
-rendezvous (pytorch#196082, repaired by #196350) and whose signal pads collide across groups
-(#192581). Replace this module by it when the oldest PyTorch that we support has both repairs.
+This module allocates and maps it. PyTorch's symmetric memory hangs when subgroups rendezvous
+(pytorch#196082, repaired by #196350), and its signal pads collide across groups (#192581). Replace
+this module by it when the oldest PyTorch that we support has both repairs.
 """
 
 from __future__ import annotations

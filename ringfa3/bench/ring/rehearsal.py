@@ -110,8 +110,10 @@ class RehearsalGroup:
 class MirroredSignals(Signals):
     """Signals of two GPUs: the peer at distance d is the other GPU, at distance -d.
 
-    Every signal that one GPU sets is awaited by the other if the rank visits keys at the hops at
-    which its own keys are visited, as in one causal zigzag sequence of `MIN_TOKENS` a rank.
+    The other GPU awaits every signal that one GPU sets if both directions have the same active
+    hops:
+    the rank attends to keys at the hops at which other ranks attend to its own. One causal zigzag
+    sequence of `MIN_TOKENS` a rank is such a case.
     """
 
     def __init__(self, group: RehearsalGroup, rank: int, world: int, _: Gather) -> None:
