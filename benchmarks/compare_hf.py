@@ -16,8 +16,8 @@ RingFA3's forward and backward, of all ranks, the median of `--steps`. With `--f
 and for shapes without sinks, the same of ring-flash-attn (`hf_ring_flash_attn`), whose steps take
 turns with RingFA3's, and the ratio of tokens a second, RingFA3's first, the median of pairs. The
 ranks must divide `--tokens` then. Exits with 1 unless each error, RingFA3's and ring-flash-attn's,
-is at most 1.1 times that of transformers' attention. On a CPU the PyTorch fallback attends: nothing
-is measured of a kernel.
+is at most 1.1 times that of transformers' attention. On a CPU the executor attends: nothing is
+measured of a kernel.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ Each setting first computes the same gradients with deterministic algorithms, an
 is measured. Offload may change no bit of loss and gradients, `full` the loss by 1e-6 and the norm
 by 1e-4 of itself. Then steps alternate, `--pairs` times for each comparison. Prints a line for
 each: the median of the paired changes of the time of a step, and their quartiles: below 0 the
-second setting is faster. On a CPU the PyTorch fallback attends: nothing is measured of a kernel.
-Exits with 1 if settings disagree, if there is no kernel for the GPU, or if the configuration is
-wrong.
+second setting is faster. On a CPU the executor attends: nothing is measured of a kernel. Exits with
+1 if settings disagree, if there is no kernel for the GPU, or if the configuration is wrong.
 """
 
 from __future__ import annotations
@@ -241,8 +240,7 @@ def comparison(text: str) -> tuple[str, str]:
 
 
 def require_kernels(config: Config, device: torch.device) -> None:
-    """End the process if the GPU has no kernel: the PyTorch fallback is never timed in its
-    place."""
+    """End the process if the GPU has no kernel: the executor is never timed in its place."""
     q = torch.empty(1, 1, config.model.resolved_head_dim(), dtype=torch.bfloat16, device=device)
     for direction in ("forward", "backward"):
         if (reason := dispatch.fallback_reason(direction, q)) is not None:

@@ -233,7 +233,7 @@ def text_of(made: HardwareConfig, measured: Figures, device: str, world: int) ->
 
 
 def require_kernels() -> None:
-    """Ends the process where a GPU or a kernel is missing: the PyTorch fallback is never timed."""
+    """Ends the process where a GPU or a kernel is missing: the executor is never timed."""
     if not torch.cuda.is_available():
         sys.exit("measure_hardware: this process has no GPU; start one process for each GPU")
     for head_dim in HEAD_DIMS:

@@ -11,8 +11,8 @@ Prints a line for each precision, world and placement of ranks, on one host or s
 root-mean-square error over that of one GPU, on FlashAttention-3's distribution with outliers,
 against float32; and the time of one GPU's call over that of all ranks' together, 1 if a ring of as
 many GPUs loses nothing but what links cost: median of pairs and quartiles. "native" is the ring in
-bfloat16, by messages, which does not ask where ranks are. On a CPU the PyTorch fallback attends:
-nothing is measured of a kernel.
+bfloat16, by messages, which does not ask where ranks are. On a CPU the executor attends: nothing is
+measured of a kernel.
 """
 
 from __future__ import annotations

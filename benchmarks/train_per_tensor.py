@@ -24,8 +24,7 @@ from ringfa3.kernels.quantised import QuantisedKernel  # noqa: E402
 
 
 def check() -> None:
-    """Compare with the PyTorch reference of the design; a relative rms difference above 2% ends the
-    run."""
+    """Compare with the executor of the design; a relative rms difference above 2% ends the run."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 600, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ours = flash_attn_func(q, k, v, causal=True, precision="fp8")[0].float()
