@@ -250,7 +250,7 @@ def require_kernels(config: Config, device: torch.device) -> None:
     """End the process if the GPU has no kernel: the PyTorch fallback must not be timed instead."""
     q = torch.empty(1, 1, config.model.resolved_head_dim(), dtype=torch.bfloat16, device=device)
     for direction in ("forward", "backward"):
-        if (reason := dispatch.executor_reason(direction, q)) is not None:
+        if (reason := dispatch.fallback_reason(direction, q)) is not None:
             sys.exit(f"compare_memory: no {direction} kernel: {reason}")
 
 

@@ -250,7 +250,7 @@ def require_kernels() -> None:
     for head_dim in HEAD_DIMS:
         q = torch.empty(1, 1, head_dim, dtype=torch.bfloat16, device="cuda")
         for direction in ("forward", "backward"):
-            if (reason := dispatch.executor_reason(direction, q)) is not None:
+            if (reason := dispatch.fallback_reason(direction, q)) is not None:
                 sys.exit(f"measure_hardware: no {direction} kernel: {reason}")
 
 

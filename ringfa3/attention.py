@@ -14,7 +14,7 @@ from ringfa3.attention_op import out_shape, packed
 from ringfa3.custom_op import checkpointed
 from ringfa3.functional import flash_attn_func
 from ringfa3.planning.context_plan import ContextPlan, check_plan, dense_plan
-from ringfa3.planning.process_groups import Group, place
+from ringfa3.planning.process_groups import Group, resolve_group
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import bind_to_group, default_group, raise_on_all_ranks
 from ringfa3.validation import (
@@ -44,7 +44,7 @@ def keep_attention() -> _Contexts:
 
 
 class RingFA3Attention(nn.Module):
-    """Exact attention over a context group; has no parameters.
+    """Exact attention over a context-parallel (CP) group. It has no parameters.
 
     Args:
         num_heads, num_kv_heads, head_dim: of q and of k and v; num_heads % num_kv_heads == 0.
@@ -80,7 +80,7 @@ class RingFA3Attention(nn.Module):
         if softmax_scale is not None:
             softmax_scale = check_scale(softmax_scale)
         if group is not None:
-            place(group)
+            resolve_group(group)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.causal, self.window_size = check_bool("causal", causal), check_window(window_size)
         self.softmax_scale, self.group, self.layout = softmax_scale, group, layout
@@ -116,7 +116,7 @@ class RingFA3Attention(nn.Module):
         Raises:
             ValueError, TypeError, RingError: as `ring_attn_func`.
         """
-        _, world, group = place(self.group)
+        _, world, group = resolve_group(self.group)
         try:
             self._check(q, k, v, plan, world)
         except (TypeError, ValueError) as problem:

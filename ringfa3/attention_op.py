@@ -17,7 +17,7 @@ from ringfa3.custom_op import (
     register_autograd,
     register_fake,
 )
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 
 SINK = 4  # its number in `ctx.needs_input_grad`
 
@@ -41,7 +41,7 @@ def register_attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        return q.new_empty(out_shape(q, v)), q.new_empty(shape, dtype=statistics_dtype(q.dtype))
+        return q.new_empty(out_shape(q, v)), q.new_empty(shape, dtype=accum_dtype(q.dtype))
 
     @register_fake(backward)
     def fake_backward(

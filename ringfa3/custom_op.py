@@ -24,35 +24,35 @@ _library: Any = Library("ringfa3", "FRAGMENT")  # type: ignore[no-untyped-call]
 # Ops with outputs (out, lse), which `keep_attention` keeps under activation checkpointing.
 checkpointed: list[Callable[..., Any]] = []
 
-Observer = Callable[[str], AbstractContextManager[object]]
-_observer: Observer | None = None
-_told: list[Callable[[Observer | None], object]] = []
+OpHook = Callable[[str], AbstractContextManager[object]]
+_op_hook: OpHook | None = None
+_on_change: list[Callable[[OpHook | None], object]] = []
 
 # Runs the kernel of an op instead of a plain call: recorder(name, kernel, arguments).
 Recorder = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
 _recorder: Recorder | None = None
 
 
-def observe(observer: Observer | None) -> None:
-    """Runs every op inside ``observer(name)``, its forward and its backward op, eager or compiled.
+def set_op_hook(hook: OpHook | None) -> None:
+    """Runs every op inside ``hook(name)``, its forward and its backward op, eager or compiled.
 
-    None ends it. Tensors without data, which a compiler traces with, are not observed.
+    None removes the hook. It does not run for tensors without data, with which a compiler traces.
     """
-    global _observer
-    _observer = observer
-    for tell in _told:
-        tell(observer)
+    global _op_hook
+    _op_hook = hook
+    for changed in _on_change:
+        changed(hook)
 
 
-def tell_of_observers(tell: Callable[[Observer | None], object]) -> None:
-    """Calls tell(observer) now, and whenever there is another one, or none."""
-    if tell not in _told:
-        _told.append(tell)
-    tell(_observer)
+def on_hook_change(changed: Callable[[OpHook | None], object]) -> None:
+    """Calls changed(hook) now and after every `set_op_hook`."""
+    if changed not in _on_change:
+        _on_change.append(changed)
+    changed(_op_hook)
 
 
 def record_with(recorder: Recorder | None) -> None:
-    """Lets a recorder run the kernels of all ops, inside what observes them. None ends it."""
+    """Lets a recorder run the kernels of all ops, inside the op hook. None ends it."""
     global _recorder
     _recorder = recorder
 
@@ -90,10 +90,10 @@ def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
     @untraced
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
-        observer = _observer  # another thread may end it meanwhile
-        if observer is None:
+        hook = _op_hook  # another thread may remove it meanwhile
+        if hook is None:
             return compute(args)
-        with observer(name):
+        with hook(name):
             return compute(args)
 
     _library.impl(name, run, "CompositeExplicitAutograd")

@@ -24,9 +24,9 @@ from ringfa3.attention_op import (
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.kernels.recording import current_recorder
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
-from ringfa3.keywords import by_name, check_call
+from ringfa3.keywords import check_call, hides_positional
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.tensor_cache import TensorCache
@@ -49,7 +49,7 @@ from ringfa3.validation import (
 )
 
 
-@by_name
+@hides_positional
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -72,7 +72,7 @@ def flash_attn_func(
             GPU; last dim contiguous.
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
         causal: hide keys to the right of the diagonal, which ends at the bottom right if s != s_k.
-        window_size: (left, right) keys around the diagonal that a query sees, -1 or None for
+        window_size: (left, right) keys around the diagonal to which a query attends, -1 or None for
             unlimited.
         deterministic: bitwise equal gradients from run to run. True also if the backward runs
             under `torch.use_deterministic_algorithms`, with `warn_only` or without.
@@ -87,7 +87,7 @@ def flash_attn_func(
 
     Returns:
         out (b, s, h, d_v) in the dtype of q; with `return_lse` (out, lse), lse (b, h, s) float32
-        (float64 for float64 inputs), natural log. A row that sees no key has output 0, LSE -inf
+        (float64 for float64 inputs), natural log. A fully masked row has output 0, LSE -inf
         (with a sink: the sink) and gradient 0.
 
     Raises:
@@ -116,7 +116,7 @@ def flash_attn_func(
     return (out, lse) if return_lse else out
 
 
-@by_name
+@hides_positional
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -138,7 +138,8 @@ def flash_attn_varlen_func(
     """Exact attention over packed sequences of any length, 0 and 1 included.
 
     Args:
-        q: (t, h, d); k: (t_k, h_kv, d); v: (t_k, h_kv, d_v). Query sequence i sees key sequence i.
+        q: (t, h, d); k: (t_k, h_kv, d); v: (t_k, h_kv, d_v). Query sequence i attends to key
+            sequence i.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) cumulative lengths from 0 to t and t_k, as
             lists or integer tensors, best on the CPU. A tensor on the GPU costs one synchronisation
             for each version of it, and is an error under CUDA graph capture. Collectives and
@@ -179,7 +180,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_lse else out
 
 
-# Plans that live: those of `_plan`'s cache, and those that programs of the host library keep.
+# Plans that live: those of `_plan`'s cache, and those that programs of the C++ launcher hold.
 _living: weakref.WeakValueDictionary[tuple[object, ...], Plan] = weakref.WeakValueDictionary()
 
 
@@ -265,7 +266,7 @@ def attention(
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
     rows = packed(out)  # (t, h, d_v)
-    lse = rows.new_empty((rows.shape[1], rows.shape[0]), dtype=statistics_dtype(q.dtype))
+    lse = rows.new_empty((rows.shape[1], rows.shape[0]), dtype=accum_dtype(q.dtype))
     with torch.autocast(q.device.type, enabled=False):
         qkv = packed(q), packed(k), packed(v)
         if precision == "native":

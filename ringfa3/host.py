@@ -1,8 +1,8 @@
 """Calls of attention that start in C++.
 
-The host library (csrc/host) registers kernels of the ops `attention`, `ring_attention` and their
-backwards. On one GPU the first call of its kind runs in Python; so does the second one, beside a
-recorder, which makes a program of what it does; later calls of equal shapes, strides, settings and
+The C++ launcher (csrc/host) registers kernels of the ops `attention`, `ring_attention` and their
+backwards. On one GPU the first call with a signature runs in Python. So does the second one, under
+a recorder that makes a program of what it does; later calls of equal shapes, strides, settings and
 streams replay it. Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64,
 8 bits, inputs that share their first byte. With a sink a call begins in Python, and its ops are
 replayed.
@@ -27,9 +27,9 @@ from typing import Any, cast
 import torch
 
 from ringfa3.build.host_library import MODULE, ensure_host_library
-from ringfa3.custom_op import record_with, tell_of_observers
+from ringfa3.custom_op import on_hook_change, record_with
 from ringfa3.errors import BuildError
-from ringfa3.kernels.dispatch import say
+from ringfa3.kernels.dispatch import log_once
 from ringfa3.kernels.program import ProgramError, ProgramRecorder
 from ringfa3.kernels.recording import recording
 from ringfa3.planning.context_plan import ContextPlan
@@ -41,7 +41,7 @@ DEFAULT = "cpp"
 RINGS = "ring_attention", "ring_attention_backward"
 INPUTS = {"attention": slice(0, 4), "attention_backward": slice(0, 8)}  # arguments with data
 
-# While the host library starts calls: flash_attn_func and flash_attn_varlen_func with positional
+# While the C++ launcher starts calls: flash_attn_func and flash_attn_varlen_func with positional
 # arguments, of which they return None for those that Python must look at.
 attend: Callable[..., Any] | None = None
 attend_varlen: Callable[..., Any] | None = None
@@ -54,7 +54,7 @@ _lock = threading.Lock()
 def ensure() -> None:
     """Makes the choice of RINGFA3_HOST, once. A call on a GPU does so.
 
-    Where the host library cannot be built or loaded, calls start in Python, and one line says so.
+    Where the C++ launcher cannot be built or loaded, calls start in Python, which is logged once.
 
     Raises ValueError: RINGFA3_HOST has another value.
     """
@@ -66,11 +66,11 @@ def ensure() -> None:
         select(name)
     except (BuildError, OSError, ImportError, AttributeError) as error:
         select("python")
-        say(f"C++ launcher unavailable, launching from Python (higher CPU overhead): {error}")
+        log_once(f"C++ launcher unavailable, launching from Python (higher CPU overhead): {error}")
 
 
 def select(name: str) -> None:
-    """Chooses what starts calls on a GPU from now on: "cpp", the host library, or "python".
+    """Chooses what starts calls on a GPU from now on: "cpp", the C++ launcher, or "python".
 
     The first choice of "cpp" builds and loads the library, in about 20 s.
 
@@ -98,8 +98,8 @@ def counts() -> dict[str, int]:
 
     Of rings, which keep their programs themselves, only `replayed` has calls.
 
-    replayed: by a program; recorded: by Python, which was asked for one; first: by Python, of a
-    kind that the library had not seen, or has forgotten; python: by Python, for other reasons.
+    replayed: by a program; recorded: by Python, which was asked for one; first: by Python, with a
+    signature that the library had not seen, or has dropped; python: by Python, for other reasons.
     """
     return {} if _library is None else dict(_library.counts())
 
@@ -123,7 +123,7 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     library.find_plans(ContextPlan.from_handle)
     library.start(device, *driver, lengths_by_value)
     _library = library
-    tell_of_observers(library.observe)
+    on_hook_change(library.observe)
 
 
 def stop() -> None:

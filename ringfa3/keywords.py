@@ -69,7 +69,7 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def by_name(function: Function) -> Function:
+def hides_positional(function: Function) -> Function:
     """`function`, whose `*positional` only serve `check_call`: its signature does not show them."""
     signature = inspect.signature(function)
     parameters = [x for x in signature.parameters.values() if x.kind is not x.VAR_POSITIONAL]

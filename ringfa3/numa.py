@@ -1,8 +1,9 @@
-"""The NUMA node of a GPU and its CPU cores, as Linux lists them."""
+"""The host: its identity, and the NUMA node of a GPU with its CPU cores, as Linux lists them."""
 
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ import torch
 
 SYSTEM = Path("/sys")
 MIN_CORES = 4  # of a node, for a rank and its threads
+
+
+def host_name() -> str:
+    """The same in all processes of a host; containers of one host have host names of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def bind_to_numa_node(device: torch.device) -> int | None:

@@ -156,7 +156,7 @@ def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]
 
 
 def cumulative_bytes(name: str, cu_seqlens: Iterable[int] | torch.Tensor | int) -> bytes:
-    """Cumulative lengths as int64, one behind the other: they hash and compare faster than a tuple.
+    """Cumulative lengths as int64, one after the other: they hash and compare faster than a tuple.
 
     cu_seqlens: an int is the length of one sequence.
     """

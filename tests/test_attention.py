@@ -23,8 +23,8 @@ from ringfa3 import (
     keep_attention,
     plan_context,
 )
+from ringfa3.pass_interface import LocalPass
 from ringfa3.ring.p2p_pass import P2PRingPass
-from ringfa3.ring_pass import LocalPass
 from tests.support.dense import cumulative, worst
 from tests.support.ranks import Ranks
 

@@ -314,7 +314,7 @@ def test_an_output_without_a_gradient_costs_no_zeros(monkeypatch: pytest.MonkeyP
 def test_selective_checkpointing_runs_the_forward_once(
     monkeypatch: pytest.MonkeyPatch, selective: bool, runs: int
 ) -> None:
-    """The test counts calls of the executor's forward; plain checkpointing runs it twice."""
+    """The test counts forward calls of the reference; plain checkpointing runs it twice."""
     count = 0
     inner = reference.attend
 

@@ -115,14 +115,14 @@ def test_multiples_of_8_run_on_the_next_larger_kernel() -> None:
             assert unit is None or unit.precision == (*args, "native")[3]
 
 
-def test_the_executor_is_named_once_and_only_without_a_kernel(
+def test_the_fallback_is_named_once_and_only_without_a_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU of Hopper's capability, as far as the dispatch can tell."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     monkeypatch.setattr(dispatch, "_build_problem", lambda _: None)
-    for cached in (dispatch._unit_for, dispatch.say):
+    for cached in (dispatch._unit_for, dispatch.log_once):
         cached.cache_clear()
     device = torch.device("cuda", 0)
     plan = plan_local(np.array([3]), np.array([3]), -1, 0)

@@ -35,7 +35,7 @@ NODE = "CppFunction"  # the class of the library's autograd node
     ],
 )
 def test_what_holds_in_python_holds_here(kernels: FakeKernels, test: Any) -> None:
-    """Tests of the functions, with the library between them and the executor."""
+    """Tests of the functions, with the library between them and the reference."""
     test()
 
 
@@ -106,7 +106,7 @@ def test_8_bits_are_run_by_python(kernels: FakeKernels) -> None:
     assert host.counts()["recorded"] == 2
 
 
-def test_float64_is_run_by_the_executor(kernels: FakeKernels) -> None:
+def test_float64_is_run_by_the_fallback(kernels: FakeKernels) -> None:
     """It launches no kernel, so no program repeats it."""
     for _ in range(3):
         with replays(0):

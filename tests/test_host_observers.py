@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringfa3 import host
-from ringfa3.custom_op import observe
+from ringfa3.custom_op import set_op_hook
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import equal
 from tests.support.host_steps import attend, leaves, recorded, replays, step
@@ -40,9 +40,9 @@ class Observed:
 @pytest.fixture
 def observed(kernels: FakeKernels) -> Iterator[Observed]:
     observer = Observed(kernels)
-    observe(observer)
+    set_op_hook(observer)
     yield observer
-    observe(None)
+    set_op_hook(None)
 
 
 def test_an_observer_sees_every_op(kernels: FakeKernels, observed: Observed) -> None:
@@ -61,7 +61,7 @@ def test_an_observer_sees_every_op(kernels: FakeKernels, observed: Observed) -> 
         with replays(count):
             assert all(map(equal, step(leaves()), wanted))
         assert observed.seen == seen
-    observe(None)
+    set_op_hook(None)
     with replays(2):
         step(leaves())
     assert observed.seen == seen
@@ -90,6 +90,6 @@ def test_an_error_passes_through_the_observer(kernels: FakeKernels, observed: Ob
         raise KeyError(name)
 
     host.select("cpp")
-    observe(refuses)
+    set_op_hook(refuses)
     with replays(1), pytest.raises(KeyError, match="attention"):
         attend(*leaves())

@@ -135,7 +135,7 @@ def test_8_bits(precision: str) -> None:
 
 
 def test_bfloat16_rounds_once() -> None:
-    """Each number within 2^-8 of its size, + 1e-6, of float64: the executor counts the sink before
+    """Each number within 2^-8 of its size, + 1e-6, of float64: the reference counts the sink before
     it rounds."""
     (q, k, v), _, _ = tensors(2, 200, HEADS, 32)
     allowed = torch.from_numpy(mask([200], [200], -1, 0))

@@ -45,7 +45,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     print(f"ringfa3: {line}", file=sys.stderr, flush=True)
 
 
@@ -54,8 +54,8 @@ def make_once(
 ) -> Path:
     """The result of `find`, after making the entry `name` if `find` gave None.
 
-    Of all processes that share the task's lock one makes the entry. The others wait and say so, and
-    fail with it if it fails. `fill` gets an empty folder; the folder's parent is for temporary
+    One of the processes that share the task's lock makes the entry. The others log that they wait,
+    and fail if it fails. `fill` gets an empty folder; the folder's parent is for temporary
     files.
 
     Raises whatever `fill` raises, and OSError for a full or read-only disk.
@@ -132,7 +132,7 @@ def _turn(folder: Path, task: str, find: Callable[[], Path | None]) -> Iterator[
                 break
             if speaks:
                 who = f"process {maker.pid} on {maker.host}"
-                say(f"waiting for {task}: {who} has been building it for {maker.age:.0f} s")
+                log_line(f"waiting for {task}: {who} has been building it for {maker.age:.0f} s")
         except (OSError, NotImplementedError):  # a file system without locks
             break
         else:

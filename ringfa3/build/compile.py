@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from ringfa3.build.cache import NOTICE, cache_folder, make_once, say
+from ringfa3.build.cache import NOTICE, cache_folder, log_line, make_once
 from ringfa3.build.cutlass import include_folder
 from ringfa3.build.sass import disassemble, ptxas_faults, sass_faults
 from ringfa3.build.toolchain import find_compiler
@@ -112,7 +112,7 @@ def ensure_library(unit: Unit) -> Path:
 
 
 def _compile(unit: Unit, nvcc: Path, include: Path, entry: Path) -> None:
-    say(f"compiling {unit.name}, about {COMPILE_SECONDS} s")
+    log_line(f"compiling {unit.name}, about {COMPILE_SECONDS} s")
     began = time.monotonic()
     command: list[str | Path] = [
         nvcc,
@@ -127,7 +127,7 @@ def _compile(unit: Unit, nvcc: Path, include: Path, entry: Path) -> None:
     ]
     errors = run_compiler("nvcc", command, unit.name, entry / "kernel.so")
     (entry / "ptxas.txt").write_text(errors)
-    say(f"compiled {unit.name} in {time.monotonic() - began:.0f} s")
+    log_line(f"compiled {unit.name} in {time.monotonic() - began:.0f} s")
 
 
 def run_compiler(name: str, command: Sequence[str | Path], what: str, library: Path) -> str:
@@ -185,7 +185,7 @@ def build_all(units: Sequence[Unit], at_once: int) -> None:
     if missing:
         find_compiler()
         include_folder()
-        say(
+        log_line(
             f"{len(missing)} of {len(units)} units to compile, {min(at_once, len(missing))} at once"
         )
     stopped = threading.Event()  # before the failed unit's thread takes another
@@ -207,10 +207,10 @@ def build_all(units: Sequence[Unit], at_once: int) -> None:
                 unit.result()
             if not done:
                 ready, seconds = len(missing) - len(left), time.monotonic() - began
-                say(f"{ready} of {len(missing)} compiled, {seconds:.0f} s so far")
+                log_line(f"{ready} of {len(missing)} compiled, {seconds:.0f} s so far")
     except KeyboardInterrupt:
         stopped.set()
-        say("interrupted: waiting for the running compilers, starting no more")
+        log_line("interrupted: waiting for the running compilers, starting no more")
         raise
     finally:
         pool.shutdown()

@@ -15,7 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ringfa3.build.cache import cache_folder, cache_path, make_once, say
+from ringfa3.build.cache import cache_folder, cache_path, log_line, make_once
 from ringfa3.errors import BuildError
 
 WHEEL = "nvidia-cutlass>=4.2,<5"
@@ -77,7 +77,7 @@ def _fetched() -> Path | None:
 
 
 def _fetch(entry: Path) -> None:
-    say(f"CUTLASS's headers not found: fetching the wheel {WHEEL} with pip, about 6 MB")
+    log_line(f"CUTLASS's headers not found: fetching the wheel {WHEEL} with pip, about 6 MB")
     command = (sys.executable, "-m", "pip", "download", WHEEL, "--no-deps", "--only-binary=:all:")
     quiet = ("--quiet", "--no-input", "--disable-pip-version-check", "--retries=1")
     where = entry.parent / "wheel"

@@ -1,4 +1,4 @@
-"""Compiles the host library, which starts calls on a GPU (csrc/host).
+"""Compiles the C++ launcher, which starts calls on a GPU (csrc/host).
 
 It is C++ against PyTorch's headers, whose ABI is that of one build: the name of its entry in the
 cache holds the architecture, the C library, the build of PyTorch and the version of Python.
@@ -13,7 +13,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from ringfa3.build.cache import cache_folder, make_once, say
+from ringfa3.build.cache import cache_folder, log_line, make_once
 from ringfa3.build.compile import run_compiler, source_folder
 from ringfa3.build.toolchain import find_host_compiler
 from ringfa3.errors import BuildError
@@ -76,7 +76,9 @@ def ensure_host_library() -> Path:
 def _compile(compiler: str, headers: Path, entry: Path) -> None:
     import torch
 
-    say(f"compiling the C++ launcher for PyTorch {torch.__version__}, about {COMPILE_SECONDS} s")
+    log_line(
+        f"compiling the C++ launcher for PyTorch {torch.__version__}, about {COMPILE_SECONDS} s"
+    )
     began = time.monotonic()
     root = Path(torch.__file__).parent
     folders = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include", headers)
@@ -92,4 +94,4 @@ def _compile(compiler: str, headers: Path, entry: Path) -> None:
         entry / f"{MODULE}.so",
     ]
     run_compiler(str(compiler), command, "the C++ launcher", entry / f"{MODULE}.so")
-    say(f"compiled the C++ launcher in {time.monotonic() - began:.0f} s")
+    log_line(f"compiled the C++ launcher in {time.monotonic() - began:.0f} s")

@@ -22,7 +22,7 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {  # "without-": the part that it lacks
-    "without-overlap": Variant("-DRINGFA3_WITHOUT_OVERLAP"),  # softmax beside own products
+    "without-overlap": Variant("-DRINGFA3_WITHOUT_OVERLAP"),  # softmax concurrent with own products
     "without-ping-pong": Variant("-DRINGFA3_WITHOUT_PING_PONG"),  # turns of the warpgroups
     "without-specialisation": Variant("-DRINGFA3_UNSPECIALISED"),  # warps that only load
     "blocks-of-96": Variant("", (128, 96)),
@@ -32,8 +32,8 @@ IN_KERNEL_TRANSPOSE = "in-kernel-transpose"
 FP8_VARIANTS = {  # of precision "fp8" at head dim 128
     "two-warpgroups": Variant("", (128, 128)),  # the tile of those below; P is kept, as there
     IN_KERNEL_TRANSPOSE: Variant("-DRINGFA3_IN_KERNEL_TRANSPOSE", (128, 128)),  # V in row order
-    "promotion-1": Variant("-DRINGFA3_PROMOTION=1", (128, 128)),  # float32 sums behind every block
-    "promotion-4": Variant("-DRINGFA3_PROMOTION=4", (128, 128)),  # behind every fourth one
+    "promotion-1": Variant("-DRINGFA3_PROMOTION=1", (128, 128)),  # float32 sums after every block
+    "promotion-4": Variant("-DRINGFA3_PROMOTION=4", (128, 128)),  # after every fourth one
 }
 
 
@@ -45,7 +45,7 @@ class Unit:
     tile_n     keys: of a block forward, of a tile backward, with one scale in 8 bits
     variant    one of `VARIANTS` or `FP8_VARIANTS`; empty for the product
     precision  of a forward, a key of `PRECISIONS`
-    short      has fewer query rows a tile than the other unit of its kind
+    short      has fewer query rows a tile than the other unit of its direction, dtype and head dim
     """
 
     direction: str
@@ -60,8 +60,8 @@ class Unit:
     @property
     def name(self) -> str:
         precision = "" if self.precision == "native" else self.precision
-        kind = "short" if self.short else self.variant
-        parts = (self.direction, f"d{self.head_dim}", DTYPE_NAMES[self.dtype], precision, kind)
+        form = "short" if self.short else self.variant
+        parts = (self.direction, f"d{self.head_dim}", DTYPE_NAMES[self.dtype], precision, form)
         return "-".join(filter(None, parts))
 
     @property
@@ -133,9 +133,9 @@ def select_units(selectors: Sequence[str]) -> list[Unit]:
 
 @lru_cache(None)
 def short_unit(unit: Unit) -> Unit | None:
-    """The short unit of the same kind as `unit`; None: there is none."""
-    kind = replace(unit, short=True)
-    return next((u for u in UNITS if replace(u, tile_m=unit.tile_m) == kind), None)
+    """The unit like `unit`, but short; None: there is none."""
+    short = replace(unit, short=True)
+    return next((u for u in UNITS if replace(u, tile_m=unit.tile_m) == short), None)
 
 
 def _variant(name: str) -> Variant:

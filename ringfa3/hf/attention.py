@@ -13,7 +13,7 @@ from ringfa3.hf.checks import check_arguments, check_mask
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
 from ringfa3.hf.probe import Probe
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.ring.prepare_call import raise_on_all_ranks
 from ringfa3.validation import (
     HEAD_DIM_STEP,
@@ -94,7 +94,7 @@ def _attend(
     q, k = with_columns(q, d), with_columns(k, d)
     if d_v % HEAD_DIM_STEP:
         v = with_columns(v, d)
-    sink = None if s_aux is None else s_aux.to(statistics_dtype(q.dtype))
+    sink = None if s_aux is None else s_aux.to(accum_dtype(q.dtype))
     settings = scale, mask.left, mask.right, False  # the backward asks for PyTorch's mode
     if plan is None:
         check_qkv(q, k, v, dims=4)

@@ -65,8 +65,8 @@ def check_mask(
     if mask.problem is not None:
         raise mask.problem
     # A layer that computes is_causal itself gives False whenever it has a mask, which prevails.
-    own = "is_causal" in inspect.unwrap(type(module).forward).__code__.co_varnames
-    if is_causal is not None and is_causal != (mask.right == 0) and not own:
+    computes_causal = "is_causal" in inspect.unwrap(type(module).forward).__code__.co_varnames
+    if is_causal is not None and is_causal != (mask.right == 0) and not computes_causal:
         raise ValueError(
             f"is_causal={is_causal}, but the model's mask has window ({mask.left}, {mask.right}): "
             "set config.is_causal, from which transformers makes the mask"

@@ -193,10 +193,10 @@ def _check_rope(module: torch.nn.Module) -> None:
         settings = getattr(config, name, None) or {}
         by_layer_type = [x for x in settings.values() if isinstance(x, dict)]
         for part in by_layer_type or [settings]:
-            kind = part.get("rope_type", part.get("type", "default"))
-            if kind not in FIXED_ROPE:
+            rope = part.get("rope_type", part.get("type", "default"))
+            if rope not in FIXED_ROPE:
                 raise ValueError(
-                    f"{name}: rope_type={kind!r} takes its frequencies from the largest position "
+                    f"{name}: rope_type={rope!r} takes its frequencies from the largest position "
                     f"of a call, which differs between ranks: allowed are {', '.join(FIXED_ROPE)}"
                 )
 

@@ -20,7 +20,7 @@ from ringfa3.tensor_cache import TensorCache
 class Documents(NamedTuple):
     """Cumulative lengths of the queries and the keys of all documents of a batch, (n + 1,) each.
 
-    Document i of the queries sees document i of the keys; the last rows are aligned.
+    Document i of the queries attends to document i of the keys; the last rows are aligned.
     """
 
     cu_q: torch.Tensor
@@ -43,7 +43,7 @@ def documents_of(
 
     Args:
         aligned: the mask depends on how far a query is from a key: it is causal or has a window.
-            Else every query sees all keys that are no padding.
+            Else every query attends to all keys that are no padding.
         padding: (b, keys) bool, False for padding. One that is True everywhere counts as None.
         packed: (b or 1, queries) ints. With step 0 they are labels as of `begins_of`, of as many
             keys as queries; with step 1 positions, and a document begins where they do not go up
@@ -81,7 +81,7 @@ _visible: TensorCache[bool] = TensorCache()
 
 
 def check_visible(padding: torch.Tensor) -> None:
-    """Raises ValueError: a mask beside cumulative lengths hides tokens."""
+    """Raises ValueError: a mask, given with cumulative lengths, hides tokens."""
     if not _visible.get(padding, "all", lambda: bool(padding.all())):
         raise _hides("cu_seq_lens_q")
 
@@ -101,8 +101,8 @@ def changes(labels: torch.Tensor) -> torch.Tensor:
 def begins_of(labels: torch.Tensor, batch: int) -> torch.Tensor:
     """Where documents begin among all tokens of the batch, row after row: int64 on the CPU.
 
-    In transformers tokens of equal labels see each other. So labels are documents, which are runs
-    of tokens, only if none returns in its row.
+    In transformers tokens of equal labels attend to each other. So labels are documents, which are
+    runs of tokens, only if none returns in its row.
 
     Args:
         labels: (batch or 1, queries), equal for tokens of one document.

@@ -27,7 +27,8 @@ class MaskAccessError(ValueError, AttributeError):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What a layer's queries see. It is no tensor: whoever reads it as one gets a ValueError.
+    """To which keys a layer's queries attend. It is no tensor: whoever reads it as one gets a
+    ValueError.
 
     left, right  window, -1 for unlimited; a causal mask has right 0
     keys         number of keys, the cached ones included
@@ -75,9 +76,10 @@ def _refuse(operator: str) -> Callable[..., Any]:
 
 # Operators are looked up on the class. Without these, mask == 0 would be False in silence.
 _BINARY = ("add", "sub", "mul", "truediv", "and", "or", "xor")
-_UNARY = ("getitem", "len", "iter", "invert", "neg", "float", "int", "bool")
+_UNARY = ("invert", "neg")
+_READ = ("getitem", "len", "iter", "float", "int", "bool")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
-for _operator in (*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY, *_COMPARED):
+for _operator in (*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY, *_READ, *_COMPARED):
     setattr(Mask, f"__{_operator}__", _refuse(f"__{_operator}__"))
 
 
@@ -135,7 +137,7 @@ def read_mask(
         unread = unread and attention_mask is None
     else:
         allowed, unread = _from_closures(mask_function), False
-    if allowed.left >= 0 or allowed.right >= 0:  # else queries see keys at any distance
+    if allowed.left >= 0 or allowed.right >= 0:  # else keys at any distance are visible
         _check_cache(q_length, q_offset, kv_offset + kv_length, attention_mask)
     padding = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length)
     if allowed.padding is not None:

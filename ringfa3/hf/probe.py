@@ -1,8 +1,8 @@
 """Whether a model may run under a ring: nothing but attention may let its tokens depend on others.
 
-A rank holds some tokens, and not in their order. Convolutions, recurrences, pooling, an attention
-that does not come to RingFA3, and positions counted from the index of a token would be computed on
-those alone, without an error. No list of layers could be complete, so the model itself is asked:
+A rank holds some tokens, and not in their order. Convolutions, recurrences, pooling, attention that
+bypasses RingFA3, and positions counted from a token's index would use these tokens alone, without
+an error. No list of layers could be complete, so the model itself is asked:
 its forward runs on a few tokens, one of which is NaN, while attention is a function of each token
 alone. Where arithmetic mixes tokens, NaN reaches others, whatever the weights are: 0 * NaN is NaN.
 It does not pass through an index or a discrete choice among tokens. A second forward finds those:
@@ -57,7 +57,8 @@ class Probe:
             self.report(f"{where} mixes tokens outside RingFA3's attention with ringfa3_plan")
 
     def check_results(self, outputs: Any) -> None:
-        """Of the model: each tensor has a row a token, and poison has come through."""
+        """Checks that each output of the model has a row for each token, and that poison reached
+        it."""
         named = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)
         for name, value in named:
             for x in pytree.tree_leaves(value):

@@ -1,4 +1,4 @@
-"""Selects what runs a hop: the kernel for the tensors, else the executor, and says so."""
+"""Selects what runs a hop: the kernel for the tensors, else the PyTorch fallback, which it logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ringfa3.kernels import backward, forward, own_rows, quantised, quantised_reference, reference
+from ringfa3.kernels import backward, forward, local_kv, quantised, quantised_reference, reference
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.validation import HEAD_DIM_STEP
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs w
 
 
 # Measured at d64: a short unit takes about 1.2 times as long for a score. Sequences that are longer
-# on average than LONG_ROWS fill the tiles of both kinds.
+# on average than LONG_ROWS fill the tiles of both units.
 SHORT_SHARE, LONG_ROWS = 0.8, 2048
 
 
@@ -36,7 +36,7 @@ class ForwardKernel(NamedTuple):
     attend           as `reference.attend`
     new_partial_out, read_partial_out
                      O between hops, as in `reference`
-    takes_arrivals   whether `attend` takes `arrivals`, the words that spans wait for on the device
+    takes_arrivals   whether `attend` takes `arrivals`, the arrival flags of spans, on the device
     """
 
     tile_m: int
@@ -63,7 +63,7 @@ class QuantisedForward(Protocol):
         """As `operands.quantise`, of the keys of a plan with one hop; K/V are for `attend`."""
 
     def statistics(self, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
-        """Of k, v (n, hk, d)."""
+        """The statistics of k, v (n, hk, d)."""
 
     def centres(self, parts: Sequence[ChannelStatistics]) -> KVCentres:
         """From the statistics of all ranks, in rank order."""
@@ -145,7 +145,7 @@ def _unit_of_plan(unit: Unit, tokens: int, plan: Plan) -> Unit:
     problem = _build_problem(short)
     if problem is None:
         return short
-    say(f"short sequences use {unit.name}, which is slower for them: {problem}")
+    log_once(f"short sequences use {unit.name}, which is slower for them: {problem}")
     return unit
 
 
@@ -154,7 +154,7 @@ def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
     formats = FORMATS[precision]
     quantiser, unit = _select_unit("quantise", q), _select_unit("forward", q, precision)
     if quantiser is None or unit is None:
-        return quantised_reference.QuantisedExecutor(formats)
+        return quantised_reference.QuantisedReference(formats)
     return quantised.QuantisedKernel(unit, quantiser, formats)
 
 
@@ -166,29 +166,29 @@ def select_backward(q: torch.Tensor) -> BackwardKernel:
     return BackwardKernel(unit.tile_n, unit.tile_m, partial(backward.BackwardPass, unit))
 
 
-def select_own_rows(direction: str, k: torch.Tensor, plan: ContextPlan) -> own_rows.OwnRows:
-    """What moves a rank's own rows in a pass of several ranks, for its K (t, hk, d)."""
+def select_local_kv(direction: str, k: torch.Tensor, plan: ContextPlan) -> local_kv.LocalKV:
+    """What moves a rank's local K/V in a pass of several ranks, for its K (t, hk, d)."""
     unit = _select_unit(direction, k)
     if unit is None:
-        return own_rows.RowExecutor(plan, k.device)
-    return own_rows.RowKernels(unit, plan)
+        return local_kv.LocalKVReference(plan, k.device)
+    return local_kv.LocalKVKernels(unit, plan)
 
 
 def _select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
-    """The unit to run; None for the executor, and on a GPU a line that says so."""
-    reason = executor_reason(direction, q, precision)
+    """The unit to run; None for the PyTorch fallback, which is logged on a GPU."""
+    reason = fallback_reason(direction, q, precision)
     if reason is None:
         return unit_for(direction, q, precision)
     if q.is_cuda:
-        say_executor(reason)
+        log_fallback(reason)
     return None
 
 
-def executor_reason(direction: str, q: torch.Tensor, precision: str = "native") -> str | None:
-    """Why the executor runs a direction for queries like `q` (t, h, d).
+def fallback_reason(direction: str, q: torch.Tensor, precision: str = "native") -> str | None:
+    """Why the PyTorch fallback runs a direction for queries like `q` (t, h, d).
 
     None if a kernel runs it; this call compiles the kernel if the cache does not have it, but not
-    the short unit of its kind, which the first plan that takes it compiles.
+    its short unit, which the first plan that takes it compiles.
     """
     unit = unit_for(direction, q, precision)
     if unit is None:
@@ -244,13 +244,13 @@ def _build_problem(unit: Unit) -> str | None:
     return None
 
 
-def say_executor(reason: str) -> None:
-    """Prints once per process and reason that the executor runs attention."""
-    say(f"using the PyTorch fallback (exact, slow): {reason}")
+def log_fallback(reason: str) -> None:
+    """Prints once per process and reason that the PyTorch fallback runs attention."""
+    log_once(f"using the PyTorch fallback (exact, slow): {reason}")
 
 
 @lru_cache(None)
-def say(what: str) -> None:
+def log_once(what: str) -> None:
     """Prints a line once per process. Ranks may differ, so each prints its own."""
     local_rank = os.environ.get("LOCAL_RANK", "0")
     who = "" if local_rank == "0" else f"local rank {local_rank}: "

@@ -24,7 +24,7 @@ from ringfa3.planning.tiling import Plan, Tiling, concat_ranges
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
 
-MAX_ARRIVAL_WORDS = 32  # of a launch, word 0 included: the kernel keeps a bit for each
+MAX_ARRIVAL_FLAGS = 32  # of a launch, flag 0 included: the kernel keeps a bit for each
 
 
 class ForwardArgs(ctypes.Structure):
@@ -70,26 +70,26 @@ def attend(
     The head dims of q and k, and of v and out, are multiples of 8 up to that of `unit`; v may have
     more columns than out. Inputs that TMA cannot address are copied: their strides of tokens and
     heads, and their first byte, must be whole 16 bytes. Calls may run on any number of streams at
-    once, and in CUDA graphs that replay beside them.
+    once, and in CUDA graphs that replay concurrently.
 
     Args:
-        arrivals: (words,) int32, at most 32, on the device. The kernel reads the keys of a span
+        arrivals: (flags,) int32, at most 32, on the device. The kernel reads the keys of a span
             with arrival n > 0 once arrivals[n] is not 0. So a copy that writes them and then the
-            word may run beside the kernel; a kernel may not, for it might find no SM free. K and V
-            that wait must be addressable as they are.
+            flag may run concurrently with the kernel; a kernel may not, for it might find no SM
+            free. K and V that wait must be addressable as they are.
 
     Raises:
         ValueError: spans wait, and `arrivals` is missing or does not fit; a tile has spans and no
             key to visit; TMA cannot address `out`.
         RuntimeError: the first call with a tiling is captured in a CUDA graph.
     """
-    if sees_nothing(tiling, out, lse, sink):
+    if store_if_fully_masked(tiling, out, lse, sink):
         return
     tokens, kv_heads, head_dim = k.shape
     stream = CurrentStream.of(q.device)
     table = tables(tiling, stream)
-    if table.last_word:
-        _check_arrivals(arrivals, table.last_word, k, v)
+    if table.last_flag:
+        _check_arrivals(arrivals, table.last_flag, k, v)
     q, q_fields = tma_addressable(q)
     k, k_fields = tma_addressable(k)
     v, v_fields = tma_addressable(v)
@@ -112,10 +112,10 @@ def attend(
     launch(unit, "forward", args, stream)
 
 
-def sees_nothing(
+def store_if_fully_masked(
     tiling: Tiling, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None = None
 ) -> bool:
-    """Whether there is nothing to launch; stores O and LSE if no row sees a key at any hop."""
+    """Whether there is nothing to launch; stores O and LSE if all rows are fully masked."""
     if len(tiling.tiles) and not len(tiling.spans):
         out.zero_()
         if sink is None:
@@ -185,15 +185,15 @@ def partial_out_index(tiling: Tiling, heads: int, head_dim: int) -> torch.Tensor
 def _check_arrivals(
     arrivals: torch.Tensor | None, last: int, k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """Raises ValueError unless `arrivals` has word `last` and the kernel can wait for k and v."""
+    """Raises ValueError unless `arrivals` has flag `last` and the kernel can wait for k and v."""
     if arrivals is None:
         raise ValueError(f"spans wait for arrival flags up to {last}: arrivals is missing")
     given = f"arrivals is {arrivals.dtype} {tuple(arrivals.shape)} on {arrivals.device}"
     fits = arrivals.dtype == torch.int32 and arrivals.dim() == 1 and arrivals.is_contiguous()
     if not fits or arrivals.device != k.device:
         raise ValueError(f"{given}: it must be contiguous int32 (flags,) on {k.device}")
-    if not last < len(arrivals) <= MAX_ARRIVAL_WORDS:
-        raise ValueError(f"{given}: {last + 1} to {MAX_ARRIVAL_WORDS} flags are allowed")
+    if not last < len(arrivals) <= MAX_ARRIVAL_FLAGS:
+        raise ValueError(f"{given}: {last + 1} to {MAX_ARRIVAL_FLAGS} flags are allowed")
     if tma_fields(k) is None or tma_fields(v) is None:
         raise ValueError(
             "k and v that wait for arrival flags need strides in multiples of 16 bytes"
@@ -201,19 +201,19 @@ def _check_arrivals(
 
 
 class Tables(NamedTuple):
-    """A tiling in device memory, and the highest arrival word of its spans."""
+    """A tiling in device memory, and the highest arrival flag of its spans."""
 
     tiles: torch.Tensor
     spans: torch.Tensor
-    last_word: int
+    last_flag: int
 
     @classmethod
     def of(cls, tiling: Tiling, device: torch.device) -> Tables:
         """The tables of a tiling that has spans.
 
         Raises ValueError: a tile has spans, and no key to visit in any of them. Its consumers would
-        wait for a block that never comes. Plans make no such tile: they give a tile that sees
-        nothing no spans, at the one hop where it is stored. A tile of another hop must not be
+        wait for a block that never comes. Plans make no such tile: they give a fully masked
+        tile no spans, at the one hop where it is stored. A tile of another hop must not be
         fetched at all, so the intended result is unknown.
         """
         empty = (tiling.tiles["num_spans"] > 0) & (tiling.visited_columns() == 0)

@@ -40,7 +40,7 @@ _CODES = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_int32: "i", ctypes
 
 def pointer_offsets(structure: type[ctypes.Structure]) -> tuple[int, ...]:
     """The first byte of every pointer in a structure."""
-    return tuple(offset for offset, kind in _scalars(structure) if kind is ctypes.c_void_p)
+    return tuple(offset for offset, ctype in _scalars(structure) if ctype is ctypes.c_void_p)
 
 
 def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
@@ -49,25 +49,25 @@ def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
     It is several times faster than filling in the structure. A null pointer is 0.
     """
     layout, size = "=", 0
-    for offset, kind in _scalars(structure):
-        layout += f"{offset - size}x{_CODES[kind]}"
-        size = offset + ctypes.sizeof(kind)
+    for offset, ctype in _scalars(structure):
+        layout += f"{offset - size}x{_CODES[ctype]}"
+        size = offset + ctypes.sizeof(ctype)
     return struct.Struct(f"{layout}{ctypes.sizeof(structure) - size}x").pack
 
 
 def _scalars(structure: type[ctypes.Structure], base: int = 0) -> Iterator[tuple[int, Any]]:
     """(offset, type) of every number in a structure, in order."""
     fields: Any = structure._fields_
-    for name, kind in fields:
+    for name, ctype in fields:
         offset = base + getattr(structure, name).offset
-        if issubclass(kind, ctypes.Structure):
-            yield from _scalars(kind, offset)
-        elif issubclass(kind, ctypes.Array):
-            member: Any = kind._type_
+        if issubclass(ctype, ctypes.Structure):
+            yield from _scalars(ctype, offset)
+        elif issubclass(ctype, ctypes.Array):
+            member: Any = ctype._type_
             size = ctypes.sizeof(member)
-            yield from ((offset + i * size, member) for i in range(kind._length_))
+            yield from ((offset + i * size, member) for i in range(ctype._length_))
         else:
-            yield offset, kind
+            yield offset, ctype
 
 
 Fields: TypeAlias = tuple[int, int, int, int, int, int]  # of a Tensor3

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3.kernels import backward, forward, own_rows
+from ringfa3.kernels import backward, forward, local_kv
 from ringfa3.kernels.launch import entry_address, pointer_offsets
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "preprocess": backward.PreprocessArgs,
     "backward": backward.BackwardArgs,
     "postprocess": backward.PostprocessArgs,
-    "publish": own_rows.PublishArgs,
-    "add_returns": own_rows.AddReturnsArgs,
-    "round_gradients": own_rows.RoundGradientsArgs,
+    "publish": local_kv.PublishArgs,
+    "add_returns": local_kv.AddReturnsArgs,
+    "round_gradients": local_kv.RoundGradientsArgs,
 }
 # Kinds of steps.
 LAUNCH, ZERO, COPY, DRIVER_CALL, MEMORY_OPS, SUM_COLUMNS = range(6)

@@ -28,8 +28,8 @@ from ringfa3.quantisation.tile_records import TileRecords
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
 
-# Of the tokens, over all KV heads: CTAs that 132 SMs run at once. One number for every GPU, so that
-# all GPUs add in the same order and compute equal bits.
+# Parts of the tokens, over all KV heads: CTAs that 132 SMs run at once. One number for every GPU,
+# so that all GPUs add in the same order and compute equal bits.
 SPLITS = 396
 SPLIT_ROWS = 64  # tokens of a split, at least
 

@@ -99,12 +99,12 @@ def attend(
         ValueError: a span begins inside a tile of keys; as `forward.attend`.
         RuntimeError: the first call with a tiling is captured in a CUDA graph.
     """
-    if forward.sees_nothing(tiling, out, lse):
+    if forward.store_if_fully_masked(tiling, out, lse):
         return
     tokens, kv_heads, head_dim = kv.k.shape
     stream = CurrentStream.of(q.values.device)
     tables = forward.tables(tiling, stream)
-    if tables.last_word:
+    if tables.last_flag:
         raise ValueError("spans of 8-bit keys cannot wait for arrival flags")
     first_tile = _first_tiles.get(
         tiling, stream, (kv.tiles,), lambda: upload(_first_tile(tiling, kv.tiles), stream.device)

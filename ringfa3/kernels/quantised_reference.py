@@ -1,4 +1,4 @@
-"""The executor of 8-bit attention: its operands come rounded, it rounds P, the rest is float32.
+"""The reference of 8-bit attention: its operands come rounded, it rounds P, the rest is float32.
 
 A block is a tile of keys with one scale, or a part of one; a span's last block comes first. With P
 in E4M3 a row's shift comes from its first block and rises only where P would leave the range: a
@@ -38,7 +38,7 @@ LARGEST_SUM = 432.0  # of a lane's P over a block
 BELOW_MAXIMUM = math.floor(math.log2(LARGEST_SUM / (KEY_TILE / 4)))
 
 
-class QuantisedExecutor:
+class QuantisedReference:
     """`dispatch.QuantisedForward` in PyTorch."""
 
     tile_m = TILE_M
@@ -105,7 +105,7 @@ def attend(
         p_format: of P and V; None: P is rounded to the dtype of V.
         block: keys of a block, a divisor of `KEY_TILE`. It decides the shifts of P in `p_format`.
         out, partial_out, lse: as in `reference.attend`. LSE is that of the scores of Q and K before
-            centring. A row that sees no key has output 0, without V's mean.
+            centring. A fully masked row has output 0, without V's mean.
     """
     hk = kv.k.shape[1]
     for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():

@@ -1,4 +1,4 @@
-"""The executor: runs a plan with PyTorch ops, tile by tile, as the kernels run it.
+"""The PyTorch reference: runs a plan tile by tile, as the kernels run it.
 
 The forward is FlashAttention's online softmax over the blocks of a tile (FlashAttention-3,
 Algorithm 1); its epilogue stores, or merges with the results of earlier hops. The backward
@@ -26,7 +26,7 @@ BLOCK = 256  # keys (forward) or rows (backward) of one step inside a tile
 Span = tuple[int, int, int, int, int, int]  # q0, q1, k0, k1, lo, hi
 
 
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of softmax statistics and accumulators for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -34,7 +34,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 def new_partial_out(q: torch.Tensor, plan: Plan) -> torch.Tensor:
     """O between hops for queries like q (t, h, d), uninitialised."""
     del plan  # rows are not padded
-    return q.new_empty(q.shape, dtype=statistics_dtype(q.dtype))
+    return q.new_empty(q.shape, dtype=accum_dtype(q.dtype))
 
 
 def read_partial_out(partial_out: torch.Tensor, tiling: Tiling) -> torch.Tensor:
@@ -62,9 +62,9 @@ def attend(
             whose LAST hop this is.
         partial_out: from `new_partial_out`. Rows that are FIRST and LAST at once do not use it; it
             may be empty if all rows are.
-        lse: (h, t) statistics dtype, natural logarithm; -inf for a row that has seen no key.
-        sink: (h,) statistics dtype, a logit a head, in the softmax of rows whose LAST hop this is;
-            LSE counts it from then on.
+        lse: (h, t) accumulation dtype, natural logarithm; -inf for a row fully masked so far.
+        sink: (h,) accumulation dtype, a logit a head, in the softmax of rows whose LAST hop this
+            is; LSE counts it from then on.
     """
     for row0, rows, first_span, num_spans, flags, _ in tiling.tiles.tolist():
         here = slice(row0, row0 + rows)
@@ -155,7 +155,7 @@ class BackwardPass:
 
     Args:
         dout, q, out: (t, h, d).
-        dlse, lse: (h, t) statistics dtype, natural logarithm; a dlse of None stands for zeros.
+        dlse, lse: (h, t) accumulation dtype, natural logarithm; a dlse of None stands for zeros.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ def attend_backward(
     Args:
         q: (t, h, d); k: (n, hk, d). dout, v: the same, or both with another number of columns.
         lse, delta: (h, t) from `preprocess`, over all hops together.
-        dq: (t, h, d) statistics dtype, added to.
+        dq: (t, h, d) accumulation dtype, added to.
         dk, dv: like k and v, as in `BackwardPass.hop`.
     """
     hk = k.shape[1]
@@ -263,7 +263,7 @@ def preprocess(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(LSE, D) for `attend_backward`, (h, t) each, once per backward; dlse is (h, t).
 
-    D = rowsum(dO * O) - dLSE. For a row that sees no key LSE is +inf, so that P = 0, and D is 0
+    D = rowsum(dO * O) - dLSE. For a fully masked row LSE is +inf, so that P = 0, and D is 0
     whatever its gradients are.
     """
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
@@ -274,9 +274,9 @@ def preprocess(
 
 
 def by_kv_head(x: torch.Tensor, hk: int) -> torch.Tensor:
-    """(rows, h, d) as (hk, g * rows, d) in the statistics dtype: heads of a group are joined."""
+    """(rows, h, d) as (hk, g * rows, d) in the accumulation dtype: heads of a group are joined."""
     rows, h, d = x.shape
-    x = x.to(statistics_dtype(x.dtype))
+    x = x.to(accum_dtype(x.dtype))
     return x.view(rows, hk, h // hk, d).permute(1, 2, 0, 3).reshape(hk, h // hk * rows, d)
 
 
@@ -291,7 +291,7 @@ def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def apply_mask(s: torch.Tensor, rows: int, i: int, j: int, end: int, lo: int, hi: int) -> None:
-    """Sets S to -inf where row r of [i, i + rows) must not see column c of [j, end).
+    """Sets S to -inf where row r of [i, i + rows) does not attend to column c of [j, end).
 
     s: (hk, g * rows, end - j); unchanged if the whole block lies inside the band.
     """

@@ -1,6 +1,6 @@
 """Attention sinks: a logit a head that takes part in the softmax and has no value.
 
-The executor and the 8-bit forwards count sinks by these functions; kernels of the native precision
+The reference and the 8-bit forwards count sinks by these functions; kernels of the native precision
 do it themselves, in the forward's epilogue and the backward's preprocess.
 
 With LSE' = log(exp(LSE) + exp(sink)) the output is out * exp(LSE - LSE'). The backward from out and

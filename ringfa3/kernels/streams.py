@@ -1,4 +1,4 @@
-"""CUDA streams as launches see them: which one is current, and its identity.
+"""CUDA streams of launches: which one is current, and its identity.
 
 A stream handle is no identity. The driver reuses the handle of a destroyed stream, and the handle
 of the per-thread default stream is 2 in every thread. The driver's stream id is unique for the life
@@ -47,7 +47,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event:
-    """An event behind the work that the current stream of a device has so far."""
+    """An event after the work that the current stream of a device has so far."""
     with on(device):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()

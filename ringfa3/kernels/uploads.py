@@ -29,14 +29,14 @@ _lock = threading.Lock()
 
 
 class _First(Generic[T]):
-    """The first upload of a table, which captured launches read, and the event behind it."""
+    """The first upload of a table, which captured launches read, and the event after it."""
 
     def __init__(self, value: T, event: torch.cuda.Event) -> None:
         self.value = value
         self._event: torch.cuda.Event | None = event
 
     def finished(self) -> T:
-        """The table, its upload done: replays are not ordered behind the stream of the upload."""
+        """The table, its upload done: replays are not ordered after the stream of the upload."""
         event = self._event  # another thread may clear it meanwhile
         if event is not None:
             finish(event)
@@ -78,15 +78,15 @@ class Uploads(Generic[T]):
         tables = self._of_streams.get(owner)
         if tables is None:
             tables = self._of_streams.setdefault(owner, {})
-        place = (*key, stream.id)
-        table = tables.get(place)
+        stream_key = (*key, stream.id)
+        table = tables.get(stream_key)
         if table is None:
             table = make()
             firsts = self._first.setdefault(owner, {})
             if key not in firsts:
                 firsts.setdefault(key, _First(table, record_event(stream.device)))
             with _lock:  # threads may upload at the same time
-                tables[place] = table
+                tables[stream_key] = table
                 if len(tables) > MAX_TABLES:
                     del tables[next(iter(tables))]
         recorder = current_recorder()

@@ -1,4 +1,4 @@
-"""`plan_context` and its `ContextPlan`: how documents are spread over a context group."""
+"""`plan_context` and its `ContextPlan`: how documents are spread over a context-parallel group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringfa3.custom_op import untraced
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, graph_handle, new_handle, plan_table
 from ringfa3.planning.kv_exchange import KVExchange, plan_ring
-from ringfa3.planning.process_groups import Group, GroupRef, place, require_alive
+from ringfa3.planning.process_groups import Group, GroupRef, require_alive, resolve_group
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
@@ -37,10 +37,10 @@ PLANS_KEPT = 64  # the most recent plans, which `plan_context` returns again
 
 
 class ContextPlan:
-    """Documents spread over a context group. Make one with `plan_context`.
+    """Documents spread over a context-parallel (CP) group. Make one with `plan_context`.
 
     Attributes:
-        rank, world: place in the context group.
+        rank, world: this rank's number in the CP group, and the size of the group.
         layout, causal, window_size: as given to `plan_context`.
         total_tokens: tokens of all documents.
         local_tokens: tokens on this rank.
@@ -124,8 +124,9 @@ class ContextPlan:
     def with_window(self, window_size: Window) -> ContextPlan:
         """The plan that holds the same tokens on the same ranks, under another window.
 
-        Layers of different windows need it: `plan_context` places tokens by the work that a window
-        leaves, so two of its plans may disagree on where a token lies.
+        Layers of different windows need it: `plan_context` balances the work that a window leaves,
+            so
+        two of its plans may assign a token to different ranks.
 
         Args:
             window_size: (left, right) as in `plan_context`; `causal` stays as it is.
@@ -293,7 +294,7 @@ def plan_context(
     causal: bool = True,
     window_size: Window = (-1, -1),
 ) -> ContextPlan:
-    """The plan of packed, self-attending documents over a context group.
+    """The plan of packed, self-attending documents over a context-parallel (CP) group.
 
     Plans are cached: the same arguments give the same object.
 
@@ -305,7 +306,8 @@ def plan_context(
             one process if torch.distributed is not initialised; or (rank, world), in a data loader.
         layout: "zigzag" balances work, "contiguous" keeps tokens in order.
         causal: hide later keys of a document.
-        window_size: (left, right) keys around a query that it sees, -1 or None for unlimited.
+        window_size: (left, right) keys around a query to which it attends, -1 or None for
+            unlimited.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
@@ -319,7 +321,7 @@ def plan_context(
     cu = cumulative_bytes("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
-    rank, world, process_group = place(group)
+    rank, world, process_group = resolve_group(group)
     implicit = group is None and process_group is None
     ref = None if process_group is None else weakref.ref(process_group)
     causal = check_bool("causal", causal)
@@ -339,7 +341,7 @@ def dense_plan(
 
     A rank's local tokens are its `local_tokens` of the first sequence, then of the second, ...
     """
-    rank, world, process_group = place(group)
+    rank, world, process_group = resolve_group(group)
     if torch.compiler.is_compiling():
         dense = DenseBatch(rank, world, batch, local_tokens, layout, causal)
         return cast(ContextPlan, GraphPlan(dense, process_group, window_size))

@@ -11,19 +11,19 @@ import torch
 from ringfa3.custom_op import custom_op, register_fake
 
 _numbers = itertools.count(1)
-_alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def new_handle(plan: object) -> int:
     """A handle, which is valid as long as the plan is alive."""
     handle = next(_numbers)
-    _alive[handle] = plan
+    _living[handle] = plan
     return handle
 
 
 def from_handle(handle: int) -> Any:
     """The plan. Raises RuntimeError: it no longer exists."""
-    plan = _alive.get(handle)
+    plan = _living.get(handle)
     if plan is None:
         raise RuntimeError(
             f"plan {handle} no longer exists: keep a reference to a plan until the backward "

@@ -1,7 +1,7 @@
 """Which K/V rows a ring moves at each hop, and how their dK/dV return.
 
-A rank publishes the keys that queries of other ranks see: of each of its segments one *run* of
-keys. Its *block*, all runs in one buffer, goes around the ring one rank a hop. Runs that travel
+A rank publishes the keys to which queries of other ranks attend: one *run* of keys of each of its
+segments. Its *block*, all runs in one buffer, goes around the ring one rank a hop. Runs that travel
 farthest lie first, so the rows that any hop sends are a prefix of the buffer: one message.
 """
 
@@ -34,13 +34,13 @@ class MaxRows(NamedTuple):
 class GradReturn(NamedTuple):
     """The dK/dV rows of a rank's block that the peer of one hop returns.
 
-    visit_index  number of blocks that the peer visits before this one
-    new          runs [begin, end) of rows that no earlier hop returns, in buffer order
-    repeated     runs of rows that an earlier hop returns too
+    active_index  number of earlier hops at which the peer computes on another rank's block
+    new           runs [begin, end) of rows that no earlier hop returns, in buffer order
+    repeated      runs of rows that an earlier hop returns too
     """
 
     hop: int
-    visit_index: int
+    active_index: int
     new: tuple[tuple[int, int], ...]
     repeated: tuple[tuple[int, int], ...]
 
@@ -49,16 +49,16 @@ class GradReturn(NamedTuple):
 class KVExchange:
     """Which K/V rows ranks exchange; on a grid of keys, which tiles of the grid.
 
-    rows         (world, world + 1): at hop t >= 1 rank o+t holds the first rows[o, t] rows of rank
-                 o's block; rows[o, t] <= rows[o, t-1], and 0 at t = world. rows[o, 0]: o's tokens
-    first_visit  (world,) first hop >= 1 at which a rank sees keys of rank o; `world` for never
-    visible      (world, world, 2): the queries of rank o+t, t >= 1, see runs of o's block within
-                 rows [begin, end) = visible[o, t]; (0, 0) for none
-    published    (rows[rank, 1],) local rows of this rank's block, in buffer order
+    rows          (world, world + 1): at hop t >= 1 rank o+t holds the first rows[o, t] rows of rank
+                  o's block; rows[o, t] <= rows[o, t-1], and 0 at t = world. rows[o, 0]: o's tokens
+    first_active  (world,) first hop >= 1 at which a rank attends to keys of rank o, else `world`
+    visible       (world, world, 2): the queries of rank o+t, t >= 1, attend to runs of o's block
+                  within rows [begin, end) = visible[o, t]; (0, 0) for none
+    published     (rows[rank, 1],) local rows of this rank's block, in buffer order
     """
 
     rows: Ints
-    first_visit: Ints
+    first_active: Ints
     visible: Ints
     published: Ints
 
@@ -68,15 +68,15 @@ class KVExchange:
         return bool((np.diff(self.published) == 1).all())
 
     def gathered_layout(self, rank: int) -> tuple[Ints, int]:
-        """How all K/V that a rank sees lie in one buffer: (first, number of rows).
+        """Where all K/V that a rank attends to lie in one buffer: (first, number of rows).
 
-        As `joined_layout`, of one launch. The rank's own tokens come first.
+        As `launch_layout`, of one launch. The rank's own tokens come first.
         """
-        first, rows = self.joined_layout(rank, np.zeros(len(self.rows), np.int64))
+        first, rows = self.launch_layout(rank, np.zeros(len(self.rows), np.int64))
         return first, int(rows[0])
 
-    def joined_layout(self, rank: int, launch: Ints) -> tuple[Ints, Ints]:
-        """How the K/V lie that each launch sees, in a buffer of its own: (first, rows).
+    def launch_layout(self, rank: int, launch: Ints) -> tuple[Ints, Ints]:
+        """Where the K/V of each launch lie, in a buffer of its own: (first, rows).
 
         The visible rows of a launch's hops come one after the other. Row r of the block of hop t
         lies in row first[t] + r of the buffer of launch[t], which has rows[launch[t]] rows.
@@ -92,13 +92,13 @@ class KVExchange:
 
     def grad_returns(self, rank: int) -> list[GradReturn]:
         """How the dK/dV of a rank's block return, in the order of the hops."""
-        visited = self.visible[..., 1] > 0  # (owner, hop)
+        active = self.visible[..., 1] > 0  # (owner, hop)
         world = len(self.rows)
         returns: list[GradReturn] = []
         received: list[tuple[int, int]] = []  # runs of rows so far: disjoint, in order
-        for hop in np.flatnonzero(visited[rank]).tolist():
+        for hop in np.flatnonzero(active[rank]).tolist():
             peer = rank + hop
-            index = sum(bool(visited[(peer - t) % world, t]) for t in range(1, hop))
+            index = sum(bool(active[(peer - t) % world, t]) for t in range(1, hop))
             begin, end = self.visible[rank, hop].tolist()
             repeated = tuple(
                 (max(a, begin), min(b, end)) for a, b in received if a < end and begin < b
@@ -134,8 +134,9 @@ def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def first_heads(kv_heads: int, tokens: int) -> int:
     """Number of KV heads of a rank's own keys that a backward computes first; the others last.
 
-    The first heads run beside the first K/V transfers, the others beside the last float32 dK/dV,
-    which have twice as many bytes. 0 for long shards: there the tail of a second kernel takes
+    The first heads run during the first K/V transfers, the others during the last transfers of
+    float32 dK/dV, which have twice as many bytes. 0 for long shards: there the tail of a second
+    kernel takes
     longer than what it hides.
     """
     return -(-kv_heads // 3) if kv_heads > 1 and tokens <= MAX_SPLIT_TOKENS else 0
@@ -165,17 +166,17 @@ def plan_ring(
     far = hop > 0
     nq, nk = everything.length[bands.query], everything.length[bands.key]
     count = len(everything)
-    first = everything.length.copy()  # other ranks see columns [first, end) of a segment
+    first = everything.length.copy()  # other ranks attend to columns [first, end)
     end = np.zeros(count, np.int64)
-    reach = np.zeros(count, np.int64)  # the last hop at which a rank sees them
+    reach = np.zeros(count, np.int64)  # the last hop at which a rank attends to them
     np.minimum.at(first, bands.key[far], np.maximum(bands.lo, 0)[far])
     np.maximum.at(end, bands.key[far], np.minimum(nk, nq + bands.hi)[far])
     np.maximum.at(reach, bands.key[far], hop[far])
     first[reach == 0] = 0
     first -= first % grid
     size = -(-(end - first) // grid)
-    first_visit = np.full(world, world, np.int64)
-    np.minimum.at(first_visit, owner[bands.key[far]], hop[far])
+    first_active = np.full(world, world, np.int64)
+    np.minimum.at(first_active, owner[bands.key[far]], hop[far])
 
     rows = np.zeros((world, world + 1), np.int64)
     np.add.at(rows, (owner, reach), size)
@@ -221,18 +222,18 @@ def plan_ring(
     queries = shards[rank]
     query_index = np.zeros(count, np.int64)
     query_index[local] = np.arange(len(local))
-    visits = home[bands.query]
+    local_queries = home[bands.query]
     own_bands = band(
         queries,
         keys,
-        query_index[bands.query[visits]],
-        key_index[bands.key[visits]],
+        query_index[bands.query[local_queries]],
+        key_index[bands.key[local_queries]],
         0,
         left,
         right,
-    )  # not those of `bands`: a run may start behind the first key of its segment
+    )  # not those of `bands`: a run may start after the first key of its segment
     plan = Plan(queries, keys, key_hop, own_bands, world)
-    return plan, KVExchange(rows, first_visit, visible, published)
+    return plan, KVExchange(rows, first_active, visible, published)
 
 
 def _first_rows(sizes: Ints, owner: Ints) -> Ints:

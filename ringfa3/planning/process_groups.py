@@ -19,7 +19,7 @@ DESTROYED = (
 )
 
 
-def place(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
+def resolve_group(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     """(rank, world, process group) of a `group` as in `plan_context`.
 
     Raises TypeError, ValueError: it has another form, it has been destroyed, or this process is no
@@ -65,14 +65,14 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def alive(group: dist.ProcessGroup | None) -> bool:
+def is_alive(group: dist.ProcessGroup | None) -> bool:
     """Whether the group has not been destroyed."""
     return group is not None and group in c10d._world.pg_map
 
 
 def require_alive(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group. Raises ValueError: it has been destroyed, and maybe freed (None)."""
-    if group is None or not alive(group):
+    if group is None or not is_alive(group):
         raise ValueError(DESTROYED)
     return group
 

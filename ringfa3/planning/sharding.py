@@ -62,14 +62,14 @@ def whole_sequences(lengths: Ints) -> Segments:
 def pairs_before(p: Ints, length: Ints, left: int, right: int) -> Ints:
     """Allowed (query, key) pairs of the first `p` rows of a self-attending document.
 
-    Row r sees keys [max(r - left, 0), min(r + right, length - 1)]; -1 stands for unlimited.
+    Row r attends to keys [max(r - left, 0), min(r + right, length - 1)]; -1 stands for unlimited.
     """
     reach = length if right < 0 else np.minimum(right, length)
     inside: Ints = np.clip(length - reach, 0, p)  # rows whose last visible key lies inside
     ends: Ints = inside * (inside - 1) // 2 + inside * reach + (p - inside) * (length - 1)
     if left < 0:
         return ends + p
-    started: Ints = np.maximum(p - 1 - left, 0)  # rows that do not see the first key
+    started: Ints = np.maximum(p - 1 - left, 0)  # rows to which the first key is masked
     return ends + p - started * (started + 1) // 2
 
 

@@ -1,7 +1,7 @@
 """Spans, which describe a mask, and tilings, which list the tiles that a launch fetches.
 
-A *span* is a rectangle of the score matrix with a diagonal band on it: row r of [q0, q1) sees
-column c of [k0, k1) iff lo <= (c - k0) - (r - q0) <= hi. Every mask is a list of spans.
+A *span* is a rectangle of the score matrix with a diagonal band on it: row r of [q0, q1) attends
+to column c of [k0, k1) iff lo <= (c - k0) - (r - q0) <= hi. Every mask is a list of spans.
 
 A plan has two levels. Spans are independent of kernels. A *tiling* is derived from them for one
 direction and tile shape: a forward tile is a run of query rows and visits the columns of spans, a
@@ -31,7 +31,7 @@ SPAN = np.dtype(
         ("k1", np.int32),
         ("lo", np.int32),  # band, always finite: -(q1-q0-1) <= lo <= hi <= k1-k0-1
         ("hi", np.int32),
-        ("arrival", np.int32),  # the arrival word that these keys wait for; 0: none
+        ("arrival", np.int32),  # the arrival flag that these keys wait for; 0: none
         ("grid_q0", np.int32),  # q0 in padded rows, see `Plan.row_grid`
     ]
 )
@@ -48,7 +48,7 @@ TILE = np.dtype(
 MAX_ROWS = 1 << 31  # of all queries or keys of a plan: the tables hold rows as int32
 # Flags of a forward tile. FIRST: no earlier hop visits its rows, so it stores instead of merging.
 # LAST: no later hop visits them, so it also writes the output dtype. Backward tiles have no flags:
-# a hop stores dK/dV of all its keys, zeros for keys that no query sees.
+# a hop stores dK/dV of all its keys, zeros for keys to which no query attends.
 FIRST, LAST = 1, 2
 
 Table = npt.NDArray[np.void]
@@ -103,7 +103,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Band:
-    """Pairs of a query and a key segment, and the band in which they see each other.
+    """Pairs of a query and a key segment, and the band in which queries attend to keys.
 
     All arrays have one length; lo and hi as in SPAN.
     """
@@ -129,21 +129,22 @@ def pair_sequences(q: Segments, k: Segments) -> tuple[Ints, Ints]:
 
 
 def band(
-    q: Segments, k: Segments, query: Ints, key: Ints, shift: Ints | int, left: int, right: int
-) -> Band:
-    """The bands of segment pairs, without pairs of which no row sees a column.
+    q: Segments, k: Segments, query: Ints, key: Ints,
+    diagonal_offset: Ints | int, left: int, right: int,
+) -> Band:  # fmt: skip
+    """The bands of segment pairs, without pairs that are fully masked.
 
-    shift: key length minus query length, per sequence or one number; the diagonals of sequences of
-    unequal length end at the bottom right. left, right: window, -1 for unlimited.
+    diagonal_offset: key length minus query length, per sequence or one number, so that diagonals
+    end at the bottom right. left, right: window, -1 for unlimited.
     """
     left, right = min(left, MAX_ROWS), min(right, MAX_ROWS)  # a window of 2^63 - 1 would wrap
-    nq, nk = q.length[query], k.length[key]
-    delta = q.position[query] - k.position[key]
-    delta = delta + (shift if isinstance(shift, int) else shift[q.sequence[query]])
+    nq, nk, delta = q.length[query], k.length[key], q.position[query] - k.position[key]
+    offset = diagonal_offset
+    delta = delta + (offset if isinstance(offset, int) else offset[q.sequence[query]])
     lo = 1 - nq if left < 0 else np.maximum(delta - left, 1 - nq)
     hi = nk - 1 if right < 0 else np.minimum(delta + right, nk - 1)
-    seen = (hi > -nq) & (lo < nk) & (lo <= hi)
-    return Band(query[seen], key[seen], lo[seen], hi[seen])
+    visible = (hi > -nq) & (lo < nk) & (lo <= hi)
+    return Band(query[visible], key[visible], lo[visible], hi[visible])
 
 
 def concat_ranges(begin: Ints, count: Ints) -> Ints:
@@ -163,9 +164,9 @@ class Plan:
     queries    local query segments
     keys       key segments of all hops, hop by hop; rows count within their hop's buffer
     key_hop    (len(keys),) hop of each key segment
-    bands      the pairs that see each other
+    bands      the pairs that are not fully masked
     num_hops   hops without keys included
-    arrival    (len(keys),) arrival word that each key segment waits for; default 0, none
+    arrival    (len(keys),) arrival flag that each key segment waits for; default 0, none
     """
 
     def __init__(
@@ -186,27 +187,27 @@ class Plan:
         self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
         self._single: dict[int, bool] = {}
         self._scores: dict[tuple[int, int], int] = {}
-        self._joined: dict[bytes, Plan] = {}
+        self._multi_hop: dict[bytes, Plan] = {}
 
     def gathered(self, first_row: Ints) -> Plan:
-        """All hops as one, for the forward: K/V of hop t start at row first_row[t] of one buffer.
+        """One forward launch for all hops: K/V of hop t start at row first_row[t] of one buffer.
 
-        Spans of hop t wait for arrival word t; a tile visits them in the order of the hops.
+        Spans of hop t wait for arrival flag t; a tile visits them in the order of the hops.
         """
-        return self._join(np.zeros(self.num_hops, np.int64), first_row, self.key_hop)
+        return self._merge_hops(np.zeros(self.num_hops, np.int64), first_row, self.key_hop)
 
-    def joined(self, launch: Ints, first_row: Ints) -> Plan:
-        """Hops as fewer ones, for the forward: hop t is part of hop launch[t], without words.
+    def multi_hop(self, launch: Ints, first_row: Ints) -> Plan:
+        """Multi-hop launches of the forward: launch[t] attends to hop t, without arrival flags.
 
-        launch: ascending from 0. K/V of hop t start at row first_row[t] of its new hop's buffer.
+        launch: ascending from 0. K/V of hop t start at row first_row[t] of the launch's buffer.
         The same object for the same arguments.
         """
         key = launch.tobytes() + first_row.tobytes()
-        if key not in self._joined:
-            self._joined[key] = self._join(launch, first_row, None)
-        return self._joined[key]
+        if key not in self._multi_hop:
+            self._multi_hop[key] = self._merge_hops(launch, first_row, None)
+        return self._multi_hop[key]
 
-    def _join(self, launch: Ints, first_row: Ints, arrival: Ints | None) -> Plan:
+    def _merge_hops(self, launch: Ints, first_row: Ints, arrival: Ints | None) -> Plan:
         k, hop = self.keys, self.key_hop
         keys = Segments(k.row + first_row[hop], k.length, k.sequence, k.position)
         num_hops = int(launch[-1]) + 1
@@ -276,9 +277,9 @@ class Plan:
             hop * num_rows + base[b.query],
             tile_m, b.lo, b.hi, q.length[b.query], self.keys.length[b.key], hops * num_rows,
         )  # fmt: skip
-        seen = (count > 0).reshape(hops, num_rows)
-        first_hop = seen.argmax(axis=0)  # 0 for a tile that sees nothing: hop 0 stores it
-        last_hop = np.where(seen.any(axis=0), hops - 1 - seen[::-1].argmax(axis=0), 0)
+        active = (count > 0).reshape(hops, num_rows)
+        first_hop = active.argmax(axis=0)  # 0 for a fully masked tile: hop 0 stores it
+        last_hop = np.where(active.any(axis=0), hops - 1 - active[::-1].argmax(axis=0), 0)
         tile = np.arange(num_rows)
         flags = np.zeros((hops, num_rows), np.int32)
         flags[first_hop, tile] |= FIRST
@@ -290,19 +291,17 @@ class Plan:
         start = (tile - base[segment]) * tile_m
         row0 = q.row[segment] + start
         rows = np.minimum(tile_m, q.length[segment] - start)
-        at = fetched % max(num_rows, 1)
+        fetched_hop, at = np.divmod(fetched, max(num_rows, 1))
         tiles = np.zeros(len(fetched), TILE)
         tiles["row0"], tiles["rows"], tiles["grid_row0"] = row0[at], rows[at], at * tile_m
         tiles["num_spans"], tiles["flags"] = count[fetched], flags.ravel()[fetched]
         spans = self._spans(tile_m)
         span_slices = _hop_slices(hop, hops)
-        offset = np.array([s.start for s in span_slices])[fetched // max(num_rows, 1)]
+        offset = np.array([s.start for s in span_slices])[fetched_hop]
         tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset, 0)
         return [
             Tiling(tile_m, tiles[t], spans[s], np.zeros(0, np.int32))
-            for t, s in zip(
-                _hop_slices(fetched // max(num_rows, 1), hops), span_slices, strict=True
-            )
+            for t, s in zip(_hop_slices(fetched_hop, hops), span_slices, strict=True)
         ]
 
     def _backward(self, tile_n: int, tile_m: int, deterministic: bool) -> list[Tiling]:

@@ -2,8 +2,8 @@
 
 A CTA runs a work unit for one KV head at a time: a work item. If the unit is a whole key tile, with
 all query heads of the group, dK and dV stay in registers. If whole tiles are too few to fill the
-GPU, or have very many heads or rows, every tile is split alike, first between query heads and then
-between blocks of rows, and the units of a tile add their dK and dV in float32.
+GPU, or have very many heads or rows, the plan splits every tile alike: first between query heads,
+then between blocks of rows. The units of a tile then add their dK and dV in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORK_UNIT = np.dtype(
         ("first_head", np.int32),  # query heads [first_head, first_head+num_heads) of a group
         ("num_heads", np.int32),
         ("skip", np.int32),  # blocks [skip, skip+blocks) of the row blocks that the tile visits
-        ("blocks", np.int32),  # at least one: a tile that sees nothing has no unit
+        ("blocks", np.int32),  # at least one: a fully masked tile has no unit
     ]
 )
 SHARED = 4  # the only flag: other units add to the same keys
@@ -56,7 +56,7 @@ def split_work(
     head_dim: int,
     whole: bool = False,
 ) -> Table:
-    """The work units of a hop's tiles; none for tiles that see nothing.
+    """The work units of a hop's tiles; none for fully masked tiles.
 
     They have the tiles' order, or, where rows are so long that units have one query head, this
     order inside of each head.

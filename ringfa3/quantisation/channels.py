@@ -27,7 +27,7 @@ class ChannelStatistics(NamedTuple):
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor) -> ChannelStatistics:
-        """Of k, v (n, hk, d)."""
+        """The statistics of k, v (n, hk, d)."""
         none = k.new_full((1, *k.shape[1:]), torch.inf, dtype=torch.float32)
         k, v = k.float(), v.float()
         finite = v.isfinite()
@@ -38,7 +38,7 @@ class ChannelStatistics(NamedTuple):
 
     @classmethod
     def combine(cls, parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
-        """Of all tokens, from those of the ranks in rank order."""
+        """The statistics of all tokens, from those of the ranks in rank order."""
         k_sum, v_sum, high, low = parts[0].values
         for part in parts[1:]:
             k_sum, v_sum = k_sum + part.values[0], v_sum + part.values[1]

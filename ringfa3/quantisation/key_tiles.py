@@ -45,12 +45,12 @@ class KeyTiles:
         return len(self.table)
 
     def rows(self, device: torch.device) -> tuple[RowIndex, torch.Tensor]:
-        """(row, place) of every key: place is its row where tiles lie `KEY_TILE` rows apart."""
+        """(row, padded row) of every key, where padded tiles lie `KEY_TILE` rows apart."""
         if device not in self._rows:
             used = self.table["rows"].astype(np.int64)
             row = concat_ranges(self.table["row0"].astype(np.int64), used)
-            place = concat_ranges(np.arange(len(self), dtype=np.int64) * KEY_TILE, used)
-            self._rows[device] = RowIndex.of(row, device), torch.from_numpy(place).to(device)
+            padded = concat_ranges(np.arange(len(self), dtype=np.int64) * KEY_TILE, used)
+            self._rows[device] = RowIndex.of(row, device), torch.from_numpy(padded).to(device)
         return self._rows[device]
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,15 +58,15 @@ class KeyTiles:
 
         A view of x where all tiles are full and lie in a row.
         """
-        row, place = self.rows(x.device)
-        whole = len(place) == len(self) * KEY_TILE
+        row, padded = self.rows(x.device)
+        whole = len(padded) == len(self) * KEY_TILE
         if whole and isinstance(row.rows, slice):
             return x[row.rows].view(len(self), KEY_TILE, *x.shape[1:])
         given = view_16_bytes(x.view(torch.uint8))
         spread = torch.zeros(
             (len(self) * KEY_TILE, *given.shape[1:]), dtype=given.dtype, device=x.device
         )
-        spread[place] = given[row.rows]
+        spread[padded] = given[row.rows]
         return spread.view(x.dtype).view(len(self), KEY_TILE, *x.shape[1:])
 
 

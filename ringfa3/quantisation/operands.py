@@ -95,9 +95,9 @@ def round_tiles(x: torch.Tensor, keys: Segments, qk: Format) -> tuple[torch.Tens
     amax = x.abs().amax(-1)
     lost = amax.isnan()
     tiles = KeyTiles(keys)
-    row, place = tiles.rows(x.device)
+    row, padded = tiles.rows(x.device)
     tile = torch.zeros(len(x), dtype=torch.int64, device=x.device)  # rows of no segment share 0
-    tile[row.rows] = 1 + place // KEY_TILE
+    tile[row.rows] = 1 + padded // KEY_TILE
     index = tile.unsqueeze(-1).expand_as(amax)
     most = amax.new_zeros(1 + len(tiles), amax.shape[1]).scatter_reduce(
         0, index, amax.where(~lost, 0), "amax"

@@ -27,7 +27,7 @@ class TileRecords:
 
     @property
     def words(self) -> list[int]:
-        """Words of 4 bytes of a tile's K, V and scales, which lie behind each other in a record."""
+        """Words of 4 bytes of a tile's K, V and scales, which follow each other in a record."""
         parts = (self.k, self.v, self.k_scale)
         return [math.prod(x.shape[1:]) * x.itemsize // 4 for x in parts]
 

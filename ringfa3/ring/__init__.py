@@ -1,6 +1,6 @@
-"""One attention call over a context group: checks, agreement, transports, hops.
+"""One attention call over a CP group: checks, agreement, transports, hops.
 
 In: local q, k, v and a context plan. Out: (out, LSE), or gradients, of the local tokens.
-Imports `planning`, `quantisation`, `kernels`, `host`, `symmetric`, `ring_pass`, `validation`,
-`keywords`, `custom_op`, `attention_op`, `errors`.
+Imports `planning`, `quantisation`, `kernels`, `host`, `symmetric`, `pass_interface`, `validation`,
+`keywords`, `custom_op`, `attention_op`, `numa`, `threads`, `errors`.
 """

@@ -1,4 +1,4 @@
-"""Agreements of the ranks of a context group, over the group's store.
+"""Agreements of the ranks of a CP group, over the group's store.
 
 Each rank writes an entry, its settings or its error; no rank goes on before it has read all
 entries.
@@ -35,9 +35,9 @@ class NoAgreementError(Exception):
 class Agreements:
     """One rank's view of the agreements of its group.
 
-    store      the group's, from the first agreement on a part of it that is this group's alone
-    epoch      number of the latest agreement
-    forgotten  times that settings were no longer agreed on
+    store          the group's, from the first agreement on a part of it that is this group's alone
+    agreement_id   number of the latest agreement
+    cache_version  changes whenever settings leave the cache of agreed ones
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Agreements:
         self._timeout_s, self._lost = timeout_s, lost
         self._own_store = False
         self._agreed: OrderedDict[str, None] = OrderedDict()
-        self.epoch = 0
-        self.forgotten = 0
+        self.agreement_id = 0
+        self.cache_version = 0
 
     def __contains__(self, settings: Settings) -> bool:
         """Whether the ranks have agreed on these settings before."""
@@ -64,19 +64,19 @@ class Agreements:
         self._agreed[settings.key] = None
         if len(self._agreed) > MAX_AGREEMENTS:
             self._agreed.popitem(last=False)
-            self.forgotten += 1
+            self.cache_version += 1
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._agreed.clear()
-        self.forgotten += 1
+        self.cache_version += 1
 
     def exchange(self, entry: Mapping[str, object]) -> list[dict[str, Any]]:
         """Writes this rank's entry and reads those of all ranks.
 
         Raises NoAgreementError after the timeout, or as soon as another rank has given up.
         """
-        self.epoch += 1
-        keys = [entry_key(self.epoch, r) for r in range(len(self._ranks))]
+        self.agreement_id += 1
+        keys = [entry_key(self.agreement_id, r) for r in range(len(self._ranks))]
         entries: list[dict[str, Any]] = []
         problem = [f"{BEFORE}: {NO_STORE}"]
         done = threading.Event()
@@ -92,10 +92,10 @@ class Agreements:
                 self.store.set(keys[self._rank], json.dumps(entry))
                 trouble = entry["error"] is not None or entry["mid_call"]
                 if trouble or not self._all_set(keys, ASK_S):
-                    self.store.set(join_request_key(self.epoch), "")
+                    self.store.set(join_request_key(self.agreement_id), "")
                 if self._all_set(keys, deadline - time.monotonic()):
                     entries.extend(json.loads(e) for e in self.store.multi_get(keys))
-                    self._delete_keys(self.epoch - 2)
+                    self._delete_keys(self.agreement_id - 2)
                 else:
                     cause = self._lost()
                     problem[0] = gave_up(BEFORE, cause) if cause else self._absent(keys)
@@ -120,12 +120,12 @@ class Agreements:
         self.store.set(keys[self._rank], "")
         return self._all_set(keys, self._timeout_s())
 
-    def _delete_keys(self, epoch: int) -> None:
+    def _delete_keys(self, agreement_id: int) -> None:
         """Deletes this rank's keys of an agreement: all ranks have entered a later one."""
-        if epoch > 0:
-            self.store.delete_key(entry_key(epoch, self._rank))
+        if agreement_id > 0:
+            self.store.delete_key(entry_key(agreement_id, self._rank))
             if self._rank == 0:
-                self.store.delete_key(join_request_key(epoch))
+                self.store.delete_key(join_request_key(agreement_id))
 
     def _all_set(self, keys: list[str], seconds: float) -> bool:
         """Whether the keys are set in time. `Store.wait` would log its timeout as a warning."""

@@ -1,4 +1,4 @@
-"""Connects the ranks of a context group: at their first ring call, or earlier by `connect`."""
+"""Connects the ranks of a CP group: at their first ring call, or earlier by `connect`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from functools import partial
 
 import torch
 
-from ringfa3.kernels.dispatch import say
+from ringfa3.kernels.dispatch import log_once
+from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.process_groups import Group, place
+from ringfa3.planning.process_groups import Group, resolve_group
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import backend_of, is_fake
-from ringfa3.ring_pass import RingPass
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.validation import check_transport
 
@@ -23,7 +23,7 @@ from ringfa3.validation import check_transport
 def connect(
     group: Group = None, device: torch.device | str | None = None, transport: str = "auto"
 ) -> str | None:
-    """Connects the ranks of a context group before their first ring call, which then only computes.
+    """Connects the ranks of a CP group before their first ring call, which then only computes.
 
     All ranks of the group call it at the same point, no other rank takes part. Call it after
     `init_process_group`, where ranks would otherwise reach their first ring call at different
@@ -44,7 +44,7 @@ def connect(
         RingError: a rank did not call it within the group's timeout.
         RuntimeError: the transport cannot be made.
     """
-    _, world, process_group = place(group)
+    _, world, process_group = resolve_group(group)
     if world > 1 and process_group is None:
         raise ValueError(f"group={group!r}: connect needs a ProcessGroup or a DeviceMesh")
     if world == 1 or process_group is None or is_fake(process_group):
@@ -94,7 +94,7 @@ def connection(
                 f"transport='symmetric' is not possible here ({reason}): use 'nccl' or 'auto'"
             )
         if group.rank == 0:
-            say(f"using transport nccl; symmetric is not available: {connections.unsupported}")
+            log_once(f"using transport nccl; symmetric is not available: {connections.unsupported}")
     with group:
         p2p = connections.transport("nccl" if device.type == "cuda" else "gloo", device)
     return partial(P2PRingPass, p2p), p2p

@@ -1,4 +1,4 @@
-"""What moves tensors between the ranks of a context group: process groups and shared memory.
+"""What moves tensors between the ranks of a CP group: process groups and shared memory.
 
 Tensors use a process group of our own, apart from the user's collectives.
 """
@@ -37,7 +37,7 @@ class Connections:
     def __init__(self, group: Owner, name: str, before_first: Callable[[], None]) -> None:
         """name: the group's; before_first() is called before ranks connect."""
         self._group, self._name, self._before_first = group, name, before_first
-        self._generation = 0  # an error in mid-call leaves messages on the transports
+        self._transport_generation = 0  # an error in mid-call leaves messages on the transports
         self._transports: dict[str, Transport] = {}
         self._abandoned: list[Transport | SymmetricBackend] = []  # peers may use their memory
         self._backend: SymmetricBackend | None = None
@@ -53,7 +53,7 @@ class Connections:
             self._before_first()
             group = self._group
             try:
-                own = f"{self._name}/ringfa3/{name}/{self._generation}"
+                own = f"{self._name}/ringfa3/{name}/{self._transport_generation}"
                 p2p = new_group(group.ranks, group.rank, name, group.store, own, group.timeout)
                 one_host = on_one_host(p2p, device)
                 self._transports[name] = P2P_TRANSPORTS[name](group, p2p, one_host)
@@ -108,7 +108,7 @@ class Connections:
             transport.abort()
         self._abandoned += self._transports.values()
         self._transports = {}
-        self._generation += 1
+        self._transport_generation += 1
         if self._backend is not None:
             self._abandoned.append(self._backend)
             self._backend = None

@@ -25,38 +25,44 @@ class Settings(dict[str, str]):
         return zlib.crc32(self.key.encode())
 
 
-class CallMark(NamedTuple):
-    """Of a call on whose settings ranks have agreed: by it calls like that one begin.
+class AgreementSnapshot(NamedTuple):
+    """What ranks agreed on for a call; calls like it begin without a new agreement.
 
-    settings   of that call
-    forgotten  how often the group had forgotten agreements then
+    settings       of that call
+    cache_version  of the group's `Agreements` then
     """
 
     settings: Settings
-    forgotten: int
+    cache_version: int
 
 
 def described(error: Exception | None) -> list[str] | None:
-    """The kind of a rank's error, a key of `ERRORS`, and its text; None for none."""
+    r"""\[a key of `ERRORS`, text\] for a rank's error; None for none."""
     if error is None:
         return None
     name = type(error).__name__
     if name in ERRORS:
         return [name, str(error)]
-    kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
-    return [kind, f"{name}: {first_line(error)}"]
+    builtin = "TypeError" if isinstance(error, TypeError) else "ValueError"
+    return [builtin, f"{name}: {first_line(error)}"]
 
 
-def raise_on_error(ranks: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> None:
+def check_entries(ranks: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raises the first error of an entry, or ValueError for the first setting that differs."""
+    _raise_on_error(ranks, entries)
+    _raise_on_difference(ranks, entries)
+
+
+def _raise_on_error(ranks: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> None:
     """Raises the error of the first of `ranks` whose entry has one, under that rank's number."""
     wrong = [(r, e["error"]) for r, e in zip(ranks, entries, strict=True) if e["error"]]
     if wrong:
-        rank, (kind, text) = wrong[0]
+        rank, (name, text) = wrong[0]
         others = f" (and {len(wrong) - 1} more ranks)" if len(wrong) > 1 else ""
-        raise ERRORS[kind](f"rank {rank}: {text}{others}")
+        raise ERRORS[name](f"rank {rank}: {text}{others}")
 
 
-def raise_on_difference(ranks: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> None:
+def _raise_on_difference(ranks: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError for the first setting that differs over `ranks`, with all its values.
 
     Settings that only some ranks have come last.

@@ -1,10 +1,10 @@
-"""One rank's view of a context group: agreement before a call, connections during it.
+"""One rank's view of a CP group: agreement before a call, connections during it.
 
 No rank raises before it has read the entries of all ranks, and then all raise or none.
 
 A rank that waits for a peer also polls the store. So an error reaches every rank with its cause,
 even if only one rank has entered an agreement. Where the host goes on while the device waits, a
-thread enters for the caller, which is interrupted before its streams are released.
+thread enters for the caller and interrupts it before its streams are released.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
-from ringfa3.planning.process_groups import GroupRef, alive, require_alive
+from ringfa3.planning.process_groups import GroupRef, is_alive, require_alive
 from ringfa3.ring.agreement import BEFORE, Agreements, NoAgreementError
 from ringfa3.ring.connections import Connections
-from ringfa3.ring.entries import CallMark, Settings, described, raise_on_difference, raise_on_error
+from ringfa3.ring.entries import AgreementSnapshot, Settings, check_entries, described
 from ringfa3.ring.forward_calls import ForwardCalls
 from ringfa3.ring.process_group import timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
-from ringfa3.symmetric.interruption import Interruption
-from ringfa3.symmetric.watchdog import JOIN_S
+from ringfa3.threads import JOIN_S, Interruption
 
 RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
 ABORT_S = 0.05  # all abort at once: NCCL's watchdog ends a process whose peer aborted earlier
@@ -41,7 +40,7 @@ EXIT_S = 10.0  # for a group to close when the process ends
 
 
 class RingGroup:
-    """One rank's view of a context group. `RingGroup.of(group)` makes it once per group."""
+    """One rank's view of a CP group. `RingGroup.of(group)` makes it once per group."""
 
     _known: dict[GroupRef, RingGroup] = {}  # noqa: RUF012
 
@@ -61,8 +60,8 @@ class RingGroup:
         self._timeout = timeout_of(group)
         self._monitor: StoreMonitor | None = None
         self._joining: threading.Thread | None = None
-        place = self.ranks, self.rank, group.get_group_store()
-        self.agreements = Agreements(*place, lambda: self.timeout_s, self._known_failure)
+        who = self.ranks, self.rank, group.get_group_store()
+        self.agreements = Agreements(*who, lambda: self.timeout_s, self._known_failure)
         self.connections = Connections(self, group.group_name, self._start_monitor)
 
     @classmethod
@@ -77,7 +76,7 @@ class RingGroup:
 
     @classmethod
     def close_ended(cls) -> None:
-        """Closes those whose process group has been destroyed, also before their monitors do."""
+        """Closes the views of destroyed process groups, maybe before their monitors do."""
         for old in [g for g in list(cls._known.values()) if not g.alive]:
             old.close()
 
@@ -90,7 +89,7 @@ class RingGroup:
     @property
     def alive(self) -> bool:
         """Whether the process group has not been destroyed."""
-        return alive(self._ref())
+        return is_alive(self._ref())
 
     def close(self, seconds: float = JOIN_S) -> None:
         """Closes the connections, on the monitor's thread: waits so long for that."""
@@ -102,7 +101,7 @@ class RingGroup:
     def disconnect(self) -> None:
         """Closes the connections. Ranks destroy a process group together; where it still exists,
         this process ends, maybe before its peers."""
-        self.agreements.forget()
+        self.agreements.clear()
         together = not self.alive and self._known_failure() is None
         try:
             self.connections.close(self._meet if together else None)
@@ -123,9 +122,9 @@ class RingGroup:
         return self.agreements.store
 
     @property
-    def epoch(self) -> int:
+    def agreement_id(self) -> int:
         """Number of the latest agreement."""
-        return self.agreements.epoch
+        return self.agreements.agreement_id
 
     def _start_monitor(self) -> None:
         if self._monitor is None:  # early: once it is needed, the store may not answer
@@ -153,9 +152,8 @@ class RingGroup:
 
     def gather(self, line: str) -> list[str]:
         """Passes a line, returns those of all ranks; all call it at the same point of a call."""
-        settings = self.latest.at("its memory")
-        entry = {"settings": settings, "error": None, "mid_call": False, "line": line}
-        return [str(e["line"]) for e in self._enter(entry)]
+        entry = {"settings": self.latest.at("its memory"), "error": None, "mid_call": False}
+        return [str(e["line"]) for e in self._enter({**entry, "line": line})]
 
     @property
     def call_id(self) -> int:
@@ -187,7 +185,7 @@ class RingGroup:
 
     def _asked(self) -> bool:
         """Whether a rank in trouble asks this one to join the next agreement."""
-        return self._monitor is not None and self._monitor.join_request == self.epoch + 1
+        return self._monitor is not None and self._monitor.join_request == self.agreement_id + 1
 
     def returned(self, lse: torch.Tensor) -> None:
         """The forward call under way returns this LSE."""
@@ -197,18 +195,19 @@ class RingGroup:
         """Number of the forward call that returned the LSE of a backward; 0 for a forward."""
         return 0 if lse is None else self._forward_calls.number(lse)
 
-    def mark(self) -> CallMark:
-        return CallMark(self.latest.settings, self.agreements.forgotten)  # of the call under way
+    def agreement_snapshot(self) -> AgreementSnapshot:
+        """For later calls like the one under way."""
+        return AgreementSnapshot(self.latest.settings, self.agreements.cache_version)
 
-    def begin_again(self, mark: CallMark, lse: torch.Tensor | None = None) -> bool:
+    def begin_again(self, agreed: AgreementSnapshot, lse: torch.Tensor | None = None) -> bool:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
         if ranks have to agree first, or this one or another is in trouble. lse: as `forward_of`."""
-        asked = self._monitor is not None and self._monitor.asks(self.epoch + 1)
-        moved = self.agreements.forgotten != mark.forgotten or not self.alive
+        asked = self._monitor is not None and self._monitor.asks(self.agreement_id + 1)
+        moved = self.agreements.cache_version != agreed.cache_version or not self.alive
         lost = self.failure is not None or self.interruption.error is not None
         if asked or moved or lost:
             return False
-        self._count(mark.settings, self.forward_of(lse))
+        self._count(agreed.settings, self.forward_of(lse))
         self.connections.last_transport = "symmetric"
         return True
 
@@ -224,13 +223,12 @@ class RingGroup:
         if (cause := self.peer_failure()) is not None:
             raise self.fail(gave_up(BEFORE, cause))
 
-    def _join_agreement(self, place: str, void: int, for_caller: bool = False) -> None:
+    def _join_agreement(self, point: str, void: int, for_caller: bool = False) -> None:
         """Joins an agreement that a rank in trouble has entered; raises on all ranks.
 
         void: this rank's first call without results; for_caller: its host has gone on
         """
-        settings = self.latest.at(place)
-        entry = {"settings": settings, "error": None, "mid_call": True, "void": void}
+        entry = {"settings": self.latest.at(point), "error": None, "mid_call": True, "void": void}
         self._enter(entry, for_caller)
 
     @property
@@ -299,16 +297,14 @@ class RingGroup:
                 self.interruption.check()  # another thread has entered meanwhile
             entries = self._exchange({"void": self.latest.number + 1, **entry}, for_caller)
             try:
-                raise_on_error(self.ranks, entries)
-                raise_on_difference(self.ranks, entries)
+                check_entries(self.ranks, entries)
             except (TypeError, ValueError) as refused:
                 self._refused = self._anew = True
-                number = max(e["call"] for e in entries)
-                self.latest = self.latest.refused(number)
+                self.latest = self.latest.refused(max(e["call"] for e in entries))
                 self.recent.clear()
                 void = any(e["mid_call"] for e in entries)  # messages will never be answered
                 if void:  # before the caller goes on: its next call waits for this thread
-                    self.agreements.forget()
+                    self.agreements.clear()
                 if for_caller:
                     self.interruption.interrupt(refused)
                 if void:
@@ -346,7 +342,7 @@ class RingGroup:
             self.fail(message, for_caller=True)
 
     def fail(self, message: str, for_caller: bool = False) -> RingError:
-        """Marks the group lost, tells the other ranks, and returns the error to raise.
+        """Makes the group unusable, reports it to the other ranks, and returns the error to raise.
 
         Streams that wait for peers are released; beforehand `for_caller` interrupts the caller.
         """
@@ -356,25 +352,25 @@ class RingGroup:
             self.interruption.interrupt(RingError(full))
         self.connections.release()
 
-        def tell() -> None:
+        def report() -> None:
             with suppress(RuntimeError):  # the store is gone
                 self.store.set(FAILURE_KEY, full)
 
-        thread = threading.Thread(target=tell, daemon=True, name="ringfa3-failure")
+        thread = threading.Thread(target=report, daemon=True, name="ringfa3-failure")
         thread.start()
         thread.join(2 * PERIOD_S)  # not longer: the store's host may be stopped
         return RingError(full)
 
     def __enter__(self) -> None:
-        """Around this rank's part of a ring call: tells the other ranks if an error ends it."""
+        """Around this rank's part of a ring call: reports an error that ends it to other ranks."""
 
     def __exit__(self, _: object, problem: BaseException | None, __: object) -> None:
         if isinstance(problem, Exception):
             self.interruption.check()  # the cause: its connections were aborted
-            self.tell(problem)
+            self.report_failure(problem)
 
-    def tell(self, problem: Exception) -> None:
-        """Tells the other ranks that an error ends a ring call, unless they know."""
+    def report_failure(self, problem: Exception) -> None:
+        """Reports to the other ranks that an error ends a ring call, unless they know."""
         if self.failure is None and not self._refused and not isinstance(problem, StepError):
             self.fail(f"{type(problem).__name__}: {first_line(problem)}")
 

@@ -2,7 +2,7 @@
 
 At hop t rank r attends to the K/V of rank r-t and merges the result into its running (O, LSE) by
 online softmax (Ring Attention; FlashAttention's merge, across hops). Two K/V buffers serve any
-world size. Over peers' memory one kernel may do all hops, on K/V that are gathered beside it
+world size. Over peers' memory one kernel may do all hops, on K/V that arrive while it runs
 (`symmetric.forward_mode`). In the backward dQ stays. The float32 dK/dV of a block return to the
 block's owner while the next kernels run: over peers' memory each contribution at once
 (`symmetric.schedule`), by messages in the partial that goes from neighbour to neighbour
@@ -19,10 +19,11 @@ import torch
 from ringfa3.attention_op import out_shape, register_attention, with_columns
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import on
-from ringfa3.keywords import by_name, check_call
+from ringfa3.keywords import check_call, hides_positional
+from ringfa3.pass_interface import HopTensors, RingPass
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import graph_handle
@@ -37,7 +38,6 @@ from ringfa3.ring.prepare_call import (
     raise_on_all_ranks,
 )
 from ringfa3.ring.process_group import is_fake
-from ringfa3.ring_pass import HopTensors, RingPass
 from ringfa3.validation import (
     TRANSPORTS,
     check_bool,
@@ -50,7 +50,7 @@ from ringfa3.validation import (
 )
 
 
-@by_name
+@hides_positional
 def ring_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -65,7 +65,7 @@ def ring_attn_func(
     sink: torch.Tensor | None = None,
     **neutral: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention over documents that are spread over a context group.
+    """Exact attention over documents that are spread over a context-parallel (CP) group.
 
     Args:
         q: (t, h, d); k: (t, h_kv, d); v: (t, h_kv, d_v), d_v as in `flash_attn_func`: the rank's
@@ -154,7 +154,7 @@ def ring_attention(
     if precision == "native":
         return run_forward(q, k, v, scale, call, sink)
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
-        out, lse = quantised_forward.run_forward(
+        out, lse = quantised_forward.run_quantised_forward(
             q, k, v, call.plan, scale, precision, call.messages
         )
         if sink is not None:
@@ -207,7 +207,7 @@ def _forward_hops(
     out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
     once = hops.single_hop(kernel.tile_m)
     running = out[:0] if once else kernel.new_partial_out(q, hops)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accum_dtype(q.dtype))
 
     def attend(hop: int, x: HopTensors) -> None:
         more = () if x.arrivals is None else (x.arrivals,)
@@ -296,7 +296,7 @@ def _backward_hops(
     call: PreparedCall,
     ring_pass: RingPass,
 ) -> BackwardPass:
-    """The pass behind all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
+    """The pass after all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
     dout, dlse, q, k, v, out, lse, sink = inputs
     kernel = select_backward(q)
     ring_pass.start(k, _padded_v(v, k, call.plan.world))

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a context group: gloo for host memory, NCCL for CUDA tensors."""
+"""Messages between the ranks of a CP group: gloo for host memory, NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ringfa3.errors import disconnected, first_line, gave_up, timed_out
 from ringfa3.kernels.streams import relaxed_capture
 from ringfa3.ring.process_group import end_group
-from ringfa3.symmetric.watchdog import JOIN_S
+from ringfa3.threads import JOIN_S
 
 POLL_S = 0.1  # between two looks at NCCL's messages under way
 GRACE_S = 0.5  # without progress, in which messages that matched may still end
@@ -35,7 +35,7 @@ class Message:
     """One tensor to or from a peer.
 
     tensor  contiguous, sent or filled
-    peer    rank in the context group
+    peer    rank in the CP group
     what    for error messages, as in "forward hop 2: K/V"
     tag     0 to 3; messages of different tags between two ranks never match
     """
@@ -53,7 +53,7 @@ class Exchange(Protocol):
 
 
 class Transport(Protocol):
-    """Moves messages between the ranks of a context group.
+    """Moves messages between the ranks of a CP group.
 
     one_host  whether all ranks are on one host
     """

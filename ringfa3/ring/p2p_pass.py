@@ -3,8 +3,9 @@
 K/V and the float32 dK/dV partials have two buffers each, for even and odd hops, whatever the world
 size. Row counts come from the plan's `KVExchange`.
 
-A backward hop stores its dK/dV in a buffer of its own and adds them to the partial afterwards, so
-no kernel waits for a partial and partials move beside kernels. All that moves beside a kernel is
+A backward hop stores its dK/dV in a buffer of its own and adds them to the partial afterwards. So
+no kernel waits for a partial, and partials move while kernels run. All transfers during a kernel
+are
 one exchange: over NCCL a second one might find no free SM until the kernel ends.
 """
 
@@ -14,13 +15,13 @@ from typing import TypeAlias
 
 import torch
 
-from ringfa3.kernels.dispatch import select_own_rows
-from ringfa3.kernels.own_rows import OwnRows
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.dispatch import select_local_kv
+from ringfa3.kernels.local_kv import LocalKV
+from ringfa3.kernels.reference import accum_dtype
+from ringfa3.pass_interface import Attend, HopTensors, LocalHeads, NoRecording, Recording
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.ring.p2p import Exchange, Message, Transport
-from ringfa3.ring_pass import Attend, HopTensors, LocalHeads, NoRecording, Recording
 
 KV, PARTIAL, RETURN = 0, 1, 2  # message tags
 
@@ -33,10 +34,10 @@ class Blocks:
     published  the rows of this rank's own block, in buffer order, to be filled before hop 0
     """
 
-    def __init__(self, exchange: KVExchange, rank: int, kind: str, row: torch.Tensor) -> None:
+    def __init__(self, exchange: KVExchange, rank: int, pass_type: str, row: torch.Tensor) -> None:
         """row: a tensor of the shape, dtype and device of the exchange's rows."""
         self._rows, self._rank, self._world = exchange.rows, rank, len(exchange.rows)
-        self._kind = kind
+        self._pass_type = pass_type
         held = [int(self._rows[(rank - t) % self._world, max(t, 1)]) for t in range(self._world)]
         self._buffers = [
             row.new_empty((max(held[parity::2], default=0), *row.shape)) for parity in range(2)
@@ -48,12 +49,12 @@ class Blocks:
         return self._buffers[hop % 2][: self._rows[(self._rank - hop) % self._world, hop]]
 
     def messages(self, hop: int) -> Messages:
-        """Messages that pass the block of a hop on, and bring the next one, beside its kernel."""
+        """Messages during a hop's kernel: they pass its block on, and bring the next one."""
         rank, world = self._rank, self._world
         if hop + 1 >= world:
             return [], []
         out = int(self._rows[(rank - hop) % world, hop + 1])
-        what = f"{self._kind} hop {hop + 1}: K/V"
+        what = f"{self._pass_type} hop {hop + 1}: K/V"
         return (
             [Message(self._buffers[hop % 2][:out], (rank + 1) % world, what, KV)],
             [Message(self.received(hop + 1), (rank - 1) % world, what, KV)],
@@ -64,11 +65,11 @@ class KVBuffers(Blocks):
     """The K/V blocks of a pass, (rows, 2, hk, d), K and V of a row together."""
 
     def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, kind: str, own: OwnRows
+        self, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, pass_type: str, local_kv: LocalKV
     ) -> None:
-        super().__init__(plan.kv_exchange, plan.rank, kind, k.new_empty((2, *k.shape[1:])))
+        super().__init__(plan.kv_exchange, plan.rank, pass_type, k.new_empty((2, *k.shape[1:])))
         self._local = (k, v)
-        own.publish(k, v, self.published, None)
+        local_kv.publish(k, v, self.published, None)
 
     def block(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V (rows, hk, d) of a hop."""
@@ -81,11 +82,11 @@ class KVBuffers(Blocks):
 class GradBuffers:
     """The dK/dV partials of a backward pass, (rows, 2, hk, d), dK and dV of a row together.
 
-    In the statistics dtype. The first visitor of a block stores its contribution as the partial.
-    Later visitors write to `_contribution`, a scratch buffer that is never sent, and add it once
-    the partial arrives. At most one block; empty for world size 2.
+    In the accumulation dtype. The first rank that computes on a block stores its contribution as
+    the partial. Later ranks write to `_contribution`, a scratch buffer that is never sent, and add
+    it once the partial arrives. At most one block; empty for world size 2.
 
-    The partial of hop t is in the first rows of `_buffers[t % 2]`; behind it are the rows of this
+    The partial of hop t is in the first rows of `_buffers[t % 2]`; after it are the rows of this
     rank's own partial that return after hop t - 1.
 
     dkv   (local_tokens, 2, hk, d): of this rank's own keys
@@ -93,13 +94,13 @@ class GradBuffers:
 
     def __init__(self, k: torch.Tensor, plan: ContextPlan) -> None:
         self.plan = plan
-        shape, dtype = (2, *k.shape[1:]), statistics_dtype(k.dtype)
+        shape, dtype = (2, *k.shape[1:]), accum_dtype(k.dtype)
         self.dkv = k.new_empty((plan.local_tokens, *shape), dtype=dtype)
         sizes = [0, 0]
         for t in range(1, plan.world + 1):
             sizes[t % 2] = max(sizes[t % 2], self._held(t) + self._returned(t - 1))
         self._buffers = [k.new_empty((n, *shape), dtype=dtype) for n in sizes]
-        later = [t for t in range(1, plan.world) if self._visited_before(t)]
+        later = [t for t in range(1, plan.world) if self._active_before(t)]
         rows = max((self._visible(t)[1] for t in later), default=0)
         self._contribution = k.new_empty((rows, *shape), dtype=dtype)
 
@@ -115,14 +116,14 @@ class GradBuffers:
         begin, end = self.plan.kv_exchange.visible[self._owner(hop), hop].tolist()
         return begin, end
 
-    def _visited_before(self, hop: int) -> bool:
+    def _active_before(self, hop: int) -> bool:
         """Whether other ranks have added to the partial before this hop."""
-        return hop > int(self.plan.kv_exchange.first_visit[self._owner(hop)])
+        return hop > int(self.plan.kv_exchange.first_active[self._owner(hop)])
 
     def _carried(self, owner: int, hop: int) -> int:
         """Rows of an owner's partial that go on to the next rank after a hop."""
         exchange = self.plan.kv_exchange
-        return int(exchange.rows[owner, hop + 1]) if hop >= exchange.first_visit[owner] else 0
+        return int(exchange.rows[owner, hop + 1]) if hop >= exchange.first_active[owner] else 0
 
     def _returned(self, hop: int) -> int:
         """Rows of this rank's own partial that return after a hop."""
@@ -140,7 +141,7 @@ class GradBuffers:
         rows = self.dkv
         if hop > 0:
             begin, end = self._visible(hop)
-            if self._visited_before(hop):
+            if self._active_before(hop):
                 rows = self._contribution[:end]
             else:
                 partial = self._buffers[hop % 2][: self._held(hop)]
@@ -150,7 +151,7 @@ class GradBuffers:
         return rows[:, 0], rows[:, 1]
 
     def messages(self, hop: int) -> Messages:
-        """Messages that move the partial of hop - 1 beside the kernel of a hop.
+        """Messages that move the partial of hop - 1 during the kernel of a hop.
 
         Rows to which other ranks add go on to the next rank; the others return to their owner.
         """
@@ -178,7 +179,7 @@ class GradBuffers:
     def add(self, hop: int) -> None:
         """Adds a hop's contribution to the partial, and returned rows to `dkv`."""
         plan, there = self.plan, self._buffers[hop % 2]
-        if 0 < hop < plan.world and self._visited_before(hop):
+        if 0 < hop < plan.world and self._active_before(hop):
             begin, end = self._visible(hop)
             there[begin:end].add_(self._contribution[begin:end])
         back = self._returned(hop - 1)
@@ -189,13 +190,13 @@ class GradBuffers:
 
 
 class P2PRingPass:
-    """`ringfa3.ring_pass.RingPass` by messages."""
+    """`ringfa3.pass_interface.RingPass` by messages."""
 
     grads: tuple[torch.Tensor, torch.Tensor]
 
-    def __init__(self, transport: Transport, plan: ContextPlan, kind: str) -> None:
-        """kind: "forward" or "backward"."""
-        self._transport, self._plan, self._kind = transport, plan, kind
+    def __init__(self, transport: Transport, plan: ContextPlan, pass_type: str) -> None:
+        """pass_type: "forward" or "backward"."""
+        self._transport, self._plan, self._pass_type = transport, plan, pass_type
         self.recording: Recording = NoRecording()
 
     def replay(self, *_: object) -> None:
@@ -203,9 +204,9 @@ class P2PRingPass:
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
-        self._own = select_own_rows(self._kind, k, self._plan)
-        self._kv = KVBuffers(k, v, self._plan, self._kind, self._own)
-        self._grads = GradBuffers(k, self._plan) if self._kind == "backward" else None
+        self._local_kv = select_local_kv(self._pass_type, k, self._plan)
+        self._kv = KVBuffers(k, v, self._plan, self._pass_type, self._local_kv)
+        self._grads = GradBuffers(k, self._plan) if self._pass_type == "backward" else None
         # No split where rows return earlier: they would be added to heads that are not yet stored.
         split = self._grads is not None and self._grads.returned_at_the_end
         self._heads = LocalHeads.of(k) if split else LocalHeads(0)
@@ -230,7 +231,7 @@ class P2PRingPass:
                 exchange.wait()
             self._grads.add(self._plan.world)
             dtype = self._kv.published.dtype
-            self.grads = self._own.round_gradients(self._grads.dkv, None, dtype)
+            self.grads = self._local_kv.round_gradients(self._grads.dkv, None, dtype)
 
     def _tensors(self, hop: int) -> tuple[torch.Tensor, ...]:
         """K and V of a hop, in a backward also dK and dV."""
@@ -238,13 +239,13 @@ class P2PRingPass:
         return *self._kv.block(hop), *grads
 
     def _exchange(self, hop: int) -> Exchange | None:
-        """Starts all messages that move beside a hop's kernel; None if there are none."""
+        """Starts all messages that move during a hop's kernel; None if there are none."""
         both = [self._kv.messages(hop)]
         if self._grads is not None:
             both.append(self._grads.messages(hop))
         sends, receives = (
-            [m for messages in kind for m in messages if len(m.tensor)]
-            for kind in zip(*both, strict=True)
+            [m for messages in group for m in messages if len(m.tensor)]
+            for group in zip(*both, strict=True)
         )
         if not (sends or receives):
             return None

@@ -1,8 +1,8 @@
 """How a ring call begins: each rank checks its own arguments, then all agree or all raise.
 
-Transport and forward mode are decided here, once a call. What a plan has been called with before is
-neither checked nor agreed on again, except a first capture in a CUDA graph, on which ranks agree,
-and the memory that every capture needs.
+Transport and forward mode are decided here, once a call. A call signature that a plan has had
+before is neither checked nor agreed on again. Exceptions: ranks agree on a first capture in a CUDA
+graph, and every capture checks its memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ringfa3 import host
 from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
+from ringfa3.pass_interface import LocalPass, RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.unshard import set_agreement
@@ -28,7 +29,6 @@ from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import is_fake
-from ringfa3.ring_pass import LocalPass, RingPass
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ipc_memory import IpcMemory
@@ -40,7 +40,7 @@ from ringfa3.validation import (
     check_transport,
 )
 
-MAX_VALIDATED = 64  # kinds of calls that a plan remembers as valid
+MAX_VALIDATED = 64  # call signatures that a plan remembers as valid
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
@@ -102,32 +102,32 @@ def bind_to_group(plan: ContextPlan, group: dist.ProcessGroup | None = None) -> 
 class PreparedCall(NamedTuple):
     """A call that is valid and that all ranks have agreed on.
 
-    kind       of its pass: "forward", "gathered" or "backward"
-    make_pass  make_pass(plan, kind): a pass over the call's transport
+    pass_type  "forward", "gathered" or "backward"
+    make_pass  make_pass(plan, pass_type): a pass over the call's transport
     messages   between ranks; None for a world of one rank, and over `symmetric`
     """
 
     plan: ContextPlan
-    kind: str
+    pass_type: str
     make_pass: Callable[[ContextPlan, str], RingPass]
     messages: Transport | None = None
 
     @property
     def hops(self) -> Plan:
         """The spans that its kernels compute."""
-        return self.plan.gathered if self.kind == "gathered" else self.plan.hops
+        return self.plan.gathered if self.pass_type == "gathered" else self.plan.hops
 
     def ring_pass(self) -> RingPass:
-        return self.make_pass(self.plan, self.kind)
+        return self.make_pass(self.plan, self.pass_type)
 
 
-def pass_kind(direction: str, forward_mode: str) -> str:
-    """The kind of a pass over `symmetric`; direction: "forward" or "backward"."""
+def pass_type_of(direction: str, forward_mode: str) -> str:
+    """The type of a pass over `symmetric`; direction: "forward" or "backward"."""
     return "gathered" if (direction, forward_mode) == ("forward", "gathered") else direction
 
 
 class _Validated(NamedTuple):
-    """What is known of a kind of call.
+    """What is known of calls with one signature.
 
     settings       on which ranks agree
     call_settings  the same with the call's direction
@@ -213,14 +213,14 @@ def prepare_call(
         return PreparedCall(plan, direction, partial(P2PRingPass, nobody), nobody)
     group = RingGroup.of(plan.group)
     connections = group.connections
-    kind = pass_kind(direction, validated.forward_mode)
+    pass_type = pass_type_of(direction, validated.forward_mode)
     by_messages = transport == "nccl" or (direction == "forward" and precision != "native")
     settings, call_settings, _ = validated
     symmetric = not by_messages and q.is_cuda and connections.may_use_symmetric(transport)
     if error is None and symmetric:
         error = _device_error(q.device, connections.shared_memory)
     if error is None and symmetric and torch.cuda.is_current_stream_capturing():
-        error = capture_error(connections.shared_memory, BufferSpec(plan, kind, k), not first)
+        error = capture_error(connections.shared_memory, BufferSpec(plan, pass_type, k), not first)
         settings, call_settings = _captured(settings), _captured(call_settings)
     try:
         group.agree(settings, error)
@@ -230,7 +230,7 @@ def prepare_call(
         raise
     group.begin(call_settings, group.forward_of(lse))
     make_pass, messages = connection(group, q.device, transport, by_messages)
-    return PreparedCall(plan, direction if messages else kind, make_pass, messages)
+    return PreparedCall(plan, direction if messages else pass_type, make_pass, messages)
 
 
 def _device_error(device: torch.device, memory: IpcMemory | None) -> ValueError | None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
+from ringfa3.numa import host_name
 from ringfa3.ring.entries import listed
-from ringfa3.symmetric.self_test import host_name
 
 POLL_S = 0.005
 
@@ -30,27 +30,28 @@ def new_group(
     """A process group of `ranks`, this process the `rank`-th of them; no other rank takes part.
 
     It is unknown to `torch.distributed`, whose functions neither find nor destroy it: its own
-    methods take ranks in the group, and `end_group` ends it. `torch.distributed.new_group` would
-    split NCCL's communicator where the default group is bound to a device, which all ranks of the
-    job must do together, and hangs with `use_local_synchronization=True` where ranks have made
-    different numbers of groups before. NCCL's kernels have high priority: they go before others
-    that wait for an SM.
+    methods take ranks in the group, and `end_group` ends it. NCCL's kernels have high priority:
+    they go before others that wait for an SM.
+
+    `torch.distributed.new_group` does not serve. Where the default group is bound to a device, it
+    splits NCCL's communicator, which all ranks of the job must do together. With
+    `use_local_synchronization=True` it hangs if ranks have made different numbers of groups before.
     """
     store = PrefixStore(name, store)
     group = dist.ProcessGroup(store, rank, len(ranks))
     communicator: Backend
     if backend == "nccl":
-        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+        backend_type, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
         options.global_ranks_in_group = list(ranks)  # for NCCL's log and flight recorder
         options.group_name = name  # type: ignore[assignment]
         communicator = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
     else:
-        kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+        backend_type, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
         communicator = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
-    group._set_default_backend(kind)
-    group._register_backend(device, kind, communicator)
+    group._set_default_backend(backend_type)
+    group._register_backend(device, backend_type, communicator)
     group._set_group_name(name)  # type: ignore[arg-type]
     return group
 

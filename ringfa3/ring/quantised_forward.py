@@ -5,8 +5,8 @@ have one scale. Ranks exchange whole tiles of KEY_TILE keys, each with its scale
 number of K and, in "fp8", of V.
 
 Between hosts blocks go around the ring, one hop a launch. On one host every rank sends its block to
-those that see it, and a launch attends to the blocks of several hops: each launch but the first
-reads and writes partial outputs in float32, four bytes for each number of O.
+the ranks that attend to it, and a multi-hop launch attends to the blocks of several hops. Each
+launch after the first reads and writes partial outputs in float32, four bytes for each number of O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ringfa3.kernels.dispatch import select_quantised
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.planning.sharding import Ints
@@ -31,7 +31,7 @@ ROWS_PER_HOP = 16384
 MAX_HOPS = 3  # of a launch: their K/V are in memory twice, as they came and as operands
 
 
-def run_forward(
+def run_quantised_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -51,7 +51,7 @@ def run_forward(
         RingError: a peer died or stopped, naming hop and peer.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accum_dtype(q.dtype))
     kernel = select_quantised(q, precision)
     if plan.world == 1:
         tiling = plan.hops.forward(kernel.tile_m)[0]
@@ -66,8 +66,8 @@ def run_forward(
     blocks: Blocks | DirectBlocks
     if transport.one_host:
         launch = launches(plan, q.shape[1] // k.shape[1])
-        first_tile, _ = exchange.joined_layout(plan.rank, launch)
-        hops = hops.joined(launch, KEY_TILE * first_tile)
+        first_tile, _ = exchange.launch_layout(plan.rank, launch)
+        hops = hops.multi_hop(launch, KEY_TILE * first_tile)
         blocks = DirectBlocks(exchange, plan.rank, launch, row)
     else:
         blocks = Blocks(exchange, plan.rank, "forward", row)
@@ -100,17 +100,17 @@ def launches(plan: ContextPlan, group_size: int) -> Ints:
 
 
 class DirectBlocks:
-    """The blocks that ranks send to those that see them; as `Blocks`, with launches for hops.
+    """The blocks that ranks send to those that attend to them; as `Blocks`, with launches for hops.
 
-    Messages beside a launch fill the buffer for the next one, so a launch unpacks it beforehand.
+    Messages fill the buffer for the next launch while a launch runs, so a launch unpacks it first.
 
     published  the rows of this rank's own block, in buffer order, to be filled before launch 0
     """
 
     def __init__(self, exchange: KVExchange, rank: int, launch: Ints, row: torch.Tensor) -> None:
-        """launch: as `KVExchange.joined_layout`. row: of the exchange's rows."""
+        """launch: as `KVExchange.launch_layout`. row: of the exchange's rows."""
         self._visible, self._rank, self._launch = exchange.visible, rank, launch
-        self._first, self._rows = exchange.joined_layout(rank, launch)
+        self._first, self._rows = exchange.launch_layout(rank, launch)
         self._buffer = row.new_empty((int(self._rows[1:].max()), *row.shape))
         self.published = row.new_empty((int(exchange.rows[rank, 1]), *row.shape))
 
@@ -119,7 +119,7 @@ class DirectBlocks:
         return self._buffer[: self._rows[launch]]
 
     def messages(self, launch: int) -> Messages:
-        """Messages that bring the blocks of the next launch, beside a launch's kernel."""
+        """Messages that bring the blocks of the next launch while a launch runs."""
         rank, world = self._rank, len(self._launch)
         sends, receives = [], []
         for hop in np.flatnonzero(self._launch == launch + 1).tolist():

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple, Protocol
 from torch._C._distributed_c10d import Store
 
 from ringfa3.ring.entries import Settings
-from ringfa3.symmetric.watchdog import JOIN_S
+from ringfa3.threads import JOIN_S
 
 PERIOD_S = 0.25  # between two polls
 FAILURE_KEY = "ringfa3/failure"  # message of a rank that has given up
 
 
-def entry_key(epoch: int, rank: int) -> str:
+def entry_key(agreement_id: int, rank: int) -> str:
     """A rank's entry in an agreement."""
-    return f"ringfa3/agree/{epoch}/{rank}"
+    return f"ringfa3/agree/{agreement_id}/{rank}"
 
 
-def join_request_key(epoch: int) -> str:
+def join_request_key(agreement_id: int) -> str:
     """Set by a rank in an agreement that has an error to report, or waits for other ranks."""
-    return f"ringfa3/join/{epoch}"
+    return f"ringfa3/join/{agreement_id}"
 
 
 def _latest_key(rank: int) -> str:
@@ -62,10 +62,10 @@ class LatestCall(NamedTuple):
         """28 bits that identify the call, the same on all ranks in it."""
         return zlib.crc32(f"{self.number} {self.forward} {self.settings.key}".encode()) >> 4
 
-    def at(self, place: str) -> Settings:
+    def at(self, point: str) -> Settings:
         """Its settings, with what ranks compare that have come so far."""
         of = {"forward of this backward": f"call {self.forward}"} if self.forward else {}
-        return Settings({**self.settings, **of, "progress": f"call {self.number}, {place}"})
+        return Settings({**self.settings, **of, "progress": f"call {self.number}, {point}"})
 
     @property
     def what(self) -> str:
@@ -76,9 +76,9 @@ class LatestCall(NamedTuple):
 class GroupView(Protocol):
     """What the monitor reads of one rank's `RingGroup`, while that changes it.
 
-    ranks   global ranks, for messages
-    epoch   number of the latest agreement that the rank has entered
-    recent  its latest calls
+    ranks         global ranks, for messages
+    agreement_id  number of the latest agreement that the rank has entered
+    recent        its latest calls
     """
 
     ranks: list[int]
@@ -88,7 +88,7 @@ class GroupView(Protocol):
     recent: deque[LatestCall]
 
     @property
-    def epoch(self) -> int: ...
+    def agreement_id(self) -> int: ...
 
     @property
     def asynchronous(self) -> bool:
@@ -130,9 +130,9 @@ class StoreMonitor(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._waiting = False
 
-    def asks(self, epoch: int) -> bool:
+    def asks(self, agreement_id: int) -> bool:
         """Whether a rank has given up, or asks to join the agreement of that number."""
-        return self.peer_failure is not None or self.join_request == epoch
+        return self.peer_failure is not None or self.join_request == agreement_id
 
     def end(self, seconds: float = JOIN_S) -> None:
         """Ends the thread, which closes the connections, and waits so long for it."""
@@ -152,23 +152,25 @@ class StoreMonitor(threading.Thread):
 
     def _poll(self) -> None:
         group = self._group
-        epoch, latest = group.epoch + 1, group.latest
+        agreement_id, latest = group.agreement_id + 1, group.latest
         call = latest.number
         if self._store.check([FAILURE_KEY]):
             self.peer_failure = self._store.get(FAILURE_KEY).decode()
-        if self._store.check([join_request_key(epoch)]):
-            entries = [e for _, e in self._peers(lambda r: entry_key(epoch, r), range(group.world))]
+        if self._store.check([join_request_key(agreement_id)]):
+            entries = [
+                e for _, e in self._peers(lambda r: entry_key(agreement_id, r), range(group.world))
+            ]
             # such a rank will never send what this call waits for
             void = any(entry["mid_call"] or entry["call"] < call for entry in entries)
             if void or any(entry["error"] is not None for entry in entries):
-                self.join_request = epoch
+                self.join_request = agreement_id
             if void and group.asynchronous:
                 group.join_for_caller()
         if self._waiting:
             self._publish(latest)
             for _, peer in self._latest_calls(range(group.world)):
                 if peer.number == call and peer[:3] != latest[:3]:
-                    self.join_request = epoch
+                    self.join_request = agreement_id
         elif call and group.asynchronous:
             self._publish(latest)
             self._compare()

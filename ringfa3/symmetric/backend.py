@@ -19,7 +19,7 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_graphs import ReplayWaits, fork_join
 from ringfa3.symmetric.ipc_memory import IpcMemory
-from ringfa3.symmetric.ring_pass import BufferSpec, CallRecipes
+from ringfa3.symmetric.ring_pass import BufferSpec, CallCache
 from ringfa3.symmetric.ring_program import Begun, Inputs, ReplayableCall, RingProgram, Tensors
 from ringfa3.symmetric.signals import Gather, Signals
 from ringfa3.symmetric.stream_ops import (
@@ -59,24 +59,24 @@ class Group(Protocol):
         """The message of a rank that has given up; None if none has."""
 
     def lose(self, message: str) -> None:
-        """Marks the group lost, tells the other ranks and interrupts the caller."""
+        """Makes the group unusable, reports that to the other ranks and interrupts the caller."""
 
     @property
     def call(self) -> int:
         """Number of the call under way."""
 
-    def mark(self) -> Any:
-        """Of the call under way, for `begin_again`."""
+    def agreement_snapshot(self) -> Any:
+        """For `begin_again` of calls like the one under way."""
 
-    def begin_again(self, mark: Any, lse: torch.Tensor | None) -> bool:
-        """Begins a call like the marked one; False if it cannot begin without another look. lse: of
-        a backward."""
+    def begin_again(self, agreed: Any, lse: torch.Tensor | None) -> bool:
+        """Begins a call with the settings of a snapshot; False if ranks must agree first. lse: of a
+        backward."""
 
     def returned(self, lse: torch.Tensor) -> None:
         """The forward call under way returns this LSE."""
 
-    def tell(self, problem: Exception) -> None:
-        """Tells the other ranks that an error ends a call, unless they know."""
+    def report_failure(self, problem: Exception) -> None:
+        """Reports to the other ranks that an error ends a call, unless they know."""
 
 
 class DriverCalls(NamedTuple):
@@ -115,13 +115,13 @@ class SymmetricBackend:
         """lost(message) is called if a peer does not answer within `timeout_s`."""
         self.group, self.device = group, device
         self.calls = 0
-        self.recipes: CallRecipes = weakref.WeakKeyDictionary()
-        self._recipes: dict[torch.cuda.Stream, CallRecipes] = {}  # by compute stream
-        self._forgotten = 0  # how often `_recipes` was emptied
+        self.call_cache: CallCache = weakref.WeakKeyDictionary()
+        self._call_caches: dict[torch.cuda.Stream, CallCache] = {}  # by compute stream
+        self._cache_version = 0  # changes whenever `_call_caches` is emptied
         self._compute: torch.cuda.Stream | None = None  # of the last call that was not captured
         self.captured = False  # the call under way is
         self._fork_join = False  # calls fork and join: some have been captured
-        self._graphs: list[CallRecipes] = []  # of captured calls: graphs have their addresses
+        self._graphs: list[CallCache] = []  # of captured calls: graphs have their addresses
         self.memory = IpcMemory(group.rank, group.world, device, group.gather)
         self.signals = signals(group.rank, group.world, group.gather)
         torch.cuda.synchronize(device)  # makes its context the current one
@@ -143,28 +143,28 @@ class SymmetricBackend:
         self._row_bytes = spec.row_bytes
         self.captured = torch.cuda.is_current_stream_capturing()
         if not self.memory.holds(spec.slot_bytes):
-            self._forget_recipes()
-            self.recipes = {}  # their tensors view the old memory
+            self._clear_call_caches()
+            self.call_cache = {}  # their tensors view the old memory
             self.memory.reserve(spec.slot_bytes)
         compute = torch.cuda.current_stream(self.device)
         if self.captured:
             if not self._fork_join:
                 self._start_fork_join()
             self.memory.pin()
-            self.recipes = {}
-            self._graphs.append(self.recipes)
+            self.call_cache = {}
+            self._graphs.append(self.call_cache)
         else:
             if self._compute not in (None, compute):
                 compute.wait_stream(self._compute)  # the schedule knows one compute stream
             self._compute = compute
-            self.recipes = self._recipes.setdefault(compute, weakref.WeakKeyDictionary())
+            self.call_cache = self._call_caches.setdefault(compute, weakref.WeakKeyDictionary())
         self._streams[Stream.COMPUTE] = compute
         self.calls += 1
         return (self.calls - 1) % 2
 
-    def _forget_recipes(self) -> None:
-        self._recipes.clear()
-        self._forgotten += 1
+    def _clear_call_caches(self) -> None:
+        self._call_caches.clear()
+        self._cache_version += 1
 
     def _start_fork_join(self) -> None:
         """Before the first captured call: waits until earlier calls have ended.
@@ -176,7 +176,7 @@ class SymmetricBackend:
         ):
             time.sleep(0.001)
         self._fork_join = True
-        self._forget_recipes()
+        self._clear_call_caches()
         self._watchdog.poll_graphs(self._replays.poll)
 
     def adapt(self, operations: list[Operation]) -> list[Operation]:
@@ -279,12 +279,14 @@ class SymmetricBackend:
         return program.run(inputs, stream, waits)
 
     def replayable(self) -> ReplayableCall:
-        return ReplayableCall(self, self.group.mark(), self._compute, self._forgotten)
+        return ReplayableCall(
+            self, self.group.agreement_snapshot(), self._compute, self._cache_version
+        )
 
     def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
         """As `ReplayableCall.begin`."""
         program = call.programs[self.calls % 2]
-        if program is None or self._forgotten != call.recipes or self._compute != call.stream:
+        if program is None or self._cache_version != call.recipes or self._compute != call.stream:
             return None
         if not self.group.begin_again(call.mark, lse):
             return None
@@ -298,8 +300,8 @@ class SymmetricBackend:
     def returned(self, lse: torch.Tensor) -> None:
         self.group.returned(lse)
 
-    def tell(self, error: Exception) -> None:
-        self.group.tell(error)
+    def report_failure(self, error: Exception) -> None:
+        self.group.report_failure(error)
 
     def _event(self, event: Event) -> int:
         if event not in self._events:
@@ -325,8 +327,8 @@ class SymmetricBackend:
                     for stream in self._streams.values():  # the watchdog ends waits in vain
                         stream.synchronize()
                     self._watchdog.end()  # before the words that it reads are unmapped
-                    self._forget_recipes()
-                    self.recipes = {}  # their tensors view the memory
+                    self._clear_call_caches()
+                    self.call_cache = {}  # their tensors view the memory
                     self.memory.unmap()
                     together = meet()
                     if together:
@@ -354,7 +356,7 @@ class SymmetricBackend:
 
 
 def _record(recorder: Recorder, prepared: DriverCalls) -> None:
-    """Shows operations to a recorder before they are issued."""
+    """Passes operations to a recorder before they are issued."""
     counts = [(stream, count) for stream, _, counts in prepared.waits for count in counts]
     for call in prepared.calls:
         recorder.called(call, counts)

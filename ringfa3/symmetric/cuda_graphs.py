@@ -1,16 +1,17 @@
 """Ring calls over `symmetric` in CUDA graphs. This is all of the support; it is not extended.
 
-Outside graphs, a call's side streams run on beside the next call, whose operations follow on the
-same streams. A graph has no order with streams outside, and a replay asks no host. So a call in a
-graph forks its side streams from the compute stream and joins them to it at its end; so does, from
-the first capture on, every call beside graphs. The calls of a rank then run one after the other, in
-whatever graphs they are and however often those are replayed, and any parities may follow each
-other as long as they are the same on all ranks.
+Outside graphs, a call's side streams may still run during the next call, whose operations follow on
+the same streams. A graph has no order with streams outside, and a replay asks no host. So a call in
+a graph forks its side streams from the compute stream and joins them to it at its end. From the
+first capture on, calls outside graphs do so too.
 
-A graph keeps no order of issue: the device may run its operations one by one, in any order that
-events allow. What a rank waits for must then be set by its peers in any such order:
+The calls of a rank then run one after the other, in whatever graphs they are and however often
+those are replayed. Parities may follow each other in any order that is the same on all ranks.
 
-* A rank sets all its KV_READY before it waits for any signal: the gradients' stream forks behind
+A graph has no order of issue: the device may run its operations one by one, in any order that
+events allow. Peers must set what a rank waits for in every such order:
+
+* A rank sets all its KV_READY before it waits for any signal: the gradients' stream forks after
   them.
 * A kernel starts when all its blocks have arrived.
 """

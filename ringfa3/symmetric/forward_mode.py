@@ -1,7 +1,7 @@
 """Which forward runs over peers' memory: one launch over gathered K/V, or one launch for each hop.
 
-One launch needs no merge, no float32 O and has one tail, but needs memory for all K/V that a rank
-sees. The rule chooses it where that memory is no more than what it saves.
+One launch needs no merge, no float32 O and has one tail, but needs memory for all K/V to which
+a rank attends. The rule chooses it where that memory is no more than what it saves.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 
 import torch
 
-from ringfa3.kernels.forward import MAX_ARRIVAL_WORDS
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.forward import MAX_ARRIVAL_FLAGS
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.planning.context_plan import ContextPlan
 
 FORWARD_MODE_ENV = "RINGFA3_FORWARD"  # overrides the rule for measurements; equal on all ranks
@@ -27,20 +27,20 @@ def select_forward_mode(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor) -> 
     if asked is not None and asked not in FORWARD_MODES:
         allowed = ", ".join(map(repr, FORWARD_MODES))
         raise ValueError(f"{FORWARD_MODE_ENV}={asked!r}: allowed are {allowed}")
-    if plan.world > MAX_ARRIVAL_WORDS:  # before max_rows, whose time is cubic in the world
+    if plan.world > MAX_ARRIVAL_FLAGS:  # before max_rows, whose time is cubic in the world
         return "hops"
     most = plan.kv_exchange.max_rows
     if not most.published:  # nothing to gather
         return "hops"
     if asked is not None:
         return asked
-    running_o = most.local * q.shape[1] * q.shape[2] * statistics_dtype(q.dtype).itemsize
+    running_o = most.local * q.shape[1] * q.shape[2] * accum_dtype(q.dtype).itemsize
     kv_recv = min(2, plan.world - 1) * most.published * _row_bytes(k)
     return "gathered" if gathered_bytes(plan, k) <= running_o + kv_recv else "hops"
 
 
 def gathered_bytes(plan: ContextPlan, k: torch.Tensor) -> int:
-    """Bytes of all K/V that a rank sees, on the rank where that is most; k (t, hk, d)."""
+    """Bytes of all K/V to which a rank attends, on the rank where that is most; k (t, hk, d)."""
     return plan.kv_exchange.max_rows.gathered * _row_bytes(k)
 
 

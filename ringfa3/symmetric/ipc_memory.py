@@ -1,8 +1,8 @@
-"""Device memory of a context group that every rank of one host can address by CUDA IPC.
+"""Device memory of a CP group that every rank of one host can address by CUDA IPC.
 
-It is allocated and mapped here and not by PyTorch's symmetric memory, which hangs when subgroups
-rendezvous (pytorch#196082, repaired by #196350) and whose signal pads collide across groups
-(#192581). Replace this module by it when the oldest PyTorch that we support has both repairs.
+This module allocates and maps it. PyTorch's symmetric memory hangs when subgroups rendezvous
+(pytorch#196082, repaired by #196350), and its signal pads collide across groups (#192581). Replace
+this module by it when the oldest PyTorch that we support has both repairs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _release(
 class IpcMemory:
     """Buffers of one rank, and the addresses of its peers' shared buffers.
 
-    KV_SHARED and DKV_OUT are in one IPC allocation, slot behind slot; the others are private. A
+    KV_SHARED and DKV_OUT are in one IPC allocation, slot after slot; the others are private. A
     call uses either KV_GATHERED, or KV_RECV, DKV_SUM and DKV_RECV: these share their memory.
 
     All calls and layers of a group use the same memory. Where a call needs more, it grows on all
@@ -194,7 +194,7 @@ class IpcMemory:
         return self._private.data_ptr() + self._offset(buffer, slot)
 
     def _offset(self, buffer: Buffer, slot: int) -> int:
-        """Of a slot in its allocation, in bytes."""
+        """Bytes from the start of the allocation to a slot."""
         before = 0
         for other in SHARED if buffer in SHARED else PRIVATE:
             if buffer in (other, Buffer.KV_GATHERED):

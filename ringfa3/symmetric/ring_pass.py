@@ -1,7 +1,7 @@
 """A ring pass over peers' memory: the operations of a schedule, with tensors for its buffers.
 
-The first call of a plan, kind and shape prepares a recipe of driver calls and tensors; later calls
-issue it.
+The first call of a plan, pass type and shape prepares driver calls and tensors; later calls
+issue them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
 import torch
 
 from ringfa3 import host
-from ringfa3.kernels.dispatch import select_own_rows
-from ringfa3.kernels.own_rows import OwnRows, Returns
+from ringfa3.kernels.dispatch import select_local_kv
+from ringfa3.kernels.local_kv import LocalKV, Returns
 from ringfa3.kernels.program import ProgramRecorder
 from ringfa3.kernels.recording import current_recorder
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.streams import CurrentStream
+from ringfa3.pass_interface import Attend, HopTensors, LocalHeads, NoRecording, Recording
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring_pass import Attend, HopTensors, LocalHeads, NoRecording, Recording
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
     MAX_PROGRAMS,
@@ -52,17 +52,17 @@ from ringfa3.symmetric.stream_ops import (
 class Backend(Protocol):
     """What a pass needs of one rank's streams and of the group's memory.
 
-    recipes   what is known of the calls that are like the one under way; emptied when the memory or
-              the streams change
-    arrivals  (world,) int32: word t is 1 from the event "arrived" of number t on, until the kernel
-              that waited for it has ended
+    call_cache  of the calls that run on the same stream as the one under way; emptied when the
+                memory or the streams change
+    arrivals    (world,) int32: flag t is 1 from the event "arrived" of number t on, until the
+                kernel that waited for it has ended
     """
 
-    recipes: CallRecipes
+    call_cache: CallCache
     arrivals: torch.Tensor
 
     def begin(self, spec: BufferSpec) -> int:
-        """Begins a call, the same on all ranks, and returns its parity, 0 and 1 in turn."""
+        """Begins a call, the same on all ranks, and returns its parity: its number modulo 2."""
 
     def adapt(self, operations: list[Operation]) -> list[Operation]:
         """The operations of the call under way, changed as CUDA graphs require."""
@@ -87,41 +87,42 @@ class Backend(Protocol):
         results."""
 
     def replayable(self) -> ReplayableCall:
-        """The call under way, for the host library to begin it again."""
+        """The call under way, for the C++ launcher to start calls like it."""
 
 
 class Step(NamedTuple):
-    """Prepared operations, then the work behind them and its tensors. The last has no work."""
+    """Prepared operations, then the work that follows them and its tensors. The last has no
+    work."""
 
     prepared: Any
     work: Work | None
     tensors: tuple[Any, ...]
 
 
-class CallRecipe(NamedTuple):
+class PreparedSteps(NamedTuple):
     """The steps that `start` issues, and those that `run` issues.
 
-    rows  what moves the rank's own rows in them
+    local_kv  what moves the rank's local K/V in them
     """
 
     start: list[Step]
     run: list[Step]
-    rows: OwnRows
+    local_kv: LocalKV
 
 
-class KnownCalls(NamedTuple):
-    """Of one plan: recipes, programs of the host library, and calls that it begins itself."""
+class CachedCalls(NamedTuple):
+    """The calls of one plan: prepared steps, recorded programs, and calls that start in C++."""
 
-    recipes: dict[object, CallRecipe]
+    steps: dict[object, PreparedSteps]
     programs: Programs
     replayable: dict[Hashable, ReplayableCall]
 
 
-CallRecipes: TypeAlias = MutableMapping[Plan, KnownCalls]
+CallCache: TypeAlias = MutableMapping[Plan, CachedCalls]
 
 
 class BufferSpec:
-    """Buffers of the calls of one plan, kind and shape of keys.
+    """Buffers of the calls of one plan, pass type and shape of keys.
 
     row        shape of a buffer's row: (2, hk, d), K and V or dK and dV
     rows       that a slot of each buffer must hold
@@ -129,23 +130,24 @@ class BufferSpec:
     row_bytes  of the same buffers
     """
 
-    def __init__(self, plan: ContextPlan, kind: str, k: torch.Tensor) -> None:
-        """kind: "forward", "gathered" or "backward"; k: (tokens, hk, d), or a "meta" tensor."""
+    def __init__(self, plan: ContextPlan, pass_type: str, k: torch.Tensor) -> None:
+        """pass_type: "forward", "gathered" or "backward"; k: (tokens, hk, d), or a "meta"
+        tensor."""
         self.row = (2, *k.shape[1:])
         most = plan.kv_exchange.max_rows
-        if kind == "gathered":
+        if pass_type == "gathered":
             self.rows = {Buffer.KV_SHARED: most.published, Buffer.KV_GATHERED: most.gathered}
         else:
             self.rows = {Buffer.KV_SHARED: most.published, Buffer.KV_RECV: most.published}
         self.dtypes = dict.fromkeys(self.rows, k.dtype)
-        if kind == "backward":
+        if pass_type == "backward":
             self.rows |= {
                 Buffer.DKV_OUT: most.published,
                 Buffer.DKV_SUM: most.published,
                 Buffer.DKV_RECV: most.returned,
             }
             floats = (Buffer.DKV_OUT, Buffer.DKV_SUM, Buffer.DKV_RECV)
-            self.dtypes |= dict.fromkeys(floats, statistics_dtype(k.dtype))
+            self.dtypes |= dict.fromkeys(floats, accum_dtype(k.dtype))
         numbers = 2 * k.shape[1] * k.shape[2]
         self.row_bytes = {b: numbers * dtype.itemsize for b, dtype in self.dtypes.items()}
 
@@ -159,62 +161,64 @@ _specs: weakref.WeakKeyDictionary[Plan, dict[object, BufferSpec]] = weakref.Weak
 
 
 class SymmetricRingPass:
-    """`ringfa3.ring_pass.RingPass` over peers' memory.
+    """`ringfa3.pass_interface.RingPass` over peers' memory.
 
-    select_rows  what moves the rank's own rows, for (direction, K, plan)
+    make_local_kv  what moves the rank's local K/V, for (direction, K, plan)
     """
 
-    select_rows: Callable[[str, torch.Tensor, ContextPlan], OwnRows] = staticmethod(select_own_rows)
+    make_local_kv: Callable[[str, torch.Tensor, ContextPlan], LocalKV] = staticmethod(
+        select_local_kv
+    )
     grads: tuple[torch.Tensor, torch.Tensor]
 
-    def __init__(self, backend: Backend, plan: ContextPlan, kind: str) -> None:
-        """kind: the schedule to run: "forward", "gathered" or "backward"."""
-        self._backend, self._plan, self._kind = backend, plan, kind
+    def __init__(self, backend: Backend, plan: ContextPlan, pass_type: str) -> None:
+        """pass_type: the schedule to run: "forward", "gathered" or "backward"."""
+        self._backend, self._plan, self._pass_type = backend, plan, pass_type
         self._parity: int | None = None  # before the call begins
         self.recording: Recording = NoRecording()
 
     def _begin(self, k: torch.Tensor) -> int:
         """Begins the call and returns its parity."""
         backend, plan = self._backend, self._plan
-        self._key = key = (self._kind, k.dtype, k.shape[1], k.shape[2])
+        self._key = key = (self._pass_type, k.dtype, k.shape[1], k.shape[2])
         specs = _specs.setdefault(plan.hops, {})
         spec = specs.get(key)
         if spec is None:
-            spec = specs[key] = BufferSpec(plan, self._kind, k)
+            spec = specs[key] = BufferSpec(plan, self._pass_type, k)
         self._spec = spec
         self._parity = parity = backend.begin(spec)
-        known = backend.recipes.get(plan.hops)
+        known = backend.call_cache.get(plan.hops)
         if known is None:
-            known = backend.recipes.setdefault(plan.hops, KnownCalls({}, {}, {}))
+            known = backend.call_cache.setdefault(plan.hops, CachedCalls({}, {}, {}))
         self._known = known
         return parity
 
     def replay(self, k: torch.Tensor, inputs: Inputs, settings: Hashable) -> Tensors | None:
-        """As `RingPass.replay`; begins the call if the host library starts calls."""
+        """As `RingPass.replay`; begins the call if the C++ launcher starts calls."""
         library = host.library()
         if library is None or not ProgramRecorder.can_tell_apart(inputs):
             return None
         parity = self._begin(k)
         stream = CurrentStream.of(k.device)
-        alike = self._key, kind_of(inputs, settings, stream)
-        kind = alike, parity
-        program = self._known.programs.get(kind, 0)
+        signature = self._key, kind_of(inputs, settings, stream)
+        key = signature, parity
+        program = self._known.programs.get(key, 0)
         if isinstance(program, int):
-            self.recording = ProgramRecording(library, self._known.programs, kind, inputs)
+            self.recording = ProgramRecording(library, self._known.programs, key, inputs)
             return None
         if program.held is None:
             return None
         if library.ring_wanted():
-            library.keep_ring(self._replayable(alike, parity, program))
+            library.keep_ring(self._replayable(signature, parity, program))
         return self._backend.replay(program, inputs, stream)
 
-    def _replayable(self, alike: Hashable, parity: int, program: RingProgram) -> ReplayableCall:
+    def _replayable(self, signature: Hashable, parity: int, program: RingProgram) -> ReplayableCall:
         """As the call under way, with what is known of the other parity."""
         known = self._known.replayable
-        if alike not in known and len(known) >= MAX_PROGRAMS:
+        if signature not in known and len(known) >= MAX_PROGRAMS:
             known.clear()
-        earlier = known.get(alike)
-        call = known[alike] = self._backend.replayable()
+        earlier = known.get(signature)
+        call = known[signature] = self._backend.replayable()
         if earlier is not None:
             call.programs = earlier.programs
         call.programs[parity] = program
@@ -225,27 +229,31 @@ class SymmetricRingPass:
         backend, plan = self._backend, self._plan
         self._local = (k, v)
         parity = self._begin(k) if self._parity is None else self._parity
-        spec, recipes = self._spec, self._known.recipes
+        spec, prepared = self._spec, self._known.steps
         key = self._key, waits_in_kernel, parity
-        recipe = recipes.get(key)
-        if recipe is None:
-            rows = self.select_rows("backward" if self._kind == "backward" else "forward", k, plan)
-            recipe = _recipe(backend, plan, self._kind, spec, parity, rows, waits_in_kernel)
-            recipes[key] = recipe
-        self._rows = recipe.rows
+        steps = prepared.get(key)
+        if steps is None:
+            local_kv = self.make_local_kv(
+                "backward" if self._pass_type == "backward" else "forward", k, plan
+            )
+            steps = _prepare_steps(
+                backend, plan, self._pass_type, spec, parity, local_kv, waits_in_kernel
+            )
+            prepared[key] = steps
+        self._local_kv = steps.local_kv
         recorder = current_recorder()
         if recorder is not None:
-            for step in (*recipe.start, *recipe.run):
+            for step in (*steps.start, *steps.run):
                 recorder.uses(step.tensors)
         self._dkv_shape = (plan.local_tokens, *spec.row)
         self._dkv_dtype = spec.dtypes.get(Buffer.DKV_OUT)
-        self._issue(recipe.start)
-        self._rest = recipe.run
+        self._issue(steps.start)
+        self._rest = steps.run
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes last; some of its KV heads may come first.
 
-        The peers' contributions to dK/dV are added behind it.
+        The peers' contributions to dK/dV are added after it.
         """
         self._attend = attend
         self._dkv: torch.Tensor | None = None
@@ -260,21 +268,21 @@ class SymmetricRingPass:
                 self._backend.compute(work, partial(self._do, work, tensors))
 
     def _do(self, work: Work, tensors: tuple[Any, ...]) -> None:
-        """Performs `work` on the tensors that `_recipe` has made for it."""
+        """Performs `work` on the tensors that `_prepare_steps` has made for it."""
         if isinstance(work, Publish):
-            self._rows.publish(*self._local, *tensors)
+            self._local_kv.publish(*self._local, *tensors)
         elif isinstance(work, AttendHop):
             self._do_hop(work, tensors)
         elif isinstance(work, AttendGathered):
             k, v, *arrivals = tensors
             self._attend(0, HopTensors(k, v, arrivals=arrivals[0] if arrivals else None))
         elif isinstance(work, AddToSum):
-            self._rows.add_returns(*tensors)
+            self._local_kv.add_returns(*tensors)
         else:
             assert self._dkv is not None
             (returns,) = tensors
             dtype = self._local[0].dtype
-            self.grads = self._rows.round_gradients(self._dkv, returns, dtype)
+            self.grads = self._local_kv.round_gradients(self._dkv, returns, dtype)
 
     def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...]) -> None:
         if work.kv is not None:
@@ -289,17 +297,17 @@ class SymmetricRingPass:
             LocalHeads.of(local[0]).attend_last(self._attend, *local)
 
 
-def _recipe(
+def _prepare_steps(
     backend: Backend,
     plan: ContextPlan,
-    kind: str,
+    pass_type: str,
     spec: BufferSpec,
     parity: int,
-    own: OwnRows,
+    local_kv: LocalKV,
     waits_in_kernel: bool,
-) -> CallRecipe:
+) -> PreparedSteps:
     """The steps of a call on the memory that the backend has now."""
-    operations = getattr(schedule, kind)(plan.kv_exchange, plan.rank, parity)
+    operations = getattr(schedule, pass_type)(plan.kv_exchange, plan.rank, parity)
     operations = backend.adapt(operations)
     in_kernel = frozenset(_arrivals(operations) if waits_in_kernel else ())
 
@@ -348,7 +356,7 @@ def _recipe(
             steps.append(Step(prepared, operation, tensors(operation)))
             pending = []
     steps.append(Step(backend.prepare(pending, in_kernel), None, ()))
-    return CallRecipe(steps[:count], steps[count:], own)
+    return PreparedSteps(steps[:count], steps[count:], local_kv)
 
 
 def _arrivals(operations: Iterable[Operation]) -> Iterator[Event]:

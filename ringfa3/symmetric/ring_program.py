@@ -66,7 +66,7 @@ class Beginner(Protocol):
     def returned(self, lse: torch.Tensor) -> None:
         """The forward call under way returns this LSE."""
 
-    def tell(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Tells the other ranks that an error ends the call under way."""
 
 
@@ -100,12 +100,12 @@ class ReplayableCall:
     def refused(self, name: str, status: int) -> NoReturn:
         """The driver has refused a call of the program: tells the other ranks and raises."""
         error = cuda_driver.error(name, status)
-        self._backend.tell(error)
+        self._backend.report_failure(error)
         raise error
 
     def failed(self, memory: bool, text: str) -> None:
         """The program has failed, for lack of memory or otherwise: tells the other ranks."""
-        self._backend.tell((torch.OutOfMemoryError if memory else RuntimeError)(text))
+        self._backend.report_failure((torch.OutOfMemoryError if memory else RuntimeError)(text))
 
 
 Programs: TypeAlias = MutableMapping[Hashable, RingProgram | int]  # int: calls so far, in Python
@@ -145,7 +145,7 @@ class ProgramRecording:
         self._modes.__exit__(*problem)
 
     def keep(self, results: Tensors) -> None:
-        """As `ringfa3.ring_pass.Recording.keep`."""
+        """As `ringfa3.pass_interface.Recording.keep`."""
         recorder = self._recorder
         if recorder is None:
             return

@@ -2,22 +2,23 @@
 
 Data only: lists of the operations of `stream_ops`.
 
-Forward, hop t = 0..n-1: rank r's K/V are in its KV_SHARED. Rank r copies the rows of
-rank r-t that its queries see into a KV_RECV buffer and attends to them. No rank forwards K/V.
+Forward, hop t = 0..n-1: rank r's K/V are in its KV_SHARED. Rank r copies the rows of rank r-t to
+which its queries attend into a KV_RECV buffer, then attends to them. No rank forwards K/V.
 
-Gathered, the forward in one launch: the rank copies all K/V that its queries see behind its own, in
-the order of the hops, and one kernel waits for each block as it needs it. A kernel that waits
+Gathered forward, in a single launch: the rank copies all K/V to which its queries attend after its
+own, in the order of the hops. One kernel waits for each block as it needs it. A kernel that waits
 occupies the SMs. It therefore starts only when all these blocks are published: it then waits for
 copies alone, which need no SM and no other rank and are queued before the kernel. So it always
 ends, even while a kernel of a collective, here or on another rank, waits for a free SM.
 
-Backward, hop t = 1..n-1: K/V of rank r-t as in the forward. Of a rank's own keys some heads may run
-first, beside the first copies; the others run last, beside the last copies of dK/dV. The kernel of
-visit i (counting from 0) stores its float32 dK/dV in DKV_OUT[i % 2]. Their owner copies them beside
-the next kernels: rows that no earlier hop has brought go into DKV_SUM; others go into DKV_RECV and
-are added to DKV_SUM from there. The order of the additions is thus the same in every run. A running
-kernel waits for no other rank: it starts when its DKV_OUT slot is free, so ranks may be about two
-visits apart.
+Backward, hop t = 1..n-1: K/V of rank r-t as in the forward. Some heads of a rank's own keys may run
+first, concurrently with the first copies. The others run last, concurrently with the last copies of
+dK/dV. The kernel of active hop i (counting from 0) stores its float32 dK/dV in DKV_OUT[i % 2].
+
+The owner of the block copies these dK/dV while the next kernels run. Rows that no earlier hop has
+brought go into DKV_SUM. Others go into DKV_RECV and are added to DKV_SUM from there. The order of
+the additions is thus the same in every run. A running kernel waits for no other rank: it starts
+when its DKV_OUT slot is free, so ranks may be about two active hops apart.
 
 Each list is also a valid serial order of its operations: if the device puts all streams into one
 queue, copies and kernels no longer overlap, but nothing hangs.
@@ -50,17 +51,17 @@ from ringfa3.symmetric.stream_ops import (
     WaitEvent,
 )
 
-# The KV stream is in this call: readers of earlier calls have copied.
+# Recorded on the KV stream in this call: readers of earlier calls have copied.
 EARLIER_CALLS_READ = Event("earlier_calls_read", 0)
 
 
 def forward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
-    """The forward call of a rank. parity: 0 and 1 in turn, over all calls of the group."""
+    """The forward call of a rank. parity: call number modulo 2, over all calls of the group."""
     call = _Builder(exchange, rank, parity, "forward")
     call.publish()
     call.start_pulls()
     call.add(AttendHop(0))
-    for i, hop in enumerate(call.visits):
+    for i, hop in enumerate(call.active_hops):
         call.attend(hop)
         call.pull(i + 2)
     call.end_forward()
@@ -71,7 +72,7 @@ def gathered(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
     """The forward with one kernel for all hops. Its signals are those of `forward`."""
     call = _Builder(exchange, rank, parity, "forward")
     own = BufferSlice(rank, Buffer.KV_GATHERED, 0, 0, int(exchange.rows[rank, 0]))
-    call.publish(own if call.visits else None)
+    call.publish(own if call.active_hops else None)
     blocks = call.gather()
     if blocks:
         call.add(
@@ -95,17 +96,17 @@ def backward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
     call = _Builder(exchange, rank, parity, "backward")
     call.publish()
     call.start_pulls()
-    if call.visits or call.returns:
+    if call.active_hops or call.returns:
         call.add(AttendHop(0, part=Part.FIRST))
     for hop in range(1, call.world):
-        if hop in call.visits:
+        if hop in call.active_hops:
             call.attend(hop, call.dkv_out(hop))
             call.signal_dkv(hop)
         if hop in call.returns:
             call.receive_dkv(call.returns[hop])
-        if hop in call.visits:
+        if hop in call.active_hops:
             call.wait_until_consumed(hop)
-            call.pull(call.visits.index(hop) + 2)
+            call.pull(call.active_hops.index(hop) + 2)
     call.finish_backward()
     return call.operations
 
@@ -113,14 +114,17 @@ def backward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
 class _Builder:
     """The operations of a call, in the order in which the host issues them.
 
-    visits   hops at which this rank computes on another rank's block; the i-th uses KV_RECV[i % 2]
-    returns  backward: what peers return of this rank's dK/dV, by hop
+    active_hops  hops at which this rank computes on another rank's block; the i-th uses KV_RECV[i %
+                 2]
+    returns      backward: what peers return of this rank's dK/dV, by hop
     """
 
     def __init__(self, exchange: KVExchange, rank: int, parity: int, direction: str) -> None:
         self.exchange, self.rank, self.parity = exchange, rank, parity
         self.world, self.direction = len(exchange.rows), direction
-        self.visits = [t for t in range(1, self.world) if exchange.visible[self.owner(t), t].any()]
+        self.active_hops = [
+            t for t in range(1, self.world) if exchange.visible[self.owner(t), t].any()
+        ]
         self.returns = {x.hop: x for x in exchange.grad_returns(rank)}
         self._to_add: GradReturn | None = None  # the return whose rows are in DKV_RECV
         self.operations: list[Operation] = []
@@ -148,10 +152,10 @@ class _Builder:
     def publish(self, gathered: BufferSlice | None = None) -> None:
         """Publishes the rank's own K/V. `gathered` as in `Publish`.
 
-        KV_SHARED is free: in the call before this one the compute stream has waited for the KV
-        stream, which had waited for the readers of the call before that one. The KV stream waits
-        for all that earlier calls issued on the compute stream: KV_RECV and KV_GATHERED are free
-        then, and the words that their kernels waited for are 0.
+        Call n may overwrite KV_SHARED[n % 2]: in call n-2 every reader reported its copy
+        (KV_CONSUMED; DKV_READY in a backward), and COMPUTE has since waited for that. The KV stream
+        may overwrite KV_RECV and KV_GATHERED: it waits for `published`, recorded on COMPUTE after
+        all earlier kernels and resets of arrival flags.
         """
         published = Event("published", 0)
         rows = int(self.exchange.rows[self.rank, 1])
@@ -161,7 +165,7 @@ class _Builder:
             RecordEvent(Stream.COMPUTE, published),
             WaitEvent(Stream.KV, published),
         )
-        if not self.visits:
+        if not self.active_hops:
             self.add(RecordEvent(Stream.KV, EARLIER_CALLS_READ))
         for _, reader in self.readers():
             self.set(Stream.KV, reader, Purpose.KV_READY, self.parity)
@@ -175,11 +179,11 @@ class _Builder:
         """Waits until all blocks are published, then copies them one by one."""
         first_row, _ = self.exchange.gathered_layout(self.rank)
         blocks = []
-        for hop in self.visits:
+        for hop in self.active_hops:
             self.wait_published(hop)
-        if self.visits:
+        if self.active_hops:
             self.add(RecordEvent(Stream.KV, Event("all_published", 0)))
-        for hop in self.visits:
+        for hop in self.active_hops:
             begin, end = (int(first_row[hop]) + row for row in self.visible(hop))
             rows = BufferSlice(self.rank, Buffer.KV_GATHERED, 0, begin, end)
             blocks.append(Block(rows, Event("arrived", hop)))
@@ -194,15 +198,15 @@ class _Builder:
         return begin, end
 
     def pull(self, index: int) -> None:
-        """Copies the block of the index-th visit when it is published and its KV_RECV is free.
+        """Copies the block of the index-th active hop when it is published and its KV_RECV is free.
 
-        Called right after the kernel of the visit two before was issued.
+        Called right after the kernel of the active hop two before was issued.
         """
-        if index >= len(self.visits):
+        if index >= len(self.active_hops):
             return
         if index >= 2:
-            self.add(WaitEvent(Stream.KV, Event("attended", self.visits[index - 2])))
-        hop = self.visits[index]
+            self.add(WaitEvent(Stream.KV, Event("attended", self.active_hops[index - 2])))
+        hop = self.active_hops[index]
         self.wait_published(hop)
         self.add(
             Copy(Stream.KV, self._source(hop), self._kv_recv(hop)),
@@ -216,7 +220,7 @@ class _Builder:
         return BufferSlice(self.owner(hop), Buffer.KV_SHARED, self.parity, *self.visible(hop))
 
     def _kv_recv(self, hop: int) -> BufferSlice:
-        slot = self.visits.index(hop) % 2
+        slot = self.active_hops.index(hop) % 2
         return BufferSlice(self.rank, Buffer.KV_RECV, slot, *self.visible(hop))
 
     def attend(self, hop: int, dkv: BufferSlice | None = None) -> None:
@@ -224,12 +228,12 @@ class _Builder:
             WaitEvent(Stream.COMPUTE, Event("kv_received", hop)),
             AttendHop(hop, self._kv_recv(hop), dkv),
         )
-        if dkv is not None or hop in self.visits[:-2]:  # another stream waits for it
+        if dkv is not None or hop in self.active_hops[:-2]:  # another stream waits for it
             self.add(RecordEvent(Stream.COMPUTE, Event("attended", hop)))
 
     def wait_for_earlier_readers(self) -> None:
         """The compute stream waits for the KV stream, if it has not waited for blocks."""
-        if not self.visits:
+        if not self.active_hops:
             self.add(WaitEvent(Stream.COMPUTE, EARLIER_CALLS_READ))
 
     def end_forward(self) -> None:
@@ -239,7 +243,7 @@ class _Builder:
         In a backward call DKV_READY implies that the reader has copied.
         """
         self.wait_for_earlier_readers()
-        for hop in self.visits:
+        for hop in self.active_hops:
             self.set(Stream.KV, self.owner(hop), Purpose.KV_CONSUMED, self.parity)
         for hop, reader in self.readers():
             what = f"hop {hop}: K/V consumed by"
@@ -249,9 +253,9 @@ class _Builder:
 
     def dkv_out(self, hop: int) -> BufferSlice:
         """Where the kernel of a hop stores dK/dV, once the slot's earlier rows are consumed."""
-        index = self.visits.index(hop)
+        index = self.active_hops.index(hop)
         if index >= 2:
-            self.add(WaitEvent(Stream.COMPUTE, Event("dkv_consumed", self.visits[index - 2])))
+            self.add(WaitEvent(Stream.COMPUTE, Event("dkv_consumed", self.active_hops[index - 2])))
         return BufferSlice(self.rank, Buffer.DKV_OUT, index % 2, *self.visible(hop))
 
     def signal_dkv(self, hop: int) -> None:
@@ -261,7 +265,7 @@ class _Builder:
     def wait_until_consumed(self, hop: int) -> None:
         what = f"hop {hop}: dK/dV consumed by"
         self.wait(Stream.GRADIENTS, self.owner(hop), Purpose.DKV_CONSUMED, self.parity, what)
-        if hop in self.visits[:-2]:
+        if hop in self.active_hops[:-2]:
             self.add(RecordEvent(Stream.GRADIENTS, Event("dkv_consumed", hop)))
 
     def receive_dkv(self, here: GradReturn) -> None:
@@ -273,7 +277,7 @@ class _Builder:
         self.wait(Stream.GRADIENTS, peer, Purpose.DKV_READY, self.parity, what)
         for buffer, parts in ((Buffer.DKV_SUM, here.new), (Buffer.DKV_RECV, here.repeated)):
             for begin, end in parts:
-                source = BufferSlice(peer, Buffer.DKV_OUT, here.visit_index % 2, begin, end)
+                source = BufferSlice(peer, Buffer.DKV_OUT, here.active_index % 2, begin, end)
                 target = BufferSlice(self.rank, buffer, 0, begin, end)
                 self.add(Copy(Stream.GRADIENTS, source, target))
         self.set(Stream.GRADIENTS, peer, Purpose.DKV_CONSUMED, self.parity)
@@ -296,12 +300,12 @@ class _Builder:
         return tuple(BufferSlice(self.rank, Buffer.DKV_RECV, 0, begin, end) for begin, end in parts)
 
     def finish_backward(self) -> None:
-        """Computes the rank's own keys, or their other heads, beside the last copies.
+        """Computes the rank's own keys, or their other heads, while the last copies run.
 
         DKV_OUT is free afterwards.
         """
         exchanged = Event("dkv_exchanged", 0)
-        if self.visits or self.returns:
+        if self.active_hops or self.returns:
             self.add(
                 RecordEvent(Stream.GRADIENTS, exchanged),
                 AttendHop(0, part=Part.LAST),

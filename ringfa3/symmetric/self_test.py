@@ -1,28 +1,28 @@
 """Whether a group can use the `symmetric` transport: every rank must support it and pass a test.
 
-The test runs calls of each kind on whole numbers that all ranks know. Their results must be exact.
+The test runs calls of each pass type on whole numbers that all ranks know. Their results must be
+exact.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import time
-from pathlib import Path
 
 import torch
 
 from ringfa3.errors import first_line
-from ringfa3.kernels.own_rows import RowExecutor
+from ringfa3.kernels.local_kv import LocalKVReference
+from ringfa3.numa import host_name
+from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.context_plan import plan_context
-from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import Group, SymmetricBackend
 from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
 
 TEST_TOKENS = 2048  # of a rank, 128 numbers each
 TEST_S = 30.0  # at most half the group's timeout: a rank that fails waits for the others
-TEST_KINDS = ("backward", "forward", "forward", "backward", "gathered", "gathered")
+TEST_PASSES = ("backward", "forward", "forward", "backward", "gathered", "gathered")
 
 
 def open_backend(group: Group, device: torch.device) -> SymmetricBackend | str:
@@ -68,12 +68,6 @@ def _introduction(device: torch.device) -> tuple[str, str, str]:
     return host_name(), gpu, unsupported_reason() or ""
 
 
-def host_name() -> str:
-    """The same in all processes of a host; containers of one host have host names of their own."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
-
-
 def unsupported_reason() -> str | None:
     """Why this process cannot use the transport; None if nothing is known against it."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -89,11 +83,11 @@ def unsupported_reason() -> str | None:
 
 
 def _self_test(backend: SymmetricBackend) -> str:
-    """What is wrong with calls of each kind and parity; "" if all are exact.
+    """What is wrong with calls of each pass type and parity; "" if all are exact.
 
-    In place of attention, rank r stores (r + 1) times the K/V that it sees as dK/dV. The ranks meet
-    only to allocate the memory of all calls: if a rank fails later, the others wait for signals
-    alone, and their streams are released.
+    In place of attention, rank r stores (r + 1) times the K/V that it receives as dK/dV. The ranks
+    meet only to allocate the memory of all calls: if a rank fails later, the others wait for
+    signals alone, and their streams are released.
     """
     rank, world, device = backend.group.rank, backend.group.world, backend.device
     plan = plan_context(world * TEST_TOKENS, (rank, world), "contiguous", causal=False)
@@ -102,9 +96,9 @@ def _self_test(backend: SymmetricBackend) -> str:
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     shape = (world, TEST_TOKENS, 2, 1, 128)
     keys = torch.empty(shape[1], *shape[3:], dtype=torch.bfloat16, device="meta")
-    specs = [BufferSpec(plan, kind, keys) for kind in TEST_KINDS]
+    specs = [BufferSpec(plan, pass_type, keys) for pass_type in TEST_PASSES]
     backend.memory.reserve({b: size for spec in specs for b, size in spec.slot_bytes.items()})
-    for kind in TEST_KINDS:
+    for pass_type in TEST_PASSES:
         drawn = torch.randint(-9, 10, shape, generator=generator, dtype=torch.int64, device="cpu")
         everyone = drawn.to(device, torch.bfloat16)
         mine = everyone[rank]
@@ -122,10 +116,10 @@ def _self_test(backend: SymmetricBackend) -> str:
                     gradient.copy_(keys_or_values.float() * (rank + 1))
 
         k, v = mine.unbind(1)
-        ring_pass = _TestPass(backend, plan, kind)
+        ring_pass = _TestPass(backend, plan, pass_type)
         ring_pass.start(k, v, waits_in_kernel=True)
         ring_pass.run(attend)
-        if kind == "backward":
+        if pass_type == "backward":
             expected = (mine.float() * (world * (world + 1) // 2)).to(mine.dtype)
             wrong.add_((torch.stack(ring_pass.grads, 1) != expected).sum())
     done = _event()
@@ -138,7 +132,7 @@ def _self_test(backend: SymmetricBackend) -> str:
 class _TestPass(SymmetricRingPass):
     """Without kernels, which may have to be compiled while peers wait."""
 
-    select_rows = staticmethod(lambda _, k, plan: RowExecutor(plan, k.device))
+    make_local_kv = staticmethod(lambda _, k, plan: LocalKVReference(plan, k.device))
 
 
 def _event() -> torch.cuda.Event:

@@ -1,8 +1,8 @@
 """Signals between the ranks of one host: words in host memory that all of them have mapped.
 
 Streams set and wait for signals by memory operations of the driver. The host sets them by plain
-stores: while the queue of a stream is full, or a kernel is being loaded, the driver blocks every
-thread that calls it, and a stream that waits in vain must be released all the same.
+stores. The driver blocks every thread that calls it while a stream's queue is full or a kernel
+loads; a stream that waits in vain must be released even then.
 """
 
 from __future__ import annotations

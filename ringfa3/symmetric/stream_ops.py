@@ -1,8 +1,8 @@
 """What the streams of one rank do in a ring call over peers' memory, as data.
 
 A stream runs its operations in the order in which the host issues them. Streams of one rank
-synchronise by events, ranks by signals. A signal is a word, 0 or 1: one sender sets it, one
-receiver waits for it and resets it.
+synchronise by events, ranks by signals. A signal is a flag, 0 or 1, in a 32-bit word: one sender
+sets it, one receiver waits for it and resets it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 
 class Stream(IntEnum):
-    """COMPUTE: the caller's stream, where all kernels run. KV, GRADIENTS: copies beside it."""
+    """COMPUTE: the caller's stream, where all kernels run. KV, GRADIENTS: copies that run
+    concurrently."""
 
     COMPUTE = 0
     KV = 1
@@ -28,8 +29,8 @@ class Buffer(IntEnum):
     DKV_OUT      the rank's contribution to a peer's dK/dV
     DKV_SUM      sum of the peers' contributions to the rank's own dK/dV
     DKV_RECV     contributions that are yet to be added to DKV_SUM
-    KV_GATHERED  own K/V, then the rows of all peers' K/V that the rank's queries see. It shares its
-                 memory with KV_RECV, DKV_SUM and DKV_RECV
+    KV_GATHERED  own K/V, then the rows of all peers' K/V to which the rank's queries attend. It
+                 shares its memory with KV_RECV, DKV_SUM and DKV_RECV
     """
 
     KV_SHARED = 0
@@ -41,7 +42,7 @@ class Buffer(IntEnum):
 
 
 class Purpose(IntEnum):
-    """What a signal says to its receiver.
+    """What a signal means to its receiver.
 
     KV_READY      the sender's K/V are in its KV_SHARED
     KV_CONSUMED   the sender has copied from the receiver's KV_SHARED
@@ -120,7 +121,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Publish:
-    """Copies the rank's own K/V rows that peers see into its KV_SHARED.
+    """Copies the rank's own K/V rows to which peers attend into its KV_SHARED.
 
     gathered  in its KV_GATHERED: where all of its own K/V are copied, too
     """
@@ -163,7 +164,7 @@ class AttendHop:
 
 
 class Block(NamedTuple):
-    """K/V rows of a peer, and the event that says that they have arrived."""
+    """K/V rows of a peer, and the event of their arrival."""
 
     rows: BufferSlice
     arrived: Event
@@ -173,8 +174,8 @@ class Block(NamedTuple):
 class AttendGathered:
     """One kernel over the rank's own K/V and all blocks.
 
-    The kernel itself waits for each block, on a word that the event sets, before it first reads
-    it. It occupies the SMs meanwhile.
+    The kernel itself waits for each block before it first reads it: the event sets the block's
+    arrival flag. The kernel occupies the SMs meanwhile.
     """
 
     own: BufferSlice
@@ -184,7 +185,7 @@ class AttendGathered:
 
 @dataclass(frozen=True)
 class ResetArrivals:
-    """Sets the words of events that a kernel has waited for to 0."""
+    """Sets the arrival flags for which a kernel has waited to 0."""
 
     events: tuple[Event, ...]
     stream: Stream = Stream.COMPUTE

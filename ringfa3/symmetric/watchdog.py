@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from ringfa3.errors import gave_up, timed_out
+from ringfa3.threads import JOIN_S
 
 POLL_S = 0.1
-JOIN_S = 1.0  # a thread that does not end in this time hangs in a call
 
 
 class Watchdog(threading.Thread):

@@ -50,7 +50,9 @@ def test_the_reference_and_the_order_of_tokens() -> None:
 def test_a_rank_that_fails_ends_the_run() -> None:
     ring = rehearsal.Ring(2, "one", rehearsal.inputs(64, torch.device("cpu")))
     with (
-        mock.patch.object(quantised_forward, "run_forward", side_effect=OSError("no room")),
+        mock.patch.object(
+            quantised_forward, "run_quantised_forward", side_effect=OSError("no room")
+        ),
         mock.patch("threading.excepthook"),
         pytest.raises(RuntimeError, match="a rank has failed"),
     ):

@@ -83,7 +83,7 @@ def test_only_two_ranks_of_a_host_print(
         monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(cache, "NOTICE", 0.05)
     said: list[str] = []
-    monkeypatch.setattr(cache, "say", said.append)
+    monkeypatch.setattr(cache, "log_line", said.append)
     unfinished(tools, "elsewhere", 1)
     answers = iter([None, None, tools, tools])
     with FileLock(cache.cache_folder() / f"{NAME}.lock"):
@@ -192,7 +192,7 @@ def test_an_entry_that_appears_during_the_wait_counts(
         entry.mkdir(exist_ok=True)
         (entry / "kernel.so").touch()
 
-    monkeypatch.setattr(cache, "say", appear)
+    monkeypatch.setattr(cache, "log_line", appear)
     with FileLock(cache.cache_folder() / f"{NAME}.lock"):
         assert ensure_library(UNITS[0]) == entry / "kernel.so"
     assert runs(tools) == 0

@@ -69,7 +69,7 @@ def test_a_thousand_deterministic_runs_have_the_same_bits(unit: Unit) -> None:
 @pytest.mark.parametrize("unit", BF16)
 def test_the_public_function_runs_on_the_kernels(unit: Unit) -> None:
     p = checks.problem(1, unit, "cuda", [(700, 700), (90, 90)], (4, 2), (-1, 0))
-    assert dispatch.executor_reason("backward", p.q) is None
+    assert dispatch.fallback_reason("backward", p.q) is None
     leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
     cu = [0, 700, 790]
     out, lse = flash_attn_varlen_func(*leaves, cu, cu, causal=True, return_lse=True)

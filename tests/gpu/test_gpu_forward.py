@@ -117,9 +117,9 @@ def test_large_values_hold_the_gate(dtype: torch.dtype, d: int) -> None:
 
 
 def waiting(d: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, Callable[..., None]]:
-    """Three documents on the GPU; the spans of the last two wait for arrival words 1 and 2.
+    """Three documents on the GPU; the spans of the last two wait for arrival flags 1 and 2.
 
-    Returns [q, k, v], out and lse filled with NaN, and the call, which takes the arrival words.
+    Returns [q, k, v], out and lse filled with NaN, and the call, which takes the arrival flags.
     """
     lengths = np.array([3000, 700, 2000])
     t, heads = int(lengths.sum()), 4

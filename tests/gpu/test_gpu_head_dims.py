@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 def unit(direction: str, head_dims: tuple[int, int], dtype: torch.dtype = DTYPES[0]) -> Unit:
     q = torch.empty(0, 1, head_dims[0], device="cuda", dtype=dtype)
-    assert dispatch.executor_reason(direction, q) is None
+    assert dispatch.fallback_reason(direction, q) is None
     found = dispatch.unit_for(direction, q)
     assert found is not None
     assert found.head_dim > head_dims[0]
@@ -32,7 +32,8 @@ def unit(direction: str, head_dims: tuple[int, int], dtype: torch.dtype = DTYPES
 def test_the_function_holds_the_gate(
     head_dims: tuple[int, int], dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Forward and backward of packed sequences, 30 cases; nothing is said of the executor."""
+    """Forward and backward of packed sequences, 30 cases; nothing is said of the PyTorch
+    fallback."""
     for case in range(30):
         checks.function_holds_the_gate(unit("backward", head_dims, dtype), head_dims, case, "cuda")
     assert "executor" not in capsys.readouterr().err

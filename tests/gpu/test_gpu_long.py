@@ -31,7 +31,7 @@ def test_up_to_16k_tokens_hold_the_gate(dtype: torch.dtype, d: int) -> None:
         t, cu = sum(lengths), dense.cumulative(lengths)
         leaves = [torch.randn(t, n, d, device="cuda").to(dtype) for n in (h, hk, hk)]
         leaves = [x.requires_grad_() for x in leaves]
-        assert dispatch.executor_reason("backward", leaves[0]) is None
+        assert dispatch.fallback_reason("backward", leaves[0]) is None
         out = flash_attn_varlen_func(*leaves, cu, cu, window_size=window)
         assert isinstance(out, torch.Tensor)
         dout = torch.randn_like(out)

@@ -1,4 +1,4 @@
-"""The forward kernels with 8-bit operands on a Hopper GPU, against the executor."""
+"""The forward kernels with 8-bit operands on a Hopper GPU, against the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ringfa3 import flash_attn_varlen_func
 from ringfa3.build.units import UNITS, Unit
 from tests.support import quantised_checks as checks
-from tests.support.quantised_ring import ring_is_that_of_the_executor
+from tests.support.quantised_ring import ring_is_that_of_the_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -18,14 +18,14 @@ UNITS = [pytest.param(u, id=u.name) for u in UNITS if u.precision != "native"]
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_random_sequences_are_those_of_the_executor(unit: Unit) -> None:
+def test_random_sequences_are_those_of_the_reference(unit: Unit) -> None:
     for case in range(40):
         checks.random_sequences(unit, "cuda", case)
 
 
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("unit", UNITS)
-def test_hard_cases_are_those_of_the_executor(
+def test_hard_cases_are_those_of_the_reference(
     unit: Unit, check: Callable[[Unit, str], None]
 ) -> None:
     check(unit, "cuda")
@@ -37,13 +37,13 @@ def test_powers_of_two_of_channels_change_no_bit(unit: Unit) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_ring_is_that_of_the_executor(unit: Unit) -> None:
-    ring_is_that_of_the_executor(unit, "cuda")
+def test_a_ring_is_that_of_the_reference(unit: Unit) -> None:
+    ring_is_that_of_the_reference(unit, "cuda")
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_function_is_as_exact_as_on_the_cpu(unit: Unit) -> None:
-    """Packed documents: rms difference from the executor on the CPU, which quantises by itself, at
+    """Packed documents: rms difference from the reference on the CPU, which quantises by itself, at
     most that of `GPU_TOLERANCE`; LSE to .01 nats."""
     torch.manual_seed(0)
     cu, dtype = [0, 300, 301, 1000, 1900], getattr(torch, unit.dtype)

@@ -129,7 +129,7 @@ def test_kernels_that_start_early_wait(
 def test_the_public_function_runs_on_the_kernels(
     emulated: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward in emulation, against the executor."""
+    """Forward and backward in emulation, against the PyTorch fallback."""
     p = checks.problem(
         1, select_units(["backward-d128-bf16"])[0], "cpu", [(90, 90)], (2, 1), (-1, 0)
     )

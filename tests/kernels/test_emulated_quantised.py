@@ -1,4 +1,4 @@
-"""The forward kernels with 8-bit operands, emulated on the CPU, against the executor."""
+"""The forward kernels with 8-bit operands, emulated on the CPU, against the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringfa3.kernels import dispatch
 from tests.support import emulation
 from tests.support import quantised_checks as checks
 from tests.support.emulation import EAGERNESS, Machine
-from tests.support.quantised_ring import ring_is_that_of_the_executor
+from tests.support.quantised_ring import ring_is_that_of_the_reference
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
 
@@ -29,7 +29,7 @@ UNITS = [
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_random_sequences_are_those_of_the_executor(emulated: Machine, unit: Unit) -> None:
+def test_random_sequences_are_those_of_the_reference(emulated: Machine, unit: Unit) -> None:
     """`TOLERANCE`; 16 cases, orders drawn at random."""
     for case in range(16):
         emulated.settings(case, EAGERNESS[case % 4])
@@ -43,7 +43,7 @@ def test_random_sequences_are_those_of_the_executor(emulated: Machine, unit: Uni
         for name in FP8_VARIANTS
     ],
 )
-def test_variants_of_the_ablation_are_those_of_the_executor(
+def test_variants_of_the_ablation_are_those_of_the_reference(
     emulated: Machine, variant: str
 ) -> None:
     """`TOLERANCE`; 8 cases, orders drawn at random."""
@@ -56,7 +56,7 @@ def test_variants_of_the_ablation_are_those_of_the_executor(
 
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("unit", UNITS)
-def test_hard_cases_are_those_of_the_executor(
+def test_hard_cases_are_those_of_the_reference(
     emulated: Machine, unit: Unit, check: Callable[[Unit, str], None]
 ) -> None:
     emulated.settings(0)
@@ -70,14 +70,14 @@ def test_powers_of_two_of_channels_change_no_bit(emulated: Machine, unit: Unit) 
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_ring_is_that_of_the_executor(
+def test_a_ring_is_that_of_the_reference(
     emulated: Machine, unit: Unit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ring_is_that_of_the_executor`, with the quantisation kernels too."""
+    """`ring_is_that_of_the_reference`, with the quantisation kernels too."""
     emulated.settings(0)
 
     def select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit:
         return emulation.unit(direction, q, precision)
 
     monkeypatch.setattr(dispatch, "_select_unit", select_unit)
-    ring_is_that_of_the_executor(unit, "cpu")
+    ring_is_that_of_the_reference(unit, "cpu")

@@ -1,4 +1,4 @@
-"""Arrival words, CTAs, counters, masks and stores of the forward, emulated at head dim 128."""
+"""Arrival flags, CTAs, counters, masks and stores of the forward, emulated at head dim 128."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ THREE = [(200, 300), (70, 150), (130, 170)]  # sequences, of a span each
 
 
 def waiting(tiling: Tiling, numbers: list[int]) -> Tiling:
-    """The tiling, its spans waiting for these arrival words."""
+    """The tiling, its spans waiting for these arrival flags."""
     spans = tiling.spans.copy()
     spans["arrival"] = numbers
     return Tiling(tiling.size, tiling.tiles, spans, tiling.earlier)

@@ -12,7 +12,7 @@ import pytest
 
 from ringfa3.build.compile import source_folder
 from ringfa3.build.units import UNITS
-from ringfa3.kernels import backward, forward, launch, own_rows, quantise, quantised
+from ringfa3.kernels import backward, forward, launch, local_kv, quantise, quantised
 from ringfa3.planning import tiling, work_split
 from ringfa3.quantisation.key_tiles import KEY_TILE_RECORD
 
@@ -25,11 +25,11 @@ MIRRORS = (
     backward.PreprocessArgs,
     backward.BackwardArgs,
     backward.PostprocessArgs,
-    own_rows.PublishedRows,
-    own_rows.RowRuns,
-    own_rows.PublishArgs,
-    own_rows.AddReturnsArgs,
-    own_rows.RoundGradientsArgs,
+    local_kv.PublishedRows,
+    local_kv.RowRuns,
+    local_kv.PublishArgs,
+    local_kv.AddReturnsArgs,
+    local_kv.RoundGradientsArgs,
     quantise.CentresArgs,
     quantise.StatisticsArgs,
     quantise.QuantiseQArgs,

@@ -1,4 +1,4 @@
-"""The executor of 8-bit attention, against float64 attention of the dequantised operands."""
+"""The reference of 8-bit attention, against float64 attention of the dequantised operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor against float64 attention with its whole score matrix."""
+"""The reference against float64 attention with its whole score matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringfa3.kernels import reference
-from ringfa3.kernels.reference import attend, attend_backward, merge, preprocess, statistics_dtype
+from ringfa3.kernels.reference import accum_dtype, attend, attend_backward, merge, preprocess
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.planning.tiling import plan_local
 from tests.support.dense import attention, cumulative, gradients, mask, tensors, worst
@@ -34,7 +34,7 @@ def run(case: Case, inputs: list[torch.Tensor], dout: torch.Tensor, dlse: torch.
     """
     q, k, v = inputs
     total, h, d = q.shape
-    statistics = statistics_dtype(q.dtype)
+    statistics = accum_dtype(q.dtype)
     scale = d**-0.5
     out, lse = poisoned(q, total, h, d), poisoned(q, h, total, dtype=statistics)
     grads = [poisoned(x, *x.shape, dtype=statistics) for x in inputs]

@@ -72,7 +72,7 @@ def test_a_short_unit_that_cannot_be_built_is_not_chosen(
     (unit,) = select_units(["forward-d64-bf16"])
     reason = "the kernel forward-d64-bf16-short cannot be built (no compiler)"
     monkeypatch.setattr(dispatch, "_build_problem", lambda u: reason if u.short else None)
-    dispatch.say.cache_clear()
+    dispatch.log_once.cache_clear()
     for _ in range(2):
         assert dispatch._unit_of_plan(unit, 512, plan_of([512])) is unit
     (line,) = capsys.readouterr().err.splitlines()

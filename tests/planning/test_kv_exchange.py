@@ -54,8 +54,8 @@ def test_no_run_travels_farther_or_wider_than_ranks_see_it(case: Case) -> None:
 
 
 @given(case=cases)
-def test_first_visit_is_the_first_hop_that_sees_a_row(case: Case) -> None:
-    first = case.plan(0).kv_exchange.first_visit
+def test_first_active_is_the_first_hop_that_sees_a_row(case: Case) -> None:
+    first = case.plan(0).kv_exchange.first_active
     for owner in range(case.world):
         hops = [h for h in range(1, case.world) if visible_rows(case, owner, h).any()]
         assert first[owner] == min(hops, default=case.world)
@@ -78,8 +78,8 @@ def test_visible_rows_reach_from_the_first_run_that_a_rank_sees_to_the_last(case
 
 @given(case=cases)
 def test_every_row_returns_once_as_new_and_then_as_repeated(case: Case) -> None:
-    """A hop returns exactly its visible rows; `visit_index` counts the peer's visits before, and
-    `max_rows.returned` is the end of the last repeated run."""
+    """A hop returns exactly its visible rows; `active_index` counts the peer's active hops before,
+    and `max_rows.returned` is the end of the last repeated run."""
     exchange = case.plan(0).kv_exchange
     last_repeated = 0
     for owner in range(case.world):
@@ -110,7 +110,7 @@ def test_all_ranks_agree_on_what_moves(case: Case) -> None:
     """Every rank computes the same exchange, and spans index only rows that their hop holds."""
     plans = case.plans()
     for plan in plans:
-        for name in ("rows", "first_visit", "visible"):
+        for name in ("rows", "first_active", "visible"):
             first = getattr(plans[0].kv_exchange, name)
             np.testing.assert_array_equal(getattr(plan.kv_exchange, name), first)
         for hop, tiling in enumerate(plan.hops.forward(8)):
@@ -125,7 +125,7 @@ def test_nothing_travels_for_documents_that_lie_on_one_rank(layout: str) -> None
     for rank in range(4):
         kv_exchange = plan_context(cu, (rank, 4), layout).kv_exchange
         assert not kv_exchange.rows[:, 1:].any()
-        assert (kv_exchange.first_visit == 4).all()
+        assert (kv_exchange.first_active == 4).all()
         assert not len(kv_exchange.published)
 
 

@@ -29,9 +29,9 @@ def _begins(_: dist.ProcessGroup) -> list[Any]:
         return []
     ring = RingGroup.of(group)
     _agreed(ring, "first")
-    mark, before = ring.mark(), ring.latest.number
+    agreed, before = ring.agreement_snapshot(), ring.latest.number
     _agreed(ring, "second")
-    assert ring.begin_again(mark)
+    assert ring.begin_again(agreed)
     return [
         ring.latest.number - before,
         dict(ring.latest.settings),
@@ -50,9 +50,9 @@ def _refused(_: dist.ProcessGroup, trouble: str) -> tuple[bool, bool]:
         return True, False
     ring = RingGroup.of(group)
     _agreed(ring, "first")
-    mark = ring.mark()
-    before = ring.begin_again(mark)
-    if trouble == "forgotten":
+    agreed = ring.agreement_snapshot()
+    before = ring.begin_again(agreed)
+    if trouble == "agreements cleared":
         with mock.patch.object(agreement, "MAX_AGREEMENTS", 1):
             ring.agree(Settings({"call": "second"}))
     elif trouble == "this rank's failure":
@@ -63,20 +63,26 @@ def _refused(_: dist.ProcessGroup, trouble: str) -> tuple[bool, bool]:
         monitor = StoreMonitor.__new__(StoreMonitor)  # without its thread
         monitor.peer_failure, monitor.join_request = None, 0
         with mock.patch.object(ring, "_monitor", monitor):
-            assert ring.begin_again(mark)
+            assert ring.begin_again(agreed)
             if trouble == "a peer's failure":
                 monitor.peer_failure = "a failure"
             else:
-                monitor.join_request = ring.epoch + 1
+                monitor.join_request = ring.agreement_id + 1
             latest = ring.latest
-            return before, ring.begin_again(mark) or ring.latest != latest
+            return before, ring.begin_again(agreed) or ring.latest != latest
     latest = ring.latest
-    return before, ring.begin_again(mark) or ring.latest != latest
+    return before, ring.begin_again(agreed) or ring.latest != latest
 
 
 @pytest.mark.parametrize(
     "trouble",
-    ["forgotten", "this rank's failure", "a peer's failure", "a request to join", "closed"],
+    [
+        "agreements cleared",
+        "this rank's failure",
+        "a peer's failure",
+        "a request to join",
+        "closed",
+    ],
 )
 def test_a_call_does_not_begin_in_trouble(ranks: Ranks, trouble: str) -> None:
     """Ranks have to agree first, one has given up, or one waits for the others in an agreement."""
@@ -87,7 +93,7 @@ def test_a_call_does_not_begin_in_trouble(ranks: Ranks, trouble: str) -> None:
 def test_a_failed_program_is_told_to_the_peers(memory: bool) -> None:
     backend = mock.Mock()
     ReplayableCall(backend, None, None, 0).failed(memory, "a reason")
-    (error,) = backend.tell.call_args.args
+    (error,) = backend.report_failure.call_args.args
     assert (type(error), str(error)) == (
         torch.OutOfMemoryError if memory else RuntimeError,
         "a reason",

@@ -1,4 +1,4 @@
-"""When ranks of a context group connect: alone, whatever other ranks of the job do meanwhile."""
+"""When ranks of a CP group connect: alone, whatever other ranks of the job do meanwhile."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def of_both(call: Callable[[], Any]) -> list[Any]:
 
 @pytest.fixture
 def library(host_library: Any, fake_library: FakeKernels) -> Iterator[None]:
-    """The host library has the autograd of CPU tensors; the executor attends."""
+    """The host library has the autograd of CPU tensors; the PyTorch fallback attends."""
     host.start(host_library, "cpu", fake_library.driver())
     yield
     host.stop()

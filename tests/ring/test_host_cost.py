@@ -92,7 +92,8 @@ def _steady(group: FakeGroup, meet: threading.Barrier) -> dict[str, tuple[list[s
 def test_a_repeated_call_over_symmetric_prepares_nothing(
     world: int, calls: tuple[int, int, int]
 ) -> None:
-    """No schedule, no memory, no tensor but the gradients. Here the executor moves the rank's rows.
+    """No schedule, no memory, no tensor but the gradients. Here the PyTorch fallback moves the
+    rank's rows.
 
     calls: driver calls of a forward, a gathered forward and a backward, on the rank with most.
     """

@@ -53,7 +53,7 @@ def _bytes(group: Group, lengths: list[int], layout: str, window: tuple[int, int
     with Sent() as backward:
         out.backward(plan.shard(dout))
     moved = [forward.bytes, forward.received, backward.bytes, backward.received]
-    return [dict(m) for m in moved], plan.kv_exchange.rows, plan.kv_exchange.first_visit
+    return [dict(m) for m in moved], plan.kv_exchange.rows, plan.kv_exchange.first_active
 
 
 def sent_by(rank: int, rows: np.ndarray, first: np.ndarray) -> list[Counter[tuple[int, int]]]:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ringfa3.kernels.dispatch import say
+from ringfa3.kernels.dispatch import log_once
 from ringfa3.ring import prepare_call
 from ringfa3.ring.group import RingGroup
 from ringfa3.symmetric.backend import SymmetricBackend
@@ -50,7 +50,7 @@ def _transport_of(transport: str, possible: bool, memory: object = None) -> obje
 
 def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
     """Where it is not, the first rank prints why, once."""
-    say.cache_clear()
+    log_once.cache_clear()
     assert _transport_of("auto", possible=True) == "symmetric"
     assert _transport_of("auto", possible=False) == "nccl"
     assert _transport_of("auto", possible=False) == "nccl"

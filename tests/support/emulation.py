@@ -34,7 +34,7 @@ from ringfa3.kernels import (
     dispatch,
     forward,
     launch,
-    own_rows,
+    local_kv,
     quantise,
     quantised,
     streams,
@@ -236,7 +236,7 @@ class Machine:
         """
         self.runtime.emulator_reset(seed, async_chance, deadlock_s, resident_ctas)
         uploaded = (forward._tables, backward._tables, backward._grids, quantise._tables)
-        others = (quantised._first_tiles, forward._counters, own_rows._uploaded)
+        others = (quantised._first_tiles, forward._counters, local_kv._uploaded)
         for table in (*uploaded, *others):
             table.clear()
         self._kept.clear()
@@ -263,8 +263,8 @@ def machine() -> Iterator[Machine]:
             method = getattr(backward.BackwardPass, name)
             patch.setattr(backward.BackwardPass, name, emulated.allowing(method))
         for name in ("publish", "add_returns", "round_gradients"):
-            method = getattr(own_rows.RowKernels, name)
-            patch.setattr(own_rows.RowKernels, name, emulated.allowing(method))
+            method = getattr(local_kv.LocalKVKernels, name)
+            patch.setattr(local_kv.LocalKVKernels, name, emulated.allowing(method))
         patch.setattr(dispatch, "unit_for", unit)
         patch.setattr(launch, "_num_sms", lambda _: PROCESSORS)
         patch.setattr(dispatch, "_build_problem", lambda _: None)  # no GPU library is built

@@ -251,21 +251,21 @@ class FakeGroup:
         self.call = 0
         self.begun = 0  # calls that began again
         self.refuses = False  # to begin any again
-        self.marks = 0  # calls of earlier ones do not begin again
+        self.snapshot = 0  # calls of earlier ones do not begin again
 
-    def mark(self) -> int:
-        return self.marks
+    def agreement_snapshot(self) -> int:
+        return self.snapshot
 
-    def begin_again(self, mark: int, lse: torch.Tensor | None) -> bool:
+    def begin_again(self, agreed: int, lse: torch.Tensor | None) -> bool:
         del lse
-        begins = mark == self.marks and not self.refuses
+        begins = agreed == self.snapshot and not self.refuses
         self.begun += begins
         return begins
 
     def returned(self, lse: torch.Tensor) -> None:
         """The group names forward calls."""
 
-    def tell(self, problem: Exception) -> None:
+    def report_failure(self, problem: Exception) -> None:
         self.failures.append(f"{type(problem).__name__}: {problem}")
 
     def gather(self, line: object) -> list[object]:

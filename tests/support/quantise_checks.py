@@ -94,7 +94,7 @@ def value_order() -> torch.Tensor:
 
 
 def in_rows(tiled: TiledKV) -> operands.QuantisedKV:
-    """The same numbers in the layout of the executor; 0 in rows of no tile."""
+    """The same numbers in the layout of the reference; 0 in rows of no tile."""
     row, place = tiled.tiles.rows(tiled.k.device)
     at, tile, number = row.rows, place // KEY_TILE, place % KEY_TILE
     k = torch.zeros_like(tiled.k).view(torch.uint8)

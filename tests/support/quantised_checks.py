@@ -86,7 +86,7 @@ def expected(
     tile_m: int = TILE_M,
     block: int = KEY_TILE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the executor in one hop: tiles of `tile_m` rows, blocks of `block` keys."""
+    """(out, lse) of the reference in one hop: tiles of `tile_m` rows, blocks of `block` keys."""
     q, kv, _ = given
     out = torch.full(q.values.shape, torch.nan, dtype=dtype, device=q.values.device)
     lse = torch.full(q.scale.t().shape, torch.nan, device=out.device)
@@ -199,8 +199,8 @@ def rising_scores(unit: Unit, device: str) -> None:
 
 def merged_hops(unit: Unit, device: str) -> None:
     """Three hops, whose scores are offset by up to 40 nats: rms error against float64 attention of
-    the dequantised operands <= 1.1 of the executor's in one hop, or of the dtype's rounding; LSE as
-    `tolerance`. Rows see no key at some hops, or at any."""
+    the dequantised operands <= 1.1 of the reference's in one hop, or of the dtype's rounding; LSE
+    as `tolerance`. Rows see no key at some hops, or at any."""
     t, n, heads, d = 300, 480, 2, unit.head_dim
     dtype, formats = getattr(torch, unit.dtype), FORMATS[unit.precision]
     pieces = ((0, 128), (128, 384), (384, n))
@@ -252,7 +252,7 @@ def _dequantised_attention(given: Operands, shift: int, right: int) -> torch.Ten
 
 
 def what_is_not_finite_stays_in_its_document(unit: Unit, device: str) -> None:
-    """NaN in Q, an infinity in K and NaN in V: the same elements of O are NaN as with the executor
+    """NaN in Q, an infinity in K and NaN in V: the same elements of O are NaN as with the reference
     over tiles of the kernel. The rest of the document and other documents keep their bits. Causal,
     and in a window. NaN in V lies in the last 64 keys of a tile: with head dim 256 int8 the kernel
     visits half a tile."""

@@ -1,4 +1,4 @@
-"""A ring in 8 bits on one device, a rank after the other: the kernels against the executor.
+"""A ring in 8 bits on one device, a rank after the other: the kernels against the reference.
 
 What a rank receives at a hop are the first records that the block's owner has published, so a rank
 needs no other to run beside it.
@@ -17,7 +17,7 @@ from ringfa3 import plan_context
 from ringfa3.build.units import Unit
 from ringfa3.kernels.dispatch import QuantisedForward, select_quantised
 from ringfa3.kernels.quantise import TiledKV
-from ringfa3.kernels.quantised_reference import QuantisedExecutor
+from ringfa3.kernels.quantised_reference import QuantisedReference
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import FORMATS
@@ -72,8 +72,8 @@ class OneDevice:
         """There is no thread."""
 
 
-class ExecutorOfOperands(QuantisedExecutor):
-    """The executor, of the operands that a kernel has made."""
+class ReferenceOfOperands(QuantisedReference):
+    """The reference, of the operands that a kernel has made."""
 
     def __init__(self, kernel: QuantisedForward, precision: str) -> None:
         super().__init__(FORMATS[precision])
@@ -127,7 +127,7 @@ def run_ring(
         ]
 
 
-def ring_is_that_of_the_executor(unit: Unit, device: str) -> None:
+def ring_is_that_of_the_reference(unit: Unit, device: str) -> None:
     """`quantised_checks.tolerance` on every rank: packed documents, zigzag and contiguous shards,
     a window, GQA, K and V with means that differ between documents, one host and several."""
     precision = unit.precision
@@ -140,8 +140,8 @@ def ring_is_that_of_the_executor(unit: Unit, device: str) -> None:
         qkv = [x.to(dtype).to(device) for x in (q, k, v)]
         plans = [plan_context(cu, (r, ranks), layout, causal, window) for r in range(ranks)]
         kernel = select_quantised(qkv[0], precision)
-        assert not isinstance(kernel, QuantisedExecutor), f"no kernel runs on {device}"
+        assert not isinstance(kernel, QuantisedReference), f"no kernel runs on {device}"
         got = run_ring(kernel, plans, qkv, precision, one_host)
-        expected = run_ring(ExecutorOfOperands(kernel, precision), plans, qkv, precision, one_host)
+        expected = run_ring(ReferenceOfOperands(kernel, precision), plans, qkv, precision, one_host)
         for rank, pair in enumerate(zip(got, expected, strict=True)):
             hold(*pair, tolerance(unit, device), f"case {case}, rank {rank} of {ranks}")

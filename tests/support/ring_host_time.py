@@ -46,18 +46,18 @@ class Alone(FakeGroup):
         return [line] * self.world
 
 
-KINDS = {"auto": "forward", "symmetric": "gathered"}  # by transport, which tells calls apart
+PASS_TYPES = {"auto": "forward", "symmetric": "gathered"}  # by transport, which tells calls apart
 
 
 def calls(plan: ContextPlan) -> dict[str, Callable[[], object]]:
-    """By kind."""
+    """By pass type."""
     q, dout, out = (torch.randn(TOKENS, HEADS, HEAD_DIM).bfloat16() for _ in range(3))
     k, v = (torch.randn(TOKENS, KV_HEADS, HEAD_DIM).bfloat16() for _ in range(2))
     lse = torch.randn(HEADS, TOKENS)
     settings = plan.handle, 0.125, False, "native"
     made: dict[str, Callable[[], object]] = {
-        kind: partial(op.ring_attention, q, k, v, None, *settings, transport)
-        for transport, kind in KINDS.items()
+        pass_type: partial(op.ring_attention, q, k, v, None, *settings, transport)
+        for transport, pass_type in PASS_TYPES.items()
     }
     inputs = dout, None, q, k, v, out, lse, None
     return {**made, "backward": partial(op.ring_attention_backward, *inputs, *settings, "auto")}
@@ -67,12 +67,12 @@ def prepare(backend: SymmetricBackend, *given: object, **_: object) -> PreparedC
     """In place of `prepare_call`, which takes CPU tensors to gloo."""
     plan, transport, direction = given[3], given[-2], given[-1]
     assert isinstance(plan, ContextPlan)
-    kind = KINDS[str(transport)] if direction == "forward" else "backward"
-    return PreparedCall(plan, kind, partial(SymmetricRingPass, backend))
+    pass_type = PASS_TYPES[str(transport)] if direction == "forward" else "backward"
+    return PreparedCall(plan, pass_type, partial(SymmetricRingPass, backend))
 
 
 def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[float]]:
-    """Microseconds of each round, by kind of call and host."""
+    """Microseconds of each round, by pass type and host."""
     ranks = Ranks(world)
     ranks.cuda = cuda = LoggedCuda(0, kernels)
     ranks._rank_of[threading.get_ident()] = 0
@@ -91,19 +91,19 @@ def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[floa
     ):
         backend = SymmetricBackend(Alone(ranks, 0, 60.0), CPU, 60.0, print)  # type: ignore[arg-type]
         plan = plan_context(TOKENS * world, (backend.group.rank, world))
-        kinds = calls(plan)
+        by_type = calls(plan)
         with mock.patch.object(op, "prepare_call", partial(prepare, backend)):
-            for call in kinds.values():
+            for call in by_type.values():
                 call()  # room in the shared memory
             for number in range(ROUNDS + 1):
                 for name in host.HOSTS:
                     host.select(name)
-                    for kind, call in kinds.items():
+                    for pass_type, call in by_type.items():
                         for _ in range(WARM_UP):
                             call()
                         taken = microseconds(call)
                         if number:
-                            times.setdefault((kind, name), []).append(taken)
+                            times.setdefault((pass_type, name), []).append(taken)
     return times
 
 
@@ -118,9 +118,9 @@ def main() -> None:
                 times = measure(world, kernels)
                 title = f"microseconds, {world} ranks"
                 print(f"{title:32}" + "".join(f"{name:>10}" for name in host.HOSTS))
-                for kind in dict.fromkeys(kind for kind, _ in times):
-                    medians = [np.median(times[kind, name]) for name in host.HOSTS]
-                    print(f"{kind:32}" + "".join(f"{x:10.1f}" for x in medians))
+                for pass_type in dict.fromkeys(pass_type for pass_type, _ in times):
+                    medians = [np.median(times[pass_type, name]) for name in host.HOSTS]
+                    print(f"{pass_type:32}" + "".join(f"{x:10.1f}" for x in medians))
             host.stop()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ringfa3.symmetric.cuda_graphs import fork_join
-from ringfa3.symmetric.ring_pass import BufferSpec, CallRecipes
+from ringfa3.symmetric.ring_pass import BufferSpec, CallCache
 from ringfa3.symmetric.stream_ops import (
     AddToSum,
     AttendGathered,
@@ -120,7 +120,7 @@ class SimulatedBackend:
         self.arrived: dict[Event, int] = defaultdict(int)  # words for which kernels wait
         self.holding = 0  # kernels that wait on the SMs
         self.copied: list[BufferSlice] = []  # from a peer, by the gradients' stream
-        self.recipes: CallRecipes = weakref.WeakKeyDictionary()
+        self.call_cache: CallCache = weakref.WeakKeyDictionary()
         self.arrivals = torch.ones(world.size, dtype=torch.int32)  # kernels run when all is here
 
     def begin(self, spec: BufferSpec) -> int:
@@ -143,7 +143,7 @@ class SimulatedBackend:
         self.calls += 1
         if self.world.fork_join:
             self.captured, parity = divmod(random.Random(self.calls).randrange(4), 2)
-            self.recipes = {}
+            self.call_cache = {}
             return parity
         return (self.calls - 1) % 2
 

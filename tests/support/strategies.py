@@ -20,7 +20,7 @@ tiles = st.sampled_from([4, 8, 12, 16])
 
 @dataclass(frozen=True)
 class Case:
-    """A call: document lengths, context group, layout and mask."""
+    """A call: document lengths, CP group, layout and mask."""
 
     lengths: list[int]
     world: int

@@ -20,13 +20,13 @@ from torch import Tensor
 from ringfa3.errors import timed_out
 from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
+from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring import op
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
-from ringfa3.ring.prepare_call import PreparedCall, pass_kind
-from ringfa3.ring_pass import HopTensors
+from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES, select_forward_mode
@@ -119,7 +119,7 @@ def test_attention_equals_one_device_while_the_memory_grows(world: int, forward:
 
     def prepared(*given: Any, **_: Any) -> PreparedCall:
         q, k, _, plan, *_, direction = given
-        kind = pass_kind(direction, select_forward_mode(plan, q, k))
+        kind = pass_type_of(direction, select_forward_mode(plan, q, k))
         return PreparedCall(plan, kind, partial(SymmetricRingPass, here[threading.get_ident()]))
 
     with (

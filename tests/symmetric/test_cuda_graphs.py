@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringfa3.errors import timed_out
-from ringfa3.ring_pass import HopTensors
+from ringfa3.pass_interface import HopTensors
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import JOINED, fork_join
@@ -238,15 +238,15 @@ def test_a_graph_keeps_its_memory_where_the_shared_memory_grows() -> None:
         assert Ranks(2).run(lambda group: _grown(group, placements)) == [(2, [])] * 2
 
 
-def _without_fork_join(group: FakeGroup, placement: Placement, kind: str) -> str:
+def _without_fork_join(group: FakeGroup, placement: Placement, pass_type: str) -> str:
     backend = open_backend(group, CPU)  # type: ignore[arg-type]
     assert isinstance(backend, SymmetricBackend)
     layer = Layer(backend, placement)
-    layer.call(kind, waits_in_kernel=False)
+    layer.call(pass_type, waits_in_kernel=False)
     try:
         with group.meeting.capture():
             for _ in range(2):
-                layer.call(kind, waits_in_kernel=False)
+                layer.call(pass_type, waits_in_kernel=False)
     except cuda_driver.DriverError as problem:
         return str(problem)
     return ""
@@ -313,5 +313,5 @@ def test_a_replay_that_waits_in_vain_names_hop_and_peer_and_goes_on(direction: s
     assert other == []
     assert len(waited) == 1
     assert 3 < lost[0] - last < 6
-    kind = "backward" if direction == "backward" else "forward"
-    assert waited[0] == timed_out(f"{kind} hop 1: K/V of rank 11", 4)
+    pass_type = "backward" if direction == "backward" else "forward"
+    assert waited[0] == timed_out(f"{pass_type} hop 1: K/V of rank 11", 4)

@@ -11,7 +11,7 @@ import torch
 from ringfa3.ring import prepare_call
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
-from ringfa3.ring.prepare_call import pass_kind
+from ringfa3.ring.prepare_call import pass_type_of
 from ringfa3.symmetric import self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import capture_error
@@ -30,19 +30,19 @@ FIRST = (
 
 
 def _capture_errors(group: FakeGroup) -> list[str]:
-    """Before and after calls of the same kinds have run."""
+    """Before and after calls of the same pass types have run."""
     with mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=2.0):
         backend = open_backend(group, CPU)  # type: ignore[arg-type]
     assert isinstance(backend, SymmetricBackend)
     plan = laid_out([512], 2).plans[group.rank]
     q, k = torch.zeros(plan.local_tokens, 4, 64), torch.zeros(plan.local_tokens, 1, 64)
-    forward = pass_kind("forward", select_forward_mode(plan, q, k))
+    forward = pass_type_of("forward", select_forward_mode(plan, q, k))
 
-    def error(kind: str) -> str:
-        return str(capture_error(backend.memory, BufferSpec(plan, kind, k), known=True))
+    def error(pass_type: str) -> str:
+        return str(capture_error(backend.memory, BufferSpec(plan, pass_type, k), known=True))
 
-    def run(kind: str) -> None:
-        ring_pass = SymmetricRingPass(backend, plan, kind)
+    def run(pass_type: str) -> None:
+        ring_pass = SymmetricRingPass(backend, plan, pass_type)
         ring_pass.start(k, k)
         ring_pass.run(lambda *_, **__: None)
 

@@ -26,13 +26,13 @@ from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from tests.support.fake_driver import Computations, in_terms
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import equal
-from tests.symmetric.test_ring_program import KINDS, SCALE, Call, Rank, on_ranks
+from tests.symmetric.test_ring_program import PASS_TYPES, SCALE, Call, Rank, on_ranks
 
-# Of each kind, so that the library tells them apart: in a call the plan chooses it.
+# One for each pass type, so that the library tells them apart: in a call the plan chooses it.
 TRANSPORTS = {"forward": "auto", "gathered": "symmetric", "backward": "auto"}
 INPUTS = "q", "k", "v", "dout", "out", "lse"
 Change = Callable[[dict[str, torch.Tensor]], None]
-OWN_TURNS = 3  # of a kind and parity: first, recorded (the second one here), begun in Python
+OWN_TURNS = 3  # of a pass type and parity: first, recorded (the second one here), begun in Python
 MAX_FRAMES = 6  # of Python in a call that begins again: two, and two for each stream that waits
 
 
@@ -40,16 +40,16 @@ class OpRank:
     """A rank whose calls are those of the ops."""
 
     def __init__(self, rank: Rank) -> None:
-        self.rank, self.kind, self.prepared = rank, "", 0
+        self.rank, self.pass_type, self.prepared = rank, "", 0
 
     def prepare(self, plan: ContextPlan) -> PreparedCall:
         """In place of `prepare_call`, which takes CPU tensors to gloo."""
         self.prepared += 1
-        return PreparedCall(plan, self.kind, partial(SymmetricRingPass, self.rank.backend))
+        return PreparedCall(plan, self.pass_type, partial(SymmetricRingPass, self.rank.backend))
 
     def call(
         self,
-        kind: str,
+        pass_type: str,
         seed: int,
         plan: ContextPlan | None = None,
         change: Change | None = None,
@@ -57,7 +57,7 @@ class OpRank:
         deterministic: bool = False,
     ) -> Call:
         """change: of the inputs q, k, v, dout, out, LSE, by name."""
-        self.kind, rank = kind, self.rank
+        self.pass_type, rank = pass_type, self.rank
         plan = plan or rank.plan
         inputs = dict(zip(INPUTS, rank.inputs(seed, plan), strict=True))
         if change is not None:
@@ -66,11 +66,11 @@ class OpRank:
         sink = lse[:, 0].clone() if rank.group.world > 2 else None
         sink = inputs.get("sink", sink)
         waits = dict(rank.backend._waits)
-        settings = plan.handle, scale, deterministic, "native", TRANSPORTS[kind]
+        settings = plan.handle, scale, deterministic, "native", TRANSPORTS[pass_type]
         given: tuple[torch.Tensor | None, ...]
         rank.cuda.taken()
         with torch.no_grad(), Computations(rank.cuda):
-            if kind == "backward":
+            if pass_type == "backward":
                 dlse = inputs.get("dlse", lse + 1 if rank.group.world == 3 else None)
                 given = dout, dlse, q, k, v, out, lse
                 results = op.ring_attention_backward(*given, sink, *settings)
@@ -83,7 +83,7 @@ class OpRank:
     def all_kinds(self, times: int) -> list[list[torch.Tensor]]:
         """Results of the last turn."""
         for _ in range(times):
-            results = [self.call(kind, 0)[1] for kind in KINDS]
+            results = [self.call(pass_type, 0)[1] for pass_type in PASS_TYPES]
         return results
 
 
@@ -129,13 +129,13 @@ def test_a_call_that_begins_again_does_what_python_does(
             choose(which)
             rank.prepared = 0
             for step in range(steps):
-                for kind in KINDS:
+                for pass_type in PASS_TYPES:
                     before = dict(backend._waits)
-                    log, results = rank.call(kind, step // 2)
+                    log, results = rank.call(pass_type, step // 2)
                     waits = [n - before[s] for s, n in backend._waits.items()]
-                    made.setdefault(which, []).append((kind, step, log, waits, results))
-        begun = len(KINDS) * (steps - 2 * OWN_TURNS)
-        assert (group.begun, rank.prepared) == (begun, 2 * OWN_TURNS * len(KINDS))
+                    made.setdefault(which, []).append((pass_type, step, log, waits, results))
+        begun = len(PASS_TYPES) * (steps - 2 * OWN_TURNS)
+        assert (group.begun, rank.prepared) == (begun, 2 * OWN_TURNS * len(PASS_TYPES))
         for python, cpp in zip(made["python"], made["cpp"], strict=True):
             # a log of Python begins with the call that sets the context
             assert cpp[2] in (python[2], python[2][1:]), f"{cpp[:2]}"
@@ -228,8 +228,8 @@ def test_a_call_begins_again_after_another_agreement(kernels: FakeKernels) -> No
         choose("cpp")
         rank.all_kinds(8)
         for begun in (2, 5, 8):
-            assert group.begun == begun * len(KINDS)
-            group.marks += 1
+            assert group.begun == begun * len(PASS_TYPES)
+            group.snapshot += 1
             rank.all_kinds(4)  # the first of them Python begins
 
     on_op_ranks(kernels, 2, work)
@@ -241,11 +241,11 @@ def test_a_call_of_earlier_memory_does_not_begin(kernels: FakeKernels) -> None:
     def work(rank: OpRank, choose: Callable[[str], None]) -> None:
         choose("cpp")
         rank.all_kinds(8)
-        held, begun = list(rank.rank.backend.recipes.values()), rank.rank.group.begun
-        assert begun == 2 * len(KINDS)
+        held, begun = list(rank.rank.backend.call_cache.values()), rank.rank.group.begun
+        assert begun == 2 * len(PASS_TYPES)
         larger = rank.rank.new_plan(64)
-        for kind in 2 * KINDS:
-            rank.call(kind, 0, larger)
+        for pass_type in 2 * PASS_TYPES:
+            rank.call(pass_type, 0, larger)
         rank.all_kinds(2)
         assert held
         assert rank.rank.group.begun == begun
@@ -264,7 +264,7 @@ def test_python_looks_at_a_call_that_may_not_begin(kernels: FakeKernels) -> None
         def expect(turns: int, begun: int) -> None:
             before = group.begun
             assert same(rank.all_kinds(turns), wanted)
-            assert group.begun - before == len(KINDS) * begun
+            assert group.begun - before == len(PASS_TYPES) * begun
 
         expect(8, 2)
         group.refuses = True
@@ -272,8 +272,8 @@ def test_python_looks_at_a_call_that_may_not_begin(kernels: FakeKernels) -> None
         group.refuses = False
         expect(2, 2)
         larger = rank.rank.new_plan(64)
-        for kind in 2 * KINDS:
-            rank.call(kind, 0, larger)
+        for pass_type in 2 * PASS_TYPES:
+            rank.call(pass_type, 0, larger)
         expect(8, 2)
         first = ranks._current[group.rank]
         ranks._current[group.rank] = cuda.stream(compute=True)
@@ -290,7 +290,7 @@ def test_python_looks_at_a_call_that_may_not_begin(kernels: FakeKernels) -> None
             kernels.library.fake_capture(1)
             rank.call("forward", 0)
             kernels.library.fake_capture(0)
-        assert group.begun == before + 1 + 2 * len(KINDS)
+        assert group.begun == before + 1 + 2 * len(PASS_TYPES)
         expect(8, 2)
         choose("python")
         expect(2, 0)
@@ -304,20 +304,20 @@ def test_a_call_goes_with_its_plan(kernels: FakeKernels) -> None:
     def work(rank: OpRank, choose: Callable[[str], None]) -> None:
         choose("cpp")
         plan = rank.rank.new_plan(40)
-        for kind in 2 * KINDS:  # makes room in the shared memory
-            rank.call(kind, 0, plan)
-        for kind in 8 * KINDS:
-            rank.call(kind, 0, plan)
-        assert rank.rank.group.begun >= 2 * len(KINDS)
-        known = len(rank.rank.backend.recipes) - 1
+        for pass_type in 2 * PASS_TYPES:  # makes room in the shared memory
+            rank.call(pass_type, 0, plan)
+        for pass_type in 8 * PASS_TYPES:
+            rank.call(pass_type, 0, plan)
+        assert rank.rank.group.begun >= 2 * len(PASS_TYPES)
+        known = len(rank.rank.backend.call_cache) - 1
         context_plan._cached_plan.cache_clear()
         del plan
         for _ in range(600):
             gc.collect()  # does nothing while another thread collects
-            if len(rank.rank.backend.recipes) == known:
+            if len(rank.rank.backend.call_cache) == known:
                 return
             threading.Event().wait(0.05)
-        raise AssertionError("the recipes of a plan outlive it")
+        raise AssertionError("the cached calls of a plan outlive it")
 
     on_op_ranks(kernels, 2, work)
 
@@ -335,7 +335,7 @@ def test_a_steady_call_enters_few_frames_of_python(kernels: FakeKernels) -> None
             if event == "call" and "/ringfa3/" in code.co_filename and not fake:
                 entered.append(code.co_qualname if sys.version_info >= (3, 11) else code.co_name)
 
-        rank.kind = "backward"
+        rank.pass_type = "backward"
         settings = rank.rank.plan.handle, SCALE, False, "native", TRANSPORTS["backward"]
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as a node's backward
             sys.setprofile(profile)

@@ -37,7 +37,7 @@ from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import equal
 
 CPU = torch.device("cpu")
-KINDS = ("forward", "gathered", "backward")  # an odd number, so that parities take turns
+PASS_TYPES = ("forward", "gathered", "backward")  # an odd number, so that parities take turns
 SCALE = 0.125
 Call = tuple[list[Entry], list[torch.Tensor]]  # log and results
 
@@ -72,19 +72,19 @@ class Rank:
 
     def grow(self) -> None:
         """Makes room in the shared memory for all calls of the plan; an even number of calls."""
-        for kind in 2 * KINDS:
-            self.call(kind, 0)
+        for pass_type in 2 * PASS_TYPES:
+            self.call(pass_type, 0)
 
-    def call(self, kind: str, seed: int, plan: ContextPlan | None = None) -> Call:
+    def call(self, pass_type: str, seed: int, plan: ContextPlan | None = None) -> Call:
         plan = plan or self.plan
         q, k, v, dout, out, lse = self.inputs(seed, plan)
         sink = lse[:, 0].clone() if self.group.world > 2 else None
-        call = PreparedCall(plan, kind, partial(SymmetricRingPass, self.backend))
+        call = PreparedCall(plan, pass_type, partial(SymmetricRingPass, self.backend))
         waits = dict(self.backend._waits)
         given: tuple[torch.Tensor | None, ...]
         self.cuda.taken()
         with torch.no_grad(), Computations(self.cuda):
-            if kind == "backward":
+            if pass_type == "backward":
                 dlse = lse + 1 if self.group.world == 3 else None
                 given = dout, dlse, q, k, v, out, lse
                 results = run_backward(*given, SCALE, False, call, sink)
@@ -164,11 +164,11 @@ def test_a_replayed_call_does_what_python_does(
         for which in host.HOSTS:
             choose(which)
             for step in range(steps):
-                for kind in KINDS:
+                for pass_type in PASS_TYPES:
                     before = dict(rank.backend._waits)
-                    log, results = rank.call(kind, step // 2)
+                    log, results = rank.call(pass_type, step // 2)
                     waits = [n - before[s] for s, n in rank.backend._waits.items()]
-                    made.setdefault(which, []).append((kind, step, log, waits, results))
+                    made.setdefault(which, []).append((pass_type, step, log, waits, results))
         for python, cpp in zip(made["python"], made["cpp"], strict=True):
             assert cpp[:2] == python[:2]
             assert cpp[2] == python[2], f"{cpp[:2]}"
@@ -199,26 +199,26 @@ def test_a_replayed_call_of_4_ranks_computes_in_kernels_alone(kernels: FakeKerne
         choose("cpp")
         _all_kinds(rank, 6)
         found = {}
-        for kind in KINDS:
-            names = [str(entry[0]) for entry in rank.call(kind, 0)[0]]
+        for pass_type in PASS_TYPES:
+            names = [str(entry[0]) for entry in rank.call(pass_type, 0)[0]]
             driver = sum(name.startswith("cu") for name in names)
             launched = sum(name in STRUCTURES for name in names)
             others = {name for name in names if name not in STRUCTURES and name[:2] != "cu"}
-            assert others <= ({"zero_", "sum"} if kind == "backward" else set())
-            found[kind] = (1 + driver, launched)
+            assert others <= ({"zero_", "sum"} if pass_type == "backward" else set())
+            found[pass_type] = (1 + driver, launched)
         return found
 
     with replays() as counts:
         costs = on_ranks(kernels, 4, work)
-    assert min(counts.values()) >= 2 * len(KINDS)
-    for kind, most in COSTS.items():
-        assert max(cost[kind] for cost in costs) == most, kind
+    assert min(counts.values()) >= 2 * len(PASS_TYPES)
+    for pass_type, most in COSTS.items():
+        assert max(cost[pass_type] for cost in costs) == most, pass_type
 
 
 def _all_kinds(rank: Rank, times: int, seed: int = 0) -> list[list[torch.Tensor]]:
     """Results of the last turn."""
     for _ in range(times):
-        results = [rank.call(kind, seed)[1] for kind in KINDS]
+        results = [rank.call(pass_type, seed)[1] for pass_type in PASS_TYPES]
     return results
 
 
@@ -239,12 +239,12 @@ def test_programs_go_when_what_they_hold_changes(kernels: FakeKernels) -> None:
         def expect(turns: int, replayed: int) -> None:
             before = counts.get(me, 0)
             assert _same(_all_kinds(rank, turns), wanted)
-            assert counts.get(me, 0) - before == len(KINDS) * replayed
+            assert counts.get(me, 0) - before == len(PASS_TYPES) * replayed
 
         expect(6, 2)
         larger = rank.new_plan(64)
-        for kind in 2 * KINDS:
-            rank.call(kind, 0, larger)
+        for pass_type in 2 * PASS_TYPES:
+            rank.call(pass_type, 0, larger)
         expect(6, 2)
         number = rank.group.rank
         first, ranks._current[number] = ranks._current[number], cuda.stream(compute=True)
@@ -257,18 +257,18 @@ def test_programs_go_when_what_they_hold_changes(kernels: FakeKernels) -> None:
                 rank.call("forward", 0)
         assert counts[me] == before
         expect(6, 2)
-        known, plan = len(rank.backend.recipes), rank.new_plan(40)
-        for kind in 6 * KINDS:
-            rank.call(kind, 0, plan)
-        assert counts[me] == before + 4 * len(KINDS)
-        assert len(rank.backend.recipes) == known + 1
+        known, plan = len(rank.backend.call_cache), rank.new_plan(40)
+        for pass_type in 6 * PASS_TYPES:
+            rank.call(pass_type, 0, plan)
+        assert counts[me] == before + 4 * len(PASS_TYPES)
+        assert len(rank.backend.call_cache) == known + 1
         context_plan._cached_plan.cache_clear()
         del plan
         deadline = time.monotonic() + 30
-        while len(rank.backend.recipes) > known and time.monotonic() < deadline:
+        while len(rank.backend.call_cache) > known and time.monotonic() < deadline:
             gc.collect()  # does nothing while another thread collects
             time.sleep(0.05)
-        assert len(rank.backend.recipes) == known
+        assert len(rank.backend.call_cache) == known
 
     with replays() as counts:
         on_ranks(kernels, 2, work)
@@ -305,10 +305,10 @@ def test_a_refused_call_raises_the_error_of_python(kernels: FakeKernels, refused
 
 
 def test_kinds_of_calls_are_bounded() -> None:
-    """One too many forgets all; a call of a kind that was seen before forgets none."""
+    """One too many forgets all; a call with a key that was seen before forgets none."""
     programs: Programs = dict.fromkeys(range(MAX_PROGRAMS - 1), 1)
-    for kind in (MAX_PROGRAMS - 1, 0):
-        ProgramRecording(None, programs, kind, ())
+    for pass_type in (MAX_PROGRAMS - 1, 0):
+        ProgramRecording(None, programs, pass_type, ())
         assert list(programs) == list(range(MAX_PROGRAMS))
     ProgramRecording(None, programs, "another", ())
     assert list(programs) == ["another"]
@@ -323,7 +323,7 @@ def test_calls_of_one_step_are_not_recorded(kernels: FakeKernels) -> None:
         for calls in (128, 2):
             for _ in range(calls):
                 rank.call("forward", 0)
-            known = rank.backend.recipes[rank.plan.hops].programs.values()
+            known = rank.backend.call_cache[rank.plan.hops].programs.values()
             made.append(sum(isinstance(x, RingProgram) for x in known))
         return made
 

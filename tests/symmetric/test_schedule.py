@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ringfa3.kernels import reference
+from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Tiling
-from ringfa3.ring_pass import HopTensors
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.stream_ops import Copy, EndStart, Stream, WaitEvent
 from tests.support.dense import attention, gradients, mask, tensors, worst
@@ -271,7 +271,7 @@ def test_without_a_wait_something_goes_wrong(forwards: Forwards, wait: Label) ->
 def attention_step(
     placements: Sequence[Placement], forwards: Forwards, seed: int, **options: object
 ) -> float:
-    """The largest error of a step with the executor's attention, against the dense reference."""
+    """The largest error of a step with the reference's attention, against the dense reference."""
     size = placements[0].world
     world = World(size, **options)  # type: ignore[arg-type]
     made: list[tuple[Tensor, Tensor]] = []

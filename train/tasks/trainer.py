@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ringfa3.custom_op import observe
+from ringfa3.custom_op import set_op_hook
 from train.config import Config
 from train.data.batches import Batch, Prefetch, make_batch
 from train.data.mixture import left_out, training_samples
@@ -71,7 +71,7 @@ class Trainer:
         self.model = self.engine.model
         self.times = time_split_on(parallel.device)
         if self.times is not None:
-            observe(self.times.op)
+            set_op_hook(self.times.op)
             self.engine.watch(self.times)
         self.state = TrainState(config, corpus.digest, self.engine)
         self.updates = UpdateLock()
@@ -115,7 +115,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close the files of the run, and remove the hook on its ops."""
-        observe(None)
+        set_op_hook(None)
         try:
             self.lines.write()
         finally:

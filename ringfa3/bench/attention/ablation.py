@@ -14,7 +14,7 @@ from ringfa3.bench.common.problem import (
     prepare_forward,
 )
 from ringfa3.kernels import dispatch, forward
-from ringfa3.kernels.dispatch import executor_reason
+from ringfa3.kernels.dispatch import fallback_reason
 from ringfa3.planning.tiling import plan_local
 
 
@@ -29,7 +29,7 @@ class ForwardVariant:
         if problem.direction != FORWARD:
             raise UnsupportedCaseError("an ablation of the forward alone")
         unit = dispatch.unit_for(FORWARD, q)
-        if reason := executor_reason(FORWARD, q):
+        if reason := fallback_reason(FORWARD, q):
             raise UnsupportedCaseError(reason)
         assert unit is not None
         unit = unit.as_variant(self.variant)

@@ -34,7 +34,8 @@ PACKAGES = {"version": "flash-attn-4", "dsl": "nvidia-cutlass-dsl"}
 class Fa4(SingleDevice):
     """The functions of `flash_attn.cute`.
 
-    A kernel compiles in the first call of its kind, in seconds. That call is never timed: every
+    A kernel compiles in the first call with its shapes and settings, in seconds. That call is never
+    timed: every
     result is checked first.
     """
 

@@ -9,7 +9,7 @@ from ringfa3.bench.common.cases import FORWARD
 from ringfa3.bench.common.implementations import require_kernel
 from ringfa3.bench.common.problem import PreparedRun, Problem, UnsupportedCaseError
 from ringfa3.kernels.dispatch import select_forward
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
 
 # The flags of all tiles, see `Tiling`. The first epilogue is compared with each of the others.
@@ -41,7 +41,7 @@ class Epilogue:
         kernel = select_forward(q, plan)
         whole = plan.forward(kernel.tile_m)[0]
         out, running = torch.empty_like(q), kernel.new_partial_out(q, plan)
-        lse = q.new_empty(q.shape[1], q.shape[0], dtype=statistics_dtype(q.dtype))
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=accum_dtype(q.dtype))
 
         def attend(tiling: Tiling) -> None:
             kernel.attend(q, k, v, tiling, case.head_dim**-0.5, out, running, lse)

@@ -15,7 +15,7 @@ from ringfa3.build.units import IN_KERNEL_TRANSPOSE
 from ringfa3.kernels.dispatch import QuantisedForward, select_quantised, unit_for
 from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.quantised import QuantisedKernel
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.reference import accum_dtype
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.quantisation.channels import KVCentres
 from ringfa3.quantisation.formats import E4M3
@@ -38,7 +38,7 @@ class QuantisedRingFA3:
         operands = self._operands(kernel, (q, k, v), plan)
         tiling, scale = plan.forward(kernel.tile_m)[0], case.head_dim**-0.5
         out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[1], q.shape[0], dtype=statistics_dtype(q.dtype))
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=accum_dtype(q.dtype))
 
         def run() -> torch.Tensor:
             kernel.attend(*operands, tiling, scale, out, out[:0], lse)

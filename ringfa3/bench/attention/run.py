@@ -66,7 +66,7 @@ from ringfa3.bench.common.timing import (
 )
 from ringfa3.build.compile import ablation_folder
 from ringfa3.build.units import FP8_VARIANTS, VARIANTS
-from ringfa3.kernels.dispatch import executor_reason
+from ringfa3.kernels.dispatch import fallback_reason
 
 CPU_SHRINK = 256  # divides the lengths of a run on the CPU
 PRESENTATION = Presentation(attention_tables, attention_lines, attention_figures, attention_line)
@@ -264,7 +264,7 @@ def planned_rows(
         without = set()
         for d in dict.fromkeys(case.head_dim for case in cases):
             q = torch.empty(1, 1, d, dtype=DTYPES[options.dtype], device=device)
-            if not smoke and (reason := executor_reason(direction, q)):
+            if not smoke and (reason := fallback_reason(direction, q)):
                 missing.setdefault((direction, reason), []).append(d)
                 without.add(d)
         planned += [

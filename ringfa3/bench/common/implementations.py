@@ -18,11 +18,11 @@ from ringfa3.bench.common.problem import (
     prepare_backward,
     prepare_forward,
 )
-from ringfa3.kernels.dispatch import executor_reason
-from ringfa3.kernels.reference import statistics_dtype
+from ringfa3.kernels.dispatch import fallback_reason
+from ringfa3.kernels.reference import accum_dtype
 
 RINGFA3, FA3, FA4 = "RingFA3", "FA3", "FA4"
-# Of the errors of 8 bits, over that of O; about twice that of sigma 4.
+# Errors of 8 bits, over that of O; about twice that of sigma 4.
 RMS = {"fp8": 0.2, "int8": 0.05}
 
 # A sink, in nats, that changes no bit of a result: N(0, 1) is the distribution of scores. Kernels
@@ -56,7 +56,8 @@ class SingleDevice(ABC):
 
 
 class RingFA3(SingleDevice):
-    """RingFA3's public functions. On a GPU only where a kernel runs them, never the executor.
+    """RingFA3's public functions. On a GPU only where a kernel runs them, never the PyTorch
+    fallback.
 
     `precision` as theirs: "fp8" and "int8" quantise in every call, and have a forward alone. `sink`
     is that of every head, in nats; a backward computes its gradient, too. None: no sinks.
@@ -78,11 +79,11 @@ class RingFA3(SingleDevice):
         def sink_for(q: torch.Tensor) -> torch.Tensor | None:
             if self.sink is None:
                 return None
-            kind = heads, differentiated = q.shape[-2], q.requires_grad
-            if kind not in sinks:
-                made = torch.full((heads,), self.sink, dtype=statistics_dtype(q.dtype))
-                sinks[kind] = made.to(device).requires_grad_(differentiated)
-            return sinks[kind]
+            key = heads, differentiated = q.shape[-2], q.requires_grad
+            if key not in sinks:
+                made = torch.full((heads,), self.sink, dtype=accum_dtype(q.dtype))
+                sinks[key] = made.to(device).requires_grad_(differentiated)
+            return sinks[key]
 
         # Causal is the window (-1, 0).
         options: Any = {
@@ -108,7 +109,7 @@ def name_of(library: str, deterministic: bool) -> str:
 
 
 def require_kernel(problem: Problem, precision: str = "native") -> None:
-    """Raises UnsupportedCaseError for a problem on a GPU that only the executor can run.
+    """Raises UnsupportedCaseError for a problem on a GPU that only the PyTorch fallback can run.
 
     In 8 bits a kernel must quantise, too; any backward in them raises.
     """
@@ -118,9 +119,9 @@ def require_kernel(problem: Problem, precision: str = "native") -> None:
     if not q.is_cuda:
         return
     q = q.flatten(0, -3)
-    reason = executor_reason(problem.direction, q, precision)
+    reason = fallback_reason(problem.direction, q, precision)
     if reason is None and precision in RMS:
-        reason = executor_reason("quantise", q)
+        reason = fallback_reason("quantise", q)
     if reason is not None:
         raise UnsupportedCaseError(reason)
 

@@ -256,7 +256,7 @@ ROW_TYPES: dict[str, type[Row]] = {"attention": Row, "ring": RingRow}
 class Results:
     """A run: its settings, its machine, and its rows.
 
-    smoke      True: on the CPU, by the executor; no figure applies to a kernel
+    smoke      True: on the CPU, by the PyTorch fallback; no figure applies to a kernel
     left_out   what was not measured, and why
     complete   whether the run reached its end
     benchmark  a key of `ROW_TYPES`

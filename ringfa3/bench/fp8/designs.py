@@ -57,7 +57,8 @@ FIRST = "per tensor"  # the others are compared with it
 def attention(
     design: Design, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out (t, h, d) float32, lse (h, t)) of q (t, h, d) and k, v (t, hk, d), by the executor."""
+    """(out (t, h, d) float32, lse (h, t)) of q (t, h, d) and k, v (t, hk, d), by the PyTorch
+    fallback."""
     t, h, d = q.shape
     operands = quantised(design, q, k, v)
     lengths = np.array([t], np.int64)

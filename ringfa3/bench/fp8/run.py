@@ -27,7 +27,7 @@ CHUNK = 1 << 25  # scores that the reference holds at once: 256 MiB in float64
 @dataclass(frozen=True)
 class Options:
     """lengths: tokens of a sequence, each a case; causal: which masks; seeds: pooled; kernels: not
-    the executor."""
+    the PyTorch fallback."""
 
     lengths: Sequence[int]
     head_dims: Sequence[int]

@@ -24,7 +24,8 @@ class DenseRing:
 
 
 class SingleGpu:
-    """One GPU on a rank's FLOPs: its tokens on as many keys as a query sees on average, no mask.
+    """One GPU on a rank's FLOPs: its tokens on as many keys as a query attends to on average, no
+    mask.
 
     All ranks run it at the same time, each on its own.
     """

@@ -21,7 +21,7 @@ WARM_UP_RUNS = 3
 def host_seconds(
     implementation: Distributed, problem: Problem, comm: Communicator
 ) -> dict[str, list[float]]:
-    """By kind of call: each rank's median over runs that all ranks begin together."""
+    """By type of call: each rank's median over runs that all ranks begin together."""
     local = implementation.local(problem)
     attend = implementation.attend(problem.case, problem.q.device)
     q, k, v = (x.detach().requires_grad_() for x in local.inputs)
@@ -31,18 +31,18 @@ def host_seconds(
             return attend(q, k, v)
 
     if problem.direction == FORWARD:
-        kinds = {"without gradients": without_gradients, "with": lambda: attend(q, k, v)}
+        calls = {"without gradients": without_gradients, "with": lambda: attend(q, k, v)}
     else:
         out = attend(q, k, v)
-        kinds = {
+        calls = {
             "": lambda: torch.autograd.grad(out, (q, k, v), local.dout, retain_graph=True),
         }
     with implementation.context(problem.q.device):
         return {
-            f"{implementation.name} {kind}".strip(): comm.all_gather(
+            f"{implementation.name} {call_type}".strip(): comm.all_gather(
                 _seconds(call, comm, problem.q.device)
             )
-            for kind, call in kinds.items()
+            for call_type, call in calls.items()
         }
 
 

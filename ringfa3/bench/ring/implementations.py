@@ -83,7 +83,7 @@ def ring_case_of(case: Case) -> RingCase:
 
 
 class Ring(Distributed):
-    """RingFA3's ring. On a GPU only where a kernel runs it, never the executor."""
+    """RingFA3's ring. On a GPU only where a kernel runs it, never the PyTorch fallback."""
 
     def __init__(
         self, comm: Communicator, transport: str = "auto", forward: str | None = None

@@ -37,7 +37,8 @@ class MemoryMeter:
         self._retained: dict[str, int] = {}
 
     def measure(self, name: str, call: Callable[[], object]) -> MemoryUse:
-        """Of a call whose inputs are allocated. Runs it twice, and measures the second run."""
+        """Measures a call whose inputs are allocated. Runs it twice, and measures the second
+        run."""
         release_memory(self.device)
         first = used(self.device)
         call()

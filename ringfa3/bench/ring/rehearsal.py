@@ -24,18 +24,18 @@ from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.common.report import new_folder
 from ringfa3.bench.common.timing import CudaStopwatch, compare, median, paired, protocol
 from ringfa3.bench.ring.run_plan import query
-from ringfa3.kernels.dispatch import executor_reason
+from ringfa3.kernels.dispatch import fallback_reason
 from ringfa3.numa import bind_to_numa_node
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring.op import run_backward, run_forward
-from ringfa3.ring.prepare_call import PreparedCall, pass_kind
+from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import select_forward_mode
-from ringfa3.symmetric.interruption import Interruption
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import unsupported_reason
 from ringfa3.symmetric.signals import Gather, Signals
 from ringfa3.symmetric.stream_ops import Signal
+from ringfa3.threads import Interruption
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -89,17 +89,17 @@ class RehearsalGroup:
         self.failure = message
         self._interruption.interrupt(RuntimeError(message))
 
-    def mark(self) -> None:
-        """Calls of one kind begin alike."""
+    def agreement_snapshot(self) -> None:
+        """Calls with one signature begin alike."""
 
-    def begin_again(self, mark: None, lse: torch.Tensor | None) -> bool:
-        del mark, lse
+    def begin_again(self, agreed: None, lse: torch.Tensor | None) -> bool:
+        del agreed, lse
         return self.failure is None
 
     def returned(self, lse: torch.Tensor) -> None:
         """No call is named."""
 
-    def tell(self, problem: Exception) -> None:
+    def report_failure(self, problem: Exception) -> None:
         self.failure = str(problem)
 
     def backend(self, device: torch.device) -> SymmetricBackend:
@@ -110,8 +110,10 @@ class RehearsalGroup:
 class MirroredSignals(Signals):
     """Signals of two GPUs: the peer at distance d is the other GPU, at distance -d.
 
-    Every signal that one GPU sets is awaited by the other if the rank visits keys at the hops at
-    which its own keys are visited, as in one causal zigzag sequence of `MIN_TOKENS` a rank.
+    The other GPU awaits every signal that one GPU sets if both directions have the same active
+    hops:
+    the rank attends to keys at the hops at which other ranks attend to its own. One causal zigzag
+    sequence of `MIN_TOKENS` a rank is such a case.
     """
 
     def __init__(self, group: RehearsalGroup, rank: int, world: int, _: Gather) -> None:
@@ -141,7 +143,7 @@ def rehearse(options: Options) -> int:
     settings = protocol(options.pairs)
     device = machine.find_device("cuda", local)
     for direction in DIRECTIONS[options.direction]:
-        if reason := executor_reason(direction, query(DTYPES[options.dtype], device)):
+        if reason := fallback_reason(direction, query(DTYPES[options.dtype], device)):
             raise BenchError(
                 f"{direction}: {reason}, and the PyTorch fallback is not timed instead"
             )
@@ -212,7 +214,7 @@ def _ring(
         for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     make_pass = partial(SymmetricRingPass, backend)
-    forward = PreparedCall(plan, pass_kind(FORWARD, select_forward_mode(plan, q, k)), make_pass)
+    forward = PreparedCall(plan, pass_type_of(FORWARD, select_forward_mode(plan, q, k)), make_pass)
     if direction == FORWARD:
         return lambda: run_forward(q, k, v, SCALE, forward)
     out, lse = run_forward(q, k, v, SCALE, forward)

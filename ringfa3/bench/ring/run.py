@@ -62,7 +62,7 @@ from ringfa3.bench.ring.plot import ring_figures
 from ringfa3.bench.ring.run_plan import Options, planned_rows, query, world_sizes
 from ringfa3.bench.ring.summary import ring_lines, ring_row_line
 from ringfa3.bench.ring.table import ring_tables
-from ringfa3.kernels.dispatch import executor_reason, select_forward
+from ringfa3.kernels.dispatch import fallback_reason, select_forward
 from ringfa3.numa import bind_to_numa_node
 from ringfa3.symmetric import ring_program
 from ringfa3.symmetric.forward_mode import FORWARD_MODES, gathered_bytes, select_forward_mode
@@ -174,12 +174,12 @@ class Job:
         Timed forwards add the mode "hops"; `memory` adds every mode.
         """
         rings = [Ring(comm, transport) for transport in self.options.transports]
-        kinds = FORWARD_MODES if case.set == MEMORY else ("hops",) if direction == FORWARD else ()
+        modes = FORWARD_MODES if case.set == MEMORY else ("hops",) if direction == FORWARD else ()
         masked = case.set not in (LENGTHS, *UNTIMED)
         gpus = self.device.type != "cpu" and comm.world > 1
         if masked or not gpus or not rings[0].may_use_symmetric:
             return rings
-        fixed = [Ring(comm, rings[0].transport, kind) for kind in kinds]
+        fixed = [Ring(comm, rings[0].transport, mode) for mode in modes]
         return [rings[0], *fixed, *rings[1:]]
 
     def implementations(
@@ -261,7 +261,7 @@ class Job:
         assert isinstance(ring, Ring)
         q = query(self.dtype, self.device)
         row.baselines = [i.name for i in implementations if isinstance(i, SingleGpu)]
-        row.engine = "executor" if executor_reason(row.direction, q) else "kernels"
+        row.engine = "executor" if fallback_reason(row.direction, q) else "kernels"
         row.transport = ring.moved_by
         row.gathered = self._gathered(ring, case)
         kernel = select_forward(q, plan_of_rank(case, 0).hops)

@@ -18,7 +18,7 @@ from ringfa3.bench.ring.cases import (
     RING_TOKENS,
     RingCase,
 )
-from ringfa3.kernels.dispatch import executor_reason
+from ringfa3.kernels.dispatch import fallback_reason
 
 CPU_SHRINK = 1024  # divides the lengths of a run on the CPU
 
@@ -74,7 +74,7 @@ def planned_rows(
     q = query(DTYPES[options.dtype], device)
     directions = []
     for direction in DIRECTIONS[options.direction]:
-        if not smoke and (reason := executor_reason(direction, q)):
+        if not smoke and (reason := fallback_reason(direction, q)):
             left_out.append(f"{direction}: {reason}, and the PyTorch fallback is not timed instead")
         else:
             directions.append(direction)

@@ -127,7 +127,7 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = {"forward": None, "backward": "there are none"}
-    monkeypatch.setattr(attention, "executor_reason", lambda direction, q: reasons[direction])
+    monkeypatch.setattr(attention, "fallback_reason", lambda direction, q: reasons[direction])
     options = attention.Options(["paper"], "bf16", [64], 0, "both", 10, None, "cuda", None, False)
     todo, left_out = attention.planned_rows(options, torch.device("meta"))
     assert [direction for _, direction in todo] == ["forward", "forward"]

@@ -304,9 +304,9 @@ def on_gpu(direction: str) -> Problem:
     return problem
 
 
-def test_on_a_gpu_the_executor_never_stands_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_fallback_never_stands_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        implementations, "executor_reason", lambda direction, *_: f"no {direction} kernel"
+        implementations, "fallback_reason", lambda direction, *_: f"no {direction} kernel"
     )
     with pytest.raises(UnsupportedCaseError, match="no backward kernel"):
         RingFA3().prepare(on_gpu(BACKWARD))
@@ -325,7 +325,7 @@ def test_in_8_bits_both_kernels_must_exist(
         assert of == (precision if direction == FORWARD else "native")
         return f"no kernel: {direction}" if direction == missing else None
 
-    monkeypatch.setattr(implementations, "executor_reason", reason)
+    monkeypatch.setattr(implementations, "fallback_reason", reason)
     for implementation in (QuantisedRingFA3(precision), RingFA3(precision=precision)):
         with pytest.raises(UnsupportedCaseError, match=f"no kernel: {missing}"):
             implementation.prepare(on_gpu(FORWARD))

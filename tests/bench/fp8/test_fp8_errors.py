@@ -1,4 +1,4 @@
-"""`python -m ringfa3.bench fp8`: errors of designs, by the executor."""
+"""`python -m ringfa3.bench fp8`: errors of designs, by the PyTorch fallback."""
 
 from __future__ import annotations
 

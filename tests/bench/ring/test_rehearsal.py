@@ -15,7 +15,7 @@ from ringfa3.bench import __main__ as bench
 from ringfa3.bench.common.timing import Call, Paired
 from ringfa3.bench.ring import rehearsal
 from ringfa3.bench.ring.rehearsal import MirroredSignals, RehearsalGroup
-from ringfa3.ring_pass import HopTensors
+from ringfa3.pass_interface import HopTensors
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.stream_ops import Purpose, Signal
 from tests.support.fake_cuda import FakeGroup, Ranks
@@ -117,7 +117,7 @@ def test_a_rehearsal_writes_a_row_for_each_case(
         "join_job": lambda *_: None,
         "Communicator": lambda *_: SimpleNamespace(all_gather=here().gather),
         "CudaStopwatch": lambda _: None,
-        "executor_reason": lambda *_: None,
+        "fallback_reason": lambda *_: None,
         "unsupported_reason": lambda: None,
         "bind_to_numa_node": lambda _: None,
         "paired": by_the_clock,

@@ -366,7 +366,7 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reasons = {FORWARD: None, BACKWARD: "there are none"}
-    monkeypatch.setattr(run_plan, "executor_reason", lambda direction, q: reasons[direction])
+    monkeypatch.setattr(run_plan, "fallback_reason", lambda direction, q: reasons[direction])
     sets = ["lengths", "memory", "checkpoint"]
     options = run_plan.Options(
         sets, "bf16", None, 0, 1 << 20, "both", ["auto"], 10, 60.0, None, "cuda", None, False

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import flash_attn_func, host
-from ringfa3.custom_op import observe
+from ringfa3.custom_op import set_op_hook
 from tests.support.ranks import sacrifice
 from tests.train.engine.test_engines import LIMIT_S, layout
 from train.config import Config, EngineConfig
@@ -135,12 +135,12 @@ def test_ops_are_seen_in_forward_and_backward(device, times):
         names.append(name)
         return times.op(name)
 
-    observe(op)
+    set_op_hook(op)
     try:
         out = layer(flash_attn_func(x, x, x, causal=True).flatten(0, 2))
         out.sum().backward()
     finally:
-        observe(None)
+        set_op_hook(None)
     assert names == ["attention", "linear", "linear_backward", "attention_backward"]
     categories = [x.category for x in times._boundaries if x.category != "rest"]
     assert categories == ["attention", "matmul", "matmul", "attention"]
@@ -153,7 +153,7 @@ def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
     q, k = torch.randn(2, 1, 8, 2, 64).bfloat16()
     layer = Linear(128, 64).bfloat16()
     seen = {}
-    observe(times.op)
+    set_op_hook(times.op)
     try:
         for which in host.HOSTS:
             host.select(which)
@@ -165,7 +165,7 @@ def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
                 times.end()
                 seen.setdefault(which, []).append([x.category for x in times._ended])
     finally:
-        observe(None)
+        set_op_hook(None)
     assert host.counts()["replayed"] == 2
     assert seen["cpp"] == seen["python"]
     assert seen["cpp"][-1].count("attention") == 2

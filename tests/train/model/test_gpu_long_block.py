@@ -35,7 +35,7 @@ def test_chunked_and_whole_mlps_agree_beyond_32_bits(tokens: int) -> None:
     if memory < tokens * BYTES:
         pytest.skip(f"{tokens} tokens need a GPU of {tokens * BYTES / 1e9:.0f} GB")
     query = torch.empty(1, 1, model.resolved_head_dim(), device=device, dtype=torch.bfloat16)
-    assert all(dispatch.executor_reason(x, query) is None for x in ("forward", "backward"))
+    assert all(dispatch.fallback_reason(x, query) is None for x in ("forward", "backward"))
     torch.cuda.reset_peak_memory_stats()
     found = compare(replace(model, n_layers=1, zero_init=False), tokens, 16_384, 1_024, device)
     print(f"\n{tokens} tokens, at most {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")

@@ -1,5 +1,5 @@
-"""Checks of the kernels for a rank's own rows, on a GPU or in emulation: equal numbers with
-the executor, and memory beside the rows untouched.
+"""Checks of the kernels for a rank's local K/V, on a GPU or in emulation: equal numbers with
+the reference, and memory beside the rows untouched.
 
 Each check takes a unit and a device, makes its own inputs and asserts.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ringfa3.build.units import Unit
-from ringfa3.kernels.own_rows import Returns, RowExecutor, RowKernels, Run
+from ringfa3.kernels.local_kv import LocalKVKernels, LocalKVReference, Returns, Run
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 
 GUARD = 3  # rows behind those of a buffer
@@ -43,7 +43,10 @@ def rows_are_published(unit: Unit, device: str) -> None:
     dtype = getattr(torch, unit.dtype)
     for plan in plans():
         count, t = len(plan.kv_exchange.published), plan.local_tokens
-        kernels, executor = RowKernels(unit, plan), RowExecutor(plan, torch.device(device))
+        kernels, reference = (
+            LocalKVKernels(unit, plan),
+            LocalKVReference(plan, torch.device(device)),
+        )
         for heads, d in _shapes(unit):
             torch.manual_seed(d)
             fused = torch.randn(t, 3 * heads, d).to(dtype).to(device)
@@ -56,7 +59,7 @@ def rows_are_published(unit: Unit, device: str) -> None:
                          _room(t, 2, heads, d, dtype=dtype, device=device))
                         for _ in range(2)
                     ]  # fmt: skip
-                    for rows, (published, gathered) in zip((kernels, executor), made, strict=True):
+                    for rows, (published, gathered) in zip((kernels, reference), made, strict=True):
                         rows.publish(x, y, published[:count], gathered[:t] if whole else None)
                     for got, wanted in zip(*made, strict=True):
                         assert torch.equal(got.nan_to_num(nan=9.0), wanted.nan_to_num(nan=9.0))
@@ -81,30 +84,36 @@ def returns_are_added(unit: Unit, device: str) -> None:
     for plan in plans():
         if not len(plan.kv_exchange.published):
             continue
-        kernels, executor = RowKernels(unit, plan), RowExecutor(plan, torch.device(device))
+        kernels, reference = (
+            LocalKVKernels(unit, plan),
+            LocalKVReference(plan, torch.device(device)),
+        )
         for heads, d in _shapes(unit):
             for returns in _returns(plan, heads, d, device):
                 wanted = returns._replace(sum=returns.sum.clone())
                 before = returns.sum.clone()
-                executor.add_returns(wanted)
+                reference.add_returns(wanted)
                 kernels.add_returns(returns)
                 assert torch.equal(returns.sum, wanted.sum)
                 assert torch.equal(returns.sum, before) == (not returns.runs)
 
 
 def gradients_are_rounded(unit: Unit, device: str) -> None:
-    """The rank's own sums, then the peers', in the order of the executor: equal bits. What is not
+    """The rank's own sums, then the peers', in the order of the reference: equal bits. What is not
     finite stays in its number."""
     dtype = getattr(torch, unit.dtype)
     for plan in plans():
         t, count = plan.local_tokens, len(plan.kv_exchange.published)
-        kernels, executor = RowKernels(unit, plan), RowExecutor(plan, torch.device(device))
+        kernels, reference = (
+            LocalKVKernels(unit, plan),
+            LocalKVReference(plan, torch.device(device)),
+        )
         for heads, d in _shapes(unit):
             own = torch.randn(t, 2, heads, d, device=device)
             own[1, 0, 0, :2] = torch.tensor([NAN, INF])
             for returns in (None, *(_returns(plan, heads, d, device) if count else ())):
                 got = kernels.round_gradients(own, returns, dtype)
-                wanted = executor.round_gradients(own.clone(), returns, dtype)
+                wanted = reference.round_gradients(own.clone(), returns, dtype)
                 for x, y in zip(got, wanted, strict=True):
                     assert x.shape == (t, heads, d)
                     assert x.dtype == dtype

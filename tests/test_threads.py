@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from ringfa3.symmetric.interruption import Interruption
+from ringfa3.threads import Interruption
 
 
 class LostError(RuntimeError):

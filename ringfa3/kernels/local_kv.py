@@ -1,4 +1,4 @@
-"""A rank's own tokens in a ring: K/V that it publishes, dK/dV that its peers return.
+"""Local K/V: the K/V of a rank's own tokens, which it publishes, and dK/dV that peers return.
 
 Letters in shapes: t tokens, n published rows, those of `KVExchange.published`; hk KV heads, d head
 dim. The structures mirror csrc/params.h field by field.
@@ -81,7 +81,7 @@ _pack_round_gradients = packer(RoundGradientsArgs)
 
 
 class Returns(NamedTuple):
-    """dK/dV of a rank's own keys from its peers' queries, in the statistics dtype.
+    """dK/dV of a rank's own keys from its peers' queries, in the accumulation dtype.
 
     sum       (n, 2, hk, d), of all rows
     returned  (n', 2, hk, d), rows [0, n') of the published ones: what came last
@@ -93,8 +93,8 @@ class Returns(NamedTuple):
     runs: tuple[Run, ...]
 
 
-class OwnRows(Protocol):
-    """What moves a rank's own rows."""
+class LocalKV(Protocol):
+    """Publishes a rank's local K/V, and adds and rounds its dK/dV."""
 
     def publish(
         self,
@@ -115,8 +115,8 @@ class OwnRows(Protocol):
         """dK and dV (t, hk, d) in a dtype: `own` (t, 2, hk, d), then the sum, then the runs."""
 
 
-class RowExecutor:
-    """`OwnRows` by PyTorch's operations. It may change `own`."""
+class LocalKVReference:
+    """`LocalKV` by PyTorch's operations. It may change `own`."""
 
     def __init__(self, plan: ContextPlan, device: torch.device) -> None:
         self._rows = plan.published_rows(device)
@@ -148,8 +148,8 @@ class RowExecutor:
         return dk, dv
 
 
-class RowKernels:
-    """`OwnRows` by kernels of a unit of attention, on the current stream. K and V have 16 bits, and
+class LocalKVKernels:
+    """`LocalKV` by kernels of a unit of attention, on the current stream. K and V have 16 bits, and
     a head dim that is a multiple of 8."""
 
     def __init__(self, unit: Unit, plan: ContextPlan) -> None:

@@ -1,4 +1,7 @@
-"""Errors for a thread whose host has gone on while its device waits for other ranks."""
+"""What threads share: how long to wait for one to end, and errors raised in another thread.
+
+`Interruption` is for a thread whose host has gone on while its device waits for other ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import threading
 import weakref
 
 import torch
+
+JOIN_S = 1.0  # a thread that does not end in this time hangs in a call
 
 
 class Interruption:
@@ -37,10 +42,10 @@ class Interruption:
                 interruption.error = None
 
         interruption = self
-        kind = type(type(error).__name__, (type(error),), {"__init__": raised})
+        error_type = type(type(error).__name__, (type(error),), {"__init__": raised})
         with self._lock:
             self.error = error
-            _set_error(self._caller(), kind)
+            _set_error(self._caller(), error_type)
 
     def check(self) -> None:
         """Raises the error if the caller has not got it; it will not get it again."""
@@ -54,9 +59,9 @@ class Interruption:
             raise error
 
 
-def _set_error(thread: threading.Thread | None, kind: type[Exception] | None) -> None:
+def _set_error(thread: threading.Thread | None, error_type: type[Exception] | None) -> None:
     """What a thread raises when it runs Python next; None: nothing. It may have ended."""
     if thread is None or not thread.is_alive() or thread.ident is None:
         return
-    argument = None if kind is None else ctypes.py_object(kind)
+    argument = None if error_type is None else ctypes.py_object(error_type)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), argument)

@@ -1,4 +1,4 @@
-"""The kernels for a rank's own rows on a Hopper GPU against the executor: `pytest -m gpu`."""
+"""The kernels for a rank's local K/V on a Hopper GPU against the reference: `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ringfa3.build.units import UNITS, Unit
-from tests.support import own_rows_checks as checks
+from tests.support import local_kv_checks as checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -1,4 +1,4 @@
-"""Both ring passes have the interface of `ringfa3.ring_pass`, and no caller asks for their type."""
+"""Ring passes have the interface of `ringfa3.pass_interface`; no caller asks for their type."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ringfa3
+from ringfa3.pass_interface import LocalPass, RingPass
 from ringfa3.ring.p2p_pass import P2PRingPass
-from ringfa3.ring_pass import LocalPass, RingPass
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 
 PASSES = (LocalPass, P2PRingPass, SymmetricRingPass)
@@ -28,7 +28,8 @@ def test_signatures_are_those_of_the_interface(kind: type, method: str) -> None:
 
 
 def test_constructors_differ_in_the_transport_alone() -> None:
-    """The last two parameters are (plan, kind); before them is the transport, if there is one."""
+    """The last two parameters are (plan, pass_type); before them is the transport, if there is
+    one."""
     of_local, of_p2p, of_symmetric = (parameters(kind.__init__)[1:] for kind in PASSES)
     assert of_p2p[1:] == of_symmetric[1:] == of_local
 

@@ -15,8 +15,8 @@ class HopTensors(NamedTuple):
     """What the attention of a hop reads and writes.
 
     k, v        (rows, hk, d) of the hop's block. Rows outside the hop's spans may hold anything
-    dk, dv      backward: (rows, hk, d) in the statistics dtype, in a world of one rank in those of
-                k and v, to be stored where the hop's tiles have rows
+    dk, dv      backward: (rows, hk, d) in the accumulation dtype, in a world of one rank in those
+                of k and v, to be stored where the hop's tiles have rows
     first_head  number of the first KV head in k, v, dk and dv, which may have a part of the heads
     arrivals    gathered forward: (world,) int32. The rows of hop t may be read once arrivals[t] is
                 not 0. None if all rows are there
@@ -69,7 +69,7 @@ class LocalHeads(NamedTuple):
 
 
 class Recording(Protocol):
-    """Around a call that Python runs. It may make a program of what the call does."""
+    """Around a call that Python runs; may record a program of the call."""
 
     def __enter__(self) -> Recording: ...
 
@@ -103,8 +103,8 @@ class RingPass(Protocol):
     def replay(
         self, k: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], settings: Hashable
     ) -> tuple[torch.Tensor, ...] | None:
-        """The results of the whole call, if a program of its kind is known; None: `start` and `run`
-        are to be called.
+        """The results of the whole call, if a program of its call signature is known. None: the
+        caller runs `start` and `run`.
 
         Args:
             k: (local_tokens, hk, d), the rank's own.
@@ -122,7 +122,7 @@ class RingPass(Protocol):
         """
 
     def run(self, attend: Attend) -> None:
-        """Calls `attend` for each hop with work, and moves K/V and dK/dV beside it.
+        """Calls `attend` for each hop with work, and moves K/V and dK/dV meanwhile.
 
         A gathered forward calls it once, with the rows of `ContextPlan.gathered`. A backward calls
         it once for each hop; the KV heads of hop 0 may come in two calls.
@@ -139,9 +139,9 @@ class LocalPass:
 
     grads: tuple[torch.Tensor, torch.Tensor]
 
-    def __init__(self, plan: ContextPlan, kind: str) -> None:
-        """kind: "forward" or "backward"."""
-        self._kind = kind
+    def __init__(self, plan: ContextPlan, pass_type: str) -> None:
+        """pass_type: "forward" or "backward"."""
+        self._pass_type = pass_type
         self.recording: Recording = NoRecording()
 
     def replay(self, *_: object) -> None:
@@ -153,7 +153,7 @@ class LocalPass:
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`."""
-        if self._kind == "backward":
+        if self._pass_type == "backward":
             dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._local)
             attend(0, HopTensors(*self._local, dk, dv))
             self.grads = dk, dv

@@ -1,4 +1,4 @@
-"""The kernels for a rank's own rows, emulated on the CPU: `make kernels` runs it."""
+"""The kernels for a rank's local K/V, emulated on the CPU: `make kernels` runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ringfa3.build.units import UNITS, Unit
-from tests.support import own_rows_checks as checks
+from tests.support import local_kv_checks as checks
 from tests.support.emulation import Machine
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
