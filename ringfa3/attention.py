@@ -152,7 +152,10 @@ class RingFA3Attention(nn.Module):
         if plan is not None:
             check_plan(plan)
             if plan.world != world:
-                raise ValueError(f"plan is for {plan.world} ranks; this layer's group has {world}")
+                raise ValueError(
+                    f"plan is for {plan.world} ranks; this layer's group has {world}: make the "
+                    "plan with the layer's group"
+                )
         check_layer_inputs(q, k, v, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def __deepcopy__(self, memo: dict[int, object]) -> RingFA3Attention:

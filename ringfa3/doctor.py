@@ -63,7 +63,7 @@ def gpus() -> Check:
     needed = "the kernels need compute capability 9.0 (H100, H200, GH200)"
     if torch.version.cuda is None or not torch.cuda.is_available():
         remedy = f"{needed}; see nvidia-smi, and CUDA_VISIBLE_DEVICES"
-        return Check("gpu", "PyTorch sees none", remedy, ("run",))
+        return Check("gpu", "PyTorch finds none", remedy, ("run",))
     devices = [
         (torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i))
         for i in range(torch.cuda.device_count())
@@ -75,7 +75,7 @@ def gpus() -> Check:
     fit = sum(capability == CAPABILITY for _, capability in devices)
     if fit == len(devices):
         return Check("gpu", text)
-    remedy = f"{needed}; on others attention runs on the executor"
+    remedy = f"{needed}; on other GPUs attention uses the PyTorch fallback (exact, slow)"
     return Check("gpu", text, remedy, () if fit else ("run",))
 
 

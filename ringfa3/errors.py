@@ -21,14 +21,17 @@ def first_line(problem: Exception) -> str:
 
 def timed_out(what: str, seconds: float) -> str:
     """The message of a rank that waited for `what` in vain."""
-    return f"{what}: nothing within {seconds:g} s; is that rank stopped?"
+    return (
+        f"{what}: timed out after {seconds:g} s: see that rank's log; if it is only slow, raise "
+        "the process group's timeout"
+    )
 
 
 def disconnected(what: str) -> str:
     """The message of a rank whose peer has closed their connection."""
-    return f"{what}: the connection is closed; has that rank ended?"
+    return f"{what}: connection closed by peer: that rank's process has probably ended, see its log"
 
 
 def gave_up(what: str, failure: str) -> str:
     """The message of a rank that stops waiting for `what` because another rank failed."""
-    return f"{what}: gave up because {failure}"
+    return f"{what}: aborted: {failure}"

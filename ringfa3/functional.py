@@ -211,7 +211,9 @@ def _lengths(name: str, cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
 
     lengths = _lengths_on_gpu.get(cu, None, read) if cu.is_cuda else read()
     if sum(lengths) != tokens:
-        raise ValueError(f"{name} ends at {sum(lengths)}, but there are {tokens} tokens")
+        raise ValueError(
+            f"{name} ends at {sum(lengths)}, but there are {tokens} tokens: they must be equal"
+        )
     return lengths
 
 

@@ -66,7 +66,7 @@ def ensure() -> None:
         select(name)
     except (BuildError, OSError, ImportError, AttributeError) as error:
         select("python")
-        log_once(f"calls start in Python, at more host time: {error}")
+        log_once(f"C++ launcher unavailable, launching from Python (higher CPU overhead): {error}")
 
 
 def select(name: str) -> None:

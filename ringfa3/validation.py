@@ -90,8 +90,7 @@ def check_ring_precision(
     check_precision(precision)
     if precision != "native" and world > 1 and transport == "symmetric":
         raise ValueError(
-            f"precision={precision!r} moves K/V by messages: use transport='auto' or 'nccl', not "
-            "'symmetric'"
+            f"precision={precision!r} does not support transport='symmetric': use 'auto' or 'nccl'"
         )
     check_quantisable(precision, q, v)
 
@@ -152,7 +151,7 @@ def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]
     except TypeError:
         raise _no_sequence(name, given) from None
     if found and not -INT64_END <= min(found) <= max(found) < INT64_END:
-        raise ValueError(f"{name} has the number {max(found, key=abs)}: allowed are 64 bits")
+        raise ValueError(f"{name} has the number {max(found, key=abs)}: it must fit in int64")
     return found
 
 
@@ -222,7 +221,7 @@ def sequence_lengths(name: str, cu_seqlens: Sequence[int]) -> tuple[int, ...]:
     lengths = tuple(b - a for a, b in itertools.pairwise(cu))
     if lengths and min(lengths) < 0:
         i = next(i for i, n in enumerate(lengths) if n < 0)
-        raise ValueError(f"{name} must never fall, but {name}[{i}:{i + 2}] = {cu[i : i + 2]}")
+        raise ValueError(f"{name} must not decrease, but {name}[{i}:{i + 2}] = {cu[i : i + 2]}")
     return lengths
 
 
@@ -313,7 +312,7 @@ def check_local_tokens(
         if x.shape[0] != local_tokens:
             raise ValueError(
                 f"{name} has {x.shape[0]} tokens; the plan gives this rank {local_tokens} of "
-                f"{total_tokens}"
+                f"{total_tokens}: pass the tokens of plan.shard"
             )
 
 

@@ -92,7 +92,7 @@ def test_torch_without_cuda_can_build_and_not_run(
     found = checks()
     assert found["torch"].state == found["gpu"].state == "missing"
     assert found["torch"].text == f"{torch.__version__}, without CUDA"
-    assert found["gpu"].text == "PyTorch sees none"
+    assert found["gpu"].text == "PyTorch finds none"
     assert found["nccl"].state == "warning"
     assert verdict() == (True, False)
 

@@ -382,7 +382,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("cu_seqlens_q", ValueError, lambda: varlen([1, 6], [0, 6])),
     ("cu_seqlens_q ends at 5", ValueError, lambda: varlen([0, 5], [0, 6])),
     ("cu_seqlens_k ends at 7", ValueError, lambda: varlen([0, 6], [0, 7])),
-    ("cu_seqlens_k must never fall", ValueError, lambda: varlen([0, 2, 6], [0, 7, 6])),
+    ("cu_seqlens_k must not decrease", ValueError, lambda: varlen([0, 2, 6], [0, 7, 6])),
     ("cu_seqlens_q has 1 seq", ValueError, lambda: varlen([0, 6], [0, 3, 6])),
     ("cu_seqlens_k must be one-dim", ValueError, lambda: varlen([0, 6], torch.zeros(2, 1).int())),
     ("cu_seqlens_q must be one-dim", ValueError, lambda: varlen(torch.zeros(2), [0, 6])),

@@ -134,8 +134,8 @@ def test_the_fallback_is_named_once_and_only_without_a_kernel(
         said.append(capsys.readouterr().err)
     dispatch._unit_for.cache_clear()  # its device is no GPU here
     assert said[:4] == [""] * 4
-    assert said[4].count("ringfa3: attention runs on its PyTorch executor") == 1
-    assert "no kernel for head_dim 100 on H200" in said[4]
+    assert said[4].count("ringfa3: using the PyTorch fallback") == 1
+    assert "no fused kernel for head_dim 100 on H200" in said[4]
     assert said[5] == ""
     assert "head_dim 260" in said[6]
 

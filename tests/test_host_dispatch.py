@@ -94,7 +94,7 @@ def test_a_capture_finds_the_plan_of_a_program(kernels: FakeKernels, replayable:
     if replayable:
         assert all(map(equal, step(leaves(), window_size=(left, 0)), wanted))
     else:  # nothing else keeps plans
-        with pytest.raises(RuntimeError, match="run it once before"):
+        with pytest.raises(RuntimeError, match="run the same call once before"):
             attend(*leaves(), window_size=(left, 0))
 
 
@@ -357,7 +357,9 @@ def test_python_serves_where_the_library_cannot_be_built(
         host.stop()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("ringfa3: calls start in Python, at more host time: g++, the C++")
+    assert lines[0].startswith(
+        "ringfa3: C++ launcher unavailable, launching from Python (higher CPU overhead): host C++"
+    )
 
 
 def test_cpp_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,7 +340,7 @@ def from_plain(values: dict[str, Any]) -> Config:
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
     except ConfigKeyError as error:
-        raise ConfigError(f"{error.full_key} is no key of this version") from None
+        raise ConfigError(f"{error.full_key} is not a key of this version") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(config, Config)

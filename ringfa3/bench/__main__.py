@@ -30,7 +30,7 @@ REHEARSAL = (
 FP8 = (
     "Errors of 8-bit attention against float64 on FlashAttention-3's outliers (its Table 3): "
     "RingFA3's precisions, each without one of its parts, and a scale for each tensor. All by the "
-    "executor, which rounds as the kernels do."
+    "PyTorch fallback, which rounds as the kernels do."
 )
 TABLES = "Write the tables of docs/benchmarks.md from docs/results/*/*/results.json."
 EXTRA = "pip install 'ringfa3[bench]'"
@@ -85,9 +85,9 @@ def host(given: argparse.Namespace) -> int:
     from ringfa3.bench.common.machine import BenchError
 
     if given.set != [HOST]:
-        raise BenchError(f"--set {HOST} has times of the host alone: it stands alone")
+        raise BenchError(f"--set {HOST} times the host only: give no other --set with it")
     if given.errors_only or given.fa4 is not None:
-        raise BenchError(f"--set {HOST} takes neither --errors-only nor --fa4")
+        raise BenchError(f"--set {HOST} supports neither --errors-only nor --fa4")
     return run(
         Options(
             dtype=given.dtype,
@@ -251,7 +251,9 @@ def parser() -> argparse.ArgumentParser:
         f"has as many calls; default {SAMPLE_MS:g}",
     )  # fmt: skip
     p.add_argument(
-        "--errors-only", action="store_true", help="time nothing: the rms errors of --set scores"
+        "--errors-only",
+        action="store_true",
+        help="time nothing; compute the rms errors of --set scores",
     )
     add_common_options(p, "attention")
     p = add("ring", help="1 to 8 GPUs against other rings, under torchrun", description=RING)

@@ -16,13 +16,19 @@ from ringfa3.errors import BuildError
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m ringfa3.build", description=main.__doc__)
     made.add_argument(
-        "--units", nargs="+", default=["all"], metavar="UNIT", help="d128-bf16 ..., or all"
+        "--units",
+        nargs="+",
+        default=["all"],
+        metavar="UNIT",
+        help="for example d128-bf16; default all",
     )
-    made.add_argument("-j", "--jobs", type=int, help="at once; default: by cores and free memory")
-    made.add_argument("--check", action="store_true", help="judge the machine code of the units")
+    made.add_argument(
+        "-j", "--jobs", type=int, help="compilers at once; default: by cores and free memory"
+    )
+    made.add_argument("--check", action="store_true", help="check the machine code of the units")
     made.add_argument("--headers", action="store_true", help="fetch CUTLASS's headers only")
     made.add_argument(
-        "--host", action="store_true", help="compile the host library for this PyTorch, no kernel"
+        "--host", action="store_true", help="compile the C++ launcher for this PyTorch, no kernel"
     )
     return made
 
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     for unit, messages in faults.items():
-        print(f"{unit.name}: " + ("; ".join(messages) or "machine code as meant"))
+        print(f"{unit.name}: " + ("; ".join(messages) or "machine code is as expected"))
     sys.exit(1 if any(faults.values()) else 0)
 
 

@@ -132,7 +132,7 @@ def _turn(folder: Path, task: str, find: Callable[[], Path | None]) -> Iterator[
                 break
             if speaks:
                 who = f"process {maker.pid} on {maker.host}"
-                log_line(f"waiting for {task}: {who} has been at it for {maker.age:.0f} s")
+                log_line(f"waiting for {task}: {who} has been building it for {maker.age:.0f} s")
         except (OSError, NotImplementedError):  # a file system without locks
             break
         else:

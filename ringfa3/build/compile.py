@@ -140,7 +140,7 @@ def run_compiler(name: str, command: Sequence[str | Path], what: str, library: P
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-        raise BuildError(f"{what} does not compile, {name} ended with {done.returncode}:\n{last}")
+        raise BuildError(f"{what} does not compile, {name} exited with {done.returncode}:\n{last}")
     with library.open("rb") as file:
         os.fsync(file)  # before the rename: a crash leaves no truncated library
     return done.stderr
@@ -210,13 +210,13 @@ def build_all(units: Sequence[Unit], at_once: int) -> None:
                 log_line(f"{ready} of {len(missing)} compiled, {seconds:.0f} s so far")
     except KeyboardInterrupt:
         stopped.set()
-        log_line("interrupted: what compiles now is finished, nothing more is begun")
+        log_line("interrupted: waiting for the running compilers, starting no more")
         raise
     finally:
         pool.shutdown()
     print(
         f"{len(units)} units in {cache_folder()}: {len(missing)} compiled in "
-        f"{time.monotonic() - began:.0f} s, {len(units) - len(missing)} were there"
+        f"{time.monotonic() - began:.0f} s, {len(units) - len(missing)} were in the cache"
     )
 
 

@@ -77,7 +77,7 @@ def _fetched() -> Path | None:
 
 
 def _fetch(entry: Path) -> None:
-    log_line(f"CUTLASS's headers are not here: fetching the wheel {WHEEL} with pip, about 6 MB")
+    log_line(f"CUTLASS's headers not found: fetching the wheel {WHEEL} with pip, about 6 MB")
     command = (sys.executable, "-m", "pip", "download", WHEEL, "--no-deps", "--only-binary=:all:")
     quiet = ("--quiet", "--no-input", "--disable-pip-version-check", "--retries=1")
     where = entry.parent / "wheel"
@@ -89,7 +89,7 @@ def _fetch(entry: Path) -> None:
         last = "\n".join(done.stderr.strip().splitlines()[-5:])
         raise BuildError(
             f"CUTLASS's headers could not be fetched: `{' '.join(command[1:])}` with "
-            f"{sys.executable} said\n{last}\n{REMEDY}"
+            f"{sys.executable} failed:\n{last}\n{REMEDY}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         wanted = [n for n in wheel.namelist() if n.startswith(INSIDE) or "LICENSE" in n]

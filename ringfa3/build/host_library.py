@@ -60,8 +60,8 @@ def ensure_host_library() -> Path:
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").is_file():
         raise BuildError(
-            f"{headers / 'Python.h'} is missing: install Python's headers (Debian, Ubuntu: "
-            "apt-get install python3-dev)"
+            f"{headers / 'Python.h'} not found: install Python's headers (Debian and Ubuntu have "
+            "them in the package python3-dev)"
         )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     tools = hashlib.sha256(version.stdout.encode()).hexdigest()[:8]
@@ -77,7 +77,7 @@ def _compile(compiler: str, headers: Path, entry: Path) -> None:
     import torch
 
     log_line(
-        f"compiling the host library for PyTorch {torch.__version__}, about {COMPILE_SECONDS} s"
+        f"compiling the C++ launcher for PyTorch {torch.__version__}, about {COMPILE_SECONDS} s"
     )
     began = time.monotonic()
     root = Path(torch.__file__).parent
@@ -93,5 +93,5 @@ def _compile(compiler: str, headers: Path, entry: Path) -> None:
         "-o",
         entry / f"{MODULE}.so",
     ]
-    run_compiler(str(compiler), command, "the host library", entry / f"{MODULE}.so")
-    log_line(f"compiled the host library in {time.monotonic() - began:.0f} s")
+    run_compiler(str(compiler), command, "the C++ launcher", entry / f"{MODULE}.so")
+    log_line(f"compiled the C++ launcher in {time.monotonic() - began:.0f} s")

@@ -25,12 +25,12 @@ def ptxas_faults(remarks: str) -> list[str]:
     faults = [line for line in remarks.splitlines() if re.search(SERIALISED, line)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", remarks)
     if not spills:
-        faults.append("ptxas's remarks tell of no kernel: was it compiled with -Xptxas=-v?")
+        faults.append("ptxas's remarks name no kernel: was it compiled with -Xptxas=-v?")
     for stores, loads in spills:
         if max(int(stores), int(loads)) > SPILL_BYTES:
             faults.append(
-                f"{stores} bytes of spill stores and {loads} of spill loads, {SPILL_BYTES} are "
-                "allowed"
+                f"{stores} bytes of spill stores and {loads} of spill loads, at most "
+                f"{SPILL_BYTES} are allowed"
             )
     return faults
 
@@ -99,7 +99,7 @@ def _kernels(listing: str) -> Iterator[list[Instruction]]:
 
 def _kernel_faults(code: Sequence[Instruction]) -> Iterator[str]:
     if computed := [c for c in code if c.opcode.partition(".")[0] in ("BRX", "JMX")]:
-        yield f"a jump to a computed address at {computed[0].address:#x}: loops cannot be told"
+        yield f"a jump to a computed address at {computed[0].address:#x}: loops cannot be found"
     loops = steady_loops(code)
     if not loops:
         yield "no loop holds the wgmmas"

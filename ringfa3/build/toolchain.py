@@ -52,7 +52,7 @@ def find_program(name: str) -> tuple[Path, str]:
             rejected.append(f"{path} ({text})")
         elif headers and headers != number:
             other = ".".join(map(str, headers))
-            rejected.append(f"{path} ({text} beside the headers of CUDA {other})")
+            rejected.append(f"{path} ({text} with headers of CUDA {other})")
         else:
             return path, text
     found = ", ".join(rejected)
@@ -84,7 +84,7 @@ def find_host_compiler() -> str:
     named = os.environ.get("NVCC_CCBIN", "g++")
     if shutil.which(named) is None and not Path(named).is_dir():
         raise BuildError(
-            f"{named}, the C++ compiler that nvcc calls, is not to be found: install it (Debian, "
-            "Ubuntu: apt-get install g++), or set NVCC_CCBIN to another"
+            f"host C++ compiler {named} not found: install it (Debian and Ubuntu have it in the "
+            "package g++), or set NVCC_CCBIN to another"
         )
     return named

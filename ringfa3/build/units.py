@@ -125,7 +125,7 @@ def select_units(selectors: Sequence[str]) -> list[Unit]:
     for selector in selectors:
         if not any(_matches(unit, selector) for unit in UNITS):
             raise BuildError(
-                f"no unit is called {selector}: allowed are all, "
+                f"unknown unit {selector}: allowed are all, "
                 f"{', '.join(unit.name for unit in UNITS)}, and parts of these like d128-bf16"
             )
     return [unit for unit in UNITS if any(_matches(unit, selector) for selector in selectors)]

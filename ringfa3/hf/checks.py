@@ -13,7 +13,7 @@ from ringfa3.hf.masks import REMEDY, Mask
 UNSUPPORTED = {
     "softcap": "softcap of the scores",
     "position_bias": "bias of the scores",
-    "head_mask": "mask of heads",
+    "head_mask": "head mask",
     "cache": "paged cache",
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by blocks",
@@ -25,12 +25,12 @@ def check_arguments(dropout: float, keywords: dict[str, Any]) -> None:
     """Raises ValueError: an argument changes the result in a way that is not computed."""
     if dropout:
         raise ValueError(
-            f"attention_dropout={dropout}: RingFA3 drops no attention weights: set "
-            "config.attention_dropout to 0, or call model.eval()"
+            f"attention_dropout={dropout}: RingFA3 has no dropout: set config.attention_dropout to "
+            "0, or call model.eval()"
         )
     if keywords.get("output_attentions"):
         raise ValueError(
-            "output_attentions=True: RingFA3 never holds attention weights: use "
+            "output_attentions=True: RingFA3 does not store attention weights: use "
             "attn_implementation='eager'"
         )
     for name, meaning in UNSUPPORTED.items():
@@ -59,8 +59,8 @@ def check_mask(
         return Mask(left, 0 if causal else left, keys, None, None, False)
     if not isinstance(mask, Mask):
         raise ValueError(
-            f"attention_mask={_brief(mask)}: RingFA3 takes no prepared 4D mask: give the (batch, "
-            f"keys) mask of the tokens that are no padding, or {REMEDY}"
+            f"attention_mask={_brief(mask)}: RingFA3 takes no prepared 4D mask: give the 2D "
+            f"(batch, keys) padding mask, or {REMEDY}"
         )
     if mask.problem is not None:
         raise mask.problem

@@ -28,7 +28,7 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 def uncompiled(function: Function) -> Function:
     """Runs between a compiler's graphs: checks read values, and ranks exchange errors."""
-    reason = "ringfa3_plan: a ring runs between graphs: call torch.compile without fullgraph=True"
+    reason = "ringfa3_plan: a ring breaks the graph: call torch.compile without fullgraph=True"
     outside: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return outside
 
@@ -115,7 +115,7 @@ def _check_losses(model: torch.nn.Module, keywords: dict[str, Any]) -> None:
         _check_labels(keywords)
     if asks_for_router_logits(model, keywords):
         raise ValueError(
-            "output_router_logits=True with ringfa3_plan: the balance of experts would be that "
+            "output_router_logits=True with ringfa3_plan: the load-balancing loss would be that "
             "of this rank's tokens: pass output_router_logits=False"
         )
 
@@ -153,7 +153,9 @@ def check_context(
         )
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if keywords.get(name) is not None:
-            raise ValueError(f"{name} beside ringfa3_plan: the plan has the documents: drop it")
+            raise ValueError(
+                f"{name} with ringfa3_plan: the plan has the documents: leave {name} out"
+            )
     if plan.causal and mask.right != 0:
         raise ValueError(
             f"ringfa3_plan is causal, the model's mask has window ({mask.left}, {mask.right}): "
@@ -207,8 +209,8 @@ def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
     remedy = "pass position_ids=plan.positions[None]"
     if positions is None:
         raise ValueError(
-            f"position_ids=None beside ringfa3_plan: {remedy}. If you do, this model gives its "
-            "attention none, and cannot run under a ring"
+            f"position_ids=None with ringfa3_plan: {remedy}. If you do, this model does not pass "
+            "them on to its attention, and cannot run under a ring"
         )
 
     def compare() -> None:
@@ -233,8 +235,8 @@ def _check_documents(plan: ContextPlan, labels: torch.Tensor, batch: int) -> Non
         expected = F.pad(breaks, (1, 0), value=True).flatten().nonzero().flatten()
         if not torch.equal(begins_of(labels, batch), expected):
             raise ValueError(
-                "a packed_sequence_mask_function has other documents than ringfa3_plan: drop it, "
-                "the plan separates its documents"
+                "a packed_sequence_mask_function has other documents than ringfa3_plan: leave it "
+                "out, the plan separates its documents"
             )
 
     _checked.get(labels, plan.handle, compare)

@@ -122,8 +122,9 @@ def begins_of(labels: torch.Tensor, batch: int) -> torch.Tensor:
         first = int(returning[0])
         raise ValueError(
             f"packed_sequence_mask_function: label {of_runs[first].item()} returns in row "
-            f"{int(rows[first])} after another label. RingFA3 computes documents of tokens side by "
-            "side: give each run of tokens a label of its own, or use attn_implementation='sdpa'"
+            f"{int(rows[first])} after another label. RingFA3 needs the tokens of a document to be "
+            "consecutive: give each run of tokens a label of its own, or use "
+            "attn_implementation='sdpa'"
         )
     return begin.expand(batch, -1).flatten().nonzero().flatten()
 
@@ -161,9 +162,9 @@ def _of_padding(visible: npt.NDArray[np.bool_], queries: int, aligned: bool) -> 
     if len(holes):
         row = int(holes[0])
         raise ValueError(
-            f"attention_mask hides tokens between visible ones: row {row} shows {count[row]} of "
-            f"tokens {first[row]} to {last[row] - 1}. Allowed is padding on the left and on the "
-            "right: remove the hidden tokens, or use attn_implementation='sdpa'"
+            f"attention_mask hides tokens between visible ones: in row {row}, {count[row]} of "
+            f"tokens {first[row]} to {last[row] - 1} are visible. Padding may be on the left and "
+            "on the right: remove the hidden tokens, or use attn_implementation='sdpa'"
         )
     ends = np.stack((np.zeros_like(first), first, first + count, np.full_like(first, keys)), axis=1)
     lengths_k = np.diff(ends, axis=1)
@@ -192,8 +193,8 @@ def _of_positions(
 ) -> Documents | None:
     if queries != keys and (first := int(positions[:, 0].min())) < keys - queries:
         raise ValueError(
-            f"position_ids begin with {first} after {keys - queries} cached tokens, which are then "
-            "of several documents: pass packed documents at once, with use_cache=False"
+            f"position_ids begin with {first} after {keys - queries} cached tokens, so the cache "
+            "has several documents: pass packed documents at once, with use_cache=False"
         )
     row, token = breaks.nonzero()
     if not len(row):

@@ -61,9 +61,9 @@ class Mask:
         if self.problem is not None:
             return MaskAccessError(str(self.problem))
         return MaskAccessError(
-            f"attention_mask{use}: RingFA3's mask is no tensor. If generate reads it, for a static "
-            "cache, use a DynamicCache, which is cache_implementation='dynamic'; if the model "
-            f"does, {REMEDY}"
+            f"attention_mask{use}: RingFA3's mask is not a tensor. If generate reads it, for a "
+            "static cache, use a DynamicCache, which is cache_implementation='dynamic'; if the "
+            f"model does, {REMEDY}"
         )
 
 
@@ -225,8 +225,8 @@ def _from_closures(function: Callable[..., Any]) -> _Allowed:
         allowed = _from_closures(held["mask_function"])
         if allowed.documents is not None:
             raise ValueError(
-                "mask_function has a packed_sequence_mask_function beside position_ids of packed "
-                "documents: transformers takes the labels of positions, which begin again in each "
+                "mask_function has a packed_sequence_mask_function, and position_ids are of packed "
+                "documents: transformers looks labels up by position, which restarts in each "
                 "document. Give documents once, by position_ids alone"
             )
         return allowed

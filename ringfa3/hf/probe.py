@@ -54,7 +54,7 @@ class Probe:
         """After a forward. Layers inside of this one come first, so the first report names one."""
         if _spread(outputs) and not _spread(inputs):
             where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-            self.report(f"{where} mixes tokens, and not by RingFA3's attention with ringfa3_plan")
+            self.report(f"{where} mixes tokens outside RingFA3's attention with ringfa3_plan")
 
     def check_results(self, outputs: Any) -> None:
         """Checks that each output of the model has a row for each token, and that poison reached
@@ -64,8 +64,8 @@ class Probe:
             for x in pytree.tree_leaves(value):
                 if isinstance(x, torch.Tensor) and x.is_floating_point() and not _by_token(x):
                     self.report(
-                        f"its output {name} of shape {tuple(x.shape)} is one of all tokens: ask "
-                        "for outputs with a row a token, and not for losses of a router"
+                        f"its output {name} of shape {tuple(x.shape)} has no row per token: ask "
+                        "for outputs with a row per token, and not for router losses"
                     )
         results = _by_token(outputs)
         if not results or not results[0][POISONED].isnan().any():
@@ -91,7 +91,7 @@ def check_model(model: torch.nn.Module) -> None:
             raise
         except Exception as problem:
             cause = problem
-            failure = f"a forward with position_ids ends in {type(problem).__name__}: {problem}"
+            failure = f"a forward with position_ids raises {type(problem).__name__}: {problem}"
         if probe.problem is not None or cause is not None:
             verdict = "would be wrong under" if probe.problem else "cannot be checked for"
             raise ValueError(

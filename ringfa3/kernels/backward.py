@@ -182,7 +182,9 @@ class BackwardPass:
         than hops of the plan, plus one.
         """
         if self.deterministic and len(tiling.earlier) != len(tiling.spans):
-            raise ValueError("tiling has no turns: take one of plan.backward(deterministic=True)")
+            raise ValueError(
+                "a deterministic pass needs a tiling of plan.backward(deterministic=True)"
+            )
         hop = self._hop
         if hop == self._calls:
             raise ValueError(

@@ -145,9 +145,7 @@ def _unit_of_plan(unit: Unit, tokens: int, plan: Plan) -> Unit:
     problem = _build_problem(short)
     if problem is None:
         return short
-    log_once(
-        f"short sequences run on {unit.name}, which is slower there: of {short.name} {problem}"
-    )
+    log_once(f"short sequences use {unit.name}, which is slower for them: {problem}")
     return unit
 
 
@@ -195,7 +193,7 @@ def fallback_reason(direction: str, q: torch.Tensor, precision: str = "native") 
     unit = unit_for(direction, q, precision)
     if unit is None:
         where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
-        return f"there is no kernel for head_dim {q.shape[-1]} on {where}"
+        return f"no fused kernel for head_dim {q.shape[-1]} on {where}"
     return _build_problem(unit)
 
 
@@ -242,13 +240,13 @@ def _build_problem(unit: Unit) -> str | None:
     try:
         ensure_library(unit)
     except (BuildError, OSError) as error:  # OSError: of the cache's or the sources' folder
-        return f"its kernel cannot be built ({error})"
+        return f"the kernel {unit.name} cannot be built ({error})"
     return None
 
 
 def log_fallback(reason: str) -> None:
     """Prints once per process and reason that the PyTorch fallback runs attention."""
-    log_once(f"attention runs on its PyTorch executor, exact but slow: {reason}")
+    log_once(f"using the PyTorch fallback (exact, slow): {reason}")
 
 
 @lru_cache(None)

@@ -137,7 +137,9 @@ def output_values(
     """
     fields = tma_fields(out)
     if fields is None:
-        raise ValueError(f"out has strides {out.stride()}: all but the last must be whole 16 bytes")
+        raise ValueError(
+            f"out has strides {out.stride()}: all but the last must be multiples of 16 bytes"
+        )
     sinks = 0 if sink is None else sink.data_ptr()
     return *fields, partial_out.data_ptr(), lse.data_ptr(), lse.stride(0), sinks
 
@@ -185,15 +187,17 @@ def _check_arrivals(
 ) -> None:
     """Raises ValueError unless `arrivals` has flag `last` and the kernel can wait for k and v."""
     if arrivals is None:
-        raise ValueError(f"spans wait for words up to {last}: arrivals is missing")
+        raise ValueError(f"spans wait for arrival flags up to {last}: arrivals is missing")
     given = f"arrivals is {arrivals.dtype} {tuple(arrivals.shape)} on {arrivals.device}"
     fits = arrivals.dtype == torch.int32 and arrivals.dim() == 1 and arrivals.is_contiguous()
     if not fits or arrivals.device != k.device:
-        raise ValueError(f"{given}: it must be contiguous int32 (words,) on {k.device}")
+        raise ValueError(f"{given}: it must be contiguous int32 (flags,) on {k.device}")
     if not last < len(arrivals) <= MAX_ARRIVAL_FLAGS:
-        raise ValueError(f"{given}: {last + 1} to {MAX_ARRIVAL_FLAGS} words are allowed")
+        raise ValueError(f"{given}: {last + 1} to {MAX_ARRIVAL_FLAGS} flags are allowed")
     if tma_fields(k) is None or tma_fields(v) is None:
-        raise ValueError("k and v that wait for arrival words need strides of whole 16 bytes")
+        raise ValueError(
+            "k and v that wait for arrival flags need strides in multiples of 16 bytes"
+        )
 
 
 class Tables(NamedTuple):
@@ -218,7 +222,7 @@ class Tables(NamedTuple):
             row0, rows = (int(tiling.tiles[name][tile]) for name in ("row0", "rows"))
             raise ValueError(
                 f"tile {tile}, rows [{row0}, {row0 + rows}), has spans and no key to visit: leave "
-                "out the tile, or give it no spans if its rows see nothing at any hop"
+                "out the tile, or give it no spans if its rows are fully masked at every hop"
             )
         tiles, spans = (upload(table, device) for table in (tiling.tiles, tiling.spans))
         return cls(tiles, spans, int(tiling.spans["arrival"].max()))

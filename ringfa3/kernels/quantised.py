@@ -105,7 +105,7 @@ def attend(
     stream = CurrentStream.of(q.values.device)
     tables = forward.tables(tiling, stream)
     if tables.last_flag:
-        raise ValueError("spans of 8-bit keys cannot wait for arrival words")
+        raise ValueError("spans of 8-bit keys cannot wait for arrival flags")
     first_tile = _first_tiles.get(
         tiling, stream, (kv.tiles,), lambda: upload(_first_tile(tiling, kv.tiles), stream.device)
     )

@@ -69,7 +69,10 @@ class Uploads(Generic[T]):
         if stream.captured:
             first = self._first.get(owner, {}).get(key)
             if first is None:
-                raise RuntimeError("attention with a new plan is captured: run it once before")
+                raise RuntimeError(
+                    "attention with a new plan cannot be captured in a CUDA graph: run the same "
+                    "call once before the capture"
+                )
             self._captured.add(owner)
             return first.finished()
         tables = self._of_streams.get(owner)

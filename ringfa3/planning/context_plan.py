@@ -242,7 +242,8 @@ class ContextPlan:
         check_plain("x", x)
         if x.shape[dim] != self.total_tokens:
             raise ValueError(
-                f"x has {x.shape[dim]} tokens along dim {dim}; the plan has {self.total_tokens}"
+                f"x has {x.shape[dim]} tokens along dim {dim}; the plan has {self.total_tokens}: "
+                "pass all tokens of the batch, on every rank"
             )
         return x.index_select(dim, self.token_index.to(x.device))
 
@@ -365,7 +366,9 @@ def _cached_plan(
     cu = np.frombuffer(cu_seqlens, np.int64).tolist()
     lengths = np.array(sequence_lengths("cu_seqlens", cu), np.int64)
     if lengths.sum() >= MAX_ROWS:
-        raise ValueError(f"cu_seqlens ends at {lengths.sum()}: allowed are fewer than 2^31 tokens")
+        raise ValueError(
+            f"cu_seqlens ends at {lengths.sum()}: the limit is 2^31 - 1 tokens; split the batch"
+        )
     window = effective_window(causal, window_size)
     if batch:
         shards = [_repeat(s, len(lengths)) for s in partition(lengths[:1], world, layout, *window)]

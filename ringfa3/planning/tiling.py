@@ -391,7 +391,8 @@ def plan_local(q_lengths: Ints, k_lengths: Ints, left: int, right: int) -> Plan:
     for name, lengths in (("q", q_lengths), ("k", k_lengths)):
         if lengths.sum() >= MAX_ROWS:
             raise ValueError(
-                f"{name} has {lengths.sum()} tokens: allowed are fewer than 2^31 of all sequences"
+                f"{name} has {lengths.sum()} tokens in all sequences: the limit is 2^31 - 1; split "
+                "the batch"
             )
     q, k = whole_sequences(q_lengths), whole_sequences(k_lengths)
     bands = band(q, k, *pair_sequences(q, k), k_lengths - q_lengths, left, right)

@@ -97,8 +97,8 @@ def _settings(x_local: torch.Tensor, plan: Any, dim: int) -> dict[str, str]:
     """What must be equal on all ranks. Raises ValueError, IndexError: this rank's is wrong."""
     if x_local.shape[dim] != plan.local_tokens:
         raise ValueError(
-            f"x_local has {x_local.shape[dim]} tokens along dim {dim}; this rank's shard has "
-            f"{plan.local_tokens}"
+            f"x_local has {x_local.shape[dim]} tokens along dim {dim}; the plan gives this rank "
+            f"{plan.local_tokens} of {plan.total_tokens}: pass this rank's shard"
         )
     sizes = [str(n) for n in x_local.shape]
     sizes[dim] = "tokens"

@@ -24,7 +24,8 @@ from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
 POLL_S = (0.001, 0.005)  # between two looks for the entries of all ranks, first and longest
 ASK_S = 0.1  # that a rank without trouble waits before it asks others to join
-BEFORE = "agreement before a ring call"
+BEFORE = "settings check before a ring call"
+NO_STORE = "no answer from the process group's store; has its host (MASTER_ADDR) stopped?"
 
 
 class NoAgreementError(Exception):
@@ -77,7 +78,7 @@ class Agreements:
         self.agreement_id += 1
         keys = [entry_key(self.agreement_id, r) for r in range(len(self._ranks))]
         entries: list[dict[str, Any]] = []
-        problem = [f"{BEFORE}: the store does not answer; is its host stopped?"]
+        problem = [f"{BEFORE}: {NO_STORE}"]
         done = threading.Event()
         limit = self._timeout_s() - PERIOD_S
         deadline = time.monotonic() + limit
@@ -101,7 +102,7 @@ class Agreements:
             except AbsentError as error:
                 problem[0] = self._no_word([self._ranks[r] for r in error.ranks])
             except dist.DistError as error:
-                problem[0] = f"{BEFORE}: the store does not answer ({error})"
+                problem[0] = f"{BEFORE}: {NO_STORE} ({error})"
             except Exception as error:  # raised below: nobody sees this thread's own
                 problem[0] = f"{BEFORE}: {type(error).__name__}: {first_line(error)}"
             finally:
@@ -142,4 +143,7 @@ class Agreements:
         return self._no_word(absent)
 
     def _no_word(self, ranks: Sequence[int]) -> str:
-        return f"{BEFORE}: no word from rank {listed(ranks)} within {self._timeout_s():g} s"
+        return (
+            f"{BEFORE}: rank {listed(ranks)} did not reach it within {self._timeout_s():g} s: see "
+            "that rank's log"
+        )

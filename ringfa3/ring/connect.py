@@ -90,9 +90,11 @@ def connection(
             return partial(SymmetricRingPass, backend), None
         if transport == "symmetric":  # on all ranks alike, so none tells the others
             reason = connections.unsupported
-            raise ValueError(f"transport='symmetric' is not possible here ({reason}): use 'nccl'")
+            raise ValueError(
+                f"transport='symmetric' is not possible here ({reason}): use 'nccl' or 'auto'"
+            )
         if group.rank == 0:
-            log_once(f"the ring runs over nccl: {connections.unsupported}")
+            log_once(f"using transport nccl; symmetric is not available: {connections.unsupported}")
     with group:
         p2p = connections.transport("nccl" if device.type == "cuda" else "gloo", device)
     return partial(P2PRingPass, p2p), p2p

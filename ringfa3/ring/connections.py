@@ -58,7 +58,9 @@ class Connections:
                 one_host = on_one_host(p2p, device)
                 self._transports[name] = P2P_TRANSPORTS[name](group, p2p, one_host)
             except RuntimeError as problem:
-                raise group.fail(f"connecting over {name}: {first_line(problem)}") from None
+                hint = "; NCCL_DEBUG=INFO shows the reason" if name == "nccl" else ""
+                text = f"connecting the ring over {name} failed: {first_line(problem)}{hint}"
+                raise group.fail(text) from None
         self.last_transport = name
         return self._transports[name]
 

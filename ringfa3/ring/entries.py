@@ -76,7 +76,7 @@ def _raise_on_difference(ranks: Sequence[int], entries: Sequence[Mapping[str, An
         if len(values) > 1:
             groups = sorted(values.items(), key=lambda item: len(item[1]))
             text = "; ".join(f"rank {listed(ranks)}: {value}" for value, ranks in groups)
-            raise ValueError(f"{name} differs over the ranks of the context group: {text}")
+            raise ValueError(f"{name} differs between the ranks of the CP group: {text}")
 
 
 def listed(ranks: Sequence[int]) -> str:

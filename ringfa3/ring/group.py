@@ -216,7 +216,10 @@ class RingGroup:
         has given up, as far as is known."""
         self.interruption.check()
         if self.failure is not None:
-            raise RingError(f"the context group is lost since: {self.failure}")
+            raise RingError(
+                f"this CP group is unusable after an earlier failure: {self.failure}; create a new "
+                "process group or restart the job"
+            )
         if (cause := self.peer_failure()) is not None:
             raise self.fail(gave_up(BEFORE, cause))
 

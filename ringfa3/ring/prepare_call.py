@@ -84,7 +84,8 @@ def bind_to_group(plan: ContextPlan, group: dist.ProcessGroup | None = None) -> 
         return plan
     if group is None:
         raise ValueError(
-            f"plan is for {plan.world} ranks, but torch.distributed is not initialised"
+            f"plan is for {plan.world} ranks, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group first"
         )
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if (rank, world) != (plan.rank, plan.world):

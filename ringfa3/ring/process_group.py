@@ -82,7 +82,9 @@ class AbsentError(TimeoutError):
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks = list(ranks)
-        super().__init__(f"rank {listed(ranks)} did not join within {timeout_s:g} s")
+        super().__init__(
+            f"rank {listed(ranks)} did not join within {timeout_s:g} s: see that rank's log"
+        )
 
 
 def rendezvous(store: Store, rank: int, world: int, timeout_s: float) -> Store:

@@ -65,12 +65,12 @@ class LatestCall(NamedTuple):
     def at(self, point: str) -> Settings:
         """Its settings, with what ranks compare that have come so far."""
         of = {"forward of this backward": f"call {self.forward}"} if self.forward else {}
-        return Settings({**self.settings, **of, "place": f"call {self.number}, {point}"})
+        return Settings({**self.settings, **of, "progress": f"call {self.number}, {point}"})
 
     @property
     def what(self) -> str:
         """For messages."""
-        return f"backward of call {self.forward}" if self.forward else "a forward"
+        return f"backward of call {self.forward}" if self.forward else "forward"
 
 
 class GroupView(Protocol):
@@ -194,7 +194,7 @@ class StoreMonitor(threading.Thread):
             ranks = {group.rank: own, rank: peer}
             calls = "; ".join(f"rank {group.ranks[r]}: {ranks[r].what}" for r in sorted(ranks))
             group.refuse(
-                f"ring calls up to number {own.number} differ over the ranks of the context group, "
+                f"ring calls up to number {own.number} differ between the ranks of the CP group, "
                 f"in their settings or their order: {calls}"
             )
 

@@ -36,7 +36,10 @@ from ringfa3.symmetric.stream_ops import (
 
 FORKED = Event("forked", 0)
 JOINED = Event("joined", 0)
-REMEDY = "run a call of the same plan, shapes, strides and settings, in the same direction, before"
+REMEDY = (
+    "before the capture, run a call with the same plan, shapes, strides and settings in the same "
+    "direction"
+)
 
 
 def fork_join(operations: Sequence[Operation], captured: bool) -> list[Operation]:
@@ -106,15 +109,15 @@ def capture_error(memory: IpcMemory | None, spec: BufferSpec, known: bool) -> Va
     of the same kind has been accepted.
     """
     if memory is None:
-        return _not_yet("the group has not tried the transport yet")
+        return _not_yet("no ring call of this group has run yet")
     if not known:
-        return _not_yet("it is the first of its kind")
+        return _not_yet("no call with these settings has run yet")
     if not memory.holds(spec.slot_bytes):
-        return _not_yet("the group's memory would have to grow")
+        return _not_yet("the group's shared memory is too small for it")
     return None
 
 
 def _not_yet(reason: str) -> ValueError:
     return ValueError(
-        f"a ring call over 'symmetric' cannot be captured in a CUDA graph yet, {reason}: {REMEDY}"
+        f"a ring call over 'symmetric' cannot be captured in a CUDA graph: {reason}: {REMEDY}"
     )

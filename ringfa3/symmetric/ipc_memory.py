@@ -133,7 +133,7 @@ class IpcMemory:
         # the peers have copied all they need from the old memory, and unmapped it
         try:
             handles = step_on_all_ranks(
-                self.gather, "room for the shared memory", lambda: self._allocate(capacity)
+                self.gather, "allocating the shared memory", lambda: self._allocate(capacity)
             )
             step_on_all_ranks(self.gather, "mapping the shared memory", lambda: self._map(handles))
         except StepError:

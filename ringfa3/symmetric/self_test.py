@@ -44,7 +44,7 @@ def open_backend(group: Group, device: torch.device) -> SymmetricBackend | str:
             backend = SymmetricBackend(group, device, limit, timeouts.append)
             problem = _self_test(backend)
         if timeouts:
-            problem = f"the self-test did not end: {timeouts[0]}"
+            problem = f"the self-test did not finish: {timeouts[0]}"
     except RuntimeError as error:
         if group.failure is not None:
             raise
@@ -72,8 +72,8 @@ def unsupported_reason() -> str | None:
     """Why this process cannot use the transport; None if nothing is known against it."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return (
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts transfers and kernels into one queue, where they "
-            "run one after the other: unset it"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts transfers and kernels into one queue, so they "
+            "cannot overlap: unset it"
         )
     try:
         cuda_driver.load()
@@ -126,7 +126,7 @@ def _self_test(backend: SymmetricBackend) -> str:
     done.record(compute)
     while not done.query():  # type: ignore[no-untyped-call]
         time.sleep(0.01)
-    return f"the self-test read {int(wrong)} wrong numbers" if int(wrong) else ""
+    return f"the self-test found {int(wrong)} wrong values" if int(wrong) else ""
 
 
 class _TestPass(SymmetricRingPass):

@@ -64,7 +64,7 @@ def map_words(line: str, words: int) -> torch.Tensor:
 
 def _not_shared(path: str, why: str) -> OSError:
     return OSError(
-        f"{path}, which the group's first rank made, is not to be had ({why}): the ranks do not "
-        f"share {DIRECTORY}: start their containers with one (docker run --ipc=host), as one user, "
-        "or use transport='nccl'"
+        f"{path}, created by the group's first rank, cannot be opened ({why}): the ranks do not "
+        f"share {DIRECTORY}: start their containers with --ipc=host and as one user, or use "
+        "transport='nccl'"
     )

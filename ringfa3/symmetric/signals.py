@@ -49,7 +49,7 @@ def step_on_all_ranks(gather: Gather, what: str, step: Callable[[], object]) -> 
         ((at, rank) for rank, (_, problem, at) in enumerate(lines) if problem), default=None
     ):
         rank = failed[1]
-        raise StepError(f"{what} on rank {rank} of the group: {lines[rank][1]}")
+        raise StepError(f"{what} failed on rank {rank} of the group: {lines[rank][1]}")
     return [result for result, _, _ in lines]
 
 
@@ -71,7 +71,7 @@ class Signals:
             def make() -> str:
                 return "" if rank else opened.enter_context(shared_file(self._count))
 
-            line = step_on_all_ranks(gather, "a file for signals", make)[0]
+            line = step_on_all_ranks(gather, "creating the signals' file", make)[0]
             step_on_all_ranks(gather, "mapping the signals", lambda: self._map(line))
 
     def _map(self, line: str) -> None:

@@ -67,7 +67,7 @@ def test_a_waiting_process_names_the_maker(tools: Path) -> None:
     assert waiter.stderr is not None
     lines = [waiter.stderr.readline() for _ in range(2)]
     (tools / "go").touch()
-    who = f"process {maker.pid} on {socket.gethostname()} has been at it for"
+    who = f"process {maker.pid} on {socket.gethostname()} has been building it for"
     for line in lines:
         assert re.fullmatch(rf"ringfa3: waiting for {NAME}: {re.escape(who)} \d+ s\n", line)
     assert len({p.communicate()[0] for p in (maker, waiter)}) == 1
@@ -125,7 +125,7 @@ def test_waiting_processes_fail_with_the_maker(tools: Path) -> None:
         assert "waiting for" in waiter.stderr.readline()
     (tools / "go").touch()
     for process in (maker, *waiters):
-        assert process.communicate()[1].endswith("nvcc ended with 1:\nno room\n")
+        assert process.communicate()[1].endswith("nvcc exited with 1:\nno room\n")
         assert process.returncode == 1
     assert runs(tools) == 1
     with pytest.raises(BuildError, match="no room"):
@@ -188,7 +188,7 @@ def test_an_entry_that_appears_during_the_wait_counts(
     entry = cache.cache_folder() / f"{library_stem(UNITS[0])}-12345678"
 
     def appear(line: str) -> None:
-        assert line.startswith(f"waiting for {NAME}: process 1 on elsewhere has been at it")
+        assert line.startswith(f"waiting for {NAME}: process 1 on elsewhere has been building it")
         entry.mkdir(exist_ok=True)
         (entry / "kernel.so").touch()
 

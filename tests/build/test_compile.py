@@ -153,7 +153,9 @@ def test_main_builds_missing_units(tools: Path, capsys: pytest.CaptureFixture[st
     assert ended.value.code == 0
     assert runs(tools) == 2
     out = capsys.readouterr().out
-    assert re.fullmatch(rf"2 units in {tools}/cache: 1 compiled in \d+ s, 1 were there\n", out)
+    assert re.fullmatch(
+        rf"2 units in {tools}/cache: 1 compiled in \d+ s, 1 were in the cache\n", out
+    )
 
 
 def test_two_jobs_compile_two_units_at_once(tools: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_failed_compile_ends_the_build_with_its_last_lines(
         main(["--units", "forward-d64-bf16", "forward-d128-bf16", "forward-d256", "-j", "1"])
     message = str(ended.value.code)  # Python prints a string and exits with 1
     first, *last = message.splitlines()
-    assert first == "ringfa3: forward-d128-bf16 does not compile, nvcc ended with 2:"
+    assert first == "ringfa3: forward-d128-bf16 does not compile, nvcc exited with 2:"
     assert last == [*map(str, range(22, 41)), "no room"]
     assert runs(tools) == 2
     assert find_library(select_units(["forward-d64-bf16"])[0])
@@ -201,9 +203,9 @@ def test_exit_codes_and_messages_of_the_command_line(
     command = [sys.executable, "-m", "ringfa3.build", "--units", "d128-bf16"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "nvcc ended with 1:\nno such instruction" in done.stderr
+    assert "nvcc exited with 1:\nno such instruction" in done.stderr
     assert "Traceback" not in done.stderr
-    with pytest.raises(SystemExit, match="no unit is called d96: allowed are all, forward-d64"):
+    with pytest.raises(SystemExit, match="unknown unit d96: allowed are all, forward-d64"):
         main(["--units", "d96"])
     with pytest.raises(SystemExit) as ended:
         main(["-j", "0"])
@@ -270,7 +272,7 @@ def test_free_memory_of_the_machine_or_the_control_group(tmp_path: Path) -> None
         (REMARKS, LISTING, None),
         (REMARKS, SPILLED, "1 local loads and stores in the loop of wgmmas"),
         (REMARKS.replace(" 0 bytes spill stores", " 4000 bytes spill stores"), LISTING, "4000"),
-        ("", LISTING, "tell of no kernel"),
+        ("", LISTING, "name no kernel"),
     ],
 )
 def test_check_judges_remarks_and_machine_code(
@@ -293,7 +295,7 @@ def test_check_judges_remarks_and_machine_code(
         assert ended.value.code == (0 if fault is None else 1)
         said = capsys.readouterr().out.splitlines()[-1]
         assert said.startswith("forward-d64-bf16: ")
-        assert (fault or "machine code as meant") in said
+        assert (fault or "machine code is as expected") in said
     assert runs(tools) == 1
 
 

@@ -57,7 +57,7 @@ def test_one_wheel_is_downloaded_once_and_only_its_headers_stay(
     include = cutlass.include_folder()
     said = capfd.readouterr()
     assert said.err.splitlines() == [
-        "ringfa3: CUTLASS's headers are not here: fetching the wheel nvidia-cutlass>=4.2,<5 with "
+        "ringfa3: CUTLASS's headers not found: fetching the wheel nvidia-cutlass>=4.2,<5 with "
         "pip, about 6 MB"
     ]
     entry = tools / "cache" / cutlass.ENTRY

@@ -103,7 +103,7 @@ def test_the_error_of_the_compiler_is_told(
     with pytest.raises(SystemExit) as ended:
         main(["--host"])
     assert str(ended.value) == (
-        f"ringfa3: the host library does not compile, {compiler} ended with 3:\n"
+        f"ringfa3: the C++ launcher does not compile, {compiler} exited with 3:\n"
         "module.cpp:1: no such thing"
     )
 
@@ -112,6 +112,6 @@ def test_headers_of_python_are_asked_for(
     compiler: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(BuildError, match=r"Python\.h is missing: install Python's headers"):
+    with pytest.raises(BuildError, match=r"Python\.h not found: install Python's headers"):
         host_library.ensure_host_library()
     assert runs(compiler) == 0

@@ -54,7 +54,7 @@ def test_more_than_32_bytes_of_spill_are_a_fault(stores: int, loads: int, fault:
 
 def test_no_remarks_are_a_fault() -> None:
     assert sass.ptxas_faults("") == [
-        "ptxas's remarks tell of no kernel: was it compiled with -Xptxas=-v?"
+        "ptxas's remarks name no kernel: was it compiled with -Xptxas=-v?"
     ]
 
 
@@ -108,5 +108,5 @@ def test_a_listing_without_wgmmas_is_a_fault() -> None:
     ]
     assert sass.sass_faults(without("7990", "c350")) == ["no loop holds the wgmmas"]
     assert sass.sass_faults(after("5b30", "@P2 BRX R4 -0x4a90")) == [
-        "a jump to a computed address at 0x5b38: loops cannot be told"
+        "a jump to a computed address at 0x5b38: loops cannot be found"
     ]

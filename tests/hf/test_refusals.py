@@ -191,9 +191,9 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {  # call, argument and v
     "4D mask": (
         lambda: llama(attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool)),
         "attention_mask=<(2, 1, 9, 9) torch.bool>",
-        "give the (batch, keys) mask",
+        "give the 2D (batch, keys) padding mask",
     ),
-    "holes": (with_holes, "attention_mask hides tokens", "row 1 shows 8 of tokens 0 to 8"),
+    "holes": (with_holes, "attention_mask hides tokens", "in row 1, 8 of tokens 0 to 8"),
     "short mask": (
         lambda: llama(attention_mask=torch.ones(2, 7)),
         "attention_mask has shape (2, 7)",
@@ -210,8 +210,8 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {  # call, argument and v
         )
         for name, named in (
             ("llama", "past_key_values is a static cache"),
-            ("mistral", "attention_mask.contiguous: RingFA3's mask is no tensor"),
-            ("gemma3", "RingFA3's mask is no tensor"),
+            ("mistral", "attention_mask.contiguous: RingFA3's mask is not a tensor"),
+            ("gemma3", "RingFA3's mask is not a tensor"),
             ("phi3", "past_key_values is a static cache"),
         )
         for cache in ("static", "sliding_window")
@@ -251,7 +251,7 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {  # call, argument and v
     ),
     "labels and positions": (
         labels_beside_packed_positions,
-        "packed_sequence_mask_function beside position_ids",
+        "packed_sequence_mask_function, and position_ids",
         "by position_ids alone",
     ),
     "packed and padded": (packed_and_padded, "packed_sequence_mask_function", "no padding"),
@@ -374,7 +374,7 @@ RINGS: dict[str, tuple[Callable[[dist.ProcessGroup], Any], str, str]] = {
         "position_ids begin with [0, 1, 2, 3]",
         "plan.positions[None]",
     ),
-    "documents": (packed_otherwise, "packed_sequence_mask_function has other", "drop it"),
+    "documents": (packed_otherwise, "packed_sequence_mask_function has other", "leave it out"),
     "label returns": (returning, "label 0 returns in row 0", "a label of its own"),
     "wide labels": (too_wide, "labels of shape (1, 12) for 1 rows of 6", "give (batch, keys)"),
     "dropout": (dropping, "attention_dropout=0.25", "config.attention_dropout to 0"),

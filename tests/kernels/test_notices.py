@@ -15,6 +15,6 @@ def test_every_rank_says_that_the_fallback_runs(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     log_once.cache_clear()
     for _ in range(2):
-        log_fallback("its kernel cannot be built (no space)")
-    line = "attention runs on its PyTorch executor, exact but slow: its kernel cannot be built"
+        log_fallback("the kernel cannot be built (no space)")
+    line = "using the PyTorch fallback (exact, slow): the kernel cannot be built"
     assert capsys.readouterr().err == f"ringfa3: {who}{line} (no space)\n"

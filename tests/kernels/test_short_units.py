@@ -70,13 +70,13 @@ def test_a_short_unit_that_cannot_be_built_is_not_chosen(
 ) -> None:
     """One line says so."""
     (unit,) = select_units(["forward-d64-bf16"])
-    reason = "its kernel cannot be built (no compiler)"
+    reason = "the kernel cannot be built (no compiler)"
     monkeypatch.setattr(dispatch, "_build_problem", lambda u: reason if u.short else None)
     dispatch.log_once.cache_clear()
     for _ in range(2):
         assert dispatch._unit_of_plan(unit, 512, plan_of([512])) is unit
     (line,) = capsys.readouterr().err.splitlines()
-    assert "short sequences run on forward-d64-bf16" in line
+    assert "short sequences use forward-d64-bf16" in line
     assert line.endswith(f"of forward-d64-bf16-short {reason}")
 
 

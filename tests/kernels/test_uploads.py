@@ -99,9 +99,11 @@ def test_a_new_plan_cannot_be_captured(events: Events) -> None:
     """Nor a new key of a known plan."""
     some = tiling()
     first = read(some, on(8))
-    with pytest.raises(RuntimeError, match="new plan is captured: run it once before"):
+    with pytest.raises(
+        RuntimeError, match="new plan cannot be captured in a CUDA graph: run the same call"
+    ):
         read(tiling(), on(8, captured=True))
-    with pytest.raises(RuntimeError, match="new plan is captured"):
+    with pytest.raises(RuntimeError, match="new plan cannot be captured"):
         forward._tables.get(some, on(8, captured=True), (1,), lambda: first)
 
 

@@ -123,9 +123,9 @@ def test_a_wrong_argument_of_connect_raises_on_all_ranks() -> None:
     for said in sacrifice(2, 10.0, _connect, "device"):
         assert "rank 1: RuntimeError: Expected one of cpu" in said
     for said in sacrifice(2, 10.0, _connect, "ring call"):
-        assert "differs over the ranks of the context group" in said
+        assert "differs between the ranks of the CP group" in said
     said, _ = sacrifice(2, 2.0, _connect, "absent")
-    assert "no word from rank 1 within 2 s" in said
+    assert "rank 1 did not reach it within 2 s" in said
 
 
 def test_connect_needs_a_group() -> None:

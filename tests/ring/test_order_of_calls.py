@@ -104,7 +104,7 @@ def test_backwards_in_another_order_raise_on_all_ranks(ranks: Ranks) -> None:
     """They name their forward calls. The same order on all ranks, and a second backward through
     one forward, never raise."""
     for seen, right in ranks.run(4, _exchanged, False)[:2]:
-        assert "forward of this backward differs over the ranks" in seen
+        assert "forward of this backward differs between the ranks" in seen
         assert "rank 0: call 3; rank 1: call 4" in seen
         assert right == "right"
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from ringfa3.errors import timed_out
 from ringfa3.ring import p2p
 from ringfa3.ring.p2p import HEAD_START, LONGER, Message, NcclTransport
 
@@ -136,7 +137,7 @@ def test_the_thread_survives_an_error_of_a_query(job: Job, transport: NcclTransp
     job.query = lambda: False
     exchange(transport)
     until(lambda: job.order[-1] == "abort")
-    lost = f"{WHAT}: nothing within {TIMEOUT_S:g} s; is that rank stopped?"
+    lost = timed_out(WHAT, TIMEOUT_S)
     assert job.order[-2:] == [("lost", lost), "abort"]
 
 
@@ -150,7 +151,7 @@ def test_messages_of_a_peer_that_has_given_up_are_aborted(
     job.failure = "rank 1: disk on fire"
     exchange(transport)
     until(lambda: job.order[-1] == "abort")
-    assert job.order[-2:] == [("lost", f"{WHAT}: gave up because rank 1: disk on fire"), "abort"]
+    assert job.order[-2:] == [("lost", f"{WHAT}: aborted: rank 1: disk on fire"), "abort"]
 
 
 def test_earlier_messages_pass_before_an_abort(job: Job, transport: NcclTransport) -> None:

@@ -54,7 +54,7 @@ def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[
     assert _transport_of("auto", possible=True) == "symmetric"
     assert _transport_of("auto", possible=False) == "nccl"
     assert _transport_of("auto", possible=False) == "nccl"
-    line = "ringfa3: the ring runs over nccl: rank 1: no CUDA driver\n"
+    line = "ringfa3: using transport nccl; symmetric is not available: rank 1: no CUDA driver\n"
     assert capsys.readouterr().err == line
     assert _transport_of("nccl", possible=True) == "nccl"
     assert _transport_of("symmetric", possible=True) == "symmetric"

@@ -39,7 +39,10 @@ def test_unshard_gathers_and_its_gradient_shards(ranks: Ranks, world: int, layou
 
 Gathered = tuple[torch.Tensor | None, int]
 UNSHARD: dict[str, tuple[Callable[[torch.Tensor], Gathered], str]] = {
-    "tokens": (lambda x: (x[1:], 0), "rank 1: x_local has 74 tokens along dim 0; this rank's"),
+    "tokens": (
+        lambda x: (x[1:], 0),
+        "rank 1: x_local has 74 tokens along dim 0; the plan gives this rank",
+    ),
     "width": (lambda x: (x[:, :2], 0), "x_local differs .* rank 0: .tokens, 3. of .*; rank 1: "),
     "dtype": (lambda x: (x.long(), 0), r"x_local differs .* rank 1: .* of torch.int64 on cpu"),
     "tensor": (lambda x: (None, 0), "rank 1: x_local must be a tensor, got NoneType"),

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringfa3.errors import timed_out
 from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.pass_interface import HopTensors
@@ -241,12 +242,12 @@ class FailingOnOne(Failing):
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        (Lost, r"rank 10: .* did not end: backward hop 1: K/V of rank 11: nothing within 2 s"),
-        (Shifted, r"rank 10(, 11)?: the self-test read \d+ wrong numbers"),
+        (Lost, r"rank 10: .* did not finish: backward hop 1: K/V of rank 11: timed out after 2 s"),
+        (Shifted, r"rank 10(, 11)?: the self-test found \d+ wrong values"),
         (Failing, r"rank 10, 11: cuMemcpyDtoDAsync_v2: CUDA error 1"),  # on both
         (
             FailingOnOne,
-            r"rank 10: the self-test did not end.*; rank 11: cuMemcpyDtoDAsync_v2: CUDA error 1",
+            r"rank 10: the self-test did not finish.*; rank 11: cuMemcpyDtoDAsync_v2: CUDA error 1",
         ),
     ],
 )
@@ -282,7 +283,9 @@ def test_one_rank_without_memory_decides_for_all() -> None:
     ranks = Ranks(2)
     with mock.patch("ringfa3.symmetric.ipc_memory.IpcMemory._allocate", no_room):
         for reason in opened(ranks):
-            expected = "room for the shared memory on rank 1 of the group: CUDA out of memory"
+            expected = (
+                "allocating the shared memory failed on rank 1 of the group: CUDA out of memory"
+            )
             assert expected in str(reason)
 
 
@@ -335,7 +338,7 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(
     (waited, _), (other, _) = results  # type: ignore[misc]
     assert other == []
     assert len(waited) == 1
-    assert waited[0] == f"{missed} rank 11: nothing within 4 s; is that rank stopped?"
+    assert waited[0] == timed_out(f"{missed} rank 11", 4)
 
 
 def _lost_in_a_call(group: dist.ProcessGroup) -> bool:

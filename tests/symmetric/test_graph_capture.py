@@ -24,7 +24,8 @@ from tests.support.placements import laid_out
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)  # of stand-ins
 FIRST = (
-    r"cannot be captured in a CUDA graph yet, it is the first of its kind: run a call of the same"
+    r"cannot be captured in a CUDA graph: no call with these settings has run yet: before the "
+    "capture, run a call with the same"
 )
 
 
@@ -59,7 +60,7 @@ def test_memory_must_not_have_to_grow() -> None:
     ):
         for errors in Ranks(2).run(_capture_errors):
             assert [x == "None" for x in errors] == [False, False, True, False, True]  # type: ignore[attr-defined]
-            assert "the group's memory would have to grow: run a call" in errors[0]  # type: ignore[index]
+            assert "the group's shared memory is too small for it: before the capture" in errors[0]  # type: ignore[index]
 
 
 class Entered:
@@ -128,7 +129,9 @@ def test_the_first_call_of_its_kind_is_not_captured(entered: Entered) -> None:
 def test_the_self_test_of_a_group_is_not_captured() -> None:
     entered = Entered(opened=False)
     entered.call(captured=False)
-    with pytest.raises(ValueError, match="the group has not tried the transport yet: run a call"):
+    with pytest.raises(
+        ValueError, match="no ring call of this group has run yet: before the capture"
+    ):
         entered.call(captured=True)
 
 

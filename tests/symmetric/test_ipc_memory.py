@@ -76,7 +76,7 @@ def test_all_ranks_raise_if_one_has_no_room_and_a_later_try_may_succeed() -> Non
         failures["left"] = 2
         group.gather("")
         with pytest.raises(
-            StepError, match="room for the shared memory on rank 1 of the group: cuMem"
+            StepError, match="allocating the shared memory failed on rank 1 of the group: cuMem"
         ):
             memory.reserve({Buffer.KV_SHARED: 1 << 24})
         assert not memory.holds({Buffer.KV_SHARED: 1})

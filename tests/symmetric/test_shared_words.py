@@ -143,7 +143,9 @@ def test_no_room_is_an_error_and_leaves_no_file() -> None:
 
     with (
         mock.patch.object(shared_words.os, "posix_fallocate", full),
-        pytest.raises(StepError, match=r"a file for signals on rank 0 of the group: .*No space"),
+        pytest.raises(
+            StepError, match=r"creating the signals' file failed on rank 0 of the group: .*No space"
+        ),
     ):
         Signals(0, 1, lambda line: [line])
 

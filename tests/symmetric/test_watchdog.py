@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from ringfa3.errors import timed_out
 from ringfa3.symmetric.watchdog import Watchdog
 
 
@@ -39,7 +40,7 @@ def test_progress_on_any_stream_restarts_the_timeout() -> None:
         over["kv"] = count
         assert messages == []
     until(lambda: len(released) >= 3)
-    assert messages == ["hop 3; dK/dV: nothing within 0.6 s; is that rank stopped?"]
+    assert messages == [timed_out("hop 3; dK/dV", 0.6)]
     over.update(kv=4, partial=1)
     until(lambda: not any(waits.ahead for waits in watchdog._streams.values()))
     count = len(released)
@@ -58,7 +59,7 @@ def test_it_reports_another_ranks_failure_at_once() -> None:
     )
     watchdog.post("kv", ["backward hop 2: K/V of rank 3"])
     until(lambda: messages)
-    assert messages == ["backward hop 2: K/V of rank 3: gave up because rank 2: disk on fire"]
+    assert messages == ["backward hop 2: K/V of rank 3: aborted: rank 2: disk on fire"]
 
 
 def test_a_timeout_that_changes_holds_for_waits_under_way() -> None:
@@ -123,7 +124,7 @@ def test_it_polls_the_waits_of_graphs() -> None:
         graphs.passed = True
     assert messages == []
     until(lambda: released)
-    assert messages == ["hop 2; hop 1: nothing within 0.6 s; is that rank stopped?"]
+    assert messages == [timed_out("hop 2; hop 1", 0.6)]
     graphs.awaited, over["kv"] = [""], 1
     time.sleep(0.3)
     count = len(released)

@@ -203,7 +203,7 @@ def test_ranks_with_different_configs_fail(overrides, tmp_path):
     try:
         for rank in (0, 1):
             line = one_line_of(rank, ranks[rank], timeout=HANG_S)
-            assert "rank 1 has another configuration than rank 0" in line
+            assert "configuration of rank 1 differs from that of rank 0" in line
     finally:
         for process in ranks:
             process.kill()

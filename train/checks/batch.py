@@ -16,6 +16,6 @@ def check_batch(train: TrainConfig, dp: int) -> None:
     if batch % dp:
         best = max(round(batch / dp), 1) * dp
         raise ConfigError(
-            f"train.batch={batch} is no multiple of the {dp} data-parallel ranks; "
+            f"train.batch={batch} is not a multiple of the {dp} data-parallel ranks; "
             f"nearest valid: train.batch={best}"
         )

@@ -16,7 +16,7 @@ def check_compile(config: Config) -> None:
         )
     if config.train.attention != "ringfa3":
         raise ConfigError(
-            f"train.compile={config.train.compile} has no graph for train.attention="
+            f"train.compile={config.train.compile} does not support train.attention="
             f"{config.train.attention}; nearest valid: train.attention=ringfa3 "
             "(or train.compile=none)"
         )

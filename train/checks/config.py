@@ -179,7 +179,7 @@ def check(config: Config, world: int) -> None:
     precision, transport = config.model.attention_precision, config.parallel.transport
     if precision != "native" and cp > 1 and transport == "symmetric":
         raise ConfigError(
-            f"model.attention_precision={precision} moves K/V by messages, not over "
+            f"model.attention_precision={precision} does not support "
             "parallel.transport=symmetric; nearest valid: parallel.transport=auto"
         )
     if config.train.attention == "sdpa":
@@ -215,24 +215,24 @@ def _check_sdpa(config: Config) -> None:
     key = "train.attention=sdpa"
     if config.parallel.cp > 1:
         raise ConfigError(
-            f"{key} attends within one process, and parallel.cp={config.parallel.cp} processes "
-            f"share a sample; nearest valid: parallel.cp=1 (or train.attention=ringfa3)"
+            f"{key} needs a whole sample in each process, and parallel.cp={config.parallel.cp} "
+            f"splits it; nearest valid: parallel.cp=1 (or train.attention=ringfa3)"
         )
     if config.model.attention_precision != "native":
         raise ConfigError(
-            f"{key} computes in train.precision, and "
+            f"{key} does not support "
             f"model.attention_precision={config.model.attention_precision}; nearest valid: "
             "model.attention_precision=native (or train.attention=ringfa3)"
         )
     if config.model.windows is not None:
         raise ConfigError(
-            f"{key} has no windows, and model.windows={config.model.windows}; nearest valid: "
+            f"{key} does not support model.windows={config.model.windows}; nearest valid: "
             "model.windows=null (or train.attention=ringfa3)"
         )
     if config.mode not in RUN_MODES and config.memory.recompute == "attention-saving":
         raise ConfigError(
-            f"{key} has no output of the ring that memory.recompute=attention-saving could keep; "
-            f"nearest valid: memory.recompute=full"
+            f"{key} does not support memory.recompute=attention-saving; nearest valid: "
+            f"memory.recompute=full"
         )
 
 

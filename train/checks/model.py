@@ -38,15 +38,15 @@ def check_model(model: ModelConfig) -> None:
         )
     if model.head_dim is not None and model.head_dim % 2:
         raise ConfigError(
-            f"model.head_dim={model.head_dim} must be even (RoPE turns pairs); "
+            f"model.head_dim={model.head_dim} must be even (RoPE rotates pairs); "
             f"nearest valid: model.head_dim={model.head_dim + 1}"
         )
     width = model.resolved_head_dim()
     if model.attention_precision != "native" and width not in QUANTISED_HEAD_DIMS:
         best = min(QUANTISED_HEAD_DIMS, key=lambda n: abs(n - width))
         raise ConfigError(
-            f"model.attention_precision={model.attention_precision} has no head dim {width}; "
-            f"nearest valid: model.head_dim={best}"
+            f"model.attention_precision={model.attention_precision} does not support head dim "
+            f"{width}; nearest valid: model.head_dim={best}"
         )
     scale, (least, most) = model.softmax_scale, SOFTMAX_SCALES
     if scale is not None and not least <= scale <= most:

@@ -55,7 +55,7 @@ def _check_tensors(config: Config, folder: Path, given: str) -> None:
             )
     if extra := sorted(stored.keys() - wanted.keys()):
         tied = " (embeddings are tied)" if model.tied_embeddings and "lm_head" in extra[0] else ""
-        raise ConfigError(f"{given} has the tensor {extra[0]}, which the model has not{tied}")
+        raise ConfigError(f"{given} has the tensor {extra[0]}, which the model does not have{tied}")
 
 
 def _check_vocabulary(config: Config, folder: Path, given: str) -> None:

@@ -138,7 +138,7 @@ def _files_of(source: Source) -> list[TextFile]:
         paths = [p for p in paths if not _hidden(p.relative_to(root))]
     if not paths:
         raise ConfigError(
-            f"{source.path_key}={source.path} holds no file that fits {source.pattern}"
+            f"{source.path_key}={source.path} contains no file that matches {source.pattern}"
         )
     files = [TextFile(source, path, path.relative_to(root).as_posix()) for path in paths]
     return sorted(files, key=lambda file: file.name)

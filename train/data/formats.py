@@ -63,7 +63,7 @@ def read_texts(
             try:
                 yield Text(row, text, len(text.encode()))
             except UnicodeEncodeError as error:  # half of a surrogate pair, escaped in JSON
-                raise ConfigError(f"{keys.path}: {place} is no valid text: {error}") from None
+                raise ConfigError(f"{keys.path}: {place} is not valid text: {error}") from None
     at(path.stat().st_size)
 
 

@@ -66,7 +66,7 @@ def write_manifest(
     for path in sorted(files):
         name = path.relative_to(folder).as_posix()
         if not _stays_inside(name):
-            raise ValueError(f"{path} is no file of {folder}")
+            raise ValueError(f"{path} is not a file of {folder}")
         entries[name] = asdict((measured or {}).get(name) or measure(path))
         folders.update(folder / parent for parent in Path(name).parents)
     body = json.loads(json.dumps({"format": FORMAT, "facts": facts, "files": entries}))
@@ -111,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(path, f"lacks what a manifest has: {error}") from None
     for name in manifest.files:
         if not _stays_inside(name):
-            raise DamagedError(path, f"names {name!r}, which is no file of its folder")
+            raise DamagedError(path, f"names {name!r}, which is not a file of its folder")
     return manifest
 
 

@@ -80,11 +80,11 @@ def newest_valid(
             verify(path)
         except DamagedError as error:
             if not own:
-                say(f"damaged checkpoint passed over: {error}")
+                say(f"damaged checkpoint skipped: {error}")
                 continue
             aside = path.with_name(f"{DAMAGED}{path.name}-{time.time_ns()}")
             path.rename(aside)
-            say(f"checkpoint set aside as {aside.name}: {error}")
+            say(f"damaged checkpoint renamed to {aside.name}: {error}")
             continue
         if accepted and is_in_doubt(path):
             continue
@@ -108,11 +108,14 @@ def require_own(path: Path) -> None:
         stat = part.stat()
         if stat.st_uid != os.geteuid() or stat.st_mode & OTHERS_WRITE:
             why = (
-                "others may write to it" if stat.st_mode & OTHERS_WRITE else f"user {stat.st_uid}'s"
+                "others can write to it"
+                if stat.st_mode & OTHERS_WRITE
+                else f"it belongs to user {stat.st_uid}"
             )
             raise ConfigError(
-                f"checkpoint {part}: {why}; its metadata is a pickle, which can run code, so it "
-                f"must be yours alone: copy it, or chown and chmod go-w it, if you trust its origin"
+                f"checkpoint {part}: {why}; its metadata is a pickle, which can run code, so only "
+                f"you may be able to write to it: copy it, or chown and chmod go-w it, if you "
+                f"trust its origin"
             )
 
 
@@ -132,7 +135,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
     newest = newest_valid(inner if inner.is_dir() else path, say)
     if newest is None:
         raise ConfigError(
-            f"{path} holds no checkpoint; give a run folder or its checkpoints/step-*"
+            f"{path} contains no checkpoint; give a run folder or its checkpoints/step-*"
         )
     return newest
 
@@ -308,7 +311,7 @@ class Checkpoints:
         if self.parallel.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             self.say(
-                f"checkpoint of step {step} failed ({self.failures} so far), training goes on: "
+                f"checkpoint of step {step} failed ({self.failures} so far), training continues: "
                 f"{problem}"
             )
 

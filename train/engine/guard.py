@@ -43,7 +43,7 @@ class Guard:
                 return f"{name} is {value}"
         for (name, value), (most, lately) in zip(named, self._limits(), strict=True):
             if value > most:
-                return f"{name} {value:.4g} is a spike (lately {lately})"
+                return f"{name} {value:.4g} is a spike (recent mean {lately})"
         return None
 
     def _limits(self) -> list[tuple[float, str]]:

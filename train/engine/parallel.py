@@ -186,8 +186,8 @@ def require_agreement(parallel: ParallelLayout, facts: dict[str, str]) -> None:
         )
         if other is not None:
             raise RuntimeError(
-                f"rank {other} has another {name} than rank 0: {everyone[other][name]} against "
-                f"{value}; start every host with the same command and the same files"
+                f"{name} of rank {other} differs from that of rank 0: {everyone[other][name]} "
+                f"against {value}; start every host with the same command and the same files"
             )
 
 

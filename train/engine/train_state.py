@@ -58,9 +58,9 @@ class TrainState:
         if different := sorted(k for k in there | here if there.get(k) != here.get(k)):
             key = different[0]
             raise ConfigError(
-                f"checkpoint {path} was made on another stream of samples, with {key}="
-                f"{there.get(key)} (now {here.get(key)}); give the same files and data settings, "
-                f"or take its weights alone with checkpoint.init_from"
+                f"checkpoint {path} was made from other samples: {key} was {there.get(key)}, is "
+                f"now {here.get(key)}; give the same files and data settings, or load only its "
+                f"weights with checkpoint.init_from"
             )
         return facts
 

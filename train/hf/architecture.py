@@ -83,7 +83,7 @@ class Values:
 
     def refuse(self, key: str, value: Any, allowed: str) -> ConfigError:
         """The error of a value that the trainer cannot compute."""
-        return ConfigError(f"{self.path} has {key}={value}; the trainer has {allowed} only")
+        return ConfigError(f"{self.path} has {key}={value}; the trainer supports only {allowed}")
 
 
 def read_model(folder: Path) -> dict[str, Any]:

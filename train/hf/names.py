@@ -32,7 +32,7 @@ def hf_name(name: str) -> str:
         return WHOLE[name]
     found = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
     if found is None:
-        raise ValueError(f"{name} is no parameter of a Transformer")
+        raise ValueError(f"{name} is not a parameter of a Transformer")
     block, module, kind = found.groups()
     return f"model.layers.{block}.{OF_A_BLOCK[module]}.{kind}"
 

@@ -46,7 +46,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             f"{pickled} is a pickle, which can run code; save the model as safetensors: "
             "save_pretrained of transformers does"
         )
-    raise ConfigError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX}")
+    raise ConfigError(f"{folder} contains no weights: neither {WEIGHTS} nor {INDEX}")
 
 
 def _indexed(folder: Path) -> dict[str, Stored]:
@@ -55,10 +55,10 @@ def _indexed(folder: Path) -> dict[str, Stored]:
         places = json.loads(path.read_bytes())["weight_map"]
         names = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no index of weights: {error!r}") from None
+        raise ConfigError(f"{path} is not an index of weights: {error!r}") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or "\\" in name:
-            raise ConfigError(f"{path} names {name!r}, which is no file of its folder")
+            raise ConfigError(f"{path} names {name!r}, which is not a file of its folder")
     files = {name: _header(folder / name) for name in names}
     for tensor, name in places.items():
         if tensor not in files[name]:
@@ -89,7 +89,7 @@ def _header(path: Path) -> dict[str, Stored]:
         raise ConfigError(f"{path} is damaged: {error!r}") from None
     whole = 8 + length + max(ends, default=0)
     if size != whole:
-        raise ConfigError(f"{path} is damaged: it has {size} bytes, its header tells of {whole}")
+        raise ConfigError(f"{path} is damaged: it has {size} bytes, its header describes {whole}")
     return tensors
 
 

@@ -56,7 +56,7 @@ def plot_run(
     figure.savefig(folder / "loss.png", dpi=150)
 
     figure, axes = _axes()
-    _draw_by_position(axes, {"attention": full, "each token sees only itself": self_only})
+    _draw_by_position(axes, {"attention": full, "each token attends only to itself": self_only})
     axes.set(ylabel="held-out loss (nats per token)")
     figure.savefig(folder / "loss_by_position.png", dpi=150)
 

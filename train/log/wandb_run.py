@@ -58,4 +58,4 @@ class WandbRun:
         except Exception as error:
             self._run = None
             summary = " ".join(str(error).split())
-            self._say(f"W&B is off from here on: {type(error).__name__}: {summary}")
+            self._say(f"Weights & Biases is off from now on: {type(error).__name__}: {summary}")

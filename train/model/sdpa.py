@@ -28,12 +28,12 @@ class SdpaAttention(nn.Module):
 
     def forward(self, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, plan: Any) -> Tensor:
         if plan.world > 1:
-            raise ValueError(f"a plan of {plan.world} ranks: each has a part of the keys alone")
+            raise ValueError(f"plan is for {plan.world} ranks: this attention needs one of 1 rank")
         if plan.effective_window == SELF_ONLY:  # the softmax of one score is 1
             return v_TKC.repeat_interleave(q_THC.shape[1] // v_TKC.shape[1], dim=1)
         if plan.effective_window != CAUSAL:
             raise ValueError(
-                f"a plan of window (left, right) = {plan.effective_window}: it must be causal"
+                f"plan has window (left, right) = {plan.effective_window}: it must be causal"
             )
         lengths = plan.shards[0].length.tolist()  # of the documents, in their order
         documents = zip(*(x.split(lengths) for x in (q_THC, k_TKC, v_TKC)), strict=True)

@@ -39,7 +39,7 @@ class FailureReport:
     def begin_step(self, step: int) -> None:
         """Write the message for a rank that is killed in optimiser step ``step``."""
         self.step = step
-        self._write(self._line("killed from outside, or by the system for lack of memory"))
+        self._write(self._line("killed by a signal, for example by the system's OOM killer"))
 
     def report(self, error: BaseException, log: Path, config: Config) -> None:
         """Report the error that ends this rank in one line; the traceback goes to ``log``.

@@ -18,8 +18,8 @@ def read_config(path: Path) -> Config:
         return from_plain(json.loads(path.read_text()))
     except OSError:
         folders = [run.parent.name for run in path.parent.parent.glob(f"*/{path.name}")]
-        there = f"; runs beside it: {', '.join(sorted(folders)[:8])}" if folders else ""
-        raise ConfigError(f"run.dir={path.parent} holds no run ({path.name}){there}") from None
+        there = f"; other runs there: {', '.join(sorted(folders)[:8])}" if folders else ""
+        raise ConfigError(f"run.dir={path.parent} contains no run ({path.name}){there}") from None
     except ValueError as error:
         raise ConfigError(f"{path}, the settings of a run, cannot be read: {error}") from None
 

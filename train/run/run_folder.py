@@ -89,26 +89,26 @@ class RunFolder:
         foreign = sorted(names.difference(self.FILES, self.FOLDERS))
         if foreign and not {"config.json", "metrics.jsonl"} & names:
             raise ConfigError(
-                f"{place} holds other files ({foreign[0]}, ...) and no run; "
+                f"{place} contains other files ({foreign[0]}, ...) and no run; "
                 f"choose an empty or a new folder"
             )
         if config.run.overwrite or not self.holds_run():
             return
         ways = "choose another run.dir, or replace that run with run.overwrite=true"
         if not self.config.exists():
-            raise ConfigError(f"{place} holds a run without its settings, config.json; {ways}")
+            raise ConfigError(f"{place} contains a run without its settings, config.json; {ways}")
         if config.checkpoint.resume == "never":
-            raise ConfigError(f"{place} already holds a run and checkpoint.resume=never; {ways}")
+            raise ConfigError(f"{place} already contains a run and checkpoint.resume=never; {ways}")
         if difference := self.difference(config):
             key, there, here = difference
             raise ConfigError(
-                f"{place} holds another run, with {key}={there} (now {here}); give the same "
-                f"settings to go on with it, or {ways}"
+                f"{place} contains a run with different settings: {key} was {there}, is now "
+                f"{here}; give the same settings to continue it, or {ways}"
             )
         if config.train.steps <= (steps := self.complete_after()):
             raise ConfigError(
-                f"{place} holds this run, complete after {steps} steps; raise train.steps to "
-                f"go on with it, or {ways}"
+                f"{place} contains this run, complete after {steps} steps; raise train.steps to "
+                f"continue it, or {ways}"
             )
 
     def complete_after(self) -> int:

@@ -130,7 +130,7 @@ class Stopper(threading.Thread):
             if run is None:
                 continue
             if run.deadline is not None and time.monotonic() > run.deadline:
-                return None, "train.max_wall_time is over"
+                return None, "train.max_wall_time has passed"
             if run.store is not None and (reason := _requested_stop(run.store)):
                 return None, reason
         return None
@@ -142,8 +142,8 @@ class Stopper(threading.Thread):
             last = max(int(other) for other in self._gather(run, "count", str(last)))
         if not run.updates.freeze_after(last, run.update_s):
             raise PeerGoneError(
-                f"the update under way was not finished within checkpoint.stop_s={run.update_s:g}; "
-                f"if no rank has failed, give it more, and torchrun a longer --shutdown-timeout"
+                f"the optimiser update did not finish within checkpoint.stop_s={run.update_s:g}; "
+                f"if no rank has failed, raise it, and torchrun's --shutdown-timeout"
             )
         message = run.save()
         if run.store is not None:

@@ -80,7 +80,7 @@ def errors_of(prediction: Prediction, seconds: float, device_memory: int, offloa
         f"{name} {found:.1f} {unit}, predicted {guess:.1f} ({100 * (found / guess - 1):+.1f}%)"
         for name, guess, found, unit in rows
     ]
-    return f"first step beside its prediction: {'; '.join(texts)}"
+    return f"first step against its prediction: {'; '.join(texts)}"
 
 
 def as_json(prediction: Prediction, limits: Limits, change: list[str]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def restore(
     if own is None and any(checkpoints.folder.glob(f"{DAMAGED}*")):
         raise ConfigError(
             f"run.dir={config.run.dir}: every checkpoint of this run is damaged "
-            f"(checkpoints/{DAMAGED}*); begin anew in another folder, with "
+            f"(checkpoints/{DAMAGED}*); start again in another folder, with "
             f"run.overwrite=true checkpoint.resume=never, or from another run's checkpoint"
         )
     steps = config.train.steps
@@ -74,7 +74,7 @@ def restore(
         state.load(own)
         _require_steps(own, state.step, least=state.step, steps=steps)
         checkpoints.saved = state.step
-        return f"goes on after step {state.step}, from {own.name}"
+        return f"continues after step {state.step}, from {own.name}"
     if theirs := hf_folder(config.checkpoint.init_from):
         load_folder(theirs, state.shards())
         state.engine.loaded()
@@ -88,7 +88,7 @@ def restore(
         return f"starts at step 0 with the weights of {path}"
     state.load(path)
     _require_steps(path, state.step, least=state.step + 1, steps=steps)
-    return f"goes on after step {state.step}, from {path}"
+    return f"continues after step {state.step}, from {path}"
 
 
 def _require_steps(path: Path, step: int, least: int, steps: int) -> None:

@@ -22,7 +22,7 @@ from train.tasks.evaluate import Evaluation
 
 ROWS = {
     "this model": ("nats_per_byte", "train_nats_per_byte"),
-    "this model, each token seeing only itself": ("nats_per_byte_self_only",),
+    "this model, each token attending only to itself": ("nats_per_byte_self_only",),
     **{name: (key,) for key, name in BASELINES.items()},
 }
 

@@ -146,8 +146,9 @@ class Sweep:
             return False
         key, before, now = difference
         raise ConfigError(
-            f"sweep.dir={config.sweep.dir}: {folder.name} holds another run, with {key}={before} "
-            f"(now {now}); choose another sweep.dir or replace such runs with run.overwrite=true"
+            f"sweep.dir={config.sweep.dir}: {folder.name} contains a run with different settings: "
+            f"{key} was {before}, is now {now}; choose another sweep.dir or replace such runs with "
+            f"run.overwrite=true"
         )
 
     def _run(self, job: Job) -> None:
@@ -165,7 +166,7 @@ class Sweep:
             return
         job.status = "failed" if code else "stopped"
         job.error = (
-            failure_line(code, stderr) if code else "not complete; the same sweep goes on with it"
+            failure_line(code, stderr) if code else "not complete; the same sweep continues it"
         )
         seconds = time.perf_counter() - begin
         self.console.print(f"{job.status} after {seconds:.0f} s: {job.error}", soft_wrap=True)

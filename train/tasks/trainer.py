@@ -200,7 +200,9 @@ class Trainer:
         loss, grad_norm = figures.loss, figures.grad_norm
         objection = None
         if figures.objecting:
-            others = f"{figures.objecting} of {parallel.world} ranks object"
+            others = (
+                f"{figures.objecting} of {parallel.world} ranks reject its loss or gradient norm"
+            )
             objection = state.guard.objection(loss, grad_norm) or others
         lr = learning_rate(optim, state.step, self.config.train.steps)
         with self.updates.update():
@@ -282,7 +284,7 @@ class Trainer:
             torch.cuda.set_device(self.parallel.device)
         self._require_saved()
         step = self.state.step
-        return f"stopped after step {step}, which is saved; the same command goes on from there"
+        return f"stopped after step {step}, which is saved; the same command continues from there"
 
     def _require_saved(self) -> None:
         """Save the current state if it is not saved yet; ``RuntimeError`` if that fails."""
@@ -293,8 +295,8 @@ class Trainer:
         if self.checkpoints.saved != self.state.step:
             raise RuntimeError(
                 f"step {self.state.step} could not be saved, the newest checkpoint is that of step "
-                f"{self.checkpoints.saved}; mend what {self.folder.events} names and give the "
-                f"same command again"
+                f"{self.checkpoints.saved}; fix what {self.folder.events} names and run the same "
+                f"command again"
             )
 
     def _roll_back(self) -> None:
@@ -307,7 +309,7 @@ class Trainer:
         path, skipped = self.checkpoints.choose(accepted=True), self.state.guard.in_a_row
         step = -1 if path is None else read_facts(path)["step"]
         if path is None or step <= self._rolled_back_to:
-            why = "there is no checkpoint" if path is None else "going back has not helped"
+            why = "there is no checkpoint" if path is None else "an earlier roll-back did not help"
             raise RuntimeError(
                 f"{skipped} steps in a row were skipped and {why}; look at the losses in "
                 f"{self.folder.metrics}, at the data, and at optim.lr"
@@ -320,8 +322,8 @@ class Trainer:
                 self.recorder.roll_back(self.state.step)
         self._rolled_back_to = step
         self._say_event(
-            f"{skipped} steps in a row were skipped: back from step {left} to {path.name}, and on "
-            f"with the data after it"
+            f"{skipped} steps in a row were skipped: rolled back from step {left} to {path.name}; "
+            f"training continues with later data"
         )
 
     def finish(self) -> None:

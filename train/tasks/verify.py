@@ -131,9 +131,9 @@ def compare(
     console.print(table)
     wrong = ", ".join(row.name for row in rows if not row.apart <= row.allowed)
     verdict = (
-        f"parallel.cp={cp} does NOT compute what one process does: {wrong}"
+        f"parallel.cp={cp} does NOT match parallel.cp=1: {wrong}"
         if wrong
-        else f"parallel.cp={cp} computes what one process does, up to rounding"
+        else f"parallel.cp={cp} matches parallel.cp=1 up to rounding"
     )
     console.print(verdict, soft_wrap=True)
     dist.barrier(group=parallel.host_group)  # torchrun ends all ranks when one fails

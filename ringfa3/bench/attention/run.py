@@ -163,7 +163,9 @@ def _implementations(
             raise BenchError(f"--{option} was given, but --peers leaves {option} out")
     if own := [name for name in options.sets if name in OWN_IMPLEMENTATIONS]:
         if len(options.sets) > 1:
-            raise BenchError(f"--set {own[0]} has implementations of its own: it stands alone")
+            raise BenchError(
+                f"--set {own[0]} has its own implementations: give no other --set with it"
+            )
         return _with_own_implementations(own[0], device, options)
     if device.type == "cpu":
         for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
@@ -171,7 +173,7 @@ def _implementations(
                 raise BenchError(f"--{option} needs a GPU; leave it out with --device cpu")
         math, flash = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
         return [
-            RingFA3(f"{RINGFA3} executor"), Sdpa("SDPA math", math), Sdpa("SDPA flash", flash)
+            RingFA3(f"{RINGFA3} fallback"), Sdpa("SDPA math", math), Sdpa("SDPA flash", flash)
         ], []  # fmt: skip
     found, missing = _flash_attentions(options)
     if "cudnn" in options.peers:
@@ -211,7 +213,7 @@ def _with_own_implementations(
     for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
         if given is not None and (smoke or name in (ABLATION, MERGE, SINKS)):
             where = " on the CPU" if smoke else ""
-            raise BenchError(f"--{option} has no part in --set {name}{where}")
+            raise BenchError(f"--{option} is not used by --set {name}{where}")
     if name == DETERMINISTIC:
         turns = RingFA3(f"{RINGFA3} deterministic", deterministic=True)
         found, missing = ([], []) if smoke else _flash_attentions(options, deterministic=True)
@@ -273,7 +275,7 @@ def planned_rows(
         ]
     left_out = [
         f"{direction} at head dim {', '.join(map(str, dims))}: {reason}, "
-        "and the executor is not timed in its place"
+        "and the PyTorch fallback is not timed instead"
         for (direction, reason), dims in missing.items()
     ]
     return planned, left_out

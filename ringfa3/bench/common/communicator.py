@@ -115,7 +115,9 @@ class Communicator:
     def check_wait(self, seconds: float) -> None:
         """Raises a RuntimeError for a wait so long that only a timeout can have ended it."""
         if self.world > 1 and seconds > self.timeout / 2:
-            raise RuntimeError(f"the GPU was stuck for {seconds:.0f} s: a rank did not come along")
+            raise RuntimeError(
+                f"the GPU was stuck for {seconds:.0f} s: another rank did not get here"
+            )
 
     def _key(self, exchange: int, rank: int) -> str:
         return f"ringfa3.bench/{self.world}/exchange/{exchange}/{rank}"
@@ -144,7 +146,7 @@ class Communicator:
             missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
         except dist.DistError:
             return "the store did not answer"
-        return f"no word from rank {', '.join(missing)}"
+        return f"no answer from rank {', '.join(missing)}"
 
 
 def _new_group(

@@ -51,7 +51,7 @@ def find_device(name: str, index: int = 0) -> torch.device:
     found = torch.device("cuda", index)
     if torch.cuda.get_device_capability(found) != (9, 0):
         name = torch.cuda.get_device_name(found)
-        raise BenchError(f"{name} is no Hopper GPU: there are no kernels for it to measure")
+        raise BenchError(f"{name} is not a Hopper GPU: there are no kernels for it")
     torch.cuda.set_device(found)
     return found
 

@@ -34,7 +34,7 @@ KEYS = {
 
 
 class ResultsError(ValueError):
-    """The file is no result of these benchmarks, or has another format."""
+    """The file is not a result of these benchmarks, or has another format."""
 
 
 @dataclass
@@ -295,9 +295,9 @@ class Results:
         try:
             content = json.loads(path.read_text())
         except ValueError as error:
-            raise ResultsError(f"{path} is no JSON: {error}") from None
+            raise ResultsError(f"{path} is not JSON: {error}") from None
         if not isinstance(content, dict) or content.get("benchmark") not in ROW_TYPES:
-            raise ResultsError(f"{path} is no result of these benchmarks")
+            raise ResultsError(f"{path} is not a result of these benchmarks")
         if content.get("format") != FORMAT:
             raise ResultsError(f"{path} has format {content.get('format')}, this reads {FORMAT}")
         own = {f.name: content[f.name] for f in fields(cls)}

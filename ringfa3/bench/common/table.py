@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from ringfa3.bench.common.results import Comparison, Results, Row
 
-SMOKE = "SMOKE RUN on the CPU by the executor: no figure here says anything about a kernel"
+SMOKE = "SMOKE RUN on the CPU with the PyTorch fallback: no figure here is that of a kernel"
 HOST_BOUND = (
     "* the host takes longer to start a call than the device to run it; these are device times"
 )

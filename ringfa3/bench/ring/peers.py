@@ -59,7 +59,9 @@ class Ulysses(Distributed):
 def _ranks(case: RingCase, chunks: int) -> int:
     """The world size. Raises UnsupportedCaseError unless each rank gets `chunks` equal chunks."""
     if case.tokens % (case.world * chunks):
-        raise UnsupportedCaseError(f"{case.tokens} tokens are no multiple of {case.world * chunks}")
+        raise UnsupportedCaseError(
+            f"{case.tokens} tokens are not a multiple of {case.world * chunks}"
+        )
     return case.world
 
 

@@ -144,7 +144,9 @@ def rehearse(options: Options) -> int:
     device = machine.find_device("cuda", local)
     for direction in DIRECTIONS[options.direction]:
         if reason := fallback_reason(direction, query(DTYPES[options.dtype], device)):
-            raise BenchError(f"{direction}: {reason}, and the executor is not timed in its place")
+            raise BenchError(
+                f"{direction}: {reason}, and the PyTorch fallback is not timed instead"
+            )
     if reason := unsupported_reason():
         raise BenchError(reason)
     folder = new_folder(options.out, Path("runs/bench/rehearsal"), FILE)

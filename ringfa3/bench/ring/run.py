@@ -355,7 +355,7 @@ def _load(library: Path | None, device: torch.device) -> Loaded:
     if device.type == "cpu":
         if library is not None:
             raise BenchError("--fa3 needs a GPU; leave it out with --device cpu")
-        return Loaded(RingFA3(f"{RINGFA3} executor"), None, None, notes)
+        return Loaded(RingFA3(f"{RINGFA3} fallback"), None, None, notes)
     zigzag = None
     try:
         fa3 = flash_attention_3(library)
@@ -363,7 +363,7 @@ def _load(library: Path | None, device: torch.device) -> Loaded:
             missing = f"{MODULE} is not installed and no --fa3 PATH was given"
             notes.append(f"{FA3}, and all that runs on it: {missing}")
         elif (found := ring_flash_attn_functions(*ZIGZAG_FUNCTION)) is None:
-            notes.append(f"{ZIGZAG}: it is not installed")
+            notes.append(f"{ZIGZAG}: not installed")
         else:
             (zigzag,) = found
     except LoadError as error:

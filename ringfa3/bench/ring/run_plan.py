@@ -75,7 +75,7 @@ def planned_rows(
     directions = []
     for direction in DIRECTIONS[options.direction]:
         if not smoke and (reason := fallback_reason(direction, q)):
-            left_out.append(f"{direction}: {reason}, and the executor is not timed in its place")
+            left_out.append(f"{direction}: {reason}, and the PyTorch fallback is not timed instead")
         else:
             directions.append(direction)
     for name in (MEMORY, CHECKPOINT):

@@ -41,7 +41,7 @@ def test_a_run_on_the_cpu_from_end_to_end(
     printed = capsys.readouterr()
     assert "SMOKE RUN" in printed.out
     assert printed.out.splitlines()[-1].startswith(
-        "SMOKE RUN, no kernel figures: RingFA3 executor /"
+        "SMOKE RUN, no kernel figures: RingFA3 fallback /"
     )
     assert len([x for x in printed.err.splitlines() if x.startswith(("forward", "backward"))]) == 4
     names = {f"{d}-{s}.png" for d in ("forward", "backward") for s in ("paper", "masks")}
@@ -132,7 +132,9 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     todo, left_out = attention.planned_rows(options, torch.device("meta"))
     assert [direction for _, direction in todo] == ["forward", "forward"]
     (line,) = left_out
-    assert line.startswith("backward at head dim 64: there are none, and the executor is not timed")
+    assert line.startswith(
+        "backward at head dim 64: there are none, and the PyTorch fallback is not"
+    )
 
 
 @pytest.mark.parametrize("stopped", ["wrong: out is off", "failed: no"])
@@ -140,7 +142,7 @@ def test_wrong_results_and_failures_end_in_code_1(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
     def measure_row(case: Case, direction: str, *_: object) -> Row:
-        row = Row.of(case, direction, "bfloat16", ["RingFA3 executor", "SDPA math"])
+        row = Row.of(case, direction, "bfloat16", ["RingFA3 fallback", "SDPA math"])
         row.stopped = stopped
         return row
 
@@ -153,7 +155,7 @@ def test_a_lost_gpu_leaves_what_was_measured(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure_row(case: Case, direction: str, *_: object) -> Row:
-        row = Row.of(case, direction, "bfloat16", ["RingFA3 executor", "SDPA math"])
+        row = Row.of(case, direction, "bfloat16", ["RingFA3 fallback", "SDPA math"])
         if case is SMALL[1]:
             lost = DeviceLostError("the GPU no longer answers: illegal access")
             row.stopped, lost.row = "failed: lost", row
@@ -219,9 +221,9 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     ("sets", "more", "message"),
     [
         (["ablation"], [], "--set ablation compiles kernels: it needs a GPU"),
-        (["merge", "paper"], [], "--set merge has implementations of its own: it stands alone"),
-        (["merge"], ["--fa3", "x.so"], "--fa3 has no part in --set merge"),
-        (["deterministic"], ["--fa3", "x.so"], "--fa3 has no part in --set deterministic on the"),
+        (["merge", "paper"], [], "--set merge has its own implementations: give no other"),
+        (["merge"], ["--fa3", "x.so"], "--fa3 is not used by --set merge"),
+        (["deterministic"], ["--fa3", "x.so"], "--fa3 is not used by --set deterministic on the"),
         (["deterministic"], ["--direction", "fwd"], "nothing to measure: no such case"),
     ],
     ids=str,
@@ -256,8 +258,8 @@ def test_the_ablation_says_where_its_kernels_are_absent(
         ("deterministic", "backward", ["RingFA3 deterministic", "RingFA3"]),
         ("below", "backward", ["RingFA3", "RingFA3 at the kernel's head dim"]),
         ("sinks", "backward", ["RingFA3 with a sink", "RingFA3"]),
-        ("mqa", "forward", ["RingFA3 executor", "SDPA math", "SDPA flash"]),
-        ("hops", "backward", ["RingFA3 executor", "SDPA math", "SDPA flash"]),
+        ("mqa", "forward", ["RingFA3 fallback", "SDPA math", "SDPA flash"]),
+        ("hops", "backward", ["RingFA3 fallback", "SDPA math", "SDPA flash"]),
     ],
 )
 def test_sets_on_the_cpu_from_end_to_end(

@@ -98,8 +98,8 @@ def test_json_and_back_is_the_same(results: Results, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
-        ("[]", "is no result"),
+        ("{", "is not JSON"),
+        ("[]", "is not a result"),
         ('{"benchmark": "attention", "format": 99}', "has format 99"),
     ],
 )

@@ -62,7 +62,7 @@ def losses(group: dist.ProcessGroup, reports: bool) -> tuple[str, float]:
 
 @pytest.mark.parametrize(
     ("reports", "expected"),
-    [(True, "rank 1: its GPU fell off"), (False, "no word from rank 1 within 1 s")],
+    [(True, "rank 1: its GPU fell off"), (False, "no answer from rank 1 within 1 s")],
 )
 def test_a_lost_rank_is_named_whether_it_reports_or_vanishes(
     ranks: Ranks, reports: bool, expected: str

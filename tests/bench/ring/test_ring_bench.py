@@ -199,18 +199,18 @@ def test_a_lost_rank_ends_the_run_with_what_was_measured(
     def measure_row(case: RingCase, direction: str, *_: object) -> Row:
         row = RingRow.of(case, direction, "bfloat16", IMPLEMENTATIONS)
         if case.tokens > 16:
-            lost = DeviceLostError("no word from rank 1 within 420 s")
-            row.stopped, lost.row = "failed: no word", row
+            lost = DeviceLostError("no answer from rank 1 within 420 s")
+            row.stopped, lost.row = "failed: no answer", row
             raise lost
         return row
 
     monkeypatch.setattr(ring, "measure_row", measure_row)
     arguments = ["ring", "--device", "cpu", "--direction", "fwd", "-q", "--out", str(tmp_path)]
     assert main(arguments) == 1
-    assert "stopped: no word from rank 1 within 420 s" in capsys.readouterr().err
+    assert "stopped: no answer from rank 1 within 420 s" in capsys.readouterr().err
     found = Results.load(tmp_path / "results.json")
     assert not found.complete
-    assert [row.stopped for row in found.rows] == [None, "failed: no word"]
+    assert [row.stopped for row in found.rows] == [None, "failed: no answer"]
 
 
 def test_the_sets_have_the_sizes_of_their_names() -> None:
@@ -375,7 +375,7 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     assert [case.world for case, _ in todo] == [2] * 5 + [1] * 4  # no more than 128k a rank
     assert {direction for _, direction in todo} == {FORWARD}
     assert left_out == [
-        "backward: there are none, and the executor is not timed in its place",
+        "backward: there are none, and the PyTorch fallback is not timed instead",
         "memory of a forward and backward: there is no backward in this run",
         "checkpoint of a forward and backward: there is no backward in this run",
     ]

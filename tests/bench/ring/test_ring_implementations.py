@@ -235,7 +235,7 @@ def test_what_a_peer_does_not_do_is_refused() -> None:
         Zigzag(third, unused).rows(case_of("documents", 3))
     with pytest.raises(UnsupportedCaseError, match="no window"):
         Zigzag(third, unused).rows(case_of("window", 3))
-    with pytest.raises(UnsupportedCaseError, match="120 tokens are no multiple of 14"):
+    with pytest.raises(UnsupportedCaseError, match="120 tokens are not a multiple of 14"):
         Zigzag(Communicator(0, 7), unused).rows(case_of("lengths", 7))
     with pytest.raises(UnsupportedCaseError, match="6 KV heads on 5 ranks"):
         Ulysses(fifth, RingFA3()).rows(case_of("lengths", 5))

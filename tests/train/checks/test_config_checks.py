@@ -105,7 +105,10 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ),
         ({"memory.mlp_chunk": 0}, "nearest valid: memory.mlp_chunk=1"),
         ({"model.attention_precision": "fp4"}, "nearest valid: model.attention_precision=fp8"),
-        ({"model.attention_precision": "fp8"}, "no head dim 32; nearest valid: model.head_dim=64"),
+        (
+            {"model.attention_precision": "fp8"},
+            "does not support head dim 32; nearest valid: model.head_dim=64",
+        ),
         (
             {
                 "model.attention_precision": "fp8",

@@ -61,11 +61,13 @@ def test_a_good_folder_passes(started, folder, sharded):
 def test_missing_extra_and_misshapen_tensors(started, folder):
     lm_head = load_file(folder / PLAIN)["model.embed_tokens.weight"]
     change(folder, {"lm_head.weight": lm_head})
-    assert "lm_head.weight, which the model has not (embeddings are tied)" in refusal(
+    assert "lm_head.weight, which the model does not have (embeddings are tied)" in refusal(
         started, folder
     )
     change(folder, {"lm_head.weight": None, "model.inv_freq": torch.ones(3)})
-    assert "has the tensor model.inv_freq, which the model has not" in refusal(started, folder)
+    assert "has the tensor model.inv_freq, which the model does not have" in refusal(
+        started, folder
+    )
     change(folder, {"model.inv_freq": None, NORM: torch.ones(25)})
     assert f"{NORM} is [25]; config.json says [24]" in refusal(started, folder)
     change(folder, {NORM: None})
@@ -109,8 +111,8 @@ def test_an_index_that_differs_from_the_files(started, sharded):
     name, first, last = NORM, places[NORM], places["model.embed_tokens.weight"]
     assert first != last
     wrong = {
-        "names '../else.safetensors', which is no file of its folder": "../else.safetensors",
-        f"names '{sharded / first}', which is no file": str(sharded / first),
+        "names '../else.safetensors', which is not a file of its folder": "../else.safetensors",
+        f"names '{sharded / first}', which is not a file": str(sharded / first),
         "gone.safetensors cannot be read": "gone.safetensors",
         f"places {name} in {last}, which lacks it": last,
     }
@@ -121,7 +123,7 @@ def test_an_index_that_differs_from_the_files(started, sharded):
     assert f"holds {name}, which {INDEX} does not place there" in refusal(started, sharded)
     for torn in ("{", "[]", '{"weight_map": 3}'):
         path.write_text(torn)
-        assert f"{path} is no index of weights" in refusal(started, sharded)
+        assert f"{path} is not an index of weights" in refusal(started, sharded)
 
 
 def test_a_vocabulary_beside_the_tokenizers(started, folder, tmp_path):

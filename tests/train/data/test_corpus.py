@@ -76,7 +76,7 @@ def test_sources_have_their_own_keys_or_those_of_data(tmp_path):
     assert [file.label for file in files] == ["a/a.txt", "a/b.md", "z/a.txt"]
     assert [next(read_documents(file)).name for file in files] == ["a.txt", "b.md", "a.txt"]
     data.sources["z"].pattern = "*.rst"
-    with pytest.raises(ConfigError, match=r"data\.sources\.z\.path=.*one holds no .* \*\.rst"):
+    with pytest.raises(ConfigError, match=r"data\.sources\.z\.path=.*one contains no .* \*\.rst"):
         find_files(data)
 
 

@@ -80,7 +80,7 @@ def test_the_progress_ends_at_the_size_of_the_file(tmp_path, monkeypatch):
         (b"{", r"data\.path: .*bad\.jsonl:2 is not JSON"),
         (b"[" * 10**6, r"bad\.jsonl:2 is not JSON"),
         (b'{"text": "caf\xe9"}', r"data\.path: .*bad\.jsonl:2 is not UTF-8"),
-        (b'{"text": "\\ud800"}', r"data\.path: .*bad\.jsonl:2 is no valid text: .*surrogates"),
+        (b'{"text": "\\ud800"}', r"data\.path: .*bad\.jsonl:2 is not valid text: .*surrogates"),
     ],
     ids=["field", "number", "list", "syntax", "depth", "bytes", "surrogate"],
 )

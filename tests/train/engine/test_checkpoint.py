@@ -133,7 +133,7 @@ def test_a_damaged_one_is_set_aside_and_its_predecessor_used(checkpoints, messag
     assert path.name == "step-00000002"
     (line,) = messages
     assert problem in line
-    assert "set aside as damaged-step-00000003" in line
+    assert "renamed to damaged-step-00000003" in line
     assert len(list(checkpoints.folder.glob("damaged-step-00000003*"))) == 1
     loaded = tensors(0)
     load_tensors(path, loaded)
@@ -179,17 +179,17 @@ def test_another_runs_checkpoints_are_never_renamed(checkpoints, messages):
     flip(checkpoints.folder / "step-00000003" / "__0_0.distcp")
     assert find_checkpoint(checkpoints.folder, messages.append).name == "step-00000002"
     assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
-    assert "damaged checkpoint passed over" in messages[0]
+    assert "damaged checkpoint skipped" in messages[0]
 
 
 def test_a_checkpoint_that_others_can_write_is_not_read(checkpoints):
     newest = checkpoints.folder / "step-00000003"
     newest.chmod(0o775)
-    with pytest.raises(ConfigError, match="others may write to it; its metadata is a pickle"):
+    with pytest.raises(ConfigError, match="others can write to it; its metadata is a pickle"):
         checkpoints.choose()
     newest.chmod(0o755)
     (newest / ".metadata").chmod(0o666)
-    with pytest.raises(ConfigError, match=r"\.metadata: others may write"):
+    with pytest.raises(ConfigError, match=r"\.metadata: others can write"):
         checkpoints.choose()
 
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages)
     flip(newest / ".metadata")
     with pytest.raises(ConfigError, match=r"damaged: .*\.metadata differs .*choose another"):
         find_checkpoint(newest, messages.append)
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="contains no checkpoint"):
         find_checkpoint(tmp_path, messages.append)
 
 
@@ -254,7 +254,7 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (line,) = messages
-    assert line.startswith("checkpoint of step 4 failed (1 so far), training goes on: ")
+    assert line.startswith("checkpoint of step 4 failed (1 so far), training continues: ")
     assert "File too large" in line
     assert checkpoints.saved == 3
     assert sorted(path.name[:5] for path in checkpoints.folder.iterdir()) == ["step-"] * 3

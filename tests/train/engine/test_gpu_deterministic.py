@@ -68,7 +68,7 @@ def test_a_killed_run_goes_on_bit_equal(arguments, tmp_path):
         job.end()
     assert KILLED_AFTER <= len(steps(killed)) < STEPS
     run(killed, *deterministic)
-    assert events(killed)[-1].startswith("goes on after step ")
+    assert events(killed)[-1].startswith("continues after step ")
     run(free, *arguments)
     slow, fast = tokens_per_s(whole), tokens_per_s(free)
     print(

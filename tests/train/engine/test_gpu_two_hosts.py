@@ -93,5 +93,5 @@ def test_a_killed_agent_recovers(arguments, expected, tmp_path, engine):
         job.replace(1)
         job.finish()
     (event,) = events(folder)[1:]
-    assert event.startswith("goes on after step ")
+    assert event.startswith("continues after step ")
     compare(steps(folder), expected)

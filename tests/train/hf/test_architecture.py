@@ -126,12 +126,12 @@ def test_shapes_are_those_of_the_transformer(qk_norm, changes):
     [
         (
             {"model_type": "mistral"},
-            "architecture=mistral; the trainer has LlamaForCausalLM, Qwen2",
+            "architecture=mistral; the trainer supports only LlamaForCausalLM, Qwen2",
         ),
         ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification"),
         (
             {"rope_parameters": {"rope_type": "longrope"}},
-            "rope_type=longrope; the trainer has RoPE",
+            "rope_type=longrope; the trainer supports only RoPE",
         ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks it: factor must be a number above 0"),
@@ -142,14 +142,14 @@ def test_shapes_are_those_of_the_transformer(qk_norm, changes):
         (
             {"model_type": "qwen3", "architectures": None, "use_sliding_window": True}
             | {"layer_types": ["full_attention", "chunked_attention"]},
-            "layer_types=['full_attention', 'chunked_attention']; the trainer has sliding_",
+            "layer_types=['full_attention', 'chunked_attention']; the trainer supports only slid",
         ),
         (
             {"attention_bias": True},
-            "attention_bias=True; the trainer has attention_bias=False only",
+            "attention_bias=True; the trainer supports only attention_bias=False",
         ),
         ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act=gelu; the trainer has hidden_act=silu only"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu; the trainer supports only hidden_act=silu"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
         ({"num_hidden_layers": None}, "lacks it: num_hidden_layers must be an int above 0"),

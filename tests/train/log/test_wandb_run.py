@@ -103,7 +103,7 @@ def test_an_error_is_reported_once_and_ends_nothing(wandb, config, folder, fails
     run.close()
     run.log({"train/loss": 1.0}, 4)
     (line,) = messages
-    assert line.startswith("W&B is off from here on: ")
+    assert line.startswith("Weights & Biases is off from now on: ")
     assert "\n" not in line
 
 

@@ -173,7 +173,7 @@ def test_sdpa_attends_under_the_window_of_the_plan():
 def test_sdpa_rejects_a_sharded_sample():
     transformer = build(attention="sdpa").transformer
     plan = plan_context([0, 40, 64], group=(0, 2))
-    with pytest.raises(ValueError, match="a plan of 2 ranks"):
+    with pytest.raises(ValueError, match="plan is for 2 ranks"):
         transformer(torch.zeros(plan.local_tokens, dtype=torch.int64), plan.positions, plan)
 
 

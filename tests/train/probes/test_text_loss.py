@@ -134,7 +134,7 @@ def test_errors_about_the_text_name_eval_path(trained_run, tmp_path):
         path.write_text(content)
         with pytest.raises(ConfigError, match=message):
             tokenised(DataConfig(path=str(path)), tokenizer)
-    with pytest.raises(ConfigError, match=r"^eval\.path=.* holds no file that fits \*\.md"):
+    with pytest.raises(ConfigError, match=r"^eval\.path=.* contains no file that matches \*\.md"):
         tokenised(DataConfig(path=str(tmp_path), pattern="*.md"), tokenizer)
     with pytest.raises(ConfigError, match=r"^data\.pattern=/\*.* relative to eval\.path"):
         tokenised(DataConfig(path=str(tmp_path), pattern="/*"), tokenizer)

@@ -67,7 +67,7 @@ def test_a_group_on_the_command_line_is_rejected(run):
 
 def test_a_folder_without_a_run_names_those_beside_it(run):
     empty = Path(run.run.dir).with_name("other")
-    with pytest.raises(ConfigError, match=r"other holds no run.*beside it: run"):
+    with pytest.raises(ConfigError, match=r"other contains no run.*other runs there: run"):
         read_config(empty / "config.json")
 
 
@@ -77,7 +77,7 @@ def test_a_folder_without_a_run_names_those_beside_it(run):
         ('{"model": ', "Expecting value"),
         ("[]", "the sections of a config are missing"),
         ('{"train": null}', "the sections of a config are missing"),
-        ('{"train": {"later": 1}}', r"train\.later is no key of this version"),
+        ('{"train": {"later": 1}}', r"train\.later is not a key of this version"),
         ('{"train": {"steps": "many"}}', r"train\.steps: Value 'many'"),
     ],
     ids=["torn", "list", "null", "later", "type"],

@@ -81,7 +81,7 @@ def test_keys_that_a_run_may_not_change(config, folder, key):
     section, _, name = key.rpartition(".")
     value = get(config, key)
     setattr(get(config, section), name, f"{value}2" if isinstance(value, str) else value + 1)
-    with pytest.raises(ConfigError, match=f"holds another run, with {key}="):
+    with pytest.raises(ConfigError, match=f"contains a run with different settings: {key} was "):
         folder.require_fit(config)
 
 
@@ -103,7 +103,7 @@ def test_overwrite_replaces_complete_and_other_runs_but_never_a_stopped_one(conf
 
 def test_overwrite_replaces_a_run_of_a_later_version(config, folder):
     folder.config.write_text('{"train": {"later": 1}}')
-    with pytest.raises(ConfigError, match=r"train\.later is no key of this version"):
+    with pytest.raises(ConfigError, match=r"train\.later is not a key of this version"):
         folder.require_fit(config)
     config.run.overwrite = True
     assert folder.is_replaced_by(config)
@@ -144,7 +144,7 @@ def test_a_file_is_replaced_whole_or_unchanged(tmp_path):
 
 def test_resume_never_rejects_a_run(config, folder):
     config.checkpoint.resume = "never"
-    with pytest.raises(ConfigError, match=r"already holds a run and checkpoint\.resume=never"):
+    with pytest.raises(ConfigError, match=r"already contains a run and checkpoint\.resume=never"):
         folder.require_fit(config)
 
 

@@ -65,7 +65,7 @@ def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
     [
         (signal.SIGTERM, [], 0, ["saves", "SIGTERM: saved", "closed"]),
         (signal.SIGINT, [], 130, ["saves", "Ctrl-C: saved", "closed"]),
-        (None, ["deadline"], 0, ["saves", "train.max_wall_time is over: saved", "closed"]),
+        (None, ["deadline"], 0, ["saves", "train.max_wall_time has passed: saved", "closed"]),
         (signal.SIGTERM, ["slow start"], 0, ["saves", "SIGTERM: saved", "closed"]),
         (signal.SIGTERM, ["say fails"], 0, ["saves"]),
         (
@@ -77,9 +77,9 @@ def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
         (
             *(signal.SIGTERM, ["slow update", "impatient"], 1),
             [
-                "failed: SIGTERM, but nothing was saved: the update under way was not finished "
-                "within checkpoint.stop_s=0.3; if no rank has failed, give it more, and torchrun a "
-                "longer --shutdown-timeout"
+                "failed: SIGTERM, but nothing was saved: the optimiser update did not finish "
+                "within checkpoint.stop_s=0.3; if no rank has failed, raise it, and torchrun's "
+                "--shutdown-timeout"
             ],
         ),
     ],

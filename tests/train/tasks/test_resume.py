@@ -65,9 +65,11 @@ def test_a_restart_goes_on_only_in_a_folder_that_its_job_has_prepared(config):
     prepare("first", restarted=True, checkpoint=never)
     hot = dataclasses.replace(config.optim, lr=0.5)
     for restarted in (False, True):
-        with pytest.raises(ConfigError, match=r"another run, with optim\.lr="):
+        with pytest.raises(ConfigError, match=r"with different settings: optim\.lr was "):
             prepare("second", restarted, optim=hot)
-        with pytest.raises(ConfigError, match=r"already holds a run and checkpoint\.resume=never"):
+        with pytest.raises(
+            ConfigError, match=r"already contains a run and checkpoint\.resume=never"
+        ):
             prepare("second", restarted, checkpoint=never)
     replacing = dataclasses.replace(config.run, overwrite=True)
     prepare("third", restarted=True, optim=hot, run=replacing)  # its first attempt came to nothing
@@ -87,7 +89,7 @@ def test_a_restart_without_a_name_goes_on_with_a_run_of_its_settings(config):
     prepare_folder(config, folder, nameless, mock.Mock())
     assert folder.metrics.exists()
     config.checkpoint.resume, config.run.overwrite, config.optim.lr = "auto", False, 0.5
-    with pytest.raises(ConfigError, match=r"another run, with optim\.lr="):
+    with pytest.raises(ConfigError, match=r"with different settings: optim\.lr was "):
         prepare_folder(config, folder, nameless, mock.Mock())
 
 
@@ -136,7 +138,7 @@ def test_another_corpus_is_rejected_unless_only_weights_are_loaded(config):
     trainer.train()
     trainer.close()
     config.data.held_out = 0.3
-    with pytest.raises(ConfigError, match=r"holds another run, with data\.held_out=0\.2"):
+    with pytest.raises(ConfigError, match=r"with different settings: data\.held_out was 0\.2"):
         make_trainer(config)
     origin = config.run.dir
     config.run.dir += "-2"
@@ -190,7 +192,7 @@ def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_pat
     for key, origin, problem in (
         ("init_from", old, "would remove"),
         ("resume", step, "would remove .*step-00000008, from which"),
-        ("init_from", str(tmp_path), "holds no checkpoint"),
+        ("init_from", str(tmp_path), "contains no checkpoint"),
         ("init_from", other.run.dir, "does not fit this model"),
         ("resume", other.run.dir, r"another stream .* train\.seed=5"),
         ("resume", f"{old}-copy", r"train\.steps=12 leaves no step"),

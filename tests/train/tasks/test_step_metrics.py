@@ -102,7 +102,7 @@ def test_the_first_step_is_compared_with_its_prediction(config):
     found = lines[0]["device_memory"] / 1e9
     percent = 100 * (found / (prediction.memory.device / 1e9) - 1)
     assert said == [
-        f"first step beside its prediction: device memory {found:.1f} GB, "
+        f"first step against its prediction: device memory {found:.1f} GB, "
         f"predicted {prediction.memory.device / 1e9:.1f} ({percent:+.1f}%)"
     ]
 

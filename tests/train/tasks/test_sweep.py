@@ -224,7 +224,7 @@ def test_a_job_that_was_stopped_early_has_no_result(job, left):
         (job.folder / "summary.json").write_text(left)
     Sweep([])._run(job)
     assert (job.status, job.nats_per_byte) == ("stopped", None)
-    assert job.error == "not complete; the same sweep goes on with it"
+    assert job.error == "not complete; the same sweep continues it"
 
 
 def test_a_job_that_has_finished_its_steps_has_a_result(job):

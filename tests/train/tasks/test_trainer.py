@@ -147,7 +147,7 @@ def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
     assert one[0] == other[0]
     assert all(map(math.isfinite, one[0]))
     assert one[1] == other[1] == 2
-    assert "step 8 skipped (2 so far): 1 of 2 ranks object" in events(Path(config.run.dir))
+    assert "step 8 skipped (2 so far): 1 of 2 ranks reject its" in events(Path(config.run.dir))
     assert [step for step, loss, _ in one[2] if loss is None] == [4]
 
 
@@ -180,9 +180,9 @@ def test_a_run_that_continues_with_another_batch_says_so(config):
     origins = [text for text in events(Path(config.run.dir)) if text.startswith(starts)]
     assert origins == [
         "starts at step 0",
-        "goes on after step 6, from step-00000006; 2 samples a step from here on, 4 before "
+        "continues after step 6, from step-00000006; 2 samples a step from here on, 4 before "
         "(train.batch=4 keeps it)",
-        "goes on after step 10, from step-00000010",
+        "continues after step 10, from step-00000010",
     ]
 
 
@@ -253,7 +253,7 @@ def test_too_many_skips_roll_back_and_pass_the_bad_data(config):
     folder = Path(config.run.dir)
     assert [step for step, _, _ in steps(folder)] == list(range(1, 13))
     assert all(loss is not None for _, loss, _ in steps(folder))
-    back = "3 steps in a row were skipped: back from step 8 to step-00000004, and on with the data"
+    back = "3 steps in a row were skipped: rolled back from step 8 to step-00000004; training"
     assert any(event.startswith(back) for event in events(folder))
     assert trainer.state.samples == 16
     assert trainer.state.guard.skipped == 3
@@ -277,7 +277,7 @@ def test_a_roll_back_passes_over_what_a_stop_saved_during_a_streak(config):
     trainer.step = stopped
     trainer.train()
     trainer.close()
-    back = "3 steps in a row were skipped: back from step 8 to step-00000004, and on with the data"
+    back = "3 steps in a row were skipped: rolled back from step 8 to step-00000004; training"
     assert any(event.startswith(back) for event in events(Path(config.run.dir)))
     assert trainer.state.step == 12
 
@@ -326,7 +326,7 @@ def test_a_run_that_a_roll_back_does_not_help_ends_with_advice(config, every, pa
     config.train.steps = 50
     trainer = make_trainer(config)
     spoil(trainer, dict.fromkeys(range(5, 99), math.nan))
-    why = "going back has not helped" if every else "there is no checkpoint"
+    why = "an earlier roll-back did not help" if every else "there is no checkpoint"
     with pytest.raises(
         RuntimeError, match=f"{patience} steps in a row were skipped and {why}; look at"
     ):

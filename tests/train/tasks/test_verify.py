@@ -151,8 +151,8 @@ def test_bugs_of_a_ring_are_found(config: Config, precision: str) -> None:
     for results in by_rank:
         assert [bug for bug, (same, _) in results.items() if same] == ["none"]
     text = {bug: printed for bug, (_, printed) in by_rank[0].items()}
-    assert "parallel.cp=2 computes what one process does, up to rounding" in text["none"]
-    assert "does NOT compute what one process does: gradient norm, gradient" in text["gradients"]
+    assert "parallel.cp=2 matches parallel.cp=1 up to rounding" in text["none"]
+    assert "does NOT match parallel.cp=1: gradient norm, gradient" in text["gradients"]
     for bug, wrong in WRONG.items():
         assert wrong in text[bug].rpartition("NOT")[2]
     for bug in ("mask", "windows", "positions"):
@@ -189,6 +189,6 @@ def test_a_job_verifies_itself(pretrain, overrides, tmp_path):
     folder = tmp_path / "run"
     done = pretrain(*overrides, f"run.dir={folder}", "mode=verify", "parallel.cp=2", processes=2)
     assert done.returncode == 0, done.stderr
-    assert "parallel.cp=2 computes what one process does" in done.stdout
+    assert "parallel.cp=2 matches parallel.cp=1" in done.stdout
     assert "gradient norm" in done.stdout
     assert not folder.exists()
