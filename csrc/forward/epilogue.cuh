@@ -62,16 +62,17 @@ CUTE_DEVICE void finish_rows(ForwardParams<Shapes> const& p, WorkItem const& wor
   }
 }
 
-// Within the range of e4m3; NaN stays.
-CUTE_DEVICE float within_e4m3(float x) {
-  asm("min.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(448.f));
-  asm("max.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-448.f));
+// The number of [-most, most] that is nearest to x; NaN stays.
+CUTE_DEVICE float clamp_or_nan(float x, float most) {
+  asm("min.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
+  asm("max.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-most));
   return x;
 }
 
-// Of e4m3 V: normalises rows by `weight`, 0 for a row that sees nothing; applies V's scale and
-// mean. Rounded P may sum to more than P, so that the mean of V's numbers exceeds them all: they
-// are limited to e4m3's range. O may still exceed V by a rounding: float16 V near 65504 gives inf.
+// E4M3 V: normalises rows by `weight`, which is 0 for a fully masked row; applies V's scale and
+// mean. Rounded P may sum to more than P, so the mean of V's numbers may exceed them all: it is
+// limited to e4m3's range. With V's mean, O may still exceed V by the rounding of V's numbers:
+// float16 O is limited to float16's range, else it would be infinite for V near 65504.
 template <class Shapes, class Output>
 CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& work, int lane,
                               Output& o, float const (&weight)[2]) {
@@ -85,8 +86,11 @@ CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& wo
     for (int r = 0; r < 2; ++r) {
       float& x = o(4 * j + 2 * r);
       float& y = o(4 * j + 2 * r + 1);
-      x = fmaf(within_e4m3(x * weight[r]), scale.x, seen[r] * mean.x);
-      y = fmaf(within_e4m3(y * weight[r]), scale.y, seen[r] * mean.y);
+      x = fmaf(clamp_or_nan(x * weight[r], 448.f), scale.x, seen[r] * mean.x);
+      y = fmaf(clamp_or_nan(y * weight[r], 448.f), scale.y, seen[r] * mean.y);
+      if constexpr (is_same_v<typename Shapes::Element, cutlass::half_t>) {
+        x = clamp_or_nan(x, 65504.f), y = clamp_or_nan(y, 65504.f);
+      }
     }
   }
 }

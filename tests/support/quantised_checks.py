@@ -341,6 +341,30 @@ def powers_of_two_of_channels_change_no_bit(unit: Unit, device: str) -> None:
         assert normal.float().mean() > 0.5
 
 
+def values_at_the_ends_of_float16_give_finite_outputs(unit: Unit, device: str) -> None:
+    """E4M3 V of -65504, and 65504 in the last keys: `tolerance` of the executor, no infinity; in
+    one hop and in two. Rows whose Q has a NaN stay NaN."""
+    dtype, formats, d = getattr(torch, unit.dtype), FORMATS[unit.precision], unit.head_dim
+    torch.manual_seed(0)
+    q, k = (torch.randn(256, 2, d, device=device).to(dtype) for _ in range(2))
+    q[7] = torch.nan
+    for last in (1, 3, 8):
+        v = torch.full_like(q, -65504)
+        v[-last:] = 65504
+        plan = plan_local(np.array([256]), np.array([256]), -1, 0)
+        given = operands(q, k, v, plan, formats)
+        whole = plan.forward(unit.tile_m)
+        ref, ref_lse = expected(given, formats, plan, dtype, block=unit.tile_n)
+        for tilings in (whole, split_into_hops(whole[0], ((0, 128), (128, 256)))):
+            out, lse = attend(unit, given, tilings, q, 256)
+            assert torch.equal(out.isnan(), ref.isnan())
+            assert out[7].isnan().all()
+            assert not out.isinf().any(), f"{last} last keys"
+            rows = [*range(7), *range(8, 256)]
+            got, want = ((x[rows], y[:, rows]) for x, y in ((out, lse), (ref, ref_lse)))
+            hold(got, want, tolerance(unit, device), f"{last} last keys")
+
+
 CHECKS = (
     rising_scores,
     merged_hops,
