@@ -1,5 +1,5 @@
 // Plain data that crosses from Python into the kernels. ringfa3/planning/{tiling,work_split}.py and
-// ringfa3/kernels/{launch,forward,backward,own_rows,quantise}.py mirror it field by field.
+// ringfa3/kernels/{launch,forward,backward,valid_rows,quantise}.py mirror it field by field.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@ namespace ringfa3 {
 // lo <= (c - k0) - (r - q0) <= hi.
 struct Span {
   int32_t q0, q1, k0, k1, lo, hi;
-  int32_t arrival;  // the word that these keys wait for; 0: they are here
-  int32_t grid_q0;  // q0 in padded rows, see RowGrid
+  int32_t arrival;    // the word that these keys wait for; 0: they are here
+  int32_t padded_q0;  // q0 in padded rows, see PaddedRows
 };
 
 // Rows [row0, row0 + rows), which visit spans [first_span, first_span + num_spans).
 struct Tile {
   int32_t row0, rows, first_span, num_spans;
-  int32_t flags;      // TileFlags
-  int32_t grid_row0;  // row0 in padded rows
+  int32_t flags;        // TileFlags
+  int32_t padded_row0;  // row0 in padded rows
 };
 
 // Of the rows over all hops. kFirst: there is no partial output to merge with. kLast: store the
@@ -71,7 +71,7 @@ struct QuantisedForwardArgs {
 };
 
 // A block of the row grid: tokens [row0, row0 + rows), then padding up to M rows.
-struct GridBlock {
+struct PaddedBlock {
   int32_t row0, rows;
 };
 
@@ -82,9 +82,9 @@ struct alignas(16) SplitStatistic {
 };
 
 // The padded rows of a backward: their statistics and the float32 dQ keep their place in it over
-// all hops. Every query segment begins with a new block of M rows, see `Plan.row_grid`.
-struct RowGrid {
-  GridBlock const* blocks;
+// all hops. Every query segment begins with a new block of M rows, see `Plan.padded_rows`.
+struct PaddedRows {
+  PaddedBlock const* blocks;
   void* statistics;  // (heads, num_blocks, 2, M), LSE and D = rowsum(dO * O) - dLSE, as
                      // `BackwardShapes::Statistic`; P = 0 in rows that see nothing, and in padding
   float* dq;         // (heads, num_blocks, M * D), dQ tiles of (64, 64) in the accumulators' order
@@ -110,7 +110,7 @@ struct PreprocessArgs {
   int64_t lse_head_stride, dlse_head_stride;
   float const* sink;  // (heads,), natural logarithm; null: none, or it needs no gradient
   float* dsink;       // (heads, num_blocks), of the rows of each block
-  RowGrid grid;
+  PaddedRows padded;
   int32_t* words;  // counters and turns of all launches of the pass
   int64_t num_words;
   float softmax_scale;
@@ -119,12 +119,13 @@ struct PreprocessArgs {
 struct BackwardArgs {
   Tensor3 q, dout, k, v;
   Tensor3 dk, dv;  // float32 if `float32_grads`, else the dtype of k
-  RowGrid grid;
+  PaddedRows padded;
   WorkUnit const* work_units;  // in the order in which they are fetched
   Span const* spans;
   int32_t const* earlier;  // (spans,), see `Tiling.earlier`
   int32_t* counter;        // work items fetched; 0 before the launch
-  int32_t* turns;  // (heads, num_blocks, dQ tiles), zeros before the launch; null: dQ in any order
+  int32_t* dq_semaphore;  // (heads, num_blocks, dQ tiles), zeros before the launch; null: dQ in any
+                          // order
   int32_t num_work_units;
   int32_t head_section;  // KV heads that run together
   int32_t num_ctas;
@@ -134,7 +135,7 @@ struct BackwardArgs {
 
 struct PostprocessArgs {
   Tensor3 dq;
-  RowGrid grid;
+  PaddedRows padded;
   float softmax_scale;
 };
 

@@ -5,7 +5,8 @@
 //   registers   | mask, exp2 of a first part    | exp2 of the rest, P(j) | rescale, if rows need it
 //
 // A warpgroup needs the registers of one more S. S(j+1) is copied to those of S(j): a loop over two
-// blocks, in which the two change places, spills more. Turns, loads and epilogue are the product's.
+// blocks, in which the two change places, spills more. WarpgroupOrder, loads and epilogue are the
+// product's.
 #pragma once
 
 #include "forward/kernel.cuh"
@@ -28,9 +29,9 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
     bool const alone = is_last_block();
     this->next_block();
     if (!alone) {
-      this->turns().await();
+      this->order().wait();
       this->qk(s);
-      this->turns().pass();
+      this->order().arrive();
       warpgroup_wait<0>();
       this->finish_qk();
       while (!is_last_block()) attend_block<true>();
@@ -49,11 +50,11 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
   template <bool IsNext>
   CUTE_DEVICE void attend_block() {
     if constexpr (IsNext) this->wait_for_k();
-    this->clear_foreign_v();
-    this->turns().await();
+    this->zero_tail_of_v();
+    this->order().wait();
     this->pv();
     if constexpr (IsNext) this->qk(ahead);
-    this->turns().pass();
+    this->order().arrive();
     this->o_empty = false;
     if (this->unmasked == 0) apply_mask(s, block, this->row, this->lane);
     float sum[2][2] = {};
@@ -66,7 +67,7 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
     to_operand<ElementPV, kEarly, Base::kSize>(prob, fP);
     // Branches that change O or P beside a product would make ptxas serialise every wgmma.
     warpgroup_wait<0>();
-    if (!softmax.accumulate(sum)) settle_sums<Base>(*this, sum);
+    if (!softmax.accumulate(sum)) rescale_slow_path<Base>(*this, sum);
     if constexpr (IsNext) {
       warpgroup_fence_operand(ahead);
       copy(ahead, s);

@@ -14,15 +14,15 @@ using namespace cute;
 template <class Shapes>
 struct LoadState {
   static constexpr int kPending = 2 * Shapes::Stages;
-  BlockIterator<Shapes::N> block;  // whose K was loaded last
-  Pipeline<Shapes::Stages> k, v;   // blocks whose K, and whose V, have been loaded
-  Pipeline<Shapes::QStages> q;     // tiles whose Q has been loaded
-  Pipeline<kWorkDepth> decoded;    // work items, and behind the last one an end mark
-  uint32_t item;                   // the number of the work item of `block`
-  int32_t next;                    // the work item that is decoded next
-  uint32_t arrived;                // bit n: the keys of word n have arrived
-  int2 pending[kPending];          // (row, KV head) of blocks whose V is loaded next
-  bool ended;                      // the end mark has been set
+  BlockIterator<Shapes::N> block;      // whose K was loaded last
+  PipelineState<Shapes::Stages> k, v;  // blocks whose K, and whose V, have been loaded
+  PipelineState<Shapes::QStages> q;    // tiles whose Q has been loaded
+  PipelineState<kWorkDepth> decoded;   // work items, and behind the last one an end mark
+  uint32_t item;                       // the number of the work item of `block`
+  int32_t next;                        // the work item that is decoded next
+  uint32_t arrived;                    // bit n: the keys of word n have arrived
+  int2 pending[kPending];              // (row, KV head) of blocks whose V is loaded next
+  bool ended;                          // the end mark has been set
 };
 
 template <class Shapes>
@@ -142,7 +142,7 @@ struct Refill {
       for (int span = 0; span < min(tile.num_spans, kDecodedSpans); ++span) {
         work.spans[span] = SpanColumns(tile, p.args.spans[tile.first_span + span]);
       }
-      work.tile = tile, work.head = head, work.kv_head = head / p.group, work.strict = false;
+      work.tile = tile, work.head = head, work.kv_head = head / p.group, work.use_row_max = false;
     }
     c.ended = work.head < 0;
     smem.work_full[i].arrive();

@@ -43,7 +43,8 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
   }
   for (int i = 0; i < Shapes::BlockDepth; ++i) {
     smem.block_ready[i].init(1);
-    smem.block_done[i].init(kPair ? kWarps + 1 + (p.args.turns != nullptr) : Shapes::Consumers);
+    smem.block_done[i].init(kPair ? kWarps + 1 + (p.args.dq_semaphore != nullptr)
+                                  : Shapes::Consumers);
   }
   for (int i = 0; i < Shapes::DoutStages; ++i) {
     smem.dout_full[i].init(kPair ? 1 : 2), smem.dout_empty[i].init(kWarps);
@@ -57,7 +58,8 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
   smem.v_full.init(1), smem.v_empty.init(Shapes::kPolicy.role_split ? 4 : kWarps);
   if constexpr (kPair) {
     smem.sent_full.init(1), smem.sent_empty.init(1);
-    for (int i = 0; i < Shapes::Consumers; ++i) smem.dq_turn[i].init(1), smem.dq_added[i].init(4);
+    for (int i = 0; i < Shapes::Consumers; ++i)
+      smem.dq_granted[i].init(1), smem.dq_added[i].init(4);
     for (int i = 0; i < Shapes::DsStages; ++i) {
       smem.ds_stored[i].init(4), smem.peer_ds_full[i].init(1);
     }
@@ -94,8 +96,8 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
     } else if constexpr (Shapes::kPolicy.role_split) {
       if (threadIdx.x < 3 * kWarp) {
         if (elect_one_sync()) send_ds<Shapes>(smem);
-      } else if (p.args.turns) {
-        if (elect_one_sync()) keep_turns<Shapes>(p.args, smem);
+      } else if (p.args.dq_semaphore) {
+        if (elect_one_sync()) order_dq<Shapes>(p.args, smem);
       }
     } else {
       if (elect_one_sync()) write_dq<Shapes>(p.args, smem, threadIdx.x / kWarp - 2);

@@ -47,8 +47,8 @@ CUTE_DEVICE void send_ds(typename Shapes::SharedStorage& smem) {
   constexpr int kBytes = kStage * sizeof(typename Shapes::Element);
   uint32_t const peer = block_rank_in_cluster() ^ 1;
   for (uint32_t count = 0;; ++count) {
-    Pipeline<Shapes::BlockDepth> const block{count};
-    Pipeline<Shapes::DsStages> const stage{count};
+    PipelineState<Shapes::BlockDepth> const block{count};
+    PipelineState<Shapes::DsStages> const stage{count};
     smem.block_ready[block.index()].wait(block.phase());
     bool const ends = smem.blocks[block.index()].head < 0;
     smem.block_done[block.index()].arrive();
@@ -74,10 +74,10 @@ struct RoleSplitConsumer {
   static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
   static constexpr int kWarpgroupIndex = HasDv ? 0 : 1;
   static_assert(M == 64 && N == 64 && Shapes::Ctas == 2 && Shapes::DqTilesEach == 1);
-  using QStage = Pipeline<Shapes::QStages>;
-  using DoutStage = Pipeline<Shapes::DoutStages>;
-  using DsStage = Pipeline<Shapes::DsStages>;
-  using BlockStage = Pipeline<Shapes::BlockDepth>;
+  using QStage = PipelineState<Shapes::QStages>;
+  using DoutStage = PipelineState<Shapes::DoutStages>;
+  using DsStage = PipelineState<Shapes::DsStages>;
+  using BlockStage = PipelineState<Shapes::BlockDepth>;
   // B operands of S^T or dP^T, and of dV or dK
   using Rows = conditional_t<HasDv, typename Shapes::SmemQ, typename Shapes::SmemDout>;
   using RowsT = conditional_t<HasDv, typename Shapes::SmemDoutT, typename Shapes::SmemQt>;
@@ -133,7 +133,7 @@ struct RoleSplitConsumer {
 
   // See `run_work_items`. No product is in flight at the start of an iteration.
   __device__ uint32_t run_unit(uint32_t unit, uint32_t count) {
-    if constexpr (!HasDv) smem.v_full.wait(Pipeline<1>{unit}.phase());
+    if constexpr (!HasDv) smem.v_full.wait(PipelineState<1>{unit}.phase());
     uint32_t const begin = count;
     {
       FragmentS s;
@@ -168,16 +168,16 @@ struct RoleSplitConsumer {
   // unless that has to wait for its turn: dO or Q is released first. A unit begins with block
   // `begin`.
   __device__ void add_to_sum(uint32_t count, uint32_t begin) {
-    bool const in_turns = p.args.turns;
+    bool const ordered = p.args.dq_semaphore;
     issue_sum(count);
-    if (count != begin && !in_turns) add_dq_tile(count - 1);
+    if (count != begin && !ordered) add_dq_tile(count - 1);
     warpgroup_wait<0>();
     warpgroup_fence_operand(sum);
     if (lane == 0) {
       (HasDv ? smem.dout_empty[DoutStage{count}.index()] : smem.q_empty[QStage{count}.index()])
           .arrive();
     }
-    if (count != begin && in_turns) add_dq_tile(count - 1);
+    if (count != begin && ordered) add_dq_tile(count - 1);
   }
 
   // S^T or dP^T of a block, of which it reads the flags.
@@ -190,7 +190,7 @@ struct RoleSplitConsumer {
       DoutStage const stage{count};
       smem.dout_full[stage.index()].wait(stage.phase());
       flags = block_at(count).flags;
-      clear_dout(count);
+      zero_tail_of_dout(count);
     }
     int const stage = HasDv ? QStage{count}.index() : DoutStage{count}.index();
     issue(mma_s, opaque(fKeys), opaque(fRows)(_, _, _, stage), s, false);
@@ -201,19 +201,19 @@ struct RoleSplitConsumer {
     if constexpr (HasDv) {
       DoutStage const stage{count};
       smem.dout_full[stage.index()].wait(stage.phase());
-      clear_dout(count);
-    } else if (flags & kForeign) {
-      clear_foreign<M, D, kWarpgroup>(smem.q + QStage{count}.index() * M * D, block_at(count).rows,
-                                      thread, kTurn + kWarpgroupIndex);
+      zero_tail_of_dout(count);
+    } else if (flags & kTailRows) {
+      zero_tail_rows<M, D, kWarpgroup>(smem.q + QStage{count}.index() * M * D, block_at(count).rows,
+                                       thread, kWarpgroupBarrier + kWarpgroupIndex);
     }
     int const stage = HasDv ? DoutStage{count}.index() : QStage{count}.index();
     issue(mma_kv, fS, opaque(fRowsT)(_, _, _, stage), sum, true);
   }
 
   // Both warpgroups, each once for a block: zeroes rows of dO that are a neighbour's.
-  __device__ void clear_dout(uint32_t count) {
-    if (flags & kForeign) {
-      clear_foreign<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, block_at(count).rows);
+  __device__ void zero_tail_of_dout(uint32_t count) {
+    if (flags & kTailRows) {
+      zero_tail_rows<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, block_at(count).rows);
     }
   }
 
@@ -279,7 +279,7 @@ struct RoleSplitConsumer {
   __device__ void store_ds_of(uint32_t count, FragmentS& dp, RowValues<M> const& delta) {
     if (lane == 0) smem.dout_empty[DoutStage{count}.index()].arrive();
     int const stage = DsStage{count}.index();
-    smem.p_full.wait(Pipeline<1>{count}.phase());
+    smem.p_full.wait(PipelineState<1>{count}.phase());
     Tensor prob = make_tensor<float>(Shape<Int<M / 2>>{});  // P^T
     CUTE_UNROLL
     for (int n = 0; n < M / 2; n += 4) {
@@ -298,12 +298,12 @@ struct RoleSplitConsumer {
   __device__ void add_dq_tile(uint32_t count) {
     warpgroup_fence_operand(dq);
     RowBlock const& block = block_at(count);
-    if (p.args.turns) smem.dq_turn[kWarpgroupIndex].wait(Pipeline<1>{count}.phase());
-    add_dq(p.args.grid.dq, dq, block.target * Shapes::DqTiles + dq_tile());
+    if (p.args.dq_semaphore) smem.dq_granted[kWarpgroupIndex].wait(PipelineState<1>{count}.phase());
+    add_dq(p.args.padded.dq, dq, block.target * Shapes::DqTiles + dq_tile());
     __syncwarp();  // all lanes have read the block, and added
     if (lane == 0) {
       smem.block_done[BlockStage{count}.index()].arrive();
-      if (p.args.turns) smem.dq_added[kWarpgroupIndex].arrive();
+      if (p.args.dq_semaphore) smem.dq_added[kWarpgroupIndex].arrive();
     }
   }
 

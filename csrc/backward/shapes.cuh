@@ -38,13 +38,13 @@ struct RowBlock {
   int32_t keys;       // of the CTA
   int32_t target;     // the block's number in LSE, D and dQ
   int32_t span;       // its number in the plan
-  int32_t turn;       // tiles that add to its dQ earlier, if turns are kept
+  int32_t dq_order;   // tiles that add to its dQ earlier, if turns are kept
   int32_t flags;      // BlockFlags
 };
 
-// kMasked: some pairs of the block must not be seen. kForeign: its last rows are a neighbour's.
+// kMasked: some pairs of the block must not be seen. kTailRows: its last rows are a neighbour's.
 // kFirstBlock, kLastBlock: of the work unit.
-enum BlockFlags : int32_t { kMasked = 1, kForeign = 2, kFirstBlock = 4, kLastBlock = 8 };
+enum BlockFlags : int32_t { kMasked = 1, kTailRows = 2, kFirstBlock = 4, kLastBlock = 8 };
 constexpr int kBlockFlagBits = 4;
 
 // What a CTA of a pair has beside the rest of its shared memory.
@@ -56,7 +56,7 @@ struct PairStorage {
   alignas(16) cutlass::arch::ClusterTransactionBarrier peer_ds_full[DsStages], sent_full;
   alignas(16) cutlass::arch::ClusterBarrier ds_stored[DsStages], sent_empty;
   // Of each warpgroup, if turns are kept: its turn to add dQ has come; it has added dQ.
-  alignas(16) cutlass::arch::ClusterBarrier dq_turn[2], dq_added[2];
+  alignas(16) cutlass::arch::ClusterBarrier dq_granted[2], dq_added[2];
 };
 
 struct NoPairStorage {};

@@ -21,10 +21,10 @@
 #include "forward/operands.cuh"
 #include "forward/partial_output.cuh"
 #include "forward/row_scales.cuh"
-#include "forward/settle.cuh"
+#include "forward/rescale.cuh"
 #include "forward/shapes.cuh"
 #include "forward/softmax.cuh"
-#include "forward/turns.cuh"
+#include "forward/warpgroup_order.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/wgmma.cuh"
 
@@ -73,12 +73,12 @@ struct ForwardConsumer {
   FragmentP fP;                                                  // P (64, N), the A operand of P V
   PromotedSums<FragmentO, kPolicy.promotion_interval> promoted;  // of O (64, D)
 
-  Pipeline<Shapes::Stages> k_stage, v_stage;
-  Pipeline<Shapes::QStages> q_stage;
-  Pipeline<kWorkDepth> work_stage;
+  PipelineState<Shapes::Stages> k_stage, v_stage;
+  PipelineState<Shapes::QStages> q_stage;
+  PipelineState<kWorkDepth> work_stage;
   bool o_empty = true;               // the next P V overwrites O
   float o_scale[2];                  // by which rows of O are multiplied
-  int own_rows = N;                  // rows of the V of the last P that belong to its span
+  int valid_rows = N;                // rows of the V of the last P that belong to its span
   bool more_tiles;                   // work_stage holds a tile
   Blocks block;                      // whose S comes next, or is here
   OnlineSoftmax<ElementPV> softmax;  // of this tile
@@ -105,7 +105,7 @@ struct ForwardConsumer {
   // `self` is this consumer, or one of the ablation, which has another `attend_tile`.
   template <class Self>
   CUTE_DEVICE void run(Self& self) {
-    if (warpgroup == Consumers - 1) turns().pass();
+    if (warpgroup == Consumers - 1) order().arrive();
     while (true) {
       WorkItem& work = smem.work[work_stage.index()];
       smem.work_full[work_stage.index()].wait(work_stage.phase());
@@ -122,8 +122,8 @@ struct ForwardConsumer {
         self.attend_tile();
       } while (more_tiles);
     }
-    if (warpgroup == 0) turns().await();  // the last turn, which nobody else takes
-    tma_store_wait<0>();                  // until then the stores read shared memory
+    if (warpgroup == 0) order().wait();  // the last turn, which nobody else takes
+    tma_store_wait<0>();                 // until then the stores read shared memory
   }
 
   // A tile, whose first S is here. Issues the first S of the next tile.
@@ -133,9 +133,10 @@ struct ForwardConsumer {
     while (more_blocks) {
       float sum[2][2] = {};
       // The warpgroup's four warps agree here: they must issue the same wgmma (PTX ISA, wgmma).
-      bool const steady = unmasked > kPolicy.steady_rest && (Shapes::QuantisedV || own_rows == N);
-      bool const settled = steady ? steady_blocks(sum) : next_softmax(sum);
-      if (!settled) settle_sums(*this, sum);
+      bool const unmasked_only =
+          unmasked > kPolicy.unmasked_rest && (Shapes::QuantisedV || valid_rows == N);
+      bool const fits = unmasked_only ? unmasked_loop(sum) : next_softmax(sum);
+      if (!fits) rescale_slow_path(*this, sum);
     }
     finish_tile();
   }
@@ -143,7 +144,7 @@ struct ForwardConsumer {
   // What the softmax needs of the tile of work_stage, which may not have begun.
   CUTE_DEVICE void begin_tile() {
     WorkItem const& work = smem.work[work_stage.index()];
-    softmax = OnlineSoftmax<ElementPV>(work.strict);
+    softmax = OnlineSoftmax<ElementPV>(work.use_row_max);
     row_scales.begin_tile(p, work, row);
     row_scales.begin_block(smem, k_stage.index());
     unmasked = block.unmasked_blocks();
@@ -171,36 +172,36 @@ struct ForwardConsumer {
       float sum[2][2] = {};
       softmax.template exponentiate<0, kSize>(scores(), prob, sum, scale());
       to_operand<ElementPV>(prob, fP);
-      if (!softmax.accumulate(sum)) settle_sums(*this, sum);
+      if (!softmax.accumulate(sum)) rescale_slow_path(*this, sum);
     } else {  // a shift from the maximum makes P exact in a row that sees one key
       rescale_rows(*this, softmax.begin());
     }
   }
 
   // Unmasked blocks, without rare cases. A warp leaves the loop behind a block whose sums do not
-  // fit and returns to it before the next one. Returns false if `settle_sums` must follow.
-  CUTE_DEVICE bool steady_blocks(float (&sum)[2][2]) {
+  // fit and returns to it before the next one. Returns false if `rescale_slow_path` must follow.
+  CUTE_DEVICE bool unmasked_loop(float (&sum)[2][2]) {
     int const before = unmasked;
     bool fits;
     do {
       start_block();
       early_part(s, sum);
-      if constexpr (kPolicy.steady_rest == 0) next_block();
-      if constexpr (kPolicy.steady_rest > 0) --unmasked, wait_for_k();
+      if constexpr (kPolicy.unmasked_rest == 0) next_block();
+      if constexpr (kPolicy.unmasked_rest > 0) --unmasked, wait_for_k();
       warpgroup_wait<0>();
       finish_pv();
       late_part(s, sum);
       fits = softmax.accumulate(sum);
-    } while (fits && more_blocks && unmasked > kPolicy.steady_rest);
-    if constexpr (kPolicy.steady_rest > 0) block.skip_unmasked_blocks(before - unmasked);
-    own_rows = N;
+    } while (fits && more_blocks && unmasked > kPolicy.unmasked_rest);
+    if constexpr (kPolicy.unmasked_rest > 0) block.skip_unmasked_blocks(before - unmasked);
+    valid_rows = N;
     if (!fits) row_scales.to_float_again(s);
     return fits;
   }
 
-  // The softmax of any block but the first. Returns false if `settle_sums` must follow.
+  // The softmax of any block but the first. Returns false if `rescale_slow_path` must follow.
   CUTE_DEVICE bool next_softmax(float (&sum)[2][2]) {
-    clear_foreign_v();
+    zero_tail_of_v();
     start_block();
     row_scales.to_float(s);
     if (unmasked == 0) apply_mask(scores(), block, row, lane);
@@ -217,9 +218,9 @@ struct ForwardConsumer {
   // P V of the block before runs beside S of this block, and beside its softmax. Waits for S.
   CUTE_DEVICE void start_block() {
     promoted.promote(o, o_empty);
-    turns().await();
+    order().wait();
     qk_and_pv();
-    turns().pass();
+    order().arrive();
     o_empty = false;
     row_scales.begin_block(smem, k_stage.index());
     warpgroup_wait<Shapes::Overlap ? 1 : 0>();
@@ -243,29 +244,29 @@ struct ForwardConsumer {
 
   // The last P V of a tile, and its epilogue.
   CUTE_DEVICE void finish_tile() {
-    clear_foreign_v();
+    zero_tail_of_v();
     if constexpr (!kPolicy.releases_q_early) release_q();
     if constexpr (!kPolicy.looks_ahead) next_tile();
     WorkItem& work = smem.work[work_stage.previous().index()];
     bool const inside[2] = {row < work.tile.rows, row + 8 < work.tile.rows};
-    bool const strict = softmax.strict();
-    bool const early_lse = kTwoQ && !strict && (work.tile.flags & kFirst);
+    bool const use_row_max = softmax.use_row_max();
+    bool const early_lse = kTwoQ && !use_row_max && (work.tile.flags & kFirst);
     float lse[2];
     row_scales.load_offset(p, work, row);
     if (kTwoQ && more_tiles) {
       wait_for_qk();
-      turns().await();
+      order().wait();
       qk_and_pv();
-      turns().pass();
+      order().arrive();
       finish_lse(work, lse);
       if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       begin_tile();
       warpgroup_wait<0>();
       finish_qk();
     } else {
-      turns().await();
+      order().wait();
       pv();
-      turns().pass();
+      order().arrive();
       if constexpr (kTwoQ) finish_lse(work, lse);
       if (kTwoQ && early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       warpgroup_wait<0>();
@@ -274,7 +275,7 @@ struct ForwardConsumer {
     promoted.finish(o);
     // With one stage of Q no registers are left for it beside a product.
     if constexpr (!kTwoQ) finish_lse(work, lse);
-    store_tile(*this, work, inside, strict, early_lse, lse);
+    store_tile(*this, work, inside, use_row_max, early_lse, lse);
     __syncwarp();
     release(smem.work_empty[work_stage.previous().index()]);
     if (!kTwoQ && more_tiles) first_qk();
@@ -288,9 +289,9 @@ struct ForwardConsumer {
   // Alone, the first S of a tile.
   CUTE_DEVICE void first_qk() {
     wait_for_qk();
-    turns().await();
+    order().wait();
     qk(s);
-    turns().pass();
+    order().arrive();
     begin_tile();
     warpgroup_wait<0>();
     finish_qk();
@@ -342,17 +343,17 @@ struct ForwardConsumer {
   }
 
   // Every warpgroup does it for itself.
-  __device__ void clear_foreign_v() {
-    if (Shapes::QuantisedV || own_rows == N) return;  // e4m3 tiles have zeroes there
+  __device__ void zero_tail_of_v() {
+    if (Shapes::QuantisedV || valid_rows == N) return;  // e4m3 tiles have zeroes there
     smem.v_full[v_stage.index()].wait(v_stage.phase());
-    clear_rows_of_v<Shapes>(smem, v_stage.index(), own_rows, thread);
-    turns().sync();
+    zero_tail_rows_of_v<Shapes>(smem, v_stage.index(), valid_rows, thread);
+    order().sync();
   }
 
   // Goes to the next block and waits for its K. Behind a tile's last block it does what the policy
   // puts before that block's softmax.
   __device__ void next_block() {
-    own_rows = block.own_rows();
+    valid_rows = block.valid_rows();
     more_blocks = true;
     if (--unmasked > 0) {
       block.next_unmasked_block();
@@ -380,7 +381,7 @@ struct ForwardConsumer {
   CUTE_DEVICE auto scores() { return recast<float>(s); }
   CUTE_DEVICE auto scale() const { return row_scales.of_block(p); }
 
-  __device__ Turns<Shapes> turns() const { return {warpgroup}; }
+  __device__ WarpgroupOrder<Shapes> order() const { return {warpgroup}; }
 
   __device__ void wait_for_k() { smem.k_full[k_stage.index()].wait(k_stage.phase()); }
 

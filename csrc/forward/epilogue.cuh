@@ -120,13 +120,13 @@ CUTE_DEVICE void select_rows(WorkItem& work, bool const (&finite)[2], int warp, 
     stored[r] = row + 8 * r < work.tile.rows;
     if constexpr (Repeats) {
       uint32_t lanes = __ballot_sync(0xffffffff, stored[r] && !finite[r]);
-      if (work.strict) {
+      if (work.use_row_max) {
         lanes = work.overflow[warp][r];
       } else if (lane == 0) {
         work.overflow[warp][r] = lanes;
       }
       bool const overflows = (lanes >> (lane & ~3) & 15) != 0;
-      stored[r] = stored[r] && overflows == bool(work.strict);
+      stored[r] = stored[r] && overflows == bool(work.use_row_max);
     }
   }
 }
@@ -176,7 +176,7 @@ CUTE_DEVICE void store_rows(ForwardParams<Shapes> const& p, WorkItem const& work
 // A consumer: normalises O of a tile, whose products have ended, and stores it; stores LSE unless
 // it was stored `early`. `inside`: which of the lane's rows belong to the tile.
 template <class Consumer>
-CUTE_DEVICE void store_tile(Consumer& c, WorkItem& work, bool const (&inside)[2], bool strict,
+CUTE_DEVICE void store_tile(Consumer& c, WorkItem& work, bool const (&inside)[2], bool use_row_max,
                             bool early_lse, float (&lse)[2]) {
   using Shapes = typename Consumer::Shapes;
   if constexpr (Shapes::QuantisedV) {
@@ -188,7 +188,7 @@ CUTE_DEVICE void store_tile(Consumer& c, WorkItem& work, bool const (&inside)[2]
   bool finite[2] = {true, true};
   if constexpr (Consumer::kRepeats) finite_rows(c.o, finite);
   bool stored[2] = {inside[0] && finite[0], inside[1] && finite[1]};
-  bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !strict);
+  bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !use_row_max);
   if (!all) select_rows<Consumer::kRepeats>(work, finite, c.warp, c.row, c.lane, stored);
   if (!early_lse) store_lse<Shapes>(c.p, work, c.row, c.lane, lse, stored);
   auto* const box = c.smem.o + kWarpRows * Shapes::D * c.warp;

@@ -20,7 +20,7 @@ struct ValueLoads {
 
   // The V of the block at a place, to a stage.
   CUTE_DEVICE void load(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem,
-                        Pipeline<Shapes::Stages> stage, int at, WorkItem const& work) const {
+                        PipelineState<Shapes::Stages> stage, int at, WorkItem const& work) const {
     constexpr int N = Shapes::N, D = Shapes::D;
     smem.v_empty[stage.index()].wait(stage.phase() ^ 1);
     auto& full = smem.v_full[stage.index()];
@@ -37,13 +37,13 @@ struct ValueLoads {
 // One thread. V comes one block behind K, in the order in which consumers read them. Returns the
 // stage behind the last one.
 template <class Shapes, class Values = ValueLoads<Shapes>>
-CUTE_DEVICE Pipeline<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
-                                                typename Shapes::SharedStorage& smem,
-                                                Values const& values = {}) {
+CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
+                                                     typename Shapes::SharedStorage& smem,
+                                                     Values const& values = {}) {
   constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
-  Pipeline<Shapes::Stages> k_stage;
-  Pipeline<Shapes::QStages> q_stage;
-  Pipeline<kWorkDepth> work_stage;
+  PipelineState<Shapes::Stages> k_stage;
+  PipelineState<Shapes::QStages> q_stage;
+  PipelineState<kWorkDepth> work_stage;
   uint32_t arrived = 1;  // bit n: the keys of word n have arrived; 0 is no word
   while (true) {
     smem.work_full[work_stage.index()].wait(work_stage.phase());

@@ -13,7 +13,7 @@ using namespace cute;
 // `warpgroup`.
 template <class Shapes>
 CUTE_DEVICE float4* partial_o(ForwardParams<Shapes> const& p, WorkItem const& work, int warpgroup) {
-  int64_t const group = work.tile.grid_row0 / 64 + warpgroup;
+  int64_t const group = work.tile.padded_row0 / 64 + warpgroup;
   return reinterpret_cast<float4*>(p.args.partial_out) +
          (group * p.heads + work.head) * (Shapes::D / 8 * kWarpgroup);
 }

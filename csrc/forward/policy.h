@@ -20,7 +20,8 @@ enum class Precision { Native, Fp8, Int8 };
 //                   Registers limit it. Measured at d64: 0 is 3-5% faster than 16, which also
 //                   spilled 20 to 46 bytes, with three consumers; with two, 48 are 1-8% faster than
 //                   0 from 1k tokens on.
-// steady_rest       Unmasked blocks that the loop of unmasked blocks leaves to the other loop. With
+// unmasked_rest       Unmasked blocks that the loop of unmasked blocks leaves to the other loop.
+// With
 //                   0 it must look for what follows. Measured, one run: 1 is up to 2% faster at 16k
 //                   tokens at d64 and d128; 0 is 0.4-2% faster on short rows at d256.
 // releases_q_early, looks_ahead
@@ -32,7 +33,7 @@ enum class Precision { Native, Fp8, Int8 };
 // keeps_p           E4M3 P stays in registers until its sums are checked: where they do not fit,
 //                   it is multiplied instead of computed again. Registers limit it: with three
 //                   consumers at d128 it spills 88 bytes, and is 3% faster at sigma 4 nats.
-// takes_turns       Warpgroups issue their products in turns (ping-pong). Measured at d64 fp8, at
+// ping_pong       Warpgroups issue their products in turns (ping-pong). Measured at d64 fp8, at
 //                   sigma 4 nats: 3-5% faster without; elsewhere slower, at least in some rows.
 // promotion_interval
 //                   Sums of P V with e4m3 V leave the accumulator, which has about 14 bits, for
@@ -42,11 +43,11 @@ struct ForwardPolicy {
   int stages, q_stages;
   bool splits_q, boxed_o;
   int early_elements;
-  int steady_rest;
+  int unmasked_rest;
   bool releases_q_early, looks_ahead;
   bool sums_rounded, opaque_operands;
   bool keeps_p;
-  bool takes_turns = true;
+  bool ping_pong = true;
   int promotion_interval = 0;
 };
 

@@ -68,12 +68,12 @@ struct RowScales<Shapes, true> {
   // Makes integers of S float32.
   template <class Scores>
   CUTE_DEVICE void to_float(Scores& s) {
-    if constexpr (kIntegers) to_float_bits(s), spoil(s);
+    if constexpr (kIntegers) to_float_bits(s), propagate_nan_scale(s);
   }
   // The same behind a softmax that has converted them one by one.
   template <class Scores>
   CUTE_DEVICE void to_float_again(Scores& s) {
-    if constexpr (kIntegers) to_float_bits_by_adding(s), spoil(s);
+    if constexpr (kIntegers) to_float_bits_by_adding(s), propagate_nan_scale(s);
   }
 
  private:
@@ -81,7 +81,7 @@ struct RowScales<Shapes, true> {
 
   // Int8 K has no NaN: the scale of its tile is NaN, and becomes one of S, which a mask can hide.
   template <class Scores>
-  CUTE_DEVICE void spoil(Scores& s) {
+  CUTE_DEVICE void propagate_nan_scale(Scores& s) {
     if (!isnan(k_scale)) return;
     k_scale = 1.f;
     CUTE_UNROLL

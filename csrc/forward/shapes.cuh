@@ -77,9 +77,9 @@ struct ForwardShapes {
   static constexpr int QParts = kPolicy.splits_q ? Consumers : 1;
 
   // The ablation changes these three.
-  static constexpr bool Overlap = true;                  // S(j+1) is issued before P(j) V
-  static constexpr bool PingPong = kPolicy.takes_turns;  // warpgroups issue products in turns
-  static constexpr int Producers = 1;                    // warpgroups that load
+  static constexpr bool Overlap = true;                // S(j+1) is issued before P(j) V
+  static constexpr bool PingPong = kPolicy.ping_pong;  // warpgroups issue products in turns
+  static constexpr int Producers = 1;                  // warpgroups that load
 
   static constexpr int Threads = kWarpgroup * (Consumers + Producers);
   static constexpr RegisterSplit kRegisters = register_split(Consumers);

@@ -53,8 +53,8 @@ struct SumRange<cutlass::half_t> {
 };
 template <>
 struct SumRange<cutlass::float_e4m3_t> {
-  // The largest value is 448: no element of a sum up to 432 is rounded above it. `settle` raises
-  // the shift of this block, never of later ones alone.
+  // The largest value is 448: no element of a sum up to 432 is rounded above it.
+  // `accumulate_slow_path` raises the shift of this block, never of later ones alone.
   static constexpr float kRaise = 432.f, kLargest = 432.f;
   // A lane's elements of a block, at most 32 of up to 2^3, fit 432.
   static constexpr int kBelowZero = 0, kBelowMaximum = 3, kBelowEarlier = 0;
@@ -92,18 +92,18 @@ CUTE_DEVICE void scale_row(Output& o, float by) {
 template <class Element>
 struct OnlineSoftmax {
   using Range = SumRange<Element>;
-  static constexpr uint32_t kNew = 1, kStrict = 4;
+  static constexpr uint32_t kNew = 1, kUseRowMax = 4;
   static constexpr float kStart = 0.f - Range::kBelowZero;  // the shift of a row that begins
   float shift[2] = {kStart, kStart};                        // log2 units
   float total[2] = {0.f, 0.f};    // this lane's part of the sum of P, over all hops; 0 before it
   float rounded[2] = {0.f, 0.f};  // the same of P as the product with V reads it
-  // kNew << r: row r has seen no score. kStrict: every block takes its maximum as the shift.
+  // kNew << r: row r has seen no score. kUseRowMax: every block takes its maximum as the shift.
   uint32_t state;
 
-  CUTE_DEVICE explicit OnlineSoftmax(bool strict = false)
-      : state(3 * kNew | (strict ? kStrict : 0)) {}
+  CUTE_DEVICE explicit OnlineSoftmax(bool use_row_max = false)
+      : state(3 * kNew | (use_row_max ? kUseRowMax : 0)) {}
 
-  CUTE_DEVICE bool strict() const { return state & kStrict; }
+  CUTE_DEVICE bool use_row_max() const { return state & kUseRowMax; }
 
   // Warp-wide: no row has seen a score.
   CUTE_DEVICE bool begins() const { return __all_sync(0xffffffff, (state & 3 * kNew) == 3 * kNew); }
@@ -158,16 +158,16 @@ struct OnlineSoftmax {
 
   // What a block needs beyond `accumulate`, for each of the lane's rows.
   struct Needs {
-    bool over[2];           // `rescale`
-    bool fresh[2];          // the row has seen no score: its shift does not count
+    bool out_of_range[2];   // `rescale`
+    bool first_block[2];    // the row has seen no score: its shift does not count
     float raise[2];         // of the shift, log2 units; whole numbers
-    bool rescales, raises;  // in any lane of the warp: `over`, `raise`
+    bool rescales, raises;  // in any lane of the warp: `out_of_range`, `raise`
   };
 
   // In a tile's first block: every row takes its maximum as the shift.
   CUTE_DEVICE Needs begin() const {
-    return {.over = {true, true},
-            .fresh = {bool(state & kNew), bool(state & kNew << 1)},
+    return {.out_of_range = {true, true},
+            .first_block = {bool(state & kNew), bool(state & kNew << 1)},
             .raise = {},
             .rescales = true,
             .raises = false};
@@ -185,7 +185,7 @@ struct OnlineSoftmax {
   // After `accumulate` has added nothing: adds the sums, unless a row `rescales`. `from_zero`: a
   // row that begins may keep 0 as its shift.
   template <bool FromZero>
-  CUTE_DEVICE Needs settle(float const (&sum)[2][2]) {
+  CUTE_DEVICE Needs accumulate_slow_path(float const (&sum)[2][2]) {
     Needs needs;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -193,20 +193,21 @@ struct OnlineSoftmax {
       bool const begun = !(state & (kNew << r));
       needs.raise[r] = 0.f;
       if constexpr (sizeof(Element) == 1) {  // a row's maximum, in whichever of its lanes
-        needs.over[r] = !begun || most > Range::kLargest;
-        needs.fresh[r] = !begun;
+        needs.out_of_range[r] = !begun || most > Range::kLargest;
+        needs.first_block[r] = !begun;
       } else {
         bool const fits = begun ? whole <= Range::kLargest
                                 : FromZero && Range::kLeast <= most && most <= Range::kFirst;
-        needs.over[r] = strict() || !fits;
-        needs.fresh[r] = needs.over[r] && !begun;
-        bool const raised = begun && !strict() && Range::kRaise < most && most <= Range::kLargest;
+        needs.out_of_range[r] = use_row_max() || !fits;
+        needs.first_block[r] = needs.out_of_range[r] && !begun;
+        bool const raised =
+            begun && !use_row_max() && Range::kRaise < most && most <= Range::kLargest;
         if (raised) {
           needs.raise[r] = int(__float_as_uint(most) >> 23) - 127 - Range::kBelowMaximum;
         }
       }
     }
-    needs.rescales = __any_sync(0xffffffff, needs.over[0] || needs.over[1]);
+    needs.rescales = __any_sync(0xffffffff, needs.out_of_range[0] || needs.out_of_range[1]);
     needs.raises = __any_sync(0xffffffff, needs.raise[0] + needs.raise[1] > 0.f);
     if (!needs.rescales) {
       total[0] += sum[0][0] + sum[0][1], total[1] += sum[1][0] + sum[1][1];
@@ -225,9 +226,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // Rescales the rows that are `over`: takes the maximum over their lanes that are `over`, less
-  // kBelowMaximum, and the shift unless it is `fresh`, as the shift; recomputes P and adds it to
-  // the total. The caller multiplies O by `decay`. Other rows keep their bits.
+  // Rescales the rows that are `out_of_range`: takes the maximum over their lanes that are
+  // `out_of_range`, less kBelowMaximum, and the shift unless it is `first_block`, as the shift;
+  // recomputes P and adds it to the total. The caller multiplies O by `decay`. Other rows keep
+  // their bits.
   template <class Scores, class P, class Scale>
   CUTE_DEVICE void rescale(Scores const& s, P& p, Needs const& needs, float (&decay)[2],
                            Scale const& scale_log2) {
@@ -239,13 +241,13 @@ struct OnlineSoftmax {
       for (int n = 4 + 2 * r; n < kSize; n += 4) {
         peak[0] = fmaxf(peak[0], s(n)), peak[1] = fmaxf(peak[1], s(n + 1));
       }
-      float high = needs.fresh[r] ? -INFINITY : shift[r];
-      if (needs.over[r]) {
+      float high = needs.first_block[r] ? -INFINITY : shift[r];
+      if (needs.out_of_range[r]) {
         float const most = fmaxf(peak[0], peak[1]) * of_row(scale_log2, r);
         high = fmaxf(high, most - Range::kBelowMaximum);
       }
       high = quad_max(high);
-      decay[r] = needs.fresh[r] ? 0.f : exp2f(shift[r] - high);
+      decay[r] = needs.first_block[r] ? 0.f : exp2f(shift[r] - high);
       state = high == -INFINITY ? state | (kNew << r) : state & ~(kNew << r);
       shift[r] = high == -INFINITY ? kStart : high;
     }
@@ -258,16 +260,17 @@ struct OnlineSoftmax {
     }
   }
 
-  // With e4m3 P, of row R alone: `over` and `fresh` as in `Needs`, equal in a quad.
+  // With e4m3 P, of row R alone: `out_of_range` and `first_block` as in `Needs`, equal in a quad.
 
   // The row's shift becomes its maximum less kBelowMaximum. Returns by what O is multiplied. The
   // caller computes P again, and adds it behind a multiplication of the total.
   template <int R, class Scores>
-  CUTE_DEVICE float rescale_row(Scores const& s, bool over, bool fresh, float scale_log2) {
-    float high = fresh ? -INFINITY : shift[R];
-    if (over) high = fmaxf(high, fmaf(row_max<R>(s), scale_log2, -Range::kBelowMaximum));
+  CUTE_DEVICE float rescale_row(Scores const& s, bool out_of_range, bool first_block,
+                                float scale_log2) {
+    float high = first_block ? -INFINITY : shift[R];
+    if (out_of_range) high = fmaxf(high, fmaf(row_max<R>(s), scale_log2, -Range::kBelowMaximum));
     high = quad_max(high);
-    float const decay = fresh ? 0.f : exp2f(shift[R] - high);
+    float const decay = first_block ? 0.f : exp2f(shift[R] - high);
     state = high == -INFINITY ? state | (kNew << R) : state & ~(kNew << R);
     shift[R] = high == -INFINITY ? 0.f : high;
     return decay;
@@ -275,8 +278,8 @@ struct OnlineSoftmax {
 
   // The same from P, whose maximum over the row is `peak`, finite; the row has begun.
   template <int R>
-  CUTE_DEVICE float lower_row(float peak, bool over) {
-    float const by = over ? __log2f(peak) - Range::kBelowMaximum : 0.f;
+  CUTE_DEVICE float lower_row(float peak, bool out_of_range) {
+    float const by = out_of_range ? __log2f(peak) - Range::kBelowMaximum : 0.f;
     shift[R] += by;
     return exp2f(-by);
   }

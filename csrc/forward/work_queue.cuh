@@ -33,7 +33,7 @@ CUTE_DEVICE void store_empty_tile(ForwardArgs const& a, Tile const& tile, int he
 template <int Warps>
 CUTE_DEVICE bool must_repeat(WorkItem const& work, int lane) {
   bool const overflow = lane < 2 * Warps && work.overflow[lane / 2][lane % 2] != 0;
-  return __any_sync(0xffffffff, work.head >= 0 && !work.strict && overflow);
+  return __any_sync(0xffffffff, work.head >= 0 && !work.use_row_max && overflow);
 }
 
 // Warp-wide: fetches and decodes the next work item while the last blocks of this one are loaded.
@@ -47,7 +47,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
   constexpr int kWarps = 4 * Shapes::Consumers;
   int const lane = threadIdx.x % kWarp;
   ForwardArgs const& a = p.args;
-  Pipeline<kWorkDepth> stage;
+  PipelineState<kWorkDepth> stage;
   uint32_t wanted_phase = 0;
   int w = blockIdx.x;
   bool fetched = false, idle = false;  // the last item came from the counter; it was kNoWork
@@ -86,15 +86,15 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.tile = tile;
         work.head = head;
         work.kv_head = head / p.group;
-        work.strict = false;
+        work.use_row_max = false;
       }
     } else if (repeats) {
-      if (lane == 0) work.strict = true;
+      if (lane == 0) work.use_row_max = true;
     } else {
       ends = idle;
       for (uint32_t ago = 1; Shapes::MayOverflow && idle && ago < kWorkDepth && ago <= stage.count;
            ++ago) {
-        Pipeline<kWorkDepth> const other{stage.count - ago};
+        PipelineState<kWorkDepth> const other{stage.count - ago};
         smem.work_empty[other.index()].wait(other.phase());
         if (must_repeat<kWarps>(smem.work[other.index()], lane)) ends = false;
       }

@@ -9,9 +9,9 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// The shared-memory address, for instructions on a cluster, of this CTA's `place` in CTA `rank`.
-CUTE_DEVICE uint32_t address_in(uint32_t rank, void const* place) {
-  return set_block_rank(cast_smem_ptr_to_uint(place), rank);
+// The shared-memory address, for instructions on a cluster, of this CTA's `position` in CTA `rank`.
+CUTE_DEVICE uint32_t address_in(uint32_t rank, void const* position) {
+  return set_block_rank(cast_smem_ptr_to_uint(position), rank);
 }
 
 // All threads of the cluster: each waits until all have come, or have ended.

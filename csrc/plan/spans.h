@@ -36,7 +36,7 @@ struct WorkItem {
   int32_t unused;  // puts the tile at byte 12: at byte 8 ptxas spills 8 bytes more at d128 and d256
   Tile tile;
   SpanColumns spans[kDecodedSpans];  // the first ones; the rest are decoded from the plan
-  int32_t strict;                    // P is at most 1; only rows of `overflow` are stored
+  int32_t use_row_max;               // P is at most 1; only rows of `overflow` are stored
   // Bit `lane` of [warp][r]: the lane has an element of its row r that is not finite.
   uint32_t overflow[kConsumerWarps][2];
 };
@@ -99,7 +99,7 @@ struct BlockIterator {
   RINGFA3_DEVICE void skip_unmasked_blocks(int blocks) { start -= blocks * N, end = start + N; }
 
   // Rows of the block's K and V that belong to the span; those behind them are a neighbour's.
-  RINGFA3_DEVICE int own_rows() const { return min(N, keys - start); }
+  RINGFA3_DEVICE int valid_rows() const { return min(N, keys - start); }
 
   // Whether at most `blocks` blocks of the tile remain, this one included.
   RINGFA3_DEVICE bool nearly_done(int blocks) const {

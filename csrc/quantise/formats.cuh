@@ -16,7 +16,7 @@ constexpr float kLeastScale = 0x1p-60f, kLeastVScale = 0x1p-126f;
 struct E4M3 {
   static constexpr float kLargest = 448.f;
   static constexpr float kLost = NAN;  // a number of a row that is not finite
-  static constexpr bool kSpoils = false;
+  static constexpr bool kNanInScale = false;
 
   // Four numbers times a factor, to the nearest, ties to even; what exceeds the range saturates.
   static CUTE_DEVICE uint32_t pack(float const* x, float factor) {
@@ -32,7 +32,7 @@ struct E4M3 {
 struct Int8 {
   static constexpr float kLargest = 127.f;
   static constexpr float kLost = 0.f;
-  static constexpr bool kSpoils = true;
+  static constexpr bool kNanInScale = true;
 
   // As above, for products within +-127.5. The sum with 1.5 * 2^23 has the integer in its low bits.
   static CUTE_DEVICE uint32_t pack(float const* x, float factor) {

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
     for (int i = S::Rows; i < kWarp; i *= 2) offset += __shfl_xor_sync(0xffffffff, offset, i);
     float const scale = scale_of<Format>(amax * S::kNorm);
     // A lost row has numbers of int8 that are 0: their scale says it.
-    float const factor = Format::kSpoils && amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
+    float const factor = Format::kNanInScale && amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
     stages.template store<Format>(y, factor,
                                   static_cast<uint8_t*>(a.values) + (first * heads + head) * D,
                                   heads * D, static_cast<int>(a.q.tokens - first));

@@ -70,7 +70,7 @@ class RowStages {
   // Addresses in the first box: unit 0 of the lane's line, of its bytes, and of those that it
   // stores.
   uint32_t const line_, bytes_, leaves_;
-  Pipeline<kRowStages> next_, now_;
+  PipelineState<kRowStages> next_, now_;
 
   // Units of bytes lie so that neither 8 lanes that write one nor 8 that store rows of them meet in
   // a bank.

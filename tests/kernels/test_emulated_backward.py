@@ -90,7 +90,7 @@ def test_turns_need_tiles_in_deterministic_order(emulated: Machine) -> None:
     (unit,) = select_units(["backward-d128-bf16"])
     p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
     run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic=True)
-    with pytest.raises(ValueError, match="tiling has no turns: take one"):
+    with pytest.raises(ValueError, match="tiling has no dQ order: take one"):
         run.hop(p.k, p.v, p.plan.backward(unit.tile_n, unit.tile_m)[0], p.k, p.v)
 
 
