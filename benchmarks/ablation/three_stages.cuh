@@ -1,12 +1,12 @@
 // The forward with the three-stage pipeline of FlashAttention-3's Appendix B.3: S is computed one
-// block ahead, so that a block's softmax runs beside two products of its warpgroup.
+// block ahead, so that a block's softmax runs concurrently with two products of its warpgroup.
 //
 //   wgmma       | P V(j-1)                      | S(j+1)             |
 //   registers   | mask, exp2 of a first part    | exp2 of the rest, P(j) | rescale, if rows need it
 //
 // A warpgroup needs the registers of one more S. S(j+1) is copied to those of S(j): a loop over two
-// blocks, in which the two change places, spills more. WarpgroupOrder, loads and epilogue are the
-// product's.
+// blocks, in which the two alternate, spills more. The warpgroups' order, loads and epilogue are
+// the product's.
 #pragma once
 
 #include "forward/kernel.cuh"

@@ -1,6 +1,6 @@
 // The forward without warp specialisation: a consumer thread that releases a stage refills it.
 //
-// Consumers, their turns and their softmax are the product's. Work items are not fetched from the
+// Consumers, their order and their softmax are the product's. Work items are not fetched from the
 // counter: CTA i runs items i, i + CTAs, ...
 #pragma once
 
@@ -17,10 +17,10 @@ struct LoadState {
   BlockIterator<Shapes::N> block;      // whose K was loaded last
   PipelineState<Shapes::Stages> k, v;  // blocks whose K, and whose V, have been loaded
   PipelineState<Shapes::QStages> q;    // tiles whose Q has been loaded
-  PipelineState<kWorkDepth> decoded;   // work items, and behind the last one an end mark
+  PipelineState<kWorkDepth> decoded;   // work items, and after the last one an end mark
   uint32_t item;                       // the number of the work item of `block`
   int32_t next;                        // the work item that is decoded next
-  uint32_t arrived;                    // bit n: the keys of word n have arrived
+  uint32_t arrived;                    // bit n: arrival flag n was set
   int2 pending[kPending];              // (row, KV head) of blocks whose V is loaded next
   bool ended;                          // the end mark has been set
 };
@@ -41,7 +41,7 @@ struct Unspecialised : Shapes {
 };
 
 // Refills the stages that `ForwardConsumer` releases, one call for each. A thread of the last
-// warpgroup does it: the other warpgroups had their turns before, so they have released the stage,
+// warpgroup does it: the other warpgroups issue before it, so they have released the stage,
 // or will do so without waiting for a later load.
 template <class Shapes>
 struct Refill {

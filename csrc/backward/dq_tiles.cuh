@@ -11,11 +11,11 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Named barriers of the consumers: kWarpgroupBarrier + w is the turn of warpgroup w, or in a pair
-// of CTAs its own barrier.
+// Named barriers of the consumers. At kWarpgroupBarrier + w warpgroup w waits for its order to
+// issue products; in a pair of CTAs this barrier belongs to the warpgroup alone.
 constexpr int kZeroed = 1, kWarpgroupBarrier = 2;
 
-// Of a pair of CTAs: the first warpgroup's dQ tile of a block. The second has the tile after it.
+// In a pair of CTAs: the first warpgroup's dQ tile of a block. The second has the tile after it.
 CUTE_DEVICE int first_dq_tile() { return 2 * block_rank_in_cluster(); }
 
 // One warpgroup: hands a dQ tile of its `count`-th block to the writer warp, which issues the proxy
@@ -50,8 +50,11 @@ CUTE_DEVICE void add_dq(float* padded_dq, Accumulator const& dq, int number) {
   }
 }
 
-// One thread of a CTA whose consumers add their dQ tiles themselves: awaits the turn of each block,
-// for one warpgroup after the other, and ends it when the warpgroup has added its tile.
+// Deterministic dQ at d256: one thread orders the additions of the consumers, which add their tiles
+// themselves. For each row block it waits until a warpgroup's semaphore equals the number of key
+// tiles that add earlier, and lets the warpgroup add. Once the tile is added, it publishes order
+// + 1. Both warpgroups are let in before it waits for either: they add different tiles and may
+// overlap.
 template <class Shapes>
 CUTE_DEVICE void order_dq(BackwardArgs const& a, typename Shapes::SharedStorage& smem) {
   for (PipelineState<1> stage;; stage.advance()) {
@@ -76,8 +79,8 @@ CUTE_DEVICE void order_dq(BackwardArgs const& a, typename Shapes::SharedStorage&
   }
 }
 
-// One thread, the writer of a warpgroup's dQ tiles: adds them to global memory, in turns if these
-// are kept.
+// One thread, the writer of a warpgroup's dQ tiles: adds them to global memory; with dq_semaphore
+// in the order that it holds.
 template <class Shapes>
 CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Shapes::SharedStorage& smem,
                           int warpgroup) {

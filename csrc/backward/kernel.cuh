@@ -1,7 +1,7 @@
 // FlashAttention-3 backward (Appendix B.1 of the paper) over the work units of a plan.
 //
-// A persistent CTA keeps a tile of K and V in shared memory and iterates over the row blocks that
-// see it, for all query heads of a work unit, with dK and dV in registers. S^T and dP^T are
+// A persistent CTA holds a tile of K and V in shared memory and iterates over the row blocks that
+// attend to it, for all query heads of a work unit, with dK and dV in registers. S^T and dP^T are
 // computed transposed, so that P^T is the A operand of dV += P^T dO in the registers where it was
 // computed, and dS^T that of dK += dS^T Q. For dQ = dS K, dS goes through shared memory. dQ is
 // added to global memory in float32.
@@ -11,8 +11,8 @@
 // as many numbers are added to dQ.
 //
 // One producer warpgroup gives most of its registers away: its warps load (load.cuh), fetch work
-// (work_queue.cuh), and write the dQ of one consumer warpgroup each, or keep the turns in which the
-// consumers add it (dq_tiles.cuh), or send dS to the peer (mainloop_role_split.cuh).
+// (work_queue.cuh), and write the dQ of one consumer warpgroup each, or order the additions of the
+// consumers (dq_tiles.cuh), or send dS to the peer (mainloop_role_split.cuh).
 //
 // Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim, S stages.
 #pragma once

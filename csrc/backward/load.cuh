@@ -24,8 +24,8 @@ CUTE_DEVICE void load_statistic(BackwardParams const& p,
 }
 
 // One thread: loads Q, LSE, dO and D of every block as soon as a stage is free. With the first
-// block of a work unit come V, once the unit before has issued its last dP, and K, once it has
-// ended; of a pair, also this CTA's half of the columns of the peer's K.
+// block of a work unit it loads V, once the unit before has ended its last dP, and K, once that
+// unit has ended. In a pair it also loads this CTA's half of the columns of the peer's K.
 template <class Shapes>
 CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedStorage& smem) {
   constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;

@@ -1,4 +1,4 @@
-// What both kinds of consumers share: P, dS, masks, and the loop over work items.
+// Code of both consumers: P, dS, masks, and the loop over work items.
 //
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim.
 #pragma once
@@ -45,8 +45,8 @@ CUTE_DEVICE auto statistic_operand(SplitStatistic (&rows)[Stages][Shapes::M], in
       make_tensor(make_smem_ptr(at), typename Shapes::template SmemStatistic<Stages>{}));
 }
 
-// A operand of a product with ones, (64, 16): three columns of ones, then zeros. It is made where
-// it is used, in registers that are free there.
+// A operand of a product with ones, (64, 16): three columns of ones, then zeros. Each use makes it
+// anew, in registers that are free there.
 struct Ones {
   Tensor<ArrayEngine<bfloat16_t, 8>, Layout<Shape<Shape<_2, _2, _2>, _1, _1>>> words;
   CUTE_DEVICE explicit Ones(int lane) {
@@ -133,9 +133,9 @@ CUTE_DEVICE void apply_mask(Accumulator& x, BlockMask const& mask) {
   }
 }
 
-// `Threads` threads in a row, of which this is number `thread`: zeroes rows [owned, Rows) of a box
-// with D columns in shared memory. They are a neighbour's; their factors are 0, and 0 x inf would
-// be NaN.
+// `Threads` threads in a row, of which this is number `thread`: zeroes rows [valid_rows, Rows) of a
+// box with D columns in shared memory. These rows belong to the next segment. Their factors are 0,
+// and 0 * inf would be NaN.
 template <int Rows, int D, int Threads, class Element>
 CUTE_DEVICE void zero_tail_rows(Element* box, int valid_rows, int thread, int barrier) {
   constexpr int kEights = kSlab / 8;  // of a row of a slab, 16 bytes each
@@ -158,7 +158,7 @@ CUTE_DEVICE void zero_tail_rows(typename Shapes::Element* box, int valid_rows) {
                                                           kZeroed);
 }
 
-// All consumers: zeroes keys of K that are a neighbour's, in a tile with fewer than TileN.
+// All consumers: zeroes keys of K that belong to the next segment, in a tile with fewer than TileN.
 template <class Shapes>
 CUTE_DEVICE void zero_tail_keys(typename Shapes::SharedStorage& smem, WorkUnit const& unit) {
   if constexpr (Shapes::Ctas == 1) {
@@ -180,8 +180,8 @@ CUTE_DEVICE auto ds_address(typename Shapes::SharedStorage& smem, int key, int l
 }
 
 // Stores dS^T of a warp's 16 keys, which has the layout of an A operand, to a stage of dS. The
-// swizzle repeats every eight rows. Either the caller issues the proxy fence before it signals the
-// stage, or the reader does after its wait.
+// swizzle repeats every eight rows. The proxy fence is left to the caller, before it signals the
+// stage, or to the reader, after its wait.
 template <int M, class Operand, class Element>
 CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
   auto const* words = reinterpret_cast<uint32_t const*>(raw_pointer_cast(ds.data()));

@@ -1,9 +1,9 @@
 // Consumers of tiles of 128 keys: each warpgroup computes dK and dV of 64 keys.
 //
 // For row block j: S = K Q^T and dP = V dO^T, P and dS by the softmax backward, dV += P^T dO,
-// dK += dS^T Q, dQ = dS K; S, dP, P and dS are held transposed. The warpgroups take turns to issue
+// dK += dS^T Q, dQ = dS K; S, dP, P and dS are held transposed. The warpgroups alternate in issuing
 // products, so that each computes P and dS while the other's products run. dQ(j) reads the dS of
-// both warpgroups, so it is issued one turn later:
+// both warpgroups, so it is issued one block later:
 //
 //   warpgroup 0 | dQ(j-1) dV(j) dK(j) S(j+1) dP(j+1) | P, dS of j+1
 //   warpgroup 1 | P, dS of j                         | dQ(j-1) dV(j) dK(j) S(j+1) dP(j+1)
@@ -38,7 +38,7 @@ struct KeySplitConsumer {
   using MmaQ = typename Shapes::MmaQ;
   static constexpr BackwardPolicy kPolicy = Shapes::kPolicy;
   static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
-  // Of dQ (M, D) a warpgroup computes 64 rows, or with M = 64, half of the columns.
+  // A warpgroup computes 64 rows of dQ (M, D), or with M = 64, half of the columns.
   static constexpr bool kRowHalves = M > 64;
   using QStage = PipelineState<Shapes::QStages>;
   using DoutStage = PipelineState<Shapes::DoutStages>;
@@ -101,7 +101,7 @@ struct KeySplitConsumer {
   CUTE_DEVICE void run() {
     if (warpgroup == 1) pass_order();
     run_work_items<Shapes>(smem, *this);
-    if (warpgroup == 0) wait_for_order();  // the last turn, which nobody else takes
+    if (warpgroup == 0) wait_for_order();  // for the last pass, which nobody else waits for
   }
 
   // See `run_work_items`. No product is in flight at the start of an iteration.
@@ -283,7 +283,8 @@ struct KeySplitConsumer {
     flags = kPolicy.looks_ahead ? flags >> kBlockFlagBits : flags_of(count);
   }
 
-  // Both warpgroups, neither in its turn: zeroes rows of Q and dO that are a neighbour's.
+  // Both warpgroups, neither between its `wait_for_order` and `pass_order`: zeroes rows of Q and dO
+  // that belong to the next segment.
   __device__ void zero_tail_of_block(uint32_t count) {
     await_q(count);
     await_dout(count);

@@ -4,18 +4,18 @@
 // Both warpgroups issue the same products on operands of their own: S^T = K Q^T and dV += P^T dO in
 // the first, dP^T = V dO^T and dK += dS^T Q in the second. P^T goes from the first to the second
 // through shared memory, in float32. dS goes to both CTAs. Each warpgroup computes a quarter of the
-// columns of dQ = dS K, over all keys of the tile: the CTA keeps these columns of the peer's K,
+// columns of dQ = dS K, over all keys of the tile: the CTA holds these columns of the peer's K,
 // too. The CTAs visit the same row blocks; for row block j:
 //
 //   warpgroup 0 | dV(j), adding dQ(j-1) | S(j+1), dQ(j)  | P(j+1), sent to warpgroup 1
 //   warpgroup 1 | dK(j), adding dQ(j-1) | dQ(j), dP(j+1) | dS(j+1), sent to 0 and the peer
 //
-// S(j+1) precedes dQ(j), so that P(j+1) is computed beside dQ and dP. It follows dV(j), because dO
-// has one stage: the load of dO(j+1) awaits dV(j), and dP(j+1) awaits the load. dQ is added to
-// global memory beside dV and dK of the next block. A stage of Q or dO is freed as soon as its last
-// product has ended, because the loads are on the critical path.
+// S(j+1) precedes dQ(j), so that P(j+1) is computed concurrently with dQ and dP. It follows dV(j),
+// because dO has one stage: the load of dO(j+1) awaits dV(j), and dP(j+1) awaits the load. dQ is
+// added to global memory during dV and dK of the next block. A stage of Q or dO is freed as soon as
+// its last product has ended, because the loads are on the critical path.
 //
-// P has one stage and dS has two. No barrier says that they are free, because it follows:
+// P has one stage and dS has two. No barrier signals that they are free, because it follows:
 //
 //   * Warpgroup 0 sends P(j+1) after its dQ(j) has ended, which waited for dS(j) of this CTA.
 //   * Warpgroup 1 stores dS(j+1) after its own dQ(j) has ended, and after P(j+1) has come. So when
@@ -164,9 +164,9 @@ struct RoleSplitConsumer {
     return count + 1;
   }
 
-  // dV += P^T dO or dK += dS^T Q, beside which dQ of the block before is added to global memory,
-  // unless that has to wait for its turn: dO or Q is released first. A unit begins with block
-  // `begin`.
+  // dV += P^T dO or dK += dS^T Q. Meanwhile dQ of the block before is added to global memory. If
+  // the additions of dQ are ordered, dO or Q is released first, because dQ may have to wait. A unit
+  // begins with block `begin`.
   __device__ void add_to_sum(uint32_t count, uint32_t begin) {
     bool const ordered = p.args.dq_semaphore;
     issue_sum(count);
@@ -196,7 +196,7 @@ struct RoleSplitConsumer {
     issue(mma_s, opaque(fKeys), opaque(fRows)(_, _, _, stage), s, false);
   }
 
-  // dV += P^T dO or dK += dS^T Q. Rows of Q that are a neighbour's matter to dK alone: S has ended.
+  // dV += P^T dO or dK += dS^T Q. The next segment's rows of Q matter to dK alone: S has ended.
   __device__ void issue_sum(uint32_t count) {
     if constexpr (HasDv) {
       DoutStage const stage{count};
@@ -210,7 +210,7 @@ struct RoleSplitConsumer {
     issue(mma_kv, fS, opaque(fRowsT)(_, _, _, stage), sum, true);
   }
 
-  // Both warpgroups, each once for a block: zeroes rows of dO that are a neighbour's.
+  // Both warpgroups, each once for a block: zeroes rows of dO that belong to the next segment.
   __device__ void zero_tail_of_dout(uint32_t count) {
     if (flags & kTailRows) {
       zero_tail_rows<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, block_at(count).rows);

@@ -1,6 +1,6 @@
-// Before the first hop: LSE and D in the row grid, a dQ of zeros, and words of 0.
+// Before the first hop: LSE and D in padded rows, a dQ of zeros, and counters of 0.
 //
-// Letters in shapes: M rows of a block of the row grid, D head dim.
+// Letters in shapes: M rows of a block of padded rows, D head dim.
 #pragma once
 
 #include "backward/shapes.cuh"
@@ -36,8 +36,8 @@ CUTE_DEVICE SplitStatistic split(float x) {
   return s;
 }
 
-// Stores the LSE (natural logarithm) and D of a row. For a `fully_masked` row, which sees nothing,
-// P becomes 0. There the split LSE is finite, since the product multiplies it by 0, too.
+// Stores the LSE (natural logarithm) and D of a row. P becomes 0 in a `fully_masked` row. There the
+// split LSE is finite, since the product multiplies it by 0, too.
 CUTE_DEVICE void store_statistics(SplitStatistic* lse_at, SplitStatistic* delta_at, float lse,
                                   float delta, bool fully_masked, float softmax_scale) {
   *lse_at = split(fully_masked ? -1e38f : -lse / softmax_scale);
@@ -62,9 +62,9 @@ CUTE_DEVICE float sum_of_threads(float x) {
   return sum;
 }
 
-// A CTA per block of the row grid and head. A row that sees nothing, or is padding, gets P = 0
-// and D = 0, whatever its gradients are. With a sink LSE counts it, and that of a token is -inf
-// only if the sink is; padding has -inf all the same.
+// A CTA per block of padded rows and head. A fully masked row, or padding, gets P = 0 and D = 0,
+// whatever its gradients are. With a sink, LSE counts it: then the LSE of a token is -inf only if
+// the sink is. Padding has -inf all the same.
 template <class Shapes>
 __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessCtas)
     preprocess_kernel(__grid_constant__ PreprocessArgs const a) {

@@ -33,9 +33,9 @@ CUTE_DEVICE int fetch_item(int32_t* counter, typename Shapes::SharedStorage& sme
 }
 
 // One thread: fetches work items from the counter and decodes them block by block. It fetches the
-// next item while the last blocks of this one are loaded. The first one comes from the counter,
-// too: a CTA that finds no room on the GPU then holds no item whose turn others wait for. The
-// thread has few registers, so it reads values again rather than keep them.
+// next item while the last blocks of this one are loaded. The first item comes from the counter,
+// too: so a CTA that finds no room on the GPU holds no item whose dQ others wait for. The thread
+// has few registers: it reads values again instead of holding them.
 template <class Shapes>
 CUTE_DEVICE void fetch_row_blocks(BackwardParams const& p, typename Shapes::SharedStorage& smem) {
   constexpr int M = Shapes::M, N = Shapes::N;

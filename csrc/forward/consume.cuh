@@ -1,7 +1,7 @@
 // A consumer warpgroup of the forward: 64 query rows of every tile of its CTA.
 //
-// S(j) = Q K(j)^T of block j, P(j) = softmax of S(j), O += P(j) V(j). Warpgroups issue products in
-// turns (ping-pong): one computes its softmax under the products of others. With two of them:
+// S(j) = Q K(j)^T of block j, P(j) = softmax of S(j), O += P(j) V(j). Warpgroups issue products one
+// after the other (ping-pong): one computes its softmax during the products of others. With two:
 //
 //   warpgroup 0 | issue S(j+1), PV(j) | softmax(j+1)        | issue S(j+2), PV(j+1) | softmax(j+2)
 //   warpgroup 1 | softmax(j)          | issue S(j+1), PV(j) | softmax(j+1)          | issue ...
@@ -45,17 +45,18 @@ struct ForwardConsumer {
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
-  // Warps may see nothing of a tile's first blocks: they take their maximum in the first they see.
+  // A tile's first blocks may be masked for all rows of a warp. Its rows then take their maximum in
+  // the first block that they attend to.
   static constexpr bool kHidesRows = (Shapes::M > N || Shapes::Quantised) && !kPolicy.sums_rounded;
   static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
-  // The accumulator takes O of earlier hops; that of e4m3 products has too few bits for it.
+  // The accumulator begins with O of earlier hops; that of e4m3 products has too few bits for it.
   static constexpr bool kResumes = !Shapes::QuantisedV, kRescalesRows = Shapes::QuantisedV;
 
   ForwardParams<Shapes> const& p;
   Shared& smem;
   Refill const& refill;
   int const thread, warpgroup, lane, warp;
-  int const q_part;  // of Q, which holds the warpgroup's rows
+  int const q_part;  // the part of Q with the warpgroup's rows
   int const row;     // of the tile; the thread holds this one and row + 8
 
   typename Shapes::MmaS mma_s;
@@ -77,10 +78,10 @@ struct ForwardConsumer {
   PipelineState<Shapes::QStages> q_stage;
   PipelineState<kWorkDepth> work_stage;
   bool o_empty = true;               // the next P V overwrites O
-  float o_scale[2];                  // by which rows of O are multiplied
-  int valid_rows = N;                // rows of the V of the last P that belong to its span
+  float o_scale[2];                  // factors of rows of O
+  int valid_rows = N;                // rows of V, of the block of the last P, that are its span's
   bool more_tiles;                   // work_stage holds a tile
-  Blocks block;                      // whose S comes next, or is here
+  Blocks block;                      // the block of the S that comes next, or is here
   OnlineSoftmax<ElementPV> softmax;  // of this tile
   RowScales<Shapes> row_scales;      // of this tile
   float earlier_lse[2];              // of this tile, from earlier hops
@@ -122,7 +123,7 @@ struct ForwardConsumer {
         self.attend_tile();
       } while (more_tiles);
     }
-    if (warpgroup == 0) order().wait();  // the last turn, which nobody else takes
+    if (warpgroup == 0) order().wait();  // for the last arrival, which nobody else waits for
     tma_store_wait<0>();                 // until then the stores read shared memory
   }
 
@@ -141,7 +142,7 @@ struct ForwardConsumer {
     finish_tile();
   }
 
-  // What the softmax needs of the tile of work_stage, which may not have begun.
+  // Begins the tile of work_stage: its softmax, and the LSE of earlier hops.
   CUTE_DEVICE void begin_tile() {
     WorkItem const& work = smem.work[work_stage.index()];
     softmax = OnlineSoftmax<ElementPV>(work.use_row_max);
@@ -173,13 +174,13 @@ struct ForwardConsumer {
       softmax.template exponentiate<0, kSize>(scores(), prob, sum, scale());
       to_operand<ElementPV>(prob, fP);
       if (!softmax.accumulate(sum)) rescale_slow_path(*this, sum);
-    } else {  // a shift from the maximum makes P exact in a row that sees one key
+    } else {  // a shift from the maximum makes P exact in a row that attends to one key
       rescale_rows(*this, softmax.begin());
     }
   }
 
-  // Unmasked blocks, without rare cases. A warp leaves the loop behind a block whose sums do not
-  // fit and returns to it before the next one. Returns false if `rescale_slow_path` must follow.
+  // Unmasked blocks, without rare cases. A warp leaves the loop after a block whose sums do not fit
+  // and returns to it before the next one. Returns false if `rescale_slow_path` must follow.
   CUTE_DEVICE bool unmasked_loop(float (&sum)[2][2]) {
     int const before = unmasked;
     bool fits;
@@ -215,7 +216,8 @@ struct ForwardConsumer {
     return softmax.accumulate(sum);
   }
 
-  // P V of the block before runs beside S of this block, and beside its softmax. Waits for S.
+  // Issues P V of the block before, which runs concurrently with S of this block and its softmax.
+  // Waits for S.
   CUTE_DEVICE void start_block() {
     promoted.promote(o, o_empty);
     order().wait();
@@ -227,7 +229,7 @@ struct ForwardConsumer {
     finish_qk();
   }
 
-  // P of a first part of S. The fence keeps it above the wait for P V.
+  // P of a first part of S. The fence stops the compiler from moving it below the wait for P V.
   CUTE_DEVICE void early_part(auto const& s, float (&sum)[2][2]) {
     sum[0][0] = sum[0][1] = sum[1][0] = sum[1][1] = 0.f;
     softmax.template exponentiate<0, kEarly>(s, prob, sum, scale());
@@ -242,7 +244,14 @@ struct ForwardConsumer {
     to_operand<ElementPV, kEarly, kSize>(prob, fP);
   }
 
-  // The last P V of a tile, and its epilogue.
+  // The last P V of a tile, and its epilogue. With two stages of Q the next tile overlaps them:
+  //
+  //   wgmma       | S of the next tile, PV(last)               |
+  //   registers   | LSE and weight of O | begin the next tile  | wait for both | store O, LSE
+  //
+  // The LSE of a first hop is stored during the products (`early_lse`). A later hop waits: an item
+  // that is issued again reads the LSE of earlier hops. With use_row_max only the recorded rows are
+  // stored. With one stage of Q, PV(last) runs alone, and S of the next tile follows the stores.
   CUTE_DEVICE void finish_tile() {
     zero_tail_of_v();
     if constexpr (!kPolicy.releases_q_early) release_q();
@@ -273,7 +282,7 @@ struct ForwardConsumer {
     }
     finish_pv();
     promoted.finish(o);
-    // With one stage of Q no registers are left for it beside a product.
+    // With one stage of Q no registers are left for it during a product.
     if constexpr (!kTwoQ) finish_lse(work, lse);
     store_tile(*this, work, inside, use_row_max, early_lse, lse);
     __syncwarp();
@@ -315,7 +324,7 @@ struct ForwardConsumer {
     issue(mma_o, fP, fV(_, _, _, v_stage.index()), o, !o_empty);
   }
 
-  // Issues S of the next block and P V of the last one; without overlap one after the other.
+  // Issues S of the next block and P V of the last one; without overlap, P V ends first.
   __device__ void qk_and_pv() {
     if constexpr (Shapes::Overlap) {
       qk(s);
@@ -342,16 +351,18 @@ struct ForwardConsumer {
     v_stage.advance();
   }
 
-  // Every warpgroup does it for itself.
+  // Zeroes rows of V from valid_rows on, which belong to the next segment. P is 0 there, but
+  // 0 * inf is NaN. Each warpgroup does it before its own P V. Several may do so for one stage, and
+  // one may read it already: all store the same zeros, and it has stored them, too.
   __device__ void zero_tail_of_v() {
-    if (Shapes::QuantisedV || valid_rows == N) return;  // e4m3 tiles have zeroes there
+    if (Shapes::QuantisedV || valid_rows == N) return;  // e4m3 tiles have zeros there
     smem.v_full[v_stage.index()].wait(v_stage.phase());
     zero_tail_rows_of_v<Shapes>(smem, v_stage.index(), valid_rows, thread);
     order().sync();
   }
 
-  // Goes to the next block and waits for its K. Behind a tile's last block it does what the policy
-  // puts before that block's softmax.
+  // Steps to the next block and waits for its K. After a tile's last block it takes the steps that
+  // the policy puts before that block's softmax.
   __device__ void next_block() {
     valid_rows = block.valid_rows();
     more_blocks = true;

@@ -40,8 +40,8 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box
   }
 }
 
-// Of rows whose last block is in P: the LSE, and the factor `weight` that normalises O after the
-// last product. The last hop counts the sink.
+// Rows whose last block is in P: computes the LSE, and the factor `weight` that normalises O after
+// the last product. The last hop counts the sink.
 template <class Shapes, class Element>
 CUTE_DEVICE void finish_rows(ForwardParams<Shapes> const& p, WorkItem const& work,
                              OnlineSoftmax<Element> const& rows, float (&weight)[2],
@@ -95,7 +95,7 @@ CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& wo
   }
 }
 
-// Whether the two rows of a lane hold finite numbers below 1e18. Larger ones may count as not
+// Whether the two rows of a lane hold finite numbers below 1e18. Larger numbers may count as not
 // finite: their squares overflow.
 template <class Output>
 CUTE_DEVICE void finite_rows(Output const& o, bool (&finite)[2]) {
@@ -109,9 +109,11 @@ CUTE_DEVICE void finite_rows(Output const& o, bool (&finite)[2]) {
   finite[1] = fabsf(probe[1][0] + probe[1][1]) < INFINITY;
 }
 
-// Which of its two rows a lane stores, the same in a quad: those of the tile that are finite; the
-// work item records the others. Of a strict item, the rows that it records. If the queue repeats no
-// item, all rows of the tile.
+// The rows that a lane stores of its two, the same in a quad:
+//
+//   the queue repeats no item   all rows of the tile
+//   the first pass              rows of the tile that are finite; the work item records the others
+//   a pass with use_row_max     the rows that the item has recorded
 template <bool Repeats>
 CUTE_DEVICE void select_rows(WorkItem& work, bool const (&finite)[2], int warp, int row, int lane,
                              bool (&stored)[2]) {
@@ -143,8 +145,8 @@ CUTE_DEVICE void store_lse(ForwardParams<Shapes> const& p, WorkItem const& work,
 }
 
 // Stores the normalised O of a warp's 16 rows, those that are `stored`: the output dtype if the
-// tile is kLast, else the float32 partial output. `box` is the warp's place in shared memory, `all`
-// tells that every row of the warp is stored. A quad of lanes holds two rows, 8 apart.
+// tile is kLast, else the float32 partial output. `box` is the warp's box in shared memory. `all`:
+// every row of the warp is stored. A quad of lanes holds two rows, 8 apart.
 template <class Shapes, class Output>
 CUTE_DEVICE void store_rows(ForwardParams<Shapes> const& p, WorkItem const& work, int warp,
                             int lane, Output const& o, bool const (&stored)[2], bool all,

@@ -1,7 +1,8 @@
-// Rows of a consumer whose P is out of range, or near it. `Consumer` is a `ForwardConsumer`.
+// The slow path of a consumer: rows whose P is out of range, or near it. `Consumer` is a
+// `ForwardConsumer`.
 //
-// E4M3 P is out of range more often than P in 16 bits, so rows of it are rescaled alone: row 0 or 1
-// of every lane costs half of a warp's elements.
+// E4M3 P is out of range more often than P in 16 bits, so its rows are rescaled one by one: row 0
+// or row 1 of every lane costs half of a warp's elements.
 #pragma once
 
 #include "forward/softmax.cuh"

@@ -96,9 +96,9 @@ CUTE_DEVICE void scale_row(Output& o, float by) {
 //                     computes P again. With kUseRowMax every block does so.
 //
 // A row's first block takes its maximum as the shift, or with `FromZero` leaves the shift at
-// kStart if its largest sum lies in [kLeast, kFirst]. E4M3 P has no middle case: kRaise ==
-// kLargest. So few blocks compute a maximum, and in the fast path none waits for one between S and
-// P.
+// kStart if its largest sum lies in [kLeast, kFirst]. E4M3 P has no middle case, since kRaise
+// equals kLargest, and adds a NaN to the total. So few blocks compute a maximum, and in the fast
+// path none waits for one between S and P.
 template <class Element>
 struct OnlineSoftmax {
   using Range = SumRange<Element>;

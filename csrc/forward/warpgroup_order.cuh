@@ -1,12 +1,13 @@
-// The turns in which the consumer warpgroups issue their products, by named barriers.
+// The order in which the consumer warpgroups issue their products, by named barriers.
 #pragma once
 
 #include "forward/shapes.cuh"
 
 namespace ringfa3 {
 
-// Of one warpgroup. Named barriers [0, Consumers) are the turns, [Consumers, 2 Consumers) belong to
-// one warpgroup each.
+// As CUTLASS's OrderedSequenceBarrier: a warpgroup waits until the one before it has arrived,
+// issues its products, and arrives for the next one. Warpgroup w waits at named barrier w; the
+// barriers [Consumers, 2 Consumers) belong to one warpgroup each.
 template <class Shapes>
 struct WarpgroupOrder {
   int const warpgroup;

@@ -8,11 +8,12 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Of Q and K: a product of two is a normal float32, so -inf times it is -inf. Of V: the least
-// normal float32, of which e4m3 has steps below those of bfloat16.
+// The least scale of Q and K: a product of two is a normal float32, so -inf times it is -inf. The
+// least scale of V: the least normal float32. E4M3 numbers times it have smaller steps than the
+// smallest bfloat16 numbers.
 constexpr float kLeastScale = 0x1p-60f, kLeastVScale = 0x1p-126f;
 
-// E4M3 keeps NaN, so a key that is not finite leaves the scale of its tile alone.
+// E4M3 has NaN, so a key that is not finite does not change the scale of its tile.
 struct E4M3 {
   static constexpr float kLargest = 448.f;
   static constexpr float kLost = NAN;  // a number of a row that is not finite
