@@ -19,7 +19,7 @@ template <class Shapes>
 struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
   using Base = ForwardConsumer<Shapes, NoRefill>;
   using Base::Base, Base::block, Base::s, Base::prob, Base::fP, Base::softmax;
-  typename Base::FragmentS ahead;  // S (64, N) of the block behind `block`
+  typename Base::FragmentS ahead;  // S (64, N) of the block after `block`
 
   CUTE_DEVICE void run() { Base::run(*this); }
 
@@ -46,7 +46,7 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
   static constexpr int kEarly = 16;
 
   // A later block, whose S is here: issues P V of the block before, and S of the next one if there
-  // `IsNext`. Its softmax runs beside both.
+  // `IsNext`. Its softmax runs concurrently with both.
   template <bool IsNext>
   CUTE_DEVICE void attend_block() {
     if constexpr (IsNext) this->wait_for_k();
@@ -65,7 +65,7 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
     to_operand<ElementPV, 0, kEarly>(prob, fP);
     softmax.template exponentiate<kEarly, Base::kSize>(s, prob, sum, this->p.scale_log2);
     to_operand<ElementPV, kEarly, Base::kSize>(prob, fP);
-    // Branches that change O or P beside a product would make ptxas serialise every wgmma.
+    // Branches that change O or P during a product would make ptxas serialise every wgmma.
     warpgroup_wait<0>();
     if (!softmax.accumulate(sum)) rescale_slow_path<Base>(*this, sum);
     if constexpr (IsNext) {

@@ -4,7 +4,7 @@
 // product loads by TMA, keys in the product's order (csrc/quantise/values.cuh). Consumers are the
 // product's.
 //
-// Rows of V behind the end of a segment must be finite.
+// Rows of V after the end of a segment must be finite.
 //
 // Letters in shapes: N keys of a block, D head dim, S stages.
 #pragma once
@@ -90,7 +90,7 @@ CUTE_DEVICE void transpose_blocks(typename Shapes::SharedStorage& smem, int tran
   }
 }
 
-// Ends the transposers. `stage` is the one behind the last V.
+// Ends the transposers. `stage` is the one after the last V.
 template <class Shapes>
 CUTE_DEVICE void end_transposers(typename Shapes::SharedStorage& smem,
                                  PipelineState<Shapes::Stages> stage) {

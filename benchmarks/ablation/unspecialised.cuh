@@ -29,7 +29,7 @@ template <class Shapes>
 struct Unspecialised : Shapes {
   static constexpr int Producers = 0;
   static constexpr int Threads = kWarpgroup * Shapes::Consumers;
-  // Beside the loads, more early elements spill.
+  // With the loads, more early elements spill.
   static constexpr ForwardPolicy kPolicy = [] {
     ForwardPolicy policy = Shapes::kPolicy;
     policy.early_elements = 16;
