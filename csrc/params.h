@@ -1,28 +1,28 @@
 // Plain data that crosses from Python into the kernels. ringfa3/planning/{tiling,work_split}.py and
-// ringfa3/kernels/{launch,forward,backward,own_rows,quantise}.py mirror it field by field.
+// ringfa3/kernels/{launch,forward,backward,valid_rows,quantise}.py mirror it field by field.
 #pragma once
 
 #include <cstdint>
 
 namespace ringfa3 {
 
-// A rectangle of scores with a diagonal band: row r of [q0, q1) sees column c of [k0, k1) iff
-// lo <= (c - k0) - (r - q0) <= hi.
+// A rectangle of scores with a diagonal band: row r of [q0, q1) attends to column c of [k0, k1)
+// iff lo <= (c - k0) - (r - q0) <= hi.
 struct Span {
   int32_t q0, q1, k0, k1, lo, hi;
-  int32_t arrival;  // the word that these keys wait for; 0: they are here
-  int32_t grid_q0;  // q0 in padded rows, see RowGrid
+  int32_t arrival;    // the number of the arrival flag of these keys; 0: they are here
+  int32_t padded_q0;  // q0 in padded rows, see PaddedRows
 };
 
 // Rows [row0, row0 + rows), which visit spans [first_span, first_span + num_spans).
 struct Tile {
   int32_t row0, rows, first_span, num_spans;
-  int32_t flags;      // TileFlags
-  int32_t grid_row0;  // row0 in padded rows
+  int32_t flags;        // TileFlags
+  int32_t padded_row0;  // row0 in padded rows
 };
 
-// Of the rows over all hops. kFirst: there is no partial output to merge with. kLast: store the
-// output dtype.
+// The rows of a tile over all hops. kFirst: there is no partial output to merge with. kLast: store
+// the output dtype.
 enum TileFlags : int32_t { kFirst = 1, kLast = 2 };
 
 // A (tokens, heads, head_dim) tensor; strides in elements, the last one is 1. Attention kernels
@@ -43,8 +43,8 @@ struct ForwardArgs {
   float const* sink;  // (heads,), natural logarithm, in the softmax of kLast tiles; null: none
   Tile const* tiles;  // in the order in which they are fetched
   Span const* spans;
-  int32_t const* arrivals;  // word n, n < 32: not 0 once the keys of spans with that number are
-                            // here; null if no span has a number
+  int32_t const* arrivals;  // arrival flags: flag n, n < 32, is not 0 once the keys of spans with
+                            // that number are here; null if no span has a number
   uint32_t* counter;        // work items fetched; 0 before and after the launch
   int32_t num_tiles;
   int32_t head_section;  // query heads that run together, whole groups
@@ -52,7 +52,7 @@ struct ForwardArgs {
   float softmax_scale;
 };
 
-// Of 8-bit operands, as the quantisation makes them. A key tile is a `KeyTile`.
+// The scales of 8-bit operands, as the quantisation makes them. A key tile is a `KeyTile`.
 struct OperandScales {
   float const* q_scale;       // (heads, tokens)
   float const* k_offset;      // (heads, tokens), q times the mean of K
@@ -70,8 +70,8 @@ struct QuantisedForwardArgs {
   OperandScales scales;
 };
 
-// A block of the row grid: tokens [row0, row0 + rows), then padding up to M rows.
-struct GridBlock {
+// A block of padded rows: tokens [row0, row0 + rows), then padding up to M rows.
+struct PaddedBlock {
   int32_t row0, rows;
 };
 
@@ -81,12 +81,12 @@ struct alignas(16) SplitStatistic {
   uint16_t parts[3], zero[5];
 };
 
-// The padded rows of a backward: their statistics and the float32 dQ keep their place in it over
-// all hops. Every query segment begins with a new block of M rows, see `Plan.row_grid`.
-struct RowGrid {
-  GridBlock const* blocks;
+// The padded rows of a backward: all hops share their statistics and the float32 dQ. Every query
+// segment begins with a new block of M rows, see `Plan.padded_rows`.
+struct PaddedRows {
+  PaddedBlock const* blocks;
   void* statistics;  // (heads, num_blocks, 2, M), LSE and D = rowsum(dO * O) - dLSE, as
-                     // `BackwardShapes::Statistic`; P = 0 in rows that see nothing, and in padding
+                     // `BackwardShapes::Statistic`; P = 0 in fully masked rows, and in padding
   float* dq;         // (heads, num_blocks, M * D), dQ tiles of (64, 64) in the accumulators' order
   int64_t num_blocks;
 };
@@ -110,8 +110,8 @@ struct PreprocessArgs {
   int64_t lse_head_stride, dlse_head_stride;
   float const* sink;  // (heads,), natural logarithm; null: none, or it needs no gradient
   float* dsink;       // (heads, num_blocks), of the rows of each block
-  RowGrid grid;
-  int32_t* words;  // counters and turns of all launches of the pass
+  PaddedRows padded;
+  int32_t* words;  // counters and dQ semaphores of all launches of the pass
   int64_t num_words;
   float softmax_scale;
 };
@@ -119,12 +119,13 @@ struct PreprocessArgs {
 struct BackwardArgs {
   Tensor3 q, dout, k, v;
   Tensor3 dk, dv;  // float32 if `float32_grads`, else the dtype of k
-  RowGrid grid;
+  PaddedRows padded;
   WorkUnit const* work_units;  // in the order in which they are fetched
   Span const* spans;
   int32_t const* earlier;  // (spans,), see `Tiling.earlier`
   int32_t* counter;        // work items fetched; 0 before the launch
-  int32_t* turns;  // (heads, num_blocks, dQ tiles), zeros before the launch; null: dQ in any order
+  int32_t* dq_semaphore;  // (heads, num_blocks, dQ tiles), zeros before the launch; null: dQ in any
+                          // order
   int32_t num_work_units;
   int32_t head_section;  // KV heads that run together
   int32_t num_ctas;
@@ -134,12 +135,12 @@ struct BackwardArgs {
 
 struct PostprocessArgs {
   Tensor3 dq;
-  RowGrid grid;
+  PaddedRows padded;
   float softmax_scale;
 };
 
-// Which tokens of a rank its peers see. Token t is their row position[t] or, without a table,
-// t - first; it is none of them outside [0, count).
+// The tokens of a rank that it publishes to its peers. Token t is published row position[t] or,
+// without a table, t - first. A number outside [0, count) is no row.
 struct PublishedRows {
   int32_t const* position;  // (tokens,); null: tokens from `first` on
   int32_t first, count;

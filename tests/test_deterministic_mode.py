@@ -60,7 +60,7 @@ CALLS: dict[str, Attend] = {
 def _turns(kernels: FakeKernels) -> list[bool]:
     """Of each backward kernel that has been launched: whether dQ is added in turns."""
     launched = (x for x in kernels.take() if x.name == "backward")
-    return [bool(BackwardArgs.from_buffer_copy(x.words).turns) for x in launched]
+    return [bool(BackwardArgs.from_buffer_copy(x.words).dq_semaphore) for x in launched]
 
 
 def _inputs() -> list[torch.Tensor]:

@@ -1,11 +1,12 @@
 // The forward with the three-stage pipeline of FlashAttention-3's Appendix B.3: S is computed one
-// block ahead, so that a block's softmax runs beside two products of its warpgroup.
+// block ahead, so that a block's softmax runs concurrently with two products of its warpgroup.
 //
 //   wgmma       | P V(j-1)                      | S(j+1)             |
 //   registers   | mask, exp2 of a first part    | exp2 of the rest, P(j) | rescale, if rows need it
 //
 // A warpgroup needs the registers of one more S. S(j+1) is copied to those of S(j): a loop over two
-// blocks, in which the two change places, spills more. Turns, loads and epilogue are the product's.
+// blocks, in which the two alternate, spills more. The warpgroups' order, loads and epilogue are
+// the product's.
 #pragma once
 
 #include "forward/kernel.cuh"
@@ -18,7 +19,7 @@ template <class Shapes>
 struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
   using Base = ForwardConsumer<Shapes, NoRefill>;
   using Base::Base, Base::block, Base::s, Base::prob, Base::fP, Base::softmax;
-  typename Base::FragmentS ahead;  // S (64, N) of the block behind `block`
+  typename Base::FragmentS ahead;  // S (64, N) of the block after `block`
 
   CUTE_DEVICE void run() { Base::run(*this); }
 
@@ -28,9 +29,9 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
     bool const alone = is_last_block();
     this->next_block();
     if (!alone) {
-      this->turns().await();
+      this->order().wait();
       this->qk(s);
-      this->turns().pass();
+      this->order().arrive();
       warpgroup_wait<0>();
       this->finish_qk();
       while (!is_last_block()) attend_block<true>();
@@ -45,15 +46,15 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
   static constexpr int kEarly = 16;
 
   // A later block, whose S is here: issues P V of the block before, and S of the next one if there
-  // `IsNext`. Its softmax runs beside both.
+  // `IsNext`. Its softmax runs concurrently with both.
   template <bool IsNext>
   CUTE_DEVICE void attend_block() {
     if constexpr (IsNext) this->wait_for_k();
-    this->clear_foreign_v();
-    this->turns().await();
+    this->zero_tail_of_v();
+    this->order().wait();
     this->pv();
     if constexpr (IsNext) this->qk(ahead);
-    this->turns().pass();
+    this->order().arrive();
     this->o_empty = false;
     if (this->unmasked == 0) apply_mask(s, block, this->row, this->lane);
     float sum[2][2] = {};
@@ -64,9 +65,9 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
     to_operand<ElementPV, 0, kEarly>(prob, fP);
     softmax.template exponentiate<kEarly, Base::kSize>(s, prob, sum, this->p.scale_log2);
     to_operand<ElementPV, kEarly, Base::kSize>(prob, fP);
-    // Branches that change O or P beside a product would make ptxas serialise every wgmma.
+    // Branches that change O or P during a product would make ptxas serialise every wgmma.
     warpgroup_wait<0>();
-    if (!softmax.accumulate(sum)) settle_sums<Base>(*this, sum);
+    if (!softmax.accumulate(sum)) rescale_slow_path<Base>(*this, sum);
     if constexpr (IsNext) {
       warpgroup_fence_operand(ahead);
       copy(ahead, s);

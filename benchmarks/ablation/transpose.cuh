@@ -4,7 +4,7 @@
 // product loads by TMA, keys in the product's order (csrc/quantise/values.cuh). Consumers are the
 // product's.
 //
-// Rows of V behind the end of a segment must be finite.
+// Rows of V after the end of a segment must be finite.
 //
 // Letters in shapes: N keys of a block, D head dim, S stages.
 #pragma once
@@ -36,7 +36,7 @@ struct RowLoads {
   using Shared = typename Shapes::SharedStorage;
 
   CUTE_DEVICE void load(ForwardParams<Shapes> const& p, Shared& smem,
-                        Pipeline<Shapes::Stages> stage, int at, WorkItem const& work) const {
+                        PipelineState<Shapes::Stages> stage, int at, WorkItem const& work) const {
     int const i = stage.index();
     smem.rows_empty[i].wait(stage.phase() ^ 1);
     load_box<Shapes::N, Shapes::D>(p.v, smem.rows_full[i], smem.rows[i], at, work.kv_head);
@@ -59,7 +59,7 @@ CUTE_DEVICE void transpose_blocks(typename Shapes::SharedStorage& smem, int tran
   uint32_t const to = (16 * (m / 2) + to_channel) * 128, to_key = to_channel % 8;
   bool const upper = lane / 4 >= 4;
   uint32_t const first = upper ? 0x7531 : 0x6420, second = upper ? 0x6420 : 0x7531;
-  Pipeline<Shapes::Stages> stage;
+  PipelineState<Shapes::Stages> stage;
   while (true) {
     int const i = stage.index();
     smem.rows_full[i].wait(stage.phase());
@@ -90,10 +90,10 @@ CUTE_DEVICE void transpose_blocks(typename Shapes::SharedStorage& smem, int tran
   }
 }
 
-// Ends the transposers. `stage` is the one behind the last V.
+// Ends the transposers. `stage` is the one after the last V.
 template <class Shapes>
 CUTE_DEVICE void end_transposers(typename Shapes::SharedStorage& smem,
-                                 Pipeline<Shapes::Stages> stage) {
+                                 PipelineState<Shapes::Stages> stage) {
   smem.rows_empty[stage.index()].wait(stage.phase() ^ 1);
   *static_cast<uint32_t volatile*>(&smem.blocks) = stage.count;
   smem.rows_full[stage.index()].arrive();

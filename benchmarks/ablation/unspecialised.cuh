@@ -1,6 +1,6 @@
 // The forward without warp specialisation: a consumer thread that releases a stage refills it.
 //
-// Consumers, their turns and their softmax are the product's. Work items are not fetched from the
+// Consumers, their order and their softmax are the product's. Work items are not fetched from the
 // counter: CTA i runs items i, i + CTAs, ...
 #pragma once
 
@@ -14,22 +14,22 @@ using namespace cute;
 template <class Shapes>
 struct LoadState {
   static constexpr int kPending = 2 * Shapes::Stages;
-  BlockIterator<Shapes::N> block;  // whose K was loaded last
-  Pipeline<Shapes::Stages> k, v;   // blocks whose K, and whose V, have been loaded
-  Pipeline<Shapes::QStages> q;     // tiles whose Q has been loaded
-  Pipeline<kWorkDepth> decoded;    // work items, and behind the last one an end mark
-  uint32_t item;                   // the number of the work item of `block`
-  int32_t next;                    // the work item that is decoded next
-  uint32_t arrived;                // bit n: the keys of word n have arrived
-  int2 pending[kPending];          // (row, KV head) of blocks whose V is loaded next
-  bool ended;                      // the end mark has been set
+  BlockIterator<Shapes::N> block;      // whose K was loaded last
+  PipelineState<Shapes::Stages> k, v;  // blocks whose K, and whose V, have been loaded
+  PipelineState<Shapes::QStages> q;    // tiles whose Q has been loaded
+  PipelineState<kWorkDepth> decoded;   // work items, and after the last one an end mark
+  uint32_t item;                       // the number of the work item of `block`
+  int32_t next;                        // the work item that is decoded next
+  uint32_t arrived;                    // bit n: arrival flag n was set
+  int2 pending[kPending];              // (row, KV head) of blocks whose V is loaded next
+  bool ended;                          // the end mark has been set
 };
 
 template <class Shapes>
 struct Unspecialised : Shapes {
   static constexpr int Producers = 0;
   static constexpr int Threads = kWarpgroup * Shapes::Consumers;
-  // Beside the loads, more early elements spill.
+  // With the loads, more early elements spill.
   static constexpr ForwardPolicy kPolicy = [] {
     ForwardPolicy policy = Shapes::kPolicy;
     policy.early_elements = 16;
@@ -41,7 +41,7 @@ struct Unspecialised : Shapes {
 };
 
 // Refills the stages that `ForwardConsumer` releases, one call for each. A thread of the last
-// warpgroup does it: the other warpgroups had their turns before, so they have released the stage,
+// warpgroup does it: the other warpgroups issue before it, so they have released the stage,
 // or will do so without waiting for a later load.
 template <class Shapes>
 struct Refill {
@@ -142,7 +142,7 @@ struct Refill {
       for (int span = 0; span < min(tile.num_spans, kDecodedSpans); ++span) {
         work.spans[span] = SpanColumns(tile, p.args.spans[tile.first_span + span]);
       }
-      work.tile = tile, work.head = head, work.kv_head = head / p.group, work.strict = false;
+      work.tile = tile, work.head = head, work.kv_head = head / p.group, work.use_row_max = false;
     }
     c.ended = work.head < 0;
     smem.work_full[i].arrive();

@@ -11,11 +11,11 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Named barriers of the consumers: kTurn + w is the turn of warpgroup w, or in a pair of CTAs its
-// own barrier.
-constexpr int kCleared = 1, kTurn = 2;
+// Named barriers of the consumers. At kWarpgroupBarrier + w warpgroup w waits for its order to
+// issue products; in a pair of CTAs this barrier belongs to the warpgroup alone.
+constexpr int kZeroed = 1, kWarpgroupBarrier = 2;
 
-// Of a pair of CTAs: the first warpgroup's dQ tile of a block. The second has the tile after it.
+// In a pair of CTAs: the first warpgroup's dQ tile of a block. The second has the tile after it.
 CUTE_DEVICE int first_dq_tile() { return 2 * block_rank_in_cluster(); }
 
 // One warpgroup: hands a dQ tile of its `count`-th block to the writer warp, which issues the proxy
@@ -24,7 +24,7 @@ template <class Shapes, class Accumulator>
 CUTE_DEVICE void send_dq(typename Shapes::SharedStorage& smem, Accumulator const& dq,
                          uint32_t count, int warpgroup) {
   int const thread = threadIdx.x % kWarpgroup;
-  Pipeline<1> const stage{count};
+  PipelineState<1> const stage{count};
   smem.dq_empty[warpgroup].wait(stage.phase() ^ 1);
   auto* const to = reinterpret_cast<float4*>(smem.dq[warpgroup]) + thread;
   CUTE_UNROLL
@@ -38,8 +38,9 @@ CUTE_DEVICE void send_dq(typename Shapes::SharedStorage& smem, Accumulator const
 // One warpgroup: adds a dQ tile itself, from registers. Where a CTA has 64 keys, dQ would be most
 // of the shared-memory traffic.
 template <class Accumulator>
-CUTE_DEVICE void add_dq(float* grid_dq, Accumulator const& dq, int number) {
-  float* const to = grid_dq + static_cast<int64_t>(number) * kDqTile + threadIdx.x % kWarpgroup * 4;
+CUTE_DEVICE void add_dq(float* padded_dq, Accumulator const& dq, int number) {
+  float* const to =
+      padded_dq + static_cast<int64_t>(number) * kDqTile + threadIdx.x % kWarpgroup * 4;
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) {
     asm volatile(
@@ -49,53 +50,56 @@ CUTE_DEVICE void add_dq(float* grid_dq, Accumulator const& dq, int number) {
   }
 }
 
-// One thread of a CTA whose consumers add their dQ tiles themselves: awaits the turn of each block,
-// for one warpgroup after the other, and ends it when the warpgroup has added its tile.
+// Deterministic dQ at d256: one thread orders the additions of the consumers, which add their tiles
+// themselves. For each row block it waits until a warpgroup's semaphore equals the number of key
+// tiles that add earlier, and lets the warpgroup add. Once the tile is added, it publishes order
+// + 1. Both warpgroups are let in before it waits for either: they add different tiles and may
+// overlap.
 template <class Shapes>
-CUTE_DEVICE void keep_turns(BackwardArgs const& a, typename Shapes::SharedStorage& smem) {
-  for (Pipeline<1> stage;; stage.advance()) {
-    Pipeline<Shapes::BlockDepth> const at{stage.count};
+CUTE_DEVICE void order_dq(BackwardArgs const& a, typename Shapes::SharedStorage& smem) {
+  for (PipelineState<1> stage;; stage.advance()) {
+    PipelineState<Shapes::BlockDepth> const at{stage.count};
     smem.block_ready[at.index()].wait(at.phase());
     RowBlock const& block = smem.blocks[at.index()];
     if (block.head < 0) return;
-    int const turn = dq_turn<Shapes::M, Shapes::TileN>(a.spans, a.earlier, block.span, block.token,
-                                                       block.tile_row);
-    int32_t* const words = a.turns + block.target * Shapes::DqTiles + first_dq_tile();
+    int const order = dq_order<Shapes::M, Shapes::TileN>(a.spans, a.earlier, block.span,
+                                                         block.token, block.tile_row);
+    int32_t* const semaphores = a.dq_semaphore + block.target * Shapes::DqTiles + first_dq_tile();
     smem.block_done[at.index()].arrive();
     CUTE_NO_UNROLL
     for (int w = 0; w < Shapes::Consumers; ++w) {
-      wait_for_turn(words + w, turn);
-      smem.dq_turn[w].arrive();
+      wait_for_semaphore(semaphores + w, order);
+      smem.dq_granted[w].arrive();
     }
     CUTE_NO_UNROLL
     for (int w = 0; w < Shapes::Consumers; ++w) {
       smem.dq_added[w].wait(stage.phase());
-      signal_turn(words + w, turn + 1);
+      set_semaphore(semaphores + w, order + 1);
     }
   }
 }
 
-// One thread, the writer of a warpgroup's dQ tiles: adds them to global memory, in turns if these
-// are kept.
+// One thread, the writer of a warpgroup's dQ tiles: adds them to global memory; with dq_semaphore
+// in the order that it holds.
 template <class Shapes>
 CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Shapes::SharedStorage& smem,
                           int warpgroup) {
   float const* const from = smem.dq[warpgroup];
-  for (Pipeline<1> stage;; stage.advance()) {
+  for (PipelineState<1> stage;; stage.advance()) {
     static_assert(Shapes::DqTilesEach == 1);
-    Pipeline<Shapes::BlockDepth> const at{stage.count};
+    PipelineState<Shapes::BlockDepth> const at{stage.count};
     smem.block_ready[at.index()].wait(at.phase());
     RowBlock const& block = smem.blocks[at.index()];
     if (block.head < 0) return;
     smem.dq_full[warpgroup].wait(stage.phase());
-    int32_t const number = block.target * Shapes::DqTiles + warpgroup, turn = block.turn;
+    int32_t const number = block.target * Shapes::DqTiles + warpgroup, order = block.dq_order;
     smem.block_done[at.index()].arrive();
     cutlass::arch::fence_view_async_shared();  // after the consumers' stores
-    if (a.turns) {
-      wait_for_turn(a.turns + number, turn);
+    if (a.dq_semaphore) {
+      wait_for_semaphore(a.dq_semaphore + number, order);
       asm volatile("fence.proxy.async.global;" ::: "memory");
     }
-    float* const to = a.grid.dq + static_cast<int64_t>(number) * kDqTile;
+    float* const to = a.padded.dq + static_cast<int64_t>(number) * kDqTile;
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
         "r"(cast_smem_ptr_to_uint(from)), "n"(kDqTile * sizeof(float))
@@ -103,10 +107,10 @@ CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Shapes::SharedStorage&
     tma_store_arrive();
     tma_store_wait<0>();  // the copy has read shared memory
     smem.dq_empty[warpgroup].arrive();
-    if (a.turns) {
+    if (a.dq_semaphore) {
       asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // the copy has written
       asm volatile("fence.proxy.async.global;" ::: "memory");
-      signal_turn(a.turns + number, turn + 1);
+      set_semaphore(a.dq_semaphore + number, order + 1);
     }
   }
 }

@@ -1,7 +1,7 @@
 // FlashAttention-3 backward (Appendix B.1 of the paper) over the work units of a plan.
 //
-// A persistent CTA keeps a tile of K and V in shared memory and iterates over the row blocks that
-// see it, for all query heads of a work unit, with dK and dV in registers. S^T and dP^T are
+// A persistent CTA holds a tile of K and V in shared memory and iterates over the row blocks that
+// attend to it, for all query heads of a work unit, with dK and dV in registers. S^T and dP^T are
 // computed transposed, so that P^T is the A operand of dV += P^T dO in the registers where it was
 // computed, and dS^T that of dK += dS^T Q. For dQ = dS K, dS goes through shared memory. dQ is
 // added to global memory in float32.
@@ -11,8 +11,8 @@
 // as many numbers are added to dQ.
 //
 // One producer warpgroup gives most of its registers away: its warps load (load.cuh), fetch work
-// (work_queue.cuh), and write the dQ of one consumer warpgroup each, or keep the turns in which the
-// consumers add it (dq_tiles.cuh), or send dS to the peer (mainloop_role_split.cuh).
+// (work_queue.cuh), and write the dQ of one consumer warpgroup each, or order the additions of the
+// consumers (dq_tiles.cuh), or send dS to the peer (mainloop_role_split.cuh).
 //
 // Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim, S stages.
 #pragma once
@@ -43,7 +43,8 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
   }
   for (int i = 0; i < Shapes::BlockDepth; ++i) {
     smem.block_ready[i].init(1);
-    smem.block_done[i].init(kPair ? kWarps + 1 + (p.args.turns != nullptr) : Shapes::Consumers);
+    smem.block_done[i].init(kPair ? kWarps + 1 + (p.args.dq_semaphore != nullptr)
+                                  : Shapes::Consumers);
   }
   for (int i = 0; i < Shapes::DoutStages; ++i) {
     smem.dout_full[i].init(kPair ? 1 : 2), smem.dout_empty[i].init(kWarps);
@@ -57,7 +58,8 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
   smem.v_full.init(1), smem.v_empty.init(Shapes::kPolicy.role_split ? 4 : kWarps);
   if constexpr (kPair) {
     smem.sent_full.init(1), smem.sent_empty.init(1);
-    for (int i = 0; i < Shapes::Consumers; ++i) smem.dq_turn[i].init(1), smem.dq_added[i].init(4);
+    for (int i = 0; i < Shapes::Consumers; ++i)
+      smem.dq_granted[i].init(1), smem.dq_added[i].init(4);
     for (int i = 0; i < Shapes::DsStages; ++i) {
       smem.ds_stored[i].init(4), smem.peer_ds_full[i].init(1);
     }
@@ -94,8 +96,8 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
     } else if constexpr (Shapes::kPolicy.role_split) {
       if (threadIdx.x < 3 * kWarp) {
         if (elect_one_sync()) send_ds<Shapes>(smem);
-      } else if (p.args.turns) {
-        if (elect_one_sync()) keep_turns<Shapes>(p.args, smem);
+      } else if (p.args.dq_semaphore) {
+        if (elect_one_sync()) order_dq<Shapes>(p.args, smem);
       }
     } else {
       if (elect_one_sync()) write_dq<Shapes>(p.args, smem, threadIdx.x / kWarp - 2);

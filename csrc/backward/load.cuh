@@ -16,30 +16,31 @@ CUTE_DEVICE void load_statistic(BackwardParams const& p,
                                 cutlass::arch::ClusterTransactionBarrier& full,
                                 typename Shapes::Statistic (&to)[Shapes::M], int target,
                                 int which) {
-  auto const* const from = static_cast<typename Shapes::Statistic const*>(p.args.grid.statistics) +
-                           (int64_t{2} * target + which) * Shapes::M;
+  auto const* const from =
+      static_cast<typename Shapes::Statistic const*>(p.args.padded.statistics) +
+      (int64_t{2} * target + which) * Shapes::M;
   full.arrive_and_expect_tx(sizeof(to));
   SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&full), to, sizeof(to));
 }
 
 // One thread: loads Q, LSE, dO and D of every block as soon as a stage is free. With the first
-// block of a work unit come V, once the unit before has issued its last dP, and K, once it has
-// ended; of a pair, also this CTA's half of the columns of the peer's K.
+// block of a work unit it loads V, once the unit before has ended its last dP, and K, once that
+// unit has ended. In a pair it also loads this CTA's half of the columns of the peer's K.
 template <class Shapes>
 CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedStorage& smem) {
   constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
   constexpr bool kDeltaWithQ = Shapes::kPolicy.role_split;  // so that dO is freed early
-  Pipeline<1> kv;
+  PipelineState<1> kv;
   for (uint32_t count = 0;; ++count) {
-    Pipeline<Shapes::QStages> const q{count};
-    Pipeline<Shapes::DoutStages> const dout{count};
-    Pipeline<Shapes::BlockDepth> const stage{count};
+    PipelineState<Shapes::QStages> const q{count};
+    PipelineState<Shapes::DoutStages> const dout{count};
+    PipelineState<Shapes::BlockDepth> const stage{count};
     smem.block_ready[stage.index()].wait(stage.phase());
     RowBlock& block = smem.blocks[stage.index()];
     if (block.head < 0) return;
-    if (!Shapes::kPolicy.role_split && p.args.turns) {
-      block.turn = dq_turn<M, Shapes::TileN>(p.args.spans, p.args.earlier, block.span, block.token,
-                                             block.tile_row);
+    if (!Shapes::kPolicy.role_split && p.args.dq_semaphore) {
+      block.dq_order = dq_order<M, Shapes::TileN>(p.args.spans, p.args.earlier, block.span,
+                                                  block.token, block.tile_row);
     }
     bool const first = block.flags & kFirstBlock;
     smem.q_empty[q.index()].wait(q.phase() ^ 1);

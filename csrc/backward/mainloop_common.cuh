@@ -1,4 +1,4 @@
-// What both kinds of consumers share: P, dS, masks, and the loop over work items.
+// Code of both consumers: P, dS, masks, and the loop over work items.
 //
 // Letters in shapes: M rows of a block of queries, N keys of a tile, D head dim.
 #pragma once
@@ -45,8 +45,8 @@ CUTE_DEVICE auto statistic_operand(SplitStatistic (&rows)[Stages][Shapes::M], in
       make_tensor(make_smem_ptr(at), typename Shapes::template SmemStatistic<Stages>{}));
 }
 
-// A operand of a product with ones, (64, 16): three columns of ones, then zeros. It is made where
-// it is used, in registers that are free there.
+// A operand of a product with ones, (64, 16): three columns of ones, then zeros. Each use makes it
+// anew, in registers that are free there.
 struct Ones {
   Tensor<ArrayEngine<bfloat16_t, 8>, Layout<Shape<Shape<_2, _2, _2>, _1, _1>>> words;
   CUTE_DEVICE explicit Ones(int lane) {
@@ -133,17 +133,17 @@ CUTE_DEVICE void apply_mask(Accumulator& x, BlockMask const& mask) {
   }
 }
 
-// `Threads` threads in a row, of which this is number `thread`: zeroes rows [owned, Rows) of a box
-// with D columns in shared memory. They are a neighbour's; their factors are 0, and 0 x inf would
-// be NaN.
+// `Threads` threads in a row, of which this is number `thread`: zeroes rows [valid_rows, Rows) of a
+// box with D columns in shared memory. These rows belong to the next segment. Their factors are 0,
+// and 0 * inf would be NaN.
 template <int Rows, int D, int Threads, class Element>
-CUTE_DEVICE void clear_foreign(Element* box, int owned, int thread, int barrier) {
+CUTE_DEVICE void zero_tail_rows(Element* box, int valid_rows, int thread, int barrier) {
   constexpr int kEights = kSlab / 8;  // of a row of a slab, 16 bytes each
   CUTE_UNROLL
   for (int slab = 0; slab < D / kSlab; ++slab) {
     auto* const to = reinterpret_cast<uint4*>(box + slab * Rows * kSlab);
     CUTE_NO_UNROLL
-    for (int i = owned * kEights + thread; i < Rows * kEights; i += Threads) {
+    for (int i = valid_rows * kEights + thread; i < Rows * kEights; i += Threads) {
       to[i] = make_uint4(0, 0, 0, 0);
     }
   }
@@ -153,21 +153,21 @@ CUTE_DEVICE void clear_foreign(Element* box, int owned, int thread, int barrier)
 
 // The same, by all consumers.
 template <class Shapes, int Rows, int D = Shapes::D>
-CUTE_DEVICE void clear_foreign(typename Shapes::Element* box, int owned) {
-  clear_foreign<Rows, D, Shapes::Consumers * kWarpgroup>(box, owned, threadIdx.x - kWarpgroup,
-                                                         kCleared);
+CUTE_DEVICE void zero_tail_rows(typename Shapes::Element* box, int valid_rows) {
+  zero_tail_rows<Rows, D, Shapes::Consumers * kWarpgroup>(box, valid_rows, threadIdx.x - kWarpgroup,
+                                                          kZeroed);
 }
 
-// All consumers: zeroes keys of K that are a neighbour's, in a tile with fewer than TileN.
+// All consumers: zeroes keys of K that belong to the next segment, in a tile with fewer than TileN.
 template <class Shapes>
-CUTE_DEVICE void clear_foreign_keys(typename Shapes::SharedStorage& smem, WorkUnit const& unit) {
+CUTE_DEVICE void zero_tail_keys(typename Shapes::SharedStorage& smem, WorkUnit const& unit) {
   if constexpr (Shapes::Ctas == 1) {
-    clear_foreign<Shapes, Shapes::N>(smem.k, unit.rows);
+    zero_tail_rows<Shapes, Shapes::N>(smem.k, unit.rows);
   } else {
     int const first = min(unit.rows, Shapes::N), second = unit.rows - first;  // keys of each CTA
     bool const is_first = block_rank_in_cluster() == 0;
-    clear_foreign<Shapes, Shapes::N>(smem.k, is_first ? first : second);
-    clear_foreign<Shapes, Shapes::N, Shapes::D / 2>(smem.peer_k, is_first ? second : first);
+    zero_tail_rows<Shapes, Shapes::N>(smem.k, is_first ? first : second);
+    zero_tail_rows<Shapes, Shapes::N, Shapes::D / 2>(smem.peer_k, is_first ? second : first);
   }
 }
 
@@ -180,8 +180,8 @@ CUTE_DEVICE auto ds_address(typename Shapes::SharedStorage& smem, int key, int l
 }
 
 // Stores dS^T of a warp's 16 keys, which has the layout of an A operand, to a stage of dS. The
-// swizzle repeats every eight rows. Either the caller issues the proxy fence before it signals the
-// stage, or the reader does after its wait.
+// swizzle repeats every eight rows. The proxy fence is left to the caller, before it signals the
+// stage, or to the reader, after its wait.
 template <int M, class Operand, class Element>
 CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
   auto const* words = reinterpret_cast<uint32_t const*>(raw_pointer_cast(ds.data()));
@@ -204,13 +204,13 @@ CUTE_DEVICE void run_work_items(typename Shapes::SharedStorage& smem, Consumer& 
   int const lane = threadIdx.x % kWarp;
   uint32_t units = 0, blocks = 0;
   while (true) {
-    Pipeline<kWorkDepth> const work_stage{units};
+    PipelineState<kWorkDepth> const work_stage{units};
     smem.work_full[work_stage.index()].wait(work_stage.phase());
     KeyWorkItem const& work = smem.work[work_stage.index()];
     if (work.kv_head < 0) return;
     consumer.clear_sums();
-    smem.k_full.wait(Pipeline<1>{units}.phase());
-    if (work.unit.rows < Shapes::TileN) clear_foreign_keys<Shapes>(smem, work.unit);
+    smem.k_full.wait(PipelineState<1>{units}.phase());
+    if (work.unit.rows < Shapes::TileN) zero_tail_keys<Shapes>(smem, work.unit);
     blocks = consumer.run_unit(units++, blocks);
     consumer.store_sums(work.unit, work.kv_head);
     __syncwarp();

@@ -1,9 +1,9 @@
 // Consumers of tiles of 128 keys: each warpgroup computes dK and dV of 64 keys.
 //
 // For row block j: S = K Q^T and dP = V dO^T, P and dS by the softmax backward, dV += P^T dO,
-// dK += dS^T Q, dQ = dS K; S, dP, P and dS are held transposed. The warpgroups take turns to issue
+// dK += dS^T Q, dQ = dS K; S, dP, P and dS are held transposed. The warpgroups alternate in issuing
 // products, so that each computes P and dS while the other's products run. dQ(j) reads the dS of
-// both warpgroups, so it is issued one turn later:
+// both warpgroups, so it is issued one block later:
 //
 //   warpgroup 0 | dQ(j-1) dV(j) dK(j) S(j+1) dP(j+1) | P, dS of j+1
 //   warpgroup 1 | P, dS of j                         | dQ(j-1) dV(j) dK(j) S(j+1) dP(j+1)
@@ -38,12 +38,12 @@ struct KeySplitConsumer {
   using MmaQ = typename Shapes::MmaQ;
   static constexpr BackwardPolicy kPolicy = Shapes::kPolicy;
   static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
-  // Of dQ (M, D) a warpgroup computes 64 rows, or with M = 64, half of the columns.
+  // A warpgroup computes 64 rows of dQ (M, D), or with M = 64, half of the columns.
   static constexpr bool kRowHalves = M > 64;
-  using QStage = Pipeline<Shapes::QStages>;
-  using DoutStage = Pipeline<Shapes::DoutStages>;
-  using DsStage = Pipeline<Shapes::DsStages>;
-  using BlockStage = Pipeline<Shapes::BlockDepth>;
+  using QStage = PipelineState<Shapes::QStages>;
+  using DoutStage = PipelineState<Shapes::DoutStages>;
+  using DsStage = PipelineState<Shapes::DsStages>;
+  using BlockStage = PipelineState<Shapes::BlockDepth>;
   using FragmentS = decltype(partition_fragment_C(MmaS{}, Shape<_64, Int<M>>{}));
   using FragmentKV = decltype(partition_fragment_C(MmaKV{}, Shape<_64, Int<D>>{}));
   using FragmentQ = decltype(partition_fragment_C(MmaQ{}, Shape<_64, _64>{}));
@@ -99,9 +99,9 @@ struct KeySplitConsumer {
         to_ds(ds_address<Shapes>(smem, warp_key, lane)) {}
 
   CUTE_DEVICE void run() {
-    if (warpgroup == 1) pass_turn();
+    if (warpgroup == 1) pass_order();
     run_work_items<Shapes>(smem, *this);
-    if (warpgroup == 0) await_turn();  // the last turn, which nobody else takes
+    if (warpgroup == 0) wait_for_order();  // for the last pass, which nobody else waits for
   }
 
   // See `run_work_items`. No product is in flight at the start of an iteration.
@@ -110,14 +110,14 @@ struct KeySplitConsumer {
     {
       FragmentS s, dp;
       flags = flags_of(count);
-      if (flags & kForeign) clear_block(count);
+      if (flags & kTailRows) zero_tail_of_block(count);
       await_q(count);
-      smem.v_full.wait(Pipeline<1>{unit}.phase());
-      await_turn();
+      smem.v_full.wait(PipelineState<1>{unit}.phase());
+      wait_for_order();
       issue_s(count, s);
       await_dout(count);
       issue_dp(count, dp);
-      pass_turn();
+      pass_order();
       look_ahead(count + 1);
       softmax_backward(count, s, dp);
     }
@@ -131,8 +131,8 @@ struct KeySplitConsumer {
   __device__ void next_block(bool first, uint32_t count) {
     FragmentS s, dp;
     next_flags(count + 1);
-    if (flags & kForeign) clear_block(count + 1);
-    await_turn();
+    if (flags & kTailRows) zero_tail_of_block(count + 1);
+    wait_for_order();
     FragmentQ dq;
     if (!first) issue_dq(count - 1, dq);
     issue_dv(count);
@@ -148,7 +148,7 @@ struct KeySplitConsumer {
     finish_dk(count);
     await_dout(count + 1);
     issue_dp(count + 1, dp);
-    pass_turn();
+    pass_order();
     look_ahead(count + 2);
     softmax_backward(count + 1, s, dp);
   }
@@ -156,12 +156,12 @@ struct KeySplitConsumer {
   // dV, dK and dQ of the unit's last block, and dQ of the block before it. Returns the next block.
   CUTE_DEVICE uint32_t finish_unit(uint32_t begin, uint32_t count) {
     FragmentQ dq;
-    await_turn();
+    wait_for_order();
     if (count > begin) {
       issue_dv(count);
       issue_dq(count - 1, dq);
       issue_dk(count);
-      pass_turn();
+      pass_order();
       warpgroup_wait<1>();
       finish_dv(count);
       send(count - 1, dq);
@@ -169,7 +169,7 @@ struct KeySplitConsumer {
     } else {
       issue_dv(count);
       issue_dk(count);
-      pass_turn();
+      pass_order();
       warpgroup_wait<0>();
       finish_dv(count);
     }
@@ -283,13 +283,14 @@ struct KeySplitConsumer {
     flags = kPolicy.looks_ahead ? flags >> kBlockFlagBits : flags_of(count);
   }
 
-  // Both warpgroups, neither in its turn: zeroes rows of Q and dO that are a neighbour's.
-  __device__ void clear_block(uint32_t count) {
+  // Both warpgroups, neither between its `wait_for_order` and `pass_order`: zeroes rows of Q and dO
+  // that belong to the next segment.
+  __device__ void zero_tail_of_block(uint32_t count) {
     await_q(count);
     await_dout(count);
     int const rows = block_at(count).rows;
-    clear_foreign<Shapes, M>(smem.q + QStage{count}.index() * M * D, rows);
-    clear_foreign<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, rows);
+    zero_tail_rows<Shapes, M>(smem.q + QStage{count}.index() * M * D, rows);
+    zero_tail_rows<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, rows);
   }
 
   __device__ void clear_sums() {
@@ -304,12 +305,14 @@ struct KeySplitConsumer {
     store_gradient<Shapes>(p.args, p.args.dv, unit, kv_head, key, lane, dv);
   }
 
-  __device__ void await_turn() {
-    cutlass::arch::NamedBarrier::sync(Shapes::Consumers * kWarpgroup, kTurn + warpgroup);
+  __device__ void wait_for_order() {
+    cutlass::arch::NamedBarrier::sync(Shapes::Consumers * kWarpgroup,
+                                      kWarpgroupBarrier + warpgroup);
   }
 
-  __device__ void pass_turn() {
-    cutlass::arch::NamedBarrier::arrive(Shapes::Consumers * kWarpgroup, kTurn + 1 - warpgroup);
+  __device__ void pass_order() {
+    cutlass::arch::NamedBarrier::arrive(Shapes::Consumers * kWarpgroup,
+                                        kWarpgroupBarrier + 1 - warpgroup);
   }
 };
 

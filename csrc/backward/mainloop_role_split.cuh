@@ -4,18 +4,18 @@
 // Both warpgroups issue the same products on operands of their own: S^T = K Q^T and dV += P^T dO in
 // the first, dP^T = V dO^T and dK += dS^T Q in the second. P^T goes from the first to the second
 // through shared memory, in float32. dS goes to both CTAs. Each warpgroup computes a quarter of the
-// columns of dQ = dS K, over all keys of the tile: the CTA keeps these columns of the peer's K,
+// columns of dQ = dS K, over all keys of the tile: the CTA holds these columns of the peer's K,
 // too. The CTAs visit the same row blocks; for row block j:
 //
 //   warpgroup 0 | dV(j), adding dQ(j-1) | S(j+1), dQ(j)  | P(j+1), sent to warpgroup 1
 //   warpgroup 1 | dK(j), adding dQ(j-1) | dQ(j), dP(j+1) | dS(j+1), sent to 0 and the peer
 //
-// S(j+1) precedes dQ(j), so that P(j+1) is computed beside dQ and dP. It follows dV(j), because dO
-// has one stage: the load of dO(j+1) awaits dV(j), and dP(j+1) awaits the load. dQ is added to
-// global memory beside dV and dK of the next block. A stage of Q or dO is freed as soon as its last
-// product has ended, because the loads are on the critical path.
+// S(j+1) precedes dQ(j), so that P(j+1) is computed concurrently with dQ and dP. It follows dV(j),
+// because dO has one stage: the load of dO(j+1) awaits dV(j), and dP(j+1) awaits the load. dQ is
+// added to global memory during dV and dK of the next block. A stage of Q or dO is freed as soon as
+// its last product has ended, because the loads are on the critical path.
 //
-// P has one stage and dS has two. No barrier says that they are free, because it follows:
+// P has one stage and dS has two. No barrier signals that they are free, because it follows:
 //
 //   * Warpgroup 0 sends P(j+1) after its dQ(j) has ended, which waited for dS(j) of this CTA.
 //   * Warpgroup 1 stores dS(j+1) after its own dQ(j) has ended, and after P(j+1) has come. So when
@@ -47,8 +47,8 @@ CUTE_DEVICE void send_ds(typename Shapes::SharedStorage& smem) {
   constexpr int kBytes = kStage * sizeof(typename Shapes::Element);
   uint32_t const peer = block_rank_in_cluster() ^ 1;
   for (uint32_t count = 0;; ++count) {
-    Pipeline<Shapes::BlockDepth> const block{count};
-    Pipeline<Shapes::DsStages> const stage{count};
+    PipelineState<Shapes::BlockDepth> const block{count};
+    PipelineState<Shapes::DsStages> const stage{count};
     smem.block_ready[block.index()].wait(block.phase());
     bool const ends = smem.blocks[block.index()].head < 0;
     smem.block_done[block.index()].arrive();
@@ -74,10 +74,10 @@ struct RoleSplitConsumer {
   static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
   static constexpr int kWarpgroupIndex = HasDv ? 0 : 1;
   static_assert(M == 64 && N == 64 && Shapes::Ctas == 2 && Shapes::DqTilesEach == 1);
-  using QStage = Pipeline<Shapes::QStages>;
-  using DoutStage = Pipeline<Shapes::DoutStages>;
-  using DsStage = Pipeline<Shapes::DsStages>;
-  using BlockStage = Pipeline<Shapes::BlockDepth>;
+  using QStage = PipelineState<Shapes::QStages>;
+  using DoutStage = PipelineState<Shapes::DoutStages>;
+  using DsStage = PipelineState<Shapes::DsStages>;
+  using BlockStage = PipelineState<Shapes::BlockDepth>;
   // B operands of S^T or dP^T, and of dV or dK
   using Rows = conditional_t<HasDv, typename Shapes::SmemQ, typename Shapes::SmemDout>;
   using RowsT = conditional_t<HasDv, typename Shapes::SmemDoutT, typename Shapes::SmemQt>;
@@ -133,7 +133,7 @@ struct RoleSplitConsumer {
 
   // See `run_work_items`. No product is in flight at the start of an iteration.
   __device__ uint32_t run_unit(uint32_t unit, uint32_t count) {
-    if constexpr (!HasDv) smem.v_full.wait(Pipeline<1>{unit}.phase());
+    if constexpr (!HasDv) smem.v_full.wait(PipelineState<1>{unit}.phase());
     uint32_t const begin = count;
     {
       FragmentS s;
@@ -164,20 +164,20 @@ struct RoleSplitConsumer {
     return count + 1;
   }
 
-  // dV += P^T dO or dK += dS^T Q, beside which dQ of the block before is added to global memory,
-  // unless that has to wait for its turn: dO or Q is released first. A unit begins with block
-  // `begin`.
+  // dV += P^T dO or dK += dS^T Q. Meanwhile dQ of the block before is added to global memory. If
+  // the additions of dQ are ordered, dO or Q is released first, because dQ may have to wait. A unit
+  // begins with block `begin`.
   __device__ void add_to_sum(uint32_t count, uint32_t begin) {
-    bool const in_turns = p.args.turns;
+    bool const ordered = p.args.dq_semaphore;
     issue_sum(count);
-    if (count != begin && !in_turns) add_dq_tile(count - 1);
+    if (count != begin && !ordered) add_dq_tile(count - 1);
     warpgroup_wait<0>();
     warpgroup_fence_operand(sum);
     if (lane == 0) {
       (HasDv ? smem.dout_empty[DoutStage{count}.index()] : smem.q_empty[QStage{count}.index()])
           .arrive();
     }
-    if (count != begin && in_turns) add_dq_tile(count - 1);
+    if (count != begin && ordered) add_dq_tile(count - 1);
   }
 
   // S^T or dP^T of a block, of which it reads the flags.
@@ -190,30 +190,30 @@ struct RoleSplitConsumer {
       DoutStage const stage{count};
       smem.dout_full[stage.index()].wait(stage.phase());
       flags = block_at(count).flags;
-      clear_dout(count);
+      zero_tail_of_dout(count);
     }
     int const stage = HasDv ? QStage{count}.index() : DoutStage{count}.index();
     issue(mma_s, opaque(fKeys), opaque(fRows)(_, _, _, stage), s, false);
   }
 
-  // dV += P^T dO or dK += dS^T Q. Rows of Q that are a neighbour's matter to dK alone: S has ended.
+  // dV += P^T dO or dK += dS^T Q. The next segment's rows of Q matter to dK alone: S has ended.
   __device__ void issue_sum(uint32_t count) {
     if constexpr (HasDv) {
       DoutStage const stage{count};
       smem.dout_full[stage.index()].wait(stage.phase());
-      clear_dout(count);
-    } else if (flags & kForeign) {
-      clear_foreign<M, D, kWarpgroup>(smem.q + QStage{count}.index() * M * D, block_at(count).rows,
-                                      thread, kTurn + kWarpgroupIndex);
+      zero_tail_of_dout(count);
+    } else if (flags & kTailRows) {
+      zero_tail_rows<M, D, kWarpgroup>(smem.q + QStage{count}.index() * M * D, block_at(count).rows,
+                                       thread, kWarpgroupBarrier + kWarpgroupIndex);
     }
     int const stage = HasDv ? DoutStage{count}.index() : QStage{count}.index();
     issue(mma_kv, fS, opaque(fRowsT)(_, _, _, stage), sum, true);
   }
 
-  // Both warpgroups, each once for a block: zeroes rows of dO that are a neighbour's.
-  __device__ void clear_dout(uint32_t count) {
-    if (flags & kForeign) {
-      clear_foreign<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, block_at(count).rows);
+  // Both warpgroups, each once for a block: zeroes rows of dO that belong to the next segment.
+  __device__ void zero_tail_of_dout(uint32_t count) {
+    if (flags & kTailRows) {
+      zero_tail_rows<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, block_at(count).rows);
     }
   }
 
@@ -279,7 +279,7 @@ struct RoleSplitConsumer {
   __device__ void store_ds_of(uint32_t count, FragmentS& dp, RowValues<M> const& delta) {
     if (lane == 0) smem.dout_empty[DoutStage{count}.index()].arrive();
     int const stage = DsStage{count}.index();
-    smem.p_full.wait(Pipeline<1>{count}.phase());
+    smem.p_full.wait(PipelineState<1>{count}.phase());
     Tensor prob = make_tensor<float>(Shape<Int<M / 2>>{});  // P^T
     CUTE_UNROLL
     for (int n = 0; n < M / 2; n += 4) {
@@ -298,12 +298,12 @@ struct RoleSplitConsumer {
   __device__ void add_dq_tile(uint32_t count) {
     warpgroup_fence_operand(dq);
     RowBlock const& block = block_at(count);
-    if (p.args.turns) smem.dq_turn[kWarpgroupIndex].wait(Pipeline<1>{count}.phase());
-    add_dq(p.args.grid.dq, dq, block.target * Shapes::DqTiles + dq_tile());
+    if (p.args.dq_semaphore) smem.dq_granted[kWarpgroupIndex].wait(PipelineState<1>{count}.phase());
+    add_dq(p.args.padded.dq, dq, block.target * Shapes::DqTiles + dq_tile());
     __syncwarp();  // all lanes have read the block, and added
     if (lane == 0) {
       smem.block_done[BlockStage{count}.index()].arrive();
-      if (p.args.turns) smem.dq_added[kWarpgroupIndex].arrive();
+      if (p.args.dq_semaphore) smem.dq_added[kWarpgroupIndex].arrive();
     }
   }
 

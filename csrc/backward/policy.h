@@ -7,8 +7,9 @@ namespace ringfa3 {
 //                warpgroups computes P and dV, the other dS and dK. Otherwise a CTA has the whole
 //                tile, and each of its warpgroups 64 keys.
 // q_stages, dout_stages
-//                of Q with LSE, and of dO with D: as many as shared memory holds beside K and V.
-// ds_stages      of dS.
+//                Stages of Q with LSE, and of dO with D: as many as fit into shared memory with K
+//                and V.
+// ds_stages      Stages of dS.
 // awaits_q_early Q of the next block is awaited before dQ is handed to its writer. Pays where Q has
 //                three stages.
 // looks_ahead    a block's flags are read while the softmax of the block before it runs, where a

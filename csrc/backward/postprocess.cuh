@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kWarpgroup)
   int const thread = threadIdx.x, lane = thread % kWarp;
   int const block = blockIdx.x / Shapes::DqTiles, tile = blockIdx.x % Shapes::DqTiles;
   int64_t const head = blockIdx.y;
-  int64_t const number = (head * a.grid.num_blocks + block) * Shapes::DqTiles + tile;
-  auto const* from = reinterpret_cast<float4 const*>(a.grid.dq + number * kDqTile) + thread;
+  int64_t const number = (head * a.padded.num_blocks + block) * Shapes::DqTiles + tile;
+  auto const* from = reinterpret_cast<float4 const*>(a.padded.dq + number * kDqTile) + thread;
   Tensor dq = make_tensor<float>(Shape<_32>{});
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kWarpgroup)
     dq(4 * i) = x.x * a.softmax_scale, dq(4 * i + 1) = x.y * a.softmax_scale;
     dq(4 * i + 2) = x.z * a.softmax_scale, dq(4 * i + 3) = x.w * a.softmax_scale;
   }
-  GridBlock const rows = a.grid.blocks[block];
+  PaddedBlock const rows = a.padded.blocks[block];
   int const column = tile % kColumnTiles * 64;
   int const row = tile / kColumnTiles * 64 + thread / kWarp * 16 + lane / 4;
   CUTE_UNROLL
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kWarpgroup)
 
 template <class Shapes>
 cudaError_t launch_postprocess(PostprocessArgs const& a, cudaStream_t stream) {
-  dim3 const grid(static_cast<unsigned>(a.grid.num_blocks * Shapes::DqTiles),
+  dim3 const grid(static_cast<unsigned>(a.padded.num_blocks * Shapes::DqTiles),
                   static_cast<unsigned>(a.dq.heads));
   return launch_early(postprocess_kernel<Shapes>, grid, kWarpgroup, 0, stream, a);
 }

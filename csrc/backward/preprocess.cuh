@@ -1,6 +1,6 @@
-// Before the first hop: LSE and D in the row grid, a dQ of zeros, and words of 0.
+// Before the first hop: LSE and D in padded rows, a dQ of zeros, and counters of 0.
 //
-// Letters in shapes: M rows of a block of the row grid, D head dim.
+// Letters in shapes: M rows of a block of padded rows, D head dim.
 #pragma once
 
 #include "backward/shapes.cuh"
@@ -36,16 +36,16 @@ CUTE_DEVICE SplitStatistic split(float x) {
   return s;
 }
 
-// Stores the LSE (natural logarithm) and D of a row. For a `blind` row, which sees nothing, P
-// becomes 0. There the split LSE is finite, since the product multiplies it by 0, too.
+// Stores the LSE (natural logarithm) and D of a row. P becomes 0 in a `fully_masked` row. There the
+// split LSE is finite, since the product multiplies it by 0, too.
 CUTE_DEVICE void store_statistics(SplitStatistic* lse_at, SplitStatistic* delta_at, float lse,
-                                  float delta, bool blind, float softmax_scale) {
-  *lse_at = split(blind ? -1e38f : -lse / softmax_scale);
+                                  float delta, bool fully_masked, float softmax_scale) {
+  *lse_at = split(fully_masked ? -1e38f : -lse / softmax_scale);
   *delta_at = split(-delta);
 }
 CUTE_DEVICE void store_statistics(float* lse_at, float* delta_at, float lse, float delta,
-                                  bool blind, float) {
-  *lse_at = blind ? INFINITY : lse * kLog2e;
+                                  bool fully_masked, float) {
+  *lse_at = fully_masked ? INFINITY : lse * kLog2e;
   *delta_at = delta;
 }
 
@@ -62,9 +62,9 @@ CUTE_DEVICE float sum_of_threads(float x) {
   return sum;
 }
 
-// A CTA per block of the row grid and head. A row that sees nothing, or is padding, gets P = 0
-// and D = 0, whatever its gradients are. With a sink LSE counts it, and that of a token is -inf
-// only if the sink is; padding has -inf all the same.
+// A CTA per block of padded rows and head. A fully masked row, or padding, gets P = 0 and D = 0,
+// whatever its gradients are. With a sink, LSE counts it: then the LSE of a token is -inf only if
+// the sink is. Padding has -inf all the same.
 template <class Shapes>
 __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessCtas)
     preprocess_kernel(__grid_constant__ PreprocessArgs const a) {
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessCtas)
   constexpr int kLanes = D / 8;  // of a row, with 16 bytes each
   launch_next_kernel();
   int64_t const head = blockIdx.y;
-  int64_t const target = head * a.grid.num_blocks + blockIdx.x;
-  auto* const dq = reinterpret_cast<float4*>(a.grid.dq + target * (M * D));
+  int64_t const target = head * a.padded.num_blocks + blockIdx.x;
+  auto* const dq = reinterpret_cast<float4*>(a.padded.dq + target * (M * D));
   for (int i = threadIdx.x; i < M * D / 4; i += kPreprocessThreads) {
     dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessCtas)
        i += ctas * kPreprocessThreads) {
     a.words[i] = 0;
   }
-  GridBlock const block = a.grid.blocks[blockIdx.x];
+  PaddedBlock const block = a.padded.blocks[blockIdx.x];
   int const lane = threadIdx.x % kLanes;
   float const sink = a.sink == nullptr ? -INFINITY : a.sink[head];
   float dsink = 0.f;  // of the thread's rows
@@ -101,14 +101,14 @@ __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessCtas)
     for (int i = kLanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffff, sum, i);
     if (lane == 0) {
       float const lse = row < block.rows ? a.lse[head * a.lse_head_stride + token] : -INFINITY;
-      bool const blind = lse == -INFINITY;
+      bool const fully_masked = lse == -INFINITY;
       float const dlse =
-          blind || a.dlse == nullptr ? 0.f : a.dlse[head * a.dlse_head_stride + token];
-      float const delta = blind ? 0.f : sum - dlse;
+          fully_masked || a.dlse == nullptr ? 0.f : a.dlse[head * a.dlse_head_stride + token];
+      float const delta = fully_masked ? 0.f : sum - dlse;
       auto* const statistics =
-          static_cast<typename Shapes::Statistic*>(a.grid.statistics) + target * (2 * M) + row;
-      store_statistics(statistics, statistics + M, lse, delta, blind, a.softmax_scale);
-      if (a.sink != nullptr && !blind) dsink -= exp2f((sink - lse) * kLog2e) * delta;
+          static_cast<typename Shapes::Statistic*>(a.padded.statistics) + target * (2 * M) + row;
+      store_statistics(statistics, statistics + M, lse, delta, fully_masked, a.softmax_scale);
+      if (a.sink != nullptr && !fully_masked) dsink -= exp2f((sink - lse) * kLog2e) * delta;
     }
   }
   if (a.sink == nullptr) return;
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessCtas)
 
 template <class Shapes>
 cudaError_t launch_preprocess(PreprocessArgs const& a, cudaStream_t stream) {
-  dim3 const grid(static_cast<unsigned>(a.grid.num_blocks), static_cast<unsigned>(a.out.heads));
+  dim3 const grid(static_cast<unsigned>(a.padded.num_blocks), static_cast<unsigned>(a.out.heads));
   preprocess_kernel<Shapes><<<grid, kPreprocessThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }

@@ -33,21 +33,21 @@ struct RowBlock {
   int32_t token;      // its first row
   int32_t tile_row;   // the tile's first key
   int32_t key_row;    // the CTA's first key
-  int32_t low, high;  // rows [n + low, n + high] of the block see key n of the CTA
+  int32_t low, high;  // rows [n + low, n + high] of the block attend to key n of the CTA
   int32_t rows;       // of the block that belong to the span
   int32_t keys;       // of the CTA
   int32_t target;     // the block's number in LSE, D and dQ
   int32_t span;       // its number in the plan
-  int32_t turn;       // tiles that add to its dQ earlier, if turns are kept
+  int32_t dq_order;   // key tiles that add to its dQ earlier; with dq_semaphore
   int32_t flags;      // BlockFlags
 };
 
-// kMasked: some pairs of the block must not be seen. kForeign: its last rows are a neighbour's.
+// kMasked: the mask hides some pairs of the block. kTailRows: its last rows are the next segment's.
 // kFirstBlock, kLastBlock: of the work unit.
-enum BlockFlags : int32_t { kMasked = 1, kForeign = 2, kFirstBlock = 4, kLastBlock = 8 };
+enum BlockFlags : int32_t { kMasked = 1, kTailRows = 2, kFirstBlock = 4, kLastBlock = 8 };
 constexpr int kBlockFlagBits = 4;
 
-// What a CTA of a pair has beside the rest of its shared memory.
+// Shared memory of a CTA of a pair, in addition to the rest.
 template <class Element, int DsSize, int KeysSize, int DsStages>
 struct PairStorage {
   alignas(1024) Element peer_ds[DsSize];
@@ -55,8 +55,8 @@ struct PairStorage {
   int32_t sent_work;                       // a work item, from the first CTA to the second
   alignas(16) cutlass::arch::ClusterTransactionBarrier peer_ds_full[DsStages], sent_full;
   alignas(16) cutlass::arch::ClusterBarrier ds_stored[DsStages], sent_empty;
-  // Of each warpgroup, if turns are kept: its turn to add dQ has come; it has added dQ.
-  alignas(16) cutlass::arch::ClusterBarrier dq_turn[2], dq_added[2];
+  // With dq_semaphore, for each warpgroup: it may add dQ; it has added dQ.
+  alignas(16) cutlass::arch::ClusterBarrier dq_granted[2], dq_added[2];
 };
 
 struct NoPairStorage {};
@@ -118,7 +118,7 @@ struct BackwardShapes {
                                            Step<_2, _1, _3>{}));
   using SmemKt = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>>{}, Step<_2, _1>{}));
   using SmemDs = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<N>, Int<DsStages>>{}));
-  // Of a pair of CTAs: this CTA's half of the columns of the peer's K, transposed (D / 2, N).
+  // In a pair of CTAs: this CTA's half of the columns of the peer's K, transposed (D / 2, N).
   using SmemPeerKt =
       decltype(tile_to_shape(AtomMN{}, Shape<Int<D / Ctas>, Int<N>>{}, Step<_2, _1>{}));
 

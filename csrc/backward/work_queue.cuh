@@ -17,7 +17,7 @@ CUTE_DEVICE int fetch_item(int32_t* counter, typename Shapes::SharedStorage& sme
   if constexpr (Shapes::Ctas == 1) {
     return atomicAdd(counter, 1);
   } else {
-    Pipeline<1> const stage{count};
+    PipelineState<1> const stage{count};
     if (block_rank_in_cluster() == 0) {
       int const number = atomicAdd(counter, 1);
       smem.sent_empty.wait(stage.phase() ^ 1);
@@ -33,15 +33,15 @@ CUTE_DEVICE int fetch_item(int32_t* counter, typename Shapes::SharedStorage& sme
 }
 
 // One thread: fetches work items from the counter and decodes them block by block. It fetches the
-// next item while the last blocks of this one are loaded. The first one comes from the counter,
-// too: a CTA that finds no room on the GPU then holds no item whose turn others wait for. The
-// thread has few registers, so it reads values again rather than keep them.
+// next item while the last blocks of this one are loaded. The first item comes from the counter,
+// too: so a CTA that finds no room on the GPU holds no item whose dQ others wait for. The thread
+// has few registers: it reads values again instead of holding them.
 template <class Shapes>
 CUTE_DEVICE void fetch_row_blocks(BackwardParams const& p, typename Shapes::SharedStorage& smem) {
   constexpr int M = Shapes::M, N = Shapes::N;
   BackwardArgs const& a = p.args;
-  Pipeline<kWorkDepth> work_stage;
-  Pipeline<Shapes::BlockDepth> stage;
+  PipelineState<kWorkDepth> work_stage;
+  PipelineState<Shapes::BlockDepth> stage;
   smem.next_work = fetch_item<Shapes>(a.counter, smem, 0);
   for (; smem.next_work < p.num_work; work_stage.advance()) {
     smem.work_empty[work_stage.index()].wait(work_stage.phase() ^ 1);
@@ -73,12 +73,12 @@ CUTE_DEVICE void fetch_row_blocks(BackwardParams const& p, typename Shapes::Shar
           block.rows = min(M, span.q1 - block.token);
           block.low = block.key_row - span.k0 - span.hi - at.block * M;
           block.high = block.low + span.hi - span.lo;
-          if (block.rows < M) flags |= kMasked | kForeign;
+          if (block.rows < M) flags |= kMasked | kTailRows;
           if (block.keys < N || N - 1 + block.low > 0 || block.high < M - 1) flags |= kMasked;
           block.flags = flags;
           block.head = work.kv_head * p.group + unit.first_head + smem.head;
           block.target =
-              block.head * static_cast<int>(a.grid.num_blocks) + span.grid_q0 / M + at.block;
+              block.head * static_cast<int>(a.padded.num_blocks) + span.padded_q0 / M + at.block;
           block.span = at.index;
           smem.block_ready[stage.index()].arrive();
           stage.advance();

@@ -1,7 +1,7 @@
 // A consumer warpgroup of the forward: 64 query rows of every tile of its CTA.
 //
-// S(j) = Q K(j)^T of block j, P(j) = softmax of S(j), O += P(j) V(j). Warpgroups issue products in
-// turns (ping-pong): one computes its softmax under the products of others. With two of them:
+// S(j) = Q K(j)^T of block j, P(j) = softmax of S(j), O += P(j) V(j). Warpgroups issue products one
+// after the other (ping-pong): one computes its softmax during the products of others. With two:
 //
 //   warpgroup 0 | issue S(j+1), PV(j) | softmax(j+1)        | issue S(j+2), PV(j+1) | softmax(j+2)
 //   warpgroup 1 | softmax(j)          | issue S(j+1), PV(j) | softmax(j+1)          | issue ...
@@ -21,10 +21,10 @@
 #include "forward/operands.cuh"
 #include "forward/partial_output.cuh"
 #include "forward/row_scales.cuh"
-#include "forward/settle.cuh"
+#include "forward/rescale.cuh"
 #include "forward/shapes.cuh"
 #include "forward/softmax.cuh"
-#include "forward/turns.cuh"
+#include "forward/warpgroup_order.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/wgmma.cuh"
 
@@ -45,17 +45,18 @@ struct ForwardConsumer {
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
-  // Warps may see nothing of a tile's first blocks: they take their maximum in the first they see.
+  // A tile's first blocks may be masked for all rows of a warp. Its rows then take their maximum in
+  // the first block that they attend to.
   static constexpr bool kHidesRows = (Shapes::M > N || Shapes::Quantised) && !kPolicy.sums_rounded;
   static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
-  // The accumulator takes O of earlier hops; that of e4m3 products has too few bits for it.
+  // The accumulator begins with O of earlier hops; that of e4m3 products has too few bits for it.
   static constexpr bool kResumes = !Shapes::QuantisedV, kRescalesRows = Shapes::QuantisedV;
 
   ForwardParams<Shapes> const& p;
   Shared& smem;
   Refill const& refill;
   int const thread, warpgroup, lane, warp;
-  int const q_part;  // of Q, which holds the warpgroup's rows
+  int const q_part;  // the part of Q with the warpgroup's rows
   int const row;     // of the tile; the thread holds this one and row + 8
 
   typename Shapes::MmaS mma_s;
@@ -73,14 +74,14 @@ struct ForwardConsumer {
   FragmentP fP;                                                  // P (64, N), the A operand of P V
   PromotedSums<FragmentO, kPolicy.promotion_interval> promoted;  // of O (64, D)
 
-  Pipeline<Shapes::Stages> k_stage, v_stage;
-  Pipeline<Shapes::QStages> q_stage;
-  Pipeline<kWorkDepth> work_stage;
+  PipelineState<Shapes::Stages> k_stage, v_stage;
+  PipelineState<Shapes::QStages> q_stage;
+  PipelineState<kWorkDepth> work_stage;
   bool o_empty = true;               // the next P V overwrites O
-  float o_scale[2];                  // by which rows of O are multiplied
-  int own_rows = N;                  // rows of the V of the last P that belong to its span
+  float o_scale[2];                  // factors of rows of O
+  int valid_rows = N;                // rows of V, of the block of the last P, that are its span's
   bool more_tiles;                   // work_stage holds a tile
-  Blocks block;                      // whose S comes next, or is here
+  Blocks block;                      // the block of the S that comes next, or is here
   OnlineSoftmax<ElementPV> softmax;  // of this tile
   RowScales<Shapes> row_scales;      // of this tile
   float earlier_lse[2];              // of this tile, from earlier hops
@@ -105,7 +106,7 @@ struct ForwardConsumer {
   // `self` is this consumer, or one of the ablation, which has another `attend_tile`.
   template <class Self>
   CUTE_DEVICE void run(Self& self) {
-    if (warpgroup == Consumers - 1) turns().pass();
+    if (warpgroup == Consumers - 1) order().arrive();
     while (true) {
       WorkItem& work = smem.work[work_stage.index()];
       smem.work_full[work_stage.index()].wait(work_stage.phase());
@@ -122,8 +123,8 @@ struct ForwardConsumer {
         self.attend_tile();
       } while (more_tiles);
     }
-    if (warpgroup == 0) turns().await();  // the last turn, which nobody else takes
-    tma_store_wait<0>();                  // until then the stores read shared memory
+    if (warpgroup == 0) order().wait();  // for the last arrival, which nobody else waits for
+    tma_store_wait<0>();                 // until then the stores read shared memory
   }
 
   // A tile, whose first S is here. Issues the first S of the next tile.
@@ -133,17 +134,18 @@ struct ForwardConsumer {
     while (more_blocks) {
       float sum[2][2] = {};
       // The warpgroup's four warps agree here: they must issue the same wgmma (PTX ISA, wgmma).
-      bool const steady = unmasked > kPolicy.steady_rest && (Shapes::QuantisedV || own_rows == N);
-      bool const settled = steady ? steady_blocks(sum) : next_softmax(sum);
-      if (!settled) settle_sums(*this, sum);
+      bool const unmasked_only =
+          unmasked > kPolicy.unmasked_rest && (Shapes::QuantisedV || valid_rows == N);
+      bool const fits = unmasked_only ? unmasked_loop(sum) : next_softmax(sum);
+      if (!fits) rescale_slow_path(*this, sum);
     }
     finish_tile();
   }
 
-  // What the softmax needs of the tile of work_stage, which may not have begun.
+  // Begins the tile of work_stage: its softmax, and the LSE of earlier hops.
   CUTE_DEVICE void begin_tile() {
     WorkItem const& work = smem.work[work_stage.index()];
-    softmax = OnlineSoftmax<ElementPV>(work.strict);
+    softmax = OnlineSoftmax<ElementPV>(work.use_row_max);
     row_scales.begin_tile(p, work, row);
     row_scales.begin_block(smem, k_stage.index());
     unmasked = block.unmasked_blocks();
@@ -171,36 +173,36 @@ struct ForwardConsumer {
       float sum[2][2] = {};
       softmax.template exponentiate<0, kSize>(scores(), prob, sum, scale());
       to_operand<ElementPV>(prob, fP);
-      if (!softmax.accumulate(sum)) settle_sums(*this, sum);
-    } else {  // a shift from the maximum makes P exact in a row that sees one key
+      if (!softmax.accumulate(sum)) rescale_slow_path(*this, sum);
+    } else {  // a shift from the maximum makes P exact in a row that attends to one key
       rescale_rows(*this, softmax.begin());
     }
   }
 
-  // Unmasked blocks, without rare cases. A warp leaves the loop behind a block whose sums do not
-  // fit and returns to it before the next one. Returns false if `settle_sums` must follow.
-  CUTE_DEVICE bool steady_blocks(float (&sum)[2][2]) {
+  // Unmasked blocks, without rare cases. A warp leaves the loop after a block whose sums do not fit
+  // and returns to it before the next one. Returns false if `rescale_slow_path` must follow.
+  CUTE_DEVICE bool unmasked_loop(float (&sum)[2][2]) {
     int const before = unmasked;
     bool fits;
     do {
       start_block();
       early_part(s, sum);
-      if constexpr (kPolicy.steady_rest == 0) next_block();
-      if constexpr (kPolicy.steady_rest > 0) --unmasked, wait_for_k();
+      if constexpr (kPolicy.unmasked_rest == 0) next_block();
+      if constexpr (kPolicy.unmasked_rest > 0) --unmasked, wait_for_k();
       warpgroup_wait<0>();
       finish_pv();
       late_part(s, sum);
       fits = softmax.accumulate(sum);
-    } while (fits && more_blocks && unmasked > kPolicy.steady_rest);
-    if constexpr (kPolicy.steady_rest > 0) block.skip_unmasked_blocks(before - unmasked);
-    own_rows = N;
+    } while (fits && more_blocks && unmasked > kPolicy.unmasked_rest);
+    if constexpr (kPolicy.unmasked_rest > 0) block.skip_unmasked_blocks(before - unmasked);
+    valid_rows = N;
     if (!fits) row_scales.to_float_again(s);
     return fits;
   }
 
-  // The softmax of any block but the first. Returns false if `settle_sums` must follow.
+  // The softmax of any block but the first. Returns false if `rescale_slow_path` must follow.
   CUTE_DEVICE bool next_softmax(float (&sum)[2][2]) {
-    clear_foreign_v();
+    zero_tail_of_v();
     start_block();
     row_scales.to_float(s);
     if (unmasked == 0) apply_mask(scores(), block, row, lane);
@@ -214,19 +216,20 @@ struct ForwardConsumer {
     return softmax.accumulate(sum);
   }
 
-  // P V of the block before runs beside S of this block, and beside its softmax. Waits for S.
+  // Issues P V of the block before, which runs concurrently with S of this block and its softmax.
+  // Waits for S.
   CUTE_DEVICE void start_block() {
     promoted.promote(o, o_empty);
-    turns().await();
+    order().wait();
     qk_and_pv();
-    turns().pass();
+    order().arrive();
     o_empty = false;
     row_scales.begin_block(smem, k_stage.index());
     warpgroup_wait<Shapes::Overlap ? 1 : 0>();
     finish_qk();
   }
 
-  // P of a first part of S. The fence keeps it above the wait for P V.
+  // P of a first part of S. The fence stops the compiler from moving it below the wait for P V.
   CUTE_DEVICE void early_part(auto const& s, float (&sum)[2][2]) {
     sum[0][0] = sum[0][1] = sum[1][0] = sum[1][1] = 0.f;
     softmax.template exponentiate<0, kEarly>(s, prob, sum, scale());
@@ -241,40 +244,47 @@ struct ForwardConsumer {
     to_operand<ElementPV, kEarly, kSize>(prob, fP);
   }
 
-  // The last P V of a tile, and its epilogue.
+  // The last P V of a tile, and its epilogue. With two stages of Q the next tile overlaps them:
+  //
+  //   wgmma       | S of the next tile, PV(last)               |
+  //   registers   | LSE and weight of O | begin the next tile  | wait for both | store O, LSE
+  //
+  // The LSE of a first hop is stored during the products (`early_lse`). A later hop waits: an item
+  // that is issued again reads the LSE of earlier hops. With use_row_max only the recorded rows are
+  // stored. With one stage of Q, PV(last) runs alone, and S of the next tile follows the stores.
   CUTE_DEVICE void finish_tile() {
-    clear_foreign_v();
+    zero_tail_of_v();
     if constexpr (!kPolicy.releases_q_early) release_q();
     if constexpr (!kPolicy.looks_ahead) next_tile();
     WorkItem& work = smem.work[work_stage.previous().index()];
     bool const inside[2] = {row < work.tile.rows, row + 8 < work.tile.rows};
-    bool const strict = softmax.strict();
-    bool const early_lse = kTwoQ && !strict && (work.tile.flags & kFirst);
+    bool const use_row_max = softmax.use_row_max();
+    bool const early_lse = kTwoQ && !use_row_max && (work.tile.flags & kFirst);
     float lse[2];
     row_scales.load_offset(p, work, row);
     if (kTwoQ && more_tiles) {
       wait_for_qk();
-      turns().await();
+      order().wait();
       qk_and_pv();
-      turns().pass();
+      order().arrive();
       finish_lse(work, lse);
       if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       begin_tile();
       warpgroup_wait<0>();
       finish_qk();
     } else {
-      turns().await();
+      order().wait();
       pv();
-      turns().pass();
+      order().arrive();
       if constexpr (kTwoQ) finish_lse(work, lse);
       if (kTwoQ && early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       warpgroup_wait<0>();
     }
     finish_pv();
     promoted.finish(o);
-    // With one stage of Q no registers are left for it beside a product.
+    // With one stage of Q no registers are left for it during a product.
     if constexpr (!kTwoQ) finish_lse(work, lse);
-    store_tile(*this, work, inside, strict, early_lse, lse);
+    store_tile(*this, work, inside, use_row_max, early_lse, lse);
     __syncwarp();
     release(smem.work_empty[work_stage.previous().index()]);
     if (!kTwoQ && more_tiles) first_qk();
@@ -288,9 +298,9 @@ struct ForwardConsumer {
   // Alone, the first S of a tile.
   CUTE_DEVICE void first_qk() {
     wait_for_qk();
-    turns().await();
+    order().wait();
     qk(s);
-    turns().pass();
+    order().arrive();
     begin_tile();
     warpgroup_wait<0>();
     finish_qk();
@@ -314,7 +324,7 @@ struct ForwardConsumer {
     issue(mma_o, fP, fV(_, _, _, v_stage.index()), o, !o_empty);
   }
 
-  // Issues S of the next block and P V of the last one; without overlap one after the other.
+  // Issues S of the next block and P V of the last one; without overlap, P V ends first.
   __device__ void qk_and_pv() {
     if constexpr (Shapes::Overlap) {
       qk(s);
@@ -341,18 +351,20 @@ struct ForwardConsumer {
     v_stage.advance();
   }
 
-  // Every warpgroup does it for itself.
-  __device__ void clear_foreign_v() {
-    if (Shapes::QuantisedV || own_rows == N) return;  // e4m3 tiles have zeroes there
+  // Zeroes rows of V from valid_rows on, which belong to the next segment. P is 0 there, but
+  // 0 * inf is NaN. Each warpgroup does it before its own P V. Several may do so for one stage, and
+  // one may read it already: all store the same zeros, and it has stored them, too.
+  __device__ void zero_tail_of_v() {
+    if (Shapes::QuantisedV || valid_rows == N) return;  // e4m3 tiles have zeros there
     smem.v_full[v_stage.index()].wait(v_stage.phase());
-    clear_rows_of_v<Shapes>(smem, v_stage.index(), own_rows, thread);
-    turns().sync();
+    zero_tail_rows_of_v<Shapes>(smem, v_stage.index(), valid_rows, thread);
+    order().sync();
   }
 
-  // Goes to the next block and waits for its K. Behind a tile's last block it does what the policy
-  // puts before that block's softmax.
+  // Steps to the next block and waits for its K. After a tile's last block it takes the steps that
+  // the policy puts before that block's softmax.
   __device__ void next_block() {
-    own_rows = block.own_rows();
+    valid_rows = block.valid_rows();
     more_blocks = true;
     if (--unmasked > 0) {
       block.next_unmasked_block();
@@ -380,7 +392,7 @@ struct ForwardConsumer {
   CUTE_DEVICE auto scores() { return recast<float>(s); }
   CUTE_DEVICE auto scale() const { return row_scales.of_block(p); }
 
-  __device__ Turns<Shapes> turns() const { return {warpgroup}; }
+  __device__ WarpgroupOrder<Shapes> order() const { return {warpgroup}; }
 
   __device__ void wait_for_k() { smem.k_full[k_stage.index()].wait(k_stage.phase()); }
 

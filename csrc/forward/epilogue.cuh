@@ -40,8 +40,8 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box
   }
 }
 
-// Of rows whose last block is in P: the LSE, and the factor `weight` that normalises O after the
-// last product. The last hop counts the sink.
+// Rows whose last block is in P: computes the LSE, and the factor `weight` that normalises O after
+// the last product. The last hop counts the sink.
 template <class Shapes, class Element>
 CUTE_DEVICE void finish_rows(ForwardParams<Shapes> const& p, WorkItem const& work,
                              OnlineSoftmax<Element> const& rows, float (&weight)[2],
@@ -62,16 +62,17 @@ CUTE_DEVICE void finish_rows(ForwardParams<Shapes> const& p, WorkItem const& wor
   }
 }
 
-// Within the range of e4m3; NaN stays.
-CUTE_DEVICE float within_e4m3(float x) {
-  asm("min.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(448.f));
-  asm("max.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-448.f));
+// The number of [-most, most] that is nearest to x; NaN stays.
+CUTE_DEVICE float clamp_or_nan(float x, float most) {
+  asm("min.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
+  asm("max.ftz.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-most));
   return x;
 }
 
-// Of e4m3 V: normalises rows by `weight`, 0 for a row that sees nothing; applies V's scale and
-// mean. Rounded P may sum to more than P, so that the mean of V's numbers exceeds them all: they
-// are limited to e4m3's range. O may still exceed V by a rounding: float16 V near 65504 gives inf.
+// E4M3 V: normalises rows by `weight`, which is 0 for a fully masked row; applies V's scale and
+// mean. Rounded P may sum to more than P, so the mean of V's numbers may exceed them all: it is
+// limited to e4m3's range. With V's mean, O may still exceed V by the rounding of V's numbers:
+// float16 O is limited to float16's range, else it would be infinite for V near 65504.
 template <class Shapes, class Output>
 CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& work, int lane,
                               Output& o, float const (&weight)[2]) {
@@ -85,13 +86,16 @@ CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& wo
     for (int r = 0; r < 2; ++r) {
       float& x = o(4 * j + 2 * r);
       float& y = o(4 * j + 2 * r + 1);
-      x = fmaf(within_e4m3(x * weight[r]), scale.x, seen[r] * mean.x);
-      y = fmaf(within_e4m3(y * weight[r]), scale.y, seen[r] * mean.y);
+      x = fmaf(clamp_or_nan(x * weight[r], 448.f), scale.x, seen[r] * mean.x);
+      y = fmaf(clamp_or_nan(y * weight[r], 448.f), scale.y, seen[r] * mean.y);
+      if constexpr (is_same_v<typename Shapes::Element, cutlass::half_t>) {
+        x = clamp_or_nan(x, 65504.f), y = clamp_or_nan(y, 65504.f);
+      }
     }
   }
 }
 
-// Whether the two rows of a lane hold finite numbers below 1e18. Larger ones may count as not
+// Whether the two rows of a lane hold finite numbers below 1e18. Larger numbers may count as not
 // finite: their squares overflow.
 template <class Output>
 CUTE_DEVICE void finite_rows(Output const& o, bool (&finite)[2]) {
@@ -105,9 +109,11 @@ CUTE_DEVICE void finite_rows(Output const& o, bool (&finite)[2]) {
   finite[1] = fabsf(probe[1][0] + probe[1][1]) < INFINITY;
 }
 
-// Which of its two rows a lane stores, the same in a quad: those of the tile that are finite; the
-// work item records the others. Of a strict item, the rows that it records. If the queue repeats no
-// item, all rows of the tile.
+// The rows that a lane stores of its two, the same in a quad:
+//
+//   the queue repeats no item   all rows of the tile
+//   the first pass              rows of the tile that are finite; the work item records the others
+//   a pass with use_row_max     the rows that the item has recorded
 template <bool Repeats>
 CUTE_DEVICE void select_rows(WorkItem& work, bool const (&finite)[2], int warp, int row, int lane,
                              bool (&stored)[2]) {
@@ -116,13 +122,13 @@ CUTE_DEVICE void select_rows(WorkItem& work, bool const (&finite)[2], int warp, 
     stored[r] = row + 8 * r < work.tile.rows;
     if constexpr (Repeats) {
       uint32_t lanes = __ballot_sync(0xffffffff, stored[r] && !finite[r]);
-      if (work.strict) {
+      if (work.use_row_max) {
         lanes = work.overflow[warp][r];
       } else if (lane == 0) {
         work.overflow[warp][r] = lanes;
       }
       bool const overflows = (lanes >> (lane & ~3) & 15) != 0;
-      stored[r] = stored[r] && overflows == bool(work.strict);
+      stored[r] = stored[r] && overflows == bool(work.use_row_max);
     }
   }
 }
@@ -139,8 +145,8 @@ CUTE_DEVICE void store_lse(ForwardParams<Shapes> const& p, WorkItem const& work,
 }
 
 // Stores the normalised O of a warp's 16 rows, those that are `stored`: the output dtype if the
-// tile is kLast, else the float32 partial output. `box` is the warp's place in shared memory, `all`
-// tells that every row of the warp is stored. A quad of lanes holds two rows, 8 apart.
+// tile is kLast, else the float32 partial output. `box` is the warp's box in shared memory. `all`:
+// every row of the warp is stored. A quad of lanes holds two rows, 8 apart.
 template <class Shapes, class Output>
 CUTE_DEVICE void store_rows(ForwardParams<Shapes> const& p, WorkItem const& work, int warp,
                             int lane, Output const& o, bool const (&stored)[2], bool all,
@@ -172,7 +178,7 @@ CUTE_DEVICE void store_rows(ForwardParams<Shapes> const& p, WorkItem const& work
 // A consumer: normalises O of a tile, whose products have ended, and stores it; stores LSE unless
 // it was stored `early`. `inside`: which of the lane's rows belong to the tile.
 template <class Consumer>
-CUTE_DEVICE void store_tile(Consumer& c, WorkItem& work, bool const (&inside)[2], bool strict,
+CUTE_DEVICE void store_tile(Consumer& c, WorkItem& work, bool const (&inside)[2], bool use_row_max,
                             bool early_lse, float (&lse)[2]) {
   using Shapes = typename Consumer::Shapes;
   if constexpr (Shapes::QuantisedV) {
@@ -184,7 +190,7 @@ CUTE_DEVICE void store_tile(Consumer& c, WorkItem& work, bool const (&inside)[2]
   bool finite[2] = {true, true};
   if constexpr (Consumer::kRepeats) finite_rows(c.o, finite);
   bool stored[2] = {inside[0] && finite[0], inside[1] && finite[1]};
-  bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !strict);
+  bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !use_row_max);
   if (!all) select_rows<Consumer::kRepeats>(work, finite, c.warp, c.row, c.lane, stored);
   if (!early_lse) store_lse<Shapes>(c.p, work, c.row, c.lane, lse, stored);
   auto* const box = c.smem.o + kWarpRows * Shapes::D * c.warp;

@@ -12,15 +12,15 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Loads V as consumers read it. The ablation has another one.
+// Loads V as consumers read it. The ablation has a loader of its own.
 template <class Shapes>
 struct ValueLoads {
-  // A place is kKeyTile * tile + key, not a row.
+  // The position of a block is kKeyTile * tile + key, not a row.
   static constexpr bool kByTile = Shapes::QuantisedV;
 
-  // The V of the block at a place, to a stage.
+  // The V of the block at position `at`, to a stage.
   CUTE_DEVICE void load(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem,
-                        Pipeline<Shapes::Stages> stage, int at, WorkItem const& work) const {
+                        PipelineState<Shapes::Stages> stage, int at, WorkItem const& work) const {
     constexpr int N = Shapes::N, D = Shapes::D;
     smem.v_empty[stage.index()].wait(stage.phase() ^ 1);
     auto& full = smem.v_full[stage.index()];
@@ -34,17 +34,17 @@ struct ValueLoads {
   }
 };
 
-// One thread. V comes one block behind K, in the order in which consumers read them. Returns the
-// stage behind the last one.
+// One thread. Loads V one block after K, in the order in which consumers read them. Returns the
+// stage after the last one.
 template <class Shapes, class Values = ValueLoads<Shapes>>
-CUTE_DEVICE Pipeline<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
-                                                typename Shapes::SharedStorage& smem,
-                                                Values const& values = {}) {
+CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
+                                                     typename Shapes::SharedStorage& smem,
+                                                     Values const& values = {}) {
   constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
-  Pipeline<Shapes::Stages> k_stage;
-  Pipeline<Shapes::QStages> q_stage;
-  Pipeline<kWorkDepth> work_stage;
-  uint32_t arrived = 1;  // bit n: the keys of word n have arrived; 0 is no word
+  PipelineState<Shapes::Stages> k_stage;
+  PipelineState<Shapes::QStages> q_stage;
+  PipelineState<kWorkDepth> work_stage;
+  uint32_t arrived = 1;  // bit n: arrival flag n was set; spans with flag 0 wait for nothing
   while (true) {
     smem.work_full[work_stage.index()].wait(work_stage.phase());
     WorkItem& work = smem.work[work_stage.index()];
@@ -70,7 +70,7 @@ CUTE_DEVICE Pipeline<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
     auto load_v = [&](int at) { values.load(p, smem, k_stage.previous(), at, work); };
     typename Shapes::Blocks block(work, p.args.spans);
     int span = -1, key_row = 0;  // of the block
-    int v_at = -1;               // the place of the block before, whose V is loaded next
+    int v_at = -1;               // the position of the block before, whose V is loaded next
     bool requested = false;      // the next work item
     while (block.next()) {
       if (!requested && block.nearly_done(kBlocksAhead)) {
@@ -89,7 +89,7 @@ CUTE_DEVICE Pipeline<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
       }
       int const row = key_row + block.start;
       [[maybe_unused]] int tile;       // of keys
-      [[maybe_unused]] float k_scale;  // of the block; volatile accesses keep their places
+      [[maybe_unused]] float k_scale;  // of the block; volatile accesses stay where they are
       if constexpr (Shapes::Quantised) {
         int const first = __ldg(p.scales.first_tile + work.tile.first_span + block.index);
         tile = first + block.start / kKeyTile;
@@ -105,7 +105,7 @@ CUTE_DEVICE Pipeline<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
       if (v_at >= 0) {
         load_v(v_at);
       } else if constexpr (Shapes::QStages == 1) {
-        load_q();  // behind the first K: a stage of K is free before the last tile releases Q
+        load_q();  // after the first K: a stage of K is free before the last tile releases Q
       }
       k_stage.advance();
       if constexpr (Values::kByTile) {

@@ -11,15 +11,15 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Whether none of the rows [row, row + kWarpRows) of the tile sees the block.
+// Whether the block is masked for all rows [row, row + kWarpRows) of the tile.
 template <class Blocks>
 CUTE_DEVICE bool hides_block(Blocks const& block, int row) {
   SpanColumns const c = block.columns();
   return c.high + row + kWarpRows <= block.start || c.low + row >= block.end;
 }
 
-// Sets S to -inf where rows `row` and `row + 8` of the tile, which the thread holds, must not see
-// the block's columns. Nothing, if all rows of the warp see all of them.
+// Sets S to -inf where rows `row` and `row + 8` of the tile, which the thread holds, must not
+// attend to the block's columns. Does nothing if all rows of the warp attend to all columns.
 template <class Blocks, class Scores>
 CUTE_DEVICE void apply_mask(Scores&& s, Blocks const& block, int row, int lane) {
   constexpr int kColumns = decltype(size(s))::value / 2;

@@ -31,11 +31,11 @@ CUTE_DEVICE auto v_operand(typename Shapes::SharedStorage& smem, int thread) {
   return typename Shapes::MmaO{}.get_slice(thread).partition_fragment_B(sV);
 }
 
-// A warpgroup: zeroes rows [first, N) of V, which are a neighbour's. Their P is 0, and 0 x inf
-// would be NaN. Products read the zeroes behind a barrier of the warpgroup.
+// A warpgroup: zeroes rows [first, N) of V, which belong to the next segment. Their P is 0, and
+// 0 * inf would be NaN. Products read the zeros after a barrier of the warpgroup.
 template <class Shapes>
-CUTE_DEVICE void clear_rows_of_v(typename Shapes::SharedStorage& smem, int stage, int first,
-                                 int thread) {
+CUTE_DEVICE void zero_tail_rows_of_v(typename Shapes::SharedStorage& smem, int stage, int first,
+                                     int thread) {
   Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});  // (D, N, S)
 #pragma unroll 1                                                             // rare
   for (int i = thread; i < (Shapes::N - first) * Shapes::D; i += kWarpgroup) {

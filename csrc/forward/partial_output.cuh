@@ -9,11 +9,11 @@ using namespace cute;
 
 // Elements 4j, ..., 4j + 3 of a thread's accumulator: columns 8j + 2 (lane % 4) and the next one of
 // rows `row` and `row + 8`. O lies in this order, so that a warp's accesses are contiguous:
-// (padded rows / 64, heads, D / 8, 128 threads) of float4. This is the place of consumer
+// (padded rows / 64, heads, D / 8, 128 threads) of float4. Returns the slice of consumer
 // `warpgroup`.
 template <class Shapes>
 CUTE_DEVICE float4* partial_o(ForwardParams<Shapes> const& p, WorkItem const& work, int warpgroup) {
-  int64_t const group = work.tile.grid_row0 / 64 + warpgroup;
+  int64_t const group = work.tile.padded_row0 / 64 + warpgroup;
   return reinterpret_cast<float4*>(p.args.partial_out) +
          (group * p.heads + work.head) * (Shapes::D / 8 * kWarpgroup);
 }
@@ -29,14 +29,14 @@ CUTE_DEVICE void prefetch_partial(ForwardParams<Shapes> const& p, WorkItem const
   }
 }
 
-// A consumer thread's part of its warpgroup's place.
+// A consumer thread's part of its warpgroup's slice.
 template <class Shapes>
 CUTE_DEVICE float4* own_partial_o(ForwardParams<Shapes> const& p, WorkItem const& work) {
   return partial_o(p, work, threadIdx.x / kWarpgroup - Shapes::Producers) +
          threadIdx.x % kWarpgroup;
 }
 
-// The address of the LSE of a lane's row `row`; that of `row + 8` is 8 floats on.
+// The address of the LSE of a lane's row `row`; the LSE of `row + 8` is 8 floats further.
 template <class Shapes>
 CUTE_DEVICE float* lse_of(ForwardParams<Shapes> const& p, WorkItem const& work, int row) {
   return p.args.lse + work.head * p.args.lse_head_stride + work.tile.row0 + row;

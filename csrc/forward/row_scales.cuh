@@ -1,4 +1,4 @@
-// What a thread's two rows of scores are multiplied by, and what 8-bit operands add to LSE.
+// The factors of a thread's two rows of scores, and the offset that 8-bit operands add to LSE.
 #pragma once
 
 #include "forward/shapes.cuh"
@@ -9,7 +9,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Of operands in 16 bits: one number of the launch.
+// Operands in 16 bits: one number of the launch.
 template <class Shapes, bool Quantised = Shapes::Quantised>
 struct RowScales {
   CUTE_DEVICE void begin_tile(ForwardParams<Shapes> const&, WorkItem const&, int) {}
@@ -22,15 +22,16 @@ struct RowScales {
   CUTE_DEVICE float of_block(ForwardParams<Shapes> const& p) const { return p.scale_log2; }
 };
 
-// Of 8-bit operands: a number for each row, and one for each block, that of its tile of keys.
+// 8-bit operands: a scale for each row, times the scale of the block's key tile.
 template <class Shapes>
 struct RowScales<Shapes, true> {
-  // Of a row's scale, also where Q has a NaN. Times the least scale of K it is no subnormal: those
-  // count as 0, and a masked score, -inf, times 0 is NaN.
+  // The lower bound of row_scale; fmaxf also replaces a NaN by it. Times the smallest scale of K it
+  // stays normal: --use_fast_math flushes subnormals to 0, and a masked score, -inf, times 0 is
+  // NaN.
   static constexpr float kLeast = 0x1p-65f;
   float row_scale[2];  // of Q, to log2 units
-  float k_scale;       // of the block whose S is here
-  float offset[2];     // nats that centred K takes off the scores of each row; NaN: Q had a NaN
+  float k_scale;       // of the block of S
+  float offset[2];     // nats by which centring K lowers the scores of each row; NaN: Q had a NaN
 
   // `row` and `row + 8` of the tile are those of the thread.
   CUTE_DEVICE void begin_tile(ForwardParams<Shapes> const& p, WorkItem const& work, int row) {
@@ -45,7 +46,7 @@ struct RowScales<Shapes, true> {
   CUTE_DEVICE void load_offset(ForwardParams<Shapes> const& p, WorkItem const& work, int row) {
     load(p, work, row, p.scales.k_offset, p.args.softmax_scale, offset);
   }
-  // Of rows that see something: adds the offset to LSE; O becomes NaN where Q had a NaN.
+  // Rows that are not fully masked: adds the offset to LSE; O becomes NaN where Q had a NaN.
   CUTE_DEVICE void finish(float (&lse)[2], float (&weight)[2]) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -68,20 +69,21 @@ struct RowScales<Shapes, true> {
   // Makes integers of S float32.
   template <class Scores>
   CUTE_DEVICE void to_float(Scores& s) {
-    if constexpr (kIntegers) to_float_bits(s), spoil(s);
+    if constexpr (kIntegers) to_float_bits(s), propagate_nan_scale(s);
   }
-  // The same behind a softmax that has converted them one by one.
+  // The same after a softmax that has converted them one by one.
   template <class Scores>
   CUTE_DEVICE void to_float_again(Scores& s) {
-    if constexpr (kIntegers) to_float_bits_by_adding(s), spoil(s);
+    if constexpr (kIntegers) to_float_bits_by_adding(s), propagate_nan_scale(s);
   }
 
  private:
   static constexpr bool kIntegers = is_same_v<typename Shapes::Types::Score, int32_t>;
 
-  // Int8 K has no NaN: the scale of its tile is NaN, and becomes one of S, which a mask can hide.
+  // Int8 K has no NaN. Where its tile has one, k_scale is NaN: all of S becomes NaN, so that a mask
+  // can still hide it.
   template <class Scores>
-  CUTE_DEVICE void spoil(Scores& s) {
+  CUTE_DEVICE void propagate_nan_scale(Scores& s) {
     if (!isnan(k_scale)) return;
     k_scale = 1.f;
     CUTE_UNROLL

@@ -18,7 +18,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// The dtypes of a forward whose O has `Element`.
+// The dtypes of a forward whose O has the dtype `Element`.
 template <class Element, Precision>
 struct OperandTypes {
   using QK = Element;
@@ -38,7 +38,7 @@ struct OperandTypes<Element, Precision::Int8> {
   using Score = int32_t;
 };
 
-// Columns side by side in shared memory; see csrc/hopper/tma.cuh.
+// The layout atom of `Columns` contiguous columns in shared memory; see csrc/hopper/tma.cuh.
 template <class Element, int Columns>
 using AtomOfColumns =
     std::conditional_t<Columns * sizeof(Element) == 64, GMMA::Layout_K_SW64_Atom<Element>,
@@ -77,9 +77,9 @@ struct ForwardShapes {
   static constexpr int QParts = kPolicy.splits_q ? Consumers : 1;
 
   // The ablation changes these three.
-  static constexpr bool Overlap = true;                  // S(j+1) is issued before P(j) V
-  static constexpr bool PingPong = kPolicy.takes_turns;  // warpgroups issue products in turns
-  static constexpr int Producers = 1;                    // warpgroups that load
+  static constexpr bool Overlap = true;                // S(j+1) is issued before P(j) V
+  static constexpr bool PingPong = kPolicy.ping_pong;  // `WarpgroupOrder`
+  static constexpr int Producers = 1;                  // warpgroups that load
 
   static constexpr int Threads = kWarpgroup * (Consumers + Producers);
   static constexpr RegisterSplit kRegisters = register_split(Consumers);
@@ -129,7 +129,7 @@ struct ForwardParams {
   std::conditional_t<Shapes::Quantised, OperandScales, NoScales> scales;
 };
 
-// The sink of a head in the rows of a tile; -inf: none. With 8 bits it is counted afterwards.
+// The sink of a head in the rows of a tile; -inf: none. With 8 bits another pass counts it.
 template <class Shapes>
 CUTE_DEVICE float sink_of(ForwardArgs const& a, Tile const& tile, int head) {
   if (Shapes::Quantised || a.sink == nullptr || !(tile.flags & kLast)) return -INFINITY;

@@ -9,8 +9,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Of a quad of lanes, which holds two rows of an accumulator: the sum and the maximum over its
-// lanes.
+// The sum and the maximum over a quad of lanes, which holds two rows of an accumulator.
 CUTE_DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffff, x, 1);
   return x + __shfl_xor_sync(0xffffffff, x, 2);
@@ -20,15 +19,15 @@ CUTE_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// Bounds of a lane's sum of P over a block, and how far a new shift lies below what it comes from,
-// in log2 units, in a dtype of P. These distances are whole numbers, so that P of a key that
-// dominates its row is a power of two.
+// Bounds of a lane's sum of P over a block, and distances of a new shift, in log2 units, below the
+// number that it comes from; for each dtype of P. The distances are whole numbers, so P of a key
+// that dominates its row is a power of two.
 template <class Element>
 struct SumRange {  // bfloat16, with the exponents of float32
-  // The shift of a row that begins may stay -kBelowZero if its largest sum lies in
+  // A row's first block may leave the shift at -kBelowZero if its largest sum lies in
   // [kLeast, kFirst].
   static constexpr float kLeast = 0x1p-6f, kFirst = 0x1p16f;
-  // A larger sum than kRaise raises the shift; P of a larger one than kLargest is computed again.
+  // A sum above kRaise raises the shift. A sum above kLargest makes the block compute P again.
   static constexpr float kRaise = 0x1p88f, kLargest = 0x1p104f;
   // Below 0; below the row's maximum, or the exponent of its largest sum; below the LSE of earlier
   // hops.
@@ -53,14 +52,14 @@ struct SumRange<cutlass::half_t> {
 };
 template <>
 struct SumRange<cutlass::float_e4m3_t> {
-  // The largest value is 448: no element of a sum up to 432 is rounded above it. `settle` raises
-  // the shift of this block, never of later ones alone.
+  // The largest value is 448: no element of a sum up to 432 is rounded above it. The slow path
+  // raises the shift of this block, never of later ones alone.
   static constexpr float kRaise = 432.f, kLargest = 432.f;
   // A lane's elements of a block, at most 32 of up to 2^3, fit 432.
   static constexpr int kBelowZero = 0, kBelowMaximum = 3, kBelowEarlier = 0;
 };
 
-// What scores are multiplied by, to log2 units: one number, or one for each of a thread's rows.
+// The factor from scores to log2 units: one number, or one for each of a thread's rows.
 struct RowScale {
   float by[2];
 };
@@ -82,34 +81,45 @@ CUTE_DEVICE void scale_row(Output& o, float by) {
   for (int n = 2 * R; n < size(o); n += 4) o(n) *= by, o(n + 1) *= by;
 }
 
-// The state of the two rows of S that a thread shares with the quad of lanes that holds them.
+// The state of the two rows of S that a thread shares with the other lanes of its quad.
 //
-// P = exp2(scale * S - shift). The shift need not be the row's maximum: a block's P is computed
-// with the shift that the row already has. Where the sum of P exceeds kRaise, the shift rises, and
-// P, O and the total are scaled by a power of two. Only where P is out of range, `rescale` looks
-// for the maximum, takes it as the shift and computes P again. So few blocks compute a maximum, and
-// no block waits for one between S and P.
+// P = exp2(scale * S - shift). The shift is a reference exponent, not always the row's maximum.
+// Invariant: `total` and O refer to the shift, so LSE = ln2 * (shift + log2(total over the quad)).
+//
+// A block's P uses the shift that the row already has. Each lane's sum of P decides what follows:
+//
+//   sum <= kRaise     `accumulate` adds it: the fast path.
+//   sum <= kLargest   The sum is added. Then `raise` adds the exponent of the row's largest sum,
+//                     less kBelowMaximum, to the shift, and multiplies P, O and the total by the
+//                     corresponding power of two.
+//   larger, or NaN    `rescale` takes the row's maximum, less kBelowMaximum, as the shift and
+//                     computes P again. With kUseRowMax every block does so.
+//
+// A row's first block takes its maximum as the shift, or with `FromZero` leaves the shift at
+// kStart if its largest sum lies in [kLeast, kFirst]. E4M3 P has no middle case, since kRaise
+// equals kLargest, and adds a NaN to the total. So few blocks compute a maximum, and in the fast
+// path none waits for one between S and P.
 template <class Element>
 struct OnlineSoftmax {
   using Range = SumRange<Element>;
-  static constexpr uint32_t kNew = 1, kStrict = 4;
-  static constexpr float kStart = 0.f - Range::kBelowZero;  // the shift of a row that begins
+  static constexpr uint32_t kNew = 1, kUseRowMax = 4;
+  static constexpr float kStart = 0.f - Range::kBelowZero;  // the shift before a row's first block
   float shift[2] = {kStart, kStart};                        // log2 units
   float total[2] = {0.f, 0.f};    // this lane's part of the sum of P, over all hops; 0 before it
   float rounded[2] = {0.f, 0.f};  // the same of P as the product with V reads it
-  // kNew << r: row r has seen no score. kStrict: every block takes its maximum as the shift.
+  // kNew << r: no score of row r has come. kUseRowMax: every block takes its maximum as the shift.
   uint32_t state;
 
-  CUTE_DEVICE explicit OnlineSoftmax(bool strict = false)
-      : state(3 * kNew | (strict ? kStrict : 0)) {}
+  CUTE_DEVICE explicit OnlineSoftmax(bool use_row_max = false)
+      : state(3 * kNew | (use_row_max ? kUseRowMax : 0)) {}
 
-  CUTE_DEVICE bool strict() const { return state & kStrict; }
+  CUTE_DEVICE bool use_row_max() const { return state & kUseRowMax; }
 
-  // Warp-wide: no row has seen a score.
+  // Warp-wide: no score of any row has come.
   CUTE_DEVICE bool begins() const { return __all_sync(0xffffffff, (state & 3 * kNew) == 3 * kNew); }
 
-  // Continues rows of earlier hops: their normalised O, which it multiplies, has the weight
-  // 2^kBelowEarlier.
+  // Continues rows of earlier hops. Their normalised O gets the weight 2^kBelowEarlier: `resume`
+  // multiplies it.
   template <class Output>
   CUTE_DEVICE void resume(float const (&lse)[2], int lane, Output& o) {
     constexpr float kWeight = 1 << Range::kBelowEarlier;
@@ -156,18 +166,18 @@ struct OnlineSoftmax {
     rounded[0] += sum[0][0] + sum[0][1], rounded[1] += sum[1][0] + sum[1][1];
   }
 
-  // What a block needs beyond `accumulate`, for each of the lane's rows.
+  // Steps that a block needs beyond `accumulate`, for each of the lane's rows.
   struct Needs {
-    bool over[2];           // `rescale`
-    bool fresh[2];          // the row has seen no score: its shift does not count
+    bool out_of_range[2];   // `rescale`
+    bool first_block[2];    // no score of the row has come: its shift does not count
     float raise[2];         // of the shift, log2 units; whole numbers
-    bool rescales, raises;  // in any lane of the warp: `over`, `raise`
+    bool rescales, raises;  // in any lane of the warp: `out_of_range`, `raise`
   };
 
   // In a tile's first block: every row takes its maximum as the shift.
   CUTE_DEVICE Needs begin() const {
-    return {.over = {true, true},
-            .fresh = {bool(state & kNew), bool(state & kNew << 1)},
+    return {.out_of_range = {true, true},
+            .first_block = {bool(state & kNew), bool(state & kNew << 1)},
             .raise = {},
             .rescales = true,
             .raises = false};
@@ -182,10 +192,10 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // After `accumulate` has added nothing: adds the sums, unless a row `rescales`. `from_zero`: a
-  // row that begins may keep 0 as its shift.
+  // After `accumulate` has added nothing: adds the sums, unless a row `rescales`. `FromZero`: a
+  // row's first block may leave the shift at kStart.
   template <bool FromZero>
-  CUTE_DEVICE Needs settle(float const (&sum)[2][2]) {
+  CUTE_DEVICE Needs accumulate_slow_path(float const (&sum)[2][2]) {
     Needs needs;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -193,20 +203,21 @@ struct OnlineSoftmax {
       bool const begun = !(state & (kNew << r));
       needs.raise[r] = 0.f;
       if constexpr (sizeof(Element) == 1) {  // a row's maximum, in whichever of its lanes
-        needs.over[r] = !begun || most > Range::kLargest;
-        needs.fresh[r] = !begun;
+        needs.out_of_range[r] = !begun || most > Range::kLargest;
+        needs.first_block[r] = !begun;
       } else {
         bool const fits = begun ? whole <= Range::kLargest
                                 : FromZero && Range::kLeast <= most && most <= Range::kFirst;
-        needs.over[r] = strict() || !fits;
-        needs.fresh[r] = needs.over[r] && !begun;
-        bool const raised = begun && !strict() && Range::kRaise < most && most <= Range::kLargest;
+        needs.out_of_range[r] = use_row_max() || !fits;
+        needs.first_block[r] = needs.out_of_range[r] && !begun;
+        bool const raised =
+            begun && !use_row_max() && Range::kRaise < most && most <= Range::kLargest;
         if (raised) {
           needs.raise[r] = int(__float_as_uint(most) >> 23) - 127 - Range::kBelowMaximum;
         }
       }
     }
-    needs.rescales = __any_sync(0xffffffff, needs.over[0] || needs.over[1]);
+    needs.rescales = __any_sync(0xffffffff, needs.out_of_range[0] || needs.out_of_range[1]);
     needs.raises = __any_sync(0xffffffff, needs.raise[0] + needs.raise[1] > 0.f);
     if (!needs.rescales) {
       total[0] += sum[0][0] + sum[0][1], total[1] += sum[1][0] + sum[1][1];
@@ -225,9 +236,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // Rescales the rows that are `over`: takes the maximum over their lanes that are `over`, less
-  // kBelowMaximum, and the shift unless it is `fresh`, as the shift; recomputes P and adds it to
-  // the total. The caller multiplies O by `decay`. Other rows keep their bits.
+  // Rescales the rows that are `out_of_range`. The new shift is the maximum over their lanes that
+  // are `out_of_range`, less kBelowMaximum, but not below the old shift, which does not count in a
+  // `first_block`. Computes P again and adds it to the total. The caller multiplies O by `decay`.
+  // Other rows keep their bits.
   template <class Scores, class P, class Scale>
   CUTE_DEVICE void rescale(Scores const& s, P& p, Needs const& needs, float (&decay)[2],
                            Scale const& scale_log2) {
@@ -239,13 +251,13 @@ struct OnlineSoftmax {
       for (int n = 4 + 2 * r; n < kSize; n += 4) {
         peak[0] = fmaxf(peak[0], s(n)), peak[1] = fmaxf(peak[1], s(n + 1));
       }
-      float high = needs.fresh[r] ? -INFINITY : shift[r];
-      if (needs.over[r]) {
+      float high = needs.first_block[r] ? -INFINITY : shift[r];
+      if (needs.out_of_range[r]) {
         float const most = fmaxf(peak[0], peak[1]) * of_row(scale_log2, r);
         high = fmaxf(high, most - Range::kBelowMaximum);
       }
       high = quad_max(high);
-      decay[r] = needs.fresh[r] ? 0.f : exp2f(shift[r] - high);
+      decay[r] = needs.first_block[r] ? 0.f : exp2f(shift[r] - high);
       state = high == -INFINITY ? state | (kNew << r) : state & ~(kNew << r);
       shift[r] = high == -INFINITY ? kStart : high;
     }
@@ -258,16 +270,17 @@ struct OnlineSoftmax {
     }
   }
 
-  // With e4m3 P, of row R alone: `over` and `fresh` as in `Needs`, equal in a quad.
+  // E4M3 P, row R alone. `out_of_range` and `first_block` are those of `Needs`, equal in a quad.
 
-  // The row's shift becomes its maximum less kBelowMaximum. Returns by what O is multiplied. The
-  // caller computes P again, and adds it behind a multiplication of the total.
+  // The row's shift becomes its maximum less kBelowMaximum. Returns the factor of O. The caller
+  // computes P again, and adds it after a multiplication of the total.
   template <int R, class Scores>
-  CUTE_DEVICE float rescale_row(Scores const& s, bool over, bool fresh, float scale_log2) {
-    float high = fresh ? -INFINITY : shift[R];
-    if (over) high = fmaxf(high, fmaf(row_max<R>(s), scale_log2, -Range::kBelowMaximum));
+  CUTE_DEVICE float rescale_row(Scores const& s, bool out_of_range, bool first_block,
+                                float scale_log2) {
+    float high = first_block ? -INFINITY : shift[R];
+    if (out_of_range) high = fmaxf(high, fmaf(row_max<R>(s), scale_log2, -Range::kBelowMaximum));
     high = quad_max(high);
-    float const decay = fresh ? 0.f : exp2f(shift[R] - high);
+    float const decay = first_block ? 0.f : exp2f(shift[R] - high);
     state = high == -INFINITY ? state | (kNew << R) : state & ~(kNew << R);
     shift[R] = high == -INFINITY ? 0.f : high;
     return decay;
@@ -275,8 +288,8 @@ struct OnlineSoftmax {
 
   // The same from P, whose maximum over the row is `peak`, finite; the row has begun.
   template <int R>
-  CUTE_DEVICE float lower_row(float peak, bool over) {
-    float const by = over ? __log2f(peak) - Range::kBelowMaximum : 0.f;
+  CUTE_DEVICE float lower_row(float peak, bool out_of_range) {
+    float const by = out_of_range ? __log2f(peak) - Range::kBelowMaximum : 0.f;
     shift[R] += by;
     return exp2f(-by);
   }

@@ -1,4 +1,4 @@
-// The forward's work queue: one warp fetches work items from a counter and decodes them.
+// The forward's work queue: a scheduler warp fetches work items from a counter and decodes them.
 #pragma once
 
 #include "forward/shapes.cuh"
@@ -8,7 +8,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Warp-wide: stores O = 0 and the LSE, the sink or -inf, for the rows of a tile that sees nothing.
+// Warp-wide: stores O = 0 and the LSE, the sink or -inf, for the rows of a fully masked tile.
 template <class Shapes>
 CUTE_DEVICE void store_empty_tile(ForwardArgs const& a, Tile const& tile, int head, int lane) {
   constexpr int kEights = Shapes::D / 8;  // of a row of D columns, 16 bytes each
@@ -33,24 +33,26 @@ CUTE_DEVICE void store_empty_tile(ForwardArgs const& a, Tile const& tile, int he
 template <int Warps>
 CUTE_DEVICE bool must_repeat(WorkItem const& work, int lane) {
   bool const overflow = lane < 2 * Warps && work.overflow[lane / 2][lane % 2] != 0;
-  return __any_sync(0xffffffff, work.head >= 0 && !work.strict && overflow);
+  return __any_sync(0xffffffff, work.head >= 0 && !work.use_row_max && overflow);
 }
 
-// Warp-wide: fetches and decodes the next work item while the last blocks of this one are loaded.
-// Not earlier, so that the CTA that is free first gets it. One increment of the counter follows
-// each item, so the last increment of a launch wraps it to 0 for the next launch.
+// The scheduler warp. It claims the next item when the loader asks for it, which is when at most
+// kBlocksAhead blocks of this one are left to load: so the CTA that is free first gets the item.
+// Each item of a launch causes one increment of the counter, so the last one wraps it to 0 for the
+// next launch.
 //
-// An item of which rows overflow keeps its stage and comes again, strict. So the work ends when
-// consumers have released all items; meanwhile they get kNoWork.
+// If consumers report an overflow of P V, the item is issued again in its stage, with use_row_max.
+// At the end of the queue the warp issues kNoWork, until consumers have released all items without
+// an overflow; then kEndOfWork.
 template <class Shapes>
 CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem) {
   constexpr int kWarps = 4 * Shapes::Consumers;
   int const lane = threadIdx.x % kWarp;
   ForwardArgs const& a = p.args;
-  Pipeline<kWorkDepth> stage;
+  PipelineState<kWorkDepth> stage;
   uint32_t wanted_phase = 0;
   int w = blockIdx.x;
-  bool fetched = false, idle = false;  // the last item came from the counter; it was kNoWork
+  bool fetched = false, idle = false;  // the last item came from the counter; was kNoWork
   while (true) {
     smem.work_empty[stage.index()].wait(stage.phase() ^ 1);
     WorkItem& work = smem.work[stage.index()];
@@ -65,7 +67,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
       if (lane == 0) w = gridDim.x + atomicInc(a.counter, p.num_work - 1);
       w = __shfl_sync(0xffffffff, w, 0);
     }
-    // A tile that sees nothing is done here.
+    // A fully masked tile is done here.
     Tile tile;
     int head = 0;
     fetched = false;
@@ -86,15 +88,15 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.tile = tile;
         work.head = head;
         work.kv_head = head / p.group;
-        work.strict = false;
+        work.use_row_max = false;
       }
     } else if (repeats) {
-      if (lane == 0) work.strict = true;
+      if (lane == 0) work.use_row_max = true;
     } else {
       ends = idle;
       for (uint32_t ago = 1; Shapes::MayOverflow && idle && ago < kWorkDepth && ago <= stage.count;
            ++ago) {
-        Pipeline<kWorkDepth> const other{stage.count - ago};
+        PipelineState<kWorkDepth> const other{stage.count - ago};
         smem.work_empty[other.index()].wait(other.phase());
         if (must_repeat<kWarps>(smem.work[other.index()], lane)) ends = false;
       }

@@ -1,4 +1,4 @@
-// Clusters: CTAs that run side by side and reach each other's shared memory.
+// Clusters: CTAs that run concurrently and access each other's shared memory.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -9,9 +9,9 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// The shared-memory address, for instructions on a cluster, of this CTA's `place` in CTA `rank`.
-CUTE_DEVICE uint32_t address_in(uint32_t rank, void const* place) {
-  return set_block_rank(cast_smem_ptr_to_uint(place), rank);
+// The shared-memory address, for instructions on a cluster, at which CTA `rank` has `position`.
+CUTE_DEVICE uint32_t address_in(uint32_t rank, void const* position) {
+  return set_block_rank(cast_smem_ptr_to_uint(position), rank);
 }
 
 // All threads of the cluster: each waits until all have come, or have ended.
@@ -22,7 +22,7 @@ CUTE_DEVICE void sync_cluster() {
           : "memory");
 }
 
-// `from` of CTA `rank`, which has written it before a `sync_cluster`, and ends after another one.
+// `from` of CTA `rank`, which has written it before a `sync_cluster` and ends after another one.
 CUTE_DEVICE float load_from_cta(uint32_t rank, float const* from) {
   float value;
   asm volatile("ld.shared::cluster.f32 %0, [%1];"

@@ -8,9 +8,9 @@
 
 namespace ringfa3 {
 
-// Allows a kernel `bytes` of dynamic shared memory on the current device. The runtime keeps this
-// for each kernel and device, and so does `allowed`, of which each kernel has its own: bit d says
-// that the runtime has been asked for device d. Two threads may ask at once, for the same.
+// Allows a kernel `bytes` of dynamic shared memory on the current device. The runtime stores this
+// for each kernel and device, and so does `allowed`, of which each kernel has its own: bit d is set
+// once the runtime has been asked for device d. Two threads may ask at once, for the same.
 template <auto kernel>
 cudaError_t allow_shared(int bytes) {
   static std::atomic<uint64_t> allowed;
@@ -24,7 +24,7 @@ cudaError_t allow_shared(int bytes) {
   return status;
 }
 
-// SMs of the current device, 0 if the runtime does not tell. Asked once for each device.
+// SMs of the current device, 0 if the runtime fails. Asked once for each device.
 inline int num_sms() {
   static std::atomic<int> known[64];
   int device;

@@ -12,24 +12,24 @@ CUTE_DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;
 // Allows the launch of the next kernel once every CTA of this one has called it or ended.
 CUTE_DEVICE void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" :::); }
 
-// One thread: blocks until other CTAs of this GPU have set the word to `value`.
-CUTE_DEVICE void wait_for_turn(int32_t const* word, int32_t value) {
+// One thread: blocks until other CTAs of this GPU have set a semaphore to `value`.
+CUTE_DEVICE void wait_for_semaphore(int32_t const* semaphore, int32_t value) {
   int32_t now;
   do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(semaphore) : "memory");
   } while (now != value);
 }
 
-// One thread: sets the word after all its earlier writes.
-CUTE_DEVICE void signal_turn(int32_t* word, int32_t value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+// One thread: sets a semaphore after all its earlier writes.
+CUTE_DEVICE void set_semaphore(int32_t* semaphore, int32_t value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(semaphore), "r"(value) : "memory");
 }
 
-// One thread: blocks until the word is not 0. Another GPU may set it.
-CUTE_DEVICE void wait_for_arrival(int32_t const* word) {
+// One thread: blocks until an arrival flag is not 0. Another GPU may set it.
+CUTE_DEVICE void wait_for_arrival(int32_t const* flag) {
   int32_t now;
   while (true) {
-    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(now) : "l"(flag) : "memory");
     if (now != 0) return;
     __nanosleep(100);
   }

@@ -42,7 +42,7 @@ inline MapEncoder map_encoder() {
 }
 
 // Encodes the map of a tensor of 8 or 16 bits for boxes of `rows` rows, of which shared memory
-// holds `width` columns; at most `boxes` of them lie side by side. Rows past the last token and
+// holds `width` columns; at most `boxes` of them cover the head dim. Rows past the last token and
 // columns past the head dim read as zeros, and stores leave them out. Returns false if the tensor
 // is wider or the driver refuses it.
 template <class Element>

@@ -36,7 +36,7 @@ CUTE_DEVICE void issue_sum(Mma0& mma0, A0 const& a0, B0 const& b0, Mma& mma, A c
   warpgroup_commit_batch();
 }
 
-// The same shared-memory operand, whose descriptors the compiler computes anew: it does not keep
+// The same shared-memory operand, whose descriptors the compiler computes anew instead of holding
 // them in registers between two uses.
 template <class Operand>
 CUTE_DEVICE Operand opaque(Operand a) {
@@ -44,15 +44,15 @@ CUTE_DEVICE Operand opaque(Operand a) {
   return a;
 }
 
-// Turns integers of an accumulator into float32, in place.
+// Converts integers of an accumulator to float32, in place.
 template <class Accumulator>
 CUTE_DEVICE void to_float_bits(Accumulator& c) {
   CUTE_UNROLL
   for (int n = 0; n < size(c); ++n) c(n) = __float_as_int(static_cast<float>(c(n)));
 }
 
-// The same of integers below 2^22, by other instructions: ptxas would keep the float32 numbers of
-// an earlier conversion beside the integers.
+// The same of integers below 2^22, by other instructions: ptxas would hold the float32 numbers of
+// an earlier conversion in registers, as well as the integers.
 template <class Accumulator>
 CUTE_DEVICE void to_float_bits_by_adding(Accumulator& c) {
   constexpr float kMagic = 0x1.8p23f;
@@ -105,8 +105,8 @@ CUTE_DEVICE void row_to_operand(Accumulator const& c, Operand& a) {
   }
 }
 
-// Sums that have left an accumulator, which has fewer bits with 8-bit operands, for float32: behind
-// every `Interval` products. With 0 it is empty.
+// Float32 sums. With 8-bit operands an accumulator has fewer bits, so its sums are added to these
+// after every `Interval` products. With 0 it is empty.
 template <class Accumulator, int Interval>
 struct PromotedSums {
   Accumulator sums;
@@ -119,7 +119,7 @@ struct PromotedSums {
     add(c, sums);
     products = 0, empty = true;
   }
-  // Behind the last product.
+  // After the last product.
   CUTE_DEVICE void finish(Accumulator& c) {
     add(sums, c);
     clear(sums);

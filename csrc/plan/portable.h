@@ -1,4 +1,4 @@
-// What lets a plain C++ compiler read the headers of this folder: tests compare them with the plan.
+// Lets a plain C++ compiler read the headers of this folder: tests compare them with the plan.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,7 +1,7 @@
 // Backward: the blocks of M rows that a key tile visits, and the order in which tiles add to dQ.
 //
-// ringfa3/planning computes the same: `work_split.visited_blocks`, `Tiling.visited`, `Tiling.turn`.
-// tests/planning/test_device_plan.py compares them.
+// ringfa3/planning computes the same: `work_split.visited_blocks`, `Tiling.visited`,
+// `Tiling.dq_order`. tests/planning/test_device_plan.py compares them.
 #pragma once
 
 #include "params.h"
@@ -34,16 +34,16 @@ RINGFA3_DEVICE Range key_tile_range(Span const& s, int block) {
 // their keys. The block begins with row `token` of span `index`, the tile with key `key_row`.
 // `earlier` is that of `BackwardArgs`.
 template <int M, int N>
-RINGFA3_DEVICE int dq_turn(Span const* spans, int32_t const* earlier, int32_t const& index,
-                           int32_t const& token, int32_t const& key_row) {
+RINGFA3_DEVICE int dq_order(Span const* spans, int32_t const* earlier, int32_t const& index,
+                            int32_t const& token, int32_t const& key_row) {
   Span const& span = spans[index];
   int const block = (token - span.q0) / M;
-  int turn = key_tile_range<M, N>(span, block).end - 1 - (key_row - span.k0) / N;
+  int order = key_tile_range<M, N>(span, block).end - 1 - (key_row - span.k0) / N;
   for (int other = earlier[index]; other >= 0; other = earlier[other]) {
     Range const tiles = key_tile_range<M, N>(spans[other], block);
-    turn += tiles.end - tiles.begin;
+    order += tiles.end - tiles.begin;
   }
-  return turn;
+  return order;
 }
 
 // The row blocks of a work unit, for one head: block `block` of span `index`, while `left` > 0.

@@ -9,13 +9,13 @@ namespace ringfa3 {
 constexpr int kDecodedSpans = 8;    // of a tile, in shared memory
 constexpr int kConsumerWarps = 12;  // at most
 
-// The columns [begin, end) of one span that a tile needs; row r of the tile sees
+// The columns [begin, end) of one span that a tile needs; row r of the tile attends to
 // [low + r, high + r] of them.
 struct SpanColumns {
   int32_t begin, end, low, high;
   int32_t key_row;  // the span's first key
   int32_t keys;     // of the span
-  int32_t arrival;  // the word that they wait for, or 0
+  int32_t arrival;  // the number of their arrival flag, or 0
   SpanColumns() = default;
   RINGFA3_DEVICE SpanColumns(Tile const& tile, Span const& s) {
     int const i = tile.row0 - s.q0;
@@ -36,7 +36,9 @@ struct WorkItem {
   int32_t unused;  // puts the tile at byte 12: at byte 8 ptxas spills 8 bytes more at d128 and d256
   Tile tile;
   SpanColumns spans[kDecodedSpans];  // the first ones; the rest are decoded from the plan
-  int32_t strict;                    // P is at most 1; only rows of `overflow` are stored
+  // Every block takes its maximum as the shift: P is at most 1, or 2 in float16. Only rows of
+  // `overflow` are stored.
+  int32_t use_row_max;
   // Bit `lane` of [warp][r]: the lane has an element of its row r that is not finite.
   uint32_t overflow[kConsumerWarps][2];
 };
@@ -70,7 +72,7 @@ struct BlockIterator {
                : SpanColumns(work->tile, plan_spans[work->tile.first_span + index]);
   }
 
-  // Goes to the next block; false behind the last one. The caller has called `complete`.
+  // Steps to the next block; false after the last one. The caller has called `complete`.
   RINGFA3_DEVICE bool next() {
     while (end <= begin) {
       if (++index >= work->tile.num_spans) return false;
@@ -86,7 +88,7 @@ struct BlockIterator {
 
   // Blocks from this one on that need no mask.
   RINGFA3_DEVICE int unmasked_blocks() const {
-    SpanColumns const c = columns();  // every row sees columns [seen_from, c.high]
+    SpanColumns const c = columns();  // every row attends to columns [seen_from, c.high]
     int const seen_from = c.low + work->tile.rows - 1;
     bool const masked = start < seen_from || start + N > min(end, c.high + 1);
     return masked ? 0 : (start - max(seen_from, 0)) / N + 1;
@@ -98,8 +100,9 @@ struct BlockIterator {
   // The same `blocks` > 0 times.
   RINGFA3_DEVICE void skip_unmasked_blocks(int blocks) { start -= blocks * N, end = start + N; }
 
-  // Rows of the block's K and V that belong to the span; those behind them are a neighbour's.
-  RINGFA3_DEVICE int own_rows() const { return min(N, keys - start); }
+  // Rows of the block's K and V that belong to the span; the rows after them are the next
+  // segment's.
+  RINGFA3_DEVICE int valid_rows() const { return min(N, keys - start); }
 
   // Whether at most `blocks` blocks of the tile remain, this one included.
   RINGFA3_DEVICE bool nearly_done(int blocks) const {

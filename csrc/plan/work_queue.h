@@ -15,7 +15,7 @@ struct WorkIndex {
 };
 
 // Work item w of `records` x `heads`. Heads run in sections of `head_section`, whose tensors share
-// the L2 cache. Inside a section all heads of a record run side by side, records in the plan's
+// the L2 cache. Inside a section all heads of a record run concurrently, records in the plan's
 // order.
 RINGFA3_DEVICE WorkIndex decode_work(int w, int records, int heads, int head_section) {
   int const per_section = records * head_section;

@@ -1,5 +1,5 @@
-// What is subtracted from K and V, and V's scale, from statistics of parts of the tokens. Sums have
-// one order, whatever the order of the CTAs: equal bits from run to run.
+// The centres of K and V, which are subtracted from them, and V's scale, from statistics of parts
+// of the tokens. Sums have one order, whatever the order of the CTAs: equal bits from run to run.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -24,7 +24,7 @@ CUTE_DEVICE float combined(int statistic, float a, float b) {
   return statistic < 2 ? a + b : statistic == 2 ? fmaxf(a, b) : fminf(a, b);
 }
 
-// To bfloat16, to its largest number where that is nearest of the finite ones.
+// Rounds to the nearest finite bfloat16.
 CUTE_DEVICE float rounded_centre(float x) {
   constexpr float kMost = 0x1.fep127f;
   return static_cast<float>(cutlass::bfloat16_t(fminf(fmaxf(x, -kMost), kMost)));
@@ -36,13 +36,13 @@ CUTE_DEVICE float mean_of(float sum, int64_t tokens) {
   return fabsf(sum) < INFINITY ? rounded_centre(mean) : 0.f;
 }
 
-// How far numbers of [low, high] lie from `centre`, at most.
+// The largest distance of a number of [low, high] from `centre`.
 CUTE_DEVICE float reach(float low, float high, float centre) {
   return fmaxf(high - centre, centre - low);
 }
 
 // A CTA per head. Strip n of a statistic's threads combines parts n, n + kStrips, ...; then the
-// strips are combined in order: up to kStrips parts keep theirs.
+// strips are combined in order. So up to kStrips parts are combined in their own order.
 template <int D>
 __global__ void __launch_bounds__(kCentresThreads)
     centres_kernel(__grid_constant__ CentresArgs const a) {

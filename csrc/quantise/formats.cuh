@@ -8,15 +8,16 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Of Q and K: a product of two is a normal float32, so -inf times it is -inf. Of V: the least
-// normal float32, of which e4m3 has steps below those of bfloat16.
+// The least scale of Q and K: a product of two is a normal float32, so -inf times it is -inf. The
+// least scale of V: the least normal float32. E4M3 numbers times it have smaller steps than the
+// smallest bfloat16 numbers.
 constexpr float kLeastScale = 0x1p-60f, kLeastVScale = 0x1p-126f;
 
-// E4M3 keeps NaN, so a key that is not finite leaves the scale of its tile alone.
+// E4M3 has NaN, so a key that is not finite does not change the scale of its tile.
 struct E4M3 {
   static constexpr float kLargest = 448.f;
   static constexpr float kLost = NAN;  // a number of a row that is not finite
-  static constexpr bool kSpoils = false;
+  static constexpr bool kNanInScale = false;
 
   // Four numbers times a factor, to the nearest, ties to even; what exceeds the range saturates.
   static CUTE_DEVICE uint32_t pack(float const* x, float factor) {
@@ -32,7 +33,7 @@ struct E4M3 {
 struct Int8 {
   static constexpr float kLargest = 127.f;
   static constexpr float kLost = 0.f;
-  static constexpr bool kSpoils = true;
+  static constexpr bool kNanInScale = true;
 
   // As above, for products within +-127.5. The sum with 1.5 * 2^23 has the integer in its low bits.
   static CUTE_DEVICE uint32_t pack(float const* x, float factor) {

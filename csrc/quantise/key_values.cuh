@@ -7,8 +7,8 @@
 
 namespace ringfa3 {
 
-// V's CTAs take the SMs that K's last ones leave. They have nothing to wait for before they read:
-// all of K's have waited for the earlier kernels.
+// V's CTAs take the SMs that K's last CTAs leave. They need not wait before they read: all CTAs of
+// K have waited for the earlier kernels.
 template <class S>
 cudaError_t launch_quantise_kv(QuantiseKVArgs const& a, cudaStream_t stream) {
   if (a.int8) return launch_quantise_k<S, Int8>(a, stream);

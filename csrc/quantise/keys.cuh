@@ -59,26 +59,26 @@ __global__ void __launch_bounds__(KeyShapes<S>::Threads, KeyShapes<S>::Ctas)
   for (int n = 0; n < kRowStages; ++n) load();
   centre(now, 0);
   __syncthreads();
-  for (int turn = 0; now.rows < tiles; now = next, turn ^= 1) {
+  for (int parity = 0; now.rows < tiles; now = next, parity ^= 1) {
     uint32_t const head = now.head;
     KeyTile const tile = a.tiles[now.rows];
     int const rows = tile.rows - warp * S::Rows;  // of this warp; may be negative
     next.advance(p.step, heads);
-    centre(next, turn ^ 1);
+    centre(next, parity ^ 1);
     stages.wait();
     float y[S::Numbers];
     auto const nothing = [](int, float const(&)[8]) {};
     float amax = stages.template rotate_row<Format>(
-        y, &smem.centres[turn][0][S::Numbers * S::part(lane)], part_signs, nothing);
-    if (S::row(lane) >= rows || (!Format::kSpoils && amax != amax)) amax = 0.f;
+        y, &smem.centres[parity][0][S::Numbers * S::part(lane)], part_signs, nothing);
+    if (S::row(lane) >= rows || (!Format::kNanInScale && amax != amax)) amax = 0.f;
     CUTE_UNROLL
     for (int i = 1; i < S::Rows; i *= 2) {
       amax = max_or_nan(amax, __shfl_xor_sync(0xffffffff, amax, i));
     }
-    if (lane == 0) smem.warp_amax[turn][warp] = amax;
+    if (lane == 0) smem.warp_amax[parity][warp] = amax;
     __syncthreads();
     CUTE_UNROLL
-    for (int i = 0; i < Shapes::Warps; ++i) amax = max_or_nan(amax, smem.warp_amax[turn][i]);
+    for (int i = 0; i < Shapes::Warps; ++i) amax = max_or_nan(amax, smem.warp_amax[parity][i]);
     float const scale = scale_of<Format>(amax * S::kNorm);
     float const factor = amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
     int64_t const token = int64_t{tile.row0} + warp * S::Rows;

@@ -22,7 +22,7 @@ struct QueryParams {
   RowStep step;    // `warps` boxes
 };
 
-// Heads are next to each other, so that warps which run together read whole tokens.
+// Consecutive warps have consecutive heads, so that warps which run together read whole tokens.
 template <class S, class Format>
 __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
     quantise_q_kernel(__grid_constant__ QueryParams const p) {
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
     CUTE_UNROLL
     for (int i = S::Rows; i < kWarp; i *= 2) offset += __shfl_xor_sync(0xffffffff, offset, i);
     float const scale = scale_of<Format>(amax * S::kNorm);
-    // A lost row has numbers of int8 that are 0: their scale says it.
-    float const factor = Format::kSpoils && amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
+    // Int8 numbers of a row that is not finite are 0; its scale is NaN.
+    float const factor = Format::kNanInScale && amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
     stages.template store<Format>(y, factor,
                                   static_cast<uint8_t*>(a.values) + (first * heads + head) * D,
                                   heads * D, static_cast<int>(a.q.tokens - first));

@@ -130,7 +130,7 @@ CUTE_DEVICE float row_amax(float const (&y)[S::Numbers]) {
 struct NoCentre {};
 
 // y = (x - centre) diag(signs) H. `x(j)` is vector j of 8 channels of the lane's, and `centre` the
-// lane's part of it. `visit(j, v)` sees the numbers v of vector j.
+// lane's part of it. `visit(j, v)` gets the numbers v of vector j.
 template <class S, class Vector, class Centre, class Visit>
 CUTE_DEVICE void transform(float (&y)[S::Numbers], Vector const& x, Centre const& centre,
                            PartSigns<S> const& part_signs, int lane, Visit const& visit) {
@@ -153,7 +153,7 @@ CUTE_DEVICE void transform(float (&y)[S::Numbers], Vector const& x, Centre const
       }
     }
     CUTE_UNROLL
-    for (int i = 0; i < 8; ++i) {  // behind `part_signs`, the sign is one of an operand
+    for (int i = 0; i < 8; ++i) {  // after `part_signs`, an operand's modifier negates for free
       float const number = part_signs.apply(v[i], 8 * j + i);
       y[8 * j + i] = sign_bits(0) >> (8 * j + i) & 1 ? -number : number;
     }

@@ -1,4 +1,4 @@
-// Rows of Q or K on their way through a warp's shared memory: by TMA to it, as bytes from it.
+// Rows of Q or K in a warp's shared memory: TMA loads them, and they leave it as bytes.
 //
 // A box holds `S::Rows` rows of one head: a slab of lines of 128 bytes for each 64 channels, so
 // that a line is what one lane transforms. The 16-byte unit n of a line lies at n ^ row % 8, where
@@ -57,7 +57,7 @@ struct RowCursor {
   }
 };
 
-// What the lanes of a warp know of its boxes.
+// The boxes of a warp, as one of its lanes accesses them.
 template <class S>
 class RowStages {
   using Full = cutlass::arch::ClusterTransactionBarrier;
@@ -70,7 +70,7 @@ class RowStages {
   // Addresses in the first box: unit 0 of the lane's line, of its bytes, and of those that it
   // stores.
   uint32_t const line_, bytes_, leaves_;
-  Pipeline<kRowStages> next_, now_;
+  PipelineState<kRowStages> next_, now_;
 
   // Units of bytes lie so that neither 8 lanes that write one nor 8 that store rows of them meet in
   // a bank.
@@ -118,11 +118,13 @@ class RowStages {
   CUTE_DEVICE uint4 vector(int j) const { return load_unit((line_ ^ j << 4) + box()); }
 
   // The transform of the lane's row, which is `rotate`'s but for the factor kNorm, and its largest
-  // magnitude, NaN for a row that is not finite. Most warps need no care: an infinity, a NaN or a
-  // number above `kLargestInput` makes the largest sum NaN or exceed `kLargestPlain`. So does a
-  // centre that could hide one: it is NaN in the first row of `centres`, see `plain_centre`, and
-  // saturated in the second one, D numbers on. Then the lanes saturate their numbers in the box and
-  // transform them again. Arguments as those of `transform`; `visit` sees both transforms.
+  // magnitude, NaN for a row that is not finite.
+  //
+  // An infinity, a NaN or a number above `kLargestInput` makes the largest sum NaN or exceed
+  // `kLargestPlain`. So does a centre that could hide such a number: it is NaN in the first row of
+  // `centres`, see `plain_centre`, and saturated in the second row, D numbers further. Then the
+  // lanes saturate their numbers in the box and transform them again (`careful`). Most warps need
+  // no such care. Arguments are those of `transform`, which calls `visit` in both transforms.
   template <class Format, class Centre, class Visit>
   CUTE_DEVICE float rotate_row(float (&y)[S::Numbers], Centre centres,
                                PartSigns<S> const& part_signs, Visit const& visit) {

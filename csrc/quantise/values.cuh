@@ -1,10 +1,11 @@
 // V in e4m3: centred, with a scale for each channel, transposed in tiles (head_dim, 128 keys).
 //
-// The order of keys makes an accumulator of S the A operand of P V. Of a row of S (64, N) the lane
-// with number t in its quad holds columns 8j + 2t + e, e = 0, 1, of each group of 8 columns j. Of a
-// row of 8-bit A (64, 32) it holds columns 16h + 4t + i, i = 0 to 3, h = 0, 1, as one register for
-// each h. With i = 2 (j % 2) + e and h = j / 2 the lane's own numbers of four groups of 8 are its A
-// operand. So position p = 16h + 4t + i of 32 holds key 8 (2h + i / 2) + 2t + i % 2.
+// The order of keys makes an accumulator of S the A operand of P V. Let t be a lane's number in its
+// quad. In a row of S (64, N) the lane holds columns 8j + 2t + e, e = 0, 1, of each group of 8
+// columns j. In a row of 8-bit A (64, 32) it holds columns 16h + 4t + i, i = 0 to 3, h = 0, 1, with
+// one register for each h. With i = 2 (j % 2) + e and h = j / 2 the lane's own numbers of four
+// groups of 8 are its A operand. So position p = 16h + 4t + i of 32 holds key
+// 8 (2h + i / 2) + 2t + i % 2.
 #pragma once
 
 #include "hopper/sync.cuh"
@@ -16,7 +17,7 @@ using namespace cute;
 
 constexpr int kValueThreads = 256;
 
-// A CTA per tile and head. A thread turns four keys of eight channels into a word for each channel.
+// A CTA per tile and head. A thread packs four keys of eight channels, a word for each channel.
 // Positions past the tile's rows are 0.
 template <class S>
 __global__ void __launch_bounds__(kValueThreads)

@@ -1,4 +1,4 @@
-// Behind the hops: what peers have returned of a rank's dK/dV.
+// After the hops: the parts of a rank's dK/dV that peers have returned.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>

@@ -1,4 +1,4 @@
-// A rank's own tokens and the rows of them that its peers see.
+// A rank's own tokens and the rows of them that it publishes to its peers.
 //
 // Letters in shapes: t tokens, n published rows; hk KV heads, d head dim.
 #pragma once
@@ -15,7 +15,7 @@ namespace ringfa3 {
 constexpr int kRowThreads = 256, kRowCtas = 8;  // that fill an SM
 constexpr int kRowWarps = kRowThreads / kWarp;  // of a CTA
 
-// The published row of a token; outside [0, count) peers do not see it.
+// The published row of a token; a number outside [0, count) is no row.
 CUTE_DEVICE int published_row(PublishedRows const& rows, int64_t token) {
   return rows.position == nullptr ? static_cast<int>(token) - rows.first : rows.position[token];
 }

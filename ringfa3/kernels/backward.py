@@ -36,7 +36,7 @@ WORD = 4  # bytes
 STATISTIC_WORDS = {64: 4, 128: 4, 256: 1}
 
 
-class RowGrid(ctypes.Structure):
+class PaddedRows(ctypes.Structure):
     _fields_ = (
         ("blocks", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
@@ -55,7 +55,7 @@ class PreprocessArgs(ctypes.Structure):
         ("dlse_head_stride", ctypes.c_int64),
         ("sink", ctypes.c_void_p),
         ("dsink", ctypes.c_void_p),
-        ("grid", RowGrid),
+        ("padded", PaddedRows),
         ("words", ctypes.c_void_p),
         ("num_words", ctypes.c_int64),
         ("softmax_scale", ctypes.c_float),
@@ -70,12 +70,12 @@ class BackwardArgs(ctypes.Structure):
         ("v", Tensor3),
         ("dk", Tensor3),
         ("dv", Tensor3),
-        ("grid", RowGrid),
+        ("padded", PaddedRows),
         ("work_units", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
         ("earlier", ctypes.c_void_p),
         ("counter", ctypes.c_void_p),
-        ("turns", ctypes.c_void_p),
+        ("dq_semaphore", ctypes.c_void_p),
         ("num_work_units", ctypes.c_int32),
         ("head_section", ctypes.c_int32),
         ("num_ctas", ctypes.c_int32),
@@ -85,7 +85,7 @@ class BackwardArgs(ctypes.Structure):
 
 
 class PostprocessArgs(ctypes.Structure):
-    _fields_ = (("dq", Tensor3), ("grid", RowGrid), ("softmax_scale", ctypes.c_float))
+    _fields_ = (("dq", Tensor3), ("padded", PaddedRows), ("softmax_scale", ctypes.c_float))
 
 
 _pack_preprocess = packer(PreprocessArgs)
@@ -97,10 +97,10 @@ class BackwardPass:
     """`reference.BackwardPass` on the GPU: preprocesses at once, then takes hops in any order.
 
     Head dims are multiples of 8 up to that of `unit`. V may have more columns than dout and out, if
-    these are zeros. LSE, D and the float32 dQ live in the plan's row grid, in workspace of
+    these are zeros. LSE, D and the float32 dQ live in the plan's padded rows, in workspace of
     O(tokens); dQ has the head dim of `unit` there. Kernels add to
-    dQ in place, in turns if `deterministic`. All run on one stream: the stream that is current when
-    the pass is made must be current at each hop, too.
+    dQ in place, in one order if `deterministic`. All run on one stream: the stream that is current
+    when the pass is made must be current at each hop, too.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class BackwardPass:
         count = self.blocks.shape[0]
         rows = heads * count * unit.tile_m
         # The words of each call of `hop`, of which the rank's own keys may take two: its work
-        # counter, then its turns. The preprocess kernel sets them to 0.
+        # counter, then its semaphores of dQ. The preprocess kernel sets them to 0.
         self._words_per_call = 1 + (rows * width // DQ_TILE if deterministic else 0)
         self._calls, self._hop = plan.num_hops + 1, 0
         num_words = self._calls * self._words_per_call
@@ -144,8 +144,8 @@ class BackwardPass:
         # of Q, dO and dQ, which all work units of a KV head use
         columns = head_dim + dout.shape[2]
         self._bytes_per_head = 2 * columns * tokens + 4 * width * count * unit.tile_m
-        self.grid = self.blocks.data_ptr(), begin, dq_grid, count  # as in RowGrid
-        # of each block of the row grid
+        self.padded = self.blocks.data_ptr(), begin, dq_grid, count  # as in PaddedRows
+        # of each block of padded rows
         self._dsink = None
         if sink is not None:
             self._dsink = torch.empty((heads, count), dtype=torch.float32, device=device)
@@ -159,7 +159,7 @@ class BackwardPass:
                 0 if dlse is None else dlse.stride(0),
                 0 if sink is None else sink.data_ptr(),
                 0 if self._dsink is None else self._dsink.data_ptr(),
-                *self.grid,
+                *self.padded,
                 self._words,
                 num_words,
                 scale,
@@ -236,8 +236,8 @@ class BackwardPass:
             yield from (head_dim, token_stride, head_stride)
 
     def _grid_from(self, head: int) -> tuple[int, ...]:
-        """The fields of the RowGrid for heads from `head` on."""
-        blocks, statistics, dq, count = self.grid
+        """The fields of the PaddedRows for heads from `head` on."""
+        blocks, statistics, dq, count = self.padded
         rows, width = head * count * self.unit.tile_m * WORD, self.unit.head_dim
         statistics += rows * 2 * STATISTIC_WORDS[width]
         return blocks, statistics, dq + rows * width, count
@@ -246,7 +246,7 @@ class BackwardPass:
         """(t, h, d) in the dtype of q, after the last hop."""
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         if self.blocks.shape[0]:
-            args = _pack_postprocess(*tensor3(dq), *self.grid, self.scale)
+            args = _pack_postprocess(*tensor3(dq), *self.padded, self.scale)
             launch(self.unit, "postprocess", args, self.stream)
         return dq
 
@@ -326,7 +326,7 @@ def _grid_blocks(plan: Plan, tile_m: int, stream: CurrentStream) -> torch.Tensor
 
 
 def grid_blocks(plan: Plan, tile_m: int) -> npt.NDArray[np.int32]:
-    """(num_blocks, 2): first token and number of tokens of each block of `Plan.row_grid`."""
+    """(num_blocks, 2): first token and number of tokens of each block of `Plan.padded_rows`."""
     length = plan.queries.length
     count = -(-length // tile_m)
     segment = np.repeat(np.arange(len(count)), count)

@@ -102,7 +102,7 @@ class BackwardKernel(NamedTuple):
     """What runs the hops of a backward.
 
     tile_n     keys of a tile
-    tile_m     query rows of a block of the row grid
+    tile_m     query rows of a block of the padded rows
     make_pass  makes the pass of one call, as `reference.BackwardPass`
     """
 

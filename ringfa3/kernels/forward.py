@@ -154,7 +154,7 @@ def new_partial_out(unit: Unit, q: torch.Tensor, plan: Plan) -> torch.Tensor:
 
     It is (padded rows, h, the head dim of `unit`); `partial_out_index` tells its order.
     """
-    rows = int(plan.row_grid(unit.tile_m)[-1])
+    rows = int(plan.padded_rows(unit.tile_m)[-1])
     return q.new_empty((rows, q.shape[1], unit.head_dim), dtype=torch.float32)
 
 
@@ -174,7 +174,7 @@ def partial_out_index(tiling: Tiling, heads: int, head_dim: int) -> torch.Tensor
     tile = np.repeat(np.arange(len(tiles)), tiles["rows"])
     offset = concat_ranges(np.zeros(len(tiles), np.int64), tiles["rows"])
     padded = np.zeros(int((tiles["row0"] + tiles["rows"]).max(initial=0)), np.int64)
-    padded[tiles["row0"][tile] + offset] = tiles["grid_row0"][tile] + offset
+    padded[tiles["row0"][tile] + offset] = tiles["padded_row0"][tile] + offset
     row = torch.from_numpy(padded)[:, None, None]
     head, column = (torch.from_numpy(np.arange(n)) for n in (heads, head_dim))
     thread = row % 64 // 16 * 32 + row % 8 * 4 + column % 8 // 2

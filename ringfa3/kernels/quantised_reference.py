@@ -115,7 +115,8 @@ def attend(
         tile = _Tile(values, row_scale, rows, p_format, block)
         for span in spans_of(tiling.spans, first_span, num_spans):
             tile.visit(span, row0, kv)
-        o, tile_lse = tile.finish(kv, _heads_first(q.k_offset[here], hk) * scale)
+        offset = _heads_first(q.k_offset[here], hk) * scale
+        o, tile_lse = tile.finish(kv, offset, torch.finfo(out.dtype).max)
         store_tile(o, tile_lse, here, flags, out, partial_out, lse)
 
 
@@ -179,14 +180,23 @@ class _Tile:
         p = torch.nn.functional.pad(p, (0, self._block - p.shape[-1]))
         return p.view(*p.shape[:-1], -1, 4, 2).sum((-3, -1))
 
-    def finish(self, kv: QuantisedKV, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """O (hk, m, d), normalised, and LSE (hk, m); offset (hk, m) nats of every score."""
+    def finish(
+        self, kv: QuantisedKV, offset: torch.Tensor, largest: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """O (hk, m, d), normalised, and LSE (hk, m).
+
+        Args:
+            offset: (hk, m) nats of every score.
+            largest: the largest finite number of the output's dtype. V lies within it, and so does
+                exact O; the rounding of V's numbers may pass it where the mean is added.
+        """
         empty = self._fresh
         lse = (self._shift + self._total.log2()) * math.log(2) + offset
         o = self._o / self._total.unsqueeze(-1)
         if self._p_format is not None:  # rounded P may sum to more than P; O lies in V's range
             o = o.clamp(-self._p_format.largest, self._p_format.largest)
         o = o * kv.centres.v_scale.unsqueeze(1) + kv.centres.v_mean.unsqueeze(1)
+        o = o.clamp(-largest, largest)  # NaN stays
         return o.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -torch.inf)
 
 

@@ -19,7 +19,7 @@ import torch
 from ringfa3.kernels.sinks import apply_sink, sink_gradient
 from ringfa3.planning.tiling import FIRST, LAST, Plan, Table, Tiling
 
-TILE_M = 128  # query rows of a forward tile, and the row grid
+TILE_M = 128  # query rows of a forward tile, and of a block of padded rows
 TILE_N = 128  # keys of a backward tile
 BLOCK = 256  # keys (forward) or rows (backward) of one step inside a tile
 
@@ -170,7 +170,7 @@ class BackwardPass:
         deterministic: bool,
         sink: torch.Tensor | None = None,
     ) -> None:
-        del plan, deterministic  # no row grid, and one order of additions
+        del plan, deterministic  # no padded rows, and one order of additions
         self._dout, self._q, self._scale = dout, q, scale
         self._lse, self._delta = preprocess(dout, out, lse, dlse)
         self._dsink = None if sink is None else sink_gradient(self._lse, self._delta, sink)

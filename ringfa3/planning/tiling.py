@@ -32,7 +32,7 @@ SPAN = np.dtype(
         ("lo", np.int32),  # band, always finite: -(q1-q0-1) <= lo <= hi <= k1-k0-1
         ("hi", np.int32),
         ("arrival", np.int32),  # the arrival flag that these keys wait for; 0: none
-        ("grid_q0", np.int32),  # q0 in padded rows, see `Plan.row_grid`
+        ("padded_q0", np.int32),  # q0 in padded rows, see `Plan.padded_rows`
     ]
 )
 TILE = np.dtype(
@@ -42,7 +42,7 @@ TILE = np.dtype(
         ("first_span", np.int32),  # visits spans [first_span, first_span+num_spans)
         ("num_spans", np.int32),
         ("flags", np.int32),
-        ("grid_row0", np.int32),  # forward: row0 in padded rows; backward: row0
+        ("padded_row0", np.int32),  # forward: row0 in padded rows; backward: row0
     ]
 )
 MAX_ROWS = 1 << 31  # of all queries or keys of a plan: the tables hold rows as int32
@@ -90,15 +90,15 @@ class Tiling:
         end = min(keys, min(i + tile_m, rows) + int(s["hi"]))
         return (begin // self.size, -(-end // self.size)) if begin < end else (0, 0)
 
-    def turn(self, span: int, key_tile: int, block: int, tile_m: int) -> int:
+    def dq_order(self, span: int, key_tile: int, block: int, tile_m: int) -> int:
         """Deterministic backward: tiles that add to a dQ block before `key_tile` of a span."""
-        turn = self.visiting_key_tiles(span, block, tile_m)[1] - 1 - key_tile
+        order = self.visiting_key_tiles(span, block, tile_m)[1] - 1 - key_tile
         other = int(self.earlier[span])
         while other >= 0:
             begin, end = self.visiting_key_tiles(other, block, tile_m)
-            turn += end - begin
+            order += end - begin
             other = int(self.earlier[other])
-        return turn
+        return order
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,10 @@ class Plan:
         num_hops = int(launch[-1]) + 1
         return Plan(self.queries, keys, launch[hop], self.bands, num_hops, arrival)
 
-    def row_grid(self, tile_m: int) -> Ints:
+    def padded_rows(self, tile_m: int) -> Ints:
         """(segments + 1,) padded row at which each query segment starts; the last is their total.
 
-        All hops share the grid: LSE, D and the fp32 dQ of the backward live in it.
+        All hops share these rows: LSE, D and the fp32 dQ of the backward live in it.
         """
         padded = -(-self.queries.length // tile_m) * tile_m
         return np.concatenate(([0], np.cumsum(padded)))
@@ -228,7 +228,7 @@ class Plan:
         spans["k0"], spans["k1"] = k.row[b.key], k.row[b.key] + k.length[b.key]
         spans["lo"], spans["hi"] = b.lo, b.hi
         spans["arrival"] = self.arrival[b.key]
-        spans["grid_q0"] = self.row_grid(tile_m)[b.query]
+        spans["padded_q0"] = self.padded_rows(tile_m)[b.query]
         return spans
 
     def forward(self, tile_m: int) -> list[Tiling]:
@@ -254,10 +254,10 @@ class Plan:
         return self._scores[tile_m, tile_n]
 
     def backward(self, tile_n: int, tile_m: int, deterministic: bool = False) -> list[Tiling]:
-        """A tiling for each hop: tiles of `tile_n` keys; `tile_m` is the row grid.
+        """A tiling for each hop: tiles of `tile_n` keys; `tile_m` rows are a block of padded rows.
 
         Tiles with most rows first; with `deterministic` in descending order of their keys, in which
-        `Tiling.turn` counts the additions to a dQ block.
+        `Tiling.dq_order` counts the additions to a dQ block.
         """
         key = (tile_n, tile_m, int(deterministic))
         return self._cached(key, lambda: self._backward(tile_n, tile_m, deterministic))
@@ -293,7 +293,7 @@ class Plan:
         rows = np.minimum(tile_m, q.length[segment] - start)
         fetched_hop, at = np.divmod(fetched, max(num_rows, 1))
         tiles = np.zeros(len(fetched), TILE)
-        tiles["row0"], tiles["rows"], tiles["grid_row0"] = row0[at], rows[at], at * tile_m
+        tiles["row0"], tiles["rows"], tiles["padded_row0"] = row0[at], rows[at], at * tile_m
         tiles["num_spans"], tiles["flags"] = count[fetched], flags.ravel()[fetched]
         spans = self._spans(tile_m)
         span_slices = _hop_slices(hop, hops)
@@ -322,7 +322,7 @@ class Plan:
         fetched = np.lexsort((-np.arange(num_tiles) if deterministic else -cost, hop))
 
         tiles = np.zeros(len(fetched), TILE)
-        tiles["row0"] = tiles["grid_row0"] = (k.row[segment] + start)[fetched]
+        tiles["row0"] = tiles["padded_row0"] = (k.row[segment] + start)[fetched]
         tiles["rows"], tiles["num_spans"] = rows[fetched], count[fetched]
         spans = self._spans(tile_m)[order]
         span_slices = _hop_slices(self.key_hop[b.key], hops)

@@ -36,6 +36,11 @@ def test_powers_of_two_of_channels_change_no_bit(unit: Unit) -> None:
     checks.powers_of_two_of_channels_change_no_bit(unit, "cuda")
 
 
+@pytest.mark.parametrize("unit", [x for x in UNITS if x.id.endswith("fp16-fp8")])
+def test_values_at_the_ends_of_float16_give_finite_outputs(unit: Unit) -> None:
+    checks.values_at_the_ends_of_float16_give_finite_outputs(unit, "cuda")
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_ring_is_that_of_the_reference(unit: Unit) -> None:
     ring_is_that_of_the_reference(unit, "cuda")

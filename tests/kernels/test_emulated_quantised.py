@@ -69,6 +69,12 @@ def test_powers_of_two_of_channels_change_no_bit(emulated: Machine, unit: Unit) 
     checks.powers_of_two_of_channels_change_no_bit(unit, "cpu")
 
 
+@pytest.mark.parametrize("unit", [x for x in UNITS if x.id.endswith("fp16-fp8")])
+def test_values_at_the_ends_of_float16_give_finite_outputs(emulated: Machine, unit: Unit) -> None:
+    emulated.settings(0)
+    checks.values_at_the_ends_of_float16_give_finite_outputs(unit, "cpu")
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_ring_is_that_of_the_reference(
     emulated: Machine, unit: Unit, monkeypatch: pytest.MonkeyPatch

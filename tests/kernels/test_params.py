@@ -21,7 +21,7 @@ MIRRORS = (
     forward.ForwardArgs,
     quantised.OperandScales,
     quantised.QuantisedForwardArgs,
-    backward.RowGrid,
+    backward.PaddedRows,
     backward.PreprocessArgs,
     backward.BackwardArgs,
     backward.PostprocessArgs,

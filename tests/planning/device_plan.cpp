@@ -59,11 +59,11 @@ int visited_blocks(int m, WorkUnit const* unit, Span const* spans, int num_spans
   });
 }
 
-int turn(int m, int n, Span const* spans, int32_t const* earlier, int span, int token,
-         int key_row) {
+int dq_order(int m, int n, Span const* spans, int32_t const* earlier, int span, int token,
+             int key_row) {
   return with_size(m, [&](auto rows) {
     return with_size(n, [&](auto keys) {
-      return dq_turn<rows(), keys()>(spans, earlier, span, token, key_row);
+      return dq_order<rows(), keys()>(spans, earlier, span, token, key_row);
     });
   });
 }
@@ -87,7 +87,7 @@ int key_blocks(int n, int on_grid, Tile const* tile, Span const* spans, int32_t*
                              c.low,
                              c.high,
                              unmasked > 0,
-                             block.own_rows()};
+                             block.valid_rows()};
       for (int32_t x : row) *out++ = x;
       unmasked = max(0, unmasked - 1);
       ++count;

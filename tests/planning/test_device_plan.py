@@ -95,7 +95,7 @@ def test_a_work_unit_iterates_over_the_blocks_that_python_counts(
 
 @given(case=cases, m=tiles, n=tiles)
 def test_turns_are_those_of_the_tiling(device: ctypes.CDLL, case: Case, m: int, n: int) -> None:
-    """Reference: `Tiling.turn`, exactly, for every key tile and dQ block that it adds to."""
+    """Reference: `Tiling.dq_order`, exactly, for every key tile and dQ block that it adds to."""
     for plan in case.plans():
         for tiling in plan.hops.backward(n, m, deterministic=True):
             table = split_work(tiling, m, 1, 1, 1, 128, whole=True)
@@ -108,8 +108,8 @@ def test_turns_are_those_of_the_tiling(device: ctypes.CDLL, case: Case, m: int, 
                 for span, block, _ in visits:
                     key_tile = (row0 - int(tiling.spans[span]["k0"])) // n
                     token = int(tiling.spans[span]["q0"]) + block * m
-                    found = device.turn(m, n, spans, earlier, span, token, row0)
-                    assert found == tiling.turn(span, key_tile, block, m)
+                    found = device.dq_order(m, n, spans, earlier, span, token, row0)
+                    assert found == tiling.dq_order(span, key_tile, block, m)
 
 
 @given(case=cases, m=tiles, n=tiles, on_grid=st.booleans())
@@ -132,9 +132,9 @@ def test_a_forward_tile_sees_each_pair_once(
                 blocks = records(
                     device.key_blocks, 7, n, on_grid, address(tile), address(tiling.spans)
                 )
-                for span, start, end, low, high, unmasked, own_rows in blocks:
+                for span, start, end, low, high, unmasked, valid_rows in blocks:
                     assert not on_grid or start % n == 0
-                    assert own_rows == min(n, seen[span].shape[1] - start)
+                    assert valid_rows == min(n, seen[span].shape[1] - start)
                     for r in range(int(tile["rows"][0])):
                         first, last = max(start, low + r), min(end, start + n, high + r + 1)
                         seen[span][r, first : max(first, last)] += 1

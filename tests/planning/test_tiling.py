@@ -169,23 +169,23 @@ def test_no_tile_of_a_long_document_sees_nothing(world: int) -> None:
 
 
 @given(case=cases, m=tiles)
-def test_row_grid_is_the_same_in_every_hop(case: Case, m: int) -> None:
+def test_padded_rows_are_the_same_in_every_hop(case: Case, m: int) -> None:
     """Padded rows: each query segment starts at the sum of earlier lengths rounded up to m."""
     for plan in case.plans():
         q = plan.hops.queries
         start = np.cumsum([0, *(-(-q.length // m) * m)])
-        np.testing.assert_array_equal(plan.hops.row_grid(m), start)
+        np.testing.assert_array_equal(plan.hops.padded_rows(m), start)
         row_to_grid = {int(r): int(g) for r, g in zip(q.row, start, strict=False)}
         for tiling in plan.hops.forward(m):
             for tile in tiling.tiles:
                 segment = np.searchsorted(q.row, tile["row0"], side="right") - 1
-                assert tile["grid_row0"] - start[segment] == tile["row0"] - q.row[segment]
+                assert tile["padded_row0"] - start[segment] == tile["row0"] - q.row[segment]
                 assert (tile["row0"] - q.row[segment]) % m == 0
                 assert tile["rows"] == min(m, q.row[segment] + q.length[segment] - tile["row0"])
         for mode in MODES:
             for tiling in tilings(plan.hops, mode, m, m):
                 assert [row_to_grid[s] for s in tiling.spans["q0"].tolist()] == tiling.spans[
-                    "grid_q0"
+                    "padded_q0"
                 ].tolist()
 
 
@@ -229,7 +229,7 @@ def test_deterministic_turns_follow_the_fetch_order(case: Case, m: int, n: int) 
                         if not allowed[block * m : (block + 1) * m].any():
                             continue
                         at = (int(s["q0"]), block)
-                        assert tiling.turn(number, key_tile, block, m) == turns.get(at, 0)
+                        assert tiling.dq_order(number, key_tile, block, m) == turns.get(at, 0)
                         turns[at] = turns.get(at, 0) + 1
                 assert starts == sorted(starts), "rows of a tile must ascend"
 

@@ -69,13 +69,13 @@ void gradient(Tensor3 const& to, Tensor3 const& from, bool float32) {
   }
 }
 
-// Rows of a block of a backward's row grid, as ringfa3/build/units.py has them.
+// Rows of a block of a backward's padded rows, as ringfa3/build/units.py has them.
 template <int D>
 constexpr int kTileM = D == 64 ? 128 : 64;
 
 // Calls with(token, its floats of dQ), for each row of a head.
 template <int D, class With>
-void each_row(RowGrid const& grid, int64_t head, With with) {
+void each_row(PaddedRows const& grid, int64_t head, With with) {
   for (int64_t block = 0; block < grid.num_blocks; ++block) {
     for (int i = 0; i < grid.blocks[block].rows; ++i) {
       int64_t const place = (head * grid.num_blocks + block) * kTileM<D> + i;
@@ -107,7 +107,7 @@ template <int D>
 int preprocess(PreprocessArgs const* a, void* stream) {
   if (int const status = keep("preprocess", a, stream)) return status < 0 ? 0 : status;
   for (int64_t head = 0; head < a->dout.heads; ++head) {
-    each_row<D>(a->grid, head, [&](int64_t token, float* dq) {
+    each_row<D>(a->padded, head, [&](int64_t token, float* dq) {
       for (int c = 0; c < D; ++c) {
         dq[c] = c < a->dout.head_dim ? number(row(a->dout, token, head)[c]) : 0;
       }
@@ -115,8 +115,8 @@ int preprocess(PreprocessArgs const* a, void* stream) {
       if (a->dlse) dq[1] += a->dlse[head * a->dlse_head_stride + token];
       dq[2] += number(row(a->out, token, head)[2]);
     });
-    for (int64_t block = 0; a->sink && block < a->grid.num_blocks; ++block) {
-      a->dsink[head * a->grid.num_blocks + block] = a->sink[head] + static_cast<float>(block);
+    for (int64_t block = 0; a->sink && block < a->padded.num_blocks; ++block) {
+      a->dsink[head * a->padded.num_blocks + block] = a->sink[head] + static_cast<float>(block);
     }
   }
   std::memset(a->words, 0, a->num_words * sizeof *a->words);
@@ -135,7 +135,7 @@ template <int D>
 int postprocess(PostprocessArgs const* a, void* stream) {
   if (int const status = keep("postprocess", a, stream)) return status < 0 ? 0 : status;
   for (int64_t head = 0; head < a->dq.heads; ++head) {
-    each_row<D>(a->grid, head, [&](int64_t token, float const* dq) {
+    each_row<D>(a->padded, head, [&](int64_t token, float const* dq) {
       for (int c = 0; c < a->dq.head_dim; ++c) row(a->dq, token, head)[c] = rounded(dq[c]);
     });
   }

@@ -15,7 +15,7 @@ from tests.support.fake_kernels import FakeKernels, Launched
 # Pointers of launches to tables of a plan, which both hosts share, and into a backward's workspace.
 TABLES = {"tiles", "spans", "grid.blocks", "work_units", "earlier"}
 FIELDS = ("name", "words", "addresses", "stream")  # of a launch in an `Outcome`
-WORKSPACE = {"grid.statistics", "grid.dq", "words", "counter", "turns"}
+WORKSPACE = {"padded.statistics", "padded.dq", "words", "counter", "dq_semaphore"}
 
 
 @dataclass(frozen=True)

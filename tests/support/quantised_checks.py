@@ -66,7 +66,7 @@ def attend(
     padded: int,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the kernel over the hops of `tilings`; `padded` rows of the row grid."""
+    """(out, lse) of the kernel over the hops of `tilings`; in all `padded` rows."""
     q, _, kv = given
     (t, h, d), device = q.values.shape, q.values.device
     out = torch.full_like(out_like, torch.nan)
@@ -159,7 +159,7 @@ def random_sequences(unit: Unit, device: str, case: int) -> None:
     if unit.variant == IN_KERNEL_TRANSPOSE:
         given = (*given[:2], replace(given[2], v=e4m3_rows(v, given[2].centres)))
     tiling = plan.forward(unit.tile_m)
-    got = attend(unit, given, tiling, q, int(plan.row_grid(unit.tile_m)[-1]))
+    got = attend(unit, given, tiling, q, int(plan.padded_rows(unit.tile_m)[-1]))
     what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"
     hold(
         got, expected(given, formats, plan, dtype, block=unit.tile_n), tolerance(unit, device), what
@@ -192,7 +192,7 @@ def rising_scores(unit: Unit, device: str) -> None:
             plan = plan_local(*(np.array(x) for x in zip(*lengths, strict=True)), *window)
             given = operands(q, k, v, plan, formats)
             tiling = plan.forward(unit.tile_m)
-            got = attend(unit, given, tiling, q, int(plan.row_grid(unit.tile_m)[-1]))
+            got = attend(unit, given, tiling, q, int(plan.padded_rows(unit.tile_m)[-1]))
             what = f"{nats} nats a key, window {window}"
             hold(got, expected(given, formats, plan, dtype, block=unit.tile_n), most, what)
 
@@ -219,7 +219,7 @@ def merged_hops(unit: Unit, device: str) -> None:
             given = operands(q, k, v, plan, formats)
             whole = plan.forward(unit.tile_m)[0]
             hops = split_into_hops(whole, pieces[::order])
-            padded = int(plan.row_grid(unit.tile_m)[-1])
+            padded = int(plan.padded_rows(unit.tile_m)[-1])
             out, lse = attend(unit, given, hops, q, padded)
             once, once_lse = expected(given, formats, plan, dtype, block=unit.tile_n)
             ref = _dequantised_attention(given, n - t, right)
@@ -266,7 +266,7 @@ def what_is_not_finite_stays_in_its_document(unit: Unit, device: str) -> None:
         x[~y.isfinite()] = 0
     for left, right in ((-1, 0), (64, 0)):
         plan = plan_local(np.array(lengths), np.array(lengths), left, right)
-        tiling, padded = plan.forward(unit.tile_m), int(plan.row_grid(unit.tile_m)[-1])
+        tiling, padded = plan.forward(unit.tile_m), int(plan.padded_rows(unit.tile_m)[-1])
         outs = []
         for x in (clean, spoilt):
             given = operands(*x, plan, formats)
@@ -339,6 +339,30 @@ def powers_of_two_of_channels_change_no_bit(unit: Unit, device: str) -> None:
         assert torch.equal(got[normal], (once.double() * by).to(dtype)[normal])
         assert (got.double() / by - once.double()).abs()[~normal].max() <= 2.0**-19
         assert normal.float().mean() > 0.5
+
+
+def values_at_the_ends_of_float16_give_finite_outputs(unit: Unit, device: str) -> None:
+    """E4M3 V of -65504, and 65504 in the last keys: `tolerance` of the executor, no infinity; in
+    one hop and in two. Rows whose Q has a NaN stay NaN."""
+    dtype, formats, d = getattr(torch, unit.dtype), FORMATS[unit.precision], unit.head_dim
+    torch.manual_seed(0)
+    q, k = (torch.randn(256, 2, d, device=device).to(dtype) for _ in range(2))
+    q[7] = torch.nan
+    for last in (1, 3, 8):
+        v = torch.full_like(q, -65504)
+        v[-last:] = 65504
+        plan = plan_local(np.array([256]), np.array([256]), -1, 0)
+        given = operands(q, k, v, plan, formats)
+        whole = plan.forward(unit.tile_m)
+        ref, ref_lse = expected(given, formats, plan, dtype, block=unit.tile_n)
+        for tilings in (whole, split_into_hops(whole[0], ((0, 128), (128, 256)))):
+            out, lse = attend(unit, given, tilings, q, 256)
+            assert torch.equal(out.isnan(), ref.isnan())
+            assert out[7].isnan().all()
+            assert not out.isinf().any(), f"{last} last keys"
+            rows = [*range(7), *range(8, 256)]
+            got, want = ((x[rows], y[:, rows]) for x, y in ((out, lse), (ref, ref_lse)))
+            hold(got, want, tolerance(unit, device), f"{last} last keys")
 
 
 CHECKS = (

@@ -1,7 +1,8 @@
-// Rows of a consumer whose P is out of range, or near it. `Consumer` is a `ForwardConsumer`.
+// The slow path of a consumer: rows whose P is out of range, or near it. `Consumer` is a
+// `ForwardConsumer`.
 //
-// E4M3 P is out of range more often than P in 16 bits, so rows of it are rescaled alone: row 0 or 1
-// of every lane costs half of a warp's elements.
+// E4M3 P is out of range more often than P in 16 bits, so its rows are rescaled one by one: row 0
+// or row 1 of every lane costs half of a warp's elements.
 #pragma once
 
 #include "forward/softmax.cuh"
@@ -19,7 +20,8 @@ template <int R, class Consumer>
 CUTE_DEVICE void rescale_row(Consumer& c, typename Consumer::Needs const& needs) {
   auto const s = c.scores();
   float const by = of_row(c.scale(), R);
-  float const decay = c.softmax.template rescale_row<R>(s, needs.over[R], needs.fresh[R], by);
+  float const decay =
+      c.softmax.template rescale_row<R>(s, needs.out_of_range[R], needs.first_block[R], by);
   float sum[2] = {};
   CUTE_UNROLL
   for (int n = 2 * R; n < Consumer::kSize; n += 4) {
@@ -37,17 +39,17 @@ CUTE_DEVICE void rescale_row(Consumer& c, typename Consumer::Needs const& needs)
 
 // Adds the sums of row R, unless a lane of the warp rescales it.
 template <int R, class Consumer>
-CUTE_DEVICE void settle_row(Consumer& c, typename Consumer::Needs const& needs,
-                            float const (&sum)[2]) {
+CUTE_DEVICE void rescale_slow_path_row(Consumer& c, typename Consumer::Needs const& needs,
+                                       float const (&sum)[2]) {
   float& total = c.softmax.total[R];
-  if (!__any_sync(0xffffffff, needs.over[R])) {
+  if (!__any_sync(0xffffffff, needs.out_of_range[R])) {
     total += sum[0] + sum[1];
     return;
   }
   if constexpr (Consumer::kPolicy.keeps_p) {
     float const peak = quad_max(c.softmax.template row_max<R>(c.prob));
-    if (__all_sync(0xffffffff, peak < kLargestPeak && !needs.fresh[R])) {
-      float const decay = c.softmax.template lower_row<R>(peak, needs.over[R]);
+    if (__all_sync(0xffffffff, peak < kLargestPeak && !needs.first_block[R])) {
+      float const decay = c.softmax.template lower_row<R>(peak, needs.out_of_range[R]);
       total = (total + (sum[0] + sum[1])) * decay;
       scale_row<R>(c.prob, decay);
       row_to_operand<typename Consumer::ElementPV, R>(c.prob, c.fP);
@@ -59,7 +61,7 @@ CUTE_DEVICE void settle_row(Consumer& c, typename Consumer::Needs const& needs,
   rescale_row<R>(c, needs);
 }
 
-// Computes P of the rows that are `over` again.
+// Computes P of the rows that are `out_of_range` again.
 template <class Consumer>
 CUTE_DEVICE void rescale_rows(Consumer& c, typename Consumer::Needs const& needs) {
   if constexpr (Consumer::kRescalesRows) {
@@ -74,10 +76,11 @@ CUTE_DEVICE void rescale_rows(Consumer& c, typename Consumer::Needs const& needs
 
 // Rescales rows whose P is out of range, raises the shift of those whose P nears it.
 template <class Consumer>
-CUTE_DEVICE void settle_sums(Consumer& c, float const (&sum)[2][2]) {
-  auto const needs = c.softmax.template settle<Consumer::kPolicy.sums_rounded>(sum);
+CUTE_DEVICE void rescale_slow_path(Consumer& c, float const (&sum)[2][2]) {
+  auto const needs = c.softmax.template accumulate_slow_path<Consumer::kPolicy.sums_rounded>(sum);
   if constexpr (Consumer::kRescalesRows) {
-    if (needs.rescales) settle_row<0>(c, needs, sum[0]), settle_row<1>(c, needs, sum[1]);
+    if (needs.rescales)
+      rescale_slow_path_row<0>(c, needs, sum[0]), rescale_slow_path_row<1>(c, needs, sum[1]);
   } else {
     if (needs.rescales) rescale_rows(c, needs);
     if (needs.raises) {

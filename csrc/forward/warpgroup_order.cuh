@@ -1,20 +1,21 @@
-// The turns in which the consumer warpgroups issue their products, by named barriers.
+// The order in which the consumer warpgroups issue their products, by named barriers.
 #pragma once
 
 #include "forward/shapes.cuh"
 
 namespace ringfa3 {
 
-// Of one warpgroup. Named barriers [0, Consumers) are the turns, [Consumers, 2 Consumers) belong to
-// one warpgroup each.
+// As CUTLASS's OrderedSequenceBarrier: a warpgroup waits until the one before it has arrived,
+// issues its products, and arrives for the next one. Warpgroup w waits at named barrier w; the
+// barriers [Consumers, 2 Consumers) belong to one warpgroup each.
 template <class Shapes>
-struct Turns {
+struct WarpgroupOrder {
   int const warpgroup;
 
-  __device__ void await() const {
+  __device__ void wait() const {
     if constexpr (Shapes::PingPong) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, warpgroup);
   }
-  __device__ void pass() const {
+  __device__ void arrive() const {
     if constexpr (Shapes::PingPong) {
       int const next = (warpgroup + 1) % Shapes::Consumers;
       cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, next);
