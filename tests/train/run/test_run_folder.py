@@ -50,7 +50,9 @@ def test_a_file_is_no_folder(config):
 
 def test_another_run_is_rejected_naming_the_key_that_differs(config, folder):
     config.optim.lr = 0.5
-    with pytest.raises(ConfigError, match=r"optim\.lr was 0\.003, is now 0\.5.*run\.overwrite=true"):
+    with pytest.raises(
+        ConfigError, match=r"optim\.lr was 0\.003, is now 0\.5.*run\.overwrite=true"
+    ):
         folder.require_fit(config)
     config.run.overwrite = True
     folder.require_fit(config)
