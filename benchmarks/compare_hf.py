@@ -3,21 +3,24 @@
     [torchrun --standalone --nproc-per-node N] -m benchmarks.compare_hf [--shape llama-1b ...]
         [--fa3 LIBRARY]
 
-A model with random weights sees packed documents in bfloat16: under RingFA3 over all ranks, under
-transformers' attention on one device, where eager attention, which ignores where packed documents
-end, sees one document at a time. The reference is transformers' attention in float32, document by
+A model with random weights computes on packed documents in bfloat16: with RingFA3 over all ranks,
+with transformers' attention on one device. Eager attention ignores the borders of packed documents,
+so it gets one document at a time. The reference is transformers' attention in float32, document by
 document. All weights are bfloat16 numbers. Gradients of documents and of ranks are summed in
-float32 and rounded once more. transformers' attention recomputes its layers in the backward: its
-mask of packed documents has a number for each pair of tokens.
+float32 and rounded once more. The model with transformers' attention recomputes its layers in the
+backward, because the mask of packed documents has an entry for each pair of tokens.
 
-Prints a line for each shape: the error of all gradients of each, the norm of the difference from
-the reference over the norm of the reference; their ratio, RingFA3's first; and tokens a second of
-RingFA3's forward and backward, of all ranks, the median of `--steps`. With `--fa3`, on several GPUs
-and for shapes without sinks, the same of ring-flash-attn (`hf_ring_flash_attn`), whose steps take
-turns with RingFA3's, and the ratio of tokens a second, RingFA3's first, the median of pairs. The
-ranks must divide `--tokens` then. Exits with 1 unless each error, RingFA3's and ring-flash-attn's,
-is at most 1.1 times that of transformers' attention. On a CPU the executor attends: nothing is
-measured of a kernel.
+Prints a line for each shape:
+
+* the error of all gradients, |g - g_ref| / |g_ref|, of RingFA3 and of transformers; their ratio;
+* tokens per second of RingFA3's forward and backward, over all ranks, the median of `--steps`.
+
+With `--fa3`, on several GPUs and for shapes without sinks, it measures ring-flash-attn too
+(`hf_ring_flash_attn`). Its steps alternate with RingFA3's. The ratio of tokens per second is
+RingFA3's over its own, the median of pairs. The number of ranks must then divide `--tokens`.
+
+Exits with 1 unless each error, RingFA3's and ring-flash-attn's, is at most 1.1 times that of
+transformers' attention. On a CPU this measures no kernel, but the PyTorch fallback.
 """
 
 from __future__ import annotations
@@ -50,19 +53,19 @@ from ringfa3.bench.common.fa3 import Fa3Ops
 from ringfa3.bench.common.implementations import LoadError
 
 LARGEST_RATIO = 1.1
-SHORTEST = 64  # tokens of a document, but for the last one
+SHORTEST = 64  # tokens of a document; the last one may be shorter
 
 Gradients: TypeAlias = dict[str, torch.Tensor]  # float32, by parameter
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and what it is compared with.
+    """A model, and the attention of transformers that it is compared with.
 
-    config     a class of transformers, and its arguments
-    attention  transformers' own, which has all that the model needs
-    packs      that attention tells packed documents apart
-    longest    tokens of a document: bounds what that attention keeps of one
+    config     a config class of transformers, and its arguments
+    attention  an attention of transformers that supports the model
+    packs      whether that attention supports packed documents
+    longest    largest document in tokens, which bounds the memory of that attention
     """
 
     config: tuple[str, dict[str, Any]]
@@ -123,12 +126,12 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Peer:
-    """ring-flash-attn beside RingFA3.
+    """The figures of ring-flash-attn.
 
-    name     with the number of KV heads that it gathers at a time
+    name     its name, with the number of KV heads that it gathers at a time
     error    of its gradients, relative to the reference
     seconds  of a forward and backward on the slowest rank
-    speed    RingFA3's tokens a second over its own, the median of pairs
+    speed    RingFA3's tokens per second over its own, the median of pairs
     """
 
     name: str
@@ -143,7 +146,7 @@ class Figures:
 
     ours, theirs  relative to the reference
     seconds       of a forward and backward on the slowest rank
-    peers         other rings, where they were asked for
+    peers         other rings, if they were asked for
     """
 
     ours: float
@@ -170,7 +173,7 @@ def measure(
     group: dist.ProcessGroup | None = None,
     with_peers: bool = False,
 ) -> Figures:
-    """The figures of a shape over a group; None: the default group, or this process alone."""
+    """The figures of a shape over `group`; None means the default group, or this process alone."""
     ringfa3.hf.register()
     lengths = documents(random.Random(1), tokens, min(SHORTEST, tokens), shape.longest)
     cumulative = [0, *itertools.accumulate(lengths)]
@@ -190,7 +193,7 @@ def measure(
         model = shape.model(attention, torch.bfloat16, device)
 
         def called(ringfa3_plan: ContextPlan, **given: Any) -> Any:
-            """A peer has its plan from `register`: RingFA3 would refuse its attention."""
+            """A peer got its plan in `register`, and must not get RingFA3's argument."""
             ours = {"ringfa3_plan": ringfa3_plan} if attention == "ringfa3" else {}
             return model(**given, **ours)
 
@@ -227,7 +230,10 @@ def measure(
 def gradients_of(
     model: nn.Module, ids: torch.Tensor, lengths: Sequence[int], packed: bool
 ) -> Gradients:
-    """Of the mean loss of all tokens, on one device, all documents in one call or one by one."""
+    """Gradients of the mean loss of all tokens on one device.
+
+    All documents are in one call if `packed`, otherwise one by one.
+    """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     bounds = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
@@ -247,7 +253,7 @@ def gradients_of(
 
 
 def rounded(sums: Gradients, model: nn.Module) -> Gradients:
-    """Sums as an optimizer sees them that reads gradients in the dtype of the model."""
+    """Sums, rounded to the dtype of the model: the gradients that an optimiser would read."""
     return {name: sums[name].to(p.dtype).float() for name, p in model.named_parameters()}
 
 
@@ -261,7 +267,7 @@ def distance(found: Gradients, reference: Gradients) -> float:
 def slowest(
     step: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None
 ) -> float:
-    """Seconds of a step on the rank of a group that takes longest; all begin together."""
+    """Seconds of a step on the slowest rank of a group; all ranks start together."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -314,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--fa3: {problem}")
     right = []
     for name in args.shape:
-        peers = args.fa3 is not None and SHAPES[name].packs  # sinks are not ring-flash-attn's
+        peers = args.fa3 is not None and SHAPES[name].packs  # ring-flash-attn has no sinks
         with console.status(f"{name}: gradients of transformers, then of RingFA3"):
             found = measure(SHAPES[name], args.tokens, args.steps, device, with_peers=peers)
         right.append(found.right)

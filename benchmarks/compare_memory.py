@@ -2,16 +2,20 @@
 
     python -m benchmarks.compare_memory --layers 4 --tokens 262144 --pairs 3 [key=value ...]
 
-Trains on one document of random tokens, with `experiment=8b_512k` in all but what the options and
-the overrides (keys of `configs/`) say. A step is backward, norm of the gradients and update. The
-settings are `full`, `attention-saving`, and with the latter `offload-residual` and `offload-all`.
+Trains on one document of random tokens, with the settings of `experiment=8b_512k`. Options and
+overrides (keys of `configs/`) change them. A step is backward, norm of the gradients and update.
+Four settings are compared: full recomputation (`full`), selective recomputation
+(`attention-saving`), and the latter with offload of the residual stream (`offload-residual`) or of
+all saved tensors (`offload-all`).
 
 Each setting first computes the same gradients with deterministic algorithms, and its device memory
-is measured. Offload may change no bit of loss and gradients, `full` the loss by 1e-6 and the norm
-by 1e-4 of itself. Then steps alternate, `--pairs` times for each comparison. Prints a line for
-each: the median of the paired changes of the time of a step, and their quartiles: below 0 the
-second setting is faster. On a CPU the executor attends: nothing is measured of a kernel. Exits with
-1 if settings disagree, if there is no kernel for the GPU, or if the configuration is wrong.
+is measured. Offload must not change a bit of loss and gradients. `full` may change the loss by 1e-6
+and the norm by 1e-4, relative. Then steps alternate, `--pairs` times for each comparison.
+
+Prints a line for each comparison: the median of the paired changes of a step's time, and their
+quartiles; below 0 the second setting is faster. On a CPU this measures no kernel, but the PyTorch
+fallback. Exits with 1 if settings disagree, if there is no kernel for the GPU, or if the
+configuration is wrong.
 """
 
 from __future__ import annotations
@@ -53,13 +57,13 @@ from train.run.inherit import resolve_inherited
 CONFIGS = Path(__file__).absolute().parents[1] / "configs"
 SETTINGS = ("full", "attention-saving", "offload-residual", "offload-all")
 FULL, SAVING, RESIDUAL, ALL = SETTINGS
-FIXED = (  # what the comparison sets itself
+FIXED = (  # settings that the comparison needs
     *("mode=estimate", "parallel.cp=1", "train.compile=none", "train.precision=bfloat16"),
     *("train.residual=bfloat16", "memory.recompute=attention-saving", "memory.offload=all"),
 )
 # The largest change of the time of a step, from the first setting to the second.
 BARS = {(FULL, SAVING): -0.14, (SAVING, ALL): 0.02}
-# What `full` may change, relative: it computes attention again, from the same bits.
+# Relative differences that `full` may have: it recomputes attention from the same bits.
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-6, 1e-4
 
 Times = tuple[list[float], list[float]]  # of steps with the first setting, with the second
@@ -67,8 +71,11 @@ Times = tuple[list[float], list[float]]  # of steps with the first setting, with
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of a step before its update: the loss in nats a token, the norm of all gradients, and of each
-    gradient the sum of its elements' bits, read as int32."""
+    """The gradients of a step before its update.
+
+    ``loss`` is in nats per token, ``norm`` is that of all gradients. ``bits`` has for each gradient
+    the sum of its elements' bits, read as int32.
+    """
 
     loss: float
     norm: float
@@ -119,7 +126,7 @@ class Trial:
         self.transformer.recompute, self.transformer.offload = self.setting(name)
 
     def gradients(self) -> Gradients:
-        """The gradients of the document, which are dropped."""
+        """The gradients of the document, without an update."""
         losses = self.engine.backward(self.batch, self.scale, last=True)
         norm = float(self.engine.grad_norm(float("inf")))
         tensors = [weight.grad for weight in self.engine.parameters.values()]
@@ -128,14 +135,14 @@ class Trial:
         return Gradients(float(losses.double().sum()) / self.batch.n_valid, norm, bits)
 
     def step(self) -> None:
-        """A step at the learning rate of the first."""
+        """A step with the learning rate of the first step."""
         optim, steps = self.config.optim, self.config.train.steps
         self.engine.backward(self.batch, self.scale, last=True)
         self.engine.grad_norm(float("inf") if optim.clip is None else optim.clip)
         self.engine.step(learning_rate(optim, 0, steps))
 
     def seconds(self, call: Callable[[], None]) -> float:
-        """The time of a call, until the device has done its work."""
+        """The time of a call, until the device has finished its work."""
         self._wait()
         begin = time.perf_counter()
         call()
@@ -148,7 +155,7 @@ class Trial:
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
-        """Gradients have the same bits from run to run. Begins before any matrix product."""
+        """In this context gradients are bit-equal from run to run. Enter it before any product."""
         attends = [block.attention.attend for block in self.transformer.blocks]
         make_deterministic(self.device)
         for attend in attends:
@@ -162,14 +169,14 @@ class Trial:
 
 
 def random_batch(config: Config, rows: int) -> Batch:
-    """One document of ``data.seq_len`` tokens below ``rows``."""
+    """One document of ``data.seq_len`` random tokens below ``rows``."""
     tokens = np.random.default_rng(config.train.seed).integers(0, rows, config.data.seq_len)
     sample = Sample(tokens, np.append(tokens[1:], IGNORED), [0, len(tokens)])
     return make_batch(sample, None, config.parallel.layout, widest(config.model))
 
 
 def disagreement(found: dict[str, Gradients]) -> str | None:
-    """Which setting computes something else than ``attention-saving``, if one does."""
+    """The first setting whose step differs from that of ``attention-saving``; None without one."""
     expected = found[SAVING]
     for setting, got in found.items():
         if setting == FULL:
@@ -187,7 +194,7 @@ def disagreement(found: dict[str, Gradients]) -> str | None:
 
 
 def compare_gradients(trial: Trial, report: Callable[[str], None]) -> None:
-    """Let each setting compute the gradients once; ends the process if they disagree."""
+    """Compute the gradients once with each setting; end the process if they disagree."""
     cuda, found = trial.device.type == "cuda", {}
     with trial.deterministic():
         for setting in SETTINGS:
@@ -240,7 +247,7 @@ def comparison(text: str) -> tuple[str, str]:
 
 
 def require_kernels(config: Config, device: torch.device) -> None:
-    """End the process if the GPU has no kernel: the executor is never timed in its place."""
+    """End the process if the GPU has no kernel: the PyTorch fallback must not be timed instead."""
     q = torch.empty(1, 1, config.model.resolved_head_dim(), dtype=torch.bfloat16, device=device)
     for direction in ("forward", "backward"):
         if (reason := dispatch.executor_reason(direction, q)) is not None:

@@ -1,10 +1,12 @@
-"""Compares training runs of several kinds: `compare_runs.py 'bf16=runs/bf16-*' fp8=... --out DIR`.
+"""Compares groups of training runs: `compare_runs.py 'bf16=runs/bf16-*' fp8=runs/fp8-1 --out DIR`.
 
-The kind of the first argument is the one that the others are compared with; `*` is expanded. All
-runs must have the same held-out text. Writes to DIR
-`runs.json`, the settings that all runs share and what each run left, with means over 10 steps, and
-`runs.png`, training loss and gradient norm. Prints a Markdown table: held-out nats per byte of each
-run, their mean, its difference from that of the first kind, and the spread, largest less smallest.
+The other groups are compared with the first one; `*` is expanded. All runs must have the same
+held-out text. Writes two files to DIR: `runs.json` has the settings that all runs share and the
+results of each run, as means over 10 steps; `runs.png` shows training loss and gradient norm.
+
+Prints a Markdown table. A row has the held-out nats per byte of each run of a group, their mean in
+nats and in bits per byte, its difference from that of the first group, and the spread: the largest
+minus the smallest.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 EVERY = 10  # steps in a mean
-PRIVATE = ("run.dir", "run.name", "sweep.dir", "data.cache_dir", "data.path")  # places, names
+PRIVATE = ("run.dir", "run.name", "sweep.dir", "data.cache_dir", "data.path")  # paths and names
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -42,13 +44,13 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def mean(values: list[float | None]) -> float | None:
-    """Of the steps that have a value: one that is not finite is None in the metrics."""
+    """The mean of the steps with a value; a value that is not finite is None in the metrics."""
     found = [value for value in values if value is not None]
     return round(statistics.mean(found), 5) if found else None
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as `group.key`, without those that only say where files lie."""
+    """Nested settings as `group.key`, without the names and paths of `PRIVATE`."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, dict):
@@ -59,7 +61,7 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shared_settings(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all runs have; each run keeps the rest."""
+    """The settings that all runs share, which are removed from each run."""
     configs = [flat(run["config"]) for run in runs]
     shared = {k: v for k, v in configs[0].items() if all(c.get(k) == v for c in configs)}
     for run, config in zip(runs, configs, strict=True):
@@ -67,7 +69,7 @@ def shared_settings(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return shared
 
 
-def draw(kinds: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def draw(groups: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     for axes, key, label in zip(
         figure.subplots(1, 2),
@@ -75,14 +77,14 @@ def draw(kinds: dict[str, list[dict[str, Any]]], path: Path) -> None:
         ("training loss (nats per token)", "gradient norm"),
         strict=True,
     ):
-        for number, (kind, runs) in enumerate(kinds.items()):
+        for number, (group, runs) in enumerate(groups.items()):
             for first, run in enumerate(runs):
                 axes.plot(
                     run["last_step"],
                     [math.nan if value is None else value for value in run[key]],
                     color=f"C{number}",
                     linewidth=0.8,
-                    label=None if first else kind,
+                    label=None if first else group,
                 )
         axes.set(xlabel="optimiser step", ylabel=f"{label}, mean of {EVERY} steps", yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -91,42 +93,48 @@ def draw(kinds: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def table(kinds: dict[str, list[dict[str, Any]]]) -> str:
-    losses = {kind: [run["nats_per_byte"] for run in runs] for kind, runs in kinds.items()}
+def table(groups: dict[str, list[dict[str, Any]]]) -> str:
+    losses = {group: [run["nats_per_byte"] for run in runs] for group, runs in groups.items()}
     reference = statistics.mean(next(iter(losses.values())))
-    rows = ["| attention | held-out nats per byte, each seed | mean | over the first | spread |"]
-    rows.append("|---|---|--:|--:|--:|")
-    for kind, values in losses.items():
+    rows = [
+        "| attention | held-out nats per byte, each seed | mean | bits per byte | over the first "
+        "| spread |"
+    ]
+    rows.append("|---|---|--:|--:|--:|--:|")
+    for group, values in losses.items():
         mean = statistics.mean(values)
+        bits = mean / math.log(2)
         each = " ".join(f"{value:.4f}" for value in values)
         over = f"{mean / reference - 1:+.2%}"
         spread = f"{(max(values) - min(values)) / mean:.2%}" if len(values) > 1 else ""
-        rows.append(f"| {kind} | {each} | {mean:.4f} | {over} | {spread} |")
+        rows.append(f"| {group} | {each} | {mean:.4f} | {bits:.4f} | {over} | {spread} |")
     return "\n".join(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="KIND=FOLDER", help="a kind may come again")
+    parser.add_argument(
+        "runs", nargs="+", metavar="GROUP=FOLDER", help="a group may be given more than once"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args()
-    kinds: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for argument in args.runs:
-        kind, _, pattern = argument.partition("=")
+        group, _, pattern = argument.partition("=")
         for folder in sorted(glob.glob(pattern)) or [pattern]:
             if not (Path(folder) / "summary.json").is_file():
                 parser.error(f"{argument}: {folder or 'no folder'} has no summary.json of a run")
-            kinds.setdefault(kind, []).append(read_run(Path(folder)))
-    every = [run for runs in kinds.values() for run in runs]
+            groups.setdefault(group, []).append(read_run(Path(folder)))
+    every = [run for runs in groups.values() for run in runs]
     texts = {run["held_out_bytes"] for run in every}
     if len(texts) > 1:
         parser.error(f"the runs' held-out texts have {sorted(texts)} bytes: they must be the same")
     shared = shared_settings(every)
     args.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"settings": shared, "kinds": kinds}, separators=(",", ":"))
+    text = json.dumps({"settings": shared, "kinds": groups}, separators=(",", ":"))
     (args.out / "runs.json").write_text(text + "\n")
-    draw(kinds, args.out / "runs.png")
-    print(table(kinds))
+    draw(groups, args.out / "runs.png")
+    print(table(groups))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Compares the machine code of two builds, unit by unit: `compare_sass.py OLD_CACHE NEW_CACHE`.
 
-For changes that must not change machine code: files moved, symbols renamed. Both caches are folders
-that `python -m ringfa3.build` has filled with the same nvcc and CUTLASS. Of several builds of a
-unit in a cache the latest counts. Names of kernels are ignored; addresses, encodings and scheduling
-information are compared, and so are registers and spills.
+Use it for changes that must not change machine code: files moved, symbols renamed. Both caches are
+folders that `python -m ringfa3.build` has filled with the same nvcc and CUTLASS. If a cache has
+several builds of a unit, the latest counts. The comparison ignores names of kernels. It compares
+addresses, encodings, scheduling information, registers and spills.
 
 Prints one line per unit. Exit code 1 on any difference, 2 if a cache has no build of a unit.
 """
@@ -26,7 +26,7 @@ Code = tuple[str, ...]  # one instruction each: address, text, encoding
 
 
 class Usage(NamedTuple):
-    """What ptxas reports of one kernel."""
+    """The resources of one kernel that ptxas reports."""
 
     registers: int
     spill_stores: int  # bytes

@@ -1,15 +1,15 @@
 """Times two builds of the kernels against each other: `compare_speed.py OLD_CACHE NEW_CACHE`.
 
-For changes that alter machine code but should not alter speed. Both caches are folders that
-`python -m ringfa3.build` has filled; both builds have the tiles of this checkout and take its
-argument structs. Needs a Hopper GPU. Inputs are N(0,1), or have the scores of `--scores`: 16k
-tokens in sequences of `--length`, of 512 for a short unit, hidden size 2048. 8-bit units have
-operands that the old build has quantised. Units that quantise are named and not timed:
-`python -m ringfa3.bench fp8 --bandwidth` does that.
+Use it for changes that alter machine code but should not alter speed. Both caches are folders that
+`python -m ringfa3.build` has filled. Both builds must have the tiles and the argument structs of
+this checkout. It needs a Hopper GPU. Inputs are N(0,1), or have the scores of `--scores`: 16k
+tokens in sequences of `--length`, of 512 for a short unit, hidden size 2048. The old build
+quantises the operands of 8-bit units. Units that quantise are listed but not timed:
+`python -m ringfa3.bench fp8 --bandwidth` times them.
 
 Runs alternate, old and new, `--pairs` times. Prints one line per unit and mask: the median of the
-paired ratios, old time over new time, and their quartiles: above 1 the new build is faster. Exits
-with 1 if a cache has no build of a unit, or there is no such GPU.
+paired ratios, old time over new time, and their quartiles; above 1 the new build is faster. Exits
+with 1 if a cache has no build of a unit, or without a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ringfa3.errors import BuildError
 from ringfa3.kernels import dispatch, launch
 
 TOKENS, SHORT, HIDDEN = 16384, 512, 2048
-QUANTISE = "quantise"  # a direction of units, whose speed is bytes
-SAMPLE_MS = 20.0  # of a run: so many calls are queued that it takes about as long
+QUANTISE = "quantise"  # the direction of units that are limited by bandwidth
+SAMPLE_MS = 20.0  # about the time of a run, which sets its number of calls
 
 
 class Switch:
-    """Chooses the build of `timed`. `ringfa3.kernels.launch` calls the old one of other units."""
+    """Selects the build of the unit `timed`. The other units use the old build."""
 
     def __init__(self, old: Path, new: Path) -> None:
         self.caches, self.current = {"old": old, "new": new}, "old"
@@ -82,7 +82,7 @@ def ratios(switch: Switch, call: Callable[[], object], pairs: int) -> list[float
 
 
 def cases(unit: Unit, length: int | None = None, scores: str | None = None) -> list[Case]:
-    """What the unit runs. A short unit runs causal sequences alone."""
+    """The cases that the unit runs. A short unit runs only causal sequences."""
     heads, masks = HIDDEN // unit.head_dim, (CAUSAL,) if unit.short else (FULL, CAUSAL)
     length = SHORT if unit.short else length or TOKENS
     lengths = (length,) * (TOKENS // length)
@@ -92,9 +92,9 @@ def cases(unit: Unit, length: int | None = None, scores: str | None = None) -> l
 
 
 def quantiser(unit: Unit) -> Unit:
-    """The unit that makes the operands of an 8-bit unit."""
-    kind = QUANTISE, unit.dtype, unit.head_dim
-    return next(x for x in UNITS if (x.direction, x.dtype, x.head_dim) == kind)
+    """The unit that quantises the operands of an 8-bit unit."""
+    wanted = QUANTISE, unit.dtype, unit.head_dim
+    return next(x for x in UNITS if (x.direction, x.dtype, x.head_dim) == wanted)
 
 
 def operation(unit: Unit, case: Case, device: torch.device) -> Callable[[], object]:

@@ -1,8 +1,8 @@
-"""ring-flash-attn as an attention of transformers, as its own adapter runs it, on FlashAttention-3.
+"""ring-flash-attn as an attention of transformers, like its own adapter, on FlashAttention-3.
 
 Its adapter replaces a private function of transformers 4. This module registers the same attention
-under a name of its own: each rank has the next tokens in order, and for its queries gathers the
-keys and values of all ranks, `heads_k_stride` KV heads at a time. Causal, without sinks or windows.
+under a separate name. Ranks hold consecutive tokens. Each gathers the keys and values of all ranks
+for its queries, `heads_k_stride` KV heads at a time. It is causal, without sinks or windows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FUNCTIONS = "llama3_flash_attn_varlen_func", "llama3_flash_attn_prepare_cu_seqle
 
 
 def functions() -> list[Callable[..., Any]]:
-    """The two that `register` needs.
+    """The two functions of ring-flash-attn that `register` needs.
 
     Raises ImportError: ring-flash-attn is missing. LoadError: it or FlashAttention-3 does not load.
     """
@@ -36,10 +36,10 @@ def functions() -> list[Callable[..., Any]]:
 def register(plan: ContextPlan, device: torch.device, heads_k_stride: int | None = None) -> None:
     """Registers `attn_implementation=NAME` for the documents and the ranks of a plan.
 
-    plan            its layout must be contiguous, with as many tokens on each rank
+    plan            its layout must be contiguous, with equally many tokens on each rank
     heads_k_stride  KV heads gathered at a time; None: all
 
-    Raises ValueError: the plan spreads tokens otherwise, on every rank. Others as `functions`.
+    Raises ValueError, on every rank: the plan distributes tokens otherwise. Others as `functions`.
     """
     if plan.layout != "contiguous" or len(set(plan.tokens_per_rank)) > 1:
         raise ValueError(

@@ -1,14 +1,19 @@
-"""Measures what `mode=estimate` predicts with, and writes it to a file for `hardware=`.
+"""Measures the speeds that `mode=estimate` uses, and writes them to a file for `hardware=`.
 
     torchrun --standalone --nproc-per-node gpu -m benchmarks.measure_hardware h100
     python train/pretrain.py mode=estimate experiment=8b_512k hardware=h100
 
 Writes `configs/hardware/h100.yaml`; it replaces no file without `--force`. All GPUs of an otherwise
-idle host measure at once, and the slowest one counts: attention of one causal sequence, 32:8 heads;
-the matrix products of a block of `model=125m`, `1b` and `8b`, with those of their gradients; copies
-within the device and to pinned host memory; NCCL's all-gather and reduce-scatter. Every figure is
-the median of the second half of `SECONDS`, at the clock that the GPU sustains. One process has no
-peer: what needs several GPUs keeps the default. Exits with 1 if a process has no GPU or no kernel.
+idle host measure at the same time, and the slowest one counts. They measure
+
+* attention of one causal sequence with 32:8 heads;
+* the matrix products of a block of `model=125m`, `1b` and `8b`, with those of their gradients;
+* copies within the device and to pinned host memory;
+* NCCL's all-gather and reduce-scatter.
+
+Every figure is the median of the second half of `SECONDS`, at the clock that the GPU sustains. With
+one process, figures that need several GPUs are defaults. Exits with 1 if a process has no GPU or no
+kernel.
 """
 
 from __future__ import annotations
@@ -48,12 +53,12 @@ SEQUENCE = 65_536  # tokens
 ROWS = 16_384  # tokens of a matrix product
 COPIED = 2**32  # bytes, within the device
 MOVED = 2**30  # bytes, to the host or between devices: about the float32 weights of a block of 8b
-SECONDS = 2.0  # of each measurement
-COLLECTIVES = 40  # pairs of them
-STEPS = len(HEAD_DIMS) + len(MODELS) + 3  # of the progress bar
+SECONDS = 2.0  # time of each measurement
+COLLECTIVES = 40  # pairs of collectives
+STEPS = len(HEAD_DIMS) + len(MODELS) + 3  # steps of the progress bar
 
 Call: TypeAlias = Callable[[], object]
-Figures: TypeAlias = dict[str, float]  # by name; of a list, ``name.index``
+Figures: TypeAlias = dict[str, float]  # by name; the elements of a list are ``name.index``
 
 
 def once(call: Call) -> float:
@@ -83,7 +88,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def attention_speeds(head_dim: int) -> tuple[float, float]:
-    """TFLOP/s of forward and backward; the backward computes the scores again."""
+    """TFLOP/s of forward and backward; the backward recomputes the scores."""
     q, dout = (random(1, SEQUENCE, HEADS, head_dim) for _ in range(2))
     k, v = (random(1, SEQUENCE, KV_HEADS, head_dim) for _ in range(2))
     each = SEQUENCE * (SEQUENCE + 1) / 2 * HEADS * head_dim / 1e12
@@ -96,7 +101,7 @@ def attention_speeds(head_dim: int) -> tuple[float, float]:
 
 
 def products(model: str) -> tuple[int, list[tuple[int, int]]]:
-    """The width of a file of ``configs/model``, and inputs and outputs of a block's matrices."""
+    """The width of ``configs/model/MODEL.yaml``, and (inputs, outputs) of a block's matrices."""
     m = OmegaConf.load(CONFIGS / "model" / f"{model}.yaml")
     heads, kv_heads = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
     attention = [(m.dim, heads), (m.dim, kv_heads), (m.dim, kv_heads), (heads, m.dim)]
@@ -104,8 +109,10 @@ def products(model: str) -> tuple[int, list[tuple[int, int]]]:
 
 
 def matmul_speed(shapes: Sequence[tuple[int, int]]) -> float:
-    """TFLOP/s of the products of matrices of ``shapes`` as the trainer computes them, with those of
-    the gradients; it adds the ones of weights to float32 sums."""
+    """TFLOP/s of the trainer's products with matrices of ``shapes``, and of their gradients.
+
+    As in the trainer, the gradients of weights are added to float32 sums.
+    """
     widths = {width for shape in shapes for width in shape}
     tokens = {width: random(ROWS, width) for width in widths}
     weights = [random(outputs, inputs) for inputs, outputs in shapes]
@@ -123,14 +130,14 @@ def matmul_speed(shapes: Sequence[tuple[int, int]]) -> float:
 
 
 def copy_speed() -> float:
-    """1e9 bytes a second, read and written, of a copy within the device."""
+    """1e9 bytes per second, read and written, of a copy within the device."""
     source = torch.empty(COPIED, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * COPIED / 1e9 / seconds(lambda: target.copy_(source))
 
 
 def host_speed() -> float:
-    """1e9 bytes a second between the device and pinned memory, in the slower direction."""
+    """1e9 bytes per second between the device and pinned memory, in the slower direction."""
     device = torch.empty(MOVED, dtype=torch.uint8, device="cuda").random_()
     host = torch.empty(MOVED, dtype=torch.uint8, pin_memory=True)
     out = seconds(lambda: host.copy_(device, non_blocking=True))
@@ -147,20 +154,24 @@ def bytes_beyond_pytorch() -> int:
 
 
 def collective_speed(group: dist.ProcessGroup) -> float:
-    """1e9 bytes a second that a rank receives of its peers, in the slower of the collectives of a
-    sharded engine. Call it on all ranks."""
+    """1e9 bytes per second that a rank receives, in the slower collective of a sharded engine.
+
+    Call it on all ranks.
+    """
     part = torch.randn(MOVED // 4 // group.size(), device="cuda")
     whole = part.repeat(group.size())
     gather = lambda: dist.all_gather_into_tensor(whole, part, group)  # noqa: E731
     scatter = lambda: dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG, group)  # noqa: E731
-    # As many on each rank, however long they take.
+    # Every rank runs equally many, however long they take.
     times = [max(once(gather), once(scatter)) for _ in range(COLLECTIVES)]
     return (whole.nbytes - part.nbytes) / 1e9 / sustained(times)
 
 
 def of_nccl() -> Figures:
-    """The speed of collectives, and the memory of two groups of all ranks, as of a sharded engine
-    and of ring attention. Call it on all ranks."""
+    """The speed of collectives, and NCCL's memory for two groups of all ranks.
+
+    A sharded engine has one such group, ring attention the other. Call it on all ranks.
+    """
     before = bytes_beyond_pytorch()
     engine, ring = (dist.new_group(backend="nccl") for _ in range(2))
     dist.all_reduce(torch.ones(1, device="cuda"), group=ring)
@@ -169,7 +180,7 @@ def of_nccl() -> Figures:
 
 
 def measure(advance: Callable[[], None]) -> Figures:
-    """What this rank measures, in ``STEPS`` steps. Call it on all ranks."""
+    """Measure on this rank, in ``STEPS`` steps. Call it on all ranks."""
     found = {}
     for index, head_dim in enumerate(HEAD_DIMS):
         forward, backward = attention_speeds(head_dim)
@@ -191,11 +202,11 @@ def measure(advance: Callable[[], None]) -> Figures:
 
 
 def slowest(by_rank: Sequence[Figures]) -> Figures:
-    """Of each figure the one that lets least fit and takes longest, rounded the same way."""
+    """The worst value of each figure, rounded to the worse side: largest memory, lowest speed."""
     result = {}
     for name in by_rank[0]:
         of_ranks = [figures[name] for figures in by_rank]
-        steps = 100 if name.endswith("_gb") else 1  # of a hundredth of a GB, of whole speeds
+        steps = 100 if name.endswith("_gb") else 1  # round to 0.01 GB, speeds to integers
         if name in ("context_gb", "nccl_gb"):
             result[name] = math.ceil(max(of_ranks) * steps) / steps
         else:
@@ -204,7 +215,7 @@ def slowest(by_rank: Sequence[Figures]) -> Figures:
 
 
 def hardware(name: str, figures: Figures) -> HardwareConfig:
-    """``figures`` as a section of the trainer's config; what they lack keeps its default."""
+    """``figures`` as a section of the trainer's config; other keys have their defaults."""
     lists: dict[str, list[float]] = {}
     single = {}
     for key, value in figures.items():
@@ -233,7 +244,7 @@ def text_of(made: HardwareConfig, measured: Figures, device: str, world: int) ->
 
 
 def require_kernels() -> None:
-    """Ends the process where a GPU or a kernel is missing: the executor is never timed."""
+    """End the process without a GPU or a kernel: the PyTorch fallback must not be timed."""
     if not torch.cuda.is_available():
         sys.exit("measure_hardware: this process has no GPU; start one process for each GPU")
     for head_dim in HEAD_DIMS:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records the result folders of docs/benchmarks.md. Without arguments it prints how to call it.
+# Records the result folders of docs/benchmarks/. Without arguments it prints how to call it.
 set -euo pipefail
 
 usage() {

@@ -1,18 +1,21 @@
-"""Rehearses forwards of rings in 8 bits on one GPU: their error and their time, against one GPU's.
+"""Simulates forwards of 8-bit rings on one GPU: their error and time, relative to one GPU's.
 
     python -m benchmarks.rehearse_quantised_ring [--worlds 2 4] [--tokens 131072] [--pairs 10]
 
 The ranks of a ring are threads that share the GPU, so their kernels run one after the other, and
-messages are copies in its memory. Says nothing about links: time is that of all kernels and copies
-of a call, quantisation included, where calls are queued. Causal, zigzag, 32 query and 8 KV heads of
-head dim 128, bfloat16.
+messages are copies in its memory. The time is that of all kernels and copies of a call,
+quantisation included, with queued calls. It does not include links. Calls are causal and zigzag,
+with 32 query and 8 KV heads of head dim 128, in bfloat16.
 
-Prints a line for each precision, world and placement of ranks, on one host or several: the
-root-mean-square error over that of one GPU, on FlashAttention-3's distribution with outliers,
-against float32; and the time of one GPU's call over that of all ranks' together, 1 if a ring of as
-many GPUs loses nothing but what links cost: median of pairs and quartiles. "native" is the ring in
-bfloat16, by messages, which does not ask where ranks are. On a CPU the executor attends: nothing is
-measured of a kernel.
+Prints a line for each precision, world and number of hosts (one or several):
+
+* the root-mean-square error against float32, on FlashAttention-3's distribution with outliers, over
+  that of one GPU;
+* the time of one GPU's call over the total time of all ranks, median of pairs and quartiles. It is
+  1 if a ring of as many GPUs loses nothing except to its links.
+
+"native" is the ring in bfloat16 by messages, which is the same for any number of hosts. On a CPU
+this measures no kernel, but the PyTorch fallback.
 """
 
 from __future__ import annotations
@@ -44,18 +47,18 @@ from ringfa3.ring.prepare_call import PreparedCall
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PRECISIONS = ("native", "int8", "fp8")
 HOSTS = ("one", "several")
-SECONDS = 60.0  # for which a rank waits for a message
-QUEUED = 3  # calls of a timing, so that the host works beside the device
+SECONDS = 60.0  # a rank waits so long for a message
+QUEUED = 3  # calls of a timing, so that the host runs ahead of the device
 
 Tensors = Sequence[torch.Tensor]  # q, k, v
 Mail = defaultdict[tuple[int, int, int], "queue.Queue[torch.Tensor]"]  # by sender, receiver, tag
 
 
 class Received:
-    """Messages that have come."""
+    """An exchange that is complete."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 class ThreadTransport:
@@ -72,14 +75,14 @@ class ThreadTransport:
         return Received()
 
     def close(self) -> None:
-        """There is no thread of its own."""
+        """Do nothing: the transport has no resources."""
 
 
 class Ring:
     """Plans of all ranks of a causal sequence, and their tokens of q, k and v."""
 
     def __init__(self, world: int, hosts: str, qkv: Tensors) -> None:
-        """hosts: on how many the ranks are, one of `HOSTS`."""
+        """hosts: whether the ranks are on one host or several, one of `HOSTS`."""
         self.one_host = hosts == "one"
         tokens = len(qkv[0])
         self.plans = [plan_context(tokens, (rank, world)) for rank in range(world)]
@@ -130,7 +133,7 @@ def inputs(tokens: int, device: torch.device, scores: str = "") -> list[torch.Te
 
 
 def exact_output(qkv: Tensors) -> torch.Tensor:
-    """By PyTorch in float32, without TF32."""
+    """The output of PyTorch's attention in float32, without TF32."""
     q, k, v = (x.float().transpose(0, 1)[None] for x in qkv)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if q.is_cuda else SDPBackend.MATH):
@@ -151,7 +154,7 @@ def error_ratio(qkv: Tensors, exact: torch.Tensor, precision: str, ring: Ring) -
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of `QUEUED` calls, until the device has done their work."""
+    """The time of `QUEUED` calls, until the device has finished their work."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
     begin = time.perf_counter()

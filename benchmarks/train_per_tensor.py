@@ -1,10 +1,11 @@
-"""Trains with the usual FP8 attention, one scale for each of Q, K and V, beside RingFA3's own.
+"""Trains with per-tensor FP8 attention, one scale for each of Q, K and V: a baseline for RingFA3's.
 
     python benchmarks/train_per_tensor.py model=125m data.seq_len=8192
 
-Takes the settings of train/pretrain.py, with model.attention_precision=fp8 and parallel.cp=1 in any
-case. The kernel is that of `precision="fp8"`; its operands are neither rotated nor centred. One
-Hopper GPU. CUDA starts before the trainer blocks signals, so a stop may not save a checkpoint.
+It accepts the settings of train/pretrain.py, and always sets model.attention_precision=fp8 and
+parallel.cp=1. The kernel is that of `precision="fp8"`; its operands are neither rotated nor
+centred. It needs one Hopper GPU. CUDA starts before the trainer blocks signals, so a stop may not
+save a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ringfa3.kernels.quantised import QuantisedKernel  # noqa: E402
 
 
 def check() -> None:
-    """Compare with the executor of the design; a relative rms difference above 2% ends the run."""
+    """Compare with the PyTorch reference; a relative rms difference above 2% ends the run."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 600, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ours = flash_attn_func(q, k, v, causal=True, precision="fp8")[0].float()

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 3 examples/hf_cp.py --tiny llama
     torchrun --standalone --nproc-per-node 8 examples/hf_cp.py --model FOLDER --checkpointing
 
-Every rank prints the loss of all documents and the norm of the summed gradients: the same numbers
-on any number of ranks.
+Every rank prints the loss of all documents and the norm of the summed gradients. The numbers are
+the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 import ringfa3.hf
 from ringfa3 import ContextPlan, keep_attention, plan_context
 
-CUMULATIVE = [0, 37, 38, 90, 128]  # of four documents; the second has one token
+CUMULATIVE = [0, 37, 38, 90, 128]  # cumulative lengths of four documents; the second has one token
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -49,9 +49,9 @@ TINY = {
 
 def tiny_model(name: str, attention: str = "ringfa3") -> nn.Module:
     """A random model of a few thousand weights, the same on every rank."""
-    kind, special = TINY[name]
+    config_class, special = TINY[name]
     torch.manual_seed(0)
-    config = kind(**{**SIZES, **special})
+    config = config_class(**{**SIZES, **special})
     return transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, experts_implementation="eager"
     )
@@ -65,7 +65,7 @@ def shifted_labels(ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
-    """This rank's share of the mean loss of all tokens: sum it, and gradients, over the ranks.
+    """This rank's part of the mean loss of all tokens. Sum it, and its gradients, over the ranks.
 
     ids: (total,) all tokens of all documents, on every rank.
     """
@@ -101,7 +101,7 @@ def results_of(model: nn.Module, ids: torch.Tensor, plan: ContextPlan) -> dict[s
 
 
 def checkpoint(model: nn.Module) -> None:
-    """Recomputes everything but attention in the backward: no ring runs twice."""
+    """Recompute everything except attention in the backward, so that no ring runs twice."""
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
 
 
@@ -146,7 +146,7 @@ def main() -> None:
     if args.save and plan.rank == 0:
         torch.save(results, args.save)
     if dist.is_initialized():
-        dist.barrier()  # no rank leaves while another still uses the group
+        dist.barrier()  # a rank must not leave while another still uses the group
         dist.destroy_process_group()
 
 

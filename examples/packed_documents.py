@@ -51,7 +51,7 @@ plan = plan_context([0, *ends.tolist()])
 ids, labels = plan.shard(ids).to(device), plan.shard(labels).to(device)  # labels: shifted before
 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
     x = embedding(ids) + position_embedding(plan.positions.to(device))
-    # Recomputes the block in the backward, except for the ring, whose output it keeps.
+    # Recompute the block in the backward, except for attention, whose output is saved.
     x = checkpoint(block, x, plan, use_reentrant=False, context_fn=keep_attention)
     logits = head(x)
 loss = F.cross_entropy(logits.float(), labels, reduction="sum") / (sum(LENGTHS) - len(LENGTHS))

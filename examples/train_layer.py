@@ -1,9 +1,9 @@
-"""Trains one attention layer, by which every token of a sequence finds the content of the first.
+"""Trains one attention layer: every token of a sequence learns to output the first token.
 
     torchrun --standalone --nproc-per-node 2 examples/train_layer.py    # CPU processes or GPUs
 
-All processes share the sequence. Every rank computes the loss of its own tokens; the sum of all
-ranks' gradients is the gradient of the whole sequence.
+All processes share the sequence. Every rank computes the loss of its own tokens. The gradient of
+the whole sequence is the sum of all ranks' gradients.
 """
 
 import os

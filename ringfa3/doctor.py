@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import pwd
 import shutil
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from ringfa3.build.cache import cache_folder, cache_path
 from ringfa3.build.compile import JOB_BYTES, default_jobs, find_library, free_memory
-from ringfa3.build.cutlass import REMEDY, cutlass_version, find_include_folder
+from ringfa3.build.cutlass import REMEDY, cutlass_version, find_include_folder, pip_is_installed
 from ringfa3.build.toolchain import find_host_compiler, find_program
 from ringfa3.build.units import UNITS
 from ringfa3.errors import BuildError
@@ -132,7 +131,7 @@ def cutlass() -> Check:
         return _failed("cutlass", error, "build")
     if include:
         return Check("cutlass", f"{cutlass_version(include)}, {include}")
-    if importlib.util.find_spec("pip"):
+    if pip_is_installed():
         remedy = "the first build fetches them, about 6 MB; python -m ringfa3.build --headers now"
         return Check("cutlass", "no headers here", remedy)
     return Check("cutlass", "no headers here, and no pip to fetch them", REMEDY, ("build",))

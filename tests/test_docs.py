@@ -12,7 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+from examples.hf_cp import tiny_model
 from ringfa3.bench import __main__ as bench
 from ringfa3.build import __main__ as build
 from ringfa3.build.units import select_units
@@ -25,12 +27,14 @@ from tests.support.markdown import (
     commands,
     links,
 )
+from tests.support.ranks import Ranks, sacrifice
+from tests.support.snippets import groups_of_two, migrated_step, trained_model
 from train.config import register_schema
 from train.keys import schema_key, schema_keys
 from train.pretrain import check_command_line, read_command_line
 
 README = ROOT / "README.md"
-MOST_LINES = 150  # of the README
+MOST_LINES = 130  # of the README
 FOLDERS = "ringfa3|train|tests|csrc|configs|docs|examples|benchmarks"
 SECTIONS = (
     "parallel|train|checkpoint|guard|run|log|profile|sweep|generate|eval|data|optim|model\\.rope"
@@ -71,6 +75,32 @@ def test_the_quickstart_prints_what_it_says(monkeypatch: pytest.MonkeyPatch) -> 
         with contextlib.redirect_stdout(io.StringIO()) as said:
             exec(compile(code, "quickstart.md", "exec"), namespace)
         assert said.getvalue() == expected
+
+
+def test_a_model_of_transformers_trains_alike_on_any_number_of_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """docs/huggingface.md on four ranks: weights of one rank after a step, to within 1e-5 of 1."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    (alone,) = sacrifice(1, 60.0, trained_model, str(tmp_path), limit=60.0)
+    before = tiny_model("llama").parameters()
+    assert any((x - y).abs().max() > 1e-3 for x, y in zip(alone, before, strict=True))
+    for found in ranks.run(4, trained_model, str(tmp_path)):
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_migrated_step_is_the_same_on_any_number_of_ranks(ranks: Ranks) -> None:
+    """docs/migration.md on four ranks: loss and gradients of one rank, to within 1e-5 of 1."""
+    (alone,) = sacrifice(1, 20.0, migrated_step)
+    for found in ranks.run(4, migrated_step):
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_recipes_run_on_two_groups_of_two(ranks: Ranks) -> None:
+    """Outputs of a ring agree with those of one rank; both groups count the labels of both."""
+    for transport, valid, difference in ranks.run(4, groups_of_two):
+        assert (transport, valid) == ("gloo", 998 + 1098)
+        assert difference < 1e-5
 
 
 @each_page

@@ -214,14 +214,22 @@ def test_cutlass_headers(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict() == (False, True)
     monkeypatch.delenv("CUTLASS_PATH")
     monkeypatch.setattr(doctor, "find_include_folder", lambda: None)
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "pip")
+    monkeypatch.setattr(doctor, "pip_is_installed", lambda: True)
     assert checks()["cutlass"].state == "warning"
     assert "python -m ringfa3.build --headers" in checks()["cutlass"].remedy
     assert verdict() == (True, True)
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "pip_is_installed", lambda: False)
     assert checks()["cutlass"].state == "missing"
     assert "CUTLASS_PATH" in checks()["cutlass"].remedy
     assert verdict() == (False, True)
+
+
+def test_after_a_check_setuptools_is_imported_as_before() -> None:
+    """It replaces distutils before Python 3.12, unless a module `pip` has been looked for."""
+    code = "from ringfa3 import doctor; doctor.cutlass(); import setuptools"
+    environment = {**os.environ, "RINGFA3_CACHE": "/nowhere"}  # without headers
+    environment.pop("CUTLASS_PATH", None)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_little_memory_and_a_wrong_max_jobs(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:

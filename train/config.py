@@ -1,8 +1,8 @@
 """The schema of ``configs/``.
 
-Each key is documented once, above its value in ``configs/``. The rest of the trainer sees only
-``Config``, a plain dataclass that is complete and has valid types. ``train.checks.config`` compares
-the fields with each other.
+Each key is documented once, above its value in ``configs/``. The rest of the trainer uses only
+``Config``, a plain dataclass that is complete and has valid types. ``train.checks.config`` checks
+the values, also against each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ConfigError(ValueError):
 
 
 def make_folder(key: str, path: Path) -> None:
-    """Make the folder of a config ``key``, with its parents; ``ConfigError`` if that fails."""
+    """Create the folder that ``key`` names, with its parents; ``ConfigError`` if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,8 +54,8 @@ def make_folder(key: str, path: Path) -> None:
 
 
 FULL = "full"  # in model.windows: no window
-# By default as many tokens have logits at the same time as have 2^26 of them, but never so few that
-# matrix products starve.
+# The default chunk of the loss has at most 2^26 logits, but at least 1,024 tokens: matrix products
+# of fewer rows are slow.
 MOST_LOGITS, LEAST_LOSS_TOKENS = 2**26, 1024
 
 
@@ -98,7 +98,7 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
 
     def window(self, layer: int) -> int | None:
-        """Keys that a token of a layer sees, its own included; None for all before it."""
+        """Keys that a token attends to in a layer, its own included; None for all before it."""
         if self.windows is None:
             return None
         window = self.windows[layer % len(self.windows)]
@@ -143,7 +143,7 @@ class DataConfig:
     verify: bool = True
 
     def longest_document(self) -> int:
-        """Tokens of the longest document in a sample: what a model is trained to see."""
+        """Tokens of the longest document in a sample: the context length of the training."""
         whole = self.seq_len if self.piece_len is None else self.piece_len
         return whole if self.document_mask else self.seq_len
 
@@ -200,7 +200,7 @@ class TrainConfig:
     max_wall_time: float | None = None
 
     def accumulation_over(self, dp: int) -> int:
-        """Samples of a data-parallel rank in a step, where there are ``dp`` of them."""
+        """Samples per step of each of ``dp`` data-parallel ranks."""
         return self.accumulation if self.batch is None else self.batch // dp
 
 
@@ -214,7 +214,7 @@ class MemoryConfig:
     force: bool = False
 
     def loss_tokens(self, rows: int) -> int:
-        """Tokens whose logits, ``rows`` each, exist at the same time."""
+        """Tokens in a chunk of the loss, if each has ``rows`` logits."""
         if self.loss_chunk is not None:
             return self.loss_chunk
         return max(LEAST_LOSS_TOKENS, MOST_LOGITS // rows)
@@ -272,14 +272,15 @@ NAME = "NAME"
 
 GROUPS = ("model", "data", "optim", "engine", "memory", "hardware", "experiment")
 
-# Keys of earlier versions. They are refused with their present name, and read from old runs.
+# Keys of earlier versions. The command line rejects them and names the new key; old runs may use
+# them.
 RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.loss_chunk"}
 
 
 def register_schema() -> None:
     """Register ``Config`` with Hydra as ``schema``, the first entry of ``configs/config.yaml``.
 
-    No key of ``model`` has a value there, so that ``fill_model`` finds those that no file gives.
+    No key of ``model`` has a value there, so that ``fill_model`` finds the keys that no file sets.
     """
     config = Config()
     for section in (config.model, config.model.rope):
@@ -290,8 +291,10 @@ def register_schema() -> None:
 
 
 def fill_model(composed: DictConfig, origin: Callable[[], ModelConfig]) -> None:
-    """Give the keys of ``model`` without a value that of ``origin`` or, unless ``model.inherit``,
-    their default."""
+    """Set the keys of ``model`` that have no value.
+
+    With ``model.inherit`` they get the values of ``origin()``, otherwise their defaults.
+    """
     missing = [key for key in OmegaConf.missing_keys(composed) if key.startswith("model.")]
     if missing:
         model = origin() if composed.model.inherit else ModelConfig()
@@ -320,11 +323,11 @@ def resolve(composed: DictConfig) -> Config:
 
 
 def from_plain(values: dict[str, Any]) -> Config:
-    """A ``Config`` from nested dictionaries (parsed JSON); missing keys take their defaults.
+    """A ``Config`` from nested dictionaries (parsed JSON); missing keys get their defaults.
 
-    Keys of earlier versions are taken by their present names. A RoPE factor without a type is that
-    of Llama 3. Raises ``ConfigError`` for values that no ``Config`` can have, such as a key of a
-    later version.
+    Keys of earlier versions get their new names. A RoPE factor without a type means Llama 3's type,
+    the only one of earlier versions. Raises ``ConfigError`` for values that no ``Config`` can have,
+    such as a key of a later version.
     """
     if not isinstance(values, dict) or not all(isinstance(v, dict | str) for v in values.values()):
         raise ConfigError("the sections of a config are missing")
@@ -335,7 +338,7 @@ def from_plain(values: dict[str, Any]) -> Config:
             moved = values.get(present, {}) | {name: values[section][key]}
             values = values | {section: kept, present: moved}
     rope = values.get("model", {}).get("rope", {})
-    if rope.get("factor", 1.0) != 1.0 and "type" not in rope:  # the one type of earlier versions
+    if rope.get("factor", 1.0) != 1.0 and "type" not in rope:
         values = values | {"model": values["model"] | {"rope": rope | {"type": "llama3"}}}
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 
-# Of the extra ``train``: hydra is the package hydra-core.
+# The imports of the extra ``train``; ``hydra`` is the package hydra-core.
 TRAIN = ("hydra", "omegaconf", "tokenizers", "rich", "tensorboard", "filelock", "safetensors")
 
 
 def installed(package: str) -> bool:
     """Whether ``package`` can be imported.
 
-    A folder of its name is no package: W&B leaves a folder wandb/ in the working directory.
+    A folder with that name does not count: W&B leaves a folder wandb/ in the working directory.
     """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None

@@ -16,13 +16,13 @@ def schema_keys(schema: type = Config, prefix: str = "") -> list[str]:
     hints = typing.get_type_hints(schema)
     keys = []
     for entry in fields(schema):
-        key, kind = prefix + entry.name, hints[entry.name]
+        key, field_type = prefix + entry.name, hints[entry.name]
         keys.append(key)
-        if typing.get_origin(kind) is dict:
-            key, kind = f"{key}.{NAME}", typing.get_args(kind)[1]
+        if typing.get_origin(field_type) is dict:
+            key, field_type = f"{key}.{NAME}", typing.get_args(field_type)[1]
             keys.append(key)
-        if is_dataclass(kind):
-            keys += schema_keys(kind, key + ".")
+        if is_dataclass(field_type):
+            keys += schema_keys(field_type, key + ".")
     return keys
 
 
@@ -41,7 +41,7 @@ def schema_key(key: str) -> str:
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The most similar of ``allowed``, or None if no similarity reaches ``cutoff`` (0 to 1).
 
-    A right name in a wrong section matches; transposed letters count as the same word.
+    A right name in a wrong section matches; a name with transposed letters has similarity 1.
     """
 
     def similarity(candidate: str) -> float:

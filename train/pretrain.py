@@ -24,7 +24,10 @@ LOCAL_RANK_0_S = 10.0  # for local rank 0 to start and to print the error
 
 
 def end(problem: str, found_by_all: bool = True) -> NoReturn:
-    """End with exit code 2. One process prints the problem, of those of a host if all found it."""
+    """End with exit code 2; print the problem.
+
+    If all processes have found it, only local rank 0 of each host prints it.
+    """
     if not found_by_all or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
     else:
@@ -108,11 +111,11 @@ def compose(arguments: list[str]) -> DictConfig | None:
     composed: list[DictConfig] = []
 
     @hydra.main(version_base="1.3", config_path="../configs", config_name="config")
-    def keep(config: DictConfig) -> None:
+    def collect(config: DictConfig) -> None:
         composed.append(config)
 
     sys.argv[1:] = declare_sources(arguments)
-    keep()
+    collect()
     return composed[0] if composed else None
 
 
@@ -165,7 +168,7 @@ def _key_hint(key: str) -> str:
 
 
 def explain(error: Exception) -> str:
-    """A config error of any layer, explained in one or two lines."""
+    """Explain a config error, from Hydra, OmegaConf, YAML or the trainer, in one or two lines."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         options = sorted(error.options or [])
@@ -189,7 +192,7 @@ def explain(error: Exception) -> str:
 
 
 def _explain_key(key: str, error: OmegaConfBaseException) -> str:
-    key = key.partition("[")[0]  # of an element of a list
+    key = key.partition("[")[0]  # the key of a list, if the error is about an element
     if schema_key(key) not in schema_keys():
         return f"{key}: no such key; {_key_hint(key)}"
     problem = str(error.msg or error).strip().splitlines()[0]
@@ -198,9 +201,10 @@ def _explain_key(key: str, error: OmegaConfBaseException) -> str:
 
 
 def set_allocator() -> None:
-    """Make PyTorch grow its CUDA memory in place, unless the environment has settings of its own.
+    """Use expandable segments of CUDA memory, unless the environment configures the allocator.
 
-    Freed tensors then leave no holes that later ones do not fit. Precedes the import of torch.
+    They avoid fragmentation: freed tensors leave no holes that are too small for later ones. Call
+    this before torch is imported.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -244,7 +248,8 @@ def main() -> None:
 def run_mode(config: Config, world: int, stopper: Stopper | None) -> None:
     """Run ``config.mode`` on ``world`` processes or, with ``mode=estimate``, GPUs.
 
-    It imports torch: all checks have passed, and the stopper of ``mode=train`` has blocked signals.
+    Only this imports torch, after all checks and after the stopper of ``mode=train`` has blocked
+    signals: threads of torch inherit the blocked signals.
     """
     match config.mode:
         case "train":

@@ -1,4 +1,4 @@
-"""The sections of the config that one mode or one package reads; the others are in ``config``."""
+"""Sections of the config that only one mode or one package reads; ``config`` has the others."""
 
 from __future__ import annotations
 

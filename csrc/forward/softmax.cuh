@@ -44,7 +44,7 @@ struct SumRange {  // bfloat16, with the exponents of float32
 //   `raise`      LSE is at least that of the largest sum, which then lies in [2, 4);
 //   `resume`     kBelowEarlier is larger: P of near-equal keys has all bits up to 2^24 of them.
 // A lower shift leaves P of later keys less room: from the maximum to kLargest 2^15. With less of
-// it more blocks compute P again, which costs time: see docs/kernels.md.
+// it more blocks compute P again, which costs time: see docs/dev/kernel-experiments.md.
 template <>
 struct SumRange<cutlass::half_t> {
   static constexpr float kLeast = 0x1p1f, kFirst = 0x1p10f;

@@ -32,7 +32,7 @@ FP8 = (
     "RingFA3's precisions, each without one of its parts, and a scale for each tensor. All by the "
     "PyTorch fallback, which rounds as the kernels do."
 )
-TABLES = "Write the tables of docs/benchmarks.md from docs/results/*/*/results.json."
+TABLES = "Write the tables of all pages in docs/ from docs/results/*/*/results.json."
 EXTRA = "pip install 'ringfa3[bench]'"
 
 
@@ -177,9 +177,9 @@ def fp8(given: argparse.Namespace) -> int:
 
 
 def tables(given: argparse.Namespace) -> int:
-    from ringfa3.bench.tables.page import check_page, write_page
+    from ringfa3.bench.tables.page import check_pages, write_pages
 
-    return check_page(given.page) if given.check else write_page(given.page)
+    return check_pages(given.pages) if given.check else write_pages(given.pages)
 
 
 def chosen(names: list[str], sets: Mapping[str, object]) -> list[str]:
@@ -320,13 +320,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--out", type=Path, metavar="DIR", help="default runs/bench/fp8")
     p.add_argument("-q", "--quiet", action="store_true", help="print the summary line alone")
-    p = add("tables", help="write the tables of docs/benchmarks.md", description=TABLES)
+    p = add("tables", help="write the tables of the pages in docs/", description=TABLES)
     p.set_defaults(run=tables, plot_only=None)
     p.add_argument(
         "--check", action="store_true",
-        help="write nothing; exit code 1 if the page differs from what the result files give",
+        help="write nothing; exit code 1 if a page differs from what the result files give",
     )  # fmt: skip
-    p.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"), metavar="FILE.md")
+    p.add_argument(
+        "--pages", type=Path, default=Path("docs"), metavar="DIR",
+        help="folder of the pages (*.md, also in subfolders) and of results/; default docs",
+    )  # fmt: skip
     return whole
 
 

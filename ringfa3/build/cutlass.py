@@ -6,6 +6,7 @@ this module downloads its wheel without them and unpacks the headers.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -54,6 +55,13 @@ def cutlass_version(include: Path) -> str:
     text = (include / "cutlass" / "version.h").read_text()
     parts = [re.search(rf"#define CUTLASS_{p}\s+(\d+)", text) for p in ("MAJOR", "MINOR", "PATCH")]
     return ".".join(p[1] if p else "?" for p in parts) if any(parts) else "unknown"
+
+
+def pip_is_installed() -> bool:
+    """Looks at the installed packages, not for a module: before Python 3.12, setuptools takes a
+    search for the module `pip` for a run of pip, and this process cannot import setuptools later,
+    as torch.compile does."""
+    return any(importlib.metadata.distributions(name="pip"))
 
 
 def _complete(include: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Training runs of two kinds side by side: shared settings, means over steps, the table."""
+"""Two groups of training runs: shared settings, means over steps, the table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def finish_run(folder: Path, seed: int, loss: float) -> Path:
     return folder
 
 
-def test_kinds_are_compared_with_the_first(
+def test_groups_are_compared_with_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     losses = {"bf16-0": 1.0, "bf16-1": 1.2, "fp8-0": 1.21}
@@ -40,8 +40,8 @@ def test_kinds_are_compared_with_the_first(
     monkeypatch.setattr("sys.argv", ["compare_runs.py", *runs, "--out", str(tmp_path / "out")])
     compare_runs.main()
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| bf16 | 1.0000 1.2000 | 1.1000 | +0.00% | 18.18% |",
-        "| fp8 | 1.2100 | 1.2100 | +10.00% |  |",
+        "| bf16 | 1.0000 1.2000 | 1.1000 | 1.5870 | +0.00% | 18.18% |",
+        "| fp8 | 1.2100 | 1.2100 | 1.7457 | +10.00% |  |",
     ]
     written = json.loads((tmp_path / "out" / "runs.json").read_text())
     assert written["settings"] == {"engine.name": "ddp", "data.pattern": "*", "train.steps": 12}

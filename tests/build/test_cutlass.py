@@ -11,7 +11,7 @@ import pytest
 from ringfa3.build import cutlass
 from ringfa3.errors import BuildError
 
-pytest.importorskip("pip")
+pytestmark = pytest.mark.skipif(not cutlass.pip_is_installed(), reason="pip is not installed")
 FIND_SPEC = importlib.util.find_spec
 INFO = "nvidia_cutlass-4.2.0.0.dist-info"
 VERSION = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"

@@ -337,7 +337,7 @@ def test_a_steady_call_enters_few_frames_of_python(kernels: FakeKernels) -> None
 
         rank.kind = "backward"
         settings = rank.rank.plan.handle, SCALE, False, "native", TRANSPORTS["backward"]
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as a node's backward
             sys.setprofile(profile)
             op.ring_attention_backward(dout, None, q, k, v, out, lse, None, *settings)
             sys.setprofile(None)

@@ -88,6 +88,7 @@ def test_a_run_leaves_its_files(alone):
         "step",
         "loss",
         "nats_per_byte",
+        "bits_per_byte",
         "grad_norm",
         "lr",
         "tokens_per_s",
@@ -102,8 +103,8 @@ def test_a_run_leaves_its_files(alone):
     assert [record["step"] for record in evaluations] == [4, 8, STEPS]
     summary = json.loads((folder / "summary.json").read_text())
     assert {
-        *("nats_per_byte", "nats_per_byte_self_only", "gzip", "unigram", "bigram"),
-        *("train_seconds", "world_size", "cp", "seq_len"),
+        *("nats_per_byte", "bits_per_byte", "nats_per_byte_self_only", "gzip", "unigram"),
+        *("bigram", "train_seconds", "world_size", "cp", "seq_len"),
     } <= set(summary)
     assert summary["nats_per_byte"] == evaluations[-1]["nats_per_byte"]
 

@@ -1,4 +1,4 @@
-"""The checks of ``train.compile`` against the keys that it does not work with."""
+"""The checks of ``train.compile`` against the keys with which it does not work."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def check(config: Config, world: int) -> None:
         check_offload(config.memory, config.model.n_layers)
         check_compile(config)
         check_hardware(config.hardware)
-        if config.data.tokenizer is None:  # it gets data.vocab_size tokens
+        if config.data.tokenizer is None:  # the run trains one with data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
         check_final(config)
         _check_checkpoint(config.checkpoint)
@@ -184,8 +184,8 @@ def check(config: Config, world: int) -> None:
         )
     if config.train.attention == "sdpa":
         _check_sdpa(config)
-    # With several hosts, this may be a restart although the attempt count of this host is 0. Only
-    # rank 0 knows, later: the trainer then checks the folder.
+    # With several hosts, this may be a restart although this host counts its first attempt. Only
+    # rank 0 knows that, and only later; the trainer then checks the folder.
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if config.mode in ("train", "check") and first and not _of_several_hosts():
         RunFolder(config).require_fit(config)

@@ -9,7 +9,9 @@ from pathlib import Path
 from train.config import SOURCES, Config, ConfigError, DataConfig
 from train.keys import nearest
 
-MIN_SHARE = 1e-6  # of a source's weight: a block of samples holds at least one of each source
+# The smallest share of a source. A block of the mixture has a sample of each source, so its length
+# grows with 1 / share.
+MIN_SHARE = 1e-6
 
 
 def check_data(data: DataConfig) -> None:
@@ -80,7 +82,7 @@ def _check_exists(key: str, value: str | None) -> None:
 
 
 def nearest_path(value: str) -> str:
-    """A suggestion in place of a path that does not exist."""
+    """A suggestion for a path that does not exist."""
     missing = Path(value).expanduser().absolute()
     while not missing.parent.is_dir():
         missing = missing.parent

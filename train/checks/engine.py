@@ -8,7 +8,7 @@ from train.config import ConfigError, EngineConfig
 from train.extras import installed, remedy
 from train.keys import nearest
 
-# The keys of each engine with their values. A key that an engine has not is null.
+# The keys of each engine with their values. The keys of other engines must be null.
 ENGINES = {
     "ddp": {},
     "fsdp2": {"shard": ("all", "host")},
@@ -17,7 +17,7 @@ ENGINES = {
 
 
 def check_engine(engine: EngineConfig) -> None:
-    """Raise ``ConfigError`` for the first key or value that ``engine.name`` has not."""
+    """Raise ``ConfigError`` for the first key or value that ``engine.name`` does not have."""
     keys = ENGINES[engine.name]
     for field in dataclasses.fields(engine):
         key, value = field.name, getattr(engine, field.name)

@@ -10,7 +10,7 @@ TASKS = ("single", "multi_key", "variable")
 
 
 def check_needle(needle: NeedleConfig) -> None:
-    """Raise ``ConfigError`` for the first list that has no entries, or one that is not allowed."""
+    """Raise ``ConfigError`` for the first list that is empty or has a wrong entry."""
     for key in ("tasks", "lengths", "depths"):
         values = getattr(needle, key)
         if not values or len(set(values)) < len(values):
@@ -37,12 +37,12 @@ def check_needle(needle: NeedleConfig) -> None:
 
 def check_rope_sweep(config: Config) -> None:
     """Raise ``ConfigError`` for a type of ``rope`` without a factor, or a number out of range."""
-    sweep, scaled = config.rope, [kind for kind, keys in ROPE_TYPES.items() if keys]
-    for kind in sweep.types:
-        if kind not in scaled:
+    sweep, scaled = config.rope, [name for name, keys in ROPE_TYPES.items() if keys]
+    for rope_type in sweep.types:
+        if rope_type not in scaled:
             raise ConfigError(
                 f"rope.types={sweep.types}: allowed are {', '.join(scaled)}; nearest valid: "
-                f"rope.types=[{nearest(kind, scaled) or scaled[0]}]"
+                f"rope.types=[{nearest(rope_type, scaled) or scaled[0]}]"
             )
     for key, least in (("factors", 1), ("thetas", 1)):
         if wrong := [value for value in getattr(sweep, key) if not value > least]:
@@ -50,7 +50,7 @@ def check_rope_sweep(config: Config) -> None:
 
 
 def check_final(config: Config) -> None:
-    """Raise ``ConfigError`` if the final evaluation reads fewer tokens at once than it is to."""
+    """Raise ``ConfigError`` if ``train.final_eval_*`` exceeds the tokens that are read at once."""
     seq_len, train = config.data.seq_len, config.train
     longest = config.data.piece_len or seq_len
     limits = {"final_eval_len": (train.final_eval_len, seq_len)}

@@ -1,4 +1,4 @@
-"""The checks of ``mode=export``: a folder that may be made, and a model that transformers has."""
+"""The checks of ``mode=export``: a new or empty folder, and a model that transformers supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of ``hardware.*``: its lists of speeds fit each other."""
+"""The checks of ``hardware.*``: its lists must have matching lengths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from train.config import ConfigError, HardwareConfig
 
 
 def check_hardware(hardware: HardwareConfig) -> None:
-    """Raise ``ConfigError`` unless the lists of ``hardware`` fit each other."""
+    """Raise ``ConfigError`` unless each list of ``hardware`` has a speed for each of its keys."""
     for keys, names in (
         ("head_dims", ("forward_tflops", "backward_tflops")),
         ("widths", ("matmul_tflops",)),

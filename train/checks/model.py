@@ -1,4 +1,4 @@
-"""The checks of ``model.*`` among themselves."""
+"""The checks of the keys ``model.*`` against each other."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 from train.config import FULL, ConfigError, ModelConfig, RopeConfig
 from train.keys import default
 
-# Names of ringfa3 stand here again: to import it would import torch.
+# Copies of constants of ringfa3, because importing ringfa3 would import torch.
 QUANTISED_HEAD_DIMS = (64, 128, 256)
 SOFTMAX_SCALES = (2.0**-64, 2.0**64)
 
-# The keys of each type of RoPE beside its base. Other types keep their defaults.
+# The keys of each type of RoPE, in addition to its base. The keys of other types must be defaults.
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),

@@ -6,7 +6,7 @@ from train.config import ConfigError, MemoryConfig
 
 
 def check_offload(memory: MemoryConfig, n_layers: int) -> None:
-    """Raise ``ConfigError`` if a model of ``n_layers`` cannot offload as ``memory`` says."""
+    """Raise ``ConfigError`` if a model of ``n_layers`` layers cannot offload with ``memory``."""
     key = f"memory.offload={memory.offload}"
     if memory.offload == "none" and memory.offload_layers is not None:
         raise ConfigError(

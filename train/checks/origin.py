@@ -1,4 +1,4 @@
-"""The checks of ``checkpoint.init_from=hf:FOLDER``: model, tensors, vocabulary fit each other."""
+"""The checks of ``checkpoint.init_from=hf:FOLDER``: its model, tensors and vocabulary must fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.hf.names import hf_name, shapes
 from train.hf.stored import stored_tensors
 
 TOKENIZER = "tokenizer.json"
-OF_THE_RUN = ("rope", "softmax_scale")  # keys of `model` that may differ from those in the folder
+MAY_DIFFER = ("rope", "softmax_scale")  # keys of `model` that may differ from those in the folder
 
 
 def check_origin(config: Config) -> None:
@@ -34,7 +34,7 @@ def check_origin(config: Config) -> None:
 def _check_model(config: Config, there: dict[str, Any]) -> None:
     here = dataclasses.asdict(config.model) | {"head_dim": config.model.resolved_head_dim()}
     for key, value in there.items():
-        if key not in OF_THE_RUN and here[key] != value:
+        if key not in MAY_DIFFER and here[key] != value:
             valid = "null" if value is None else value
             raise ConfigError(
                 f"model.{key}={here[key]} differs from {config.checkpoint.init_from}; nearest "
@@ -79,7 +79,7 @@ def _check_vocabulary(config: Config, folder: Path, given: str) -> None:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """The tokens of a ``tokenizer.json`` with their ids."""
+    """The ids of the tokens in a ``tokenizer.json``."""
     try:
         content = json.loads(path.read_bytes())
         tokens = content["model"]["vocab"]

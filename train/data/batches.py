@@ -22,9 +22,10 @@ T = TypeVar("T")
 class Batch:
     """The local tokens of a sample. Tensors are (t,) int64 with t = ``plan.local_tokens`` >= 0.
 
-    ``positions`` count from the start of the token's piece, ``buckets`` are those of
-    ``position_buckets``. ``n_valid`` local tokens have a label. ``n_bytes`` are those of the whole
-    sample on the first rank that shares it, and 0 on the others: sums over ranks count it once.
+    ``positions`` count from the start of the token's ``DocumentSlice``, ``buckets`` are those of
+    ``position_buckets``. ``n_valid`` local tokens have a label. ``n_bytes`` are the bytes of the
+    whole sample on the first rank of its CP group, and 0 on the others: a sum over ranks counts
+    them once.
     """
 
     tokens: Tensor
@@ -52,8 +53,8 @@ def make_batch(
 ) -> Batch:
     """This rank's shard of ``sample``, with the plan of its causal attention.
 
-    ``cp_group`` shares the sample; None is this process alone. The labels were shifted in the whole
-    sample: no rank needs a neighbour's first token.
+    ``cp_group`` shares the sample; None means this process alone. The labels were shifted before
+    the sample is sharded, so no rank needs the first token of another one.
     """
     plan = plan_context(
         sample.cu_seqlens,
@@ -75,11 +76,11 @@ def make_batch(
 
 
 class Prefetch(Generic[T]):
-    """Iterates over ``make(start)`` to ``make(stop - 1)``. A thread makes each of them, from
-    ``begin`` on, at the latest when it is requested.
+    """Iterates over ``make(start)`` to ``make(stop - 1)``, which a thread computes.
 
-    An exception in ``make`` is raised when its result is requested. Use it in a ``with``, which
-    ends the thread.
+    The thread starts on the next one at ``begin``, or else when the iterator requests it. An
+    exception in ``make`` is raised when its result is requested. Use it in a ``with``, which ends
+    the thread.
     """
 
     def __init__(self, make: Callable[[int], T], start: int, stop: int) -> None:
@@ -94,7 +95,7 @@ class Prefetch(Generic[T]):
         self._thread.shutdown()
 
     def begin(self) -> None:
-        """Begin to make the next one, if there is one and it has not begun."""
+        """Start to compute the next one, unless it has started or there is none."""
         index = next(self._indices, None) if self._next is None else None
         if index is not None:
             self._next = self._thread.submit(self._make, index)
@@ -108,7 +109,7 @@ class Prefetch(Generic[T]):
 
 
 def prefetch(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
-    """``make(start)`` to ``make(stop - 1)``; a thread makes the next one while one is in use."""
+    """``make(start)`` to ``make(stop - 1)``; a thread computes the next one while one is in use."""
     with Prefetch(make, start, stop) as ahead:
         for current in ahead:
             ahead.begin()

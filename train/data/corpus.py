@@ -1,8 +1,8 @@
 """Text on disk -> named documents, split into training and held-out.
 
-A document is a text file, a line of a ``.jsonl`` or a row of a ``.parquet``. Its split depends on
-a hash of its text and ``data.held_out_salt`` alone. So it stays where it is when files are added,
-removed, renamed or sorted, and no text is in both splits, however often a corpus holds it.
+A document is a text file, a line of a ``.jsonl`` or a row of a ``.parquet``. Its split depends only
+on a hash of its text and ``data.held_out_salt``. A document therefore stays in its split when files
+are added, removed, renamed or sorted, and a text that occurs twice is never in both splits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from train.config import SOURCES, ConfigError, DataConfig
 from train.data.formats import WHOLE_FILE, Keys, read_texts, require_readers
 
-# Excluded from the standard library: parts that some installations lack (tests, and modules that
-# Linux distributions package separately), so that every installation of one Python version gives
-# the same corpus; and pydoc_data, one generated file of prose, larger than any ten others.
+# The corpus excludes parts of the standard library that some installations lack: tests, and modules
+# that Linux distributions package separately. Every installation of one Python version then gives
+# the same corpus. It also excludes pydoc_data, one generated file of prose, larger than ten others.
 STDLIB_EXCLUDED_FOLDERS = frozenset(
     [
         *("site-packages", "dist-packages", "__pycache__", "__phello__"),
@@ -49,18 +49,18 @@ class Source:
 
     @property
     def section(self) -> str:
-        """The config section that says how to read it."""
+        """The config section with the keys that control how it is read."""
         return f"{SOURCES}.{self.name}" if self.name else "data"
 
     @property
     def keys(self) -> Keys:
-        """The config keys that errors about its files name."""
+        """The config keys that appear in errors about its files."""
         return Keys(self.path_key, f"{self.section}.text_field")
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of a source. ``name`` is its path relative to the source, with forward slashes."""
+    """A file in a source. ``name`` is its path relative to the source, with forward slashes."""
 
     source: Source
     path: Path
@@ -84,14 +84,14 @@ class Document:
     @property
     def name(self) -> str:
         """Its name within its source."""
-        return place(self.file.name, self.row)
+        return document_name(self.file.name, self.row)
 
     def hash(self, salt: int) -> int:
         """``text_hash`` of its text."""
         return text_hash(self.text, salt)
 
 
-def place(file: str, row: int) -> str:
+def document_name(file: str, row: int) -> str:
     """A document's name: that of its file, plus the row if the file holds several documents."""
     return file if row == WHOLE_FILE else f"{file}:{row}"
 

@@ -2,8 +2,8 @@
 
     <split>/index.npz  00000.bin  00001.bin ...
 
-Tokens are read with ``pread``, not mapped. If a file shrinks or a disk fails during training,
-``pread`` gives an exception that names the document; a mapping would end the process.
+Tokens are read with ``pread``, not through mmap. If a file shrinks or a disk fails during training,
+``pread`` raises an exception that names the document; mmap would end the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.corpus import place
+from train.data.corpus import document_name
 from train.data.manifest import DamagedError
 
 SHARD_TOKENS = 2**27
@@ -37,7 +37,7 @@ class DocumentError(RuntimeError):
 
 
 class TokenFile:
-    """The tokens of a file. Any thread may read slices."""
+    """The tokens in a file. Any thread may read slices."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], tokens: int) -> None:
         self.path, self.dtype, self.tokens = path, dtype, tokens
@@ -67,10 +67,15 @@ def _opened(path: Path) -> FileIO:
 class Documents:
     """One split of a tokenised corpus. Every document starts with the BOS token.
 
-    Columns, (n,) integers each: ``shard`` and ``start`` locate a document's tokens; ``lengths`` in
-    tokens, BOS included; ``n_bytes`` of UTF-8; ``origin`` (index into ``files``) and ``row`` locate
-    its text; ``hash`` is the ``text_hash``, by which documents are chosen. ``sources`` maps names
-    to weights; the documents of source k are ``bounds[k]`` to ``bounds[k + 1] - 1``.
+    The columns are (n,) integers each:
+
+    * ``shard`` and ``start`` locate a document's tokens; ``lengths`` counts them, BOS included;
+    * ``n_bytes`` is the length of its text in UTF-8;
+    * ``origin`` (index into ``files``) and ``row`` locate its text;
+    * ``hash`` is its ``text_hash``, by which documents are chosen.
+
+    ``sources`` maps names to weights. Source k has documents ``bounds[k]`` to
+    ``bounds[k + 1] - 1``.
     """
 
     shards: Sequence[TokenFile | NDArray[Any]]
@@ -91,7 +96,7 @@ class Documents:
 
     def name(self, document: int) -> str:
         """The source and file of a document, plus the row if the file holds several documents."""
-        return place(self.files[self.origin[document]], int(self.row[document]))
+        return document_name(self.files[self.origin[document]], int(self.row[document]))
 
     def tokens(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens ``[start, stop)`` of a document; ``stop`` may exceed its length.
@@ -118,7 +123,7 @@ class Documents:
         return Documents(**columns, **kept, sources={source: weight}, bounds=(0, stop - first))
 
     def at_least(self, tokens: int) -> Documents:
-        """The documents of the one source that have at least ``tokens`` tokens, renumbered."""
+        """The documents with at least ``tokens`` tokens, renumbered; there must be one source."""
         long = self.lengths >= tokens
         columns = {name: getattr(self, name)[long] for name in COLUMNS}
         return replace(self, **columns, bounds=(0, int(long.sum())))
@@ -143,8 +148,8 @@ class SplitWriter:
     def add(self, ids: list[int], n_bytes: int, origin: int, row: int, hashed: int) -> None:
         """Append a document: BOS and ``ids``. No document is split over two token files.
 
-        ``origin`` is the number of its file and must not decrease from call to call. ``hashed`` is
-        the document's ``hash``.
+        ``origin`` is the number of its text file and must not decrease from call to call.
+        ``hashed`` is the document's ``hash``.
         """
         if self._written >= self.shard_tokens:
             self._file.close()

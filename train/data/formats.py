@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from train.config import ConfigError
 from train.extras import installed, remedy
 
-WHOLE_FILE = 0  # the row of a text that fills its file
+WHOLE_FILE = 0  # the row number of a text that is a whole file
 ROWS_AT_A_TIME = 1024
 LINES_PER_REPORT = 256
 PARQUET = {  # streams the file; the defaults hold a whole column of a row group in memory
@@ -28,7 +28,7 @@ PARQUET = {  # streams the file; the defaults hold a whole column of a row group
 
 
 class Keys(NamedTuple):
-    """The config keys that errors name: that of the file's path, and that of its text field."""
+    """The config keys that appear in errors: for the file's path, and for its text field."""
 
     path: str
     text_field: str
@@ -47,9 +47,9 @@ def read_texts(
 ) -> Iterator[Text]:
     """Yield the texts of a file with a line or a few rows in memory at a time.
 
-    ``at`` is called with the number of bytes read so far. Raises ``UnicodeDecodeError`` if a whole
-    file is not UTF-8, and ``ConfigError`` for any other content that cannot be used; that names the
-    line or the row, and the config ``keys``.
+    Calls ``at`` with the number of bytes read so far. Raises ``UnicodeDecodeError`` if a whole file
+    is not UTF-8. Any other content that cannot be used raises ``ConfigError``, which names the line
+    or the row, and the config ``keys``.
     """
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         texts = _lines(path, text_field, keys, at)
@@ -76,7 +76,7 @@ def require_readers(paths: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _readable(place: Callable[[], str], keys: Keys) -> Iterator[None]:
-    """Turn read errors (disk, truncated or damaged file) into ``ConfigError`` with the place."""
+    """Convert read errors (disk, truncated or damaged file) to ``ConfigError`` with the place."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -149,10 +149,10 @@ def _require_string_column(schema: Any, text_field: str, keys: Keys, path: Path)
     from pyarrow import types
 
     index = schema.get_field_index(text_field)
-    kind = schema.field(index).type if index >= 0 else None
-    if kind is not None and types.is_dictionary(kind):
-        kind = kind.value_type
-    if kind is None or not (types.is_string(kind) or types.is_large_string(kind)):
+    dtype = schema.field(index).type if index >= 0 else None
+    if dtype is not None and types.is_dictionary(dtype):
+        dtype = dtype.value_type
+    if dtype is None or not (types.is_string(dtype) or types.is_large_string(dtype)):
         found = ", ".join(f"{field.name} ({field.type})" for field in schema)
         raise ConfigError(
             f"{keys.text_field}={text_field}: {path} has no such string column; it has: {found}"

@@ -1,7 +1,7 @@
-"""The manifest of a folder: size and checksum of each file, and facts about the whole.
+"""The manifest of a folder: size and checksum of each file, and metadata of the folder.
 
 ``manifest.json`` is written last, after every file has reached the disk, so a folder with a
-manifest is complete. It contains a checksum of itself.
+manifest is complete. It contains a checksum of itself. Its JSON key for the metadata is "facts".
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from train.config import ConfigError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-CHECKING_THREADS = 8  # of a checkpoint: the other ranks wait for one that reads all its files
+CHECKING_THREADS = 8  # one rank checks all files of a checkpoint while the others wait
 
 
 class DamagedError(RuntimeError):
-    """The content of ``path`` differs from what was written; ``problem`` says how."""
+    """The content of ``path`` differs from what was written; ``problem`` is the difference."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path} {problem}")
@@ -31,7 +31,7 @@ class DamagedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class FileFacts:
+class FileMetadata:
     """The expected ``size`` in bytes and CRC-32 of a file."""
 
     size: int
@@ -40,23 +40,23 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The ``facts`` of ``write_manifest``, and ``files`` by path relative to the folder."""
+    """``metadata`` as given to ``write_manifest``; ``files`` by path relative to the folder."""
 
-    facts: dict[str, Any]
-    files: dict[str, FileFacts]
+    metadata: dict[str, Any]
+    files: dict[str, FileMetadata]
 
 
 def write_manifest(
     folder: Path,
-    facts: dict[str, Any],
+    metadata: dict[str, Any],
     files: Iterable[Path] | None = None,
-    measured: Mapping[str, FileFacts] | None = None,
+    measured: Mapping[str, FileMetadata] | None = None,
 ) -> None:
     """Complete ``folder``: flush its files to the disk, then the manifest, then the folder itself.
 
-    ``facts`` is any JSON value. ``files`` are paths below ``folder`` (``ValueError`` for others);
-    None means every file in it. ``measured`` are the results of ``measure`` that another process
-    has by name; these files are not read. An earlier manifest is replaced atomically.
+    ``metadata`` is a JSON object. ``files`` are paths below ``folder`` (``ValueError`` for others);
+    None means every file in it. ``measured`` has results of ``measure`` from other processes, by
+    file name; these files are not read. An earlier manifest is replaced atomically.
     """
     temporary = folder / f"{MANIFEST}.tmp"
     if files is None:
@@ -69,7 +69,7 @@ def write_manifest(
             raise ValueError(f"{path} is not a file of {folder}")
         entries[name] = asdict((measured or {}).get(name) or measure(path))
         folders.update(folder / parent for parent in Path(name).parents)
-    body = json.loads(json.dumps({"format": FORMAT, "facts": facts, "files": entries}))
+    body = json.loads(json.dumps({"format": FORMAT, "facts": metadata, "files": entries}))
     text = json.dumps({**body, "crc32": _crc32_of(body)}, indent=1)
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text + "\n")
@@ -84,8 +84,8 @@ def write_manifest(
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of ``folder`` and no other file.
 
-    Raises ``DamagedError`` if it is missing or damaged, ``ConfigError`` if another version of the
-    trainer has written it.
+    Raises ``DamagedError`` if it is missing or damaged, ``ConfigError`` if it has the format of
+    another version of the trainer.
     """
     path = folder / MANIFEST
     try:
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"that has written it"
         )
     try:
-        files = {name: FileFacts(**entry) for name, entry in body["files"].items()}
+        files = {name: FileMetadata(**entry) for name, entry in body["files"].items()}
         manifest = Manifest(body["facts"], files)
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedError(path, f"lacks what a manifest has: {error}") from None
@@ -119,8 +119,8 @@ def verify(folder: Path, contents: bool | Callable[[str], bool] = True) -> Manif
     """Compare every file of ``folder`` with its manifest, and return the manifest.
 
     Sizes are always compared, checksums only if ``contents`` is true (a function decides by file
-    name). ``DamagedError`` names the first file that differs. Files that the manifest does not list
-    are ignored. An ``OSError`` passes through: a disk that cannot be read is not damage.
+    name). Files that the manifest does not list are ignored. ``DamagedError`` names the first file
+    that differs. An ``OSError`` passes through: a failed read does not prove damage.
     """
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
@@ -139,11 +139,11 @@ def verify(folder: Path, contents: bool | Callable[[str], bool] = True) -> Manif
     return manifest
 
 
-def measure(path: Path) -> FileFacts:
+def measure(path: Path) -> FileMetadata:
     """Flush a file to the disk; returns its size and checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return FileFacts(path.stat().st_size, checksum(path))
+    return FileMetadata(path.stat().st_size, checksum(path))
 
 
 def checksum(path: Path) -> int:

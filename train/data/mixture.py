@@ -1,8 +1,8 @@
 """Mixing sources by weight, in closed form: sample index -> (source, index in its own stream).
 
-The stream of samples is cut into blocks, each with at least one sample of every source. After ``n``
-whole blocks each source has its share of all samples, rounded by largest remainder, so rounding
-never puts a source more than one sample off at a block boundary. Within a block the sources are
+The stream of samples is divided into blocks, each with at least one sample of every source. After
+``n`` whole blocks each source has its share of all samples, rounded by largest remainder. At the
+end of a block a source is therefore less than one sample off. Within a block the sources are
 permuted by (seed, block). There is no state to save.
 """
 
@@ -23,7 +23,7 @@ from train.data.documents import Documents
 from train.data.samples import Sample, TrainingSamples
 
 MIN_BLOCK = 64  # samples
-ORDER = 1  # makes this random stream differ from that of the pieces in an epoch
+ORDER = 1  # makes this random stream differ from that of the slices in an epoch
 
 
 class Samples(Protocol):
@@ -38,16 +38,17 @@ class Mixture:
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         exact = [Fraction(weight) for weight in weights]
         self.shares = [weight / sum(exact) for weight in exact]
-        # Rounding moves each end of a source's share in a block by less than one sample.
+        # Rounding moves each end of a source's share by less than one sample, so a share of two
+        # samples or more in a block contains at least one.
         self.block = max(MIN_BLOCK, -(-2 // min(self.shares)))
         self.seed = seed
         self._block = lru_cache(maxsize=8)(self._order)
 
     def locate(self, index: int) -> tuple[int, int]:
         """``(source, index in its stream)`` of sample ``index``."""
-        block, place = divmod(index, self.block)
+        block, position = divmod(index, self.block)
         order, numbers = self._block(block)
-        return int(order[place]), int(numbers[place])
+        return int(order[position]), int(numbers[position])
 
     def before(self, block: int) -> list[int]:
         """Number of samples of each source before ``block``."""
@@ -89,7 +90,7 @@ def long_documents(documents: Documents, data: DataConfig) -> list[Documents]:
 
 
 def left_out(documents: Documents, data: DataConfig) -> str:
-    """A clause with the number of documents that each ``min_len`` leaves out; empty without one."""
+    """A clause with the number of documents that each ``min_len`` excludes; empty without one."""
     counts: Counter[str] = Counter()
     for number, name in enumerate(documents.sources):
         key, least = _min_len(data, name)
@@ -100,7 +101,7 @@ def left_out(documents: Documents, data: DataConfig) -> str:
 
 
 def _min_len(data: DataConfig, source: str) -> tuple[str, int | None]:
-    """The key that sets the fewest tokens of a document of ``source``, and its value."""
+    """The key with the minimum length of documents of ``source`` in tokens, and its value."""
     if source and data.sources[source].min_len is not None:
         return f"{SOURCES}.{source}.min_len", data.sources[source].min_len
     return "data.min_len", data.min_len
@@ -121,7 +122,7 @@ class MixedSamples:
 def training_samples(documents: Documents, data: DataConfig, seed: int) -> Samples:
     """The stream of training samples of all sources, mixed by their weights.
 
-    Raises ``ConfigError`` as ``long_documents``.
+    Raises ``ConfigError`` if a source has no document that is long enough.
     """
 
     def stream(own: Documents) -> TrainingSamples | BestFitSamples:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def n_buckets(seq_len: int) -> int:
-    """Number of buckets for the positions of a document of ``seq_len`` tokens."""
+    """Number of buckets for the positions in a document of ``seq_len`` tokens."""
     return (seq_len - 1).bit_length() + 1
 
 
@@ -20,7 +20,7 @@ def position_buckets(positions_T: Tensor) -> Tensor:
 
 
 def bucket_label(bucket: int) -> str:
-    """The positions of a bucket as a label of a table or a plot."""
+    """The positions of a bucket, as a label for tables and plots."""
     if bucket < 2:
         return str(bucket)
     return f"{2 ** (bucket - 1)}-{2**bucket - 1}"
@@ -32,7 +32,7 @@ TOKENS_AT_ONCE = 1 << 17  # 22 MB of float64 in 21 buckets
 def sum_by_bucket(values_T: Tensor, buckets_T: Tensor, buckets: int) -> Tensor:
     """Sum of ``values_T`` in each bucket, (buckets,) float64, deterministic on every device.
 
-    Reductions over a row of values for each bucket: ``index_add`` has no fixed order on a GPU.
+    It reduces one row of values per bucket, because ``index_add`` has no fixed order on a GPU.
     """
     every_B1 = torch.arange(buckets, dtype=torch.int64, device=buckets_T.device)[:, None]
     sums_B = torch.zeros(buckets, dtype=torch.float64, device=values_T.device)

@@ -1,9 +1,10 @@
 """Packing: the order and the contents of samples as pure functions of (seed, index).
 
-A document is cut into pieces of at most ``piece_len`` tokens. An epoch is a permutation of all
-pieces, drawn from (seed, epoch). The epochs form one endless stream, and sample ``i`` is its tokens
-``[i * seq_len, (i + 1) * seq_len)``; a piece that straddles two samples is cut in two. Every token
-is seen once per epoch for any number of processes, and there is no state to save.
+A document is cut into slices of at most ``max_doc_len`` tokens (the key ``data.piece_len``). An
+epoch is a permutation of all slices, drawn from (seed, epoch). The epochs form one endless stream
+of tokens, and sample ``i`` is its tokens ``[i * seq_len, (i + 1) * seq_len)``. A slice that crosses
+the end of a sample is cut in two. Every token is used once per epoch for any number of processes,
+and there is no state to save.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from train.data.documents import Documents
 IGNORED = -100  # label of a token without a next token
 
 
-class Piece(NamedTuple):
+class DocumentSlice(NamedTuple):
     """Tokens ``[start, stop)`` of a document."""
 
     document: int
@@ -32,11 +33,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """Packed pieces. ``cu_seqlens`` (pieces + 1) bounds attention and positions.
+    """Packed slices. ``cu_seqlens`` (slices + 1) bounds attention and positions.
 
     ``tokens`` (t,) int64. ``labels`` (t,) int64: the next token of the document, even if it lies
-    beyond the piece; ``IGNORED`` at the end of the document. ``n_bytes`` of UTF-8 are those of the
-    labels: all tokens of a document but BOS have an equal share of its bytes.
+    beyond the slice; ``IGNORED`` at the end of the document. ``n_bytes`` are the UTF-8 bytes of the
+    labels, if every token of a document except BOS has the same number of bytes.
     """
 
     tokens: NDArray[np.int64]
@@ -45,10 +46,10 @@ class Sample:
     n_bytes: int = 0
 
 
-def pack(documents: Documents, pieces: list[Piece]) -> Sample:
-    """One sample of ``pieces``, in the given order."""
+def pack(documents: Documents, slices: list[DocumentSlice]) -> Sample:
+    """One sample of ``slices``, in the given order."""
     tokens, labels, cu_seqlens, n_bytes = [], [], [0], 0.0
-    for document, start, stop in pieces:
+    for document, start, stop in slices:
         ids = documents.tokens(document, start, stop + 1)
         length = stop - start
         tokens.append(ids[:length])
@@ -67,66 +68,66 @@ def join(sample: Sample) -> Sample:
     return Sample(sample.tokens, labels, [0, len(sample.tokens)], sample.n_bytes)
 
 
-def cut(documents: Documents, piece_len: int) -> tuple[NDArray[np.int64], ...]:
-    """Pieces of at most ``piece_len`` tokens: document, start and stop of each, (pieces,) int64."""
-    per_document = -(-documents.lengths // piece_len)
+def cut(documents: Documents, max_doc_len: int) -> tuple[NDArray[np.int64], ...]:
+    """Slices of at most ``max_doc_len`` tokens: (document, start, stop), each (slices,) int64."""
+    per_document = -(-documents.lengths // max_doc_len)
     document = np.repeat(np.arange(len(documents)), per_document)
     first = np.cumsum(per_document) - per_document
-    start = (np.arange(len(document)) - np.repeat(first, per_document)) * piece_len
-    return document, start, np.minimum(start + piece_len, documents.lengths[document])
+    start = (np.arange(len(document)) - np.repeat(first, per_document)) * max_doc_len
+    return document, start, np.minimum(start + max_doc_len, documents.lengths[document])
 
 
 class TrainingSamples:
     """The endless stream of training samples, each of exactly ``seq_len`` tokens.
 
-    Without ``document_mask`` a sample is one document: its pieces see each other.
+    Without ``document_mask`` a sample is one document: its slices attend to each other.
     """
 
     def __init__(
         self,
         documents: Documents,
         seq_len: int,
-        piece_len: int | None,
+        max_doc_len: int | None,
         seed: int,
         document_mask: bool = True,
     ) -> None:
         self.documents, self.document_mask = documents, document_mask
         self.seq_len = seq_len
         self.seed = seed
-        self.piece_len = piece_len or int(documents.lengths.max())
-        self._document, self._start, self._stop = cut(documents, self.piece_len)
+        self.max_doc_len = max_doc_len or int(documents.lengths.max())
+        self._document, self._start, self._stop = cut(documents, self.max_doc_len)
         self.tokens_per_epoch = int(documents.lengths.sum())
         self._epoch = lru_cache(maxsize=2)(self._permutation)
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of the stream."""
-        sample = pack(self.documents, self.pieces(index))
+        sample = pack(self.documents, self.slices(index))
         return sample if self.document_mask else join(sample)
 
-    def pieces(self, index: int) -> list[Piece]:
-        """The pieces of sample ``index``; their lengths sum to ``seq_len``."""
-        pieces: list[Piece] = []
+    def slices(self, index: int) -> list[DocumentSlice]:
+        """The slices of sample ``index``; their lengths sum to ``seq_len``."""
+        slices: list[DocumentSlice] = []
         position, end = index * self.seq_len, (index + 1) * self.seq_len
         while position < end:
             epoch, offset = divmod(position, self.tokens_per_epoch)
             order, ends = self._epoch(epoch)
-            place = int(np.searchsorted(ends, offset, side="right"))
-            piece = order[place]
-            left_in_piece = int(ends[place]) - offset
-            taken = min(left_in_piece, end - position)
-            start = int(self._stop[piece]) - left_in_piece
-            pieces.append(Piece(int(self._document[piece]), start, start + taken))
+            found = int(np.searchsorted(ends, offset, side="right"))
+            number = order[found]
+            remaining = int(ends[found]) - offset
+            taken = min(remaining, end - position)
+            start = int(self._stop[number]) - remaining
+            slices.append(DocumentSlice(int(self._document[number]), start, start + taken))
             position += taken
-        return pieces
+        return slices
 
     def _permutation(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The order of the pieces in ``epoch``, and the end of each in tokens from its start."""
+        """The order of the slices in ``epoch``, and the end of each in tokens from its start."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self._document))
         return order, np.cumsum((self._stop - self._start)[order])
 
 
 def evaluation_documents(documents: Documents, max_bytes: int | None) -> list[int]:
-    """The documents of least hash whose UTF-8 bytes sum to ``max_bytes`` or more; None: all."""
+    """The documents with the smallest hashes that sum to ``max_bytes`` or more; None means all."""
     if max_bytes is None:
         return list(range(len(documents)))
     return choose_documents(documents, documents.n_bytes, max_bytes)
@@ -137,8 +138,8 @@ def choose_documents(
 ) -> list[int]:
     """Documents of each source whose ``sizes`` (n,) sum to its share of ``budget`` or more.
 
-    They are those of least hash, a random sample whatever the order of the files is, and stand in
-    the order of their numbers.
+    They are the ones with the smallest hashes: a random sample that does not depend on the order of
+    the files. The result is sorted by document number within each source.
     """
     chosen: list[int] = []
     total = sum(documents.sources.values())
@@ -153,26 +154,26 @@ def choose_documents(
 
 def evaluation_samples(
     documents: Documents, chosen: list[int], seq_len: int, window: int
-) -> list[list[Piece]]:
+) -> list[list[DocumentSlice]]:
     """The ``chosen`` documents in windows of ``window`` <= ``seq_len`` tokens, packed.
 
     Each list is one sample of at most ``seq_len`` tokens. Together the samples hold, and predict,
     every token of every chosen document exactly once.
     """
-    samples: list[list[Piece]] = []
+    samples: list[list[DocumentSlice]] = []
     free = 0
-    for piece in _windows(documents, chosen, window):
-        length = piece.stop - piece.start
+    for part in _windows(documents, chosen, window):
+        length = part.stop - part.start
         if length > free:
             samples.append([])
             free = seq_len
-        samples[-1].append(piece)
+        samples[-1].append(part)
         free -= length
     return samples
 
 
-def _windows(documents: Documents, chosen: list[int], window: int) -> Iterator[Piece]:
+def _windows(documents: Documents, chosen: list[int], window: int) -> Iterator[DocumentSlice]:
     for document in chosen:
         length = int(documents.lengths[document])
         for start in range(0, length, window):
-            yield Piece(document, start, min(start + window, length))
+            yield DocumentSlice(document, start, min(start + window, length))

@@ -1,8 +1,8 @@
 """A tokenised corpus: built once per host and cached.
 
-It is built under a lock in a temporary folder, which is renamed when complete: an existing folder
-is complete. Its name is a hash of the files and of every config value that changes a token. Opening
-it checks the files against the manifest and the indices against the files.
+It is built under a lock in a temporary folder, which is renamed when it is complete, so a folder
+without ``.tmp`` is complete. Its name is a hash of the files and of every config value that changes
+a token. ``load_corpus`` checks the files against the manifest and the indices against the files.
 
     <key>/manifest.json  tokenizer.json  files.json  {train,held_out}/...  (see documents.py)
 """
@@ -31,7 +31,7 @@ from train.data.documents import DocumentError, Documents, SplitWriter, open_spl
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
 from train.data.tokenizer import bos_id, encode, load_tokenizer, train_tokenizer
 
-FORMAT = 3  # of everything in the folder; part of its name
+FORMAT = 3  # version of the files in the folder; part of its name
 SPLITS = ("train", "held_out")
 BATCH_DOCUMENTS = 64
 
@@ -93,9 +93,9 @@ def load_corpus(folder: Path, weights: dict[str, float], checksums: bool) -> Cor
 
 
 def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus:
-    facts = manifest.facts
-    if facts.get("format") != FORMAT:
-        raise DamagedError(folder, f"has format {facts.get('format')}, not {FORMAT}")
+    metadata = manifest.metadata
+    if metadata.get("format") != FORMAT:
+        raise DamagedError(folder, f"has format {metadata.get('format')}, not {FORMAT}")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     files = json.loads((folder / "files.json").read_text())
     if set(files) != set(weights):
@@ -106,20 +106,23 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
         while entry := manifest.files.get(f"{split}/{len(sizes):05d}.bin"):
             sizes.append(entry.size)
         vocab_size = tokenizer.get_vocab_size()
-        splits.append(open_split(folder / split, sizes, facts["dtype"], vocab_size, files, weights))
+        splits.append(
+            open_split(folder / split, sizes, metadata["dtype"], vocab_size, files, weights)
+        )
     content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
     digest = hashlib.sha256(content.encode()).hexdigest()[:20]
     return Corpus(*splits, tokenizer=tokenizer, digest=digest)
 
 
 def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
-    """Tokenise ``files`` into ``folder``, which comes into being complete, by a rename.
+    """Tokenise ``files`` into a temporary folder, and rename it to ``folder``.
 
-    Hosts that share the cache may not see each other's locks. Each therefore has its own temporary
-    folder, and the first to finish wins.
+    Locks may have no effect between hosts that share the cache. Each host therefore has its own
+    temporary folder, and the first to finish wins.
     """
     temporary = folder.with_name(f"{folder.name}.{socket.gethostname()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed build; this process holds the lock
+    # A killed build may have left files. No other process uses them: this one holds the lock.
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         _write(data, files, temporary, Console(markup=False, highlight=False))
@@ -216,6 +219,6 @@ def _encode(tokenizer: Tokenizer, batch: list[corpus.Document]) -> list[list[int
             try:
                 encode(tokenizer, [document.text])
             except Exception as error:
-                name = corpus.place(document.file.label, document.row)
+                name = corpus.document_name(document.file.label, document.row)
                 raise DocumentError(name, f"cannot be tokenised: {error}") from error
         raise

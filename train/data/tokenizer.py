@@ -49,6 +49,6 @@ def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text. The name of a special token in a text is ordinary text."""
+    """Token ids of each text. The name of a special token inside a text is ordinary text."""
     tokenizer.encode_special_tokens = True
     return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

@@ -3,10 +3,10 @@
     <run>/checkpoints/step-00000100/    manifest.json  .metadata  __<rank>_0.distcp ...
 
 The format is that of torch.distributed.checkpoint, so any number of ranks can load what any other
-number has written. A folder of that name is complete: it is written under a temporary name, gets
-its manifest and is renamed. The manifest holds, as JSON, all that is not a tensor. Tensor files are
-read as tensors only. ``.metadata`` is a pickle, which could run code, so it is read only from
-folders that belong to the user.
+number has written. A folder of that name is complete: the ranks write it under a temporary name,
+then rank 0 adds the manifest and renames it. The manifest holds everything that is not a tensor, as
+JSON metadata. Tensor files are read as tensors only. torch's own ``.metadata`` is a pickle, which
+could run code, so it is read only from folders that belong to the user.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from train.config import ConfigError
 from train.data.manifest import (
     DamagedError,
-    FileFacts,
+    FileMetadata,
     Manifest,
     measure,
     read_manifest,
@@ -50,7 +50,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 PREFIX = "step-"
 DAMAGED = "damaged-"
 OTHERS_WRITE = 0o022
-FORMER_NAMES = {"output.weight": "output"}  # of tensors in checkpoints that still load
+FORMER_NAMES = {"output.weight": "output"}  # tensor names in older checkpoints, which still load
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -67,37 +67,40 @@ def _step_of(path: Path) -> int | None:
 
 
 def newest_valid(
-    folder: Path, say: Callable[[str], None], own: bool = False, accepted: bool = False
+    folder: Path, log: Callable[[str], None], own: bool = False, exclude_skipping: bool = False
 ) -> Path | None:
     """The newest checkpoint of ``folder`` whose files all match its manifest; None without one.
 
-    ``accepted`` passes over those that a stop has saved during skipped steps. Damaged ones are
-    reported to ``say``; those of the ``own`` run are renamed, so that no later search finds them.
-    Raises ``ConfigError`` for one that another user could have written.
+    With ``exclude_skipping``, checkpoints that were saved while steps were skipped do not count.
+    ``log`` gets a line for each damaged checkpoint. With ``own``, the run's own folder, a damaged
+    checkpoint is quarantined: it gets the prefix ``DAMAGED``, and no later search finds it. Raises
+    ``ConfigError`` for a checkpoint that another user could have written.
     """
     for path in reversed(checkpoints_in(folder).values()):
         try:
             verify(path)
         except DamagedError as error:
             if not own:
-                say(f"damaged checkpoint skipped: {error}")
+                log(f"damaged checkpoint skipped: {error}")
                 continue
-            aside = path.with_name(f"{DAMAGED}{path.name}-{time.time_ns()}")
-            path.rename(aside)
-            say(f"damaged checkpoint renamed to {aside.name}: {error}")
+            quarantined = path.with_name(f"{DAMAGED}{path.name}-{time.time_ns()}")
+            path.rename(quarantined)
+            log(f"damaged checkpoint renamed to {quarantined.name}: {error}")
             continue
-        if accepted and is_in_doubt(path):
+        if exclude_skipping and saved_while_skipping(path):
             continue
         require_own(path)
         return path
     return None
 
 
-def is_in_doubt(path: Path) -> bool:
-    """Whether the steps before a checkpoint were skipped, as its weights may be their cause; also
-    if its manifest cannot tell."""
+def saved_while_skipping(path: Path) -> bool:
+    """Whether the last step before a checkpoint was skipped; True if its manifest is unreadable.
+
+    Its weights may be why steps were skipped, so a roll-back must not load it.
+    """
     try:
-        return bool(read_facts(path).get("guard", {}).get("in_a_row"))
+        return bool(read_manifest_metadata(path).get("guard", {}).get("in_a_row"))
     except (DamagedError, ConfigError, OSError):
         return True
 
@@ -119,7 +122,7 @@ def require_own(path: Path) -> None:
             )
 
 
-def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
+def find_checkpoint(path: Path, log: Callable[[str], None]) -> Path:
     """The verified checkpoint at ``path``, or the newest valid one if ``path`` is a run folder.
 
     Raises ``ConfigError`` if there is none.
@@ -132,7 +135,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
         require_own(path)
         return path
     inner = path / "checkpoints"
-    newest = newest_valid(inner if inner.is_dir() else path, say)
+    newest = newest_valid(inner if inner.is_dir() else path, log)
     if newest is None:
         raise ConfigError(
             f"{path} contains no checkpoint; give a run folder or its checkpoints/step-*"
@@ -144,8 +147,10 @@ Tensors = Mapping[str, Tensor | Shard]
 
 
 def require_fit(path: Path, tensors: Tensors) -> dict[str, Tensor | Shard]:
-    """``tensors`` by their names in a verified checkpoint; ``ConfigError`` if a name or a shape
-    does not fit."""
+    """``tensors`` by their names in a verified checkpoint.
+
+    Raises ``ConfigError`` if a name is missing there or a shape differs.
+    """
     known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     named = {_stored_name(name, known): tensor for name, tensor in tensors.items()}
     for name, tensor in named.items():
@@ -162,7 +167,7 @@ def require_fit(path: Path, tensors: Tensors) -> dict[str, Tensor | Shard]:
 def load_tensors(path: Path, tensors: Tensors) -> None:
     """Fill ``tensors`` in place from a verified checkpoint; its other tensors are ignored.
 
-    Every rank reads independently. Raises as ``require_fit``.
+    Every rank reads independently. Raises what ``require_fit`` raises.
     """
     try:
         named, reader = require_fit(path, tensors), dcp.FileSystemReader(path)
@@ -174,7 +179,7 @@ def load_tensors(path: Path, tensors: Tensors) -> None:
 
 
 def _stored_name(name: str, known: Mapping[str, Any]) -> str:
-    """The name of a tensor in a checkpoint, where older ones have another."""
+    """The name of a tensor in a checkpoint with the names ``known``; it may be a former name."""
     for now, before in FORMER_NAMES.items():
         if name not in known and now in name:
             return name.replace(now, before)
@@ -184,9 +189,10 @@ def _stored_name(name: str, known: Mapping[str, Any]) -> str:
 class Checkpoints:
     """The checkpoints of a run on one rank; every rank makes the same calls.
 
-    A thread writes a copy of the tensors (pinned, if they are on a GPU) and communicates over
-    ``save_group``. One rank copies and writes each tensor that all ranks hold. A failed write is
-    counted, reported and removed; training continues. The caller of ``begin`` holds ``lock``.
+    ``begin`` copies the tensors to the host (pinned, if they are on a GPU). A thread writes this
+    copy and communicates over ``save_group``. One rank copies and writes each tensor that all ranks
+    hold. A failed write is counted and logged, and its files are removed; training continues. The
+    caller of ``begin`` holds ``lock``.
     """
 
     def __init__(
@@ -195,9 +201,9 @@ class Checkpoints:
         parallel: ParallelLayout,
         keep: int,
         keep_every: int | None,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self.folder, self.parallel, self.say = folder, parallel, say
+        self.folder, self.parallel, self.log = folder, parallel, log
         self.keep, self.keep_every = keep, keep_every
         self.saved: int | None = None  # step of the newest complete checkpoint
         self.failures = 0
@@ -210,16 +216,18 @@ class Checkpoints:
         self._written: int | None = None  # step of the write in progress
         self.lock = threading.RLock()
 
-    def choose(self, accepted: bool = False) -> Path | None:
+    def choose(self, exclude_skipping: bool = False) -> Path | None:
         """The newest valid checkpoint, or None; rank 0 verifies and broadcasts its answer.
 
-        ``accepted``: of those behind a step that was not skipped.
+        ``exclude_skipping`` is as in ``newest_valid``.
         """
-        search = partial(newest_valid, self.folder, self.say, own=True, accepted=accepted)
+        search = partial(
+            newest_valid, self.folder, self.log, own=True, exclude_skipping=exclude_skipping
+        )
         return from_rank_0(self.parallel, search)
 
     def remove_after(self, step: int) -> None:
-        """Remove what the run has rolled back behind: the checkpoints of later steps than ``step``.
+        """Remove the checkpoints of steps after ``step``, to which the run has rolled back.
 
         Every rank must call this. No write may be in progress.
         """
@@ -232,13 +240,13 @@ class Checkpoints:
         from_rank_0(self.parallel, remove)
         self.saved = step
 
-    def remove_litter(self) -> None:
+    def remove_partial_files(self) -> None:
         """Remove the incomplete files of killed processes. No write may be in progress."""
-        for litter in self.folder.glob(".*"):
-            if litter.is_dir():
-                shutil.rmtree(litter, ignore_errors=True)
+        for path in self.folder.glob(".*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                litter.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` is saved or being written."""
@@ -248,7 +256,7 @@ class Checkpoints:
         self,
         step: int,
         shards: Mapping[str, Shard],
-        facts: dict[str, Any],
+        metadata: dict[str, Any],
         ready: torch.cuda.Event | None = None,
     ) -> None:
         """Copy ``shards`` and start to write them as the checkpoint of ``step``.
@@ -259,7 +267,7 @@ class Checkpoints:
         self.wait()
         share = self._copy(own_share(shards), ready)
         self._written = step
-        self._writing = self._thread.submit(self._write, step, share, facts)
+        self._writing = self._thread.submit(self._write, step, share, metadata)
 
     def wait(self) -> None:
         """Wait until no write is in progress."""
@@ -284,8 +292,8 @@ class Checkpoints:
             self._stream.synchronize()
         return copies
 
-    def _write(self, step: int, share: dict[str, Shard], facts: dict[str, Any]) -> None:
-        """Runs in the thread, on all ranks at once."""
+    def _write(self, step: int, share: dict[str, Shard], metadata: dict[str, Any]) -> None:
+        """Write a checkpoint. The threads of all ranks run this at the same time."""
         final = self.folder / f"{PREFIX}{step:08d}"
         temporary = self.folder / f".{final.name}"
         try:
@@ -298,11 +306,11 @@ class Checkpoints:
                 process_group=group,
                 no_dist=alone,
             )
-            problem = self._complete(temporary, final, {"step": step, **facts})
+            problem = self._complete(temporary, final, {"step": step, **metadata})
         except (
             OSError,
             CheckpointException,
-        ) as error:  # a lost peer ends the run instead
+        ) as error:  # the error of a lost peer is another type and ends the run
             problem = _cause(error)
         if problem is None:
             self.saved = step
@@ -310,22 +318,22 @@ class Checkpoints:
         self.failures += 1
         if self.parallel.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-            self.say(
+            self.log(
                 f"checkpoint of step {step} failed ({self.failures} so far), training continues: "
                 f"{problem}"
             )
 
-    def _complete(self, temporary: Path, final: Path, facts: dict[str, Any]) -> str | None:
-        """Rank 0 completes the folder; returns on all ranks what went wrong, or None."""
+    def _complete(self, temporary: Path, final: Path, metadata: dict[str, Any]) -> str | None:
+        """Rank 0 adds the manifest and renames the folder; returns the problem on all ranks."""
         files, problem = self._measured(temporary)
         if self.parallel.rank == 0 and problem is None:
             try:
                 paths = [temporary / name for name in (*files, ".metadata")]
                 for path in (temporary, *paths):
                     path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
-                write_manifest(temporary, facts, paths, measured=files)
+                write_manifest(temporary, metadata, paths, measured=files)
                 before = final.with_name(f".old-{final.name}")
-                if final.exists():  # of the same step, from before the run rolled back
+                if final.exists():  # the run has rolled back and reached this step again
                     final.rename(before)
                 temporary.rename(final)
                 sync_folder(self.folder)
@@ -340,38 +348,40 @@ class Checkpoints:
             problem = answer[0]
         return problem
 
-    def _measured(self, folder: Path) -> tuple[dict[str, FileFacts], str | None]:
-        """On rank 0 size and checksum of the tensor files, each measured by its rank, or a problem.
+    def _measured(self, folder: Path) -> tuple[dict[str, FileMetadata], str | None]:
+        """Size and checksum of every tensor file, by name, and the first problem if there is one.
 
-        The file of a rank lies in the cache of its host; rank 0 would read all of them.
+        Each rank measures its own file, which is still in the page cache of its host. Rank 0 would
+        read all files from the disk.
         """
         parallel = self.parallel
         try:
             own = {path.name: measure(path) for path in folder.glob(f"__{parallel.rank}_*.distcp")}
-            answer: tuple[dict[str, FileFacts], str | None] = own, None
+            answer: tuple[dict[str, FileMetadata], str | None] = own, None
         except OSError as error:
             answer = {}, f"rank {parallel.rank}: {_cause(error)}"
         everyone: list[Any] = [answer]
         if parallel.world > 1:
             everyone = [None] * parallel.world
             dist.all_gather_object(everyone, answer, group=parallel.save_group)
-        files = {name: facts for measured, _ in everyone for name, facts in measured.items()}
+        files = {name: entry for measured, _ in everyone for name, entry in measured.items()}
         return files, next((problem for _, problem in everyone if problem), None)
 
     def _prune(self) -> None:
-        """Remove all but those of every ``keep_every``-th step and the newest ``keep``.
+        """Remove all but the newest ``keep`` checkpoints and those of every ``keep_every``-th step.
 
-        Those in doubt do not count among the newest: one before them stays for a roll-back.
+        The newest ones do not count if they were saved while skipping: a roll-back, which cannot
+        use them, needs an earlier one.
         """
         steps = list(checkpoints_in(self.folder).items())
-        while len(steps) > self.keep and is_in_doubt(steps[-1][1]):
+        while len(steps) > self.keep and saved_while_skipping(steps[-1][1]):
             steps.pop()
         for step, path in steps[: -self.keep]:
             if not self.keep_every or step % self.keep_every:
                 try:
                     self._remove(path)
                 except OSError as error:  # the new checkpoint is complete all the same
-                    self.say(f"checkpoint of step {step} could not be removed: {_cause(error)}")
+                    self.log(f"checkpoint of step {step} could not be removed: {_cause(error)}")
 
     def _remove(self, path: Path) -> None:
         hidden = path.with_name(f".old-{path.name}")  # a half-removed one must not count as damaged
@@ -379,14 +389,14 @@ class Checkpoints:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def read_facts(path: Path) -> dict[str, Any]:
-    """The facts in the manifest of a checkpoint."""
+def read_manifest_metadata(path: Path) -> dict[str, Any]:
+    """The metadata in the manifest of a checkpoint: ``TrainState.metadata`` and ``step``."""
     manifest: Manifest = read_manifest(path)
-    return manifest.facts
+    return manifest.metadata
 
 
 def _cause(error: BaseException) -> str:
-    """The error in one line; torch's exception holds one error for each failed rank."""
+    """The error in one line; of torch's exception, which has an error per rank, the first one."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_cause(cause)}"

@@ -13,9 +13,10 @@ from train.model.transformer import LanguageModel
 
 
 class DDPEngine(Engine):
-    """PyTorch's DistributedDataParallel, over all ranks; a single process computes alone.
+    """PyTorch's DistributedDataParallel over all ranks; a single process needs no wrapper.
 
-    Context-parallel ranks hold different tokens and the same weights, like data-parallel ranks.
+    Context-parallel ranks hold different tokens and the same weights, as data-parallel ranks do.
+    One all-reduce over all of them is therefore right for both.
     """
 
     def wrap(self, model: LanguageModel) -> LanguageModel:

@@ -1,7 +1,8 @@
 """``engine=deepspeed``: ZeRO stages 1, 2 and 3, with optimiser state or all weights on the host.
 
-DeepSpeed's public getters of a whole weight or moment all-reduce it. A checkpoint must not, as it
-is taken beside a step. ``shards`` therefore reads the partitions of DeepSpeed's optimisers.
+DeepSpeed's public getters of a whole weight or moment all-reduce it. A checkpoint must not
+communicate, because it is taken concurrently with a step. ``shards`` therefore reads the partitions
+of DeepSpeed's optimisers.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class DeepSpeedEngine(Engine):
     """DeepSpeed's engine around our AdamW, over all ranks as its data-parallel group.
 
-    It knows nothing of context parallelism: with a model-parallel unit, stages scale gradients
-    differently. Gradients are reduced in float32.
+    DeepSpeed is not told of context parallelism: with a model-parallel group, its stages scale
+    gradients differently. Gradients are reduced in float32.
     """
 
     def __init__(self, config: Config, n_tokens: int, parallel: ParallelLayout) -> None:
@@ -62,7 +63,7 @@ class DeepSpeedEngine(Engine):
         return model
 
     def _partition(self, model: LanguageModel) -> None:
-        """Give one part of the model after the other its weights, and keep this rank's part."""
+        """Initialise the parts of the model one by one, and keep this rank's partition of each."""
         transformer = model.transformer
         if self.config.train.compile == "block":  # no hooks inside of the graphs
             self.library.utils.set_z3_leaf_modules(model, [Block])
@@ -76,7 +77,7 @@ class DeepSpeedEngine(Engine):
             self.library.zero.Init(module=module, config_dict_or_path=self.settings)
 
     def _create_optimizer_state(self) -> None:
-        # DeepSpeed makes the group of all its collectives, with PyTorch's default timeout.
+        # DeepSpeed creates its process group with PyTorch's default timeout, not `timeout_s`.
         group = self.library.utils.groups._get_data_parallel_group()
         timeout = timedelta(seconds=self.config.parallel.timeout_s)
         dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -109,9 +110,9 @@ class DeepSpeedEngine(Engine):
         return losses
 
     def grad_norm(self, limit: float) -> Tensor:
-        """As for every engine; ``step`` clips, to the same ``limit``.
+        """As in ``Engine``; ``step`` clips the gradients, to the same ``limit``.
 
-        With weights or moments on the host DeepSpeed itself waits for the device.
+        With weights or moments on the host, DeepSpeed itself waits for the device.
         """
         if self.stage < 3:
             norm = self.zero.scaled_global_norm()
@@ -121,7 +122,7 @@ class DeepSpeedEngine(Engine):
         else:
             norms = torch.stack([n.float() for n in self.zero._get_norm_groups()])
             norm, valid = norms.norm(), norms.min()
-        norm = torch.where(valid >= 0, norm, math.nan)  # -1 is a norm that is not finite
+        norm = torch.where(valid >= 0, norm, math.nan)  # DeepSpeed gives -1 for a norm not finite
         return norm.to(self.parallel.device)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -132,7 +133,7 @@ class DeepSpeedEngine(Engine):
         self.engine.step()
 
     def discard(self) -> None:
-        """Do what DeepSpeed's own step does if a gradient overflows."""
+        """Drop the gradients in the way that DeepSpeed's step does after an overflow."""
         zero = self.zero
         if self.stage == 3:
             zero._pre_step()
@@ -154,14 +155,14 @@ class DeepSpeedEngine(Engine):
         rank, world = self.parallel.rank, self.parallel.world
         shards = {}
         names = {parameter: name for name, parameter in self.parameters.items()}
-        for parameter, flat, place, first, size in self._pieces():
+        for parameter, flat, offset, first, size in self._fragments():
             name, state = names[parameter], self.optimizer.state[flat]
             tensors = {f"model.{name}": flat.detach()}
             tensors |= {f"optimizer.state.{name}.{key}": state[key] for key in MOMENTS}
             shape = self.shapes[name]
             for key, tensor in tensors.items():
-                piece = tensor.narrow(0, place, size)
-                shards[key] = Shard(shape, flat_boxes(shape, first, piece))
+                fragment = tensor.narrow(0, offset, size)
+                shards[key] = Shard(shape, flat_boxes(shape, first, fragment))
             shards[f"optimizer.state.{name}.step"] = whole(state["step"], rank, world)
         return shards
 
@@ -182,29 +183,32 @@ class DeepSpeedEngine(Engine):
             return self.zero.single_partition_of_fp32_groups
         return self.zero.fp32_partitioned_groups_flat
 
-    def _pieces(self) -> Iterator[tuple[nn.Parameter, Tensor, int, int, int]]:
-        """(parameter, flat weights, place in them, first element of the parameter, elements)."""
+    def _fragments(self) -> Iterator[tuple[nn.Parameter, Tensor, int, int, int]]:
+        """This rank's fragment of each parameter, a run of its elements.
+
+        Yields (parameter, flat weights, offset in them, first element of the parameter, elements).
+        """
         if self.stage < 3:
             for group, flat in zip(self.zero.bit16_groups, self._flat_weights(), strict=True):
                 for parameter in group:
-                    piece = parameter._hp_mapping
-                    if piece is None:
+                    mapping = parameter._hp_mapping
+                    if mapping is None:
                         yield parameter, flat, 0, 0, 0
                         continue
-                    there, here = piece.lp_fragment_address, piece.hp_fragment_address
+                    there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
                     yield parameter, flat, here.start, there.start, here.numel
             return
         for group, flat in zip(self.zero.fp16_groups, self._flat_weights(), strict=True):
-            place = 0
+            offset = 0
             for parameter in group:
-                size = parameter.partition_numel()  # of equal parts; the last ones are padded
+                size = parameter.partition_numel()  # equal on all ranks; the last ones are padded
                 first = min(size * self.parallel.rank, parameter.ds_numel)
-                yield parameter, flat, place, first, min(size, parameter.ds_numel - first)
-                place += size
+                yield parameter, flat, offset, first, min(size, parameter.ds_numel - first)
+                offset += size
 
 
 def _settings(config: Config, parallel: ParallelLayout) -> dict[str, Any]:
-    """The configuration of DeepSpeed. It clips to 1 unless ``gradient_clipping`` is given."""
+    """The configuration of DeepSpeed, which would clip to 1 without ``gradient_clipping``."""
     engine = config.engine
     host = {"device": "cpu", "pin_memory": parallel.device.type == "cuda"}
     zero: dict[str, Any] = {"stage": engine.stage, "overlap_comm": False}

@@ -1,9 +1,9 @@
 """``train.deterministic``: what PyTorch, cuBLAS and NCCL need for bit-equal training steps.
 
 Two runs of the same config on the same GPUs then compute the same bits, also if one of them was
-killed and resumed. The rest is deterministic by itself: RingFA3's forward, its backward with
-``deterministic=True``, the fused AdamW, and the order in which DDP reduces buckets (``Trainer``
-runs one backward pass before the first step, after which DDP rebuilds them).
+killed and resumed. The rest needs no switch: RingFA3's forward, its backward with
+``deterministic=True``, the fused AdamW, and the order in which DDP reduces its buckets. DDP
+rebuilds the buckets after its first backward; ``Trainer`` runs one before the first step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ENVIRONMENT = {
 def make_deterministic(device: torch.device) -> str:
     """Choose deterministic algorithms for this process; returns a line that lists the settings.
 
-    Call it before the first matrix product and before any process group is made. Variables that the
-    user has set keep their values. PyTorch then raises ``RuntimeError`` for any operation without a
-    deterministic algorithm.
+    Call it before the first matrix product and before any process group exists. Environment
+    variables that the user has set stay as they are. PyTorch then raises ``RuntimeError`` for any
+    operation without a deterministic algorithm.
     """
     torch.use_deterministic_algorithms(True)
     # The flag would also fill every new tensor, which costs time and changes no result.

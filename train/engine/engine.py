@@ -1,4 +1,4 @@
-"""What the trainer asks of an engine: how a model is spread over the ranks and takes its steps.
+"""The interface of an engine: it distributes a model over the ranks and takes optimiser steps.
 
 In a step each rank gives every micro-batch to ``backward``, calls ``grad_norm``, and then ``step``
 or ``discard``. Only ``shards`` may be called from another thread.
@@ -26,7 +26,7 @@ class Engine(ABC):
     """The model of ``config`` and its AdamW, on this rank of ``parallel``.
 
     ``n_tokens`` is the size of the tokenizer's vocabulary. Every rank makes the same calls in the
-    same order, except ``shards``. ``groups`` are the process groups that the engine has made.
+    same order, except ``shards``. ``groups`` are the process groups that the engine has created.
     """
 
     def __init__(self, config: Config, n_tokens: int, parallel: ParallelLayout) -> None:
@@ -43,21 +43,21 @@ class Engine(ABC):
 
     @abstractmethod
     def wrap(self, model: LanguageModel) -> LanguageModel:
-        """Spread ``model`` over the ranks. Its parameters start alike on all."""
+        """Distribute ``model`` over the ranks. Its initial parameters are the same on all."""
 
     @abstractmethod
     def backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
-        """Add the gradients of ``scale`` times the sum of the losses of a micro-batch.
+        """Add the gradients of ``scale`` times the sum of a micro-batch's losses.
 
         Returns the loss of every local token, (t,) float32, detached. The ``last`` micro-batch of a
         step reduces the gradients: they become the mean over all ranks.
         """
 
     def watch(self, times: TimeSplit) -> None:
-        """Tell ``times`` when a backward waits for other ranks.
+        """Report to ``times`` when a backward waits for other ranks.
 
-        It does from the gradient of the embedding's output, the last of the backward, on. The
-        embedding's own gradient, one kernel, counts with it.
+        It waits after the gradient of the embedding's output, the last one of the backward. The one
+        kernel of the embedding's own gradient counts as waiting.
         """
         if self.parallel.world == 1:
             return
@@ -87,15 +87,15 @@ class Engine(ABC):
     def grad_norm(self, limit: float) -> Tensor:
         """Norm of the gradients of all parameters, (); clips them to ``limit``.
 
-        The host does not wait for it. It is NaN or infinite if a gradient is not finite.
+        The host does not wait for the norm. It is NaN or infinite if a gradient is not finite.
         """
         return torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name, and this rank's share of the elements, of every gradient of a step before its end.
+        """(name, this rank's elements, flat) of every gradient, before ``step`` or ``discard``.
 
-        Over all ranks every element occurs equally often, so sums over ranks are right up to a
-        factor. Every rank must call this.
+        All ranks together hold every element equally often, so a ratio of sums over ranks is right.
+        Every rank must call this.
         """
         rank, world = self.parallel.rank, self.parallel.world
         for name, parameter in self.parameters.items():
@@ -117,16 +117,17 @@ class Engine(ABC):
         self.optimizer.zero_grad(set_to_none=True)
 
     def shards(self) -> dict[str, Shard]:
-        """What this rank holds of weights and optimiser state, not copied, without communication.
+        """This rank's part of weights and optimiser state, not copied, without communication.
 
-        All engines give a tensor the same name and the same shape.
+        A tensor has the same name and the same shape in all engines, so any engine can load the
+        checkpoint of any other.
         """
         rank, world = self.parallel.rank, self.parallel.world
         tensors = state_tensors(self.parameters, self.optimizer)
         return {name: shard_of(tensor, rank, world) for name, tensor in tensors}
 
     def loaded(self) -> None:  # noqa: B027
-        """Take over what was written to the tensors of ``shards``. Every rank must call this."""
+        """Use the values that were written to ``shards()`` in place. Every rank must call this."""
 
     def _create_optimizer_state(self) -> None:
         """Create the optimiser's tensors by a step with zero gradients and zero learning rate."""

@@ -24,11 +24,11 @@ from train.model.transformer import LanguageModel, build_model
 
 
 class FSDP2Engine(Engine):
-    """PyTorch's ``fully_shard``. Every block, the embedding and the head are gathered apart.
+    """PyTorch's ``fully_shard``: each block, the embedding and the head are separate FSDP units.
 
-    A tied embedding is gathered with the last norm, for the whole step. Weights are gathered and
-    gradients reduced in float32. A rank holds the unsharded gradients of all micro-batches of a
-    step until the last one.
+    A tied embedding is gathered with the last norm, in the root unit, for the whole step. Weights
+    are gathered and gradients reduced in float32. A rank holds the unsharded gradients of a step
+    until its last micro-batch.
     """
 
     def _build(self, n_tokens: int) -> LanguageModel:
@@ -40,12 +40,13 @@ class FSDP2Engine(Engine):
         self.mesh = make_mesh(self.config, self.parallel)
         if self.mesh.ndim > 1:  # it has groups of its own
             self.groups = self.mesh.get_all_groups()
-        apart: list[nn.Module] = list(transformer.blocks)
+        units: list[nn.Module] = list(transformer.blocks)
         if transformer.output is not None:
-            apart += [transformer.embedding, transformer.output]
-        self.gathered = [*apart, model]
-        # The root is gathered again in the backward: weights of an evaluation are never stale.
-        for module in self.gathered:
+            units += [transformer.embedding, transformer.output]
+        self.units = [*units, model]
+        # The root reshards too. Otherwise its weights would stay gathered after an evaluation, and
+        # be stale in the forward after the next update.
+        for module in self.units:
             fully_shard(
                 module,
                 mesh=self.mesh,
@@ -57,7 +58,7 @@ class FSDP2Engine(Engine):
         return model
 
     def watch(self, times: TimeSplit) -> None:
-        """As for every engine; also the waits for a module's weights, in forward and backward."""
+        """As in ``Engine``; also report the waits for a unit's weights, in forward and backward."""
         super().watch(times)
 
         def enter(*_: object) -> None:
@@ -74,7 +75,7 @@ class FSDP2Engine(Engine):
             if output.requires_grad:
                 output.register_hook(leave)
 
-        for module in self.gathered:  # FSDP's own hooks run between these
+        for module in self.units:  # FSDP's own hooks run between these
             module.register_forward_pre_hook(enter, prepend=True)
             module.register_forward_pre_hook(leave)
             module.register_forward_hook(before_gather, prepend=True)
@@ -99,15 +100,15 @@ class FSDP2Engine(Engine):
 def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:
     """The mesh over which parameters are sharded: all ranks, or (hosts, ranks of a host).
 
-    The second, for ``engine.shard=host``, replicates them over hosts.
-
-    Raises ``RuntimeError`` on every rank if hosts have different numbers of processes.
+    The second is hybrid sharding (HSDP), for ``engine.shard=host``: parameters are sharded over the
+    ranks of a host and replicated over hosts. Raises ``RuntimeError`` on every rank if hosts have
+    different numbers of processes.
     """
     require_group(parallel)
-    kind, world = parallel.device.type, parallel.world
+    device_type, world = parallel.device.type, parallel.world
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if config.engine.shard == "all":
-        return DeviceMesh(kind, list(range(world)))
+        return DeviceMesh(device_type, list(range(world)))
     require_agreement(parallel, {"number of processes on its host": str(local)})
     if world % local:
         raise ConfigError(
@@ -120,12 +121,12 @@ def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:
         dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)[0]
         for ranks in (hosts.T, hosts)
     ]
-    return DeviceMesh.from_group(groups, kind, hosts, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(groups, device_type, hosts, mesh_dim_names=("replicate", "shard"))
 
 
 def _local_rows(parameter: Tensor) -> tuple[int, Tensor]:
     """The number of the first row that this rank holds, and its rows."""
     box = local_box(parameter)
     if box is None:
-        return 0, parameter.detach().to_local()  # to slice would gather
+        return 0, parameter.detach().to_local()  # a slice of the DTensor would gather it
     return box.offsets[0], box.values

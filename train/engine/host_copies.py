@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory that later copies use again."""
+"""Host memory for copies of tensors, which later copies reuse."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class HostCopies:
         self._buffer = host_buffer(0, device)
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Host tensors of these shapes and types, one after the other in the buffer.
+        """Host tensors of these shapes and dtypes, one after the other in the buffer.
 
-        The tensors of an earlier call lose their values. Allocates only if the buffer is too small.
+        They overwrite the tensors of an earlier call. Allocates only if the buffer is too small.
         Each tensor has a storage of its own size: torch.distributed.checkpoint would clone a view.
         """
         starts, end = [], 0

@@ -12,5 +12,5 @@ from train.engine.parallel import ParallelLayout
 
 def make_engine(config: Config, n_tokens: int, parallel: ParallelLayout) -> Engine:
     """The engine of ``config`` on this rank; every rank must call this."""
-    kinds = {"ddp": DDPEngine, "fsdp2": FSDP2Engine, "deepspeed": DeepSpeedEngine}
-    return kinds[config.engine.name](config, n_tokens, parallel)
+    engines = {"ddp": DDPEngine, "fsdp2": FSDP2Engine, "deepspeed": DeepSpeedEngine}
+    return engines[config.engine.name](config, n_tokens, parallel)

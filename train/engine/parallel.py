@@ -1,7 +1,7 @@
 """Ranks and process groups: dp x cp, agreement between ranks, shutdown.
 
-``cp`` consecutive ranks form a context-parallel group and share one sample. There are ``dp`` such
-groups. A single process makes no process group.
+``cp`` consecutive ranks form a CP group and share one sample. There are ``dp`` such groups. A
+single process creates no process group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ringfa3.validation import TRANSPORTS_OF
 from train.config import Config, ConfigError, ParallelConfig
 from train.model.precision import compute_dtype
 
-SEEN_S = 10.0  # how long a new file may take to appear on every host that shares its folder
+VISIBLE_S = 10.0  # how long a new file may take to appear on every host that shares its folder
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class ParallelLayout:
 
     ``host_group`` connects all ranks over gloo, for communication outside the training step.
     ``save_group`` does the same for the thread that writes checkpoints. ``store`` belongs to this
-    attempt of the job: keys of earlier attempts are not visible. The last two are right on rank 0
-    only: whether torchrun restarted the job, and what identifies the job in all its attempts, or ""
-    where its processes cannot tell.
+    attempt of the job: keys of earlier attempts are not visible. Only rank 0 knows the last two:
+    ``restarted`` is whether torchrun restarted the job; ``job`` identifies the job in all its
+    attempts and is "" if its processes cannot find out.
     """
 
     rank: int
@@ -55,17 +55,17 @@ class ParallelLayout:
 
     @property
     def cp_rank(self) -> int:
-        """Rank within the context-parallel group."""
+        """Rank within the CP group."""
         return self.rank % self.cp
 
     @property
     def dp_rank(self) -> int:
-        """Index of the context-parallel group."""
+        """Index of the CP group."""
         return self.rank // self.cp
 
     @property
     def dp(self) -> int:
-        """Number of context-parallel groups."""
+        """Number of CP groups."""
         return self.world // self.cp
 
 
@@ -110,7 +110,7 @@ def choose_device(config: Config) -> torch.device:
 
 
 def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
-    """Make the process groups of this rank, from torchrun's environment variables.
+    """Create the process groups of this rank, from torchrun's environment variables.
 
     The backend is NCCL with one CUDA device per process, gloo on the CPU. A collective fails if a
     peer does not join it within ``timeout_s``.
@@ -125,14 +125,14 @@ def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
         return replace(alone, job=_launcher())
     timeout = timedelta(seconds=config.timeout_s)
     shared, job = _connect(rank, timeout), ""
-    if rank == 0:  # this host may be at its first attempt while another host restarted
+    if rank == 0:  # this host may be at its first attempt after another host has restarted
         restarted = shared.add("attempts", 1) > 1 or restarted
-        if _agent_hosts_store():  # it outlives this attempt, on whichever host rank 0 is
+        if _agent_hosts_store():  # the store outlives this attempt, whichever host rank 0 is on
             job = shared.compare_set("job", "", uuid.uuid4().hex).decode()
     store = rendezvous(shared, rank, world, config.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # No device_id: a bound default group makes every later NCCL group a split of its communicator,
-    # which all ranks must join together. The ring makes groups of a few ranks, when it needs them.
+    # No device_id: with one, every later NCCL group is a split of the default communicator, which
+    # all ranks must join together. The ring creates groups of a few ranks when it needs them.
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     cp_groups = [list(range(first, first + config.cp)) for first in range(0, world, config.cp)]
     own_group, _ = dist.new_subgroups_by_enumeration(cp_groups, timeout=timeout)
@@ -147,12 +147,12 @@ def _agent_hosts_store() -> bool:
 
 
 def _launcher() -> str:
-    """Host, number and start of the parent process, under torchrun its agent; "" if hidden."""
+    """Host, id and start time of the parent process, torchrun's agent; "" if it is not visible."""
     try:
         status = Path(f"/proc/{os.getppid()}/stat").read_text()
     except OSError:  # the parent lives outside of the container, or belongs to another user
         return ""
-    # Of the fields after the name, which may contain spaces, the 20th is the start, since boot.
+    # The name, in parentheses, may contain spaces. The 20th field after it is the start time.
     return f"{host_name()} {os.getppid()} {status.rpartition(')')[2].split()[19]}"
 
 
@@ -168,18 +168,18 @@ def _connect(rank: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def require_group(parallel: ParallelLayout) -> None:
-    """Make a default process group of one rank, for an engine that cannot do without."""
+    """Create a default process group of one rank, for an engine that needs one."""
     if parallel.world == 1 and not dist.is_initialized():
         backend = "nccl" if parallel.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def require_agreement(parallel: ParallelLayout, facts: dict[str, str]) -> None:
-    """Raise ``RuntimeError`` on every rank if a fact differs between ranks. The error names it."""
+def require_agreement(parallel: ParallelLayout, settings: dict[str, str]) -> None:
+    """Raise ``RuntimeError`` on every rank if a setting differs between ranks. It names one."""
     if parallel.world == 1:
         return
     everyone: list[dict[str, str]] = [{} for _ in range(parallel.world)]
-    dist.all_gather_object(everyone, facts)
+    dist.all_gather_object(everyone, settings)
     for name, value in everyone[0].items():
         other = next(
             (rank for rank in range(parallel.world) if everyone[rank][name] != value), None
@@ -207,21 +207,21 @@ def from_rank_0(parallel: ParallelLayout, make: Callable[[], Any]) -> Any:
 
 
 def require_shared(parallel: ParallelLayout, folder: Path) -> None:
-    """Raise ``ConfigError`` on every rank unless all see what rank 0 writes in ``folder``."""
+    """Raise ``ConfigError`` on every rank unless all find a file that rank 0 writes there."""
     if parallel.world == 1:
         return
 
-    def mark() -> Path:
+    def write() -> Path:
         path = folder / f".shared-{uuid.uuid4().hex}"
         path.touch()
         return path
 
-    path: Path = from_rank_0(parallel, mark)
-    deadline = time.monotonic() + SEEN_S
-    while not (seen := path.exists()) and time.monotonic() < deadline:
+    path: Path = from_rank_0(parallel, write)
+    deadline = time.monotonic() + VISIBLE_S
+    while not (visible := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
     everyone: list[Any] = [None] * parallel.world
-    own = None if seen else f"rank {parallel.rank} on {socket.gethostname()}"
+    own = None if visible else f"rank {parallel.rank} on {socket.gethostname()}"
     dist.all_gather_object(everyone, own, group=parallel.host_group)
     if parallel.rank == 0:
         path.unlink()
@@ -251,10 +251,10 @@ def shutdown(
 ) -> NoReturn:
     """Close writers, destroy the process groups and end the process with ``code``.
 
-    ``groups`` are those that ``parallel`` does not name. A rank that exits at once may close its
-    sockets while a peer still uses them. With ``code`` 0 all ranks therefore pass a barrier on
-    every group first. After a failure a peer may be gone, so no rank waits. ``os._exit`` skips the
-    destructors of communication threads, which can abort a process that has finished all its work.
+    ``groups`` are further groups, which ``parallel`` does not name. A rank that exits at once may
+    close its sockets while a peer still uses them. With ``code`` 0 all ranks therefore pass a
+    barrier on every group first. After a failure a peer may be gone, so no rank waits. ``os._exit``
+    skips the destructors of communication threads, which can abort a finished process.
     """
     for close in closers:
         with contextlib.suppress(Exception if code else ()):  # the failure is already reported
@@ -270,6 +270,6 @@ def shutdown(
 
 
 def _barrier(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """A barrier. NCCL's needs the device: PyTorch warns if it has to guess it."""
+    """A barrier. With NCCL it needs the device: PyTorch warns if it has to guess it."""
     nccl = dist.get_backend(group) == dist.Backend.NCCL
     dist.barrier(group, device_ids=[device.index] if nccl else None)

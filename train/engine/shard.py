@@ -1,8 +1,7 @@
-"""The part of a tensor that a rank holds, in the form that checkpoints are written and read in.
+"""The part of a tensor that a rank holds, in the form in which checkpoints are written and read.
 
-A part is a list of boxes: rectangles of the whole tensor, each a tensor of its own.
-torch.distributed.checkpoint fills them from the boxes of any other number of ranks and any other
-sharding.
+A part is a list of boxes: rectangles of the whole tensor, each with its own values.
+torch.distributed.checkpoint fills them from the boxes of any number of ranks and any sharding.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Box:
 class Shard:
     """This rank's ``boxes`` of a tensor of ``shape``.
 
-    ``replicas`` ranks hold the same boxes; this rank is number ``replica`` of them.
-    torch.distributed.checkpoint calls the methods with underscores of an object that is no tensor.
+    ``replicas`` ranks hold the same boxes; this rank is number ``replica`` of them. Because a shard
+    is not a tensor, torch.distributed.checkpoint calls its methods with underscores.
     """
 
     shape: torch.Size
@@ -119,7 +118,7 @@ def local_box(tensor: Tensor) -> Box | None:
     local = tensor.detach().to_local()
     if local.numel() == 0:
         return None
-    sharded = [n for n, place in enumerate(tensor.placements) if place.is_shard(0)]
+    sharded = [n for n, placement in enumerate(tensor.placements) if placement.is_shard(0)]
     if not sharded:
         return Box((0,) * tensor.ndim, local)
     mesh, (dim,) = tensor.device_mesh, sharded
@@ -132,8 +131,8 @@ def shard_of(tensor: Tensor, rank: int, world: int) -> Shard:
     if not isinstance(tensor, DTensor):
         return whole(tensor, rank, world)
     box, replica, replicas = local_box(tensor), 0, 1
-    for n, place in enumerate(tensor.placements):
-        if isinstance(place, Replicate):
+    for n, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
             size = tensor.device_mesh.size(n)
             replica = replica * size + tensor.device_mesh.get_local_rank(n)
             replicas *= size
@@ -151,7 +150,7 @@ def state_tensors(
 
 
 def own_share(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """What this rank writes: of what several ranks hold, about equal bytes each."""
+    """The shards that this rank writes. Ranks that hold the same shards write about equal bytes."""
     share = {}
     loads: dict[int, list[int]] = {}
     for name in sorted(shards, key=lambda name: (-shards[name].n_bytes, name)):
@@ -165,9 +164,9 @@ def own_share(shards: Mapping[str, Shard]) -> dict[str, Shard]:
 
 
 def flat_boxes(shape: torch.Size, first: int, values: Tensor) -> tuple[Box, ...]:
-    """The run of a row-major tensor of ``shape`` that begins with element ``first``, as rectangles.
+    """Consecutive elements of a row-major tensor of ``shape``, from element ``first``, as boxes.
 
-    ``values`` is the run, one-dimensional; the rectangles are views of it.
+    ``values`` are the elements, one-dimensional; the boxes are views of it.
     """
     run = values.numel()
     if run == 0:
@@ -175,7 +174,7 @@ def flat_boxes(shape: torch.Size, first: int, values: Tensor) -> tuple[Box, ...]
     if len(shape) <= 1:
         return (Box((first,) * len(shape), values if shape else values.view(())),)
     row = math.prod(shape[1:])
-    before = min(-first % row, run)  # of a row that begins before the run
+    before = min(-first % row, run)  # elements of a row that begins before the run
     rows = (run - before) // row
     middle = before + rows * row
     boxes = []

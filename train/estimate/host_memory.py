@@ -1,4 +1,4 @@
-"""Host memory: of the machine, or the limit of a container."""
+"""Host memory: that of the machine, or the limit of a container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.config import ConfigError
 def host_memory(root: Path = Path("/")) -> float:
     """Bytes of this machine's memory, or of the tightest control group around the process.
 
-    ``root`` holds ``proc`` and ``sys``. Raises ``ConfigError`` if they tell no size.
+    ``root`` contains ``proc`` and ``sys``. Raises ``ConfigError`` if they have no size.
     """
     return min([_machine(root), *_limits(root)])
 
@@ -26,7 +26,7 @@ def _machine(root: Path) -> float:
 def _limits(root: Path) -> Iterator[float]:
     """The limits of the process's control groups and of all their parents, of versions 1 and 2.
 
-    A container may mount its own group as the root, while /proc tells the path outside.
+    A container may mount its own group as the root, while /proc gives the path outside of it.
     """
     memberships = root / "proc/self/cgroup"
     if not memberships.exists():

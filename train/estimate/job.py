@@ -1,4 +1,4 @@
-"""A job as the predictions see it: its shapes on one rank, and what cannot be predicted."""
+"""The input of the predictions: a job's shapes on one rank, and what cannot be predicted."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ STATISTIC_DIMS = (64, 128, 256)  # head dims of the kernels
 
 
 class UnpredictableError(ConfigError):
-    """An option whose memory or time no arithmetic here describes; the message names its key."""
+    """An option whose memory or time cannot be predicted; the message names its key."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """``config`` on ``gpus`` GPUs, ``per_host`` on each host, with ``rows`` rows of embedding and
-    head.
+    """A job: ``config`` on ``gpus`` GPUs, ``per_host`` of them on each host.
 
-    ``cu_seqlens`` bounds the documents of a sample, all of ``config.data.seq_len`` tokens.
+    Embedding and head have ``rows`` rows. ``cu_seqlens`` bounds the documents of a sample, which
+    together have ``config.data.seq_len`` tokens.
     """
 
     config: Config
@@ -40,36 +40,36 @@ class Job:
 
     @cached_property
     def plan(self) -> ContextPlan:
-        """The plan of a sample on the first rank of its group, which has the most tokens.
+        """The plan of a sample on the first rank of its CP group, which has the most tokens.
 
-        Jobs with the same documents on as many ranks share it: ``plan_context`` keeps plans.
+        Jobs with the same documents and as many ranks share it: ``plan_context`` caches plans.
         """
         parallel = self.config.parallel
         return plan_context(list(self.cu_seqlens), (0, parallel.cp), parallel.layout)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a rank, the most of any."""
+        """Tokens of the rank that has most."""
         return max(self.plan.tokens_per_rank)
 
     @property
     def samples(self) -> int:
-        """Samples of a data-parallel rank in a step."""
+        """Samples per step of a data-parallel rank."""
         return self.config.train.accumulation_over(self.dp)
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.gpus // self.config.parallel.cp
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks of a host."""
+        """Number of ranks on a host."""
         return min(self.gpus, self.per_host)
 
     @property
     def sharded_over(self) -> int:
-        """Ranks that share a weight."""
+        """Number of ranks over which a weight is sharded."""
         engine = self.config.engine
         if engine.name == "ddp":
             return 1
@@ -105,7 +105,7 @@ class Job:
 
 
 def parameters(model: ModelConfig, rows: int) -> tuple[int, int, int]:
-    """Elements of a block, of the embedding, and of an untied head (0 if it is tied)."""
+    """Numbers of elements: a block, the embedding, and an untied head (0 if it is tied)."""
     sizes = {name: math.prod(shape) for name, shape in shapes(model, rows).items()}
     block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
     return block, sizes["embedding.weight"], sizes.get("output.weight", 0)

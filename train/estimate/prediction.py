@@ -1,4 +1,4 @@
-"""A prediction of a job, whether it fits, and the smallest change of the settings that does."""
+"""A job's prediction: whether it fits, and the smallest change of settings that makes it fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.estimate.memory import MemoryEstimate, estimate_memory
 from train.estimate.step_time import StepTime, estimate_time
 from train.run.held_run import allowed_changes
 
-# Settings that need less memory, the cheaper ones first. Of a pair of one key one at most is taken.
+# Settings that need less memory, the cheaper ones first. A change uses each key at most once.
 CHANGES: tuple[tuple[str, object], ...] = (
     ("memory.loss_chunk", 1024),
     ("memory.mlp_chunk", 16384),
@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory, and the time or why there is none."""
+    """Predicted memory and time; ``no_time`` is the reason if there is no time."""
 
     job: Job
     memory: MemoryEstimate
@@ -48,7 +48,7 @@ class Prediction:
     no_time: str = ""
 
     def problems(self, limits: Limits) -> list[str]:
-        """What does not fit, each in a clause without a remedy."""
+        """The limits that the job exceeds, each as a clause without a remedy."""
         timeout, found = self.job.config.parallel.timeout_s, []
         if self.memory.device > limits.device:
             found.append(
@@ -69,7 +69,7 @@ class Prediction:
 
 
 def predict(job: Job) -> Prediction:
-    """The prediction of ``job``. Raises ``UnpredictableError`` if its memory has none."""
+    """The prediction of ``job``. Raises ``UnpredictableError`` if its memory is unpredictable."""
     memory = estimate_memory(job)
     try:
         return Prediction(job, memory, estimate_time(job))
@@ -78,9 +78,9 @@ def predict(job: Job) -> Prediction:
 
 
 def limits_of(config: Config, device: float | None = None) -> Limits:
-    """``hardware``'s, with this machine's host memory where it gives none.
+    """The limits of ``config.hardware``; without ``host_gb``, with this machine's host memory.
 
-    ``device``, in bytes, goes before ``hardware.memory_gb``.
+    ``device``, in bytes, overrides ``hardware.memory_gb``.
     """
     hardware = config.hardware
     host = host_memory() if hardware.host_gb is None else hardware.host_gb * 1e9
@@ -88,10 +88,10 @@ def limits_of(config: Config, device: float | None = None) -> Limits:
 
 
 def smallest_change(job: Job, limits: Limits) -> list[str]:
-    """The fewest settings with which ``job`` fits, as overrides; of as many the fastest.
+    """The smallest set of changes with which ``job`` fits, as overrides; the fastest of equal size.
 
-    Empty if it fits, or if nothing helps. Where no setting of a group is enough, more GPUs share
-    each sample. A start that continues a run keeps the settings that determine the run's result.
+    Empty if the job fits, or if nothing helps. If no setting is enough, more GPUs share each
+    sample. A start that continues a run does not change settings that determine the run's result.
     """
     if not predict(job).problems(limits):
         return []
@@ -114,8 +114,8 @@ def smallest_change(job: Job, limits: Limits) -> list[str]:
 def require_fit(job: Job, limits: Limits) -> Prediction:
     """The prediction of ``job``.
 
-    Raises ``ConfigError`` with the smallest change that helps if the job does not fit, unless
-    ``memory.force``; ``UnpredictableError`` if there is no prediction.
+    Raises ``ConfigError``, with the smallest change that helps, if the job does not fit and
+    ``memory.force`` is false. Raises ``UnpredictableError`` if there is no prediction.
     """
     prediction = predict(job)
     problems = prediction.problems(limits)
@@ -127,10 +127,10 @@ def require_fit(job: Job, limits: Limits) -> Prediction:
 
 
 def _changed(job: Job, size: int, allowed: Sequence[str]) -> Iterator[tuple[Prediction, list[str]]]:
-    """Predictions of ``job`` with each choice of ``size`` changes, and the choice as overrides.
+    """Predictions of ``job`` with each combination of ``size`` changes, and its overrides.
 
-    The changes are of ``allowed`` keys and fit each other. A timeout that is too short is raised
-    with them.
+    The changes are of ``allowed`` keys and valid together. A combination also raises a timeout that
+    is too short.
     """
     config = job.config
     open_changes = [
@@ -157,7 +157,7 @@ def _changed(job: Job, size: int, allowed: Sequence[str]) -> Iterator[tuple[Pred
 
 
 def _apply(config: Config, chosen: dict[str, object]) -> Config | None:
-    """``config`` with settings; None if they contradict others, or free nothing."""
+    """``config`` with the ``chosen`` settings; None if they are invalid or save no memory."""
     memory, train, engine = config.memory, config.train, config.engine
     for key, value in chosen.items():
         section, _, name = key.partition(".")
@@ -190,8 +190,10 @@ def _value(job: Job, key: str) -> object:
 
 
 def _on_more(job: Job, more: int) -> tuple[Job | None, list[str]]:
-    """``job`` on ``more`` times the GPUs, which share each sample; None if a host cannot hold whole
-    groups of them."""
+    """``job`` with ``more`` times the GPUs in each CP group, and its overrides.
+
+    None if a CP group does not fit on a host, or hosts would not have whole groups.
+    """
     if more == 1:
         return job, []
     config, cp = job.config, job.config.parallel.cp * more

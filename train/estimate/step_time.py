@@ -1,4 +1,4 @@
-"""Seconds of a step on GPUs, by kind of work, from measured speeds of kernels and links."""
+"""Seconds of a step on GPUs, by category of work, from measured speeds of kernels and links."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from train.model.flops import (
     step_flops,
 )
 
-LONG = 8192  # tokens of a document from which attention reaches the speeds of ``hardware``
-LONG_SHARE = 0.9  # of all pairs that must lie in documents so long
+LONG = 8192  # tokens; attention on such documents reaches the speeds of ``hardware``
+LONG_SHARE = 0.9  # share of all pairs that must lie in documents of that length
 ADAM_BYTES = 28  # a fused AdamW reads 16 bytes of a parameter and writes 12
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by kind, and the FLOPs of all ranks in it."""
+    """Seconds of a step by category, and the FLOPs of all ranks in it."""
 
     seconds: dict[str, float]
     flops: StepFlops
@@ -45,10 +45,10 @@ class StepTime:
 
 
 def estimate_time(job: Job) -> StepTime:
-    """The time of a step, as long as its slowest rank.
+    """The time of a step: that of its slowest rank.
 
-    Raises ``UnpredictableError``, also for documents too short, head dims not listed and models too
-    narrow for the speeds of ``hardware``.
+    Raises ``UnpredictableError``, also if ``hardware`` has no speed for the job: its documents are
+    too short, its head dim is not listed, or its model is too narrow.
     """
     job.require_predictable()
     _require_long(job.cu_seqlens)
@@ -62,7 +62,7 @@ def estimate_time(job: Job) -> StepTime:
     each = slowest * model.n_heads * model.resolved_head_dim() * model.n_layers
     linear = (flops.linear + flops.repeated_linear) / job.gpus
     elements = job.tokens * samples * model.dim * model.n_layers
-    # A recomputed block runs its forward, a third of this work, once more.
+    # Recomputation repeats the forward of a block, which is a third of this work.
     again = 1 if memory.recompute == "none" else 4 / 3
     attention = FORWARD_PER_PAIR * memory.attention_forwards * each / forward
     attention += (BACKWARD_PER_PAIR + AGAIN_PER_PAIR) * each / backward
@@ -100,8 +100,8 @@ def _attention_speeds(config: Config) -> tuple[float, float]:
             f"the time of attention with head dim {head_dim} cannot be predicted: hardware="
             f"{hardware.name} has {', '.join(map(str, hardware.head_dims))}"
         )
-    place = hardware.head_dims.index(head_dim)
-    return hardware.forward_tflops[place] * 1e12, hardware.backward_tflops[place] * 1e12
+    index = hardware.head_dims.index(head_dim)
+    return hardware.forward_tflops[index] * 1e12, hardware.backward_tflops[index] * 1e12
 
 
 def _matmul_speed(config: Config) -> float:
@@ -116,9 +116,10 @@ def _matmul_speed(config: Config) -> float:
 
 
 def _exposed(job: Job, hardware: HardwareConfig, total: int, busy: float) -> float:
-    """Collectives of weights and gradients, less what two thirds of the work, a backward, hide.
+    """Seconds of the collectives of weights and gradients that computation does not hide.
 
-    fsdp2 gathers twice and reduces once, the latter for the last micro-batch; ddp all-reduces.
+    The backward, two thirds of the computation, hides them. Per micro-batch fsdp2 gathers twice; it
+    reduces once per step. ddp all-reduces once per step.
     """
     ranks = job.gpus
     if ranks == 1:
@@ -131,6 +132,9 @@ def _exposed(job: Job, hardware: HardwareConfig, total: int, busy: float) -> flo
 
 
 def _exposed_offload(job: Job, hardware: HardwareConfig, busy: float) -> float:
-    """Copies out in the forward, a third of the work, and back; each way less what hides it."""
+    """Seconds of the copies to the host and back that computation does not hide.
+
+    A quarter of the computation hides the copies out, half of it the copies back.
+    """
     one_way = offloaded_bytes(job) * job.samples / (hardware.host_link_gb_s * 1e9)
     return max(0.0, one_way - busy / 4) + max(0.0, one_way - busy / 2)

@@ -1,8 +1,8 @@
-"""``config.json`` of transformers and the settings of ``model``, in both directions.
+"""Conversion between ``config.json`` of transformers and the settings of ``model``, both ways.
 
-Llama, Qwen2 (biases on q, k and v) and Qwen3 (QK-norm), with RoPE of the types default, linear,
-llama3 and yarn. Everything else is refused by its name. Values mean what transformers 5 takes them
-for.
+It covers Llama, Qwen2 (biases on q, k and v) and Qwen3 (QK-norm), with RoPE of the types default,
+linear, llama3 and yarn. Anything else raises an error that names it. Values have the meaning that
+they have in transformers 5.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from train.config import FULL, ConfigError, ModelConfig, RopeConfig
 
-PREFIX = "hf:"  # of checkpoint.init_from
+PREFIX = "hf:"  # begins a value of checkpoint.init_from that is a folder of transformers
 CONFIG = "config.json"
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What the trainer computes, where config.json may say something else.
+# The values that the trainer supports, for keys that may have other values in config.json.
 FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -30,7 +30,7 @@ FIXED = {
     "partial_rotary_factor": 1,
     "quantization_config": None,
 }
-# The keys of `model.rope` that a type has, by their names in config.json.
+# The keys of `model.rope` for each type, by their names in config.json.
 SCALED = {"factor": "factor"}
 LONG = {**SCALED, "original_max_position_embeddings": "original_len"}
 ROPE = {
@@ -50,7 +50,7 @@ ROPE = {
     },
 }
 WHOLE, SLIDING = "full_attention", "sliding_attention"  # types of layers
-MSCALES = ("mscale", "mscale_all_dim")  # of yarn; they give the attention factor
+MSCALES = ("mscale", "mscale_all_dim")  # keys of yarn that define its attention factor
 
 
 def hf_folder(init_from: str | None) -> Path | None:
@@ -77,26 +77,26 @@ class Values:
         right = isinstance(value, int) if whole else isinstance(value, int | float)
         if not right or isinstance(value, bool) or not 0 < value < math.inf:
             found = "lacks it" if value is None else f"has {value!r}"
-            kind = "an int" if whole else "a number"
-            raise ConfigError(f"{self.path} {found}: {key} must be {kind} above 0")
+            wanted = "an int" if whole else "a number"
+            raise ConfigError(f"{self.path} {found}: {key} must be {wanted} above 0")
         return value if whole else float(value)
 
     def refuse(self, key: str, value: Any, allowed: str) -> ConfigError:
-        """The error of a value that the trainer cannot compute."""
+        """The error for a value that the trainer does not support."""
         return ConfigError(f"{self.path} has {key}={value}; the trainer supports only {allowed}")
 
 
 def read_model(folder: Path) -> dict[str, Any]:
-    """The keys of ``model`` that ``config.json`` of ``folder`` gives, ``rope`` nested.
+    """The keys of ``model`` that ``config.json`` in ``folder`` defines, ``rope`` nested.
 
     Reads no other file. Raises ``ConfigError`` for a file that cannot be read, an unknown
-    architecture, another RoPE, and any value that the trainer cannot compute.
+    architecture, another RoPE, and any value that the trainer does not support.
     """
     config = _read(folder / CONFIG)
-    kind = config.get("model_type")
-    named = config.get("architectures", [CLASSES.get(kind, kind)])
-    if kind not in CLASSES or named != [CLASSES[kind]]:
-        found = kind if kind not in CLASSES else named
+    architecture = config.get("model_type")
+    named = config.get("architectures", [CLASSES.get(architecture, architecture)])
+    if architecture not in CLASSES or named != [CLASSES[architecture]]:
+        found = architecture if architecture not in CLASSES else named
         raise config.refuse("architecture", found, ", ".join(CLASSES.values()))
     for key, value in FIXED.items():
         if config.get(key, value) != value:
@@ -107,18 +107,20 @@ def read_model(folder: Path) -> dict[str, Any]:
         "n_layers": config.number("num_hidden_layers", whole=True),
         "n_heads": heads,
         "n_kv_heads": config.number(
-            "num_key_value_heads", heads if kind == "llama" else None, whole=True
+            "num_key_value_heads", heads if architecture == "llama" else None, whole=True
         ),
         "dim": dim,
-        "head_dim": config.number("head_dim", 128 if kind == "qwen3" else dim // heads, whole=True),
+        "head_dim": config.number(
+            "head_dim", 128 if architecture == "qwen3" else dim // heads, whole=True
+        ),
         "ffn_dim": config.number("intermediate_size", whole=True),
-        "qk_norm": kind == "qwen3",
-        "qkv_bias": kind == "qwen2",
+        "qk_norm": architecture == "qwen3",
+        "qkv_bias": architecture == "qwen2",
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "softmax_scale": None,
         "vocab_size": config.number("vocab_size", whole=True),
-        "windows": None if kind == "llama" else _read_windows(config),
+        "windows": None if architecture == "llama" else _read_windows(config),
         "rope": _read_rope(config),
     }
 
@@ -136,47 +138,48 @@ def _read(path: Path) -> Values:
 
 
 def _read_windows(config: Values) -> list[int | str] | None:
-    """``model.windows``: one window for the layers of type sliding_attention."""
+    """``model.windows``: all layers of type sliding_attention have the same window."""
     if not config.get("use_sliding_window", False):
         return None
     layers = config.number("num_hidden_layers", whole=True)
     first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types", [SLIDING if n >= first else WHOLE for n in range(layers)])
-    if len(kinds) != layers or set(kinds) - {SLIDING, WHOLE}:
-        raise config.refuse("layer_types", kinds, f"{SLIDING} and {WHOLE}, one for each layer")
+    types = config.get("layer_types", [SLIDING if n >= first else WHOLE for n in range(layers)])
+    if len(types) != layers or set(types) - {SLIDING, WHOLE}:
+        raise config.refuse("layer_types", types, f"{SLIDING} and {WHOLE}, one for each layer")
     if config.values.get("sliding_window", 4096) is None:
         return None
     window = config.number("sliding_window", 4096, whole=True)
-    return [window if kind == SLIDING else FULL for kind in kinds] if SLIDING in kinds else None
+    if SLIDING not in types:
+        return None
+    return [window if layer_type == SLIDING else FULL for layer_type in types]
 
 
 def _read_rope(config: Values) -> dict[str, Any]:
-    """``model.rope`` of ``rope_scaling`` and ``rope_theta``, or of ``rope_parameters``."""
+    """``model.rope`` from ``rope_scaling`` and ``rope_theta``, or from ``rope_parameters``."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise config.refuse("rope_parameters", given, "RoPE of the types " + ", ".join(ROPE))
     rope = Values(config.path, dict(given))
-    kinds = [kind for kind in (rope.values.pop(k, None) for k in ("rope_type", "type")) if kind]
-    kind = kinds[0] if kinds else "default"
-    if kind not in ROPE:
-        raise config.refuse("rope_type", kind, "RoPE of the types " + ", ".join(ROPE))
+    named = [rope.values.pop(key, None) for key in ("rope_type", "type")]
+    rope_type = next((name for name in named if name), "default")
+    if rope_type not in ROPE:
+        raise config.refuse("rope_type", rope_type, "RoPE of the types " + ", ".join(ROPE))
     theta = rope.number("rope_theta", config.get("rope_theta", 10000.0))
     if rope.get("partial_rotary_factor", 1) != 1:
         raise config.refuse(
             "partial_rotary_factor", rope.get("partial_rotary_factor"), "partial_rotary_factor=1"
         )
-    known = {"rope_theta", "partial_rotary_factor", *ROPE[kind]}
-    known |= set(MSCALES) if kind == "yarn" else set()
+    known = {"rope_theta", "partial_rotary_factor", *ROPE[rope_type]}
+    known |= set(MSCALES) if rope_type == "yarn" else set()
     if unknown := sorted(key for key in rope.values if key not in known):
-        raise config.refuse(
-            f"{unknown[0]} of RoPE", rope.get(unknown[0]), f"{', '.join(sorted(known))} for {kind}"
-        )
+        allowed = f"{', '.join(sorted(known))} for {rope_type}"
+        raise config.refuse(f"{unknown[0]} of RoPE", rope.get(unknown[0]), allowed)
     usual: dict[str, Any] = {
         "original_max_position_embeddings": config.get("max_position_embeddings")
     }
-    usual |= {"beta_fast": 32.0, "beta_slow": 1.0} if kind == "yarn" else {}
-    found: dict[str, Any] = {"type": kind, "theta": theta}
-    for theirs, ours in ROPE[kind].items():
+    usual |= {"beta_fast": 32.0, "beta_slow": 1.0} if rope_type == "yarn" else {}
+    found: dict[str, Any] = {"type": rope_type, "theta": theta}
+    for theirs, ours in ROPE[rope_type].items():
         if theirs == "truncate":
             found[ours] = bool(rope.get(theirs, True))
         elif theirs == "attention_factor":
@@ -184,13 +187,13 @@ def _read_rope(config: Values) -> dict[str, Any]:
         else:
             whole = theirs == "original_max_position_embeddings"
             found[ours] = rope.number(theirs, usual.get(theirs), whole)
-    if kind != "default" and found["factor"] < 1:
+    if rope_type != "default" and found["factor"] < 1:
         raise config.refuse("factor of RoPE", found["factor"], "factors of at least 1")
     return found
 
 
 def _attention_factor(rope: Values, factor: float) -> float | None:
-    """The attention factor of yarn; None where it follows from ``factor``."""
+    """The attention factor of yarn; None if it follows from ``factor``."""
     if rope.get("attention_factor") is not None:
         return float(rope.number("attention_factor"))
     if all(rope.get(key) for key in MSCALES):
@@ -211,29 +214,29 @@ def model_type(model: ModelConfig) -> str:
             f"mode=export: model.softmax_scale={model.softmax_scale}; Llama, Qwen2 and Qwen3 have "
             f"head_dim ** -0.5 only"
         )
-    kind = "qwen2" if model.qkv_bias else "qwen3" if model.qk_norm else "llama"
+    architecture = "qwen2" if model.qkv_bias else "qwen3" if model.qk_norm else "llama"
     windows = {model.window(layer) for layer in range(model.n_layers)} - {None}
-    if windows and (kind == "llama" or len(windows) > 1):
+    if windows and (architecture == "llama" or len(windows) > 1):
         raise ConfigError(
             f"mode=export: model.windows={model.windows}; Llama has no windows, Qwen2 and Qwen3 "
             "one width in all layers that have one"
         )
-    return kind
+    return architecture
 
 
 def hf_config(model: ModelConfig, n_rows: int, length: int, dtype: str) -> dict[str, Any]:
     """The keys of ``config.json`` for ``model``, in the form that transformers 4 and 5 read.
 
     ``n_rows`` are the rows of the embedding, ``length`` the tokens of the longest document that the
-    model was trained on. transformers 4 takes yarn's factor from ``max_position_embeddings``: it is
-    a multiple of the original length there.
+    model was trained on. With yarn, ``max_position_embeddings`` is the original length times
+    ``factor``, because transformers 4 computes the factor as their ratio.
     """
-    kind, rope = model_type(model), model.rope
+    architecture, rope = model_type(model), model.rope
     if rope.type == "yarn":
         length = math.ceil(rope.original_len * rope.factor)
     config = {
-        "architectures": [CLASSES[kind]],
-        "model_type": kind,
+        "architectures": [CLASSES[architecture]],
+        "model_type": architecture,
         "dtype": dtype,
         "num_hidden_layers": model.n_layers,
         "num_attention_heads": model.n_heads,
@@ -250,9 +253,9 @@ def hf_config(model: ModelConfig, n_rows: int, length: int, dtype: str) -> dict[
         "rope_theta": rope.theta,
         "rope_scaling": _hf_rope(rope),
     }
-    if kind != "qwen2":
+    if architecture != "qwen2":
         config["attention_bias"] = False
-    return config | ({"mlp_bias": False} if kind == "llama" else _hf_windows(model))
+    return config | ({"mlp_bias": False} if architecture == "llama" else _hf_windows(model))
 
 
 def _hf_windows(model: ModelConfig) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from train.engine.shard import Shard
 from train.hf.names import hf_name
 from train.hf.stored import stored_tensors
 
-MODEL = "model."  # before the names of weights in a training state
+MODEL = "model."  # prefix of the names of weights in a training state
 
 
 @torch.no_grad()
 def load_folder(folder: Path, shards: Mapping[str, Shard]) -> None:
     """Fill the boxes of the weights in ``shards``, float32, from the checked ``folder``.
 
-    ``shards`` is a training state; what is no weight stays as it is. A rank reads the rectangles
+    ``shards`` is a training state; its other tensors do not change. A rank reads only the boxes
     that it holds, without communication. Raises ``RuntimeError`` if a file cannot be read.
     """
     stored = stored_tensors(folder)

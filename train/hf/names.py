@@ -1,4 +1,4 @@
-"""Names and shapes of a model's tensors at Hugging Face, and their names here."""
+"""Names of a model's tensors in transformers and here, and their shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WHOLE = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-OF_A_BLOCK = {
+IN_BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -27,20 +27,20 @@ OF_A_BLOCK = {
 
 
 def hf_name(name: str) -> str:
-    """The name at Hugging Face of the parameter ``name`` of a ``Transformer``."""
+    """The name in transformers of the parameter ``name`` of our ``Transformer``."""
     if name in WHOLE:
         return WHOLE[name]
     found = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
     if found is None:
         raise ValueError(f"{name} is not a parameter of a Transformer")
-    block, module, kind = found.groups()
-    return f"model.layers.{block}.{OF_A_BLOCK[module]}.{kind}"
+    block, module, suffix = found.groups()
+    return f"model.layers.{block}.{IN_BLOCK[module]}.{suffix}"
 
 
 def shapes(model: ModelConfig, rows: int) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of a ``Transformer`` of ``model``, by its name here.
 
-    ``rows`` are those of embedding and head.
+    ``rows`` is the number of rows of embedding and head.
     """
     width = model.resolved_head_dim()
     q, k = model.n_heads * width, model.n_kv_heads * width

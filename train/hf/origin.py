@@ -1,4 +1,4 @@
-"""What a run keeps of the folder that it started from, for the folder that it is exported to."""
+"""Settings of the folder that a run started from, stored for the folder that it is exported to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from train.hf.architecture import CONFIG
 
-# Settings beside the weights. The tokenizer itself is the run's.
+# The files of settings. tokenizer.json is not among them: the run stores its own.
 FILES = (
     CONFIG,
     "generation_config.json",
@@ -19,7 +19,7 @@ FILES = (
 
 
 def keep_origin(origin: Path | None, kept: Path) -> None:
-    """Copy the settings in ``origin``, if any, to the folder ``kept``, which it clears."""
+    """Copy the settings in ``origin``, if any, to the folder ``kept``, which is cleared first."""
     shutil.rmtree(kept, ignore_errors=True)
     found = [origin / name for name in FILES if (origin / name).is_file()] if origin else []
     if found:

@@ -23,12 +23,12 @@ def save_weights(
 ) -> list[Path]:
     """Write the tensors of ``shapes``, by their names here, to ``folder``; returns the files.
 
-    ``read`` gives the tensors of some of the shapes. A file has at most ``shard_bytes`` bytes of
-    tensors, unless a single one is larger; only those of one file are in memory at a time. Several
-    files have an index.
+    ``read`` returns the tensors for some of the shapes. A file has at most ``shard_bytes`` bytes of
+    tensors, unless a single one is larger. Only the tensors of one file are in memory at a time. If
+    there are several files, an index lists them.
     """
     files = _files(shapes, dtype.itemsize, shard_bytes)
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     paths = []
     for number, own in enumerate(files, start=1):
         name = WEIGHTS
@@ -36,11 +36,11 @@ def save_weights(
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {hf_name(key): tensor.to(dtype) for key, tensor in read(own).items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, name)
+        file_of |= dict.fromkeys(tensors, name)
         paths.append(folder / name)
     if len(files) > 1:
         total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return paths
 

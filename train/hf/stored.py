@@ -1,7 +1,7 @@
-"""The tensors in a folder's safetensors files, from the headers alone.
+"""The tensors in a folder's safetensors files, from their headers only.
 
-The safetensors library imports numpy, whose threads would take signals that the stopper waits for.
-Headers are read here before such threads may start; tensors are read by the library.
+The safetensors library imports numpy, whose threads would receive signals that the stopper waits
+for. This module reads headers before such threads may start; the library reads the tensors later.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from train.config import ConfigError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # of an element; all of these fit into float32
+BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element; float32 represents all these types
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor: its file, and its shape and type of elements there."""
+    """A tensor in a file, with its shape and the type of its elements."""
 
     path: Path
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Stored:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of ``folder`` by name: of ``model.safetensors``, or of the files in its index.
+    """All tensors in ``folder`` by name: in ``model.safetensors``, or in the files of the index.
 
     Raises ``ConfigError`` for pickled weights, a damaged or truncated file, an index that names a
     file elsewhere or differs from the files, and elements that float32 cannot hold.
@@ -52,27 +52,27 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def _indexed(folder: Path) -> dict[str, Stored]:
     path = folder / INDEX
     try:
-        places = json.loads(path.read_bytes())["weight_map"]
-        names = sorted(set(places.values()))
+        file_of = json.loads(path.read_bytes())["weight_map"]
+        names = sorted(set(file_of.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not an index of weights: {error!r}") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or "\\" in name:
             raise ConfigError(f"{path} names {name!r}, which is not a file of its folder")
     files = {name: _header(folder / name) for name in names}
-    for tensor, name in places.items():
+    for tensor, name in file_of.items():
         if tensor not in files[name]:
             raise ConfigError(f"{path} places {tensor} in {name}, which lacks it")
     for name, tensors in files.items():
-        if extra := sorted(tensor for tensor in tensors if places.get(tensor) != name):
+        if extra := sorted(tensor for tensor in tensors if file_of.get(tensor) != name):
             raise ConfigError(
                 f"{folder / name} holds {extra[0]}, which {INDEX} does not place there"
             )
-    return {tensor: files[name][tensor] for tensor, name in places.items()}
+    return {tensor: files[name][tensor] for tensor, name in file_of.items()}
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """The tensors of a file; its size must be the one that they have."""
+    """The tensors in a file; the file's size must be that of header and tensors."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size

@@ -10,11 +10,12 @@ from typing import Any
 
 
 class JsonLines:
-    """Appends objects to a file, from any thread. Lines that a full disk rejects stay in memory and
-    are written later, at the next line or at the end; ``problem`` says why lines are missing.
+    """Appends objects to a file, from any thread.
 
-    ``last_step`` is the step after which the run continues. Lines of later steps, and torn lines of
-    a killed process or host, are removed first.
+    Lines that a full disk rejects stay in memory and are written later, with the next line or at
+    the end; ``problem`` is the reason why lines are missing. ``last_step`` is the step after which
+    the run continues. The lines of later steps, and incomplete lines of a killed process or host,
+    are removed first.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -36,8 +37,8 @@ class JsonLines:
     def drop_after(self, last_step: int) -> None:
         """Remove the lines of steps after ``last_step``, pending ones too.
 
-        The file is truncated at the first of them, which needs no disk space. Lines to keep follow
-        that place only in files that this class has not written.
+        The file is truncated at the first of them, which needs no disk space. Later lines of
+        earlier steps are appended again; only files of another writer have any.
         """
         with self._lock:
             content = self.path.read_bytes()[: self._cut]

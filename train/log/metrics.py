@@ -23,6 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from train.data.position_buckets import bucket_label
 from train.log.json_lines import JsonLines
 from train.log.smoothing import mean, window_of
+from train.log.units import both_units
 from train.log.wandb_run import WandbRun
 from train.run.run_folder import RunFolder
 
@@ -38,9 +39,11 @@ def peak_memory(device: torch.device) -> int:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes in use on a GPU, as its driver counts them, at PyTorch's peak so far: also what ranks
-    share over NVLink, NCCL's buffers and other processes. Too high where others have taken memory
-    that PyTorch gave back since. On the CPU ``peak_memory``."""
+    """Bytes in use on a GPU, as its driver counts them, at PyTorch's peak so far.
+
+    They include what ranks share over NVLink, NCCL's buffers and other processes. The figure is too
+    high if others have taken memory that PyTorch has released since. On the CPU ``peak_memory``.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         given_back = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
@@ -52,17 +55,17 @@ class Recorder:
     """Writes ``metrics.jsonl``, ``eval.jsonl``, ``events.jsonl``, TensorBoard and ``wandb``.
 
     ``last_step`` is the step after which the run continues, 0 for a new run. A full disk does not
-    end training: lines wait in memory, and ``say`` gets one message.
+    end training: lines stay in memory, and ``print_line`` gets one message.
     """
 
     def __init__(
         self,
         folder: RunFolder,
         last_step: int,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         wandb: WandbRun | None = None,
     ) -> None:
-        self._folder, self._say, self._wandb = folder, say, wandb
+        self._folder, self._print_line, self._wandb = folder, print_line, wandb
         self._waiting = False
         self._events = JsonLines(folder.events, sys.maxsize)  # kept in full: the history of the run
         self._steps = JsonLines(folder.metrics, last_step)
@@ -86,7 +89,8 @@ class Recorder:
     def evaluation(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
         """Record one validation after ``record["step"]`` optimiser steps."""
         self._write(self._evaluations, record)
-        values = {"held_out/nats_per_byte": record["nats_per_byte"]}
+        losses = both_units(record["nats_per_byte"])
+        values = {f"held_out/{unit}": loss for unit, loss in losses.items()}
         values |= _by_bucket("held_out_loss_by_position", loss_by_bucket)
         self._plot(values, record["step"])
 
@@ -96,11 +100,11 @@ class Recorder:
         self._write(self._events, {"step": step, "time": now, "event": event})
 
     def close(self) -> None:
-        """Close every file; lines that the disk still rejects are lost and reported to ``say``."""
+        """Close every file; report lines that the disk still rejects, which are lost."""
         for lines in (self._events, self._steps, self._evaluations):
             lines.close()
             if lines.problem:
-                self._say(f"{lines.problem}; the newest lines are not in the file")
+                self._print_line(f"{lines.problem}; the newest lines are not in the file")
         self._close_board()
         if self._wandb is not None:
             self._wandb.close()
@@ -109,7 +113,7 @@ class Recorder:
         try:
             self._board = SummaryWriter(str(self._folder.tensorboard), purge_step=last_step + 1)
         except OSError as error:
-            self._say(f"TensorBoard is off from step {last_step + 1}: {error}")
+            self._print_line(f"TensorBoard is off from step {last_step + 1}: {error}")
             self._board = None
 
     def _close_board(self) -> None:
@@ -120,7 +124,7 @@ class Recorder:
     def _write(self, lines: JsonLines, record: dict[str, Any]) -> None:
         lines.write(record)
         if lines.problem and not self._waiting:
-            self._say(f"{lines.problem}; lines are kept in memory until they can be written")
+            self._print_line(f"{lines.problem}; lines are kept in memory until they can be written")
         self._waiting = lines.problem is not None
 
     def _plot(self, values: dict[str, float], step: int) -> None:
@@ -132,7 +136,7 @@ class Recorder:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
         except OSError as error:
-            self._say(f"TensorBoard is off from step {step}: {error}")
+            self._print_line(f"TensorBoard is off from step {step}: {error}")
             self._board = None
 
 
@@ -144,7 +148,7 @@ def _by_bucket(tag: str, losses: Sequence[float]) -> dict[str, float]:
 class StepProgress:
     """A progress bar on a terminal, else a line every 10 s. Prints nothing on a quiet console.
 
-    The training loss is a mean over the last steps, and in the unit of the held-out loss.
+    The training loss is a mean over the last steps. Both losses are in nats per byte.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -171,25 +175,25 @@ class StepProgress:
         self._bar.stop()
 
     def update(self, record: dict[str, Any]) -> None:
-        """Show a step; ``record`` has its main figures, as its line of ``metrics.jsonl``."""
+        """Show a step; ``record`` has its main figures, under the keys of ``metrics.jsonl``."""
         self._recent.append(record["nats_per_byte"])
         text = f"{self._losses()}  {record['tokens_per_s']:,.0f} tokens/s"
         self._bar.update(self._task, completed=record["step"], description=text)
         now = time.monotonic()
         last = record["step"] == self._steps
         if not self._console.is_terminal and (now >= self._line_due or last):
-            self.say(f"step {record['step']}/{self._steps}  {text}")
+            self.print_line(f"step {record['step']}/{self._steps}  {text}")
             self._line_due = now + SECONDS_BETWEEN_LINES
 
     def validated(self, step: int, nats_per_byte: float, n_bytes: int) -> None:
         """Print the result of a validation of ``n_bytes``; later lines show it too."""
         self._held_out = f", held out {nats_per_byte:.3f}"
-        self.say(f"step {step}/{self._steps}  {self._losses()} ({n_bytes:,} bytes)")
+        self.print_line(f"step {step}/{self._steps}  {self._losses()} ({n_bytes:,} bytes)")
         self._held_out += f" at step {step}"
 
     def _losses(self) -> str:
         return f"nats per byte: train {mean(self._recent):.3f}{self._held_out}"
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         self._console.print(text, soft_wrap=True)

@@ -1,6 +1,6 @@
 """Plots of a run, of a sweep and of an evaluated text.
 
-All raise ``ModuleNotFoundError`` without matplotlib; ``draw`` reports it.
+Without matplotlib every plot raises ``ModuleNotFoundError``, which ``draw`` reports.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def draw(plot: Callable[[], None], console: Console) -> None:
-    """``plot()``, or a line that names the extra with the packages that it lacks."""
+    """Call ``plot``, or print a line that names the missing package and its extra."""
     try:
         plot()
     except ModuleNotFoundError as error:
         line = f"no plot: {error}; {remedy('plots')}"
-        console.print(line, soft_wrap=True, markup=False)  # brackets are no style
+        console.print(line, soft_wrap=True, markup=False)  # the brackets are not rich markup
 
 
 def plot_run(
@@ -36,8 +36,8 @@ def plot_run(
 ) -> None:
     """Draw ``loss.png``, and ``loss_by_position.png`` from two evaluations' losses by bucket.
 
-    ``loss.png`` has the training loss of each step, its mean around each step, all validations, and
-    the least of the ``baselines``, in nats per byte.
+    ``loss.png`` shows the training loss of each step, its mean around each step, all validations,
+    and the lowest of the ``baselines``, in nats per byte.
     """
     figure, axes = _axes()
     records, validations = (read_lines(folder / f"{name}.jsonl") for name in ("metrics", "eval"))
@@ -56,7 +56,7 @@ def plot_run(
     figure.savefig(folder / "loss.png", dpi=150)
 
     figure, axes = _axes()
-    _draw_by_position(axes, {"attention": full, "each token attends only to itself": self_only})
+    _draw_by_position(axes, {"attention": full, "current token only": self_only})
     axes.set(ylabel="held-out loss (nats per token)")
     figure.savefig(folder / "loss_by_position.png", dpi=150)
 
@@ -70,7 +70,7 @@ def plot_losses(path: Path, loss_by_bucket: dict[str, list[float]]) -> None:
 
 
 def plot_needle(path: Path, cells: list[dict[str, Any]]) -> None:
-    """Draw the share of matches of each task by length and depth, from the cells of needle.json."""
+    """Draw each task's share of matches by length and depth, from the cells of needle.json."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(cell["task"] for cell in cells))
@@ -98,8 +98,8 @@ def plot_sweep(folder: Path, rows: list[dict[str, Any]]) -> None:
     figure, axes = _axes()
     for label, points in sorted(lines.items()):
         axes.plot(*zip(*points, strict=True), marker="o", label=label or None)
-    places = [place for points in lines.values() for place, _ in points]
-    if min(places) > 0 and max(places) >= 10 * min(places):
+    values = [x for points in lines.values() for x, _ in points]
+    if min(values) > 0 and max(values) >= 10 * min(values):
         axes.set_xscale("log")
     axes.set(xlabel=across, ylabel="held out (nats per byte)")
     if 1 < len(lines) <= 10:

@@ -29,9 +29,9 @@ def profiled(
 ) -> Iterator[Callable[[], None]]:
     """A context around the steps of a run. It yields a function to call after each step.
 
-    ``done`` steps were finished before. ``folder`` gets a trace of the steps ``profile.steps`` on
-    this ``rank`` and, with ``profile.memory``, a snapshot of the allocator, also if an exception
-    ends the steps early.
+    ``done`` steps were finished before. The context writes to ``folder`` a trace of the steps
+    ``profile.steps`` on this ``rank`` and, with ``profile.memory``, a snapshot of the allocator. It
+    does so also if an exception ends the steps early.
     """
     if profile.steps is None or rank not in profile.ranks or done >= profile.steps[1]:
         yield lambda: None

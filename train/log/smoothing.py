@@ -1,4 +1,4 @@
-"""Means over steps: the loss of one step is that of few documents, and jumps from step to step."""
+"""Means over steps: one step has few documents, so its loss is noisy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST = 20  # steps in a mean, of a run that has so many
+LEAST = 20  # steps in a mean, if the run has so many
 
 
 def window_of(steps: int) -> int:
-    """Steps in a mean of a run of ``steps``: a twentieth, and no fewer than ``LEAST``."""
+    """Steps in a mean, for a run of ``steps``: a twentieth of them, at least ``LEAST``."""
     return min(max(LEAST, steps // 20), max(1, steps))
 
 
@@ -25,16 +25,16 @@ def mean(values: Sequence[float | None]) -> float:
 def smoothed(values: Sequence[float | None], window: int) -> NDArray[np.float64]:
     """The ``mean`` of about ``window`` values around each, (n,).
 
-    It takes as many before a value as after it, so that a falling curve is not delayed. At the ends
-    it takes those on one side: at least half as many, or the ends would be as rough as the values.
+    A window is centred on its value, so that a falling curve is not delayed. At the ends it has
+    fewer values, at least half as many.
     """
     numbers = np.array(values, np.float64)
     finite = np.isfinite(numbers)
     terms = np.where(finite, numbers, 0), finite
     sums, counts = (np.concatenate([[0.0], np.cumsum(term)]) for term in terms)
-    place = np.arange(len(numbers))
-    first = np.maximum(place - window // 2, 0)
-    stop = np.minimum(place + window // 2 + 1, len(numbers))
+    centre = np.arange(len(numbers))
+    first = np.maximum(centre - window // 2, 0)
+    stop = np.minimum(centre + window // 2 + 1, len(numbers))
     counted = counts[stop] - counts[first]
     totals = sums[stop] - sums[first]
     return np.divide(totals, counted, out=np.full(len(numbers), np.nan), where=counted > 0)

@@ -15,8 +15,11 @@ from train.model.window import allowed_pairs
 
 
 def counts_of(batches: Iterable[Batch], model: ModelConfig) -> torch.Tensor:
-    """Of this rank, (4,) int64: tokens with a label, their bytes as in ``Batch``, tokens, (query,
-    key) pairs of all layers."""
+    """Counts of this rank's batches, (4,) int64.
+
+    They are: tokens with a label, ``n_bytes`` as in ``Batch``, tokens, (query, key) pairs of all
+    layers.
+    """
     counts = [
         [batch.n_valid, batch.n_bytes, len(batch.tokens), allowed_pairs(model, batch.plan)]
         for batch in batches
@@ -35,14 +38,15 @@ class Timing(NamedTuple):
 def speed_of(
     config: Config, rows: int, tokens: int, pairs: int, timing: Timing
 ) -> dict[str, float]:
-    """FLOPs of a step; on GPUs ``mfu`` and ``hfu``, shares of ``hardware.peak_tflops``, and the
-    split of the time that ended when its loss was read.
+    """FLOPs of a step; on GPUs also ``mfu`` and ``hfu`` and the split of the time.
 
-    ``rows`` is the height of the head; ``tokens`` and ``pairs`` are as in ``step_flops``.
+    ``mfu`` and ``hfu`` are shares of ``hardware.peak_tflops``. The split is of the period that
+    ended when the step's loss was read. ``rows`` is the number of rows of the head; ``tokens`` and
+    ``pairs`` are as in ``step_flops``.
     """
     flops = step_flops(config.model, config.memory, rows, tokens, pairs)
     if timing.split is None:
         return {"flops": flops.model}
     shares = flops.utilisation(timing.seconds, timing.world, config.hardware.peak_tflops)
-    split = {f"{kind}_s": part for kind, part in timing.split.seconds().items()}
+    split = {f"{category}_s": part for category, part in timing.split.seconds().items()}
     return {"flops": flops.model, **shares, **split}

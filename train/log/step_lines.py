@@ -1,4 +1,4 @@
-"""The lines of metrics of the steps, each written while the device computes the next step."""
+"""The metrics line of each step, written while the device computes the next step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.log.speed import Timing, speed_of
 
 @dataclass(frozen=True)
 class StepLine:
-    """A line to be written: ``known`` of it so far, and what tells the rest.
+    """A metrics line to be written: its values so far, ``known``, and the input of the others.
 
     The step took ``seconds``; ``tokens`` and ``pairs`` are as in ``step_flops``,
     ``loss_by_bucket`` is in nats per token.
@@ -32,9 +32,9 @@ class StepLine:
 class StepLines:
     """Completes and writes the line of the latest step, when ``write`` is called.
 
-    To read the events of a step and to write TensorBoard's file takes the host milliseconds, for
-    which the device would wait between two steps. ``rows`` is the height of the head; ``recorder``
-    is None on all ranks but 0. ``written(seconds, line)`` is called after each line.
+    Reading a step's events and writing TensorBoard's file takes the host milliseconds. Between two
+    steps the device would wait for it. ``rows`` is the number of rows of the head; ``recorder`` is
+    None on all ranks but 0. ``written(seconds, line)`` is called after each line.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class StepLines:
         self._line: StepLine | None = None
 
     def add(self, line: StepLine) -> None:
-        """Give the next line. The line before has been written."""
+        """Add the next line. The line before must have been written."""
         with self._lock:
             assert self._line is None
             self._line = line
 
     def write(self) -> None:
-        """Write the line that was added last, once, from any thread; it is written at the return.
+        """Write the line that was added last, if it is not written yet; any thread may call this.
 
-        To be called before the end of the next period of ``times``, which has its own split.
+        Call it before the next period of ``times`` ends, which would replace this line's split.
         """
         with self._lock:
             line, self._line = self._line, None
@@ -72,7 +72,7 @@ class StepLines:
         whole = dict(line.known)
         try:
             whole |= speed_of(self._config, self._rows, line.tokens, line.pairs, timing)
-        finally:  # without the speed if the device is lost
+        finally:  # if the device is lost, the line has no speed
             if self._recorder is not None:
                 self._recorder.step(whole, line.loss_by_bucket)
         self._written(line.seconds, whole)

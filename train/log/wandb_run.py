@@ -1,6 +1,6 @@
 """``log.wandb``: sends the scalars to Weights & Biases.
 
-An error of W&B does not end training: it is reported once, and W&B stays off.
+An error of W&B does not end training: it is reported once, and nothing more is sent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from train.run.run_folder import RunFolder
 class WandbRun:
     """The W&B run of a run folder. A resumed run continues it, by the id in the folder."""
 
-    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(
+        self, config: Config, folder: RunFolder, print_line: Callable[[str], None]
+    ) -> None:
+        self._print_line = print_line
         self._run: Any = None
         self._attempt(lambda: self._open(config, folder))
 
@@ -58,4 +60,5 @@ class WandbRun:
         except Exception as error:
             self._run = None
             summary = " ".join(str(error).split())
-            self._say(f"Weights & Biases is off from now on: {type(error).__name__}: {summary}")
+            line = f"Weights & Biases is off from now on: {type(error).__name__}: {summary}"
+            self._print_line(line)

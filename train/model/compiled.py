@@ -1,9 +1,13 @@
 """``train.compile=block``: a block as graphs of ``torch.compile``, with attention as one node.
 
-A block of a step has one graph forward and one backward, which all blocks share. They are compiled
-in the first step, once more where the plan is another, and once more where the number of tokens is
-another: then for any number but 0 and 1, which have graphs of their own. The last norm and the loss
-between its matrix products are compiled likewise.
+All blocks share one forward graph and one backward graph. PyTorch compiles them
+
+* in the first step,
+* once more at the first plan that differs,
+* and once more at the first number of tokens that differs: then for any number except 0 and 1,
+  which have graphs of their own.
+
+The last norm, and the loss between its matrix products, are compiled in the same way.
 """
 
 from __future__ import annotations
@@ -22,16 +26,16 @@ BACKEND = "inductor"
 
 
 def compiled_block(recompute: str) -> Callable[..., Tensor]:
-    """Runs ``block.body(x, rotation, plan)`` for (block, x, rotation, plan), compiled.
+    """A function (block, x, rotation, plan) that runs ``block.body(x, rotation, plan)``, compiled.
 
-    ``recompute`` is the key of ``memory``. Raises ``torch._dynamo.exc.Unsupported`` where a block
+    ``recompute`` is as in ``memory``. A call raises ``torch._dynamo.exc.Unsupported`` if the block
     is not one graph.
     """
     return _compiled_block(recompute, BACKEND)
 
 
 def compiled_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of tensors and numbers as one graph."""
+    """A function of tensors and numbers, compiled as one graph."""
     return _compiled(function, BACKEND)
 
 
@@ -42,7 +46,8 @@ def _compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Te
 
 @lru_cache(None)
 def _compiled_block(recompute: str, backend: str) -> Callable[..., Tensor]:
-    # DDP's optimiser of graphs cannot cut a checkpoint. A block is shorter than a bucket anyway.
+    # DDPOptimizer splits graphs at the borders of buckets, which is impossible inside an activation
+    # checkpoint. A block is smaller than a bucket anyway.
     torch._dynamo.config.optimize_ddp = False
 
     def run(block: Any, x_TD: Tensor, rotation: Any, plan: Any) -> Tensor:

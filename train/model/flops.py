@@ -1,7 +1,7 @@
-"""FLOPs of an optimiser step: matrix products and attention, and what the backward repeats.
+"""FLOPs of an optimiser step: matrix products and attention, and what the backward recomputes.
 
 A multiplication and an addition are 2 FLOPs. Norms, rotations, activations, the softmax and the
-optimiser count nothing. Counts are of all ranks together.
+optimiser do not count. Counts are sums over all ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from train.config import MemoryConfig, ModelConfig
 # FLOPs per allowed pair, query head and channel
 FORWARD_PER_PAIR = 4  # the products Q K and P V
 BACKWARD_PER_PAIR = 8  # dP, dV, dQ, dK
-AGAIN_PER_PAIR = 2  # Q K, which the backward computes again in place of keeping the scores
+AGAIN_PER_PAIR = 2  # Q K, which the backward recomputes because the scores are not stored
 
 
 @dataclass(frozen=True)
 class StepFlops:
     """FLOPs of a step.
 
-    ``linear`` and ``attention`` are forward and backward of the model, ``repeated_linear`` and
-    ``repeated_attention`` what the backward computes a second time to save memory: also the scores,
-    which attention's backward never keeps.
+    ``linear`` and ``attention`` are the model's forward and backward. ``repeated_linear`` and
+    ``repeated_attention`` are what the backward computes a second time to save memory. That
+    includes the scores, which attention never stores.
     """
 
     linear: int
@@ -32,12 +32,12 @@ class StepFlops:
 
     @property
     def model(self) -> int:
-        """What MFU counts: no credit for recomputation."""
+        """The FLOPs that MFU counts: without recomputation."""
         return self.linear + self.attention
 
     @property
     def hardware(self) -> int:
-        """What HFU counts: all that runs."""
+        """The FLOPs that HFU counts: with recomputation."""
         return self.model + self.repeated_linear + self.repeated_attention
 
     def utilisation(self, seconds: float, ranks: int, peak_tflops: float) -> dict[str, float]:
@@ -47,13 +47,13 @@ class StepFlops:
 
 
 def attention_weights(model: ModelConfig) -> int:
-    """Elements of the four projections of a block's attention."""
+    """Number of elements in the four projections of a block's attention."""
     heads = 2 * model.n_heads + 2 * model.n_kv_heads
     return model.dim * model.resolved_head_dim() * heads
 
 
 def mlp_weights(model: ModelConfig) -> int:
-    """Elements of the three matrices of a block's SwiGLU."""
+    """Number of elements in the three matrices of a block's SwiGLU."""
     return 3 * model.dim * model.ffn_dim
 
 
@@ -62,15 +62,15 @@ def step_flops(
 ) -> StepFlops:
     """FLOPs of a step with ``tokens`` tokens in all its samples, whose layers allow ``pairs``.
 
-    ``rows`` is the height of the head. ``pairs`` is the sum over layers and ranks of
+    ``rows`` is the number of rows of the head. ``pairs`` is the sum over layers and ranks of
     ``window.allowed_pairs``, exact for packed documents and windows.
     """
     block = attention_weights(model) + mlp_weights(model)
     forward = 2 * tokens * (model.n_layers * block + rows * model.dim)
     each = pairs * model.n_heads * model.resolved_head_dim()
     attention_again = AGAIN_PER_PAIR + (memory.attention_forwards - 1) * FORWARD_PER_PAIR
-    # A recomputed block ends before `down`, whose output no gradient needs. Chunks of the MLP
-    # compute gate and up again, and chunks of the loss the logits.
+    # The recomputation of a block ends before `down`, whose output no gradient needs. A chunked MLP
+    # recomputes gate and up, a chunked loss the logits.
     gate_and_up = mlp_weights(model) * 2 // 3
     again = 0
     if memory.recompute != "none":

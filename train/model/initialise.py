@@ -1,4 +1,4 @@
-"""Initial weights: each value depends on the seed, the parameter's name and its place alone.
+"""Initial weights: each value depends only on the seed, the parameter's name and its index.
 
 A rank therefore draws only the rows that it holds, and every engine starts with the same weights.
 """
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from train.config import ModelConfig
 
-BLOCK = 2**20  # about as many values have a generator of their own
-MAX_THREADS = 16  # that draw at a time
+BLOCK = 2**20  # about this many values share a random generator
+MAX_THREADS = 16  # that draw at the same time
 
 
 def all_rows(parameter: Tensor) -> tuple[int, Tensor]:
-    """The rows of a parameter that this rank holds whole."""
+    """Number of the first row and rows, for a parameter that this rank holds whole."""
     return 0, parameter
 
 
@@ -32,11 +32,11 @@ def initialise(
     rows: Callable[[Tensor], tuple[int, Tensor]] = all_rows,
     prefix: str = "",
 ) -> None:
-    """Fill the parameters of a ``Transformer`` of ``model``, or of its part with that ``prefix``.
+    """Fill the parameters of a ``Transformer`` of ``model``, or of the module at ``prefix`` in it.
 
-    ``rows`` gives the number of the first row of a parameter here, and its rows as a tensor. The
-    embedding starts at unit variance. Small rows may pass close to zero as they learn, where
-    RMSNorm magnifies their gradients, and rounding errors with them.
+    ``rows`` returns the number of a parameter's first row on this rank, and its rows as a tensor.
+    The embedding starts at unit variance. Small rows may come close to zero as they learn, and
+    RMSNorm would then magnify their gradients and the rounding errors in them.
     """
     for inner, parameter in transformer.named_parameters():
         name = prefix + inner
@@ -78,10 +78,11 @@ def draw(values: Tensor, name: str, first: int, height: int, std: float) -> None
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         shape = min(step, height - start), width
         block = torch.empty(shape, dtype=torch.float32, device="cpu")
-        return block.normal_(0.0, std, generator=generator)  # in one thread: it has a generator
+        # With a generator, PyTorch fills the block in one thread: the threads here do not multiply.
+        return block.normal_(0.0, std, generator=generator)
 
     with ThreadPoolExecutor(min(MAX_THREADS, torch.get_num_threads())) as threads:
-        for some in batched(starts, MAX_THREADS):  # bounds what waits to be copied
+        for some in batched(starts, MAX_THREADS):  # bounds the memory of blocks not copied yet
             for start, block in zip(some, threads.map(rows, some), strict=True):
                 low, high = max(start, first), min(start + step, first + len(values))
                 drawn = block[low - start : high - start]
@@ -89,5 +90,5 @@ def draw(values: Tensor, name: str, first: int, height: int, std: float) -> None
 
 
 def batched(starts: range, size: int) -> list[range]:
-    """Runs of at most ``size`` of them."""
+    """``starts`` in ranges of at most ``size``."""
     return [starts[i : i + size] for i in range(0, len(starts), size)]

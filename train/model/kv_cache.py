@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of up to ``capacity`` tokens, in the dtype of the first ones."""
+    """Keys and values of up to ``capacity`` tokens, in the dtype of the first call."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0

@@ -1,7 +1,7 @@
 """Cross entropy over a chunked sequence.
 
-Of a token with logits x and label y the loss is L = log sum exp x - x_y, and its gradient is
-softmax(x) but for label y: there it is softmax(x)_y - 1 = expm1(-L).
+For a token with logits x and label y, L = log sum exp x - x_y and dL/dx_i = softmax(x)_i - [i = y].
+For the label the gradient is softmax(x)_y - 1 = expm1(-L), without cancellation near 0.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def token_losses(
 ) -> Tensor:
     """Cross entropy of every token in nats, (T,) float32; 0 where the label is ``IGNORED``.
 
-    The logits of only ``chunk`` tokens exist at a time; the backward pass recomputes them. It sums
-    the gradient of ``weight`` over chunks in float32, whatever dtype autocast multiplies in.
-    ``fused``: a compiler fuses what lies between matrix products. Without any token the result is
-    empty and still part of the autograd graph.
+    The logits of only ``chunk`` tokens exist at a time; the backward recomputes them. It sums the
+    gradient of ``weight`` over chunks in float32, in any dtype of matrix products. With ``fused`` a
+    compiler fuses the operations between matrix products. Without tokens the result is empty, and
+    still part of the autograd graph.
     """
     return _TokenLosses.apply(hidden_TD, weight_VD, labels_T, chunk, fused)
 
@@ -62,9 +62,8 @@ class _TokenLosses(torch.autograd.Function):
         factors_T = dlosses_T * counted_T
         at_target_T = (losses_T.neg().expm1() * factors_T).to(ctx.dtype)
         each = (x.split(ctx.chunk) for x in (targets_T, factors_T, at_target_T, dhidden_TD))
-        pieces = zip(*each, strict=True)
-        for (rounded, _), piece in zip(_chunks(ctx, hidden_TD, labels_T), pieces, strict=True):
-            targets, factors, at_target, dhidden = piece
+        chunks = zip(_chunks(ctx, hidden_TD, labels_T), zip(*each, strict=True), strict=True)
+        for (rounded, _), (targets, factors, at_target, dhidden) in chunks:
             dlogits_TV = scaled_softmax(linear(rounded, head_VD), factors)
             dlogits_TV.scatter_(1, targets[:, None], at_target[:, None])
             dhidden.copy_(matmul(dlogits_TV, head_VD))
@@ -83,5 +82,5 @@ def _cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _scaled_softmax(logits_TV: Tensor, factors_T: Tensor) -> Tensor:
-    """(T, V) in the dtype of the logits: the softmax of each row times its factor, in float32."""
+    """Softmax of each row times its factor, computed in float32, (T, V) in the logits' dtype."""
     return (logits_TV.float().softmax(-1) * factors_T[:, None]).to(logits_TV.dtype)

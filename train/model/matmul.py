@@ -1,6 +1,6 @@
-"""The matrix products of the model, as ops that an observer of ops sees in every engine.
+"""The matrix products of the model, as custom ops: a hook on ops can time them in every engine.
 
-A compiler takes each as one node. Shapes are written as suffixes, as in ``transformer.py``.
+For a compiler each is one node. Shapes are written as suffixes, as in ``transformer.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor:
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add ``a @ b``, of matrices of one dtype, to ``total``; no gradient.
 
-    A GPU adds its float32 sums to a float32 total as they are, other devices round them to the
+    A GPU adds its float32 sums to a float32 total without rounding. Other devices round them to the
     dtype of the matrices first.
     """
     if a.is_cuda and total.dtype == torch.float32 != a.dtype:
@@ -60,8 +60,8 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 def linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dweight) in the dtypes of x and of ``weight``.
 
-    A GPU stores the float32 sums of dweight as they are, other devices round them to the dtype of
-    dy first.
+    A GPU stores the float32 sums of dweight without rounding. Other devices round them to the dtype
+    of dy first.
     """
     dx = dy @ weight.to(dy.dtype)
     if dy.is_cuda and weight.dtype == torch.float32 != dy.dtype:
@@ -75,7 +75,7 @@ def _(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    # The weight itself: ZeRO-3 releases its memory until the backward and then fills it again.
+    # Save the weight itself, not a copy: ZeRO-3 frees its memory until the backward gathers it.
     ctx.save_for_backward(*inputs)
 
 

@@ -1,8 +1,8 @@
-"""What checkpointed blocks keep for their backward, in host memory until then.
+"""Offload: tensors that checkpointed blocks save for their backward wait in host memory.
 
-That is a block's input, the residual stream, and attention's (O, LSE). A side stream copies them
-out while the block and the next one run, and back while the next one runs backward. Shapes are
-written as suffixes, as in ``transformer.py``.
+They are a block's input, the residual stream, and attention's (O, LSE). A side stream copies them
+to the host while the block and the next one run, and back during the backward of the next one.
+Shapes are written as suffixes, as in ``transformer.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the p
 def host_buffer(n_bytes: int, device: torch.device) -> Tensor:
     """New host memory, (n_bytes,) uint8; for a GPU it is pinned until it is freed.
 
-    It takes ``n_bytes``. PyTorch rounds its own pinned memory up to a power of two.
+    It has exactly ``n_bytes``. PyTorch would round its own pinned memory up to a power of two.
     """
     buffer = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
     if device.type == "cuda" and n_bytes:
@@ -46,18 +46,18 @@ def _unpin(address: int, device: torch.device) -> None:
 
 
 class Copies:
-    """Copies that run at once, on the CPU."""
+    """Synchronous copies, for the CPU."""
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
-        """Begin to copy, after all work that has been issued. Returns a ticket for ``wait``."""
+        """Begin to copy, after all work that has been issued. Returns an event for ``wait``."""
         to.copy_(source)
 
-    def wait(self, ticket: Any) -> None:
-        """Work that is issued from here on begins after that copy has ended."""
+    def wait(self, event: Any) -> None:
+        """Let work that is issued later start only after that copy has ended."""
 
 
 class StreamCopies(Copies):
-    """Copies on a CUDA stream of their own, one after the other."""
+    """Asynchronous copies on a separate CUDA stream, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -68,8 +68,8 @@ class StreamCopies(Copies):
             to.copy_(source, non_blocking=True)
             return self.stream.record_event()
 
-    def wait(self, ticket: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.stream.device).wait_event(ticket)
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.stream.device).wait_event(event)
 
 
 class HostPool:
@@ -94,7 +94,7 @@ class HostPool:
         return free.pop()
 
     def give(self, buffer: Tensor) -> None:
-        """Return a buffer. Copies from and to it that have begun precede any later one."""
+        """Return a buffer. Its copies that have begun run before those of its next user."""
         self._free[len(buffer) // self.tokens].append(buffer)
 
     def _allocate(self, n_bytes: int, device: torch.device) -> Tensor:
@@ -104,7 +104,7 @@ class HostPool:
 
 
 class HostTensor:
-    """A tensor in a host buffer; the buffer is free again when this object is."""
+    """A tensor in a host buffer; the buffer returns to the pool when this object is deleted."""
 
     def __init__(self, source: Tensor, tokens: int, pool: HostPool, copies: Copies) -> None:
         self._here: tuple[Tensor, Any] | None = None
@@ -112,56 +112,56 @@ class HostTensor:
         self._pool, self._copies, self._device = pool, copies, source.device
         self._buffer = pool.take(source, tokens)
         self._host = self._buffer[: source.nbytes].view(source.dtype).view(source.shape)
-        self.left = copies.copy(self._host, source)  # the ticket
+        self.copied = copies.copy(self._host, source)  # the event of the copy to the host
 
     def __del__(self) -> None:
-        if self._here is not None:  # fetched and not used: no copy may outlive its tensor
+        if self._here is not None:  # fetched but not used: no copy may outlive its tensor
             self._copies.wait(self._here[1])
         if self._buffer is not None:
             self._pool.give(self._buffer)
 
     def prefetch(self) -> None:
-        """Begin to copy the tensor back to its device, if that has not begun."""
+        """Begin to copy the tensor back to its device, unless that has begun."""
         if self._here is None:
             here = torch.empty_like(self._host, device=self._device)
             self._here = here, self._copies.copy(here, self._host)
 
     def get(self) -> Tensor:
-        """The tensor on its device, for work that is issued from here on."""
+        """The tensor on its device, for work that is issued after this call."""
         self.prefetch()
         assert self._here is not None
-        (here, ticket), self._here = self._here, None
-        self._copies.wait(ticket)
+        (here, event), self._here = self._here, None
+        self._copies.wait(event)
         return here
 
 
 class Offload:
-    """Runs blocks under activation checkpoints whose tensors wait on the host.
+    """Runs blocks under activation checkpoints whose saved tensors are offloaded to the host.
 
     Args:
-        blocks: the first so many wait on the host; the others keep their tensors on the device.
+        blocks: how many blocks offload, the first ones; the others use device memory.
         tokens: the most tokens of a sample that this rank holds.
-        keeps_attention: whether a checkpoint keeps (O, LSE), so that attention runs once.
-        attention: whether (O, LSE) wait on the host too; needs ``keeps_attention``.
+        keeps_attention: selective checkpoints, which save (O, LSE), so that attention runs once.
+        attention: whether (O, LSE) are offloaded too; needs ``keeps_attention``.
     """
 
     def __init__(self, blocks: int, tokens: int, keeps_attention: bool, attention: bool) -> None:
         self.blocks, self.pool = blocks, HostPool(tokens)
         self.keeps_attention, self.attention = keeps_attention, attention
         self.copies: Copies | None = None
-        self._leaving: deque[tuple[Tensor, Any]] = deque()  # sources of copies, with tickets
+        self._sources: deque[tuple[Tensor, Any]] = deque()  # of copies to the host, with events
         self._block: list[weakref.ref[HostTensor]] = []  # tensors of the latest block
 
     def checkpoint(
         self, number: int, block: Callable[..., Tensor], x_TD: Tensor, *rest: Any
     ) -> Tensor:
-        """``block(x_TD, *rest)`` for block ``number``, from 0; ``rest`` stays on the device.
+        """``block(x_TD, *rest)`` for block ``number``, from 0.
 
-        Of ``rest`` no element may be a tensor. Raises ``ValueError`` for more than ``tokens``
+        No element of ``rest`` may be a tensor. Raises ``ValueError`` for more than ``tokens``
         tokens.
         """
         tokens = len(x_TD)
-        stays = number >= self.blocks or not tokens
+        on_device = number >= self.blocks or not tokens
         before = self._block if number else []
         own = self._block = []
 
@@ -173,11 +173,11 @@ class Offload:
         def pack(x_TD: Tensor) -> Callable[[], Tensor]:
             if not x_TD.numel():  # some versions of PyTorch save an empty tensor, on the CPU
                 return lambda: x_TD
-            kept = x_TD if stays else store(x_TD)
-            return lambda: self._load(kept, before)
+            saved = x_TD if on_device else store(x_TD)
+            return lambda: self._load(saved, before)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            if self.attention and not stays:
+            if self.attention and not on_device:
                 stored: list[list[HostTensor]] = []
                 return _Store(stored, store), _Load(stored)
             return keep_attention() if self.keeps_attention else (nullcontext(), nullcontext())
@@ -188,37 +188,37 @@ class Offload:
     def _store(self, tensor: Tensor, tokens: int) -> HostTensor:
         """Begin to copy a tensor to the host.
 
-        The device holds the sources of one block's copies. Before a further one is copied, the
-        device waits for the oldest.
+        The device holds at most one block's sources of copies that may still run. Before a further
+        copy begins, the device waits for the oldest one.
         """
         if self.copies is None:
             cuda = tensor.device.type == "cuda"
             self.copies = StreamCopies(tensor.device) if cuda else Copies()
         self._release(keep=2 if self.attention else 0)
         stored = HostTensor(tensor, tokens, self.pool, self.copies)
-        self._leaving.append((tensor, stored.left))
+        self._sources.append((tensor, stored.copied))
         return stored
 
     def _release(self, keep: int) -> None:
-        """Wait for the copies of all sources but the latest ``keep``, and release these sources."""
-        while len(self._leaving) > keep:
+        """Wait for the copies of all sources but the latest ``keep``, and free these sources."""
+        while len(self._sources) > keep:
             assert self.copies is not None
-            self.copies.wait(self._leaving[0][1])
-            self._leaving.popleft()
+            self.copies.wait(self._sources[0][1])
+            self._sources.popleft()
 
-    def _load(self, kept: Tensor | HostTensor, before: list[weakref.ref[HostTensor]]) -> Tensor:
-        """A block's input for its backward; begins to fetch what the block ``before`` needs."""
+    def _load(self, saved: Tensor | HostTensor, before: list[weakref.ref[HostTensor]]) -> Tensor:
+        """A block's input for its backward; starts to fetch the tensors of the block ``before``."""
         self._release(keep=0)
-        if isinstance(kept, HostTensor):
-            kept.prefetch()
+        if isinstance(saved, HostTensor):
+            saved.prefetch()
         for reference in before:
             if (stored := reference()) is not None:
                 stored.prefetch()
-        return kept.get() if isinstance(kept, HostTensor) else kept
+        return saved.get() if isinstance(saved, HostTensor) else saved
 
 
 class _Store(TorchDispatchMode):
-    """Stores the outputs of attention, in the forward."""
+    """In the forward: stores the outputs of attention."""
 
     def __init__(
         self, stored: list[list[HostTensor]], store: Callable[[Tensor], HostTensor]
@@ -234,7 +234,7 @@ class _Store(TorchDispatchMode):
 
 
 class _Load(TorchDispatchMode):
-    """Returns the stored outputs in place of attention, in the recomputation."""
+    """In the recomputation: returns the stored outputs in place of attention."""
 
     def __init__(self, stored: list[list[HostTensor]]) -> None:
         super().__init__()

@@ -15,8 +15,8 @@ VECTORS = ("norm.weight", ".bias")  # ends of the names of gains and biases
 def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only and ``embedding_lr_scale`` on the embedding.
 
-    Names tell matrices from vectors: a parameter that an engine has sharded has another shape. Each
-    group has an ``lr_scale`` that multiplies the scheduled learning rate.
+    Names distinguish matrices from vectors, because an engine may shard a parameter to another
+    shape. Each group has an ``lr_scale`` that multiplies the scheduled learning rate.
     """
     embedding = model.embedding.weight
     rest = {name: p for name, p in model.named_parameters() if p is not embedding}
@@ -35,9 +35,9 @@ def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     """Learning rate of optimiser step ``step`` (from 0) of ``steps``.
 
-    It rises linearly over ``warmup_steps`` and reaches ``lr`` in the last of them. Then it falls to
-    ``lr * final_lr_ratio``, which it would reach at step ``steps``; with ``wsd`` in the last
-    ``decay_steps`` alone.
+    It rises linearly over ``warmup_steps`` and reaches ``lr`` in the last of them. Then it decays
+    towards ``lr * final_lr_ratio``, its value at step ``steps``. With ``wsd`` it decays only in the
+    last ``decay_steps``.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps

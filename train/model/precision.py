@@ -1,4 +1,4 @@
-"""Dtypes: of matrix products, by the config or by autocast, and of sums over chunks."""
+"""The dtypes of matrix products, from the config or from autocast, and of sums over chunks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products of ``x``: autocast's where it is on, else that of ``x``."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    """The dtype of matrix products of ``x``: autocast's if it is enabled, else that of ``x``."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which products of ``dtype`` are summed over chunks: float32 at least."""
+    """The dtype in which products of ``dtype`` are summed over chunks: at least float32."""
     return torch.promote_types(dtype, torch.float32)

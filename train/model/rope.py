@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of ``model.rope``, and the rotation of queries and keys.
+"""RoPE: the frequencies of ``model.rope``, and the rotation of queries and keys.
 
 Shapes are written as suffixes, as in ``transformer.py``.
 """
@@ -24,10 +24,13 @@ class Rotation(NamedTuple):
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
     """Angle per position of each channel pair, (head_dim / 2,) float64.
 
-    ``linear`` divides all frequencies by ``factor``; ``llama3`` and ``yarn`` those of long
-    wavelengths, keep those of short ones, and interpolate in between: ``llama3`` by the turns over
-    ``original_len`` tokens (``low_freq_factor`` to ``high_freq_factor``), ``yarn`` by the number of
-    the pair, between those that make ``beta_slow`` and ``beta_fast`` turns.
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` and ``yarn`` divide those of long
+    wavelengths, leave those of short ones, and interpolate in between:
+
+    * ``llama3`` by the number of rotations over ``original_len`` tokens, from ``low_freq_factor``
+      to ``high_freq_factor``;
+    * ``yarn`` by the index of the pair, between the pairs with ``beta_slow`` and ``beta_fast``
+      rotations over ``original_len`` tokens.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = rope.theta**-exponents
@@ -40,19 +43,20 @@ def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
 
 
 def _llama3_share(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """How much of each frequency stays, 0 to 1."""
-    turns = rope.original_len * frequencies / (2 * math.pi)  # over the original context
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    """The share of each frequency that is not scaled, 0 to 1."""
+    rotations = rope.original_len * frequencies / (2 * math.pi)  # over the original context
+    share = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return share.clamp(0, 1)
 
 
 def _yarn_share(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """How much of each frequency stays, 0 to 1."""
+    """The share of each frequency that is not scaled, 0 to 1."""
     pairs = len(frequencies)
 
-    def pair_of(turns: float) -> float:
-        """The number of the pair, a fraction, that turns so often over the original context."""
-        return pairs * math.log(rope.original_len / (2 * math.pi * turns)) / math.log(rope.theta)
+    def pair_of(rotations: float) -> float:
+        """The index of the pair, a fraction, with so many rotations over the original context."""
+        ratio = rope.original_len / (2 * math.pi * rotations)
+        return pairs * math.log(ratio) / math.log(rope.theta)
 
     low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
     if rope.truncate:
@@ -64,7 +68,7 @@ def _yarn_share(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """The factor of queries and keys: 1 unless the type is ``yarn``."""
+    """The factor that multiplies queries and keys: 1 unless the type is ``yarn``."""
     if rope.type != "yarn":
         return 1.0
     if rope.attention_factor is not None:

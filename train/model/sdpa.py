@@ -1,4 +1,4 @@
-"""PyTorch's attention over packed documents, as a baseline for RingFA3's.
+"""PyTorch's attention over packed documents, a baseline for RingFA3's.
 
 Shapes are written as suffixes, as in ``transformer.py``.
 """
@@ -17,8 +17,8 @@ CAUSAL, SELF_ONLY = (-1, 0), (0, 0)  # windows, (left, right) keys around a quer
 class SdpaAttention(nn.Module):
     """Causal attention by ``scaled_dot_product_attention``, document by document.
 
-    Has the signature of ``RingFA3Attention``. Supports the causal window and the window (0, 0), in
-    which each token attends to itself alone. One process must hold the whole sample.
+    It has the signature of ``RingFA3Attention``. It supports the causal window and the window
+    (0, 0), in which each token attends only to itself. One process must hold the whole sample.
     ``softmax_scale`` None means head_dim ** -0.5.
     """
 

@@ -23,8 +23,8 @@ ALL = 1 << 62  # tokens: more than any sample has
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``, (T, D) -> (T, D); the hidden states are (T, F).
 
-    With ``chunk`` the hidden states of only so many tokens exist at a time. ``ALL`` is one chunk:
-    in an activation checkpoint, which computes less again with chunks than without.
+    With ``chunk`` the hidden states of only so many tokens exist at a time. ``ALL`` means one
+    chunk, for activation checkpoints: they recompute less with chunks than without.
     """
 
     def __init__(self, model: ModelConfig, chunk: int | None = None) -> None:
@@ -45,13 +45,12 @@ class SwiGLU(nn.Module):
 def chunked_swiglu(
     x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, chunk: int
 ) -> Tensor:
-    """The SwiGLU of ``chunk`` tokens at a time, (T, D) in the dtype that autocast multiplies in.
+    """The SwiGLU of ``chunk`` tokens at a time, (T, D) in the dtype of matrix products.
 
-    The graph holds ``x`` in that dtype and the weights; the backward computes gate and up again. It
-    sums the gradients of the weights over chunks in float32 (float64 for float64 inputs). The
-    recomputation of an activation checkpoint skips the products of the forward: it ends at the last
-    tensor that the graph holds, which is an input of this function. A compiler takes the whole as
-    one node.
+    Autograd saves ``x`` in that dtype and the weights; the backward recomputes gate and up. It sums
+    the gradients of the weights over chunks in float32 (float64 for float64 inputs). Under an
+    activation checkpoint the recomputation skips this function's products: it ends at the last
+    saved tensor, and all saved tensors are inputs here. For a compiler the function is one node.
     """
     weights, dtype = (gate_FD, up_FD, down_DF), product_dtype(x_TD)
     if torch.compiler.is_compiling():
@@ -102,7 +101,7 @@ def _backward(
 
 
 class _Output(torch.autograd.Function):
-    """Returns the output; passes its gradient on to ``_Inputs`` in the place of one of x."""
+    """Returns y; its backward passes dy to ``_Inputs`` as if dy were the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, y_TD: Tensor) -> Tensor:
@@ -115,7 +114,7 @@ class _Output(torch.autograd.Function):
 
 
 class _Inputs(torch.autograd.Function):
-    """Rounds ``x`` to ``dtype`` and saves the inputs; its backward is that of the SwiGLU."""
+    """Rounds ``x`` to ``dtype`` and saves the inputs; its backward is the whole SwiGLU's."""
 
     @staticmethod
     def forward(
@@ -140,7 +139,7 @@ class _Inputs(torch.autograd.Function):
 
 @custom_op
 def swiglu(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, chunk: int) -> Tensor:
-    """``chunked_swiglu`` as one op, of x in the dtype of the products."""
+    """``chunked_swiglu`` as one op; x is in the dtype of matrix products."""
     return _forward(x_TD, gate_FD, up_FD, down_DF, chunk)
 
 

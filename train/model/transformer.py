@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """``rms_norm`` with a learned gain. ``fused``: in training a compiler makes it one kernel."""
+    """``rms_norm`` with a learned gain. With ``fused`` it is compiled to one kernel in training."""
 
     def __init__(self, width: int, eps: float, fused: bool = False) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm block: attention and SwiGLU, each added to the residual stream.
 
-    ``compiled`` is what runs a training step's forward in place of ``body``, if anything does.
+    ``compiled``, if it is set, runs the forward of training steps in place of ``body``.
     """
 
     compiled: Callable[..., Tensor] | None = None
@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The output matrix. A module, so that an engine may shard it and gather it for the loss."""
+    """The output matrix. It is a module, so that an engine can gather it for the loss."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
@@ -163,9 +163,9 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """Token ids -> normalised hidden states; the matrix ``head`` (V, D) maps them to logits.
 
-    ``attention`` is the key of ``train``; ``residual`` is the dtype of the residual stream. A rank
-    trains on at most ``tokens`` tokens of a sample, for which ``memory.offload`` has buffers.
-    ``compile`` runs every block as compiled graphs, with what it recomputes.
+    ``attention`` is as in ``train``; ``residual`` is the dtype of the residual stream. A rank
+    trains on at most ``tokens`` tokens of a sample; the buffers of ``memory.offload`` have that
+    size. With ``compile``, every block runs as compiled graphs, its recomputation included.
     ``ring`` are keyword arguments of every ``RingFA3Attention``: group, layout, transport,
     deterministic.
     """
@@ -192,7 +192,7 @@ class Transformer(nn.Module):
             keeps, everything = memory.recompute == "attention-saving", memory.offload == "all"
             blocks = memory.offloaded(model.n_layers)
             self.offload = Offload(blocks, tokens, keeps, everything)
-        self.rows = vocab_size  # of embedding and head
+        self.rows = vocab_size  # rows of embedding and head
         self.embedding = nn.Embedding(vocab_size, model.dim, dtype=torch.float32)
         chunk = memory.mlp_chunk
         if chunk is None and memory.recompute != "none" and not compile:
@@ -208,7 +208,7 @@ class Transformer(nn.Module):
         self.output = None
         if not model.tied_embeddings:
             self.output = Head(vocab_size, model.dim)
-        # Not a buffer: every rank computes the same values, so DDP need not broadcast them.
+        # This is not a buffer: every rank computes the same values, so DDP need not broadcast them.
         self.frequencies = rope_frequencies(model.resolved_head_dim(), model.rope)
         self.attention_factor = attention_factor(model.rope)
         if not self.norm.weight.is_meta:
@@ -228,35 +228,34 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Normalised hidden states (T, D). ``caches``, one per block, hold the preceding tokens.
 
-        A layer with a window attends under the narrower of its own and that of ``plan``.
+        A layer attends within the narrower of its own window and that of ``plan``.
         """
         x_TD = self.embedding(tokens_T).to(self.residual)
-        turns = rotation(positions_T, self.frequencies, self.attention_factor)
+        rotations = rotation(positions_T, self.frequencies, self.attention_factor)
         for number, block in enumerate(self.blocks):
             if caches is None:
                 own = narrowed(plan, self.config.window(number))
-                x_TD = self._run(number, block, x_TD, turns, own)
+                x_TD = self._run(number, block, x_TD, rotations, own)
             else:
-                x_TD = block(x_TD, turns, plan, caches[number])
+                x_TD = block(x_TD, rotations, plan, caches[number])
         return self.norm(x_TD)
 
     def _run(
-        self, number: int, block: nn.Module, x_TD: Tensor, turns: Rotation, plan: Any
+        self, number: int, block: nn.Module, x_TD: Tensor, rotations: Rotation, plan: Any
     ) -> Tensor:
         if self.recompute == "none" or self.compile or not torch.is_grad_enabled():
-            return block(x_TD, turns, plan)
+            return block(x_TD, rotations, plan)
         if self.offload is not None:
-            return self.offload.checkpoint(number, block, x_TD, turns, plan)
-        if self.recompute == "full":
-            return checkpoint(block, x_TD, turns, plan, use_reentrant=False)
-        return checkpoint(block, x_TD, turns, plan, use_reentrant=False, context_fn=keep_attention)
+            return self.offload.checkpoint(number, block, x_TD, rotations, plan)
+        selective = {} if self.recompute == "full" else {"context_fn": keep_attention}
+        return checkpoint(block, x_TD, rotations, plan, use_reentrant=False, **selective)
 
 
 class LanguageModel(nn.Module):
     """A transformer with its loss: batch -> cross entropy of every local token, (T,) float32.
 
-    Matrix products and attention compute in ``dtype``. ``loss_chunk`` bounds the number of tokens
-    whose logits exist at a time.
+    Matrix products and attention compute in ``dtype``. ``loss_chunk`` is the largest number of
+    tokens whose logits exist at the same time.
     """
 
     def __init__(self, transformer: Transformer, dtype: torch.dtype, loss_chunk: int) -> None:
@@ -278,10 +277,10 @@ class LanguageModel(nn.Module):
     def hits(self, batch: Batch) -> Tensor:
         """Whether the most probable token after each local token is its label, (T,) bool."""
         found = torch.zeros_like(batch.labels, dtype=torch.bool)
-        places = (batch.labels != IGNORED).nonzero()[:, 0]
+        labelled = (batch.labels != IGNORED).nonzero()[:, 0]
         with self._arithmetic(batch.tokens.device):
             hidden_TD = self.transformer(batch.tokens, batch.positions, batch.plan)
-            for some in places.split(self.loss_chunk):
+            for some in labelled.split(self.loss_chunk):
                 logits_TV = F.linear(hidden_TD[some], self.transformer.head).float()
                 found[some] = logits_TV.argmax(-1) == batch.labels[some]
         return found
@@ -312,9 +311,9 @@ def build_model(
 ) -> LanguageModel:
     """The model on ``device``, with the same weights on every rank; attention over ``cp_group``.
 
-    ``n_tokens`` is the size of the tokenizer's vocabulary. With ``meta`` the parameters have no
-    memory yet: an engine gives each rank its part. Raises ``ConfigError`` if ``n_tokens`` exceeds
-    ``model.vocab_size``.
+    ``n_tokens`` is the size of the tokenizer's vocabulary. With ``meta`` the parameters are on the
+    meta device: an engine allocates each rank's part. Raises ``ConfigError`` if ``n_tokens``
+    exceeds ``model.vocab_size``.
     """
     dtype = compute_dtype(config.train.precision, device)
     rows = config.model.rows(n_tokens)

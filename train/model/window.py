@@ -1,6 +1,6 @@
-"""Windows of layers, as the windows of plans.
+"""The attention windows of layers, in the form that plans use.
 
-A window of w keys, the token's own included, is (w - 1, -1) in a causal plan: left and right.
+A window of w keys, the token's own included, is (left, right) = (w - 1, -1) in a causal plan.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ def window_size(window: int | None) -> tuple[int, int]:
 
 
 def widest(model: ModelConfig) -> tuple[int, int]:
-    """The window by whose work the tokens of a sample are placed: that of the widest layer."""
+    """The window of the widest layer, for which a plan balances the work of the ranks."""
     windows = {model.window(layer) for layer in range(model.n_layers)}
     return window_size(None if None in windows else max(windows))
 
 
 def allowed_pairs(model: ModelConfig, plan: Any) -> int:
-    """(query, key) pairs that the layers allow for the queries of the plan's rank, all together."""
+    """Sum over layers of the (query, key) pairs that are allowed for the queries of this rank."""
     windows = [model.window(layer) for layer in range(model.n_layers)]
     of_window = {w: narrowed(plan, w).work_per_rank[plan.rank] for w in set(windows)}
     return sum(of_window[window] for window in windows)
 
 
 def narrowed(plan: Any, window: int | None) -> Any:
-    """``plan`` with the same tokens under ``window``, or ``plan`` itself if it is narrower."""
+    """``plan`` with ``window``, or ``plan`` itself if its own window is narrower."""
     left, right = plan.window_size
     if window is None or 0 <= left < window:
         return plan

@@ -1,12 +1,13 @@
-"""Trials of a needle in a haystack: a text that holds a fact, and a question whose answer is given.
+"""Trials of the needle in a haystack: a long text with needles, and a question about one of them.
 
-A trial is one document of a given number of tokens: the start token, running text with facts in it,
-a question, and its answer. Only the answer's tokens have labels. Three tasks:
+A needle is a sentence that gives a value to a name. A trial is one document of a given number of
+tokens: the start token, running text with needles in it, a question, and its answer. Only the
+answer's tokens have labels. Three tasks:
 
-    single      one number under one name
-    multi_key   as single, among ``others`` numbers under other names
-    variable    a number given to a name, passed on from name to name ``hops`` times; the question
-                is for the last
+    single      one needle with a number
+    multi_key   as single, among ``others`` needles with other names and numbers
+    variable    a number is given to a name, and passed on from name to name ``hops`` times; the
+                question asks for the last name
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LETTERS = list("BCDFGHJKLMNPQRSTVWXZ")
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial: its cell of the result, and its number there."""
+    """A trial: its cell in the result, and its number in that cell."""
 
     task: str
     length: int
@@ -50,7 +51,7 @@ def all_trials(needle: NeedleConfig) -> list[Trial]:
 class Haystack:
     """Makes the samples of trials from the running text of ``documents``.
 
-    A trial is a function of the text, the tokenizer, ``needle`` and itself.
+    A sample depends only on the text, the tokenizer, ``needle`` and the trial.
     """
 
     def __init__(
@@ -72,14 +73,14 @@ class Haystack:
         self.text = np.resize(text, max(len(text), 4 * longest))  # repeats a short text
 
     def sample(self, trial: Trial) -> Sample:
-        """The tokens of a trial but the last, and their labels.
+        """The tokens of a trial except the last, and their labels.
 
-        Raises ``ConfigError`` if its facts and its question do not fit into its length.
+        Raises ``ConfigError`` if its needles and its question do not fit into its length.
         """
         where = [self.needle.seed, TASKS.index(trial.task), trial.length, trial.number]
         rng = np.random.default_rng([*where, round(1e6 * trial.depth)])
-        facts, question, answer = self._parts(trial, rng)
-        room = trial.length - 1 - sum(map(len, (*facts.values(), question, answer)))
+        needles, question, answer = self._parts(trial, rng)
+        room = trial.length - 1 - sum(map(len, (*needles.values(), question, answer)))
         if room < 0:
             least = trial.length - room
             raise ConfigError(
@@ -89,9 +90,9 @@ class Haystack:
         start = int(rng.integers(0, len(self.text) - room + 1))
         text = self.text[start : start + room]
         tokens, done = [np.array([self.bos])], 0
-        for depth in sorted(facts):
+        for depth in sorted(needles):
             stop = round(depth * room)
-            tokens += [text[done:stop], facts[depth]]
+            tokens += [text[done:stop], needles[depth]]
             done = stop
         tokens += [text[done:], question, answer]
         whole = np.concatenate(tokens).astype(np.int64)
@@ -102,29 +103,28 @@ class Haystack:
     def _parts(
         self, trial: Trial, rng: np.random.Generator
     ) -> tuple[dict[float, NDArray[np.int64]], NDArray[np.int64], NDArray[np.int64]]:
-        """Facts by their depth in the text (0 to 1), the question and the answer, as tokens."""
-        needle = self.needle
-        count = {"single": 1, "multi_key": 1 + needle.others, "variable": 1 + needle.hops}
+        """Needles by their depth in the text (0 to 1), the question and the answer, as tokens."""
+        config = self.needle
+        count = {"single": 1, "multi_key": 1 + config.others, "variable": 1 + config.hops}
         names = _names(rng, count[trial.task])
-        digits = "".join(map(str, rng.integers(0, 10, needle.digits)))
+        digits = "".join(map(str, rng.integers(0, 10, config.digits)))
         answer = self._encode(f" {digits}")
+        needles = {trial.depth: self._needle(names[0], answer)}
         if trial.task == "variable":
-            depths = trial.depth + (1 - trial.depth) * np.sort(rng.random(needle.hops))
-            facts = {trial.depth: self._fact(names[0], answer)}
+            depths = trial.depth + (1 - trial.depth) * np.sort(rng.random(config.hops))
             for depth, before, name in zip(depths.tolist(), names, names[1:], strict=False):
-                facts[_free(depth, facts)] = self._fact(name, self._encode(f" {before}"))
-            return facts, self._question(names[-1]), answer
-        facts = {trial.depth: self._fact(names[0], answer)}
+                needles[_free(depth, needles)] = self._needle(name, self._encode(f" {before}"))
+            return needles, self._question(names[-1]), answer
         for name in names[1:]:
-            other = "".join(map(str, rng.integers(0, 10, needle.digits)))
-            facts[_free(float(rng.random()), facts)] = self._fact(name, self._encode(f" {other}"))
-        return facts, self._question(names[0]), answer
+            other = self._encode(" " + "".join(map(str, rng.integers(0, 10, config.digits))))
+            needles[_free(float(rng.random()), needles)] = self._needle(name, other)
+        return needles, self._question(names[0]), answer
 
-    def _fact(self, name: str, value: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _needle(self, name: str, value: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.concatenate([self._question(name), value, self._encode("\n")])
 
     def _question(self, name: str) -> NDArray[np.int64]:
-        """What precedes the value, in a fact and at the end: the same tokens."""
+        """The tokens before the value, the same in a needle and in the question."""
         return self._encode(f"\nThe value of {name} is")
 
     def _encode(self, text: str) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The job of every probe: ranks that load a checkpoint and a text, measure, and end."""
+"""The frame of every probe: the ranks load a checkpoint and a text, measure, and end."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def run_probe(
 ) -> NoReturn:
     """Measure ``checkpoint`` (None: the newest of the run), and end the process.
 
-    ``prepare`` makes of the text what ``measure`` needs. It may raise ``ConfigError``: no process
-    group has been made. ``ConfigError`` passes through; any other failure is reported in one line
-    with the rank, as in training.
+    ``prepare`` converts the text to what ``measure`` needs. It may raise ``ConfigError``, because
+    no process group exists yet. ``ConfigError`` passes through; any other failure is reported in
+    one line with the rank, as in training.
     """
     rank = int(os.environ.get("RANK", "0"))
     folder, report, parallel = RunFolder(config), FailureReport(rank, sys.stderr), None

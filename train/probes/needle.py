@@ -1,7 +1,7 @@
-"""``mode=needle``: how often a model finds a fact in a long text, by length and depth.
+"""``mode=needle``: how often a model finds a needle in a long text, by length and depth.
 
-The answer is given (teacher forcing): a trial is a match if, at each of its tokens, the most
-probable token is the right one.
+The model reads the right answer (teacher forcing). A trial is a match if the most probable token is
+the right one at each token of the answer.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def find(
 ) -> list[bool]:
     """Whether each of ``trials`` is a match, on every rank; every rank must call this.
 
-    ``hits_of`` gives for each local token, (t,) bool, whether its most probable successor is its
+    ``hits_of`` returns (t,) bool: whether the most probable token after each local token is its
     label. Data-parallel ranks share the trials.
     """
     own = range(parallel.dp_rank, len(trials), parallel.dp)
     counts = torch.zeros(2, len(trials), dtype=torch.int64, device=parallel.device)
-    place = (parallel.cp_group, config.parallel.layout, widest(config.model))
+    sharding = (parallel.cp_group, config.parallel.layout, widest(config.model))
 
     def make(index: int) -> Batch:
-        return make_batch(haystack.sample(trials[own[index]]), *place)
+        return make_batch(haystack.sample(trials[own[index]]), *sharding)
 
     for number, on_host in zip(own, prefetch(make, 0, len(own)), strict=True):
         batch = on_host.to(parallel.device)
@@ -90,7 +90,7 @@ def cells_of(trials: list[Trial], matches: list[bool]) -> list[dict[str, Any]]:
 
 def _report(subject: Subject, cells: list[dict[str, Any]], haystack: Haystack) -> None:
     console = subject.console
-    path, plot = (subject.folder.path / f"needle.{kind}" for kind in ("json", "png"))
+    path, plot = (subject.folder.path / f"needle.{suffix}" for suffix in ("json", "png"))
     result = {
         "checkpoint": str(subject.loaded.checkpoint),
         "text_tokens": haystack.text_tokens,

@@ -1,7 +1,7 @@
 """``mode=rope``: losses by position under other settings of RoPE, without training.
 
-The weights stay; frequencies and the attention factor change. Text beyond the run's length
-(``data.seq_len=8192 data.piece_len=null``) shows with which to extend it.
+The weights stay; frequencies and the attention factor change. On text beyond the run's length
+(``data.seq_len=8192 data.piece_len=null``) the losses show with which setting to extend the run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from train.config import Config, RopeConfig
 from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
 from train.log.plots import draw, plot_losses
+from train.log.units import with_bits
 from train.model.rope import attention_factor, rope_frequencies
 from train.model.transformer import Transformer
 from train.probes.measure import Subject, run_probe
@@ -51,23 +52,23 @@ def _measure(subject: Subject, prepared: tuple[Documents, dict[str, RopeConfig]]
 def settings_of(config: Config, trained: Config) -> dict[str, RopeConfig]:
     """The settings to evaluate, by label: that of ``config``, then those of the section ``rope``.
 
-    Their base is the model's, their original length that of the documents in ``trained``, the
-    settings that the run was trained with.
+    ``trained`` are the settings that the run was trained with. Scaled settings take their base from
+    the model and their original length from the documents of ``trained``.
     """
     own = config.model.rope
     length = trained.data.longest_document()
     found = {"as it is": own}
-    for kind in config.rope.types:
+    for rope_type in config.rope.types:
         for factor in config.rope.factors:
-            rope = RopeConfig(kind, own.theta, factor, original_len=length)
-            found[f"{kind} {factor:g}"] = rope
+            rope = RopeConfig(rope_type, own.theta, factor, original_len=length)
+            found[f"{rope_type} {factor:g}"] = rope
     for theta in config.rope.thetas:
         found[f"theta {theta:g}"] = RopeConfig(theta=theta)
     return found
 
 
 def set_rope(transformer: Transformer, rope: RopeConfig) -> None:
-    """Give a model other frequencies and another attention factor."""
+    """Set the frequencies and the attention factor of a model to those of ``rope``."""
     transformer.frequencies = rope_frequencies(transformer.config.resolved_head_dim(), rope)
     transformer.attention_factor = attention_factor(rope)
 
@@ -76,7 +77,7 @@ def _report(
     subject: Subject, results: dict[str, Evaluation], settings: dict[str, RopeConfig]
 ) -> None:
     console = subject.console
-    path, plot = (subject.folder.path / f"rope.{kind}" for kind in ("json", "png"))
+    path, plot = (subject.folder.path / f"rope.{suffix}" for suffix in ("json", "png"))
     rows = [
         {"label": label, "rope": dataclasses.asdict(settings[label]), **summary_of(result)}
         for label, result in results.items()
@@ -84,10 +85,12 @@ def _report(
     write_atomically(path, json.dumps(rows, indent=1) + "\n")
     first = next(iter(results.values()))
     filled = [bucket for bucket, tokens in enumerate(first.bucket_tokens) if tokens][-3:]
-    table = Table("RoPE", "nats per byte", *(f"at {bucket_label(bucket)}" for bucket in filled))
+    at_positions = (f"at {bucket_label(bucket)}" for bucket in filled)
+    table = Table("RoPE", "nats per byte", *at_positions, title_justify="left")
+    table.title = "In parentheses: bits per byte. At positions: nats per token"
     for label, result in results.items():
         losses = (f"{result.loss_by_bucket[bucket]:.3f}" for bucket in filled)
-        table.add_row(label, f"{result.nats_per_byte:.4f}", *losses)
+        table.add_row(label, with_bits(result.nats_per_byte, 4), *losses)
     console.print(table)
     losses_of = {label: result.loss_by_bucket for label, result in results.items()}
     draw(lambda: plot_losses(plot, losses_of), console)

@@ -14,7 +14,7 @@ from train.data.corpus import find_files, read_documents
 from train.data.documents import Documents
 from train.data.shards import open_corpus
 from train.data.tokenizer import bos_id, encode
-from train.engine.checkpoint import read_facts
+from train.engine.checkpoint import read_manifest_metadata
 
 BATCH_DOCUMENTS = 64
 PATH_KEY = "eval.path"
@@ -43,7 +43,7 @@ def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
 
     Otherwise its training may have seen the held-out split.
     """
-    if read_facts(checkpoint)["corpus"] != digest:
+    if read_manifest_metadata(checkpoint)["corpus"] != digest:
         names = ", ".join(config.data.sources)
         place = f"data.sources ({names})" if names else f"data.path={config.data.path}"
         raise ConfigError(
@@ -59,7 +59,7 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
     Raises ``ConfigError`` for a file that is not UTF-8.
     """
     bos, files = bos_id(tokenizer, data.bos_token), find_files(data, PATH_KEY)
-    rows, facts = [], []
+    rows, columns = [], []
     for origin, file in enumerate(files):
         try:
             texts = list(read_documents(file))
@@ -72,10 +72,10 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
             ):
                 rows.append(np.array([bos, *ids], np.uint32))
                 hashed = document.hash(data.held_out_salt)
-                facts.append((len(ids) + 1, document.n_bytes, origin, document.row, hashed))
+                columns.append((len(ids) + 1, document.n_bytes, origin, document.row, hashed))
     if not rows:
         raise ConfigError(f"{PATH_KEY}={data.path} holds no text")
-    lengths, n_bytes, origins, numbers, hashes = np.array(facts, np.int64).T
+    lengths, n_bytes, origins, numbers, hashes = np.array(columns, np.int64).T
     return Documents(
         shards=(np.concatenate(rows),),
         shard=np.zeros(len(rows), np.int64),

@@ -13,6 +13,7 @@ from train.config import Config
 from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
 from train.log.plots import draw, plot_losses
+from train.log.units import both_units
 from train.probes.measure import Subject, run_probe
 from train.run.run_folder import write_atomically
 from train.tasks.evaluate import Evaluation, evaluate
@@ -34,7 +35,7 @@ def summary_of(result: Evaluation) -> dict[str, Any]:
     """The part of ``eval-NAME.json`` that depends only on the model and the text."""
     losses = [None if math.isnan(loss) else loss for loss in result.loss_by_bucket]
     return {
-        "nats_per_byte": result.nats_per_byte,
+        **both_units(result.nats_per_byte),
         "nats_per_token": sum(result.bucket_losses) / max(1, result.tokens),
         "bytes": result.n_bytes,
         "tokens": result.tokens,
@@ -50,7 +51,7 @@ def _report(subject: Subject, result: Evaluation) -> None:
     path, console = subject.config.eval.path, subject.console
     checkpoint = subject.loaded.checkpoint
     name = subject.config.eval.name or (Path(path).expanduser().stem if path else "held-out")
-    path_json, plot = (subject.folder.path / f"eval-{name}.{kind}" for kind in ("json", "png"))
+    path_json, plot = (subject.folder.path / f"eval-{name}.{suffix}" for suffix in ("json", "png"))
     summary = {"text": path, "checkpoint": str(checkpoint), **summary_of(result)}
     write_atomically(path_json, json.dumps(summary, indent=1) + "\n")
     console.print(
@@ -64,7 +65,9 @@ def _report(subject: Subject, result: Evaluation) -> None:
             table.add_row(row["positions"], f"{row['tokens']:,}", f"{row['nats_per_token']:.3f}")
     console.print(table)
     console.print(
-        f"{summary['nats_per_byte']:.4f} nats per byte, {summary['nats_per_token']:.4f} per token"
+        f"{summary['nats_per_byte']:.4f} nats per byte ({summary['bits_per_byte']:.4f} bits per "
+        f"byte), {summary['nats_per_token']:.4f} nats per token",
+        soft_wrap=True,
     )
     draw(lambda: plot_losses(plot, {path or "held out": result.loss_by_bucket}), console)
     console.print(f"written to {path_json}", soft_wrap=True)

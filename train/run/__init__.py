@@ -1,4 +1,4 @@
-"""A run as processes and a folder: its config, signals, failures.
+"""The processes and the folder of a run: its config, signals, failures.
 
 In: the config and the environment. Out: a run folder, exit codes, error lines.
 Imports: config, data, model, engine, hf.

@@ -26,8 +26,8 @@ def set_affinity(config: ParallelConfig, device: torch.device) -> None:
 def threads(config: ParallelConfig, cores: int, processes: int) -> int:
     """Threads for one of the ``processes`` that share ``cores``.
 
-    torchrun sets OMP_NUM_THREADS=1 if the user has not set it, so only larger values come from the
-    user.
+    torchrun sets OMP_NUM_THREADS=1 if the user has not set it. A value of 1 may therefore be
+    torchrun's; a larger one is the user's.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "")
     if config.threads is not None:

@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from pathlib import Path
 
-# A signal that the sweep receives -> the signal that its job gets. A job saves and ends on both.
+# A signal that the sweep receives -> the signal that its job gets, which then saves and ends.
 SIGNALS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
@@ -21,7 +21,7 @@ SIGNALS = {
 }
 SECONDS_TO_STOP = 60.0  # for a job to save and end after a signal
 SECONDS_TO_DIE = 10.0
-MARK = "RINGFA3_JOB"  # the environment variable that identifies the processes of a job
+JOB_VARIABLE = "RINGFA3_JOB"  # the environment variable that identifies the processes of a job
 
 
 class Stopped(KeyboardInterrupt):
@@ -34,20 +34,20 @@ class Stopped(KeyboardInterrupt):
 def run_process(command: list[str]) -> tuple[int, list[str]]:
     """Run a job to its end; returns its exit code and the last lines of its stderr.
 
-    The job has its own session, so that a signal of the terminal reaches it once, through
-    ``Stopped``: it gets the signal, and ``SECONDS_TO_STOP`` to end. Then, or at a second signal, it
-    is killed with every process that it started, in any session (torchrun gives each of its
-    workers one).
+    The job has its own session, so that a signal of the terminal reaches it only once, through
+    ``Stopped``. After the signal it has ``SECONDS_TO_STOP`` to end. Then, or at a second signal, it
+    is killed with every process that it started, in any session (each worker of torchrun has its
+    own).
     """
     stderr: deque[str] = deque(maxlen=200)
-    mark = f"{MARK}={uuid.uuid4().hex}"
+    variable = f"{JOB_VARIABLE}={uuid.uuid4().hex}"
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
         start_new_session=True,
-        env=os.environ | dict([mark.split("=")]),
+        env=os.environ | dict([variable.split("=")]),
     )
     assert process.stderr is not None
     ended = False
@@ -66,20 +66,20 @@ def run_process(command: list[str]) -> tuple[int, list[str]]:
     finally:
         if not ended:
             process.kill()
-            kill_marked(mark)
+            kill_job(variable)
             process.wait()
 
 
-def kill_marked(mark: str) -> None:
-    """Kill every process of this user that has ``mark`` in its environment, orphans too.
+def kill_job(variable: str) -> None:
+    """Kill every process with ``variable`` (NAME=VALUE) in its environment, orphans too.
 
-    A process may start another while it is being killed, so this repeats until none is left. It
-    gives up after ``SECONDS_TO_DIE``: the kernel may hold a process, for example over a disk that
-    does not answer.
+    A process may start another one before it dies, so this repeats until none is left. It gives up
+    after ``SECONDS_TO_DIE``: a process inside the kernel, for example on a disk that does not
+    answer, cannot be killed.
     """
     deadline = time.monotonic() + SECONDS_TO_DIE
-    while marked := [pid for pid in _processes() if _has(pid, mark)]:
-        for pid in marked:
+    while alive := [pid for pid in _processes() if _has(pid, variable)]:
+        for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
@@ -91,10 +91,10 @@ def _processes() -> list[int]:
     return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
-def _has(pid: int, mark: str) -> bool:
-    """Whether a process has ``mark`` in its environment; False for one that has ended."""
+def _has(pid: int, variable: str) -> bool:
+    """Whether a process has ``variable`` in its environment; False for one that has ended."""
     try:
-        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 

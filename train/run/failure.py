@@ -1,8 +1,8 @@
 """One line about each failed rank: the rank, its step and its error.
 
 torchrun ends with a report of the failed processes. For each it prints the contents of the file in
-TORCHELASTIC_ERROR_FILE. A killed process cannot write this file, so every rank writes at each step
-the message that holds if it is killed there.
+TORCHELASTIC_ERROR_FILE. A killed process cannot write this file. So every rank writes, at the start
+of each step, the message that is right if it is killed in that step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.run.held_run import allowed_changes
 
 
 class FailureReport:
-    """This rank's message in torchrun's report. Without torchrun nothing is written in advance.
+    """This rank's message in torchrun's report. Without torchrun no message is written in advance.
 
     ``console`` is the user's terminal, even while the rank's own output goes to a log file.
     """
@@ -64,14 +64,17 @@ class FailureReport:
 
     def _line(self, message: str) -> str:
         """The message with rank and step; characters that a console cannot print are escaped."""
-        return f"{self._place()}: {message}".encode(errors="backslashreplace").decode()
+        return f"{self._rank_and_step()}: {message}".encode(errors="backslashreplace").decode()
 
-    def _place(self) -> str:
+    def _rank_and_step(self) -> str:
         step = "before the first step" if self.step is None else f"step {self.step}"
         return f"rank {self.rank}, {step}"
 
     def _write(self, message: str, later: bool = False) -> None:
-        """torchrun takes the failure with the earliest time (whole seconds) for the root cause."""
+        """Write the message; ``later`` dates it after failures that may be its cause.
+
+        torchrun reports the failure with the earliest time, in whole seconds, as the root cause.
+        """
         if not self._file:
             return
         temporary = f"{self._file}.tmp"
@@ -102,15 +105,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_advice(config: Config) -> str:
     """Config values that lower the peak memory, the cheapest first.
 
-    Those of ``memory`` are valid together. torchrun's environment gives the number of processes.
-    Those that a run may not change when it continues stand apart.
+    Those of ``memory`` are valid together. The number of processes comes from torchrun's
+    environment. Values that a run may not change when it continues are listed separately.
     """
     if config.mode == "verify":  # with cp 1, a process holds a whole sample
         return f"-- out of memory; shorten the samples: verify.seq_len={config.data.seq_len // 2}"
     ways: dict[str, str] = {}
     memory = config.memory
     rows = config.model.vocab_size
-    if rows is None and config.data.tokenizer is None:  # else its file alone tells
+    if rows is None and config.data.tokenizer is None:  # else only the tokenizer's file has it
         rows = config.data.vocab_size
     if rows is not None and (tokens := memory.loss_tokens(rows)) > LEAST_LOSS_TOKENS:
         ways["memory.loss_chunk"] = f"{LEAST_LOSS_TOKENS} (now {tokens})"
@@ -152,7 +155,7 @@ def is_of_a_peer(error: BaseException) -> bool:
 
 
 def redirect_output(log: Path) -> TextIO:
-    """Append this process's stdout and stderr, of other libraries too, to ``log``.
+    """Append this process's stdout and stderr, also those of C libraries, to ``log``.
 
     Returns the previous stderr.
     """

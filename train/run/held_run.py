@@ -1,4 +1,4 @@
-"""What may change before a start that continues the run in its folder."""
+"""The settings that may change when a start continues the run in its folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from train.run.run_folder import RunFolder, may_change
 
 
 def continues(config: Config) -> bool:
-    """Whether a start with ``config`` continues a run that its folder holds."""
+    """Whether a start with ``config`` continues the run in its folder."""
     folder = RunFolder(config)
     try:
         if not folder.holds_run() or folder.is_replaced_by(config):

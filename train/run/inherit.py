@@ -21,7 +21,7 @@ from train.run.run_config import read_config
 
 
 def resolve_inherited(composed: Any) -> Config:
-    """``resolve``, after keys of ``model`` without a value have got one.
+    """``resolve``, after ``fill_model`` has filled the keys of ``model`` that have no value.
 
     Raises ``ConfigError`` if ``checkpoint.init_from`` names none, or one that cannot be read.
     """
@@ -49,7 +49,7 @@ def inherited_model(init_from: str | None) -> ModelConfig:
             )
         return read_config(path / CONFIG).model
     try:
-        return from_plain(read_manifest(path).facts["settings"]).model
+        return from_plain(read_manifest(path).metadata["settings"]).model
     except (DamagedError, KeyError, ConfigError) as error:
         raise ConfigError(
             f"checkpoint.init_from={init_from} is no hf:FOLDER, no run and no checkpoint: {error}"

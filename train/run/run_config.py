@@ -27,8 +27,8 @@ def read_config(path: Path) -> Config:
 def with_run_config(config: Config, given: list[str]) -> Config:
     """``config`` with ``RUN_SECTIONS`` taken from the run in ``run.dir``.
 
-    ``given`` are the keys and groups of the command line, whose values win. Raises ``ConfigError``
-    for a group of ``RUN_SECTIONS``: it would be another model or other data.
+    ``given`` are the keys and groups of the command line, whose values override the run's. Raises
+    ``ConfigError`` for a group of ``RUN_SECTIONS``: it would be another model or other data.
     """
     run = read_config(Path(config.run.dir).expanduser() / "config.json")
     for key in given:

@@ -13,9 +13,9 @@ from filelock import FileLock, Timeout
 from train.config import Config, ConfigError, from_plain, make_folder
 from train.keys import flatten
 
-LOCK_S = 5.0  # torchrun may still be ending the processes of the previous attempt
+LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 
-# Keys that a run may change when it continues. The others determine its result.
+# Keys that may differ when a run continues. The others determine its result.
 MAY_CHANGE = (
     *("mode", "parallel.", "engine.", "memory.", "run.", "checkpoint.", "guard."),
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
@@ -28,7 +28,7 @@ MAY_CHANGE = (
 
 
 class RunFolder:
-    """Paths of a run.
+    """The paths of a run.
 
     config.json       the config of the latest start; tokenizer.json the tokenizer
     metrics.jsonl     a line per optimiser step; eval.jsonl a line per validation
@@ -40,7 +40,7 @@ class RunFolder:
     eval-*.json       results of mode=eval; needle.json those of mode=needle
     wandb-id.txt      the run at Weights & Biases
     estimate.json     the prediction of mode=estimate
-    .job              the job that has prepared the folder last
+    .job              the job that prepared the folder last
     """
 
     FILES = (
@@ -68,11 +68,11 @@ class RunFolder:
         return self.path / "logs" / f"rank{rank}.log"
 
     def job(self) -> str | None:
-        """What ``set_job`` has noted, if anything."""
+        """The job that ``set_job`` recorded; None if there is none."""
         return self._job.read_text() if self._job.exists() else None
 
     def set_job(self, job: str) -> None:
-        """Note that the job has prepared this folder."""
+        """Record that the job has prepared this folder."""
         self.make()
         write_atomically(self._job, job)
 
@@ -112,7 +112,7 @@ class RunFolder:
             )
 
     def complete_after(self) -> int:
-        """Steps of the complete run in this folder; 0 if there is none or its summary is torn."""
+        """Steps of the complete run in this folder; 0 without one or with a damaged summary."""
         try:
             return int(json.loads(self.summary.read_text())["steps"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -133,7 +133,7 @@ class RunFolder:
         return not same or complete or config.checkpoint.resume == "never"
 
     def make(self) -> None:
-        """Make the folder if there is none; ``ConfigError`` if that is impossible."""
+        """Create the folder if there is none; ``ConfigError`` if that is impossible."""
         make_folder("run.dir", self.path)
 
     def lock(self) -> FileLock:
@@ -143,7 +143,7 @@ class RunFolder:
         try:
             lock.acquire()
         except Timeout:
-            process = ""  # of a job that starts, until it has written ranks.json
+            process = ""  # a job that starts writes ranks.json only later
             if self.ranks.exists():
                 first = json.loads(self.ranks.read_text())[0]
                 process = f": process {first['pid']} on {first['host']}"
@@ -173,12 +173,12 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         for path in (path for pattern in self.MEASURED for path in self.path.glob(pattern)):
             path.unlink()
-        for name in set(self.FOLDERS) - {"logs"}:  # the other ranks have opened theirs
+        for name in set(self.FOLDERS) - {"logs"}:  # other ranks have opened their logs
             shutil.rmtree(self.path / name, ignore_errors=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: after a full disk or a kill it has its old content."""
+    """Write a file atomically: if the disk is full or the process is killed, the old file stays."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     temporary.replace(path)

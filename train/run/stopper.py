@@ -1,10 +1,14 @@
 """Graceful stop on SIGTERM, Ctrl-C or a deadline, at any moment, without losing a finished step.
 
 A step may last minutes, and Python runs a signal handler only when the main thread returns to the
-interpreter. A dedicated thread therefore takes the signals. It freezes the parameters, agrees with
-the stoppers of the other ranks on the last update that any of them has begun, saves the state after
-it while the main thread still computes the next step, and ends the process. It communicates over
-the store and over a process group of its own, never over those of the step.
+interpreter. A dedicated thread, the stopper, therefore receives the signals:
+
+1. it blocks further updates of the parameters;
+2. it agrees with the stoppers of the other ranks on the last update that any of them has begun;
+3. it saves the state after that update, concurrently with the main thread's next step;
+4. it ends the process.
+
+The stoppers communicate over the store and over ``save_group``, never over the groups of the step.
 
 This module imports nothing that starts threads: such a thread would not inherit the blocked
 signals.
@@ -38,10 +42,11 @@ class PeerGoneError(RuntimeError):
 class Run:
     """The run that the stopper can save and end.
 
-    ``store`` is a connection for the stopper alone, None for a single process. ``save`` writes the
-    current state and returns a message for the user; ``fail`` reports why it could not be saved;
-    ``close`` flushes buffered files. A stop waits ``update_s`` seconds for an update that a rank
-    has begun. ``deadline`` is a time of ``time.monotonic``.
+    ``store`` is a connection that only the stopper uses, None for a single process. ``save`` writes
+    the current state and returns a message for the user; ``log`` prints and records it. ``fail``
+    reports why the state could not be saved; ``close`` flushes buffered files. A stop waits
+    ``update_s`` seconds for an update that a rank has begun. ``deadline`` is in the time of
+    ``time.monotonic``.
     """
 
     rank: int
@@ -49,7 +54,7 @@ class Run:
     store: Any
     updates: UpdateLock
     save: Callable[[], str]
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     fail: Callable[[str], None]
     close: Callable[[], None]
     update_s: float
@@ -70,7 +75,7 @@ class Stopper(threading.Thread):
         self.start()
 
     def arm(self, run: Run) -> None:
-        """Give the stopper the run that it saves and ends."""
+        """Set the run that a stop saves and ends."""
         self._run = run
         self._armed.set()
 
@@ -83,8 +88,9 @@ class Stopper(threading.Thread):
     def wait_if_stopping(self) -> None:
         """Called by a main thread that has failed. Returns at once unless the run is stopping.
 
-        No rank ends before all have saved. A failure during a stop is therefore genuine, or it
-        comes from peers that have ended, and then this rank's stopper ends the process as well.
+        No rank ends before all have saved. A failure during a stop therefore has one of two causes:
+        an error of this rank, or peers that have ended. In the second case this rank's stopper ends
+        the process while this waits.
         """
         if self.stopping.is_set():
             self._main_failed.set()
@@ -103,7 +109,7 @@ class Stopper(threading.Thread):
         try:  # the process always ends: no other thread takes signals
             message = self._stop_all(run, reason)
             code = 130 if reason == SIGNALS[signal.SIGINT] else 0
-            run.say(f"{reason}: {message}")
+            run.log(f"{reason}: {message}")
             run.close()
         except BaseException as error:
             if code == 1:
@@ -112,7 +118,7 @@ class Stopper(threading.Thread):
             _leave(code)
 
     def _await_run(self, number: int | None) -> bool:
-        """Wait for ``arm``. A start-up that takes too long ends without saving."""
+        """Wait for ``arm``; end the process without saving if the start-up takes too long."""
         deadline = time.monotonic() + ARMING_S
         while not self._armed.wait(0.05):
             if self._disabled.is_set():
@@ -152,7 +158,7 @@ class Stopper(threading.Thread):
         return message
 
     def _leave_in_order(self, run: Run) -> None:
-        """Rank 0 leaves last: it may host the store."""
+        """Rank 0 leaves last, because it may host the store."""
         if run.rank != 0:
             run.store.set(f"stop/left/{run.rank}", "")
             return
@@ -175,7 +181,7 @@ class Stopper(threading.Thread):
 
 
 def _requested_stop(store: Any) -> str | None:
-    """Why another rank requests a stop; None if none does, or if the store is gone."""
+    """The reason for which another rank requests a stop; None without one or without the store."""
     try:
         return store.get("stop/reason").decode() if store.check(["stop/reason"]) else None
     except RuntimeError:  # the store's host has ended; the main thread notices too

@@ -1,4 +1,4 @@
-"""Keeps the training state constant while another thread saves it."""
+"""A lock that blocks updates of the training state while another thread saves it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 class UpdateLock:
     """Parameters are updated only inside ``with updates.update()``. ``count`` counts the updates.
 
-    The trainer makes one update per step. All ranks therefore make the same updates. When all locks
-    are frozen, no two ranks are more than one update apart: a rank cannot finish a step to which
-    another has not contributed. An update may communicate: a rank inside it may wait for one that
-    is frozen before it. ``freeze`` therefore waits for nothing, and ``freeze_after`` lets all ranks
-    make the last update that any of them has begun.
+    The trainer makes one update per step, so all ranks make the same updates. When all locks are
+    frozen, no two ranks are more than one update apart: a rank cannot finish a step to which
+    another has not contributed. An update may communicate, so a rank inside it may wait for a rank
+    that is frozen before it. ``freeze`` therefore does not wait for an update in progress.
+    ``freeze_after`` lets all ranks make the last update that any of them has begun.
     """
 
     def __init__(self) -> None:

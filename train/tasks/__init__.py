@@ -1,4 +1,4 @@
-"""What ``mode`` selects: train, estimate, generate, export, ...; and sweeps (``-m``).
+"""The modes that ``mode`` selects: train, estimate, generate, export, ...; and sweeps (``-m``).
 
 In: a checked config. Out: a trained run, a prediction, text, a folder, a table of runs.
 Imports: config, data, model, engine, hf, run, checks, log, estimate.

@@ -1,7 +1,7 @@
 """Baselines for a model: gzip, and unigram and bigram counts over the same tokens.
 
-All results are nats per UTF-8 byte of the same documents: those of the model's evaluation, or about
-``BASELINE_BYTES`` of them, because one process computes them while the others wait.
+All results are in nats per byte of the same documents: those of the model's evaluation, or about
+``BASELINE_BYTES`` of them, because one process computes the baselines while the others wait.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from train.data.samples import choose_documents, evaluation_documents
 from train.data.shards import Corpus
 
 BASELINES = {"gzip": "gzip -9", "unigram": "unigram", "bigram": "bigram"}  # keys and names
-BASELINE_BYTES = 16_000_000  # of held-out text, at most
+BASELINE_BYTES = 16_000_000  # held-out bytes, at most
 FIT_TOKENS = 20_000_000  # training tokens that are counted, at most
-PRIOR = 8.0  # weight of the unigram distribution in a bigram estimate, in counts
+PRIOR_COUNTS = 8.0  # weight of the unigram distribution in a bigram estimate
 
 
 def measure_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
@@ -99,22 +99,22 @@ def bigram_probabilities(
     following: NDArray[np.int64],
     unigram: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """P(following | context) of each pair, from fitted pairs and ``PRIOR`` counts of unigram.
+    """P(following | context) of each pair, from fitted pairs and a prior of ``PRIOR_COUNTS``.
 
-    ``(count(context, following) + PRIOR * unigram[following]) / (count(context) + PRIOR)``
+    ``(count(context, following) + prior * unigram[following]) / (count(context) + prior)``
     """
     vocab_size = len(unigram)
     pairs, counts = np.unique(fit_context * vocab_size + fit_following, return_counts=True)
     query = context * vocab_size + following
-    place = np.minimum(np.searchsorted(pairs, query), len(pairs) - 1)
-    pair_count = np.where(pairs[place] == query, counts[place], 0)
+    found = np.minimum(np.searchsorted(pairs, query), len(pairs) - 1)
+    pair_count = np.where(pairs[found] == query, counts[found], 0)
     context_count = np.bincount(fit_context, minlength=vocab_size)[context]
-    return (pair_count + PRIOR * unigram[following]) / (context_count + PRIOR)
+    return (pair_count + PRIOR_COUNTS * unigram[following]) / (context_count + PRIOR_COUNTS)
 
 
 def _transitions(
     documents: Documents, chosen: Iterable[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Every token except BOS with the token before it: (context, following), each (n,) int64."""
+    """(context, following), each (n,) int64: every token except BOS, and the token before it."""
     texts = [documents.tokens(document, 0, int(documents.lengths[document])) for document in chosen]
     return np.concatenate([t[:-1] for t in texts]), np.concatenate([t[1:] for t in texts])

@@ -1,4 +1,4 @@
-"""``mode=estimate``: what a job would need, without a GPU; and the same check before a real run."""
+"""``mode=estimate``: predict memory and time of a job without a GPU; the check before a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def run(config: Config, gpus: int) -> None:
 def before_run(config: Config, corpus: Corpus, device: torch.device) -> Prediction | None:
     """The prediction of a run on GPUs, from its first sample and this machine's memory.
 
-    None if there is none; rank 0 then prints why. Raises ``ConfigError`` if the run does not fit.
+    None for a job that cannot be predicted; rank 0 then prints the reason. Raises ``ConfigError``
+    if the run does not fit.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     samples = training_samples(corpus.train, config.data, config.train.seed)
@@ -65,10 +66,10 @@ def before_run(config: Config, corpus: Corpus, device: torch.device) -> Predicti
 
 
 def errors_of(prediction: Prediction, seconds: float, device_memory: int, offloaded: int) -> str:
-    """How far a step was from its prediction, as a line.
+    """A line with the errors of the prediction of a step.
 
-    ``device_memory`` is what the driver counts on this device, ``offloaded`` the bytes of this
-    rank's buffers for activations on the host.
+    ``device_memory`` are the bytes that the driver counts on this device, ``offloaded`` the bytes
+    of this rank's buffers for activations on the host.
     """
     rows = [("device memory", prediction.memory.device / 1e9, device_memory / 1e9, "GB")]
     if prediction.time is not None:
@@ -148,7 +149,7 @@ def show(
 
 
 def _rows(config: Config) -> int:
-    """Rows of embedding and head: of the given tokenizer, or of the one that a run would train."""
+    """Rows of embedding and head, for the given tokenizer or the one that a run would train."""
     data = config.data
     if data.tokenizer is None:
         return config.model.rows(data.vocab_size)
@@ -157,7 +158,7 @@ def _rows(config: Config) -> int:
 
 
 def _documents(config: Config) -> list[int]:
-    """Bounds of the documents of a sample, all of ``estimate.document`` tokens but the last."""
+    """Bounds of a sample's documents; all but the last have ``estimate.document`` tokens."""
     data = config.data
     length = config.estimate.document or data.longest_document()
     bounds = [*range(0, data.seq_len, length), data.seq_len]

@@ -1,4 +1,4 @@
-"""Nats per byte on held-out documents, and the loss by position."""
+"""The loss on held-out documents, in nats per byte, and by position in nats per token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Evaluation:
     """Totals over all ranks; ``bucket_losses`` and ``bucket_tokens`` split them by position.
 
     ``nats_per_byte_by_source`` maps the name of each source to the result on its documents.
-    ``last_loss`` is the sum over the ``last_tokens`` predicted tokens at the last positions below
-    that of a full window.
+    ``last_loss`` is the sum over the ``last_tokens`` predicted tokens at the last
+    ``train.final_eval_last`` positions of a full window.
     """
 
     n_bytes: int
@@ -41,7 +41,7 @@ class Evaluation:
 
     @property
     def nats_per_byte(self) -> float:
-        """Negative log likelihood of the documents, divided by their UTF-8 bytes."""
+        """The loss of all documents in nats per byte, as ``train.log.units`` defines it."""
         return sum(self.bucket_losses) / self.n_bytes
 
     @property
@@ -71,7 +71,7 @@ def evaluate(
     ``losses_of`` is a model or an engine's ``evaluate``. Documents are read in windows of
     ``data.piece_len`` tokens (``data.seq_len`` if it is null), as in training, or of ``length``.
     Every rank must call this, calls ``losses_of`` equally often, and gets the same totals. With
-    ``window_size`` (0, 0) each token attends to itself alone.
+    ``window_size`` (0, 0) each token attends only to itself.
     """
     seq_len = config.data.seq_len
     chosen = evaluation_documents(documents, max_bytes)
@@ -82,16 +82,16 @@ def evaluate(
     window = length or config.data.piece_len or seq_len
     first_of_last = window - (config.train.final_eval_last or 0)
     samples = [
-        (source, pieces)
+        (source, slices)
         for source, numbers in enumerate(by_source)
-        for pieces in evaluation_samples(documents, numbers, seq_len, window)
+        for slices in evaluation_samples(documents, numbers, seq_len, window)
     ]
-    # In the last turn some ranks may have no sample left. They repeat one and do not count it.
-    turns = math.ceil(len(samples) / parallel.dp)
-    numbers = [turn * parallel.dp + parallel.dp_rank for turn in range(turns)]
+    # In the last round some ranks may have no sample left. They repeat one and do not count it.
+    rounds = math.ceil(len(samples) / parallel.dp)
+    numbers = [number * parallel.dp + parallel.dp_rank for number in range(rounds)]
     own = [(*samples[min(n, len(samples) - 1)], n < len(samples)) for n in numbers]
     buckets = n_buckets(seq_len)
-    # A row for the losses, one for the tokens; after the buckets, a column for the last positions.
+    # One row is for losses, one for tokens. The column after the buckets is for the last positions.
     shape = len(by_source), 2, buckets + 1
     totals = torch.zeros(shape, dtype=torch.float64, device=parallel.device)
 

@@ -26,7 +26,7 @@ from train.run.run_folder import RunFolder
 from train.tasks.load_model import read_tokenizer
 
 Shapes = dict[str, tuple[int, ...]]
-OF_A_ROW = ("embedding.weight", "output.weight")  # a row for each token
+ROW_PER_TOKEN = ("embedding.weight", "output.weight")
 
 
 def run(config: Config) -> NoReturn:
@@ -38,9 +38,9 @@ def run(config: Config) -> NoReturn:
         )
     console = Console(markup=False, highlight=False)
     folder = RunFolder(config)
-    place = config.export.checkpoint
+    given = config.export.checkpoint
     checkpoint = find_checkpoint(
-        folder.path if place is None else Path(place).expanduser(), console.print
+        folder.path if given is None else Path(given).expanduser(), console.print
     )
     target = export(config, folder, checkpoint)
     console.print(f"{checkpoint} is now {target}", soft_wrap=True)
@@ -48,19 +48,20 @@ def run(config: Config) -> NoReturn:
 
 
 def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
-    """Write the weights of a verified ``checkpoint`` of the run in ``folder``; returns the folder.
+    """Write the weights of a verified ``checkpoint`` of the run in ``folder``; returns the target.
 
-    It appears complete, by a rename. Raises ``ConfigError`` if the checkpoint is not of this model.
+    A rename makes the target appear complete. Raises ``ConfigError`` if the checkpoint does not fit
+    the run's model.
     """
     tokenizer = read_tokenizer(folder)
     here = shapes(config.model, config.model.rows(tokenizer.get_vocab_size()))
     rows = here["embedding.weight"][0]
     if not config.export.padding:
         rows = max(tokenizer.get_vocab().values()) + 1
-    wanted = {name: (rows, *s[1:]) if name in OF_A_ROW else s for name, s in here.items()}
+    wanted = {name: (rows, *s[1:]) if name in ROW_PER_TOKEN else s for name, s in here.items()}
 
     def read(some: Shapes) -> dict[str, Tensor]:
-        """The first rows, as many as ``some`` says, of tensors of the checkpoint."""
+        """The tensors of ``some`` from the checkpoint: as many of the first rows as its shapes."""
         tensors = {
             name: torch.empty(shape, dtype=torch.float32, device="cpu")
             for name, shape in some.items()
@@ -88,9 +89,9 @@ def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
 
 
 def _write_settings(folder: Path, config: Config, rows: int, tokenizer: Tokenizer) -> None:
-    """Config and tokenizer: those kept of the folder that the run began with, brought up to date.
+    """Write config and tokenizer: those of the run's origin, with the run's settings.
 
-    Without them no token ends a text, because none does in training.
+    Without an origin there is no EOS token, because no token ends a text in training.
     """
     length = config.data.longest_document()
     path, name = folder / CONFIG, config.data.bos_token

@@ -34,24 +34,24 @@ def run(config: Config) -> NoReturn:
             "mode=generate under torchrun: one process writes text; start python "
             "train/pretrain.py mode=generate ... without torchrun"
         )
-    say = Console(stderr=True, markup=False, highlight=False).print
+    log = Console(stderr=True, markup=False, highlight=False).print
     options = config.generate
     device = choose_device(config)
     set_affinity(config.parallel, device)
     parallel = join(config.parallel, device)
-    loaded = load_model(config, RunFolder(config), parallel, options.checkpoint, say)
+    loaded = load_model(config, RunFolder(config), parallel, options.checkpoint, log)
     bos = bos_id(loaded.tokenizer, config.data.bos_token)
     never = no_labels(config, loaded.tokenizer)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     tokens = [bos, *encode(loaded.tokenizer, [prompt])[0]]
-    say(f"{loaded.checkpoint}; a prompt of {len(tokens) - 1:,} tokens", soft_wrap=True)
+    log(f"{loaded.checkpoint}; a prompt of {len(tokens) - 1:,} tokens", soft_wrap=True)
     trained_len = config.data.longest_document()
     if len(tokens) + options.tokens > trained_len:
-        say(f"beyond {trained_len:,} tokens the model meets positions that it was not trained on")
+        log(f"beyond {trained_len:,} tokens the model meets positions that it was not trained on")
     try:
         for sample in range(options.samples):
             if options.samples > 1:
-                say(f"sample {sample + 1} of {options.samples}")
+                log(f"sample {sample + 1} of {options.samples}")
             ids = continuation(loaded.model, tokens, options, sample, never)
             for text in as_text(loaded.tokenizer, ids):
                 sys.stdout.write(text)
@@ -86,7 +86,7 @@ def continuation(
 
 
 def no_labels(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """Ids that are no training label: the one that starts documents, and padding."""
+    """Ids that are never a training label: the token that starts documents, and padding."""
     n_tokens = tokenizer.get_vocab_size()
     bos = bos_id(tokenizer, config.data.bos_token)
     return [bos, *range(n_tokens, config.model.rows(n_tokens))]
@@ -119,7 +119,7 @@ def probabilities(
 
 
 def as_text(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """Decode ``tokens`` into pieces of text that end between characters."""
+    """Decode ``tokens`` to parts of the text, each of whole characters."""
     stream = DecodeStream(skip_special_tokens=False)
     ids: list[int] = []
     written = 0
@@ -128,4 +128,5 @@ def as_text(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
         if text := stream.step(tokenizer, token):
             written += len(text)
             yield text
-    yield tokenizer.decode(ids, skip_special_tokens=False)[written:]  # a character cut in two
+    # The last character may be incomplete, and is then still missing.
+    yield tokenizer.decode(ids, skip_special_tokens=False)[written:]

@@ -13,8 +13,8 @@ from train.data.batches import Batch
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
 from train.data.samples import IGNORED
 from train.engine.engine import Engine
-from train.engine.guard import Guard
 from train.engine.parallel import ParallelLayout, sum_over_ranks
+from train.engine.spike_filter import SpikeFilter
 from train.engine.time_split import TimeSplit
 from train.log.speed import counts_of
 
@@ -23,16 +23,16 @@ from train.log.speed import counts_of
 class StepFigures:
     """A step before its update, over all ranks.
 
-    ``loss`` is in nats per token with a label, ``nats_per_byte`` the same sum over the bytes of the
-    labels, NaN without any; ``grad_norm`` is that before clipping; ``objecting`` ranks want to skip
-    the update. ``tokens`` and ``pairs`` are as in ``step_flops``;
-    ``loss_by_bucket`` is in nats per token, NaN for a bucket without tokens.
+    ``loss`` is in nats per token with a label. ``nats_per_byte`` is the same sum over the bytes of
+    the labels, NaN without any. ``grad_norm`` is the norm before clipping. ``skip_votes`` is the
+    number of ranks whose spike filter skips the update. ``tokens`` and ``pairs`` are as in
+    ``step_flops``; ``loss_by_bucket`` is in nats per token, NaN for a bucket without tokens.
     """
 
     loss: float
     nats_per_byte: float
     grad_norm: float
-    objecting: int
+    skip_votes: int
     tokens: int
     pairs: int
     loss_by_bucket: list[float]
@@ -43,16 +43,16 @@ def compute_gradients(
     batches: list[Batch],
     config: Config,
     parallel: ParallelLayout,
-    guard: Guard,
+    spike_filter: SpikeFilter,
     times: TimeSplit | None,
     meanwhile: Callable[[], None],
 ) -> StepFigures:
     """Compute, reduce and clip the gradients of the micro-batches of this rank.
 
-    The loss is the sum of all token losses over N, the number of valid tokens of all ranks and
-    micro-batches. An engine averages gradients over W ranks, hence the factor W / N. ``times``
-    ends a period and begins the next where the host waits; ``meanwhile`` runs once the first
-    micro-batch is issued, beside the device. Every rank must call this.
+    The loss is the sum of all token losses over N, the number of valid tokens in all ranks'
+    micro-batches. An engine averages gradients over W ranks, hence the factor W / N. ``times`` ends
+    a period and begins the next where the host waits. ``meanwhile`` runs after the first
+    micro-batch is issued, concurrently with the device. Every rank must call this.
     """
     counts = sum_over_ranks(parallel, counts_of(batches, config.model))
     n_valid = counts[0].clamp(min=1)
@@ -69,22 +69,22 @@ def compute_gradients(
     norm = engine.grad_norm(float("inf") if config.optim.clip is None else config.optim.clip)
     sums = sum_over_ranks(parallel, sums)
     figures = torch.stack([sums[0].sum() / n_valid, norm.double()])
-    objecting = sum_over_ranks(parallel, guard.objects(figures))  # of one, of all
-    results = torch.cat([figures, objecting[None], counts, sums.flatten()])
+    skip_votes = sum_over_ranks(parallel, spike_filter.should_skip(figures))
+    results = torch.cat([figures, skip_votes[None], counts, sums.flatten()])
     if times is not None:
         times.end()
-    # The host waits for the device here alone. It may not issue the update before: a stop saves
-    # the weights that precede it while a step runs.
+    # The host waits for the device only here. It must not issue the update earlier: a stop during
+    # the step saves the weights before the update.
     loss, grad_norm, *rest = results.tolist()
     if times is not None:  # the device has reached `end`
         times.begin()
-    objecting, valid, n_bytes, tokens, pairs = (round(count) for count in rest[:5])
+    skip_votes, valid, n_bytes, tokens, pairs = (round(count) for count in rest[:5])
     losses, counted = rest[5 : 5 + buckets], [round(n) for n in rest[5 + buckets :]]
     return StepFigures(
         loss=loss,
         nats_per_byte=loss * valid / n_bytes if n_bytes else math.nan,
         grad_norm=grad_norm,
-        objecting=objecting,
+        skip_votes=skip_votes,
         tokens=tokens,
         pairs=pairs,
         loss_by_bucket=mean_by_bucket(losses, counted),

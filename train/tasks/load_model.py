@@ -38,7 +38,7 @@ def load_model(
     folder: RunFolder,
     parallel: ParallelLayout,
     checkpoint: str | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> LoadedModel:
     """The model of ``config`` with verified weights, on every rank.
 
@@ -46,8 +46,8 @@ def load_model(
     """
     tokenizer = read_tokenizer(folder)
     model = build_model(config, tokenizer.get_vocab_size(), parallel.device, parallel.cp_group)
-    place = folder.path if checkpoint is None else Path(checkpoint).expanduser()
-    path = from_rank_0(parallel, lambda: find_checkpoint(place, say))
+    given = folder.path if checkpoint is None else Path(checkpoint).expanduser()
+    path = from_rank_0(parallel, lambda: find_checkpoint(given, log))
     load_weights(path, model.transformer)
     model.eval()
     return LoadedModel(model, tokenizer, path)

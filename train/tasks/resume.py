@@ -26,10 +26,11 @@ def prepare_folder(
 ) -> None:
     """Create the run folder, or check that its contents belong to this run. Rank 0 does the work.
 
-    A job that torchrun has restarted goes on, without a check, in a folder that it had prepared.
+    A job that torchrun has restarted continues, without a check, in a folder that it has prepared
+    before. Raises ``ConfigError`` on every rank
 
-    Raises ``ConfigError`` on every rank if the folder contains anything else, or a run that
-    another one replaces and whose successor could not start from ``checkpoint``.
+    * if the folder contains anything else,
+    * or if the run would replace another one there, but could not start from ``checkpoint``.
     """
 
     def prepare() -> None:
@@ -47,19 +48,22 @@ def prepare_folder(
 
 
 def _has_prepared(job: str, config: Config, folder: RunFolder) -> bool:
-    """Whether a restarted job has prepared the folder; a job that cannot tell has if the folder
-    holds a run of its settings, which it never removes."""
+    """Whether a restarted job has prepared the folder.
+
+    A job without an id assumes so if the folder contains a run with its settings, because it never
+    removes such a run.
+    """
     if job:
         return folder.job() == job
     return folder.holds_run() and folder.difference(config) is None
 
 
 def restore(
-    config: Config, state: TrainState, checkpoints: Checkpoints, say: Callable[[str], None]
+    config: Config, state: TrainState, checkpoints: Checkpoints, log: Callable[[str], None]
 ) -> str:
     """Load the state that the run continues from, if any; returns a line that names its origin.
 
-    A checkpoint of the run itself goes first, then ``checkpoint.resume`` or ``init_from``. Raises
+    A checkpoint of the run itself has priority over ``checkpoint.resume`` and ``init_from``. Raises
     ``ConfigError`` if every checkpoint of the run is damaged.
     """
     own = checkpoints.choose()
@@ -82,7 +86,7 @@ def restore(
     origin = _origin(config.checkpoint)
     if origin is None:
         return "starts at step 0"
-    path = from_rank_0(checkpoints.parallel, lambda: find_checkpoint(origin, say))
+    path = from_rank_0(checkpoints.parallel, lambda: find_checkpoint(origin, log))
     if config.checkpoint.init_from is not None:
         state.load_weights(path)
         return f"starts at step 0 with the weights of {path}"
@@ -94,7 +98,7 @@ def restore(
 def _require_steps(path: Path, step: int, least: int, steps: int) -> None:
     """Raise ``ConfigError`` if the run ends before step ``least``.
 
-    A run's own checkpoint may be that of its last step: a kill has left the final evaluation.
+    A run's own checkpoint may be that of its last step, after a kill before the final evaluation.
     """
     if steps < least:
         raise ConfigError(
@@ -104,7 +108,7 @@ def _require_steps(path: Path, step: int, least: int, steps: int) -> None:
 
 
 def set_batch(state: TrainState, batch: int) -> str:
-    """Give the steps from here on ``batch`` samples; returns what to say if they had others."""
+    """Set the samples of a step to ``batch``; returns a clause for the log if they change."""
     before, state.batch = state.batch, batch
     if before in (None, batch):
         return ""
@@ -114,19 +118,19 @@ def set_batch(state: TrainState, batch: int) -> str:
 def _origin(checkpoint: CheckpointConfig) -> Path | None:
     """The run, or the checkpoint of one, from which a new run starts, if any."""
     resumes = checkpoint.resume not in ("auto", "never")
-    place = checkpoint.resume if resumes else checkpoint.init_from
-    if place is None or hf_folder(checkpoint.init_from):
+    given = checkpoint.resume if resumes else checkpoint.init_from
+    if given is None or hf_folder(checkpoint.init_from):
         return None
-    return Path(place).expanduser()
+    return Path(given).expanduser()
 
 
 def _require_origin(config: Config, replaced: RunFolder, state: TrainState) -> None:
-    """Raise ``ConfigError`` unless the run can start from the checkpoint that it names, if it does,
-    once the run in ``replaced`` is gone."""
+    """Raise ``ConfigError`` if the run names a checkpoint to start from, and cannot load it after
+    the run in ``replaced`` is removed."""
     origin = _origin(config.checkpoint)
     if origin is None:
         return
-    path = find_checkpoint(origin, lambda _: None)  # `restore` says what it passes over
+    path = find_checkpoint(origin, lambda _: None)  # `restore` logs damaged checkpoints
     if replaced.path.resolve() in path.resolve().parents:
         raise ConfigError(
             f"run.overwrite=true would remove {path}, from which the run is to start; give the new "
@@ -135,13 +139,13 @@ def _require_origin(config: Config, replaced: RunFolder, state: TrainState) -> N
     if config.checkpoint.init_from is not None:
         require_fit(path, state.weights())
         return
-    step = state.facts_of(path)["step"]
+    step = state.metadata_of(path)["step"]
     _require_steps(path, step, least=step + 1, steps=config.train.steps)
     require_fit(path, state.shards())
 
 
 def _settings_of(checkpoint: CheckpointConfig) -> Path | None:
-    """Where the settings lie that came from Hugging Face with the weights of a new run, if any."""
+    """The folder with the Hugging Face settings of a new run's initial weights, if there is one."""
     if theirs := hf_folder(checkpoint.init_from):
         return theirs
     path = _origin(checkpoint)

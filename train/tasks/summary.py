@@ -16,13 +16,14 @@ from train.engine.parallel import ParallelLayout
 from train.engine.train_state import TrainState
 from train.log.plots import draw, plot_run
 from train.log.smoothing import mean, window_of
+from train.log.units import both_units, with_bits
 from train.run.run_folder import RunFolder, write_atomically
 from train.tasks.baselines import BASELINES, measure_baselines
 from train.tasks.evaluate import Evaluation
 
 ROWS = {
     "this model": ("nats_per_byte", "train_nats_per_byte"),
-    "this model, each token attending only to itself": ("nats_per_byte_self_only",),
+    "this model, current token only": ("nats_per_byte_self_only",),
     **{name: (key,) for key, name in BASELINES.items()},
 }
 
@@ -37,20 +38,23 @@ def summarise(
     alone: Evaluation,
     short: Evaluation | None = None,
 ) -> dict[str, Any]:
-    """The contents of ``summary.json``. In ``alone`` each token saw only itself; ``short`` read
-    documents in windows of ``train.final_eval_len`` tokens. ``losses`` are those of the steps in
-    nats per byte, of which ``train_nats_per_byte`` is the mean of the last."""
+    """The contents of ``summary.json``.
+
+    In ``alone`` each token attended only to itself. ``short`` read documents in windows of
+    ``train.final_eval_len`` tokens. ``losses`` are the training losses of all steps in nats per
+    byte; ``train_nats_per_byte`` is the mean of the last ones.
+    """
     last_steps = window_of(state.step)
     train = mean(losses[-last_steps:])
     return {
-        "nats_per_byte": full.nats_per_byte,
+        **both_units(full.nats_per_byte),
         "train_nats_per_byte": train if math.isfinite(train) else None,
         "train_last_steps": last_steps,
         "nats_per_byte_self_only": alone.nats_per_byte,
         **measure_baselines(corpus, config.train.final_eval_bytes),
         "train_seconds": state.seconds,
         "steps": state.step,
-        "skipped": state.guard.skipped,
+        "skipped": state.spike_filter.skipped,
         "world_size": parallel.world,
         "cp": parallel.cp,
         "seq_len": config.data.seq_len,
@@ -62,7 +66,7 @@ def summarise(
 
 
 def _of_lengths(config: Config, full: Evaluation, short: Evaluation | None) -> dict[str, Any]:
-    """The losses by ``train.final_eval_last`` and ``final_eval_len``; None without such tokens."""
+    """The entries for ``train.final_eval_last`` and ``final_eval_len``, if they are given."""
     found: dict[str, Any] = {}
     if config.train.final_eval_last is not None:
         found["last"] = _last(config, config.data.piece_len or config.data.seq_len, full)
@@ -99,7 +103,7 @@ def write_summary(
     baselines = {name: summary[key] for key, name in BASELINES.items()}
     by_bucket = full.loss_by_bucket, alone.loss_by_bucket
     draw(lambda: plot_run(folder.path, *by_bucket, baselines), console)
-    title = f"Nats per byte. Held out: {summary['held_out_bytes']:,} bytes"
+    title = f"Nats per byte (bits per byte). Held out: {summary['held_out_bytes']:,} bytes"
     if summary["baseline_bytes"] < summary["held_out_bytes"]:
         title += f" (baselines: {summary['baseline_bytes']:,})"
     title += f"; train: the last {summary['train_last_steps']} steps"
@@ -115,4 +119,4 @@ def write_summary(
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return "" if value is None else with_bits(value, 3)

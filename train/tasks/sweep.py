@@ -1,7 +1,7 @@
 """A sweep (``-m``): one run per combination of config values, each in its own process.
 
-Hydra composes the configs, and its sweeper chooses the combinations. All jobs of a batch are
-checked before the first one starts; then they run one after the other below ``sweep.dir``. A failed
+Hydra composes the configs, and its sweeper chooses the combinations. The sweep checks all jobs of a
+batch before the first one starts, then runs them one after the other below ``sweep.dir``. A failed
 job ends only its own process. Finished jobs are not repeated: the same command continues an
 interrupted sweep.
 """
@@ -34,12 +34,13 @@ from rich.table import Table
 
 from train.checks.config import check
 from train.config import Config, ConfigError
+from train.log.units import with_bits
 from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
 from train.run.inherit import resolve_inherited
 from train.run.run_folder import RunFolder
 
 SCRIPT = Path(__file__).parents[1] / "pretrain.py"
-LONGEST_NAME = 120  # of a job's folder; file systems allow 255 bytes
+LONGEST_NAME = 120  # characters of a job's folder name; file systems allow 255 bytes
 
 
 @dataclass
@@ -129,8 +130,8 @@ class Sweep:
     def _is_finished(self, folder: Path, config: Config) -> bool:
         """Whether ``folder`` contains the finished run of ``config``.
 
-        An unfinished one continues: ``run.overwrite`` is switched off for it. Raises
-        ``ConfigError`` for another run, unless ``run.overwrite`` allows to replace it.
+        An unfinished run continues: this sets its ``run.overwrite`` to false. Raises
+        ``ConfigError`` for another run, unless ``run.overwrite`` allows the sweep to replace it.
         """
         there = RunFolder(config)
         if not there.holds_run():
@@ -195,10 +196,11 @@ class Sweep:
         self._record()
         keys = list(dict.fromkeys(key for job in self.jobs for key in job.choices))
         table = Table(*keys, "nats per byte", "train s", "status")
+        table.title, table.title_justify = "In parentheses: bits per byte", "left"
         for column in table.columns:
             column.overflow = "fold"
         for job in self.sorted_jobs():
-            result = "" if job.nats_per_byte is None else f"{job.nats_per_byte:.4f}"
+            result = "" if job.nats_per_byte is None else with_bits(job.nats_per_byte, 4)
             seconds = "" if job.train_seconds is None else f"{job.train_seconds:.0f}"
             status = f"{job.status}: {job.error}" if job.error else job.status
             table.add_row(*(job.choices.get(key, "") for key in keys), result, seconds, status)
@@ -218,13 +220,13 @@ class ProcessLauncher(Launcher):
         self._sweep = sweep
 
     def setup(self, *, hydra_context: Any, config: DictConfig, **_: Any) -> None:
-        """Keep what is needed to compose the config of a job."""
+        """Store what is needed to compose the config of a job."""
         self._loader, self._config = hydra_context.config_loader, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> list[JobReturn]:
-        """Run a batch. A job returns its nats per byte, NaN if it failed."""
+        """Run a batch. The result of a job is its nats per byte, NaN if it failed."""
         typed = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
         fixed = {o.get_key_element(): not o.is_sweep_override() for o in typed}  # the last counts
         pairs = [dict(override.split("=", 1) for override in job) for job in job_overrides]
@@ -292,7 +294,7 @@ def run_sweep(compose: Callable[[list[str]], None], flags: list[str], overrides:
             sweep.finish()
             return 130
         finally:
-            _keep_sweeper_files(Path(scratch), sweep.folder)
+            _move_sweeper_files(Path(scratch), sweep.folder)
     return 0 if sweep.finish() else 1
 
 
@@ -300,7 +302,7 @@ def _stop(signum: int, _frame: object) -> NoReturn:
     raise Stopped(signum)
 
 
-def _keep_sweeper_files(scratch: Path, folder: Path | None) -> None:
+def _move_sweeper_files(scratch: Path, folder: Path | None) -> None:
     """Move files of the sweeper (for example its results) next to ``sweep.json``."""
     for path in scratch.iterdir():
         if folder is not None and folder.is_dir() and path.is_file():
@@ -308,7 +310,7 @@ def _keep_sweeper_files(scratch: Path, folder: Path | None) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The ``summary.json`` of a run; empty if it is missing or torn by a kill."""
+    """The ``summary.json`` of a run; empty if it is missing or incomplete after a kill."""
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
@@ -328,7 +330,7 @@ def folder_name(choices: list[str]) -> str:
 def quoted(value: str) -> str:
     """``value`` as a quoted string of Hydra's override grammar.
 
-    In it a backslash is an escape only if a quote follows.
+    In that grammar a backslash is an escape only before a quote.
     """
     inside = re.sub(r"(\\*)'", r"\1\1\'", value)
     trailing = inside[len(inside.rstrip("\\")) :]

@@ -1,4 +1,4 @@
-"""``mode=train`` in one process: from its device to its exit code."""
+"""``mode=train`` in one process: choose the device, train, end with an exit code."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     parallel, closers, locks = None, [], []
     try:
         corpus = open_corpus(config.data)
-        config.model.rows(corpus.tokenizer.get_vocab_size())  # may raise, before groups are made
-        long_documents(corpus.train, config.data)  # likewise
+        # Both may raise ConfigError, which must come before any process group exists.
+        config.model.rows(corpus.tokenizer.get_vocab_size())
+        long_documents(corpus.train, config.data)
         prediction = before_run(config, corpus, device) if device.type == "cuda" else None
         folder.make()
         if rank != 0:

@@ -16,9 +16,9 @@ from ringfa3.custom_op import observe
 from train.config import Config
 from train.data.batches import Batch, Prefetch, make_batch
 from train.data.mixture import left_out, training_samples
-from train.data.samples import Piece, pack
+from train.data.samples import DocumentSlice, pack
 from train.data.shards import Corpus
-from train.engine.checkpoint import Checkpoints, read_facts
+from train.engine.checkpoint import Checkpoints, read_manifest_metadata
 from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout, require_agreement, require_shared
 from train.engine.time_split import time_split_on
@@ -28,6 +28,7 @@ from train.log.json_lines import read_lines
 from train.log.metrics import Recorder, StepProgress, device_memory, peak_memory
 from train.log.profiler import profiled
 from train.log.step_lines import StepLine, StepLines
+from train.log.units import both_units
 from train.log.wandb_run import WandbRun
 from train.model.optim import learning_rate
 from train.model.window import widest
@@ -41,7 +42,7 @@ from train.tasks.gradients import compute_gradients
 from train.tasks.resume import prepare_folder, restore, set_batch
 from train.tasks.summary import summarise, write_summary
 
-SELF_ONLY = (0, 0)  # attention window (left, right) in which each token sees only itself
+SELF_ONLY = (0, 0)  # attention window (left, right) in which each token attends only to itself
 PRIMING_TOKENS = 256
 
 
@@ -75,9 +76,9 @@ class Trainer:
         self.state = TrainState(config, corpus.digest, self.engine)
         self.updates = UpdateLock()
         self.updated: torch.cuda.Event | None = None  # recorded after the latest update
-        keep = config.checkpoint
+        section = config.checkpoint
         self.checkpoints = Checkpoints(
-            folder.checkpoints, parallel, keep.keep, keep.keep_every, self._say_event
+            folder.checkpoints, parallel, section.keep, section.keep_every, self._log_event
         )
         self.recorder: Recorder | None = None
         self.ahead: Prefetch[list[Batch]] | None = None
@@ -91,27 +92,29 @@ class Trainer:
         prepare_folder(self.config, self.folder, self.parallel, self.state)
         require_shared(self.parallel, self.folder.checkpoints)
         if self.parallel.rank == 0:
-            self.checkpoints.remove_litter()
-        source = restore(self.config, self.state, self.checkpoints, self.say)
+            self.checkpoints.remove_partial_files()
+        source = restore(self.config, self.state, self.checkpoints, self.print_line)
         source += set_batch(self.state, self.accumulation * self.parallel.dp)
         if self.parallel.rank == 0:
             write_atomically(self.folder.config, config_json + "\n")
             self.corpus.tokenizer.save(str(self.folder.tokenizer))
-            wandb = WandbRun(self.config, self.folder, self.say) if self.config.log.wandb else None
-            self.recorder = Recorder(self.folder, self.state.step, self.say, wandb)
-        self._say_event(source)
+            wandb = None
+            if self.config.log.wandb:
+                wandb = WandbRun(self.config, self.folder, self.print_line)
+            self.recorder = Recorder(self.folder, self.state.step, self.print_line, wandb)
+        self._log_event(source)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line on the console of rank 0."""
         self.console.print(text, soft_wrap=True)
 
-    def _say_event(self, text: str) -> None:
-        self.say(text)
+    def _log_event(self, text: str) -> None:
+        self.print_line(text)
         if self.recorder is not None:
             self.recorder.event(self.state.step, text)
 
     def close(self) -> None:
-        """Close the files of the run; observe its ops no longer."""
+        """Close the files of the run, and remove the hook on its ops."""
         observe(None)
         try:
             self.lines.write()
@@ -124,7 +127,7 @@ class Trainer:
         self.console.show_cursor()  # a progress bar hides it
 
     def stoppable(self, deadline: float | None) -> Run:
-        """This run as the stopper sees it, to save and end it at any moment."""
+        """This run, in the form in which the stopper can save and end it at any moment."""
         parallel = self.parallel
         return Run(
             rank=parallel.rank,
@@ -132,7 +135,7 @@ class Trainer:
             store=None if parallel.store is None else parallel.store.clone(),
             updates=self.updates,
             save=self._save_at_once,
-            say=self._say_event,
+            log=self._log_event,
             fail=self.report.not_saved,
             close=self._close_at_once,
             deadline=deadline if parallel.rank == 0 else None,
@@ -173,7 +176,7 @@ class Trainer:
                 step_done()
                 previous = time.perf_counter()
                 progress.update(record)
-                if state.guard.exhausted:
+                if state.spike_filter.out_of_patience:
                     self._roll_back()
                     return
                 done, every = state.step, self.config.checkpoint.every
@@ -183,35 +186,36 @@ class Trainer:
                     previous = time.perf_counter()
                     if self.times is not None:
                         self.times.begin_outside_a_step()
-                # Not during skipped steps: their cause may be these weights.
-                if every and done % every == 0 and not state.guard.in_a_row:
+                # Do not save during skipped steps: these weights may be their cause.
+                if every and done % every == 0 and not state.spike_filter.consecutive_skips:
                     self._save()
 
     def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
         """One optimiser step, begun at ``begin`` of ``perf_counter``; returns its main figures.
 
-        Every rank updates, or every rank skips: no rank may object to the loss or the norm. The
-        step's line of metrics is written beside the next step, or before the next other work.
+        Either every rank updates or every rank skips: one rank whose spike filter skips is enough.
+        The step's metrics line is written concurrently with the next step, or before other work.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
+        spikes = state.spike_filter
         figures = compute_gradients(
-            self.engine, batches, self.config, parallel, state.guard, self.times, self._meanwhile
+            self.engine, batches, self.config, parallel, spikes, self.times, self._meanwhile
         )
         loss, grad_norm = figures.loss, figures.grad_norm
-        objection = None
-        if figures.objecting:
+        skip_reason = None
+        if figures.skip_votes:
             others = (
-                f"{figures.objecting} of {parallel.world} ranks reject its loss or gradient norm"
+                f"{figures.skip_votes} of {parallel.world} ranks reject its loss or gradient norm"
             )
-            objection = state.guard.objection(loss, grad_norm) or others
+            skip_reason = spikes.skip_reason(loss, grad_norm) or others
         lr = learning_rate(optim, state.step, self.config.train.steps)
         with self.updates.update():
-            if objection is None:
+            if skip_reason is None:
                 self.engine.step(lr)
-                state.guard.accept(loss, grad_norm)
+                spikes.accept(loss, grad_norm)
             else:
                 self.engine.discard()
-                state.guard.skip()
+                spikes.skip()
             if parallel.device.type == "cuda":
                 self.updated = torch.cuda.current_stream().record_event()
             seconds = time.perf_counter() - begin
@@ -221,24 +225,22 @@ class Trainer:
             record = {
                 "step": state.step,
                 "loss": loss,
-                "nats_per_byte": figures.nats_per_byte,
+                **both_units(figures.nats_per_byte),
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "tokens_per_s": figures.tokens / seconds,
                 "memory": peak_memory(parallel.device),
                 "device_memory": device_memory(parallel.device),
-                "skipped": state.guard.skipped,
+                "skipped": spikes.skipped,
             }
             counts = figures.tokens, figures.pairs, figures.loss_by_bucket
             self.lines.add(StepLine(record, seconds, *counts))
-        if objection is not None:
-            self._say_event(
-                f"step {state.step} skipped ({state.guard.skipped} so far): {objection}"
-            )
+        if skip_reason is not None:
+            self._log_event(f"step {state.step} skipped ({spikes.skipped} so far): {skip_reason}")
         return record
 
     def _meanwhile(self) -> None:
-        """What the host does while the device computes a step: the next batches, the last line."""
+        """The host's work while the device computes a step: next batches, last metrics line."""
         if self.ahead is not None:
             self.ahead.begin()
         self.lines.write()
@@ -251,18 +253,18 @@ class Trainer:
         moved = 0 if offload is None else sum(b.nbytes for b in offload.pool.buffers)
         line = errors_of(self.prediction, seconds, record["device_memory"], moved)
         self.prediction = None
-        self._say_event(line)
+        self._log_event(line)
 
     def _prime(self) -> None:
         """Run one backward pass and drop its gradients.
 
-        DDP rebuilds its buckets after its first backward pass. This pass makes it do so before the
-        first step of every run, so a resumed run sums in the same order as an uninterrupted one. It
-        also opens connections and compiles kernels. Blocks run uncompiled here: graphs for so few
-        tokens would serve no step.
+        DDP rebuilds its buckets after its first backward. This pass makes it do so before the first
+        step of every run, so a resumed run sums in the same order as an uninterrupted one. The pass
+        also opens connections and compiles kernels. Blocks run uncompiled here: no step could use
+        graphs for so few tokens.
         """
         length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
-        sample = pack(self.corpus.train, [Piece(0, 0, length)])
+        sample = pack(self.corpus.train, [DocumentSlice(0, 0, length)])
         batch = make_batch(sample, self.parallel.cp_group, self.config.parallel.layout)
         one = torch.ones((), dtype=torch.float32, device=self.parallel.device)
         with torch.compiler.set_stance("force_eager"):
@@ -271,15 +273,15 @@ class Trainer:
 
     def _save(self) -> None:
         """Start to save the current state; called by the trainer or, at a stop, by the stopper."""
-        self.lines.write()  # of every step in a checkpoint there is a line
+        self.lines.write()  # every step in a checkpoint has a line
         with self.checkpoints.lock:
             if not self.checkpoints.has(self.state.step):
                 self.checkpoints.begin(
-                    self.state.step, self.state.shards(), self.state.facts(), self.updated
+                    self.state.step, self.state.shards(), self.state.metadata(), self.updated
                 )
 
     def _save_at_once(self) -> str:
-        """For the stopper: save the state and return a message, or raise an error."""
+        """Save the state for the stopper and return a message, or raise an error."""
         if self.parallel.device.type == "cuda":
             torch.cuda.set_device(self.parallel.device)
         self._require_saved()
@@ -300,14 +302,16 @@ class Trainer:
             )
 
     def _roll_back(self) -> None:
-        """After too many skipped steps, load the last checkpoint and continue with later data.
+        """After too many skipped steps, load an earlier checkpoint and continue with later data.
 
-        Raises ``RuntimeError`` if there is no checkpoint, or if an earlier roll-back did not help.
+        It is the newest checkpoint that was not saved while skipping. Raises ``RuntimeError`` if
+        there is none, or none that is newer than that of the previous roll-back.
         """
         self.lines.write()
         self.checkpoints.wait()
-        path, skipped = self.checkpoints.choose(accepted=True), self.state.guard.in_a_row
-        step = -1 if path is None else read_facts(path)["step"]
+        skipped = self.state.spike_filter.consecutive_skips
+        path = self.checkpoints.choose(exclude_skipping=True)
+        step = -1 if path is None else read_manifest_metadata(path)["step"]
         if path is None or step <= self._rolled_back_to:
             why = "there is no checkpoint" if path is None else "an earlier roll-back did not help"
             raise RuntimeError(
@@ -321,7 +325,7 @@ class Trainer:
             if self.recorder is not None:
                 self.recorder.roll_back(self.state.step)
         self._rolled_back_to = step
-        self._say_event(
+        self._log_event(
             f"{skipped} steps in a row were skipped: rolled back from step {left} to {path.name}; "
             f"training continues with later data"
         )
@@ -336,7 +340,7 @@ class Trainer:
         if self.recorder is None:
             return
         self._record_evaluation(self.state.step, full)
-        self.say("Counting the baselines ...")
+        self.print_line("Counting the baselines ...")
         losses = [line.get("nats_per_byte") for line in read_lines(self.folder.metrics)]
         state, parallel = self.state, self.parallel
         summary = summarise(self.config, self.corpus, parallel, state, losses, full, alone, short)
@@ -346,8 +350,8 @@ class Trainer:
         """This rank's micro-batches of the step whose first sample is number ``sample``."""
         parallel = self.parallel
         indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(self.accumulation)]
-        place = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
-        return [make_batch(self.samples[index], *place) for index in indices]
+        sharding = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
+        return [make_batch(self.samples[index], *sharding) for index in indices]
 
     def _evaluate(
         self,
@@ -370,7 +374,7 @@ class Trainer:
         if self.recorder is not None:
             record = {
                 "step": step,
-                "nats_per_byte": evaluation.nats_per_byte,
+                **both_units(evaluation.nats_per_byte),
                 "bytes": evaluation.n_bytes,
                 "tokens": evaluation.tokens,
                 **evaluation.by_source,

@@ -1,9 +1,9 @@
-"""``mode=verify``: a step of this configuration with ``parallel.cp``, and the same step with cp 1.
+"""``mode=verify``: compare a step with ``parallel.cp`` to the same step with cp 1.
 
-Both steps have the same samples and the same initial weights. A mask or a position that depends on
-how a sample is shared shows as a difference of losses, an error of the ring's backward as one of
-the gradients of the projections before it. Their share of the norm of all gradients is tiny where
-weights are random, so each kind of parameter, of all blocks, is compared on its own.
+Both steps have the same samples and the same initial weights. A wrong mask or position shows as a
+difference of losses. An error of the ring's backward shows as a difference of the gradients of the
+projections before attention. With random weights these are a tiny share of the norm of all
+gradients. So each parameter type (``attention.wq``, over all blocks) is compared separately.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ from train.run.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding may change: relative for ``loss`` and ``grad_norm``, nats for ``token``;
-    ``gradient`` is the norm of a kind's difference over the norm of its gradients."""
+    """The differences that rounding may cause.
+
+    ``loss`` and ``grad_norm`` are relative, ``token`` is in nats. ``gradient`` limits, for each
+    parameter type, |g_cp - g_1| / |g_1|.
+    """
 
     loss: float
     grad_norm: float
@@ -47,7 +50,7 @@ class Tolerance:
     gradient: float
 
 
-# Above what correct steps differ by, and below what a mask that is off by one key changes.
+# Larger than the differences of correct steps, smaller than those of a mask that is off by one key.
 TOLERANCES = {
     torch.float32: Tolerance(1e-6, 1e-5, 1e-4, 1e-4),
     torch.bfloat16: Tolerance(1e-4, 3e-3, 0.06, 0.01),
@@ -58,9 +61,9 @@ TOLERANCES = {
 class StepResult:
     """A step over all ranks, before its update.
 
-    ``losses`` are those of every token of each sample, (T,) float32, on the first rank of the
-    sample's group; empty tensors on the others. ``gradients`` are this rank's shares, on the host;
-    ``groups`` those that the engine has made.
+    ``losses`` has the loss of every token of each sample, (T,) float32, on the first rank of the
+    sample's CP group, and empty tensors on the others. ``gradients`` are this rank's shares, on the
+    host; ``groups`` are the process groups that the engine has created.
     """
 
     loss: float
@@ -75,8 +78,9 @@ class StepResult:
 def run(config: Config) -> NoReturn:
     """Compare the steps, print a table, and end with code 0 if they agree and 1 if not.
 
-    ``ConfigError`` passes through. Any other failure is reported as in training. Attention does not
-    reach the loss of a model whose projections start at zero: ``model.zero_init`` is off here.
+    ``ConfigError`` passes through. Any other failure is reported as in training. The comparison
+    sets ``model.zero_init`` to false: with output projections of zero, attention would not change
+    the loss.
     """
     rank, parallel = int(os.environ.get("RANK", "0")), None
     report = FailureReport(rank, sys.stderr)
@@ -113,7 +117,7 @@ def compare(
 ) -> tuple[bool, list[dist.ProcessGroup]]:
     """Take both steps and print them side by side.
 
-    Returns, on every rank, whether they agree, and the groups that their engines have made.
+    Returns, on every rank, whether they agree, and the groups that their engines have created.
     """
     data, cp = config.data, parallel.cp
     samples = training_samples(corpus.train, data, config.train.seed)
@@ -126,10 +130,10 @@ def compare(
     rows = differences(shared, alone, parallel.device)
     table = Table("", f"cp {cp}", "cp 1", "difference", "allowed", title=f"{data.seq_len} tokens")
     for row in rows:
-        table.add_row(row.name, *row.values, f"{row.apart:.1e}", f"{row.allowed:.1e}")
+        table.add_row(row.name, *row.values, f"{row.difference:.1e}", f"{row.allowed:.1e}")
     table.add_row("seconds", f"{shared.seconds:.2f}", f"{alone.seconds:.2f}", "", "")
     console.print(table)
-    wrong = ", ".join(row.name for row in rows if not row.apart <= row.allowed)
+    wrong = ", ".join(row.name for row in rows if not row.within)
     verdict = (
         f"parallel.cp={cp} does NOT match parallel.cp=1: {wrong}"
         if wrong
@@ -141,17 +145,25 @@ def compare(
 
 
 class Difference(NamedTuple):
-    """How far the steps are apart in something, and how far they may be; NaN is too far."""
+    """The difference of a value between the two steps, and the allowed one; NaN is a failure."""
 
     name: str
     values: tuple[str, str]
-    apart: float
+    difference: float
     allowed: float
+
+    @property
+    def within(self) -> bool:
+        """Whether the difference is allowed."""
+        return self.difference <= self.allowed
 
 
 def differences(shared: StepResult, alone: StepResult, device: torch.device) -> list[Difference]:
-    """The same on all ranks, which all call it. Of kinds of gradients within the tolerance only the
-    one that is furthest apart."""
+    """The differences of two steps, the same on all ranks; every rank must call this.
+
+    If all parameter types pass, only the one with the largest difference is listed; otherwise every
+    one that fails.
+    """
     allowed = TOLERANCES[shared.dtype]
     rows = []
     for name, here, there, part in (
@@ -160,40 +172,44 @@ def differences(shared: StepResult, alone: StepResult, device: torch.device) -> 
     ):
         values = f"{here:.6f}", f"{there:.6f}"
         rows.append(Difference(name, values, abs(here - there), part * abs(there)))
-    apart = [
+    of_samples = [
         (x - y).abs().max() for x, y in zip(shared.losses, alone.losses, strict=True) if len(x)
     ]
-    furthest = torch.stack([*apart, torch.zeros((), dtype=torch.float32, device=device)]).max()
-    dist.all_reduce(furthest, dist.ReduceOp.MAX)
-    rows.append(Difference("loss of a token", ("", ""), float(furthest), allowed.token))
-    kinds = [
-        Difference(f"gradient of {kind}", ("", ""), part, allowed.gradient)
-        for kind, part in gradient_differences(shared.gradients, alone.gradients, device).items()
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    largest = torch.stack([*of_samples, zero]).max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    rows.append(Difference("loss of a token", ("", ""), float(largest), allowed.token))
+    errors = gradient_errors(shared.gradients, alone.gradients, device)
+    gradients = [
+        Difference(f"gradient of {param_type}", ("", ""), error, allowed.gradient)
+        for param_type, error in errors.items()
     ]
-    wrong = [row for row in kinds if not row.apart <= row.allowed]
-    return rows + (wrong or [max(kinds, key=lambda row: row.apart)])
+    wrong = [row for row in gradients if not row.within]
+    return rows + (wrong or [max(gradients, key=lambda row: row.difference)])
 
 
-def kind_of(name: str) -> str:
-    """What parameters of all blocks have in common: a bias belongs to its weight, as it may have a
-    gradient of rounding errors alone."""
+def param_type_of(name: str) -> str:
+    """The type of a parameter: its name without the block, and without ``weight`` or ``bias``.
+
+    A bias counts with its weight, because its own gradient may consist of rounding errors.
+    """
     return re.sub(r"^blocks\.\d+\.|\.(weight|bias)$", "", name)
 
 
-def gradient_differences(
+def gradient_errors(
     here: dict[str, Tensor], there: dict[str, Tensor], device: torch.device
 ) -> dict[str, float]:
-    """By kind, the norm of the difference of the gradients over the norm of ``there``."""
+    """By parameter type: the norm of ``here - there`` over the norm of ``there``."""
     squares: dict[str, Tensor] = {}
     for name, expected in there.items():
         found = (here[name].double() - expected.double()).square().sum()
         pair = torch.stack([found, expected.double().square().sum()])
-        kind = kind_of(name)
-        squares[kind] = squares.get(kind, 0) + pair
+        param_type = param_type_of(name)
+        squares[param_type] = squares.get(param_type, 0) + pair
     table = torch.stack(list(squares.values())).to(device)
     dist.all_reduce(table)
-    apart, size = table.sqrt().unbind(1)
-    relative = torch.where(apart == 0, apart, apart / size)
+    difference, size = table.sqrt().unbind(1)
+    relative = torch.where(difference == 0, difference, difference / size)
     return dict(zip(squares, relative.tolist(), strict=True))
 
 
@@ -210,18 +226,18 @@ def take_step(
     samples: Samples,
     given: ParallelLayout,
 ) -> StepResult:
-    """Losses and gradients of the first step under ``given``, computed under ``parallel``.
+    """Losses and gradients of the first step with the samples of ``given``, under ``parallel``.
 
-    Where a sample has one rank of a group under ``given``, the others repeat it without labels, so
-    that all ranks run equally many micro-batches.
+    With cp 1 only the first rank of each CP group of ``given`` counts the group's sample. The other
+    ranks repeat it without labels, so that all ranks run equally many micro-batches.
     """
     engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
     first = given.cp_rank == 0
     batches = []
     for number in range(config.train.accumulation_over(given.dp)):
         sample = samples[number * given.dp + given.dp_rank]
-        place = (parallel.cp_group, config.parallel.layout, widest(config.model))
-        batch = make_batch(sample, *place)
+        sharding = (parallel.cp_group, config.parallel.layout, widest(config.model))
+        batch = make_batch(sample, *sharding)
         if parallel.cp < given.cp and not first:
             batch = without_labels(batch)
         batches.append(batch.to(parallel.device))
@@ -249,5 +265,5 @@ def take_step(
 
 
 def without_labels(batch: Batch) -> Batch:
-    """The batch with a loss of 0."""
+    """The batch with all labels ignored, so that its loss is 0."""
     return dataclasses.replace(batch, labels=torch.full_like(batch.labels, IGNORED), n_valid=0)

@@ -1,5 +1,5 @@
-"""`python -m ringfa3.bench tables`: the tables of docs/benchmarks.md.
+"""`python -m ringfa3.bench tables`: the tables of the pages in docs/.
 
-In: docs/results/*/*/results.json and the page's markers. Out: the page, or what differs in it.
+In: docs/results/*/*/results.json and the pages' markers. Out: the pages, or what differs in them.
 Imports ringfa3.bench.{common,attention,ring}.
 """

@@ -1,31 +1,39 @@
-"""The page of figures: its text, and between markers the tables of the result files.
+"""The pages of figures: their text, and between markers the tables of the result files.
 
-A block of the page is
+A block of a page is one of
 
     <!-- results: FOLDER [direction=...] [set=...] [world=...] [label=...] -->
     (tables of the selected rows of results/FOLDER/results.json)
     <!-- end -->
 
+    <!-- gains: FOLDER ... -->      speed over other libraries, a line for each set and head dim
+    <!-- runs: BENCHMARK -->        a line for each result file of `attention` or `ring`
+
 where a filter has one value or several, separated by commas. A result file with a row in no block
-must be listed on the page as "* `FOLDER`: reason", so that no figure is dropped unnoticed.
+`results` must be listed on a page as "* `FOLDER`: reason", so that no figure is dropped unnoticed.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ringfa3.bench.common.machine import BenchError
 from ringfa3.bench.common.results import FILE, Results, ResultsError, RingRow, Row
 from ringfa3.bench.tables.attention import attention_block
+from ringfa3.bench.tables.overview import gains, runs
 from ringfa3.bench.tables.provenance import provenance
 from ringfa3.bench.tables.ring import ring_block
 
 BLOCK = re.compile(
-    r"^<!-- results: (?P<name>\S+)(?P<filters>[^>]*?) -->\n.*?^<!-- end -->", re.S | re.M
+    r"^<!-- (?P<block>(?P<content>results|gains|runs): (?P<name>\S+)(?P<rest>[^>]*?)) -->\n"
+    r".*?^<!-- end -->",
+    re.S | re.M,
 )
 LISTED = re.compile(r"^\* `(?P<name>\S+)`: ", re.M)
 FILTERS = ("direction", "set", "world", "label")
@@ -54,76 +62,104 @@ class Selection:
         return all(str(getattr(row, key, 1)) in values for key, values in self.filters.items())
 
 
-def write_page(page: Path) -> int:
-    """Write the page with its tables; the exit code."""
-    text, fresh, missing = _render(page)
-    if fresh != text:
-        page.write_text(fresh)
-        print(f"wrote {page}")
-    return _report(missing)
+@dataclass
+class Pages:
+    """All pages below a folder that have blocks, and the result files in its folder results/.
+
+    files  by the name of their folder below results/
+    shown  the rows of each file that a block `results` shows
+    """
+
+    folder: Path
+    files: dict[str, Results]
+    shown: dict[str, set[int]]
+
+    @classmethod
+    def load(cls, folder: Path) -> Pages:
+        """Raises BenchError for a result file that cannot be read."""
+        results = folder / "results"
+        try:
+            files = {
+                path.parent.relative_to(results).as_posix(): Results.load(path)
+                for path in sorted(results.glob(f"*/*/{FILE}"))
+            }
+        except (OSError, ResultsError) as error:
+            raise BenchError(f"tables: {error}") from None
+        return cls(folder, files, {name: set() for name in files})
+
+    def render(self) -> Iterator[tuple[Path, str, str]]:
+        """Each page, its text, and its text with fresh tables. Raises BenchError if none has."""
+        texts = {path: path.read_text() for path in sorted(self.folder.rglob("*.md"))}
+        texts = {path: text for path, text in texts.items() if BLOCK.search(text)}
+        if not texts:
+            raise BenchError(f"tables: no page in {self.folder} has a block of results")
+        for path, text in texts.items():
+            base = os.path.relpath(self.folder / "results", path.parent)
+            yield path, text, BLOCK.sub(partial(self._block, base), text)
+
+    def missing(self) -> list[str]:
+        """A line for each file with rows in no block, unless a page lists it."""
+        texts = [path.read_text() for path in self.folder.rglob("*.md")]
+        listed = {match["name"] for text in texts for match in LISTED.finditer(text)}
+        return [
+            f"{len(results.rows) - len(self.shown[name])} of {len(results.rows)} rows of "
+            f"results/{name}/{FILE} are in no block, and no page in {self.folder} says why"
+            for name, results in self.files.items()
+            if len(self.shown[name]) < len(results.rows) and name not in listed
+        ]
+
+    def _block(self, base: str, match: re.Match[str]) -> str:
+        """A block with fresh tables; `base`: the path to results/ from its page."""
+        lines = getattr(self, f"_{match['content']}")(match["name"], match["rest"], base)
+        return "\n".join([match[0].partition("\n")[0], "", *lines, "<!-- end -->"])
+
+    def _results(self, name: str, filters: str, base: str) -> Iterator[str]:
+        selection = Selection.parse(name, filters)
+        results = self._file(name)
+        rows = [i for i, row in enumerate(results.rows) if selection.has(row)]
+        if not rows:
+            raise BenchError(f"results: {name}{filters}: selects no row")
+        self.shown[name].update(rows)
+        selected = replace(results, rows=[results.rows[i] for i in rows])
+        yield from provenance(name, results, selected.rows, base)
+        ring = any(isinstance(row, RingRow) for row in selected.rows)
+        yield from (ring_block if ring else attention_block)(selected)
+
+    def _gains(self, name: str, names: str, base: str) -> Iterator[str]:
+        return gains([self._file(name) for name in [name, *names.split()]])
+
+    def _runs(self, benchmark: str, _: str, base: str) -> Iterator[str]:
+        return runs({n: r for n, r in self.files.items() if r.benchmark == benchmark}, base)
+
+    def _file(self, name: str) -> Results:
+        if name not in self.files:
+            raise BenchError(f"results: {name}: there is no such file in {self.folder}/results")
+        return self.files[name]
 
 
-def check_page(page: Path) -> int:
-    """The exit code: 1, and a line for each difference, unless the page is up to date."""
-    text, fresh, missing = _render(page)
-    pairs = zip(BLOCK.finditer(text), BLOCK.finditer(fresh), strict=True)
+def write_pages(folder: Path) -> int:
+    """Write the pages with their tables; the exit code."""
+    pages = Pages.load(folder)
+    for path, text, fresh in pages.render():
+        if fresh != text:
+            path.write_text(fresh)
+            print(f"wrote {path}")
+    return _report(pages.missing())
+
+
+def check_pages(folder: Path) -> int:
+    """The exit code: 1, and a line for each difference, unless the pages are up to date."""
+    pages = Pages.load(folder)
     lines = [
-        f"{page}: results: {old['name']} differs from its file; run python -m ringfa3.bench tables"
-        for old, new in pairs
+        f"{path}: {old['block']} differs from its file; run python -m ringfa3.bench tables"
+        for path, text, fresh in pages.render()
+        for old, new in zip(BLOCK.finditer(text), BLOCK.finditer(fresh), strict=True)
         if old[0] != new[0]
     ]
-    return _report(lines + missing)
+    return _report(lines + pages.missing())
 
 
 def _report(lines: list[str]) -> int:
     for line in lines:
         print(f"ringfa3.bench: {line}", file=sys.stderr)
     return 1 if lines else 0
-
-
-def _render(page: Path) -> tuple[str, str, list[str]]:
-    """The text of the page, the text with fresh tables, and a line for each file not covered.
-
-    Raises BenchError for a page or a file that cannot be read.
-    """
-    try:
-        text = page.read_text()
-        files = {name: Results.load(path) for name, path in _files(page.parent / "results")}
-    except (OSError, ResultsError) as error:
-        raise BenchError(f"tables: {error}") from None
-    shown: dict[str, set[int]] = {}
-
-    def block(match: re.Match[str]) -> str:
-        selection = Selection.parse(match["name"], match["filters"])
-        if selection.name not in files:
-            raise BenchError(f"results: {selection.name}: there is no such file beside {page}")
-        results = files[selection.name]
-        rows = [i for i, row in enumerate(results.rows) if selection.has(row)]
-        if not rows:
-            raise BenchError(f"results: {selection.name}{match['filters']}: selects no row")
-        shown.setdefault(selection.name, set()).update(rows)
-        begin = match[0].partition("\n")[0]
-        return "\n".join([begin, *_block(selection.name, results, rows), "<!-- end -->"])
-
-    fresh = BLOCK.sub(block, text)
-    listed = {match["name"] for match in LISTED.finditer(text)}
-    missing = [
-        f"{page}: {len(results.rows) - len(shown.get(name, ()))} of {len(results.rows)} rows of "
-        f"results/{name}/{FILE} are in no block, and the page does not say why"
-        for name, results in files.items()
-        if len(shown.get(name, ())) < len(results.rows) and name not in listed
-    ]
-    return text, fresh, missing
-
-
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.glob(f"*/*/{FILE}")):
-        yield path.parent.relative_to(folder).as_posix(), path
-
-
-def _block(name: str, results: Results, rows: list[int]) -> Iterator[str]:
-    selected = replace(results, rows=[results.rows[i] for i in rows])
-    yield ""
-    yield from provenance(name, results, selected.rows)
-    ring = any(isinstance(row, RingRow) for row in selected.rows)
-    yield from (ring_block if ring else attention_block)(selected)

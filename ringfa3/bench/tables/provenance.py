@@ -12,8 +12,11 @@ from ringfa3.bench.common.timing import SAMPLE_MS
 from ringfa3.bench.ring.cases import LENGTHS, RING_TOKENS
 
 
-def provenance(name: str, results: Results, rows: Sequence[Row]) -> Iterator[str]:
-    """Lines of Markdown for some rows of a result file; name: its folder below results/."""
+def provenance(name: str, results: Results, rows: Sequence[Row], base: str) -> Iterator[str]:
+    """Lines of Markdown for some rows of a result file.
+
+    name: its folder below results/; base: the path to results/ from the page
+    """
     m, s = results.machine, results.settings
     gpus = f"{m['ranks']} x " if "ranks" in m else ""
     versions = [f"PyTorch {m['torch']}"]
@@ -23,7 +26,7 @@ def provenance(name: str, results: Results, rows: Sequence[Row]) -> Iterator[str
         versions.append(f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}")
     kernels = f"commit `{m['git']}`, " if m.get("git") else ""
     yield (
-        f"[`{name.partition('/')[2]}`](results/{name}/{FILE}): {gpus}{m['device']}, "
+        f"[`{name.partition('/')[2]}`]({base}/{name}/{FILE}): {gpus}{m['device']}, "
         f"{str(m['date'])[:10]}, {', '.join(versions)}; kernels: {kernels}"
         f"sources `{m['sources']}`; {rows[0].dtype}; inputs {results.inputs};"
         f" {s['pairs']} pairs."

@@ -49,8 +49,8 @@ def _speed(rows: list[RingRow]) -> Iterator[str]:
 
 def _memory(rows: list[RingRow]) -> Iterator[str]:
     names = list(dict.fromkeys(name for row in rows for name in row.memory)) or [rows[0].first]
-    yield "MiB of a forward and backward beyond the inputs, as the device counts them, on the rank"
-    yield "with most; in brackets what remains allocated after the call."
+    yield "Cells have the MiB that the device counts for a forward and backward beyond the inputs,"
+    yield "on the rank with most. Brackets have what remains allocated after the call."
     yield ""
     cells = [
         [str(row.world), row.label]
@@ -68,7 +68,7 @@ def _mib(row: RingRow, name: str) -> str:
 
 
 def _host(rows: list[RingRow]) -> Iterator[str]:
-    yield "Microseconds of the host to start a call on an idle GPU, by rank."
+    yield "Cells have the microseconds of the host to start a call on an idle GPU, by rank."
     yield ""
     cells = []
     for row in rows:
@@ -81,7 +81,7 @@ def _host(rows: list[RingRow]) -> Iterator[str]:
 
 
 def _errors(rows: list[RingRow]) -> Iterator[str]:
-    yield "Largest error of the ring against float64, over that of RingFA3 on one GPU."
+    yield "Cells have the ring's largest error against float64 over that of RingFA3 on one GPU."
     yield ""
     cells = []
     for row in rows:
@@ -97,8 +97,8 @@ def _errors(rows: list[RingRow]) -> Iterator[str]:
 
 def _checkpoint(rows: list[RingRow]) -> Iterator[str]:
     first = rows[0].first
-    yield f"Forward and backward of a transformer block. Ratio above 1: `{first}` is faster. MiB of"
-    yield "tensors beyond the inputs: at the peak, and in brackets between forward and backward."
+    yield f"Rows have a block's forward and backward. Above 1, `{first}` is faster. MiB count"
+    yield "tensors beyond the inputs at the peak, and in brackets between forward and backward."
     yield ""
     cells = []
     for row in rows:

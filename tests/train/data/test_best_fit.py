@@ -1,4 +1,4 @@
-"""Packing of whole pieces, against the definition of best fit, longest first."""
+"""Packing of whole slices, against the definition of best fit, longest first."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_the_sums_are_those_of_the_definition(lengths, more):
 )
 @settings(deadline=None, max_examples=60)
 def test_every_epoch_holds_every_piece_whole(make_documents, lengths, seq_len, piece_len):
-    """Documents are cut at multiples of the piece length alone, and samples are never too long."""
+    """Documents are cut at multiples of the slice length alone, and samples are never too long."""
     data = DataConfig(seq_len=seq_len, piece_len=piece_len, packing="best_fit")
     samples = training_samples(make_documents(lengths), data, seed=3)
     assert isinstance(samples, BestFitSamples)
     step = min(piece_len or seq_len, seq_len)
-    pieces = [
+    slices = [
         (document, start, min(start + step, length))
         for document, length in enumerate(lengths)
         for start in range(0, length, step)
@@ -58,17 +58,17 @@ def test_every_epoch_holds_every_piece_whole(make_documents, lengths, seq_len, p
     index = 0
     for _ in range(2):
         epoch = []
-        while len(epoch) < len(pieces):
-            own = samples.pieces(index)
+        while len(epoch) < len(slices):
+            own = samples.slices(index)
             assert 0 < len(samples[index].tokens) == sum(p.stop - p.start for p in own) <= seq_len
             epoch += own
             index += 1
-        assert sorted(epoch) == pieces
+        assert sorted(epoch) == slices
 
 
 def test_samples_depend_on_seed_and_index_alone(make_documents):
     documents = make_documents([5, 5, 5, 5, 9, 9, 3, 14, 2, 7] * 3)
     one, again, other = (BestFitSamples(documents, 16, None, seed) for seed in (1, 1, 2))
-    first = [one.pieces(index) for index in range(30)]
-    assert [again.pieces(index) for index in reversed(range(30))] == first[::-1]
-    assert [other.pieces(index) for index in range(30)] != first
+    first = [one.slices(index) for index in range(30)]
+    assert [again.slices(index) for index in reversed(range(30))] == first[::-1]
+    assert [other.slices(index) for index in range(30)] != first

@@ -13,13 +13,13 @@ from train.config import ConfigError
 from train.data import manifest
 from train.data.manifest import (
     DamagedError,
-    FileFacts,
+    FileMetadata,
     read_manifest,
     verify,
     write_manifest,
 )
 
-FACTS = {"step": 12, "loss": 0.1, "names": ["a", "λ"], "by_rank": {"10": 1, "9": None}}
+METADATA = {"step": 12, "loss": 0.1, "names": ["a", "λ"], "by_rank": {"10": 1, "9": None}}
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / "deep").mkdir(parents=True)
     (folder / "a.bin").write_bytes(b"ring" * 100)
     (folder / "deep" / "b.bin").write_bytes(b"")
-    write_manifest(folder, FACTS)
+    write_manifest(folder, METADATA)
     return folder
 
 
@@ -39,13 +39,13 @@ def seal(folder: Path, body: dict) -> None:
     (folder / "manifest.json").write_text(json.dumps({**body, "crc32": crc32}))
 
 
-def test_facts_sizes_and_checksums_are_read_back(folder):
+def test_metadata_sizes_and_checksums_are_read_back(folder):
     found = read_manifest(folder)
     assert found == verify(folder)
-    assert found.facts == FACTS
+    assert found.metadata == METADATA
     assert found.files == {
-        "a.bin": FileFacts(400, zlib.crc32(b"ring" * 100)),
-        "deep/b.bin": FileFacts(0, 0),
+        "a.bin": FileMetadata(400, zlib.crc32(b"ring" * 100)),
+        "deep/b.bin": FileMetadata(0, 0),
     }
     assert {path.name for path in folder.iterdir()} == {"a.bin", "deep", "manifest.json"}
 
@@ -53,7 +53,7 @@ def test_facts_sizes_and_checksums_are_read_back(folder):
 def test_a_rewritten_manifest_lists_neither_itself_nor_temporary_files(folder):
     (folder / "manifest.json.tmp").write_text("half")
     write_manifest(folder, {"step": 13})
-    assert verify(folder).facts == {"step": 13}
+    assert verify(folder).metadata == {"step": 13}
     assert set(read_manifest(folder).files) == {"a.bin", "deep/b.bin"}
 
 
@@ -84,7 +84,7 @@ def test_everything_is_on_the_disk_before_the_manifest_has_its_name(folder, monk
 
     monkeypatch.setattr(manifest.os, "fsync", sync)
     monkeypatch.setattr(Path, "replace", rename)
-    write_manifest(folder, FACTS)
+    write_manifest(folder, METADATA)
     renamed = done.index("rename")
     names = ("a.bin", "deep/b.bin", "manifest.json", "deep", ".")
     assert {(folder / name).stat().st_ino for name in names} <= set(done[:renamed])

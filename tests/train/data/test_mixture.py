@@ -119,7 +119,7 @@ def test_one_source_gives_the_recorded_stream(make_documents):
         make_documents([61, 1, 2, 40, 300]), DataConfig(seq_len=257, piece_len=90), seed=3
     )
     assert isinstance(samples, TrainingSamples)
-    assert [tuple(piece) for piece in samples.pieces(1000)] == [
+    assert [tuple(part) for part in samples.slices(1000)] == [
         *((4, 285, 300), (4, 0, 90), (0, 0, 61), (4, 180, 270), (2, 0, 1)),
     ]
     digest = hashlib.sha256()

@@ -51,10 +51,10 @@ def test_labels_and_boundaries(make_documents, lengths, seq_len, piece_len, inde
     np.testing.assert_array_equal(sample.labels, expected)
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     for start, stop in zip(sample.cu_seqlens, sample.cu_seqlens[1:], strict=False):
-        piece = sample.tokens[start:stop]
+        part = sample.tokens[start:stop]
         assert 0 < stop - start <= piece_len
-        np.testing.assert_array_equal(piece, np.arange(piece[0], piece[0] + len(piece)))
-        assert len(set(document_of[piece])) == 1
+        np.testing.assert_array_equal(part, np.arange(part[0], part[0] + len(part)))
+        assert len(set(document_of[part])) == 1
 
 
 def test_a_sample_depends_on_seed_and_index_alone(make_documents):
@@ -85,9 +85,9 @@ def test_evaluation_predicts_every_token_once(make_documents, lengths, seq_len, 
     window = data.draw(st.integers(1, seq_len))
     documents = make_documents(lengths)
     samples = evaluation_samples(documents, list(range(len(lengths))), seq_len, window)
-    packed = [pack(documents, pieces) for pieces in samples]
+    packed = [pack(documents, slices) for slices in samples]
     assert all(0 < len(sample.tokens) <= seq_len for sample in packed)
-    assert all(stop - start <= window for pieces in samples for _, start, stop in pieces)
+    assert all(stop - start <= window for slices in samples for _, start, stop in slices)
     tokens = np.concatenate([sample.tokens for sample in packed])
     labels = np.concatenate([sample.labels for sample in packed])
     assert sorted(tokens) == list(range(sum(lengths)))
@@ -98,7 +98,7 @@ def test_evaluation_predicts_every_token_once(make_documents, lengths, seq_len, 
 
 def test_evaluation_samples_are_filled_to_the_last_token(make_documents):
     samples = evaluation_samples(make_documents([4, 4, 9, 7]), [0, 1, 2, 3], seq_len=8, window=8)
-    assert [[stop - start for _, start, stop in pieces] for pieces in samples] == [
+    assert [[stop - start for _, start, stop in slices] for slices in samples] == [
         [4, 4],
         [8],
         [1, 7],

@@ -23,7 +23,7 @@ from train.engine.checkpoint import (
     find_checkpoint,
     load_tensors,
     newest_valid,
-    read_facts,
+    read_manifest_metadata,
 )
 from train.engine.parallel import ParallelLayout, from_rank_0, require_shared
 from train.engine.shard import Shard, own_share, whole
@@ -57,7 +57,7 @@ def messages() -> list[str]:
 @pytest.fixture
 def checkpoints(tmp_path, messages) -> Checkpoints:
     """Of steps 1, 2 and 3, with the tensors of seeds 1, 2 and 3."""
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=3, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=3, keep_every=None, log=messages.append)
     for step in (1, 2, 3):
         checkpoints.begin(step, shards(tensors(step)), {"samples": 10 * step})
     checkpoints.wait()
@@ -69,14 +69,14 @@ def test_saved_tensors_are_loaded(checkpoints):
     assert list(checkpoints_in(checkpoints.folder)) == [1, 2, 3]
     path = checkpoints.choose()
     assert path.name == "step-00000003"
-    assert read_facts(path) == {"step": 3, "samples": 30}
+    assert read_manifest_metadata(path) == {"step": 3, "samples": 30}
     loaded = {name: torch.full_like(t, torch.nan) for name, t in tensors(0).items()}
     load_tensors(path, loaded)
     assert equal(loaded, tensors(3))
 
 
 def test_tensors_may_change_while_they_are_written(tmp_path, messages):
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, log=messages.append)
     live = tensors(1)
     checkpoints.begin(1, shards(live), {})
     for tensor in live.values():
@@ -88,7 +88,7 @@ def test_tensors_may_change_while_they_are_written(tmp_path, messages):
 
 
 def test_the_newest_and_every_keep_every_th_are_kept(tmp_path, messages):
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=2, keep_every=3, say=messages.append)
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=2, keep_every=3, log=messages.append)
     for step in range(1, 9):
         checkpoints.begin(step, shards(tensors(step)), {})
     checkpoints.wait()
@@ -150,14 +150,14 @@ def test_if_all_are_damaged_there_is_none(checkpoints, messages):
 def test_a_half_written_checkpoint_does_not_count(checkpoints):
     shutil.copytree(checkpoints.folder / "step-00000003", checkpoints.folder / ".step-00000004")
     assert checkpoints.choose().name == "step-00000003"
-    checkpoints.remove_litter()
+    checkpoints.remove_partial_files()
     assert not list(checkpoints.folder.glob(".*"))
 
 
 def test_others_cannot_write_to_it_under_any_umask(tmp_path, messages):
     before = os.umask(0o002)
     try:
-        checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
+        checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, log=messages.append)
         checkpoints.begin(1, shards(tensors(1)), {})
         checkpoints.wait()
     finally:
@@ -221,7 +221,7 @@ def test_an_older_checkpoint_is_read_by_the_names_of_its_time(tmp_path):
 
 def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages):
     folder = tmp_path / "run" / "checkpoints"
-    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, log=messages.append)
     folder.mkdir(parents=True)
     for step in (1, 2):
         checkpoints.begin(step, shards(tensors(step)), {})
@@ -238,7 +238,7 @@ def test_a_checkpoint_is_found_by_its_own_or_its_runs_folder(tmp_path, messages)
 
 def test_a_run_whose_name_is_a_number_is_no_checkpoint(tmp_path, messages):
     folder = tmp_path / "7" / "checkpoints"
-    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(folder, ALONE, keep=2, keep_every=None, log=messages.append)
     folder.mkdir(parents=True)
     checkpoints.begin(1, shards(tensors(1)), {})
     checkpoints.wait()
@@ -263,10 +263,10 @@ def test_a_full_disk_is_counted_and_leaves_nothing(checkpoints, messages):
     assert checkpoints.choose().name == "step-00000005"
 
 
-def test_a_checkpoint_in_doubt_takes_no_place_of_one_before_it(tmp_path, messages):
-    """Of one kept: those behind skipped steps come on top, until a step is accepted. A manifest
-    that cannot tell stops no write."""
-    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, say=messages.append)
+def test_a_checkpoint_saved_while_skipping_replaces_no_earlier_one(tmp_path, messages):
+    """With ``keep=1`` checkpoints after skipped steps are added to it, until a step is accepted. An
+    unreadable manifest stops no write."""
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=1, keep_every=None, log=messages.append)
 
     def kept(step: int, skipped: int) -> list[int]:
         checkpoints.begin(step, shards(tensors(step)), {"guard": {"in_a_row": skipped}})
@@ -274,7 +274,7 @@ def test_a_checkpoint_in_doubt_takes_no_place_of_one_before_it(tmp_path, message
         return list(checkpoints_in(tmp_path))
 
     assert [kept(1, 0), kept(2, 1), kept(3, 2)] == [[1], [1, 2], [1, 2, 3]]
-    assert checkpoints.choose(accepted=True).name == "step-00000001"
+    assert checkpoints.choose(exclude_skipping=True).name == "step-00000001"
     flip(tmp_path / "step-00000002" / manifest.MANIFEST)
     assert kept(4, 3) == [1, 2, 3, 4]
     assert kept(5, 0) == [5]
@@ -295,7 +295,7 @@ def _save(group: dist.ProcessGroup, folder: Path, fails: int | None) -> list[str
     parallel = ParallelLayout(
         rank, world, 1, torch.device("cpu"), host_group=group, save_group=group
     )
-    checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, say=messages.append)
+    checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, log=messages.append)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if rank == fails:
@@ -329,7 +329,7 @@ def _reads(group: dist.ProcessGroup, folder: Path) -> list[str]:
         patch.setattr(manifest, "checksum", lambda p: read.append(p.name) or whole_file(p))
         rank, world = group.rank(), group.size()
         parallel = ParallelLayout(rank, world, 1, torch.device("cpu"), None, group, group)
-        checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, say=print)
+        checkpoints = Checkpoints(folder, parallel, keep=2, keep_every=None, log=print)
         checkpoints.begin(1, shards(tensors(1), rank, world), {})
         checkpoints.wait()
     return read
@@ -372,7 +372,7 @@ def _shared(group: dist.ProcessGroup, folder: Path) -> str | None:
         assert not list(folder.iterdir())
     here = Path.exists
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.engine.parallel.SEEN_S", 0.2)
+        patch.setattr("train.engine.parallel.VISIBLE_S", 0.2)
         patch.setattr(Path, "exists", lambda path: parallel.rank != 2 and here(path))
         try:
             require_shared(parallel, folder)

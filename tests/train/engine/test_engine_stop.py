@@ -1,4 +1,4 @@
-"""SIGTERM in the middle of a step under a sharded engine: saved beside the step, exit code 0.
+"""SIGTERM during a step of a sharded engine: saved concurrently with the step, exit code 0.
 
 The reference is a run of ddp without a stop: the steps after the stop agree within 1e-5.
 """

@@ -55,7 +55,7 @@ soak = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 @pytest.fixture
 def config(config: Config) -> Config:
-    """Two samples a rank and step, of pieces with one label less than tokens; clipping is active.
+    """Two samples a rank and step, of slices with one label less than tokens; clipping is active.
 
     The layers start different from zero, so that each of them has a gradient from the first step.
     """
@@ -72,7 +72,7 @@ def config(config: Config) -> Config:
 
 
 def layout(cp: int) -> ParallelLayout:
-    """This rank's place among all ranks of the default group; call it on all of them."""
+    """The layout with all ranks of the default group; call it on all of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(n, n + cp))) for n in range(0, world, cp)]
     host, save = (dist.new_group(backend="gloo") for _ in range(2))
@@ -130,7 +130,7 @@ def timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def _run_all(_: dist.ProcessGroup, configs: list[Config]) -> list[dict[str, Any]]:
-    """What this rank sees of one run after the other."""
+    """The results of several runs on this rank, one after the other."""
     seen = []
     for config in configs:
         parallel = layout(config.parallel.cp)

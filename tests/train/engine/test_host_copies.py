@@ -20,7 +20,7 @@ def test_checkpoints_pin_as_many_bytes_as_their_tensors_have(tmp_path):
     """Once, for two checkpoints; no power of two. What they write is what the tensors have."""
     parallel = ParallelLayout(rank=0, world=1, cp=1, device=CUDA)
     with fake_pinning(CUDA) as memory:
-        checkpoints = Checkpoints(tmp_path, parallel, keep=2, keep_every=None, say=print)
+        checkpoints = Checkpoints(tmp_path, parallel, keep=2, keep_every=None, log=print)
         for step in (1, 2):
             checkpoints.begin(step, shards(tensors(step)), {})
         checkpoints.wait()

@@ -15,10 +15,10 @@ from tests.support.ranks import sacrifice
 from tests.train.engine.test_engines import LIMIT_S, layout
 from train.config import Config, EngineConfig
 from train.data.batches import make_batch
-from train.data.samples import Piece, pack
+from train.data.samples import DocumentSlice, pack
 from train.data.shards import open_corpus
 from train.engine.make_engine import make_engine
-from train.engine.time_split import KINDS, TimeSplit, time_split_on
+from train.engine.time_split import CATEGORIES, TimeSplit, time_split_on
 from train.model.matmul import Linear
 
 
@@ -79,7 +79,7 @@ def test_kinds_add_up_and_the_inner_one_counts(device, times):
     device.synchronise()
     expected = {"attention": 8.25, "matmul": 2.0, "communication": 0.5, "rest": 1.125, "idle": 0.0}
     assert times.seconds() == pytest.approx(expected)
-    assert tuple(times.seconds()) == KINDS
+    assert tuple(times.seconds()) == CATEGORIES
 
 
 def test_a_device_that_waits_for_its_host_is_idle(device, times):
@@ -120,12 +120,12 @@ def test_a_period_begins_anew_and_takes_events_again(device, times):
     times.pause()
     with times.of("matmul"):
         device.work(1.0)
-    assert not times._marks
+    assert not times._boundaries
     assert len(made) == 8
 
 
 def test_ops_are_seen_in_forward_and_backward(device, times):
-    """An observer sees each op once; attention and products of a real model, by their names."""
+    """The hook gets each op once: attention and products of a real model, by their names."""
     x = torch.randn(1, 8, 2, 4, requires_grad=True)
     layer = Linear(4, 4)
     times.begin()
@@ -142,14 +142,14 @@ def test_ops_are_seen_in_forward_and_backward(device, times):
     finally:
         observe(None)
     assert names == ["attention", "linear", "linear_backward", "attention_backward"]
-    kinds = [mark.kind for mark in times._marks if mark.kind != "rest"]
-    assert kinds == ["attention", "matmul", "matmul", "attention"]
+    categories = [x.category for x in times._boundaries if x.category != "rest"]
+    assert categories == ["attention", "matmul", "matmul", "attention"]
     layer(torch.randn(3, 4))
     assert len(names) == 4
 
 
 def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
-    """The same marks in the same order, while the host library records and replays."""
+    """The same categories in the same order, while the host library records and replays."""
     q, k = torch.randn(2, 1, 8, 2, 64).bfloat16()
     layer = Linear(128, 64).bfloat16()
     seen = {}
@@ -163,7 +163,7 @@ def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
                 out = flash_attn_func(*leaves, causal=True)
                 layer(out.flatten(2).flatten(0, 1)).sum().backward()
                 times.end()
-                seen.setdefault(which, []).append([mark.kind for mark in times._ended])
+                seen.setdefault(which, []).append([x.category for x in times._ended])
     finally:
         observe(None)
     assert host.counts()["replayed"] == 2
@@ -172,7 +172,7 @@ def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
 
 
 def _communication(_: dist.ProcessGroup, configs: list[Config]) -> list[list[int]]:
-    """How often two backwards of this rank wait for others, and what stays open behind them."""
+    """How often two backwards of this rank wait for others, and what stays open after them."""
     seen = []
     for config in configs:
         device = Device()
@@ -181,22 +181,22 @@ def _communication(_: dist.ProcessGroup, configs: list[Config]) -> list[list[int
         parallel = layout(1)
         engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
         engine.watch(times)
-        sample = pack(corpus.train, [Piece(0, 0, 20)])
+        sample = pack(corpus.train, [DocumentSlice(0, 0, 20)])
         batch = make_batch(sample, parallel.cp_group, "zigzag")
         counts = []
         for _ in range(2):
             times.begin()
             engine.backward(batch, torch.ones(()), last=True)
-            kinds = [mark.kind == "communication" for mark in times._marks]
-            counts.append(sum(b and not a for a, b in pairwise(kinds)))
+            categories = [x.category == "communication" for x in times._boundaries]
+            counts.append(sum(b and not a for a, b in pairwise(categories)))
         seen.append([*counts, len(times._open)])
     return seen
 
 
 @pytest.mark.soak
-def test_engines_say_when_they_wait(config):
-    """ddp once, behind the backward. fsdp2 also for the weights of the embedding, two blocks, the
-    head and the root, in forward and backward, and at the recomputation of a block.
+def test_engines_report_when_they_wait(config):
+    """ddp waits once, after the backward. fsdp2 also waits for the weights of the embedding, two
+    blocks, the head and the root, in forward and backward, and in the recomputation of a block.
     """
     config.model.n_layers, config.model.dim, config.memory.recompute = 2, 16, "attention-saving"
     open_corpus(config.data)

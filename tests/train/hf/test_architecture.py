@@ -91,7 +91,7 @@ def test_windows_are_written_as_they_were_read(tmp_path, kinds):
 
 
 def test_a_window_of_null_is_none(tmp_path):
-    """As transformers takes it: all layers see everything."""
+    """As in transformers: all layers have full attention."""
     keys = {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}
     model = model_in(saved(tmp_path, "qwen2", **keys, layer_types=None))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What a line of metrics says about memory, and what the console shows of the losses."""
+"""The memory in a line of metrics, and the losses on the console."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_appended_pieces_are_returned_as_one():
 
 @pytest.mark.parametrize(("softmax_scale", "windows"), [(None, None), (0.7, [3, "full"])])
 def test_hidden_states_are_the_same_for_pieces_and_for_the_whole(softmax_scale, windows):
-    """A whole document through the ring layer, against pieces of 9, 1, 1 and 5 tokens: 1e-5."""
+    """A whole document through the ring layer, against parts of 9, 1, 1 and 5 tokens: 1e-5."""
     model = ModelConfig(n_layers=2, dim=32, ffn_dim=48, n_heads=4, n_kv_heads=2, zero_init=False)
     model.softmax_scale, model.windows = softmax_scale, windows
     transformer = Transformer(model, vocab_size=50, seed=0)
@@ -34,9 +34,9 @@ def test_hidden_states_are_the_same_for_pieces_and_for_the_whole(softmax_scale, 
     with torch.no_grad():
         whole = transformer(tokens, plan.positions, plan)
         caches = [KVCache(16) for _ in transformer.blocks]
-        pieces = []
+        parts = []
         for start, stop in ((0, 9), (9, 10), (10, 11), (11, 16)):
             positions = torch.arange(start, stop)
-            pieces.append(transformer(tokens[start:stop], positions, None, caches))
-    assert (torch.cat(pieces) - whole).abs().max() < 1e-5
+            parts.append(transformer(tokens[start:stop], positions, None, caches))
+    assert (torch.cat(parts) - whole).abs().max() < 1e-5
     assert whole.std() > 0.5

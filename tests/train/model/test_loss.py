@@ -1,4 +1,4 @@
-"""The chunked loss against torch's cross entropy, in one piece and in float64."""
+"""The chunked loss against torch's cross entropy, unchunked and in float64."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_the_pool_is_allocated_once():
     sizes = []
     for lengths in ([5], LENGTHS, [30, 3]):  # priming uses few tokens
         gradients(model, model(batch_of(lengths)).sum())
-        assert not model.transformer.offload._leaving
+        assert not model.transformer.offload._sources
         sizes.append(sorted(len(buffer) for buffer in pool.buffers))
     row_bytes = [32 * 4, 32 * 4, 4 * 4]
     assert (

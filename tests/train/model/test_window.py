@@ -40,7 +40,7 @@ def test_three_ranks_compute_what_one_process_does(ranks: Ranks, windows):
 
 
 def test_a_narrower_plan_keeps_its_window():
-    """The evaluation in which each token sees itself alone; a plan of the widest window."""
+    """The evaluation in which each token attends only to itself; a plan of the widest window."""
     alone = plan_context([0, 9], (0, 1), window_size=(0, 0))
     assert narrowed(alone, 4) is narrowed(alone, None) is alone
     for windows, of_plan in (([6, 4], (5, -1)), ([6, "full"], (-1, -1)), (None, (-1, -1))):

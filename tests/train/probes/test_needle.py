@@ -69,8 +69,8 @@ def test_a_trial_holds_its_fact_and_ends_with_its_answer(haystack):
 
 def test_other_keys_have_other_numbers(haystack):
     text = text_of(haystack, Trial("multi_key", 400, 0.5, 1))
-    *facts, question = text.split("\nThe value of ")[1:]
-    values = {fact[:5]: fact[9:13] for fact in facts}
+    *needles, question = text.split("\nThe value of ")[1:]
+    values = {needle[:5]: needle[9:13] for needle in needles}
     assert len(values) == 1 + haystack.needle.others
     assert question == f"{question[:5]} is {values[question[:5]]}"
 
@@ -80,9 +80,9 @@ def test_a_variable_is_passed_on_from_name_to_name(haystack):
         text = text_of(haystack, Trial("variable", 400, depth, 0))
         first, *others, question = text.split("\nThe value of ")[1:]
         name, number = first[:5], first[9:13]
-        for fact in others:
-            assert fact[9:14] == name
-            name = fact[:5]
+        for needle in others:
+            assert needle[9:14] == name
+            name = needle[:5]
         assert len(others) == haystack.needle.hops
         assert question == f"{name} is {number}"
 
@@ -140,7 +140,7 @@ def _hits(group: dist.ProcessGroup | None, labels: torch.Tensor | None) -> torch
 
 
 def test_two_ranks_find_exactly_what_one_process_finds(ranks: Ranks):
-    """Labels are the most probable tokens at even places, others at odd ones, none at every 5th."""
+    """Labels: the most probable token at even positions, another at odd ones, none at every 5th."""
     labels = _hits(None, None)
     expected = torch.arange(len(labels)) % 2 == 0
     labels = torch.where(expected, labels, (labels + 1) % 97)

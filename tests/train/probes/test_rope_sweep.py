@@ -31,7 +31,7 @@ def test_a_changed_model_is_one_that_was_built_so():
 
 
 def test_the_settings_are_every_type_with_every_factor():
-    """Original length: the pieces of the trained run, not those that the command line asks for."""
+    """Original length: that of the trained run, not that of the command line."""
     asked, trained = Config(), Config()
     asked.model.rope, asked.data.seq_len = RopeConfig(theta=7e4), 4096
     trained.data.seq_len, trained.data.piece_len = 2048, 1024

@@ -14,7 +14,7 @@ from train.data.documents import Documents
 from train.data.samples import evaluation_documents
 from train.data.shards import open_corpus
 from train.tasks.baselines import (
-    PRIOR,
+    PRIOR_COUNTS,
     baseline_documents,
     count_nats_per_byte,
     gzip_nats_per_byte,
@@ -49,8 +49,8 @@ def test_unigram_and_bigram_by_hand():
     one, two = 3 / 9, 4 / 9  # (count + 1) / (5 + 4)
     unigram, bigram = count_nats_per_byte(train, held_out, [1], vocab_size=4)
     assert unigram == pytest.approx(-(math.log(one) + math.log(two)) / 2)
-    after_bos = (1 + PRIOR * one) / (2 + PRIOR)  # 0 -> 1 once of two
-    after_one = (2 + PRIOR * two) / (2 + PRIOR)  # 1 -> 2 twice of two
+    after_bos = (1 + PRIOR_COUNTS * one) / (2 + PRIOR_COUNTS)  # 0 -> 1 once of two
+    after_one = (2 + PRIOR_COUNTS * two) / (2 + PRIOR_COUNTS)  # 1 -> 2 twice of two
     assert bigram == pytest.approx(-(math.log(after_bos) + math.log(after_one)) / 2)
 
 
@@ -60,7 +60,7 @@ def test_unseen_pairs_and_tokens_have_a_probability():
     unigram, bigram = count_nats_per_byte(train, held_out, [0], vocab_size=4)
     seldom = 1 / 6
     assert unigram == pytest.approx(-math.log(seldom))
-    after_bos, after_three = PRIOR * seldom / (1 + PRIOR), seldom
+    after_bos, after_three = PRIOR_COUNTS * seldom / (1 + PRIOR_COUNTS), seldom
     assert bigram == pytest.approx(-(math.log(after_bos) + math.log(after_three)) / 2)
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: every byte and token counts once; a window of one token sees nothing else."""
+"""Evaluation: every byte and token counts once; in a window of one token nothing else counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from train.data.batches import Batch, make_batch
-from train.data.samples import IGNORED, Piece, evaluation_documents, pack
+from train.data.samples import IGNORED, DocumentSlice, evaluation_documents, pack
 from train.data.shards import open_corpus
 from train.engine.parallel import join
 from train.model.transformer import build_model
@@ -92,8 +92,8 @@ def test_the_last_tokens_are_those_at_the_end_of_full_windows(config, corpus, le
     for document in evaluation_documents(documents, 2500):
         end = int(documents.lengths[document])
         for start in range(0, end, window):
-            piece = Piece(document, start, min(start + window, end))
-            batch = make_batch(pack(documents, [piece]), None, "zigzag")
+            part = DocumentSlice(document, start, min(start + window, end))
+            batch = make_batch(pack(documents, [part]), None, "zigzag")
             last = (batch.labels != IGNORED)[window - 9 :]
             total += float(model(batch).detach()[window - 9 :][last].double().sum())
             count += int(last.sum())

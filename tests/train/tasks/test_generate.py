@@ -131,10 +131,10 @@ def test_streamed_pieces_are_whole_characters_and_sum_to_the_text():
     text = "naïve λ, 日本語 🜚 \n" * 3
     tokenizer = train_tokenizer(["plain words only"], 300, "<|endoftext|>")
     ids = tokenizer.encode(text).ids
-    pieces = list(as_text(tokenizer, iter(ids)))
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
-    assert len(pieces) > 20
+    parts = list(as_text(tokenizer, iter(ids)))
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+    assert len(parts) > 20
     for seed in range(200):
         ids = random.Random(seed).choices(range(1, tokenizer.get_vocab_size()), k=30)
         assert "".join(as_text(tokenizer, iter(ids))) == tokenizer.decode(ids)

@@ -99,7 +99,7 @@ def test_a_state_is_the_same_after_saving_and_loading(config, tmp_path):
     trainer.close()
     other = make_trainer(config)
     assert other.state.step == 12  # nothing but the final evaluation is left
-    assert other.state.facts() == trainer.state.facts()
+    assert other.state.metadata() == trainer.state.metadata()
     tensors, loaded = tensors_of(trainer), tensors_of(other)
     assert any("exp_avg_sq" in name for name in tensors)
     assert tensors.keys() == loaded.keys()
@@ -177,8 +177,8 @@ def test_overwrite_starts_anew_unless_the_run_was_stopped(config):
 
 
 def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_path):
-    """The successor is to start from it, from nothing, from weights of another shape, at a place in
-    another stream of samples, or behind its last step."""
+    """The successor would start from it, from nothing, from weights of another shape, at a position
+    in another stream of samples, or after its last step."""
     make_trainer(config).train()
     old = config.run.dir
     small = dataclasses.replace(config.model, ffn_dim=48)
@@ -206,7 +206,7 @@ def test_overwrite_keeps_a_run_that_its_successor_cannot_replace(config, tmp_pat
 
 
 def test_a_run_named_origin_lends_its_sibling_no_settings(config):
-    """An origin lies in the folder of the run, not beside it or beside a checkpoint."""
+    """An origin lies in the folder of the run, not next to it or next to a checkpoint."""
     config.run.dir = str(Path(config.run.dir).parent / "origin")
     make_trainer(config).train()
     config.run.dir = str(Path(config.run.dir).parent / "a")
@@ -224,7 +224,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start(config):
     make_trainer(config).train()
     for path in checkpoints_in(RunFolder(config).checkpoints).values():
         (path / ".metadata").unlink()
-    for _ in range(2):  # the second time they are already set aside
+    for _ in range(2):  # the second time they are already quarantined
         with pytest.raises(ConfigError, match="every checkpoint of this run is damaged"):
             make_trainer(config)
     assert steps(Path(config.run.dir))[-1][0] == 12

@@ -1,4 +1,4 @@
-"""What a line of metrics says about the speed of its step, with a host's clock for a GPU's."""
+"""The speed of a step in its line of metrics, with a host's clock in place of a GPU's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.train.jobs import events, steps
 from tests.train.trainers import make_trainer
 from train.data.shards import open_corpus
 from train.engine.parallel import ParallelLayout
-from train.engine.time_split import KINDS, TimeSplit
+from train.engine.time_split import CATEGORIES, TimeSplit
 from train.estimate.job import Job
 from train.estimate.prediction import Prediction, predict
 from train.log.step_lines import StepLine, StepLines
@@ -74,11 +74,11 @@ def test_every_line_has_the_split_and_the_utilisation(config):
         seconds = tokens / line["tokens_per_s"]
         assert line["mfu"] == pytest.approx(line["flops"] / (seconds * 0.5e12))
         assert line["hfu"] > line["mfu"]
-        split = {kind: line[f"{kind}_s"] for kind in KINDS}
+        split = {name: line[f"{name}_s"] for name in CATEGORIES}
         assert split["attention"] > 0
         assert split["matmul"] > 0
         assert split["communication"] == 0  # of one process
-    assert sum(line[f"{kind}_s"] for line in lines for kind in KINDS) < elapsed
+    assert sum(line[f"{name}_s"] for line in lines for name in CATEGORIES) < elapsed
 
 
 def test_a_line_of_a_cpu_has_flops_alone(config):
@@ -188,7 +188,7 @@ def test_a_run_whose_device_is_lost_has_the_lines_of_all_its_steps(config):
 
 
 def test_a_line_has_the_memory_of_its_own_step(config):
-    """Not that of the step beside which it is written."""
+    """It is not that of the step during which the line is written."""
     config.model.n_layers, config.train.steps, config.checkpoint.every = 1, 4, 0
     made = make_trainer(config)
     reads = mock.Mock(side_effect=lambda _: 1000 * made.state.step)

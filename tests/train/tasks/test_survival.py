@@ -123,7 +123,7 @@ def stop(folder: Path, overrides: list[str], whom: str, after: int) -> int:
         assert not any(is_alive(pid) for pid in pids)
     done = len(steps(folder))
     assert after <= done < STEPS
-    assert verify(folder / "checkpoints" / f"step-{done:08d}").facts["step"] == done
+    assert verify(folder / "checkpoints" / f"step-{done:08d}").metadata["step"] == done
     assert events(folder)[-1].startswith(f"SIGTERM: stopped after step {done}, which is saved")
     return done
 
@@ -163,8 +163,8 @@ def test_a_run_continues_at_another_cp_and_dp(
 
 
 def test_sigterm_saves_the_last_finished_step(overrides, undisturbed, stopped, tmp_path):
-    """To rank 1, rank 0 and torchrun in turn. Where the last checkpoint is damaged it is set aside,
-    and the run continues from the one before."""
+    """To rank 1, rank 0 and torchrun in turn. A damaged last checkpoint is quarantined, and
+    the run continues from the one before."""
     folder, done = tmp_path / "run", stopped[1]
     shutil.copytree(stopped[0], folder)
     for whom in ("rank 0", "torchrun"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -107,8 +108,9 @@ def test_results_are_sorted_and_failures_are_rows(pretrain, overrides, tmp_path)
     assert (folder / "sweep.png").stat().st_size > 10_000
     table = done.stdout[done.stdout.index("┏━", done.stdout.rindex("job 4 of 4")) :]
     assert re.search(r"data\.tokeni[\s\S]*optim\.lr[\s\S]*nats per byte[\s\S]*status", table)
-    shown = [f"{row['nats_per_byte']:.4f}" for row in (first, second)]
-    assert re.findall(r"\d\.\d{4}", table) == shown
+    losses = [row["nats_per_byte"] for row in (first, second)]
+    shown = [f"{x:.4f}" for nats in losses for x in (nats, nats / math.log(2))]
+    assert re.findall(r"\d+\.\d{4}", table) == shown
 
     written = folder / first["folder"] / "metrics.jsonl"
     before = written.stat().st_mtime_ns

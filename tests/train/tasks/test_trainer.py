@@ -52,7 +52,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(config):
     recorded = steps(Path(config.run.dir))
     assert [loss is None for _, loss, _ in recorded] == [step == 6 for step in range(1, 13)]
     assert "step 6 skipped (1 so far): loss is nan" in events(Path(config.run.dir))
-    assert trainer.state.guard.skipped == 1
+    assert trainer.state.spike_filter.skipped == 1
     assert trainer.state.samples == 12
     assert weights(trainer).isfinite().all()
 
@@ -69,7 +69,7 @@ def test_priming_and_a_skipped_step_leave_no_gradients(config):
             assert all(p.grad is None for p in trainer.model.parameters())
             spoil(trainer, {0: math.nan})
             trainer.step(trainer._batches(0), 0.0)
-            assert trainer.state.guard.skipped == 1
+            assert trainer.state.spike_filter.skipped == 1
             assert all(p.grad is None for p in trainer.model.parameters())
         norms.append(trainer.step(trainer._batches(1), 0.0)["grad_norm"])
         trainer.close()
@@ -92,7 +92,7 @@ def test_the_final_evaluation_is_bounded(config):
 
 
 def test_the_losses_of_training_and_held_out_text_stand_side_by_side(config, capsys):
-    """In nats per byte: in the lines, the summary and its table."""
+    """In nats per byte in the lines and the summary; in its table also in bits per byte."""
     config.train.steps, config.train.eval_every = 3, 2
     trainer = make_trainer(config)
     (batch,) = trainer._batches(0)
@@ -107,10 +107,12 @@ def test_the_losses_of_training_and_held_out_text_stand_side_by_side(config, cap
     summary = json.loads(trainer.folder.summary.read_text())
     assert summary["train_nats_per_byte"] == pytest.approx(sum(losses) / 3)
     assert summary["train_last_steps"] == 3
-    row = f"{summary['nats_per_byte']:.3f}", f"{summary['train_nats_per_byte']:.3f}"
+    assert summary["bits_per_byte"] == pytest.approx(summary["nats_per_byte"] / math.log(2))
+    values = summary["nats_per_byte"], summary["train_nats_per_byte"]
+    row = tuple(f"{x:.3f}" for nats in values for x in (nats, nats / math.log(2)))
     output = capsys.readouterr().out
     (line,) = [line for line in output.splitlines() if "this model  " in line]
-    assert tuple(re.findall(r"\d\.\d{3}", line)) == row
+    assert tuple(re.findall(r"\d+\.\d{3}", line)) == row
 
 
 def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[float], int, list]:
@@ -121,13 +123,13 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
     before: list[torch.Tensor] = []
     if rank == 1:
         spoil(trainer, {3: math.inf})
-    take, objects = trainer.step, trainer.state.guard.objects
+    take, should_skip = trainer.step, trainer.state.spike_filter.should_skip
 
     def step(batches: list, begin: float) -> dict:
         if trainer.state.step == 3:
             before.append(weights(trainer))
         alone = rank == 1 and trainer.state.step == 7
-        trainer.state.guard.objects = lambda figures: objects(figures) | alone
+        trainer.state.spike_filter.should_skip = lambda figures: should_skip(figures) | alone
         record = take(batches, begin)
         if trainer.state.step == 4:
             before.append(weights(trainer))
@@ -137,7 +139,11 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
     trainer.train()
     trainer.close()
     assert torch.equal(*before)  # not even weight decay was applied
-    return weights(trainer).tolist(), trainer.state.guard.skipped, steps(Path(config.run.dir))
+    return (
+        weights(trainer).tolist(),
+        trainer.state.spike_filter.skipped,
+        steps(Path(config.run.dir)),
+    )
 
 
 def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
@@ -258,7 +264,7 @@ def test_too_many_skips_roll_back_and_pass_the_bad_data(config):
     back = "3 steps in a row were skipped: rolled back from step 8 to step-00000004; training"
     assert any(event.startswith(back) for event in events(folder))
     assert trainer.state.samples == 16
-    assert trainer.state.guard.skipped == 3
+    assert trainer.state.spike_filter.skipped == 3
     assert [sample for sample in used if sample > 8][-1] == 15
     assert used.count(8) == 2  # once prefetched, once used
 
