@@ -1,7 +1,7 @@
 # make demo    train a tiny transformer with ring attention over two processes
 # make test    run every test that needs no GPU
 # make deepspeed  test engine=deepspeed on the CPU
-# make check   lint, type-check and test the direction of imports
+# make check   lint code and words, type-check and test the direction of imports
 # make kernels compile the head dim 128 kernels, judge their machine code and run their PTX on the
 #              CPU; needs g++ and no GPU
 # Each target first installs what it needs, and no more, into VENV, an environment of make's own:
@@ -36,6 +36,7 @@ check: $(READY)-test
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files "csrc/*" "benchmarks/*.cu*" "tests/planning/*.cpp" "tests/emulator/*.cpp" "tests/emulator/*.h")
 	$(BIN)/mypy
+	$(BIN)/python .ci/lint.py
 	$(BIN)/python -m pytest tests/test_imports.py tests/train/test_train_imports.py
 
 UNITS = forward-d128-bf16 forward-d128-fp16 forward-d128-bf16-fp8 forward-d128-bf16-int8 \

@@ -1,4 +1,4 @@
-"""Imports inside ringfa3 point one way; packages and files are small. For train see tests/train."""
+"""Imports inside ringfa3 point one way; packages are small. For train see tests/train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_MODULES = 14  # of a package
-MAX_LINES = 400  # of a file
 
 # A module imports from its own package, and from those before it.
 ORDER = [
@@ -101,11 +100,6 @@ def test_packages_have_at_most_14_modules() -> None:
         if size > MAX_MODULES and not folder.is_relative_to(ROOT / "tests")
     }
     assert not large
-
-
-def test_files_have_at_most_400_lines() -> None:
-    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in CODE}
-    assert not {name: count for name, count in lines.items() if count > MAX_LINES}
 
 
 @pytest.mark.parametrize(

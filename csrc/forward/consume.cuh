@@ -11,8 +11,6 @@
 //   wgmma       | S(j+1)      | PV(j)                       |
 //   registers   |   wait for S| mask, exp2 of a first part  | wait for PV | exp2 of the rest, P
 //
-// The first S of a tile is issued with the last PV of the tile before, where Q has two stages.
-//
 // Letters in shapes: M rows of a tile, N keys of a block, D head dim, S stages.
 #pragma once
 
@@ -73,7 +71,6 @@ struct ForwardConsumer {
   FragmentO o;                                                   // O (64, D)
   FragmentP fP;                                                  // P (64, N), the A operand of P V
   PromotedSums<FragmentO, kPolicy.promotion_interval> promoted;  // of O (64, D)
-
   PipelineState<Shapes::Stages> k_stage, v_stage;
   PipelineState<Shapes::QStages> q_stage;
   PipelineState<kWorkDepth> work_stage;
@@ -103,8 +100,7 @@ struct ForwardConsumer {
         fV(v_operand<Shapes>(smem, thread)) {}
 
   CUTE_DEVICE void run() { run(*this); }
-  // `self` is this consumer, or one of the ablation, which has another `attend_tile`.
-  template <class Self>
+  template <class Self>  // `self`: this consumer, or one of the ablation's with its own attend_tile
   CUTE_DEVICE void run(Self& self) {
     if (warpgroup == Consumers - 1) order().arrive();
     while (true) {
@@ -216,8 +212,7 @@ struct ForwardConsumer {
     return softmax.accumulate(sum);
   }
 
-  // Issues P V of the block before, which runs concurrently with S of this block and its softmax.
-  // Waits for S.
+  // Issues P V of the block before, concurrently with S of this block, and waits for S.
   CUTE_DEVICE void start_block() {
     promoted.promote(o, o_empty);
     order().wait();
@@ -244,14 +239,13 @@ struct ForwardConsumer {
     to_operand<ElementPV, kEarly, kSize>(prob, fP);
   }
 
-  // The last P V of a tile, and its epilogue. With two stages of Q the next tile overlaps them:
+  // The last P V of a tile and its epilogue. With two stages of Q the next tile overlaps them:
   //
   //   wgmma       | S of the next tile, PV(last)               |
   //   registers   | LSE and weight of O | begin the next tile  | wait for both | store O, LSE
-  //
   // The LSE of a first hop is stored during the products (`early_lse`). A later hop waits: an item
   // that is issued again reads the LSE of earlier hops. With use_row_max only the recorded rows are
-  // stored. With one stage of Q, PV(last) runs alone, and S of the next tile follows the stores.
+  // stored.
   CUTE_DEVICE void finish_tile() {
     zero_tail_of_v();
     if constexpr (!kPolicy.releases_q_early) release_q();
@@ -295,7 +289,6 @@ struct ForwardConsumer {
     row_scales.finish(lse, o_scale);
   }
 
-  // Alone, the first S of a tile.
   CUTE_DEVICE void first_qk() {
     wait_for_qk();
     order().wait();
@@ -306,7 +299,6 @@ struct ForwardConsumer {
     finish_qk();
   }
 
-  // Issues S = Q K^T.
   __device__ void qk(FragmentS& s) {
     auto const q = fQ(_, _, _, q_stage.index());
     auto const k = fK(_, _, _, k_stage.index());
@@ -317,7 +309,6 @@ struct ForwardConsumer {
     }
   }
 
-  // Issues O += P V.
   __device__ void pv() {
     if constexpr (kPolicy.sums_rounded) softmax.add_rounded(fP);
     smem.v_full[v_stage.index()].wait(v_stage.phase());
@@ -351,9 +342,8 @@ struct ForwardConsumer {
     v_stage.advance();
   }
 
-  // Zeroes rows of V from valid_rows on, which belong to the next segment. P is 0 there, but
-  // 0 * inf is NaN. Each warpgroup does it before its own P V. Several may do so for one stage, and
-  // one may read it already: all store the same zeros, and it has stored them, too.
+  // Zeroes rows of V from valid_rows on: the next segment's. P is 0 there, but 0 * inf is NaN. Each
+  // warpgroup does it before its own P V. Others may store the same zeros, or read them already.
   __device__ void zero_tail_of_v() {
     if (Shapes::QuantisedV || valid_rows == N) return;  // e4m3 tiles have zeros there
     smem.v_full[v_stage.index()].wait(v_stage.phase());
@@ -391,9 +381,7 @@ struct ForwardConsumer {
   // S in float32, after `RowScales::to_float`. Unmasked blocks convert integers one by one.
   CUTE_DEVICE auto scores() { return recast<float>(s); }
   CUTE_DEVICE auto scale() const { return row_scales.of_block(p); }
-
   __device__ WarpgroupOrder<Shapes> order() const { return {warpgroup}; }
-
   __device__ void wait_for_k() { smem.k_full[k_stage.index()].wait(k_stage.phase()); }
 
   CUTE_DEVICE void wait_for_qk() {

@@ -75,12 +75,12 @@ def require_readers(paths: list[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _readable(place: Callable[[], str], keys: Keys) -> Iterator[None]:
+def _readable(position: Callable[[], str], keys: Keys) -> Iterator[None]:
     """Convert read errors (disk, truncated or damaged file) to ``ConfigError`` with the place."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{keys.path}: {place()} cannot be read: {error}") from None
+        raise ConfigError(f"{keys.path}: {position()} cannot be read: {error}") from None
 
 
 def _whole(path: Path, keys: Keys) -> Iterator[tuple[int, str]]:
@@ -128,11 +128,11 @@ def _rows(
 
     row, group, size = 0, 0, path.stat().st_size
 
-    def place() -> str:
+    def position() -> str:
         return f"{path}:{row + 1} (row group {group})"
 
     try:
-        with _readable(place, keys), parquet.ParquetFile(path, **PARQUET) as file:
+        with _readable(position, keys), parquet.ParquetFile(path, **PARQUET) as file:
             _require_string_column(file.schema_arrow, text_field, keys, path)
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(ROWS_AT_A_TIME, [group], columns=[text_field]):
@@ -142,7 +142,7 @@ def _rows(
                         yield row, text or ""
                     at(size * row // max(1, file.metadata.num_rows))
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{keys.path}: {place()} cannot be read: {error}") from None
+        raise ConfigError(f"{keys.path}: {position()} cannot be read: {error}") from None
 
 
 def _require_string_column(schema: Any, text_field: str, keys: Keys, path: Path) -> None:

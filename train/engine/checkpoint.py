@@ -110,11 +110,8 @@ def require_own(path: Path) -> None:
     for part in (path, path / ".metadata"):
         stat = part.stat()
         if stat.st_uid != os.geteuid() or stat.st_mode & OTHERS_WRITE:
-            why = (
-                "others can write to it"
-                if stat.st_mode & OTHERS_WRITE
-                else f"it belongs to user {stat.st_uid}"
-            )
+            others = stat.st_mode & OTHERS_WRITE
+            why = "others can write to it" if others else f"it belongs to user {stat.st_uid}"
             raise ConfigError(
                 f"checkpoint {part}: {why}; its metadata is a pickle, which can run code, so only "
                 f"you may be able to write to it: copy it, or chown and chmod go-w it, if you "
