@@ -137,7 +137,7 @@ def _contenders(case: Case, device: torch.device, fa3: SingleDevice | None) -> I
         try:
             host.select("cpp")
         except (BuildError, OSError, ImportError, AttributeError) as error:
-            raise BenchError(f"the host library cannot be built or loaded: {error}") from None
+            raise BenchError(f"the C++ launcher cannot be built or loaded: {error}") from None
         yield Contender(CPP, attend, lambda: host.select("cpp"))
     yield Contender(PYTHON, attend, lambda: host.select("python"))
     if fa3 is not None:

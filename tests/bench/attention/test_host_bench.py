@@ -45,7 +45,7 @@ def test_it_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--errors-only"], "takes neither --errors-only nor --fa4"),
+        (["--errors-only"], "supports neither --errors-only nor --fa4"),
         (["--fa3", "nowhere.so"], "--fa3 nowhere.so: FA3 runs on a GPU"),
     ],
 )
