@@ -6,6 +6,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.support.strategies import Case, cases
 
 TOKENS = 1 << 20
 RANKS = 8
+GREEDY_MS = 3.5  # of `_greedy`
 
 
 @given(case=cases)
@@ -243,29 +245,45 @@ def sum_of_pairs(lengths: np.ndarray, left: int, right: int) -> int:
     return int((position + 1 if left < 0 else np.minimum(position, left) + 1).sum())
 
 
+def _greedy() -> None:
+    """A loop as the planner's; it takes GREEDY_MS on an idle core."""
+    load = [0.0] * RANKS
+    for work in range(2000):
+        cost = [work * x + 1.5 for x in load]
+        load[cost.index(min(cost))] += work
+
+
+def _ms(call: Callable[[], object]) -> float:
+    """In CPU time of the thread: planning never waits, and other processes may use the cores."""
+    start = time.thread_time()
+    call()
+    return (time.thread_time() - start) * 1e3
+
+
 @pytest.mark.parametrize("documents", [1000, 300])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_planning_is_quick(
     shape: Callable[[int, np.random.Generator], np.ndarray], documents: int
 ) -> None:
-    """Cold, all hops in both directions: <= 15 ms a rank; again: <= 0.1 ms. The best of several, in
-    CPU time of the thread: planning never waits, and other processes may use the cores."""
+    """Cold, all hops in both directions: <= 15 ms a rank; again: <= 0.1 ms. The best of several. On
+    a slower core, or one whose caches others use, the limits grow with the time of `_greedy`."""
     cu = cumulative(shape(documents, np.random.default_rng(0)).tolist())
 
-    def plan(rank: int) -> float:
-        start = time.thread_time()
+    def plan(rank: int) -> None:
         hops = plan_context(cu, (rank, RANKS)).hops
         hops.forward(128)
         hops.backward(128, 128)
-        return (time.thread_time() - start) * 1e3
 
     for rank in (0, 3, 7):
-        cold = []
+        cold, warm, greedy = [], [], []
         for _ in range(7):
             _cached_plan.cache_clear()
-            cold.append(plan(rank))
-        assert min(cold) <= 15
-        assert min(plan(rank) for _ in range(20)) <= 0.1
+            cold.append(_ms(partial(plan, rank)))
+            warm += [_ms(partial(plan, rank)) for _ in range(3)]
+            greedy.append(_ms(_greedy))
+        slowdown = max(min(greedy) / GREEDY_MS, 1.0)
+        assert min(cold) <= 15 * slowdown
+        assert min(warm) <= 0.1 * slowdown
 
 
 def test_a_pickled_plan_gets_a_handle_of_its_own() -> None:
