@@ -131,7 +131,7 @@ def _flash_attention_3(options: Options, device: torch.device) -> SingleDevice |
 
 
 def _contenders(case: Case, device: torch.device, fa3: SingleDevice | None) -> Iterator[Contender]:
-    """Raises BenchError: there is no host library."""
+    """Raises BenchError: there is no C++ launcher."""
     attend = _documents(case, device) if case.packed else RingFA3().attend(case, device)
     if device.type == "cuda":
         try:
