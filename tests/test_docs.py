@@ -30,7 +30,7 @@ from tests.support.markdown import (
 from tests.support.ranks import Ranks, sacrifice
 from tests.support.snippets import groups_of_two, migrated_step, trained_model
 from train.config import register_schema
-from train.keys import schema_key, schema_keys
+from train.keys import schema_keys, to_schema_key
 from train.pretrain import check_command_line, read_command_line
 
 README = ROOT / "README.md"
@@ -141,7 +141,7 @@ def test_settings_of_the_trainer_exist(page: Path) -> None:
     for span in code_spans(page):
         for key in re.findall(rf"(?<![\w/.])((?:{SECTIONS})\.[a-z_]+)(?!\w*[./(])", span):
             if key.rpartition(".")[2] not in ("json", "jsonl", "md", "png", "py", "yaml"):
-                assert schema_key(key) in known or any(k.startswith(f"{key}.") for k in known), (
+                assert to_schema_key(key) in known or any(k.startswith(f"{key}.") for k in known), (
                     f"{page.name} names {key}"
                 )
 

@@ -32,7 +32,7 @@ def source_name(key: str) -> str:
     return key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
 
 
-def schema_key(key: str) -> str:
+def to_schema_key(key: str) -> str:
     """``key`` in the form of ``schema_keys``: NAME replaces the name of a source."""
     name = source_name(key)
     return key.replace(f"{SOURCES}.{name}", f"{SOURCES}.{NAME}", 1) if name else key

@@ -67,7 +67,7 @@ from train.config import (  # noqa: E402
     ConfigError,
     register_schema,
 )
-from train.keys import default, nearest, schema_key, schema_keys, source_name  # noqa: E402
+from train.keys import default, nearest, schema_keys, source_name, to_schema_key  # noqa: E402
 from train.run.inherit import resolve_inherited  # noqa: E402
 from train.run.run_config import with_run_config  # noqa: E402
 from train.run.stopper import Stopper  # noqa: E402
@@ -130,7 +130,7 @@ def check_command_line(line: CommandLine) -> list[str]:
         key = override.key_or_group
         if key.startswith(("hydra.", "hydra/")):
             continue
-        known = key in GROUPS or schema_key(key) in keys
+        known = key in GROUPS or to_schema_key(key) in keys
         if override.is_add() or override.is_delete():
             hint = f"write {key}=..." if known else _key_hint(key)
             raise ConfigError(f"{override.input_line}: keys are not added or removed; {hint}")
@@ -162,7 +162,7 @@ def declare_sources(arguments: list[str]) -> list[str]:
 def _key_hint(key: str) -> str:
     if key in RENAMED:
         return f"its name is {RENAMED[key]} now"
-    best = nearest(schema_key(key), [*GROUPS, *schema_keys()], cutoff=0) or ""
+    best = nearest(to_schema_key(key), [*GROUPS, *schema_keys()], cutoff=0) or ""
     best = best.replace(f".{NAME}", f".{source_name(key) or NAME}")
     return f"the nearest valid one is {best} (--help lists all)"
 
@@ -193,10 +193,10 @@ def explain(error: Exception) -> str:
 
 def _explain_key(key: str, error: OmegaConfBaseException) -> str:
     key = key.partition("[")[0]  # the key of a list, if the error is about an element
-    if schema_key(key) not in schema_keys():
+    if to_schema_key(key) not in schema_keys():
         return f"{key}: no such key; {_key_hint(key)}"
     problem = str(error.msg or error).strip().splitlines()[0]
-    usual = default(schema_key(key))
+    usual = default(to_schema_key(key))
     return f"{key}: {problem}; valid would be {key}={'null' if usual is None else usual}"
 
 

@@ -43,8 +43,8 @@ CUTE_DEVICE auto keys_operand(typename Shapes::Element* keys, int thread) {
 // One thread: hands dS of every block to the consumers, and a copy to those of the peer.
 template <class Shapes>
 CUTE_DEVICE void send_ds(typename Shapes::SharedStorage& smem) {
-  constexpr int kStage = Shapes::M * Shapes::N;
-  constexpr int kBytes = kStage * sizeof(typename Shapes::Element);
+  constexpr int kStageElements = Shapes::M * Shapes::N;
+  constexpr int kStageBytes = kStageElements * sizeof(typename Shapes::Element);
   uint32_t const peer = block_rank_in_cluster() ^ 1;
   for (uint32_t count = 0;; ++count) {
     PipelineState<Shapes::BlockDepth> const block{count};
@@ -53,12 +53,12 @@ CUTE_DEVICE void send_ds(typename Shapes::SharedStorage& smem) {
     bool const ends = smem.blocks[block.index()].head < 0;
     smem.block_done[block.index()].arrive();
     if (ends) return;
-    smem.peer_ds_full[stage.index()].arrive_and_expect_tx(kBytes);  // for the peer's dS
+    smem.peer_ds_full[stage.index()].arrive_and_expect_tx(kStageBytes);  // for the peer's dS
     smem.ds_stored[stage.index()].wait(stage.phase());
     cutlass::arch::fence_view_async_shared();  // after the stores of a warpgroup
     smem.ds_full[stage.index()].arrive();
-    int const offset = stage.index() * kStage;
-    copy_to_cta(peer, smem.peer_ds + offset, smem.ds + offset, kBytes,
+    int const offset = stage.index() * kStageElements;
+    copy_to_cta(peer, smem.peer_ds + offset, smem.ds + offset, kStageBytes,
                 smem.peer_ds_full[stage.index()]);
   }
 }

@@ -80,7 +80,7 @@ def documents_of(
 _visible: TensorCache[bool] = TensorCache()
 
 
-def check_visible(padding: torch.Tensor) -> None:
+def require_no_padding(padding: torch.Tensor) -> None:
     """Raises ValueError: a mask, given with cumulative lengths, hides tokens."""
     if not _visible.get(padding, "all", lambda: bool(padding.all())):
         raise _hides("cu_seq_lens_q")

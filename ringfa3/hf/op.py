@@ -13,7 +13,7 @@ import torch
 from ringfa3 import functional
 from ringfa3.attention_op import lse_by_head, lse_by_sequence, out_shape, register_attention
 from ringfa3.custom_op import custom_op
-from ringfa3.hf.documents import Documents, check_lengths, check_visible, documents_of
+from ringfa3.hf.documents import Documents, check_lengths, documents_of, require_no_padding
 
 
 @custom_op
@@ -40,7 +40,7 @@ def padded_attention(
     which `packed`, if given, is compared as labels. Then `padding` must hide nothing.
     """
     if cu_q is not None and padding is not None:
-        check_visible(padding)
+        require_no_padding(padding)
     if cu_q is not None and packed is not None:
         check_lengths(packed, cu_q, q.shape[0])
     documents = _documents(q, k, padding, packed, cu_q, cu_k, step, left, right)

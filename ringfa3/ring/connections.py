@@ -89,11 +89,11 @@ class Connections:
         """Whether a call of CUDA tensors uses the `symmetric` transport, or has to try it first."""
         return transport in ("auto", "symmetric") and self.unsupported is None
 
-    def passed(self, call: int) -> bool:
-        """Whether this rank has all messages of the calls before that number."""
+    def completed_before(self, call: int) -> bool:
+        """Whether this rank has all messages of calls before `call`."""
         backend = self._backend
-        return (backend is None or backend.passed(call)) and all(
-            transport.passed(call) for transport in self._transports.values()
+        return (backend is None or backend.completed_before(call)) and all(
+            transport.completed_before(call) for transport in self._transports.values()
         )
 
     def release(self) -> None:

@@ -202,7 +202,7 @@ class RingGroup:
     def begin_again(self, agreed: AgreementSnapshot, lse: torch.Tensor | None = None) -> bool:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
         if ranks have to agree first, or this one or another is in trouble. lse: as `forward_of`."""
-        asked = self._monitor is not None and self._monitor.asks(self.agreement_id + 1)
+        asked = self._monitor is not None and self._monitor.must_join(self.agreement_id + 1)
         moved = self.agreements.cache_version != agreed.cache_version or not self.alive
         lost = self.failure is not None or self.interruption.error is not None
         if asked or moved or lost:
@@ -327,7 +327,7 @@ class RingGroup:
         Results of earlier calls are valid, so all ranks wait until these have all their messages.
         """
         deadline = time.monotonic() + self.timeout_s
-        while not self.connections.passed(void) and time.monotonic() < deadline:
+        while not self.connections.completed_before(void) and time.monotonic() < deadline:
             if self._known_failure() is not None:
                 break
             time.sleep(POLL_S)

@@ -62,8 +62,8 @@ class Transport(Protocol):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange: ...
 
-    def passed(self, call: int) -> bool:
-        """Whether the messages of the calls before that number have been sent and received."""
+    def completed_before(self, call: int) -> bool:
+        """Whether all messages of calls before `call` have been sent and received."""
 
     def abort(self) -> None:
         """Ends messages that will never match, and with them all others."""
@@ -126,8 +126,8 @@ class GlooTransport:
         while (exchange := self.waiting.get()) is not None:
             exchange.run()
 
-    def passed(self, call: int) -> bool:
-        """As `Transport.passed`: callers wait for their messages."""
+    def completed_before(self, call: int) -> bool:
+        """As `Transport.completed_before`: callers wait for their messages."""
         return True
 
     def abort(self) -> None:
@@ -212,8 +212,8 @@ class NcclTransport:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ringfa3-nccl")
         self._thread.start()
 
-    def passed(self, call: int) -> bool:
-        """As `Transport.passed`."""
+    def completed_before(self, call: int) -> bool:
+        """As `Transport.completed_before`."""
         self._look.set()
         calls = list(self._calls)
         return not calls or calls[0] >= call
@@ -311,8 +311,8 @@ class FakeTransport:
             message.tensor.zero_()
         return _NcclExchange([])
 
-    def passed(self, call: int) -> bool:
-        """As `Transport.passed`."""
+    def completed_before(self, call: int) -> bool:
+        """As `Transport.completed_before`."""
         return True
 
     def abort(self) -> None:

@@ -130,8 +130,8 @@ class StoreMonitor(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._waiting = False
 
-    def asks(self, agreement_id: int) -> bool:
-        """Whether a rank has given up, or asks to join the agreement of that number."""
+    def must_join(self, agreement_id: int) -> bool:
+        """Whether this rank must join that agreement: a rank has given up, or asks for it."""
         return self.peer_failure is not None or self.join_request == agreement_id
 
     def end(self, seconds: float = JOIN_S) -> None:
@@ -168,7 +168,7 @@ class StoreMonitor(threading.Thread):
                 group.join_for_caller()
         if self._waiting:
             self._publish(latest)
-            for _, peer in self._latest_calls(range(group.world)):
+            for _, peer in self._read_peers_latest_calls(range(group.world)):
                 if peer.number == call and peer[:3] != latest[:3]:
                     self.join_request = agreement_id
         elif call and group.asynchronous:
@@ -187,7 +187,7 @@ class StoreMonitor(threading.Thread):
         """
         group = self._group
         recent = {call.number: call for call in list(group.recent)}
-        for rank, peer in self._latest_calls([(group.rank - 1) % group.world]):
+        for rank, peer in self._read_peers_latest_calls([(group.rank - 1) % group.world]):
             own = recent.get(peer.number)
             if own is None or own.refusals != peer.refusals or own.history == peer.history:
                 continue
@@ -198,7 +198,7 @@ class StoreMonitor(threading.Thread):
                 f"in their settings or their order: {calls}"
             )
 
-    def _latest_calls(self, ranks: Iterable[int]) -> Iterator[tuple[int, LatestCall]]:
+    def _read_peers_latest_calls(self, ranks: Iterable[int]) -> Iterator[tuple[int, LatestCall]]:
         """The latest calls of peers, as far as they have published them."""
         for rank, (number, settings, *others) in self._peers(_latest_key, ranks):
             yield rank, LatestCall(number, Settings(settings), *others)

@@ -247,7 +247,7 @@ class SymmetricBackend:
     def _flush(self, prepared: DriverCalls, stream: Stream, batch: _Batch) -> None:
         if batch.operations:
             if self.captured and batch.names:
-                batch.operations.extend(self._replays.passed(stream))
+                batch.operations.extend(self._replays.passed_ops(stream))
             call, read = cuda_driver.batch_memory_ops(
                 self._streams[stream].cuda_stream, batch.operations
             )
@@ -341,9 +341,9 @@ class SymmetricBackend:
                 self.memory.pin()
             self._watchdog.end()
 
-    def passed(self, call: int) -> bool:
-        """Whether this rank's streams have what they need from calls before that number."""
-        return self._watchdog.passed(call)
+    def completed_before(self, call: int) -> bool:
+        """Whether this rank's streams have what they need from calls before `call`."""
+        return self._watchdog.completed_before(call)
 
     def abandon(self) -> None:
         """Releases the streams of calls that peers will never answer; raises no error."""

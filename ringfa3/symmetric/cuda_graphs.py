@@ -84,7 +84,7 @@ class ReplayWaits:
             self._number[what] = len(self._names)
         return cuda_driver.write(self._signals.counter(stream, AWAITED), self._number[what])
 
-    def passed(self, stream: Stream) -> list[cuda_driver.MemoryOp]:
+    def passed_ops(self, stream: Stream) -> list[cuda_driver.MemoryOp]:
         """To be issued after waits that all have different numbers."""
         return [
             cuda_driver.write(self._signals.counter(stream, which), value)
@@ -93,7 +93,7 @@ class ReplayWaits:
 
     def poll(self) -> tuple[bool, Sequence[str]]:
         """Whether a stream has passed a wait since the last poll, and what streams wait for."""
-        passed = [self._signals.passed(stream) for stream in Stream]
+        passed = [self._signals.take_passed(stream) for stream in Stream]
         last, self._last = self._last, [self._signals.awaited(stream) for stream in Stream]
         waits = [self._names[number - 1] for number in self._last if number]
         return any(passed) or self._last != last, waits

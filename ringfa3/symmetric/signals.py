@@ -68,10 +68,10 @@ class Signals:
         self._count = self._signals + world * len(Stream) * COUNTERS
         with ExitStack() as opened:  # the first rank's file, until all ranks have mapped it
 
-            def make() -> str:
+            def create_file() -> str:
                 return "" if rank else opened.enter_context(shared_file(self._count))
 
-            line = step_on_all_ranks(gather, "creating the signals' file", make)[0]
+            line = step_on_all_ranks(gather, "creating the signals' file", create_file)[0]
             step_on_all_ranks(gather, "mapping the signals", lambda: self._map(line))
 
     def _map(self, line: str) -> None:
@@ -110,8 +110,8 @@ class Signals:
         """Number of the wait that the stream is at in a graph, 0 for none."""
         return self._counters[stream * COUNTERS + AWAITED]
 
-    def passed(self, stream: Stream) -> bool:
-        """Whether the stream has passed waits in graphs since the last call of this method."""
+    def take_passed(self, stream: Stream) -> bool:
+        """Whether the stream has passed waits in graphs since the last call; clears its counter."""
         at = stream * COUNTERS + PASSED
         if not self._counters[at]:
             return False

@@ -63,8 +63,8 @@ class Watchdog(threading.Thread):
         self._poll = poll
         self._posted.set()
 
-    def passed(self, call: int) -> bool:
-        """Whether the waits of all calls before that number are over."""
+    def completed_before(self, call: int) -> bool:
+        """Whether the waits of all calls before `call` are over."""
         ahead = [
             first for waits in self._streams.copy().values() for first in list(waits.ahead)[:1]
         ]

@@ -41,7 +41,7 @@ class LateTransport(GlooTransport):
         self.waiting.put(exchange)  # type: ignore[arg-type]
         return mock.Mock()
 
-    def passed(self, call: int) -> bool:
+    def completed_before(self, call: int) -> bool:
         return all(done.is_set() for number, done in self.posted if number < call)
 
     def abort(self) -> None:

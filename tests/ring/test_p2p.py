@@ -155,15 +155,15 @@ def test_messages_of_a_peer_that_has_given_up_are_aborted(
 
 
 def test_earlier_messages_pass_before_an_abort(job: Job, transport: NcclTransport) -> None:
-    """`passed(n)`: of all calls before number n. Nobody looks at works that are aborted."""
+    """`completed_before(n)`: of all calls before number n. Nobody looks at aborted works."""
     job.query = lambda: False
     exchange(transport)
     transport.group.call = 2  # type: ignore[misc]
     exchange(transport)
-    assert (transport.passed(1), transport.passed(2)) == (True, False)
+    assert (transport.completed_before(1), transport.completed_before(2)) == (True, False)
     job.query = lambda: len(transport._calls) > 1
-    until(lambda: transport.passed(2))
-    assert not transport.passed(3)
+    until(lambda: transport.completed_before(2))
+    assert not transport.completed_before(3)
     transport.abort()
     transport.abort()
     assert job.order.count("abort") == 1

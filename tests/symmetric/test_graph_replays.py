@@ -30,10 +30,10 @@ def test_progress_is_another_wait_or_the_same_wait_again() -> None:
     assert replays.poll() == (False, ["hop 1", "dK/dV"])
     perform([kv[1]])
     assert replays.poll() == (True, ["hop 2", "dK/dV"])
-    perform([*replays.passed(Stream.KV), kv[0], kv[1]])
+    perform([*replays.passed_ops(Stream.KV), kv[0], kv[1]])
     assert replays.poll() == (True, ["hop 2", "dK/dV"])
     assert replays.poll() == (False, ["hop 2", "dK/dV"])
-    perform([*replays.passed(Stream.KV), *replays.passed(Stream.GRADIENTS)])
+    perform([*replays.passed_ops(Stream.KV), *replays.passed_ops(Stream.GRADIENTS)])
     assert replays.poll() == (True, [])
     assert replays.poll() == (False, [])
 

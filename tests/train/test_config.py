@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from train.checks import engine
-from train.keys import default, nearest, schema_key, schema_keys
+from train.keys import default, nearest, schema_keys, to_schema_key
 
 ROOT = Path(__file__).absolute().parents[2]
 
@@ -155,10 +155,10 @@ def test_nearest_handles_wrong_sections_and_swapped_letters():
 
 
 def test_a_source_may_have_any_name():
-    assert schema_key("data.sources.path.path") == "data.sources.NAME.path"
-    assert schema_key("data.sources.books") == "data.sources.NAME"
-    assert schema_key("data.sources") == "data.sources"
-    assert schema_key("model.dim") == "model.dim"
+    assert to_schema_key("data.sources.path.path") == "data.sources.NAME.path"
+    assert to_schema_key("data.sources.books") == "data.sources.NAME"
+    assert to_schema_key("data.sources") == "data.sources"
+    assert to_schema_key("model.dim") == "model.dim"
     assert {"data.sources", "data.sources.NAME", "data.sources.NAME.weight"} <= set(schema_keys())
     assert default("data.sources.NAME.weight") == 1.0
 

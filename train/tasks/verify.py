@@ -126,7 +126,7 @@ def compare(
     console.print("The same step with cp 1 ...")
     single = dataclasses.replace(config.parallel, cp=1)
     config = dataclasses.replace(config, parallel=single)
-    alone = take_step(config, corpus, one_process(parallel), samples, parallel)
+    alone = take_step(config, corpus, layout_without_cp(parallel), samples, parallel)
     rows = differences(shared, alone, parallel.device)
     table = Table("", f"cp {cp}", "cp 1", "difference", "allowed", title=f"{data.seq_len} tokens")
     for row in rows:
@@ -213,7 +213,7 @@ def gradient_errors(
     return dict(zip(squares, relative.tolist(), strict=True))
 
 
-def one_process(parallel: ParallelLayout) -> ParallelLayout:
+def layout_without_cp(parallel: ParallelLayout) -> ParallelLayout:
     """The layout in which each rank of ``parallel`` has a sample of its own."""
     groups = [dist.new_group([rank]) for rank in range(parallel.world)]
     return dataclasses.replace(parallel, cp=1, cp_group=groups[parallel.rank])

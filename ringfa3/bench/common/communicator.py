@@ -56,7 +56,7 @@ class Communicator:
         """A communicator of the first `world` ranks of this one."""
         return Communicator(self.rank, world, self._store, self._device, self.timeout)
 
-    def all_gather(self, value: Any = None, error: str | None = None) -> list[Any]:
+    def all_gather_object(self, value: Any = None, error: str | None = None) -> list[Any]:
         """Every rank's JSON-serialisable `value`, by rank.
 
         Raises:
@@ -86,7 +86,7 @@ class Communicator:
 
     def maximum(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over the ranks; of times, the slowest rank's."""
-        return [max(each) for each in zip(*self.all_gather(list(values)), strict=True)]
+        return [max(each) for each in zip(*self.all_gather_object(list(values)), strict=True)]
 
     def process_group(self, purpose: str) -> dist.ProcessGroup | None:
         """A process group for each purpose; None for one process without a job."""

@@ -209,7 +209,7 @@ def raising_on_all_ranks(device: torch.device, comm: Communicator) -> Iterator[N
         error_text = f"failed: {line}"
     if not exchanged:
         try:
-            comm.all_gather(error=error_text)
+            comm.all_gather_object(error=error_text)
             return
         except RankFailedError as error:
             error_text = str(error)

@@ -39,7 +39,7 @@ def host_seconds(
         }
     with implementation.context(problem.q.device):
         return {
-            f"{implementation.name} {call_type}".strip(): comm.all_gather(
+            f"{implementation.name} {call_type}".strip(): comm.all_gather_object(
                 _seconds(call, comm, problem.q.device)
             )
             for call_type, call in calls.items()

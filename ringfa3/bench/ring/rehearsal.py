@@ -153,7 +153,9 @@ def rehearse(options: Options) -> int:
     bind_to_numa_node(device)
     store = join_job(device, options.timeout)
     comm = Communicator(rank, world, store, device, options.timeout)
-    group = RehearsalGroup(rank, options.plays, options.ranks, options.timeout, comm.all_gather)
+    group = RehearsalGroup(
+        rank, options.plays, options.ranks, options.timeout, comm.all_gather_object
+    )
     backend = group.backend(device)
     rows = []
     for tokens in options.tokens:

@@ -110,7 +110,7 @@ def _run(options: Options) -> int:
     comms = {w: everyone if w == world else everyone.first(w) for w in worlds if rank < w}
     job = Job(options, loaded, device, comms, worlds)
     report = None
-    nodes = everyone.all_gather(node)
+    nodes = everyone.all_gather_object(node)
     if rank == 0:
         case, direction = rows[0]
         shown = job.implementations(replace(case, world=world), direction, everyone)
@@ -344,7 +344,7 @@ def _on_all_ranks(comm: Communicator, make: Callable[[], T]) -> T:
     except BenchError as error:
         failure = str(error)
     try:
-        comm.all_gather(error=failure)
+        comm.all_gather_object(error=failure)
     except RankFailedError as error:
         raise BenchError(str(error)) from None
     return made

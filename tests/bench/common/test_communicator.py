@@ -27,16 +27,16 @@ def communicator_of(
 
 def exchanges(group: dist.ProcessGroup) -> list[object]:
     comm = communicator_of(group, name="exchanges")
-    found: list[object] = [comm.all_gather(comm.rank), comm.maximum([comm.rank, -comm.rank])]
+    found: list[object] = [comm.all_gather_object(comm.rank), comm.maximum([comm.rank, -comm.rank])]
     for failing in range(comm.world):
         try:  # one rank is at its last exchange, the others are two behind
             if comm.rank == failing:
-                comm.all_gather(error=f"no from {failing}")
+                comm.all_gather_object(error=f"no from {failing}")
             comm.maximum([0.0])
-            comm.all_gather()
+            comm.all_gather_object()
         except RankFailedError as error:
             found.append(str(error))
-    return [*found, comm.all_gather(comm.rank)]
+    return [*found, comm.all_gather_object(comm.rank)]
 
 
 def test_an_error_of_any_rank_is_raised_by_all_at_the_same_exchange(ranks: Ranks) -> None:
@@ -48,7 +48,7 @@ def test_an_error_of_any_rank_is_raised_by_all_at_the_same_exchange(ranks: Ranks
 def losses(group: dist.ProcessGroup, reports: bool) -> tuple[str, float]:
     """What a rank raises, and after how many seconds, when rank 1 does not come any more."""
     comm = communicator_of(group, name=f"losses {reports}")
-    comm.all_gather()
+    comm.all_gather_object()
     if comm.rank == 1:
         if reports:
             comm.report_loss("its GPU fell off")
@@ -56,7 +56,7 @@ def losses(group: dist.ProcessGroup, reports: bool) -> tuple[str, float]:
     begin = time.monotonic()
     limits = {"TIMEOUTS_PER_EXCHANGE": 0, "CHECK_SECONDS": 1.0}
     with mock.patch.multiple(communicator, **limits), pytest.raises(RankLostError) as lost:
-        comm.all_gather()
+        comm.all_gather_object()
     return str(lost.value), time.monotonic() - begin
 
 
@@ -98,13 +98,13 @@ def test_samples_start_together_and_the_slowest_rank_counts(ranks: Ranks) -> Non
 
 def test_one_process_is_a_communicator_that_waits_for_nobody() -> None:
     comm = Communicator()
-    assert comm.all_gather("x") == ["x"]
+    assert comm.all_gather_object("x") == ["x"]
     assert comm.maximum([3.0, 1.0]) == [3.0, 1.0]
     assert comm.process_group("any") is None
     comm.barrier()
     comm.check_wait(1e9)
     with pytest.raises(RankFailedError, match="wrong"):
-        comm.all_gather(error="wrong")
+        comm.all_gather_object(error="wrong")
 
 
 def test_a_gpu_that_was_stuck_is_a_failure() -> None:

@@ -115,7 +115,7 @@ def test_a_rehearsal_writes_a_row_for_each_case(
     stand_ins = {
         "job_ranks": lambda: (here().rank, 2, 0),
         "join_job": lambda *_: None,
-        "Communicator": lambda *_: SimpleNamespace(all_gather=here().gather),
+        "Communicator": lambda *_: SimpleNamespace(all_gather_object=here().gather),
         "CudaStopwatch": lambda _: None,
         "fallback_reason": lambda *_: None,
         "unsupported_reason": lambda: None,
