@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from ringfa3.planning.context_plan import (
     dense_plan,
     plan_context,
 )
+from ringfa3.planning.process_groups import warn_if_alone
 from ringfa3.planning.tiling import FIRST
 from tests.support.dense import band, cumulative, mask
 from tests.support.strategies import Case, cases
@@ -323,3 +325,38 @@ def test_the_largest_window_is_unlimited() -> None:
 def test_too_many_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="cu_seqlens ends at 2147483648"):
         plan_context(1 << 31, (0, 8))
+
+
+@pytest.mark.parametrize(
+    ("processes", "torchrun", "group", "expected"),
+    [
+        ("2", True, None, 1),
+        ("1", True, None, 0),
+        ("2", False, None, 0),  # another launcher's processes may train alone
+        ("2", True, (0, 1), 0),
+    ],
+)
+def test_torchrun_without_a_process_group_warns_once(
+    processes: str,
+    torchrun: bool,
+    group: tuple[int, int] | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    warn_if_alone.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert plan_context([0, 5], group).world == 1
+    warn_if_alone.cache_clear()
+    assert len(caught) == expected
+    for warning in caught:
+        assert warning.filename == __file__  # the line that calls plan_context
+        assert str(warning.message) == (
+            "torchrun started 2 processes, but init_process_group was not called: this plan is for "
+            "one rank; call it first, or pass group=(0, 1)"
+        )
