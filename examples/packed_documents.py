@@ -33,11 +33,11 @@ class Block(nn.Module):
         return x + self.out(self.attention(q, k, v, plan).flatten(-2))
 
 
-if dist.is_torchelastic_launched():
+if dist.is_torchelastic_launched():  # started by torchrun
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if device.type == "cuda":
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 torch.manual_seed(0)  # the same weights and the same tokens on all ranks
 embedding = nn.Embedding(VOCABULARY, DIM).to(device)
 position_embedding = nn.Embedding(max(LENGTHS), DIM).to(device)

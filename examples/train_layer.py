@@ -26,10 +26,10 @@ class Layer(nn.Module):
         return self.out(self.attention(q, k, v, plan).flatten(-2))
 
 
-dist.init_process_group()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.type == "cuda":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group()
 torch.manual_seed(0)  # the same weights and the same tokens on all ranks
 layer = Layer().to(device)
 optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)

@@ -150,7 +150,7 @@ def counting_rings() -> Iterator[list[str]]:
         for kind in (LocalPass, P2PRingPass):
 
             def noted(ring_pass: Any, *given: Any, start: Any = kind.start) -> None:
-                ran.append(ring_pass._kind)
+                ran.append(ring_pass._pass_type)
                 start(ring_pass, *given)
 
             patches.enter_context(mock.patch.object(kind, "start", noted))

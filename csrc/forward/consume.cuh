@@ -43,8 +43,7 @@ struct ForwardConsumer {
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
-  // A tile's first blocks may be masked for all rows of a warp. Its rows then take their maximum in
-  // the first block that they attend to.
+  // Blocks may be masked for a warp: its rows take their maximum in the first that they attend to.
   static constexpr bool kHidesRows = (Shapes::M > N || Shapes::Quantised) && !kPolicy.sums_rounded;
   static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
   // The accumulator begins with O of earlier hops; that of e4m3 products has too few bits for it.
@@ -130,9 +129,8 @@ struct ForwardConsumer {
     while (more_blocks) {
       float sum[2][2] = {};
       // The warpgroup's four warps agree here: they must issue the same wgmma (PTX ISA, wgmma).
-      bool const unmasked_only =
-          unmasked > kPolicy.unmasked_rest && (Shapes::QuantisedV || valid_rows == N);
-      bool const fits = unmasked_only ? unmasked_loop(sum) : next_softmax(sum);
+      bool const fast = unmasked > kPolicy.unmasked_rest && (Shapes::QuantisedV || valid_rows == N);
+      bool const fits = fast ? unmasked_loop(sum) : next_softmax(sum);
       if (!fits) rescale_slow_path(*this, sum);
     }
     finish_tile();
@@ -239,13 +237,7 @@ struct ForwardConsumer {
     to_operand<ElementPV, kEarly, kSize>(prob, fP);
   }
 
-  // The last P V of a tile and its epilogue. With two stages of Q the next tile overlaps them:
-  //
-  //   wgmma       | S of the next tile, PV(last)               |
-  //   registers   | LSE and weight of O | begin the next tile  | wait for both | store O, LSE
-  // The LSE of a first hop is stored during the products (`early_lse`). A later hop waits: an item
-  // that is issued again reads the LSE of earlier hops. With use_row_max only the recorded rows are
-  // stored.
+  // The last P V of a tile, and its epilogue; epilogue.cuh has the timeline.
   CUTE_DEVICE void finish_tile() {
     zero_tail_of_v();
     if constexpr (!kPolicy.releases_q_early) release_q();
@@ -342,8 +334,7 @@ struct ForwardConsumer {
     v_stage.advance();
   }
 
-  // Zeroes rows of V from valid_rows on: the next segment's. P is 0 there, but 0 * inf is NaN. Each
-  // warpgroup does it before its own P V. Others may store the same zeros, or read them already.
+  // Each warpgroup does it before its own P V, see `zero_tail_rows_of_v`.
   __device__ void zero_tail_of_v() {
     if (Shapes::QuantisedV || valid_rows == N) return;  // e4m3 tiles have zeros there
     smem.v_full[v_stage.index()].wait(v_stage.phase());

@@ -1,4 +1,12 @@
-// The end of a tile: storing O and LSE.
+// The end of a tile: storing O and LSE. With two stages of Q, the next tile's S and a tile's last
+// P V are issued together (`ForwardConsumer::finish_tile`):
+//
+//   wgmma       | S of the next tile, PV(last)              |
+//   registers   | LSE and weight of O | begin the next tile | wait for both | store O, LSE
+//
+// The LSE of a first hop is stored during the products (`early_lse`). A later hop waits: an item
+// that is issued again reads the LSE of earlier hops. With use_row_max only the recorded rows are
+// stored. With one stage of Q, PV(last) runs alone, and S of the next tile follows the stores.
 #pragma once
 
 #include "hopper/store.cuh"

@@ -31,8 +31,9 @@ CUTE_DEVICE auto v_operand(typename Shapes::SharedStorage& smem, int thread) {
   return typename Shapes::MmaO{}.get_slice(thread).partition_fragment_B(sV);
 }
 
-// A warpgroup: zeroes rows [first, N) of V, which belong to the next segment. Their P is 0, and
-// 0 * inf would be NaN. Products read the zeros after a barrier of the warpgroup.
+// A warpgroup: zeroes rows [first, N) of V, which belong to the next segment. Their P is 0, but
+// 0 * inf is NaN. Products read the zeros after a barrier of the warpgroup. Several warpgroups may
+// write one stage, and one may read it already: all write the same zeros, and it has written them.
 template <class Shapes>
 CUTE_DEVICE void zero_tail_rows_of_v(typename Shapes::SharedStorage& smem, int stage, int first,
                                      int thread) {

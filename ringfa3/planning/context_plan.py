@@ -17,7 +17,13 @@ from ringfa3.custom_op import untraced
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, graph_handle, new_handle, plan_table
 from ringfa3.planning.kv_exchange import KVExchange, plan_ring
-from ringfa3.planning.process_groups import Group, GroupRef, require_alive, resolve_group
+from ringfa3.planning.process_groups import (
+    Group,
+    GroupRef,
+    require_alive,
+    resolve_group,
+    warn_if_alone,
+)
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
@@ -303,7 +309,8 @@ def plan_context(
             tensor on the CPU; or one int, the length of a single document. A tensor on the GPU
             costs one synchronisation.
         group: a ProcessGroup or a DeviceMesh of one dimension; None for the default group, or for
-            one process if torch.distributed is not initialised; or (rank, world), in a data loader.
+            one process if torch.distributed is not initialised, with a warning under torchrun;
+            or (rank, world), in a data loader.
         layout: "zigzag" balances work, "contiguous" keeps tokens in order.
         causal: hide later keys of a document.
         window_size: (left, right) keys around a query to which it attends, -1 or None for
@@ -323,6 +330,8 @@ def plan_context(
     window = check_window(window_size)
     rank, world, process_group = resolve_group(group)
     implicit = group is None and process_group is None
+    if implicit:
+        warn_if_alone()
     ref = None if process_group is None else weakref.ref(process_group)
     causal = check_bool("causal", causal)
     return _cached_plan(cu, rank, world, ref, layout, causal, window, 0, implicit)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 import weakref
+from functools import lru_cache
 from typing import TypeAlias, cast
 
 import torch.distributed as dist
@@ -49,6 +52,18 @@ def resolve_group(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     if not 0 <= rank < world:
         raise ValueError(f"group={group!r}: rank must lie in [0, world)")
     return rank, world, None
+
+
+@lru_cache(None)
+def warn_if_alone() -> None:
+    """Warns once of a plan for one rank in a process that torchrun started with others."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_available() and dist.is_torchelastic_launched() and started != "1":
+        warnings.warn(
+            f"torchrun started {started} processes, but init_process_group was not called: this "
+            "plan is for one rank; call it first, or pass group=(0, 1)",
+            stacklevel=3,  # the caller of `plan_context`
+        )
 
 
 def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

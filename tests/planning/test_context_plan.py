@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,14 @@ from ringfa3.planning.context_plan import (
     dense_plan,
     plan_context,
 )
+from ringfa3.planning.process_groups import warn_if_alone
 from ringfa3.planning.tiling import FIRST
 from tests.support.dense import band, cumulative, mask
 from tests.support.strategies import Case, cases
 
 TOKENS = 1 << 20
 RANKS = 8
+GREEDY_MS = 3.5  # of `_greedy`
 
 
 @given(case=cases)
@@ -243,29 +247,45 @@ def sum_of_pairs(lengths: np.ndarray, left: int, right: int) -> int:
     return int((position + 1 if left < 0 else np.minimum(position, left) + 1).sum())
 
 
+def _greedy() -> None:
+    """A loop as the planner's; it takes GREEDY_MS on an idle core."""
+    load = [0.0] * RANKS
+    for work in range(2000):
+        cost = [work * x + 1.5 for x in load]
+        load[cost.index(min(cost))] += work
+
+
+def _ms(call: Callable[[], object]) -> float:
+    """In CPU time of the thread: planning never waits, and other processes may use the cores."""
+    start = time.thread_time()
+    call()
+    return (time.thread_time() - start) * 1e3
+
+
 @pytest.mark.parametrize("documents", [1000, 300])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_planning_is_quick(
     shape: Callable[[int, np.random.Generator], np.ndarray], documents: int
 ) -> None:
-    """Cold, all hops in both directions: <= 15 ms a rank; again: <= 0.1 ms. The best of several, in
-    CPU time of the thread: planning never waits, and other processes may use the cores."""
+    """Cold, all hops in both directions: <= 15 ms a rank; again: <= 0.1 ms. The best of several. On
+    a slower core, or one whose caches others use, the limits grow with the time of `_greedy`."""
     cu = cumulative(shape(documents, np.random.default_rng(0)).tolist())
 
-    def plan(rank: int) -> float:
-        start = time.thread_time()
+    def plan(rank: int) -> None:
         hops = plan_context(cu, (rank, RANKS)).hops
         hops.forward(128)
         hops.backward(128, 128)
-        return (time.thread_time() - start) * 1e3
 
     for rank in (0, 3, 7):
-        cold = []
+        cold, warm, greedy = [], [], []
         for _ in range(7):
             _cached_plan.cache_clear()
-            cold.append(plan(rank))
-        assert min(cold) <= 15
-        assert min(plan(rank) for _ in range(20)) <= 0.1
+            cold.append(_ms(partial(plan, rank)))
+            warm += [_ms(partial(plan, rank)) for _ in range(3)]
+            greedy.append(_ms(_greedy))
+        slowdown = max(min(greedy) / GREEDY_MS, 1.0)
+        assert min(cold) <= 15 * slowdown
+        assert min(warm) <= 0.1 * slowdown
 
 
 def test_a_pickled_plan_gets_a_handle_of_its_own() -> None:
@@ -305,3 +325,38 @@ def test_the_largest_window_is_unlimited() -> None:
 def test_too_many_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="cu_seqlens ends at 2147483648"):
         plan_context(1 << 31, (0, 8))
+
+
+@pytest.mark.parametrize(
+    ("processes", "torchrun", "group", "expected"),
+    [
+        ("2", True, None, 1),
+        ("1", True, None, 0),
+        ("2", False, None, 0),  # another launcher's processes may train alone
+        ("2", True, (0, 1), 0),
+    ],
+)
+def test_torchrun_without_a_process_group_warns_once(
+    processes: str,
+    torchrun: bool,
+    group: tuple[int, int] | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    warn_if_alone.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert plan_context([0, 5], group).world == 1
+    warn_if_alone.cache_clear()
+    assert len(caught) == expected
+    for warning in caught:
+        assert warning.filename == __file__  # the line that calls plan_context
+        assert str(warning.message) == (
+            "torchrun started 2 processes, but init_process_group was not called: this plan is for "
+            "one rank; call it first, or pass group=(0, 1)"
+        )

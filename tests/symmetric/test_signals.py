@@ -27,7 +27,7 @@ def test_the_rank_that_failed_first_is_named() -> None:
         raise RuntimeError("wait timeout")
 
     gather = among(("b", "", 1.0), ("", "no room", 2.0))
-    with pytest.raises(RuntimeError, match="a step on rank 2 of the group: no room"):
+    with pytest.raises(RuntimeError, match="a step failed on rank 2 of the group: no room"):
         step_on_all_ranks(gather, "a step", late)
-    with pytest.raises(RuntimeError, match="a step on rank 0 of the group: wait timeout"):
+    with pytest.raises(RuntimeError, match="a step failed on rank 0 of the group: wait timeout"):
         step_on_all_ranks(among(("b", "", 1.0)), "a step", late)

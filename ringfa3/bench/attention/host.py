@@ -42,7 +42,7 @@ CALLS, SMOKE_CALLS = 10, 1  # of a sample; the launch queue of a GPU has room fo
 WARM_UP = 3  # rounds, in which programs are recorded
 CPU_SHRINK = 32  # divides the tokens of a run on the CPU
 CPP, PYTHON, SDPA, HARNESS = f"{RINGFA3} cpp", f"{RINGFA3} python", "SDPA", "one multiplication"
-CALL_TYPES = ("without gradients", "with gradients", BACKWARD)
+KINDS = ("without gradients", "with gradients", BACKWARD)
 FILE = "host.json"
 
 
@@ -76,7 +76,7 @@ class Row:
 
     label: str
     head_dim: int
-    call_type: str
+    kind: str  # this name is a key of stored results
     microseconds: dict[str, list[float]] = field(default_factory=dict)
 
     def medians(self) -> dict[str, float]:
@@ -93,12 +93,12 @@ def run(options: Options) -> int:
     directions = DIRECTIONS[options.direction]
     fa3 = _flash_attention_3(options, device)
     rows = []
-    call_types = [k for k in CALL_TYPES if (BACKWARD if k == BACKWARD else FORWARD) in directions]
+    kinds = [k for k in KINDS if (BACKWARD if k == BACKWARD else FORWARD) in directions]
     for case in select([HOST], options.head_dims, CPU_SHRINK if smoke else 1):
         contenders = list(_contenders(case, device, fa3))
-        for call_type in call_types:
-            rows.append(Row(case.label, case.head_dim, call_type))
-            _measure(rows[-1], case, call_type, contenders, device, options)
+        for kind in kinds:
+            rows.append(Row(case.label, case.head_dim, kind))
+            _measure(rows[-1], case, kind, contenders, device, options)
     host.select("python")
     Console(quiet=options.quiet).print(table(rows, smoke))
     settings = {
@@ -131,7 +131,7 @@ def _flash_attention_3(options: Options, device: torch.device) -> SingleDevice |
 
 
 def _contenders(case: Case, device: torch.device, fa3: SingleDevice | None) -> Iterator[Contender]:
-    """Raises BenchError: there is no host library."""
+    """Raises BenchError: there is no C++ launcher."""
     attend = _documents(case, device) if case.packed else RingFA3().attend(case, device)
     if device.type == "cuda":
         try:
@@ -165,7 +165,7 @@ def _sdpa(case: Case) -> Attend:
 def _measure(
     row: Row,
     case: Case,
-    call_type: str,
+    kind: str,
     contenders: Sequence[Contender],
     device: torch.device,
     options: Options,
@@ -174,7 +174,7 @@ def _measure(
     calls = []
     for contender in contenders:
         contender.begin()
-        calls.append(_call(contender.attend, tuple(problem.inputs), call_type))
+        calls.append(_call(contender.attend, tuple(problem.inputs), kind))
     for number in range(WARM_UP + options.pairs):
         for contender, call in zip(contenders, calls, strict=True):
             contender.begin()
@@ -183,12 +183,12 @@ def _measure(
                 row.microseconds.setdefault(contender.name, []).append(taken)
 
 
-def _call(attend: Attend, inputs: tuple[torch.Tensor, ...], call_type: str) -> Callable[[], object]:
-    if call_type == CALL_TYPES[0]:
+def _call(attend: Attend, inputs: tuple[torch.Tensor, ...], kind: str) -> Callable[[], object]:
+    if kind == KINDS[0]:
         q, k, v = inputs
         return lambda: attend(q, k, v)
     leaves = tuple(x.detach().requires_grad_() for x in inputs)
-    if call_type == CALL_TYPES[1]:
+    if kind == KINDS[1]:
         return lambda: attend(*leaves)
     out = attend(*leaves)
     dout = torch.ones_like(out)
@@ -223,20 +223,20 @@ def table(rows: Sequence[Row], smoke: bool) -> Table:
                 f"{median(times):.1f}",
                 f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
             )
-            made.add_row(row.label, str(row.head_dim), row.call_type, name, *cells)
+            made.add_row(row.label, str(row.head_dim), row.kind, name, *cells)
     return made
 
 
 def summary(rows: Sequence[Row], smoke: bool) -> str:
     """A line with the medians over rows of each type of call."""
     parts = []
-    for call_type in dict.fromkeys(row.call_type for row in rows):
+    for kind in dict.fromkeys(row.kind for row in rows):
         found: dict[str, list[float]] = {}
         for row in rows:
-            if row.call_type == call_type:
+            if row.kind == kind:
                 for name, value in row.medians().items():
                     found.setdefault(name, []).append(value)
         figures = ", ".join(f"{name} {median(values):.0f}" for name, values in found.items())
-        parts.append(f"{call_type}: {figures}")
+        parts.append(f"{kind}: {figures}")
     start = "SMOKE RUN, no kernel figures: " if smoke else ""
     return f"{start}µs of the host a call, {'; '.join(parts)}"

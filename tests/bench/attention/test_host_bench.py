@@ -29,7 +29,7 @@ def test_a_run_on_the_cpu_from_end_to_end(
     assert found["smoke"]
     labels = ["16, causal", "16, window", "2 documents of 8"]
     assert [(r["label"], r["kind"]) for r in found["rows"]] == [
-        (label, call_type) for label in labels for call_type in host.CALL_TYPES
+        (label, kind) for label in labels for kind in host.KINDS
     ]
     for row in found["rows"]:
         names = [PYTHON, SDPA, HARNESS] if "causal" in row["label"] else [PYTHON, HARNESS]
@@ -39,7 +39,7 @@ def test_a_run_on_the_cpu_from_end_to_end(
 
 def test_it_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["attention", "--set", "host", "paper", "--device", "cpu"]) == 2
-    assert "--set host has times of the host alone" in capsys.readouterr().err
+    assert "--set host times the host only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_contenders_take_turns_and_warm_up(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(host, "_sample", sample)
     options = Options("bf16", [64], "both", 2, None, [], "cpu", None, True)
-    row = Row("8", 64, host.CALL_TYPES[0])
+    row = Row("8", 64, host.KINDS[0])
     contenders = [contender("a"), contender("b")]
-    host._measure(row, CASE, row.call_type, contenders, torch.device("cpu"), options)
+    host._measure(row, CASE, row.kind, contenders, torch.device("cpu"), options)
     rounds = host.WARM_UP + 2
     assert log == ["begin a", "begin b"] + ["begin a", "a", "begin b", "b"] * rounds
     first = 2 * host.WARM_UP

@@ -54,7 +54,7 @@ def run(config, on_device: bool, prediction: Prediction | None = None) -> tuple[
         made.train()
     finally:
         made.close()
-        trainer.observe(None)
+        trainer.set_op_hook(None)
     lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], len(waits)
 
