@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -29,11 +31,33 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, bos_token: str) -> To
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a ``tokenizer.json``; ``ConfigError`` if the file is not one."""
+    """Load a ``tokenizer.json`` without its ``ignored_settings``.
+
+    Raises ``ConfigError`` if the file is not one.
+    """
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no specific type
         raise ConfigError(f"data.tokenizer={path} is not a tokenizer.json: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):  # of BPE
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
+def ignored_settings(content: bytes) -> dict[str, Any]:
+    """What ``load_tokenizer`` switches off in a file: truncation, padding, and dropout of merges.
+
+    Each would change the tokens of a text. Empty for a file without them or of another format.
+    """
+    try:
+        stored = json.loads(content)
+        state = {key: stored.get(key) for key in ("truncation", "padding")}
+        state["dropout"] = stored["model"].get("dropout")
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return {}
+    return {key: value for key, value in state.items() if value}
 
 
 def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:
@@ -49,6 +73,13 @@ def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text. The name of a special token inside a text is ordinary text."""
+    """Token ids of each text. The name of a special token inside a text is ordinary text.
+
+    The post-processor takes no part: a template may repeat a text without any special token.
+    """
     tokenizer.encode_special_tokens = True
-    return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    processor, tokenizer.post_processor = tokenizer.post_processor, None
+    try:
+        return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    finally:
+        tokenizer.post_processor = processor
