@@ -112,7 +112,10 @@ def _tokenizer_file(data: DataConfig) -> bytes:
 
 
 def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
-    """Twenty hexadecimal digits, a hash of everything that can change a token of the corpus."""
+    """Twenty hexadecimal digits, a hash of everything that can change a token of the corpus.
+
+    A tokenizer that an earlier version trained stays: it may have tokens of longer pre-tokens.
+    """
     tokenizer = _tokenizer_file(data)
     settings = [
         FORMAT,
@@ -214,7 +217,7 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
             tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
         else:
             training = (d.text for _, d in documents() if not _is_held_out(data, d))
-            tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token)
+            tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token, console.print)
         tokenizer.save(str(folder / "tokenizer.json"))
         dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
         _write_splits(data, documents(), folder, tokenizer, dtype)

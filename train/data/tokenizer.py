@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from train.config import ConfigError
 
+# Training cuts longer pre-tokens (runs of letters, digits, signs or spaces): its time is quadratic
+# in their length. Words are shorter, so text with spaces or punctuation gives the same merges.
+LONGEST_PRE_TOKEN = 256  # bytes
+PROGRESS_S = 10.0
+Log = Callable[[str], None]
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, bos_token: str) -> Tokenizer:
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, bos_token: str, log: Log = lambda text: None
+) -> Tokenizer:
     """Train a BPE over bytes with at most ``vocab_size`` tokens; ``bos_token`` gets id 0.
 
     Every byte is a token, so encoding loses nothing. The same texts give the same tokenizer.
+    ``log`` gets a line every ``PROGRESS_S`` seconds, from another thread.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut = pre_tokenizers.Split(Regex(f".{{{LONGEST_PRE_TOKEN}}}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -26,8 +40,39 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, bos_token: str) -> To
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    with _progress(texts, log) as read:
+        tokenizer.train_from_iterator(read, trainer)
+    tokenizer.pre_tokenizer = words  # encoding needs no cut: its time is linear
     return tokenizer
+
+
+@contextmanager
+def _progress(texts: Iterable[str], log: Log) -> Iterator[Iterator[str]]:
+    """Yields ``texts``; logs every ``PROGRESS_S`` seconds how far the training has come."""
+    begin, ended = time.monotonic(), threading.Event()
+    characters, step = 0, "reads text"
+
+    def read() -> Iterator[str]:
+        nonlocal characters, step
+        for text in texts:
+            characters += len(text)
+            yield text
+        step = "merges pairs of tokens"
+
+    def report() -> None:
+        while not ended.wait(PROGRESS_S):
+            log(
+                f"BPE training {step}: {characters / 1e6:,.1f} million characters read, "
+                f"{time.monotonic() - begin:.0f} s"
+            )
+
+    reporter = threading.Thread(target=report, name="BPE progress", daemon=True)
+    reporter.start()
+    try:
+        yield read()
+    finally:
+        ended.set()
+        reporter.join()
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

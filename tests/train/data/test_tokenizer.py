@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+import string
+import time
 from pathlib import Path
 
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from train.config import SourceConfig
-from train.data import shards
+from train.data import shards, tokenizer
 from train.data.shards import open_corpus
 from train.data.tokenizer import encode, load_tokenizer, train_tokenizer
 
@@ -23,8 +26,8 @@ def plain():
     return train_tokenizer([TEXT], 300, BOS)
 
 
-def write(path: Path, tokenizer, **model) -> Path:
-    content = json.loads(tokenizer.to_str())
+def write(path: Path, of: Tokenizer, **model) -> Path:
+    content = json.loads(of.to_str())
     content["model"] |= model
     path.write_text(json.dumps(content))
     return path
@@ -125,3 +128,54 @@ def test_unusual_bytes_per_token_are_named_for_each_source(config, tmp_path, cap
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "bytes per token" in x]
     assert line.startswith("data.sources.other: 1.")
     assert "bytes per token, usual are 1.5 to 16; check that data.tokenizer fits" in line
+
+
+def test_training_is_linear_in_runs_without_spaces():
+    """Before the cut, each of the runs took half a minute."""
+    begin = time.monotonic()
+    longest = max(map(len, train_tokenizer(["a" * 100_000], 300, BOS).get_vocab()))
+    assert longest == tokenizer.LONGEST_PRE_TOKEN
+    letters = "".join(random.Random(0).choices(string.ascii_lowercase, k=100_000))
+    assert train_tokenizer([letters], 1000, BOS).get_vocab_size() == 1000
+    assert time.monotonic() - begin < 15
+
+
+def test_a_tokenizer_of_ordinary_text_is_that_of_training_without_a_cut(text_folder):
+    texts = [path.read_text() for path in sorted(text_folder.rglob("*.txt"))]
+    texts += [Path(__file__).read_text(), "#" * 200 + " " * 200 + "\n"]
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=[BOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    plain.train_from_iterator(texts, trainer)
+    assert train_tokenizer(texts, 600, BOS).to_str() == plain.to_str()
+
+
+def test_a_cut_run_is_encoded_without_loss():
+    trained = train_tokenizer(["ab" * 1000, TEXT], 300, BOS)
+    text = "ab" * 700 + " the ring\n"
+    (ids,) = encode(trained, [text])
+    assert trained.decode(ids) == text
+    assert len(ids) < 40
+
+
+def test_training_logs_its_progress(monkeypatch):
+    monkeypatch.setattr(tokenizer, "PROGRESS_S", 0.02)
+
+    def slowly():
+        for _ in range(4):
+            time.sleep(0.05)
+            yield "".join(random.Random(0).choices(string.ascii_lowercase, k=20_000))
+
+    lines = []
+    train_tokenizer(slowly(), 2000, BOS, lines.append)
+    assert any("reads text: 0.0 million characters" in line for line in lines)
+    assert any("merges pairs of tokens: 0.1 million characters" in line for line in lines)
+    n_lines = len(lines)
+    time.sleep(0.06)
+    assert len(lines) == n_lines
