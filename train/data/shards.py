@@ -30,7 +30,14 @@ from train.config import ConfigError, DataConfig, make_folder
 from train.data import corpus
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
-from train.data.tokenizer import bos_id, encode, ignored_settings, load_tokenizer, train_tokenizer
+from train.data.tokenizer import (
+    bos_id,
+    encode,
+    ignored_settings,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_size,
+)
 
 FORMAT = 3  # version of the files in the folder; part of its name
 SPLITS = ("train", "held_out")
@@ -158,7 +165,7 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
         sizes = []
         while entry := manifest.files.get(f"{split}/{len(sizes):05d}.bin"):
             sizes.append(entry.size)
-        vocab_size = tokenizer.get_vocab_size()
+        vocab_size = vocabulary_size(tokenizer)
         splits.append(
             open_split(folder / split, sizes, metadata["dtype"], vocab_size, files, weights)
         )
@@ -219,7 +226,7 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
             training = (d.text for _, d in documents() if not _is_held_out(data, d))
             tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token, console.print)
         tokenizer.save(str(folder / "tokenizer.json"))
-        dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+        dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
         _write_splits(data, documents(), folder, tokenizer, dtype)
     for path in sorted(unreadable):
         console.print(f"left out, not UTF-8: {path}", soft_wrap=True)

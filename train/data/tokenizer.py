@@ -105,6 +105,11 @@ def ignored_settings(content: bytes) -> dict[str, Any]:
     return {key: value for key, value in state.items() if value}
 
 
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """The largest id + 1: an embedding has a row for each id, also for ids that no token has."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:
     """The id of the token that starts a document; ``ConfigError`` if there is no such token."""
     token_id = tokenizer.token_to_id(bos_token)

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from train.config import SourceConfig
+from train.config import ConfigError, SourceConfig
 from train.data import shards, tokenizer
 from train.data.shards import open_corpus
 from train.data.tokenizer import encode, load_tokenizer, train_tokenizer
+from train.tasks.baselines import measure_baselines
+from train.tasks.generate import no_labels
 
 BOS = "<s>"
 TEXT = "the ring keeps every token of every text, and attends to all of them; " * 3
@@ -22,7 +24,7 @@ TEXT = "the ring keeps every token of every text, and attends to all of them; " 
 
 @pytest.fixture
 def plain():
-    """A tokenizer of 300 tokens that never truncates, pads or drops a merge."""
+    """A tokenizer of at most 300 tokens that never truncates, pads or drops a merge."""
     return train_tokenizer([TEXT], 300, BOS)
 
 
@@ -179,3 +181,24 @@ def test_training_logs_its_progress(monkeypatch):
     n_lines = len(lines)
     time.sleep(0.06)
     assert len(lines) == n_lines
+
+
+@pytest.mark.parametrize("last", [350, 70_000])  # the second needs more than 16 bits
+def test_ids_with_holes_have_rows_up_to_the_largest(config, plain, tmp_path, last):
+    content = json.loads(plain.to_str())
+    vocabulary = content["model"]["vocab"]
+    n_tokens = len(vocabulary)
+    vocabulary["e"] = last  # a frequent letter
+    path = write(tmp_path / "tokenizer.json", plain, vocab=vocabulary)
+    config.data.tokenizer, config.data.bos_token = str(path), BOS
+    corpus = open_corpus(config.data)
+    assert corpus.tokenizer.get_vocab_size() == n_tokens
+    ids = [corpus.train.tokens(n, 0, 10**6) for n in range(len(corpus.train))]
+    assert max(map(max, ids)) == last
+    assert corpus.train.vocab_size == tokenizer.vocabulary_size(corpus.tokenizer) == last + 1
+    assert measure_baselines(corpus, None)["unigram"] > 0
+    holes = [set(range(last)) - set(vocabulary.values()), {0}]
+    assert set(no_labels(config, corpus.tokenizer)) == set.union(*holes)
+    config.model.vocab_size = n_tokens
+    with pytest.raises(ConfigError, match=rf"ids go up to {last}; .*model.vocab_size={last + 1}"):
+        no_labels(config, corpus.tokenizer)
