@@ -112,6 +112,7 @@ class DeepSpeedEngine(Engine):
     def grad_norm(self, limit: float) -> Tensor:
         """As in ``Engine``; ``step`` clips the gradients, to the same ``limit``.
 
+        DeepSpeed itself adds squares in float64.
         With weights or moments on the host, DeepSpeed itself waits for the device.
         """
         if self.stage < 3:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from train.config import Config
 from train.data.batches import Batch
+from train.engine.grad_norm import clip, norm_of
 from train.engine.parallel import ParallelLayout
 from train.engine.shard import Shard, shard_of, state_tensors
 from train.engine.time_split import TimeSplit
@@ -84,12 +85,24 @@ class Engine(ABC):
         """The loss of every local token, (t,) float32, without gradients."""
         return self.model(batch)
 
+    @torch.no_grad()
     def grad_norm(self, limit: float) -> Tensor:
         """Norm of the gradients of all parameters, (); clips them to ``limit``.
 
         The host does not wait for the norm. It is NaN or infinite if a gradient is not finite.
         """
-        return torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+        gradients = self._local_gradients()
+        norm = self._norm_of_all(norm_of(gradients, self.parallel.device)).float()
+        clip(gradients, norm, limit)
+        return norm
+
+    def _local_gradients(self) -> list[Tensor]:
+        """This rank's part of every gradient."""
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def _norm_of_all(self, local: Tensor) -> Tensor:
+        """The norm of all gradients, from the norm of this rank's part of them."""
+        return local
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, this rank's elements, flat) of every gradient, before ``step`` or ``discard``.

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from train.config import Config, ConfigError
 from train.data.batches import Batch
@@ -87,10 +86,13 @@ class FSDP2Engine(Engine):
         (losses.sum() * scale).backward()
         return losses.detach()
 
-    def grad_norm(self, limit: float) -> Tensor:
-        norm = super().grad_norm(limit)
-        assert isinstance(norm, DTensor)
-        return norm.full_tensor()
+    def _local_gradients(self) -> list[Tensor]:
+        return [gradient.to_local() for gradient in super()._local_gradients()]
+
+    def _norm_of_all(self, local: Tensor) -> Tensor:
+        squares = local.square()
+        dist.all_reduce(squares, group=self.mesh.get_group(self.mesh.ndim - 1))
+        return squares.sqrt()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():

@@ -18,6 +18,8 @@ SIGNALS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGTERM,
+    signal.SIGUSR2: signal.SIGTERM,
 }
 SECONDS_TO_STOP = 60.0  # for a job to save and end after a signal
 SECONDS_TO_DIE = 10.0

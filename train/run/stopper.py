@@ -1,4 +1,4 @@
-"""Graceful stop on SIGTERM, Ctrl-C or a deadline, at any moment, without losing a finished step.
+"""Graceful stop on a signal or at a deadline, at any moment, without losing a finished step.
 
 A step may last minutes, and Python runs a signal handler only when the main thread returns to the
 interpreter. A dedicated thread, the stopper, therefore receives the signals:
@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -31,7 +31,25 @@ from train.run.update_lock import UpdateLock
 POLL_S = 0.25  # between two checks for a stop requested by another rank
 ARMING_S = 20.0  # how long a signal during start-up waits for the run to begin
 PEERS_S = 8.0  # how long a stopping rank waits for the other ranks
-SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+# The warnings of batch systems (SIGUSR1, SIGUSR2) and of a terminal that closes (SIGHUP) stop a run
+# as SIGTERM does.
+SIGNALS = {
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGHUP: "SIGHUP",
+    signal.SIGUSR1: "SIGUSR1",
+    signal.SIGUSR2: "SIGUSR2",
+}
+MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def signals_to_take(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """``signals`` without those that the process ignores from its start, as SIGHUP under nohup."""
+    return [
+        number
+        for number in signals
+        if number not in MAY_BE_IGNORED or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 class PeerGoneError(RuntimeError):
@@ -62,7 +80,7 @@ class Run:
 
 
 class Stopper(threading.Thread):
-    """Receives SIGTERM and SIGINT in a thread. Create it before any other thread."""
+    """Receives ``SIGNALS`` in a thread. Create it before any other thread."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="stopper")
@@ -71,7 +89,9 @@ class Stopper(threading.Thread):
         self._disabled = threading.Event()
         self._main_failed = threading.Event()
         self._run: Run | None = None
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        # Blocked, a signal would be received even if it is ignored.
+        self._signals = signals_to_take(SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         self.start()
 
     def arm(self, run: Run) -> None:
@@ -129,7 +149,7 @@ class Stopper(threading.Thread):
 
     def _await_reason(self) -> tuple[int | None, str] | None:
         while not self._disabled.is_set():
-            received = signal.sigtimedwait(SIGNALS, POLL_S)
+            received = signal.sigtimedwait(self._signals, POLL_S)
             if received is not None:
                 return received.si_signo, SIGNALS[signal.Signals(received.si_signo)]
             run = self._run

@@ -38,6 +38,7 @@ from train.log.units import with_bits
 from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
 from train.run.inherit import resolve_inherited
 from train.run.run_folder import RunFolder
+from train.run.stopper import signals_to_take
 
 SCRIPT = Path(__file__).parents[1] / "pretrain.py"
 LONGEST_NAME = 120  # characters of a job's folder name; file systems allow 255 bytes
@@ -276,7 +277,7 @@ def run_sweep(compose: Callable[[list[str]], None], flags: list[str], overrides:
         if not override.is_sweep_override()
         and (not override.is_hydra_override() or override.key_or_group == "hydra.searchpath")
     ]
-    for signum in SIGNALS:
+    for signum in signals_to_take(SIGNALS):
         signal.signal(signum, _stop)
     sweep = Sweep([*flags, *shared])
 

@@ -42,6 +42,11 @@ for _ in range(3000):
         time.sleep(1.5 if "slow update" in sys.argv else 0.01)
 """
 
+IGNORE = """
+for number in (signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+"""
+
 
 def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
     """Exit code and output lines of a process that gets ``signum`` when its stopper runs."""
@@ -65,6 +70,11 @@ def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
     [
         (signal.SIGTERM, [], 0, ["saves", "SIGTERM: saved", "closed"]),
         (signal.SIGINT, [], 130, ["saves", "Ctrl-C: saved", "closed"]),
+        *(
+            (number, [], 0, ["saves", f"{number.name}: saved", "closed"])
+            for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+        ),
+        (signal.SIGUSR1, ["slow start"], 0, ["saves", "SIGUSR1: saved", "closed"]),
         (None, ["deadline"], 0, ["saves", "train.max_wall_time has passed: saved", "closed"]),
         (signal.SIGTERM, ["slow start"], 0, ["saves", "SIGTERM: saved", "closed"]),
         (signal.SIGTERM, ["say fails"], 0, ["saves"]),
@@ -86,6 +96,27 @@ def ended(signum: int | None, *how: str) -> tuple[int, list[str]]:
 )
 def test_ends(signum, how, code, lines):
     assert ended(signum, *how) == (code, lines)
+
+
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored():
+    """As SIGHUP under nohup: the run goes on, and SIGTERM still stops it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import signal\n{IGNORE}{SCRIPT}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "taken\n"
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            process.send_signal(number)
+        time.sleep(0.6)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        lines, _ = process.communicate(timeout=20)
+        assert (process.returncode, lines) == (0, "saves\nSIGTERM: saved\nclosed\n")
+    finally:
+        process.kill()
 
 
 def test_no_thread_is_older_than_the_stopper():

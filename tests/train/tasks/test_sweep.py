@@ -127,7 +127,8 @@ def test_results_are_sorted_and_failures_are_rows(pretrain, overrides, tmp_path)
     assert written.stat().st_mtime_ns == before
 
 
-def test_ctrl_c_stops_the_job_and_prints_what_is_done(overrides, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_stops_the_job_and_prints_what_is_done(overrides, tmp_path, number):
     overrides = [s for s in overrides if not s.startswith("train.steps")]
     command = [sys.executable, "train/pretrain.py", *overrides, "-m", "train.steps=2,100000,3"]
     process = subprocess.Popen(
@@ -138,7 +139,7 @@ def test_ctrl_c_stops_the_job_and_prints_what_is_done(overrides, tmp_path):
         while not (metrics.exists() and metrics.read_text().count("\n") > 3):
             assert process.poll() is None
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         message, _ = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
