@@ -22,9 +22,8 @@ else:
 ROOT = Path(__file__).parents[1]
 RULES: dict[str, Any] = tomllib.loads((ROOT / ".ci" / "words.toml").read_text())
 CODE_SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp"}
+CPP_NAMES = r"\b(?:struct|class)\s+(\w+)|CUTE_DEVICE[^;({]*?(\w+)\("
 SUFFIXES = {*CODE_SUFFIXES, ".md", ".yaml"}
-# Calls whose texts a user reads.
-REPORTS = re.compile(r"(warn|log|print|say|fail|refuse|Error|Exception|Check)", re.ASCII)
 
 
 class Finding(NamedTuple):
@@ -121,22 +120,48 @@ def code(name: str, text: str) -> Iterator[Finding]:
     if lines > RULES["files"]["lines"]:
         yield Finding(name, lines, f"{lines} lines; at most {RULES['files']['lines']}")
     if not name.endswith(".py"):
+        if not name.startswith("csrc/host/"):
+            for match in re.finditer(
+                r"\b(?:struct|class)\s+(\w+)|CUTE_DEVICE[^;({]*?(\w+)\(", text
+            ):
+                words = (match[1] or match[2]).replace("_", " ")
+                yield from out(name, text[: match.start()].count("\n") + 1, words, "names")
         return
     tree = ast.parse(text)
     if tree.body and ast.get_docstring(tree) is None:
         yield Finding(name, 1, "no docstring that says what the module is")
-    if not name.startswith(("ringfa3/", "train/")) or name in RULES["recorder"]["files"]:
+    if not name.startswith(("ringfa3/", "train/", "benchmarks/")):
         return
+    if name in RULES["recorder"]["files"]:
+        return
+    for line, said in texts(tree):
+        yield from out(name, line, said, "errors")
+    for line, identifier in identifiers(tree):
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", identifier).replace("_", " ")
+        yield from out(name, line, words, "names")
+
+
+def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Constant texts of several words, with their lines: all but docstrings may reach a user."""
+    statements = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+    }  # docstrings are among them
     for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) or (
-            isinstance(node, ast.Call) and REPORTS.search(ast.unparse(node.func))
-        ):
-            for part in ast.walk(node):
-                if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    yield from out(name, part.lineno, part.value, "errors")
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", node.name).replace("_", " ").lower()
-            yield from out(name, node.lineno, snake, "names")
+        if not isinstance(node, ast.Constant) or id(node) in statements:
+            continue
+        if isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+
+
+def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Names of functions, classes, parameters and attributes, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
 
 
 def out(name: str, line: int, text: str, where: str) -> Iterator[Finding]:
@@ -146,9 +171,10 @@ def out(name: str, line: int, text: str, where: str) -> Iterator[Finding]:
             continue
         rest = text
         for phrase in rule.get("allowed", []):
-            rest = re.sub(phrase, "", rest)
-        begin = r"^" if where == "openings" else r"\b"
-        if found := re.search(rf"{begin}({rule['word']})\b", rest):
+            rest = re.sub(phrase, "", rest, flags=re.IGNORECASE)
+        begin = r"^[\"'(*_]*" if where == "openings" else r"\b"
+        flags = 0 if where == "openings" else re.IGNORECASE
+        if found := re.search(rf"{begin}({rule['word']})\b", rest, flags):
             yield Finding(name, line, f"'{found[0]}': write {rule['instead']}")
 
 

@@ -4,9 +4,9 @@ The other groups are compared with the first one; `*` is expanded. All runs must
 held-out text. Writes two files to DIR: `runs.json` has the settings that all runs share and the
 results of each run, as means over 10 steps; `runs.png` shows training loss and gradient norm.
 
-Prints a Markdown table. A row has the held-out nats per byte of each run of a group, their mean in
-nats and in bits per byte, its difference from that of the first group, and the spread: the largest
-minus the smallest.
+Prints a Markdown table with a row for each group. It has the held-out nats per byte of each run and
+their mean in nats and in bits per byte. It also has the mean's difference from that of the first
+group, and the spread: the largest minus the smallest.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=TOKENS, help="of a sequence, at most 16384")
     parser.add_argument("--scores", choices=SCORES, help="default: N(0,1)")
     asked = parser.parse_args(arguments)
-    host.select("python")  # a program of the host library would hold the functions of one build
+    host.select("python")  # a program of the C++ launcher would hold the functions of one build
     if asked.pairs < 2:
         parser.error(f"--pairs {asked.pairs}: quartiles need at least 2")
     if not 1 <= asked.length <= TOKENS:

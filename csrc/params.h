@@ -1,5 +1,5 @@
 // Plain data that crosses from Python into the kernels. ringfa3/planning/{tiling,work_split}.py and
-// ringfa3/kernels/{launch,forward,backward,valid_rows,quantise}.py mirror it field by field.
+// ringfa3/kernels/{launch,forward,backward,local_kv,quantise}.py mirror it field by field.
 #pragma once
 
 #include <cstdint>

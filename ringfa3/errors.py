@@ -19,12 +19,12 @@ def first_line(problem: Exception) -> str:
     return str(problem).strip().split("\n")[0]
 
 
+IF_SLOW = "; if it is only slow, raise the process group's timeout"
+
+
 def timed_out(what: str, seconds: float) -> str:
     """The message of a rank that waited for `what` in vain."""
-    return (
-        f"{what}: timed out after {seconds:g} s: see that rank's log; if it is only slow, raise "
-        "the process group's timeout"
-    )
+    return f"{what}: timed out after {seconds:g} s: see that rank's log{IF_SLOW}"
 
 
 def disconnected(what: str) -> str:

@@ -105,11 +105,14 @@ class ModelConfig:
         return None if window == FULL else window
 
     def rows(self, n_tokens: int) -> int:
-        """Rows of embedding and head for ``n_tokens``; ``ConfigError`` if ``vocab_size`` < it."""
+        """Rows of embedding and head for ids below ``n_tokens``.
+
+        Raises ``ConfigError`` if ``vocab_size`` is less.
+        """
         if self.vocab_size is not None and self.vocab_size < n_tokens:
             raise ConfigError(
-                f"model.vocab_size={self.vocab_size} has no row for some of the tokenizer's "
-                f"{n_tokens} tokens; nearest valid: model.vocab_size={n_tokens}"
+                f"model.vocab_size={self.vocab_size} has no row for some tokens: the tokenizer's "
+                f"ids go up to {n_tokens - 1}; nearest valid: model.vocab_size={n_tokens}"
             )
         return n_tokens if self.vocab_size is None else self.vocab_size
 

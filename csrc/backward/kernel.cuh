@@ -1,10 +1,10 @@
 // FlashAttention-3 backward (Appendix B.1 of the paper) over the work units of a plan.
 //
-// A persistent CTA holds a tile of K and V in shared memory and iterates over the row blocks that
-// attend to it, for all query heads of a work unit, with dK and dV in registers. S^T and dP^T are
-// computed transposed, so that P^T is the A operand of dV += P^T dO in the registers where it was
-// computed, and dS^T that of dK += dS^T Q. For dQ = dS K, dS goes through shared memory. dQ is
-// added to global memory in float32.
+// A persistent CTA holds a tile of K and V in shared memory, and dK and dV in registers. It
+// iterates over the row blocks that attend to the tile, for all query heads of a work unit. S^T and
+// dP^T are computed transposed, so that P^T is the A operand of dV += P^T dO in the registers where
+// it was computed, and dS^T that of dK += dS^T Q. For dQ = dS K, dS goes through shared memory. dQ
+// is added to global memory in float32.
 //
 // Where a tile is shared by a pair of CTAs, each computes dK and dV of half of its keys. The CTAs
 // exchange dS, and each computes half of the columns of dQ over all keys of the tile, so that half

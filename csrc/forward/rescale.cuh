@@ -39,8 +39,8 @@ CUTE_DEVICE void rescale_row(Consumer& c, typename Consumer::Needs const& needs)
 
 // Adds the sums of row R, unless a lane of the warp rescales it.
 template <int R, class Consumer>
-CUTE_DEVICE void rescale_slow_path_row(Consumer& c, typename Consumer::Needs const& needs,
-                                       float const (&sum)[2]) {
+CUTE_DEVICE void add_or_rescale_row(Consumer& c, typename Consumer::Needs const& needs,
+                                    float const (&sum)[2]) {
   float& total = c.softmax.total[R];
   if (!__any_sync(0xffffffff, needs.out_of_range[R])) {
     total += sum[0] + sum[1];
@@ -80,7 +80,7 @@ CUTE_DEVICE void rescale_slow_path(Consumer& c, float const (&sum)[2][2]) {
   auto const needs = c.softmax.template accumulate_slow_path<Consumer::kPolicy.sums_rounded>(sum);
   if constexpr (Consumer::kRescalesRows) {
     if (needs.rescales)
-      rescale_slow_path_row<0>(c, needs, sum[0]), rescale_slow_path_row<1>(c, needs, sum[1]);
+      add_or_rescale_row<0>(c, needs, sum[0]), add_or_rescale_row<1>(c, needs, sum[1]);
   } else {
     if (needs.rescales) rescale_rows(c, needs);
     if (needs.raises) {

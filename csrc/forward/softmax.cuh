@@ -19,8 +19,8 @@ CUTE_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// Bounds of a lane's sum of P over a block, and distances of a new shift, in log2 units, below the
-// number that it comes from; for each dtype of P. The distances are whole numbers, so P of a key
+// For each dtype of P: bounds of a lane's sum of P over a block, and distances of a new shift, in
+// log2 units, below the number that it comes from. The distances are whole numbers, so P of a key
 // that dominates its row is a power of two.
 template <class Element>
 struct SumRange {  // bfloat16, with the exponents of float32

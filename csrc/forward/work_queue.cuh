@@ -36,8 +36,8 @@ CUTE_DEVICE bool must_repeat(WorkItem const& work, int lane) {
   return __any_sync(0xffffffff, work.head >= 0 && !work.use_row_max && overflow);
 }
 
-// The scheduler warp. It claims the next item when the loader asks for it, which is when at most
-// kBlocksAhead blocks of this one are left to load: so the CTA that is free first gets the item.
+// The scheduler warp. It claims the next item when the loader asks: at most kBlocksAhead blocks of
+// this one are then left to load. So the CTA that is free first gets the item.
 // Each item of a launch causes one increment of the counter, so the last one wraps it to 0 for the
 // next launch.
 //

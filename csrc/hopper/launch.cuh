@@ -9,7 +9,7 @@
 namespace ringfa3 {
 
 // Allows a kernel `bytes` of dynamic shared memory on the current device. The runtime stores this
-// for each kernel and device, and so does `allowed`, of which each kernel has its own: bit d is set
+// for each kernel and device. So does `allowed`, of which each kernel has its own. Bit d is set
 // once the runtime has been asked for device d. Two threads may ask at once, for the same.
 template <auto kernel>
 cudaError_t allow_shared(int bytes) {

@@ -1,6 +1,6 @@
 // Backward: the blocks of M rows that a key tile visits, and the order in which tiles add to dQ.
 //
-// ringfa3/planning computes the same: `work_split.visited_blocks`, `Tiling.visited`,
+// ringfa3/planning computes the same: `work_split.visited_blocks`, `Tiling.visiting_key_tiles`,
 // `Tiling.dq_order`. tests/planning/test_device_plan.py compares them.
 #pragma once
 

@@ -20,9 +20,9 @@ constexpr int kRowStages = 2, kLine = 128;
 // In shared memory, of all warps of a CTA.
 template <class S, int Warps>
 struct RowStorage {
-  static constexpr int kBytes = kWarp * kLine;
-  static_assert(kBytes == S::Rows * S::D * sizeof(typename S::Element));
-  alignas(1024) uint8_t box[Warps][kRowStages][kBytes];
+  static constexpr int kBoxBytes = kWarp * kLine;
+  static_assert(kBoxBytes == S::Rows * S::D * sizeof(typename S::Element));
+  alignas(1024) uint8_t box[Warps][kRowStages][kBoxBytes];
   alignas(16) cutlass::arch::ClusterTransactionBarrier full[Warps][kRowStages];
 };
 
@@ -61,7 +61,7 @@ struct RowCursor {
 template <class S>
 class RowStages {
   using Full = cutlass::arch::ClusterTransactionBarrier;
-  static constexpr int kBytes = kWarp * kLine;
+  static constexpr int kBoxBytes = kWarp * kLine;
   static constexpr int kUnits = S::D / 16;            // of a row of bytes
   static constexpr int kStoredRows = kWarp / kUnits;  // that a warp stores at once
   uint8_t* const boxes_;
@@ -80,7 +80,7 @@ class RowStages {
   CUTE_DEVICE uint32_t unit(int row, int part, uint32_t number) const {
     return cast_smem_ptr_to_uint(boxes_) + (part * S::Rows + row) * kLine + (number << 4);
   }
-  CUTE_DEVICE uint32_t box() const { return now_.index() * kBytes; }
+  CUTE_DEVICE uint32_t box() const { return now_.index() * kBoxBytes; }
 
  public:
   // All lanes of warp `warp` of the CTA, a uniform number.
@@ -105,7 +105,7 @@ class RowStages {
     cutlass::arch::fence_view_async_shared();  // the lane's stores to the box
     __syncwarp();
     if (elect_one_sync()) {
-      auto* const to = reinterpret_cast<typename S::Element*>(boxes_ + next_.index() * kBytes);
+      auto* const to = reinterpret_cast<typename S::Element*>(boxes_ + next_.index() * kBoxBytes);
       load_box<S::Rows, S::D>(map, full_[next_.index()], to, row, head);
     }
     __syncwarp();

@@ -229,8 +229,8 @@ def parser() -> argparse.ArgumentParser:
         "implementations of its own: ablation (the kernel without parts of it, with three "
         "stages, or fp8 with V transposed in the kernel or sums promoted; the paper's Table 2 has "
         "--dtype fp16), merge (epilogues of a hop), deterministic "
-        "(the deterministic backward), fp8 and int8 (8-bit operands beside the inputs' dtype), "
-        "below (head dims 40 to 192 beside the next kernel's own), sinks (with them and without), "
+        "(the deterministic backward), fp8 and int8 (8-bit operands, and the inputs' dtype), "
+        "below (head dims 40 to 192, and the next kernel's own), sinks (with them and without), "
         "host (microseconds to start a call); default paper gqa",
     )  # fmt: skip
     p.add_argument(

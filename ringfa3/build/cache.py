@@ -63,7 +63,7 @@ def make_once(
     folder = cache_folder()
     failure = folder / f"{task}.failed"
     began = time.time()
-    with _turn(folder, task, find) as locked:
+    with _entry_lock(folder, task, find) as locked:
         if made := find():
             return made
         if failure.is_file() and failure.stat().st_mtime > began:  # while we waited
@@ -117,7 +117,7 @@ class _Work(NamedTuple):
 
 
 @contextmanager
-def _turn(folder: Path, task: str, find: Callable[[], Path | None]) -> Iterator[bool]:
+def _entry_lock(folder: Path, task: str, find: Callable[[], Path | None]) -> Iterator[bool]:
     """Waits until no other process makes the entry; yields whether we hold the task's lock."""
     from filelock import FileLock, Timeout  # PyTorch depends on it too
 

@@ -58,9 +58,11 @@ def cutlass_version(include: Path) -> str:
 
 
 def pip_is_installed() -> bool:
-    """Looks at the installed packages, not for a module: before Python 3.12, setuptools takes a
-    search for the module `pip` for a run of pip, and this process cannot import setuptools later,
-    as torch.compile does."""
+    """Whether pip is among the installed packages.
+
+    A search for the module `pip` would not do: before Python 3.12 setuptools takes it for a run of
+    pip. Then this process cannot import setuptools, as torch.compile does.
+    """
     return any(importlib.metadata.distributions(name="pip"))
 
 

@@ -23,7 +23,7 @@ class Variant(NamedTuple):
 
 VARIANTS = {  # "without-": the part that it lacks
     "without-overlap": Variant("-DRINGFA3_WITHOUT_OVERLAP"),  # softmax concurrent with own products
-    "without-ping-pong": Variant("-DRINGFA3_WITHOUT_PING_PONG"),  # turns of the warpgroups
+    "without-ping-pong": Variant("-DRINGFA3_WITHOUT_PING_PONG"),  # order of the warpgroups
     "without-specialisation": Variant("-DRINGFA3_UNSPECIALISED"),  # warps that only load
     "blocks-of-96": Variant("", (128, 96)),
     "three-stages": Variant("-DRINGFA3_THREE_STAGES", (128, 96)),  # S one block ahead

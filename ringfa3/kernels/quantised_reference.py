@@ -187,8 +187,8 @@ class _Tile:
 
         Args:
             offset: (hk, m) nats of every score.
-            largest: the largest finite number of the output's dtype. V lies within it, and so does
-                exact O; the rounding of V's numbers may pass it where the mean is added.
+            largest: the largest finite number of the output's dtype. Rounded E4M3 V may pass it
+                where the mean is added; exact O does not.
         """
         empty = self._fresh
         lse = (self._shift + self._total.log2()) * math.log(2) + offset
@@ -196,7 +196,8 @@ class _Tile:
         if self._p_format is not None:  # rounded P may sum to more than P; O lies in V's range
             o = o.clamp(-self._p_format.largest, self._p_format.largest)
         o = o * kv.centres.v_scale.unsqueeze(1) + kv.centres.v_mean.unsqueeze(1)
-        o = o.clamp(-largest, largest)  # NaN stays
+        if self._p_format is not None:
+            o = o.clamp(-largest, largest)  # NaN stays
         return o.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -torch.inf)
 
 

@@ -131,8 +131,7 @@ class ContextPlan:
         """The plan that holds the same tokens on the same ranks, under another window.
 
         Layers of different windows need it: `plan_context` balances the work that a window leaves,
-            so
-        two of its plans may assign a token to different ranks.
+        so two of its plans may assign a token to different ranks.
 
         Args:
             window_size: (left, right) as in `plan_context`; `causal` stays as it is.

@@ -136,8 +136,7 @@ def first_heads(kv_heads: int, tokens: int) -> int:
 
     The first heads run during the first K/V transfers, the others during the last transfers of
     float32 dK/dV, which have twice as many bytes. 0 for long shards: there the tail of a second
-    kernel takes
-    longer than what it hides.
+    kernel takes longer than what it hides.
     """
     return -(-kv_heads // 3) if kv_heads > 1 and tokens <= MAX_SPLIT_TOKENS else 0
 

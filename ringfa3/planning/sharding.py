@@ -165,10 +165,10 @@ class _Placement:
         self.sliced: dict[int, tuple[int, int, bool]] = {}
         self.load = [0.0] * len(quota)  # work over its mean
         self.tokens = [0] * len(quota)
-        self._place(share)
+        self._assign(share)
 
-    def _place(self, share: float) -> None:
-        """Places documents largest first, each part where the sum of squared loads grows least.
+    def _assign(self, share: float) -> None:
+        """Assigns documents, largest first, each part where the sum of squared loads grows least.
 
         A load is the pair (work, tokens) over its mean. So long documents balance the work, and
         short ones, which hold little work, the tokens.

@@ -37,7 +37,7 @@ class AgreementSnapshot(NamedTuple):
 
 
 def described(error: Exception | None) -> list[str] | None:
-    r"""\[a key of `ERRORS`, text\] for a rank's error; None for none."""
+    """(key of `ERRORS`, text) of a rank's error, as a list; None for no error."""
     if error is None:
         return None
     name = type(error).__name__

@@ -60,8 +60,10 @@ class RingGroup:
         self._timeout = timeout_of(group)
         self._monitor: StoreMonitor | None = None
         self._joining: threading.Thread | None = None
-        who = self.ranks, self.rank, group.get_group_store()
-        self.agreements = Agreements(*who, lambda: self.timeout_s, self._known_failure)
+        store = group.get_group_store()
+        self.agreements = Agreements(
+            self.ranks, self.rank, store, lambda: self.timeout_s, self._known_failure
+        )
         self.connections = Connections(self, group.group_name, self._start_monitor)
 
     @classmethod
@@ -133,9 +135,9 @@ class RingGroup:
     @property
     def timeout(self) -> timedelta:
         """Now: users may change the process group's at any time."""
-        group = self._ref()
-        if group is not None and self.alive:
-            self._timeout = timeout_of(group)
+        with suppress(ValueError, RuntimeError):  # a thread asks while the group is destroyed
+            if (group := self._ref()) is not None and self.alive:
+                self._timeout = timeout_of(group)
         return self._timeout
 
     @property

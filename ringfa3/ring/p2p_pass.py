@@ -5,8 +5,7 @@ size. Row counts come from the plan's `KVExchange`.
 
 A backward hop stores its dK/dV in a buffer of its own and adds them to the partial afterwards. So
 no kernel waits for a partial, and partials move while kernels run. All transfers during a kernel
-are
-one exchange: over NCCL a second one might find no free SM until the kernel ends.
+are one exchange: over NCCL a second one might find no free SM until the kernel ends.
 """
 
 from __future__ import annotations

@@ -286,9 +286,13 @@ class SymmetricBackend:
     def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
         """As `ReplayableCall.begin`."""
         program = call.programs[self.calls % 2]
-        if program is None or self._cache_version != call.recipes or self._compute != call.stream:
+        if (
+            program is None
+            or self._cache_version != call.cache_version
+            or self._compute != call.stream
+        ):
             return None
-        if not self.group.begin_again(call.mark, lse):
+        if not self.group.begin_again(call.agreed, lse):
             return None
         self.captured = False
         self.calls += 1

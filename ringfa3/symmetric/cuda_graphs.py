@@ -102,16 +102,16 @@ class ReplayWaits:
 def capture_error(memory: IpcMemory | None, spec: BufferSpec, known: bool) -> ValueError | None:
     """Why a call cannot be captured now, the same on all ranks; None if it can.
 
-    A capture runs nothing on the device and can allocate nothing: an earlier call of the same kind
-    must have done that.
+    A capture runs nothing on the device and can allocate nothing: an earlier call
+    with the same signature must have done that.
 
     memory: of the group; None if it has not tried the transport. spec: of the call. known: a call
-    of the same kind has been accepted.
+    with the same signature has been accepted.
     """
     if memory is None:
-        return _not_yet("no ring call of this group has run yet")
+        return _not_yet("no call of this group has used 'symmetric' yet")
     if not known:
-        return _not_yet("no call with these settings has run yet")
+        return _not_yet("no call of this plan with these settings has run yet")
     if not memory.holds(spec.slot_bytes):
         return _not_yet("the group's shared memory is too small for it")
     return None

@@ -76,14 +76,15 @@ Begun: TypeAlias = tuple[object, tuple[int, ...]]  # of a program; waits of earl
 class ReplayableCall:
     """A call that the host library replays whenever its arguments come again.
 
-    mark      of the group, by which it begins again
-    stream    the compute stream
-    recipes   how often the backend had forgotten its recipes
-    programs  by parity
+    agreed         of the group, by which it begins again
+    stream         the compute stream
+    cache_version  of the backend's call cache
+    programs       by parity
     """
 
-    def __init__(self, backend: Beginner, mark: Any, stream: object, recipes: int) -> None:
-        self._backend, self.mark, self.stream, self.recipes = backend, mark, stream, recipes
+    def __init__(self, backend: Beginner, agreed: Any, stream: object, cache_version: int) -> None:
+        self._backend, self.agreed = backend, agreed
+        self.stream, self.cache_version = stream, cache_version
         self.programs: list[RingProgram | None] = [None, None]
 
     def begin(self, lse: torch.Tensor | None) -> Begun | None:

@@ -114,8 +114,8 @@ def backward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
 class _Builder:
     """The operations of a call, in the order in which the host issues them.
 
-    active_hops  hops at which this rank computes on another rank's block; the i-th uses KV_RECV[i %
-                 2]
+    active_hops  hops at which this rank computes on another rank's block; the i-th uses
+                 KV_RECV[i % 2]
     returns      backward: what peers return of this rank's dK/dV, by hop
     """
 

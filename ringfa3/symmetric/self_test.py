@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from ringfa3.errors import first_line
+from ringfa3.errors import IF_SLOW, first_line
 from ringfa3.kernels.local_kv import LocalKVReference
 from ringfa3.numa import host_name
 from ringfa3.pass_interface import HopTensors
@@ -44,7 +44,7 @@ def open_backend(group: Group, device: torch.device) -> SymmetricBackend | str:
             backend = SymmetricBackend(group, device, limit, timeouts.append)
             problem = _self_test(backend)
         if timeouts:
-            problem = f"the self-test did not finish: {timeouts[0]}"
+            problem = f"the self-test did not finish: {timeouts[0].removesuffix(IF_SLOW)}"
     except RuntimeError as error:
         if group.failure is not None:
             raise

@@ -2,7 +2,7 @@
 
 Streams set and wait for signals by memory operations of the driver. The host sets them by plain
 stores. The driver blocks every thread that calls it while a stream's queue is full or a kernel
-loads; a stream that waits in vain must be released even then.
+loads. A stream that waits in vain must be released even then.
 """
 
 from __future__ import annotations

@@ -77,14 +77,14 @@ def test_deterministic_gradients_have_the_same_bits(emulated: Machine, unit: Uni
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("resident", [1, 2])
-def test_turns_end_with_few_resident_ctas(emulated: Machine, unit: Unit, resident: int) -> None:
+def test_dq_order_ends_with_few_resident_ctas(emulated: Machine, unit: Unit, resident: int) -> None:
     """Fewer than the three of the launch; other kernels, which may wait for it, have the rest."""
     emulated.settings(0, 0.3, resident_ctas=resident)
     p = checks.problem(7, unit, "cpu", [(65, 700)], (1, 1), (-1, 0))
     checks.hold_gate(checks.differentiate(unit, p, deterministic=True), p, f"{resident} resident")
 
 
-def test_turns_need_tiles_in_deterministic_order(emulated: Machine) -> None:
+def test_dq_order_needs_tiles_in_deterministic_order(emulated: Machine) -> None:
     """In another order the kernel could wait for ever."""
     emulated.settings(0)
     (unit,) = select_units(["backward-d128-bf16"])

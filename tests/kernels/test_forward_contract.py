@@ -149,7 +149,7 @@ def test_a_gathered_plan_reads_each_block_behind_its_word(cpu: Machine, rank: in
     ("words", "said"),
     [
         (None, "arrivals is missing"),
-        (torch.zeros(2, dtype=torch.int32), r"torch.int32 \(2,\) on cpu: 3 to 32 words"),
+        (torch.zeros(2, dtype=torch.int32), r"torch.int32 \(2,\) on cpu: 3 to 32 flags"),
         (torch.zeros(33, dtype=torch.int32), "3 to 32 flags are allowed"),
         (torch.zeros(3), "must be contiguous int32"),
         (torch.zeros(6, dtype=torch.int32)[::2], "must be contiguous int32"),

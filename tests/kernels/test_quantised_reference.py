@@ -188,6 +188,16 @@ def test_values_at_the_ends_of_float16_give_finite_outputs(last: int, end: int) 
     assert torch.equal(out.isnan().all(-1).any(-1)[0].nonzero(), torch.tensor([[7]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_infinity_of_v_stays_under_int8(dtype: torch.dtype) -> None:
+    """V keeps its dtype there, so outputs of rows that attend to it are infinite, as in 16 bits."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 40, 2, 64).to(dtype)
+    v[0, 5, 1, 3] = torch.inf
+    out = flash_attn_func(q, k, v, causal=True, precision="int8")
+    assert torch.equal(out.isinf().nonzero()[:, 1], torch.arange(5, 40))
+
+
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize(
     ("said", "shape", "dtype"),

@@ -120,7 +120,7 @@ def run_ring(
         patch.object(quantised_forward, "ROWS_PER_HOP", 1),
     ):
         return [
-            quantised_forward.run_forward(
+            quantised_forward.run_quantised_forward(
                 *shard, plan, scale, precision, OneDevice(plan, statistics, published, one_host)
             )
             for plan, shard in zip(plans, shards, strict=True)

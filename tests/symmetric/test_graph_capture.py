@@ -24,8 +24,8 @@ from tests.support.placements import laid_out
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)  # of stand-ins
 FIRST = (
-    r"cannot be captured in a CUDA graph: no call with these settings has run yet: before the "
-    "capture, run a call with the same"
+    r"cannot be captured in a CUDA graph: no call of this plan with these settings has run "
+    "yet: before the capture, run a call with the same"
 )
 
 
@@ -130,7 +130,7 @@ def test_the_self_test_of_a_group_is_not_captured() -> None:
     entered = Entered(opened=False)
     entered.call(captured=False)
     with pytest.raises(
-        ValueError, match="no ring call of this group has run yet: before the capture"
+        ValueError, match="no call of this group has used 'symmetric' yet: before the capture"
     ):
         entered.call(captured=True)
 

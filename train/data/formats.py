@@ -59,11 +59,11 @@ def read_texts(
         texts = _whole(path, keys)
     for row, text in texts:
         if text:
-            place = f"{path}:{row}" if row else str(path)
+            position = f"{path}:{row}" if row else str(path)
             try:
                 yield Text(row, text, len(text.encode()))
             except UnicodeEncodeError as error:  # half of a surrogate pair, escaped in JSON
-                raise ConfigError(f"{keys.path}: {place} is not valid text: {error}") from None
+                raise ConfigError(f"{keys.path}: {position} is not valid text: {error}") from None
     at(path.stat().st_size)
 
 
@@ -76,7 +76,7 @@ def require_readers(paths: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _readable(position: Callable[[], str], keys: Keys) -> Iterator[None]:
-    """Convert read errors (disk, truncated or damaged file) to ``ConfigError`` with the place."""
+    """Convert read errors (disk, truncated or damaged file) to ``ConfigError`` at ``position``."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -103,18 +103,18 @@ def _lines(
             yield row, _json_text(line, text_field, keys, f"{path}:{row}")
 
 
-def _json_text(line: bytes, text_field: str, keys: Keys, place: str) -> str:
+def _json_text(line: bytes, text_field: str, keys: Keys, position: str) -> str:
     try:
         decoded = line.decode("utf-8")
         record: Any = json.loads(decoded) if decoded.strip() else {text_field: ""}
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{keys.path}: {place} is not UTF-8: {error}") from None
+        raise ConfigError(f"{keys.path}: {position} is not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{keys.path}: {place} is not JSON: {error}") from None
+        raise ConfigError(f"{keys.path}: {position} is not JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get(text_field, 0), str | None):
         found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise ConfigError(
-            f"{keys.text_field}={text_field}: {place} has no such string field; it has: {found}"
+            f"{keys.text_field}={text_field}: {position} has no such string field; it has: {found}"
         )
     return record[text_field] or ""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -29,11 +30,21 @@ from train.data import corpus
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
 from train.data.removal import discard, require_removal
-from train.data.tokenizer import bos_id, encode, load_tokenizer, train_tokenizer
+from train.data.tokenizer import (
+    bos_id,
+    encode,
+    ignored_settings,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_size,
+)
 
 FORMAT = 3  # version of the files in the folder; part of its name
 SPLITS = ("train", "held_out")
 BATCH_DOCUMENTS = 64
+# Below: the tokenizer does not know the language, and most bytes are tokens of their own. Above:
+# text is lost. Whole words of scripts with three bytes a letter are in between.
+USUAL_BYTES_PER_TOKEN = (1.5, 16.0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ def open_corpus(data: DataConfig) -> Corpus:
     """Open the tokenised corpus of ``data``; build it if the cache does not hold it.
 
     Any number of processes may call this at once: one per host tokenises and shows its progress,
-    the others wait.
+    the others wait. Rank 0 prints what is unusual about the tokenizer.
     """
     files = corpus.find_files(data)
     cache = Path(data.cache_dir).expanduser()
@@ -60,12 +71,59 @@ def open_corpus(data: DataConfig) -> Corpus:
         if not folder.exists():
             _build(data, files, folder)
     weights = {source.name: source.weight for source in corpus.sources_of(data)}
-    return load_corpus(folder, weights, checksums=data.verify)
+    opened = load_corpus(folder, weights, checksums=data.verify)
+    if os.environ.get("RANK", "0") == "0":
+        for line in [*_switched_off(data), *_unusual_lengths(data, opened)]:
+            print(line, flush=True)
+    return opened
+
+
+def _switched_off(data: DataConfig) -> list[str]:
+    """A line on the settings in the tokenizer's file that are ignored."""
+    ignored = ignored_settings(_tokenizer_file(data))
+    if not ignored:
+        return []
+    values = ", ".join(f"{key} ({_values(value)})" for key, value in ignored.items())
+    return [f"data.tokenizer={data.tokenizer}: switched off, as they change tokens: {values}"]
+
+
+def _values(value: Any) -> str:
+    return (
+        ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else f"{value}"
+    )
+
+
+def _unusual_lengths(data: DataConfig, opened: Corpus) -> list[str]:
+    """A line for each source whose bytes per token, BOS left out, are far from usual."""
+    low, high = USUAL_BYTES_PER_TOKEN
+    lines = []
+    for number, name in enumerate(opened.train.sources):
+        n_bytes = n_tokens = 0
+        for split in (opened.train, opened.held_out):
+            own = slice(*split.bounds[number : number + 2])
+            n_bytes += int(split.n_bytes[own].sum())
+            n_tokens += int((split.lengths[own] - 1).sum())
+        ratio = n_bytes / max(n_tokens, 1)
+        if not low <= ratio <= high:
+            given = f"data.sources.{name}" if name else f"data.path={data.path}"
+            remedy = "data.vocab_size" if data.tokenizer is None else "data.tokenizer"
+            lines.append(
+                f"{given}: {ratio:.2f} bytes per token, usual are {low:g} to {high:g}; check that "
+                f"{remedy} fits this text"
+            )
+    return lines
+
+
+def _tokenizer_file(data: DataConfig) -> bytes:
+    return Path(data.tokenizer).expanduser().read_bytes() if data.tokenizer else b""
 
 
 def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
-    """Twenty hexadecimal digits, a hash of everything that can change a token of the corpus."""
-    tokenizer = Path(data.tokenizer).expanduser().read_bytes() if data.tokenizer else b""
+    """Twenty hexadecimal digits, a hash of everything that can change a token of the corpus.
+
+    A tokenizer that an earlier version trained stays: it may have tokens of longer pre-tokens.
+    """
+    tokenizer = _tokenizer_file(data)
     settings = [
         FORMAT,
         corpus.fingerprint(files),
@@ -75,6 +133,8 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
         data.held_out,
         data.held_out_salt,
     ]
+    if ignored := ignored_settings(tokenizer):  # earlier versions obeyed them, under another key
+        settings.append({"ignored": ignored})
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
 
 
@@ -105,7 +165,7 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
         sizes = []
         while entry := manifest.files.get(f"{split}/{len(sizes):05d}.bin"):
             sizes.append(entry.size)
-        vocab_size = tokenizer.get_vocab_size()
+        vocab_size = vocabulary_size(tokenizer)
         splits.append(
             open_split(folder / split, sizes, metadata["dtype"], vocab_size, files, weights)
         )
@@ -164,9 +224,9 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
             tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
         else:
             training = (d.text for _, d in documents() if not _is_held_out(data, d))
-            tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token)
+            tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token, console.print)
         tokenizer.save(str(folder / "tokenizer.json"))
-        dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+        dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
         _write_splits(data, documents(), folder, tokenizer, dtype)
     for path in sorted(unreadable):
         console.print(f"left out, not UTF-8: {path}", soft_wrap=True)

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from train.config import ConfigError
 
+# Training cuts longer pre-tokens (runs of letters, digits, signs or spaces): its time is quadratic
+# in their length. Words are shorter, so text with spaces or punctuation gives the same merges.
+LONGEST_PRE_TOKEN = 256  # bytes
+PROGRESS_S = 10.0
+Log = Callable[[str], None]
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, bos_token: str) -> Tokenizer:
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, bos_token: str, log: Log = lambda text: None
+) -> Tokenizer:
     """Train a BPE over bytes with at most ``vocab_size`` tokens; ``bos_token`` gets id 0.
 
     Every byte is a token, so encoding loses nothing. The same texts give the same tokenizer.
+    ``log`` gets a line every ``PROGRESS_S`` seconds, from another thread.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut = pre_tokenizers.Split(Regex(f".{{{LONGEST_PRE_TOKEN}}}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -24,16 +40,74 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, bos_token: str) -> To
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    with _progress(texts, log) as read:
+        tokenizer.train_from_iterator(read, trainer)
+    tokenizer.pre_tokenizer = words  # encoding needs no cut: its time is linear
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a ``tokenizer.json``; ``ConfigError`` if the file is not one."""
+@contextmanager
+def _progress(texts: Iterable[str], log: Log) -> Iterator[Iterator[str]]:
+    """Yields ``texts``; logs every ``PROGRESS_S`` seconds how far the training has come."""
+    begin, ended = time.monotonic(), threading.Event()
+    characters, step = 0, "reads text"
+
+    def read() -> Iterator[str]:
+        nonlocal characters, step
+        for text in texts:
+            characters += len(text)
+            yield text
+        step = "merges pairs of tokens"
+
+    def report() -> None:
+        while not ended.wait(PROGRESS_S):
+            log(
+                f"BPE training {step}: {characters / 1e6:,.1f} million characters read, "
+                f"{time.monotonic() - begin:.0f} s"
+            )
+
+    reporter = threading.Thread(target=report, name="BPE progress", daemon=True)
+    reporter.start()
     try:
-        return Tokenizer.from_file(str(path))
+        yield read()
+    finally:
+        ended.set()
+        reporter.join()
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load a ``tokenizer.json`` without its ``ignored_settings``.
+
+    Raises ``ConfigError`` if the file is not one.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no specific type
         raise ConfigError(f"data.tokenizer={path} is not a tokenizer.json: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):  # of BPE
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
+def ignored_settings(content: bytes) -> dict[str, Any]:
+    """What ``load_tokenizer`` switches off in a file: truncation, padding, and dropout of merges.
+
+    Each would change the tokens of a text. Empty for a file without them or of another format.
+    """
+    try:
+        stored = json.loads(content)
+        state = {key: stored.get(key) for key in ("truncation", "padding")}
+        state["dropout"] = stored["model"].get("dropout")
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return {}
+    return {key: value for key, value in state.items() if value}
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """The largest id + 1: an embedding has a row for each id, also for ids that no token has."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:
@@ -49,6 +123,13 @@ def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text. The name of a special token inside a text is ordinary text."""
+    """Token ids of each text. The name of a special token inside a text is ordinary text.
+
+    The post-processor takes no part: a template may repeat a text without any special token.
+    """
     tokenizer.encode_special_tokens = True
-    return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    processor, tokenizer.post_processor = tokenizer.post_processor, None
+    try:
+        return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    finally:
+        tokenizer.post_processor = processor

@@ -144,19 +144,17 @@ Tensors = Mapping[str, Tensor | Shard]
 
 
 def require_fit(path: Path, tensors: Tensors) -> dict[str, Tensor | Shard]:
-    """``tensors`` by their names in a verified checkpoint.
-
-    Raises ``ConfigError`` if a name is missing there or a shape differs.
-    """
+    """``tensors`` by their names in a verified checkpoint; ``ConfigError`` if one does not fit."""
     known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     named = {_stored_name(name, known): tensor for name, tensor in tensors.items()}
     for name, tensor in named.items():
         stored = getattr(known.get(name), "size", None)
         if stored != tensor.shape:
             kept = f"{list(stored)} there" if stored is not None else "not in it"
+            anew = " (a tokenizer that leaves ids out: start anew)" if "embedding" in name else ""
             raise ConfigError(
                 f"checkpoint {path} does not fit this model: {name} is {list(tensor.shape)} "
-                f"here and {kept}; choose the model settings that it was made with"
+                f"here and {kept}; choose the model settings that it was made with{anew}"
             )
     return named
 

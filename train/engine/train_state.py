@@ -57,10 +57,12 @@ class TrainState:
         there, here = _stream(metadata), _stream(self.metadata())
         if different := sorted(k for k in there | here if there.get(k) != here.get(k)):
             key = different[0]
+            own = path.parent.parent / "tokenizer.json"
+            hint = f" (data.tokenizer={own}, if the run trained it)" if key == "corpus" else ""
             raise ConfigError(
                 f"checkpoint {path} was made from other samples: {key} was {there.get(key)}, is "
-                f"now {here.get(key)}; give the same files and data settings, or load only its "
-                f"weights with checkpoint.init_from"
+                f"now {here.get(key)}; give the same files and data settings{hint}, or load only "
+                f"its weights with checkpoint.init_from"
             )
         return metadata
 

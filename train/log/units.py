@@ -5,8 +5,8 @@ nats per byte = (sum of -ln p(token | tokens before it)) / (UTF-8 bytes of the t
 bits per byte = nats per byte / ln 2
 
 The sum is over all tokens except BOS. Nats per token depend on the tokenizer; nats per byte do not,
-so models with other tokenizers, and gzip, can be compared. JSON and plots use nats per byte; tables
-and metrics add bits per byte, the unit of other publications.
+so models with other tokenizers, and gzip, can be compared. Plots use nats per byte. Records (JSON)
+and tables have both; other publications use bits per byte.
 """
 
 from __future__ import annotations

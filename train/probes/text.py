@@ -13,7 +13,7 @@ from train.config import Config, ConfigError, DataConfig
 from train.data.corpus import find_files, read_documents
 from train.data.documents import Documents
 from train.data.shards import open_corpus
-from train.data.tokenizer import bos_id, encode
+from train.data.tokenizer import bos_id, encode, vocabulary_size
 from train.engine.checkpoint import read_manifest_metadata
 
 BATCH_DOCUMENTS = 64
@@ -88,5 +88,5 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
         files=[file.label for file in files],
         sources={"": 1.0},
         bounds=(0, len(rows)),
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=vocabulary_size(tokenizer),
     )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from train.data.documents import Documents
 from train.data.samples import choose_documents, evaluation_documents
 from train.data.shards import Corpus
+from train.data.tokenizer import vocabulary_size
 
 BASELINES = {"gzip": "gzip -9", "unigram": "unigram", "bigram": "bigram"}  # keys and names
 BASELINE_BYTES = 16_000_000  # held-out bytes, at most
@@ -32,7 +33,7 @@ def measure_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
     held_out, tokenizer = corpus.held_out, corpus.tokenizer
     chosen = baseline_documents(held_out, max_bytes)
     unigram, bigram = count_nats_per_byte(
-        corpus.train, held_out, chosen, tokenizer.get_vocab_size()
+        corpus.train, held_out, chosen, vocabulary_size(tokenizer)
     )
     texts = (
         tokenizer.decode(

@@ -15,7 +15,7 @@ from rich.table import Table
 from train.config import Config
 from train.data.mixture import training_samples
 from train.data.shards import Corpus
-from train.data.tokenizer import load_tokenizer
+from train.data.tokenizer import load_tokenizer, vocabulary_size
 from train.estimate.job import Job, UnpredictableError
 from train.estimate.prediction import (
     Limits,
@@ -53,7 +53,7 @@ def before_run(config: Config, corpus: Corpus, device: torch.device) -> Predicti
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     samples = training_samples(corpus.train, config.data, config.train.seed)
-    rows = config.model.rows(corpus.tokenizer.get_vocab_size())
+    rows = config.model.rows(vocabulary_size(corpus.tokenizer))
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     job = Job(config, world, per_host, rows, samples[0].cu_seqlens)
     total = torch.cuda.get_device_properties(device).total_memory
@@ -154,7 +154,7 @@ def _rows(config: Config) -> int:
     if data.tokenizer is None:
         return config.model.rows(data.vocab_size)
     tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
-    return config.model.rows(tokenizer.get_vocab_size())
+    return config.model.rows(vocabulary_size(tokenizer))
 
 
 def _documents(config: Config) -> list[int]:

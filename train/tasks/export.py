@@ -15,7 +15,7 @@ from torch import Tensor
 
 from train.config import Config, ConfigError, make_folder
 from train.data.removal import discard
-from train.data.tokenizer import bos_id
+from train.data.tokenizer import bos_id, vocabulary_size
 from train.engine.checkpoint import find_checkpoint, load_tensors
 from train.engine.shard import Box, Shard
 from train.hf.architecture import CONFIG, hf_config
@@ -54,10 +54,10 @@ def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
     the run's model.
     """
     tokenizer = read_tokenizer(folder)
-    here = shapes(config.model, config.model.rows(tokenizer.get_vocab_size()))
+    here = shapes(config.model, config.model.rows(vocabulary_size(tokenizer)))
     rows = here["embedding.weight"][0]
     if not config.export.padding:
-        rows = max(tokenizer.get_vocab().values()) + 1
+        rows = vocabulary_size(tokenizer)
     wanted = {name: (rows, *s[1:]) if name in ROW_PER_TOKEN else s for name, s in here.items()}
 
     def read(some: Shapes) -> dict[str, Tensor]:

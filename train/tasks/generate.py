@@ -18,7 +18,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from train.config import Config, ConfigError, GenerateConfig
-from train.data.tokenizer import bos_id, encode
+from train.data.tokenizer import bos_id, encode, vocabulary_size
 from train.engine.parallel import choose_device, join
 from train.model.kv_cache import KVCache
 from train.model.transformer import LanguageModel
@@ -86,10 +86,11 @@ def continuation(
 
 
 def no_labels(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """Ids that are never a training label: the token that starts documents, and padding."""
-    n_tokens = tokenizer.get_vocab_size()
+    """Ids that are never a training label: the token that starts documents, and ids of no token."""
     bos = bos_id(tokenizer, config.data.bos_token)
-    return [bos, *range(n_tokens, config.model.rows(n_tokens))]
+    tokens = set(tokenizer.get_vocab().values())
+    rows = config.model.rows(vocabulary_size(tokenizer))
+    return [bos, *(number for number in range(rows) if number not in tokens)]
 
 
 def choose(logits_V: Tensor, options: GenerateConfig, generator: torch.Generator) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from train.config import Config, ConfigError
-from train.data.tokenizer import load_tokenizer
+from train.data.tokenizer import load_tokenizer, vocabulary_size
 from train.engine.checkpoint import find_checkpoint
 from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.train_state import load_weights
@@ -45,7 +45,7 @@ def load_model(
     ``checkpoint`` is the folder of a checkpoint or of a run; None means the run in ``folder``.
     """
     tokenizer = read_tokenizer(folder)
-    model = build_model(config, tokenizer.get_vocab_size(), parallel.device, parallel.cp_group)
+    model = build_model(config, vocabulary_size(tokenizer), parallel.device, parallel.cp_group)
     given = folder.path if checkpoint is None else Path(checkpoint).expanduser()
     path = from_rank_0(parallel, lambda: find_checkpoint(given, log))
     load_weights(path, model.transformer)

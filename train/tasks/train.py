@@ -14,6 +14,7 @@ import torch.distributed as dist
 from train.config import Config, ConfigError
 from train.data.mixture import long_documents
 from train.data.shards import open_corpus
+from train.data.tokenizer import vocabulary_size
 from train.engine.deterministic import make_deterministic
 from train.engine.parallel import ParallelLayout, choose_device, from_rank_0, join, shutdown
 from train.log.profiler import require_profilable
@@ -46,7 +47,7 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     try:
         corpus = open_corpus(config.data)
         # Both may raise ConfigError, which must come before any process group exists.
-        config.model.rows(corpus.tokenizer.get_vocab_size())
+        config.model.rows(vocabulary_size(corpus.tokenizer))
         long_documents(corpus.train, config.data)
         prediction = before_run(config, corpus, device) if device.type == "cuda" else None
         folder.make()

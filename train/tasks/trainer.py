@@ -18,6 +18,7 @@ from train.data.batches import Batch, Prefetch, make_batch
 from train.data.mixture import left_out, training_samples
 from train.data.samples import DocumentSlice, pack
 from train.data.shards import Corpus
+from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import Checkpoints, read_manifest_metadata
 from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout, require_agreement, require_shared
@@ -67,7 +68,7 @@ class Trainer:
         data, train = config.data, config.train
         self.accumulation = train.accumulation_over(parallel.dp)
         self.samples = training_samples(corpus.train, data, train.seed)
-        self.engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
+        self.engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel)
         self.model = self.engine.model
         self.times = time_split_on(parallel.device)
         if self.times is not None:

@@ -28,6 +28,7 @@ from train.data.batches import Batch, make_batch
 from train.data.mixture import Samples, training_samples
 from train.data.samples import IGNORED
 from train.data.shards import Corpus, open_corpus
+from train.data.tokenizer import vocabulary_size
 from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout, choose_device, join, shutdown, sum_over_ranks
 from train.model.window import widest
@@ -231,7 +232,7 @@ def take_step(
     With cp 1 only the first rank of each CP group of ``given`` counts the group's sample. The other
     ranks repeat it without labels, so that all ranks run equally many micro-batches.
     """
-    engine = make_engine(config, corpus.tokenizer.get_vocab_size(), parallel)
+    engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel)
     first = given.cp_rank == 0
     batches = []
     for number in range(config.train.accumulation_over(given.dp)):

@@ -35,8 +35,7 @@ class Fa4(SingleDevice):
     """The functions of `flash_attn.cute`.
 
     A kernel compiles in the first call with its shapes and settings, in seconds. That call is never
-    timed: every
-    result is checked first.
+    timed: every result is checked first.
     """
 
     def __init__(

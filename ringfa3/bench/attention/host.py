@@ -165,7 +165,7 @@ def _sdpa(case: Case) -> Attend:
 def _measure(
     row: Row,
     case: Case,
-    kind: str,
+    call_type: str,
     contenders: Sequence[Contender],
     device: torch.device,
     options: Options,
@@ -174,7 +174,7 @@ def _measure(
     calls = []
     for contender in contenders:
         contender.begin()
-        calls.append(_call(contender.attend, tuple(problem.inputs), kind))
+        calls.append(_call(contender.attend, tuple(problem.inputs), call_type))
     for number in range(WARM_UP + options.pairs):
         for contender, call in zip(contenders, calls, strict=True):
             contender.begin()
@@ -183,12 +183,12 @@ def _measure(
                 row.microseconds.setdefault(contender.name, []).append(taken)
 
 
-def _call(attend: Attend, inputs: tuple[torch.Tensor, ...], kind: str) -> Callable[[], object]:
-    if kind == KINDS[0]:
+def _call(attend: Attend, inputs: tuple[torch.Tensor, ...], call_type: str) -> Callable[[], object]:
+    if call_type == KINDS[0]:
         q, k, v = inputs
         return lambda: attend(q, k, v)
     leaves = tuple(x.detach().requires_grad_() for x in inputs)
-    if kind == KINDS[1]:
+    if call_type == KINDS[1]:
         return lambda: attend(*leaves)
     out = attend(*leaves)
     dout = torch.ones_like(out)

@@ -215,10 +215,10 @@ def _with_own_implementations(
             where = " on the CPU" if smoke else ""
             raise BenchError(f"--{option} is not used by --set {name}{where}")
     if name == DETERMINISTIC:
-        turns = RingFA3(f"{RINGFA3} deterministic", deterministic=True)
+        deterministic = RingFA3(f"{RINGFA3} deterministic", deterministic=True)
         found, missing = ([], []) if smoke else _flash_attentions(options, deterministic=True)
         missing.append("cuDNN: PyTorch has no deterministic backward of it")
-        return [turns, RingFA3(), *found], missing
+        return [deterministic, RingFA3(), *found], missing
     if name in (FP8, INT8):
         found, missing = ([], []) if smoke else _flash_attentions(options)
         if name == FP8 and not smoke and "cudnn" in options.peers:

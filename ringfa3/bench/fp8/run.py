@@ -155,7 +155,7 @@ def _table(rows: Sequence[Row], options: Options) -> Table:
     table = Table(
         title=f"rms error of O, {options.scores}, {options.dtype}; (times less than {FIRST})",
         caption=f"{options.heads} heads x {options.seeds} seeds, against float64; by the "
-        + ("kernels" if options.kernels else "executor"),
+        + ("kernels" if options.kernels else "PyTorch fallback"),
         caption_style="dim",
     )
     for column in ("d", "tokens", "mask", "design", "error", "", "of O", "LSE, nats"):

@@ -111,9 +111,8 @@ class MirroredSignals(Signals):
     """Signals of two GPUs: the peer at distance d is the other GPU, at distance -d.
 
     The other GPU awaits every signal that one GPU sets if both directions have the same active
-    hops:
-    the rank attends to keys at the hops at which other ranks attend to its own. One causal zigzag
-    sequence of `MIN_TOKENS` a rank is such a case.
+    hops: the rank attends to keys at the hops at which other ranks attend to its own. One causal
+    zigzag sequence of `MIN_TOKENS` a rank is such a case.
     """
 
     def __init__(self, group: RehearsalGroup, rank: int, world: int, _: Gather) -> None:
@@ -172,7 +171,7 @@ def rehearse(options: Options) -> int:
             "dtype": options.dtype,
             "heads": (HEADS, KV_HEADS, HEAD_DIM),
             "transport": "symmetric",
-            "yardstick": "RingFA3 on one GPU, full, as many keys as a query sees on average",
+            "yardstick": "RingFA3 on one GPU, full, as many keys as a query attends to on average",
         }
         content = {
             "settings": settings | case,

@@ -128,19 +128,22 @@ class Pages:
     def _gains(self, name: str, names: str, base: str) -> Iterator[str]:
         return gains([self._file(name) for name in [name, *names.split()]])
 
-    def _runs(self, benchmark: str, _: str, base: str) -> Iterator[str]:
+    def _runs(self, benchmark: str, rest: str, base: str) -> Iterator[str]:
+        known = {results.benchmark for results in self.files.values()}
+        if benchmark not in known or rest.strip():
+            raise BenchError(f"runs: {benchmark}{rest}: give one of {', '.join(sorted(known))}")
         return runs({n: r for n, r in self.files.items() if r.benchmark == benchmark}, base)
 
     def _file(self, name: str) -> Results:
         if name not in self.files:
-            raise BenchError(f"results: {name}: there is no such file in {self.folder}/results")
+            raise BenchError(f"{name}: there is no such file in {self.folder}/results")
         return self.files[name]
 
 
 def write_pages(folder: Path) -> int:
     """Write the pages with their tables; the exit code."""
     pages = Pages.load(folder)
-    for path, text, fresh in pages.render():
+    for path, text, fresh in list(pages.render()):  # all, before the first is written
         if fresh != text:
             path.write_text(fresh)
             print(f"wrote {path}")
