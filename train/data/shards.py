@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from train.config import ConfigError, DataConfig, make_folder
 from train.data import corpus
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
+from train.data.removal import discard, require_removal
 from train.data.tokenizer import (
     bos_id,
     encode,
@@ -181,10 +181,10 @@ def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None
     temporary folder, and the first to finish wins.
     """
     temporary = folder.with_name(f"{folder.name}.{socket.gethostname()}.tmp")
-    # A killed build may have left files. No other process uses them: this one holds the lock.
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
+        # A killed build may have left files. No other process uses them: this one holds the lock.
+        require_removal(temporary)
+        temporary.mkdir()
         _write(data, files, temporary, Console(markup=False, highlight=False))
         try:
             temporary.rename(folder)
@@ -196,7 +196,7 @@ def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None
         error.found_by_all = False
         raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(temporary)
 
 
 def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console: Console) -> None:

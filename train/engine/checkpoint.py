@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import threading
 import time
 import warnings
@@ -40,6 +39,7 @@ from train.data.manifest import (
     verify,
     write_manifest,
 )
+from train.data.removal import discard, remove
 from train.engine.host_copies import HostCopies
 from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.shard import LoadPlanner, SavePlanner, Shard, own_share, whole
@@ -238,10 +238,10 @@ class Checkpoints:
     def remove_partial_files(self) -> None:
         """Remove the incomplete files of killed processes. No write may be in progress."""
         for path in self.folder.glob(".*"):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            try:
+                remove(path)
+            except OSError as error:
+                self.log(f"{path} could not be removed: {_cause(error)}")
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` is saved or being written."""
@@ -312,7 +312,7 @@ class Checkpoints:
             return
         self.failures += 1
         if self.parallel.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            discard(temporary)
             self.log(
                 f"checkpoint of step {step} failed ({self.failures} so far), training continues: "
                 f"{problem}"
@@ -332,7 +332,7 @@ class Checkpoints:
                     final.rename(before)
                 temporary.rename(final)
                 sync_folder(self.folder)
-                shutil.rmtree(before, ignore_errors=True)
+                discard(before)
             except OSError as error:
                 problem = _cause(error)
             else:
@@ -381,7 +381,7 @@ class Checkpoints:
     def _remove(self, path: Path) -> None:
         hidden = path.with_name(f".old-{path.name}")  # a half-removed one must not count as damaged
         path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        discard(hidden)
 
 
 def read_manifest_metadata(path: Path) -> dict[str, Any]:

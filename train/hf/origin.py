@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from train.data.removal import require_removal
 from train.hf.architecture import CONFIG
 
 # The files of settings. tokenizer.json is not among them: the run stores its own.
@@ -20,7 +21,7 @@ FILES = (
 
 def keep_origin(origin: Path | None, kept: Path) -> None:
     """Copy the settings in ``origin``, if any, to the folder ``kept``, which is cleared first."""
-    shutil.rmtree(kept, ignore_errors=True)
+    require_removal(kept)
     found = [origin / name for name in FILES if (origin / name).is_file()] if origin else []
     if found:
         kept.mkdir()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from train.config import Config, ConfigError, from_plain, make_folder
+from train.data.removal import require_removal
 from train.keys import flatten
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
@@ -25,6 +26,8 @@ MAY_CHANGE = (
     *("hardware.", "log.", "profile.", "sweep.", "generate.", "eval.", "verify.", "estimate."),
     *("export.", "needle."),
 )
+# Names in checkpoints/: a checkpoint, a damaged one, one that is being written or removed.
+CHECKPOINT = re.compile(r"step-\d+|damaged-step-\d+-\d+|\.(old-)?step-\d+")
 
 
 class RunFolder:
@@ -77,8 +80,11 @@ class RunFolder:
         write_atomically(self._job, job)
 
     def holds_run(self) -> bool:
-        """Whether the folder contains a run."""
-        return self.metrics.exists()
+        """Whether the folder contains a run: its metrics, or a checkpoint, intact or damaged."""
+        return self.metrics.exists() or any(
+            CHECKPOINT.fullmatch(path.name) and not path.name.startswith(".")
+            for path in self.checkpoints.glob("*")
+        )
 
     def require_fit(self, config: Config) -> None:
         """Raise ``ConfigError`` unless a run of ``config`` may start or continue in this folder."""
@@ -168,13 +174,37 @@ class RunFolder:
         return None
 
     def clear(self) -> None:
-        """Remove the files of a run and no others."""
+        """Remove the files of a run and no others; ``ConfigError`` if one cannot be removed.
+
+        The settings go first: what a kill leaves is a run without settings, which no start
+        continues.
+        """
         for name in self.FILES:
-            (self.path / name).unlink(missing_ok=True)
+            require_removal(self.path / name)
         for path in (path for pattern in self.MEASURED for path in self.path.glob(pattern)):
-            path.unlink()
-        for name in set(self.FOLDERS) - {"logs"}:  # other ranks have opened their logs
-            shutil.rmtree(self.path / name, ignore_errors=True)
+            require_removal(path)
+        self._clear_checkpoints()
+        # Other ranks have opened their logs.
+        for name in set(self.FOLDERS) - {"logs", "checkpoints"}:
+            require_removal(self.path / name)
+
+    def _clear_checkpoints(self) -> None:
+        """Remove the checkpoints, also where ``checkpoints`` is a mount or a link to another disk.
+
+        Such a link stays. A link into the folder of another run goes, and that run's checkpoints
+        stay.
+        """
+        folder = self.checkpoints
+        if folder.is_symlink() and (not folder.is_dir() or _is_run(folder.resolve().parent)):
+            require_removal(folder)
+            return
+        for path in folder.glob("*"):
+            if CHECKPOINT.fullmatch(path.name):
+                require_removal(path)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").exists() or (folder / "metrics.jsonl").exists()
 
 
 def write_atomically(path: Path, text: str) -> None:

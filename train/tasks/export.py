@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from train.config import Config, ConfigError, make_folder
+from train.data.removal import discard
 from train.data.tokenizer import bos_id, vocabulary_size
 from train.engine.checkpoint import find_checkpoint, load_tensors
 from train.engine.shard import Box, Shard
@@ -84,7 +84,7 @@ def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
         _write_settings(temporary, config, rows, tokenizer)
         temporary.rename(target)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(temporary)
     return target
 
 

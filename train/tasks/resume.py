@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from train.config import CheckpointConfig, Config, ConfigError
+from train.config import CheckpointConfig, Config, ConfigError, make_folder
 from train.engine.checkpoint import (
     DAMAGED,
     Checkpoints,
@@ -40,7 +40,7 @@ def prepare_folder(
                 _require_origin(config, folder, state)
                 folder.clear()
         folder.set_job(parallel.job)
-        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        make_folder("run.dir", folder.checkpoints)
         if not checkpoints_in(folder.checkpoints):  # the run starts with these weights
             keep_origin(_settings_of(config.checkpoint), folder.origin)
 
@@ -131,7 +131,7 @@ def _require_origin(config: Config, replaced: RunFolder, state: TrainState) -> N
     if origin is None:
         return
     path = find_checkpoint(origin, lambda _: None)  # `restore` logs damaged checkpoints
-    if replaced.path.resolve() in path.resolve().parents:
+    if {replaced.path.resolve(), replaced.checkpoints.resolve()} & set(path.resolve().parents):
         raise ConfigError(
             f"run.overwrite=true would remove {path}, from which the run is to start; give the new "
             f"run another folder, with run.name or run.dir"

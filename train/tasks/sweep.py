@@ -135,7 +135,7 @@ class Sweep:
         ``ConfigError`` for another run, unless ``run.overwrite`` allows the sweep to replace it.
         """
         there = RunFolder(config)
-        if not there.holds_run():
+        if not there.holds_run() or not there.config.exists():  # `check` refuses the second
             return False
         steps = there.complete_after()
         difference = there.difference(config)

@@ -154,6 +154,18 @@ def test_a_half_written_checkpoint_does_not_count(checkpoints):
     assert not list(checkpoints.folder.glob(".*"))
 
 
+def test_partial_files_that_stay_are_logged(checkpoints, messages, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    linked, stays = (checkpoints.folder / f".old-step-0000000{n}" for n in (1, 2))
+    linked.symlink_to(tmp_path / "elsewhere")
+    stays.mkdir()
+    monkeypatch.setattr("shutil.rmtree", mock.Mock(side_effect=OSError(16, "busy")))
+    checkpoints.remove_partial_files()
+    assert not linked.is_symlink()
+    assert (tmp_path / "elsewhere").is_dir()
+    assert [m for m in messages if f"{stays} could not be removed" in m]
+
+
 def test_others_cannot_write_to_it_under_any_umask(tmp_path, messages):
     before = os.umask(0o002)
     try:

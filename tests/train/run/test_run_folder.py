@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -171,7 +172,8 @@ def test_clear_keeps_files_that_are_not_of_a_run(folder):
     folder.profile.mkdir()
     (folder.profile / "steps1-2-rank0.json.gz").touch()
     folder.clear()
-    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
+    assert {path.name for path in folder.path.iterdir()} == {"notes.txt", "checkpoints"}
+    assert not any(folder.checkpoints.iterdir())
 
 
 def test_flatten():
@@ -181,3 +183,80 @@ def test_flatten():
         "a.c.d": [2],
         "e": None,
     }
+
+
+def checkpoint_in(folder: RunFolder, name: str = "step-00000003") -> Path:
+    (folder.checkpoints / name).mkdir(parents=True)
+    (folder.checkpoints / name / "manifest.json").touch()
+    return folder.checkpoints / name
+
+
+@pytest.mark.parametrize("name", ["step-00000003", "damaged-step-00000003-17"])
+def test_a_folder_with_checkpoints_is_a_run(config, folder, name):
+    folder.metrics.unlink()
+    assert not folder.holds_run()
+    checkpoint_in(folder, name)
+    assert folder.holds_run()
+    folder.require_fit(config)
+    config.optim.lr = 0.5
+    with pytest.raises(ConfigError, match=r"optim\.lr was 0\.003, is now 0\.5"):
+        folder.require_fit(config)
+    config.run.overwrite = True
+    assert folder.is_replaced_by(config)
+    folder.config.unlink()  # as a kill in the middle of `clear` leaves it
+    assert folder.is_replaced_by(config)
+    config.run.overwrite = False
+    with pytest.raises(ConfigError, match=r"without its settings, config\.json"):
+        folder.require_fit(config)
+
+
+def test_a_partial_checkpoint_alone_is_no_run(folder):
+    folder.metrics.unlink()
+    for name in (".step-00000003", ".old-step-00000003", "step-3.ckpt"):
+        checkpoint_in(folder, name)
+    assert not folder.holds_run()
+
+
+def test_clear_empties_a_linked_folder_of_checkpoints_and_keeps_the_link(folder, tmp_path):
+    disk = tmp_path / "disk"
+    folder.checkpoints.rmdir()
+    disk.mkdir()
+    folder.checkpoints.symlink_to(disk)
+    for name in ("step-00000003", "damaged-step-00000001-5", ".step-00000004", "mine"):
+        checkpoint_in(folder, name)
+    folder.clear()
+    assert not folder.holds_run()
+    assert folder.checkpoints.is_symlink()
+    assert [path.name for path in disk.iterdir()] == ["mine"]
+
+
+def test_clear_spares_what_links_to_other_folders_point_to(config, folder, tmp_path):
+    other = RunFolder(
+        dataclasses.replace(config, run=dataclasses.replace(config.run, dir=f"{tmp_path}/o"))
+    )
+    theirs = checkpoint_in(other)
+    other.config.touch()
+    other.tensorboard.mkdir()
+    folder.checkpoints.rmdir()
+    folder.checkpoints.symlink_to(other.checkpoints)
+    folder.tensorboard.symlink_to(other.tensorboard)
+    folder.clear()
+    assert not folder.checkpoints.is_symlink()
+    assert not folder.tensorboard.is_symlink()
+    assert theirs.is_dir()
+    assert other.tensorboard.is_dir()
+    folder.checkpoints.symlink_to(tmp_path / "gone")
+    folder.clear()
+    assert not folder.checkpoints.is_symlink()
+
+
+def test_clear_fails_if_something_stays(folder, monkeypatch):
+    path = checkpoint_in(folder)
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", busy)
+    with pytest.raises(ConfigError, match=rf"{path} cannot be removed \(Device or resource busy"):
+        folder.clear()

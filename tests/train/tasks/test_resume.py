@@ -46,6 +46,7 @@ def test_the_origin_is_that_of_the_start_that_made_a_checkpoint(config, tmp_path
     assert start_with("first") == "first"
     assert start_with("second") == "second"
     (folder.checkpoints / "step-00000003").mkdir()
+    hold_run(config)
     assert start_with("third") == "second"
 
 
@@ -77,6 +78,49 @@ def test_a_restart_goes_on_only_in_a_folder_that_its_job_has_prepared(config):
     folder.metrics.touch()
     prepare("third", restarted=True, optim=hot, run=replacing)
     assert folder.metrics.exists()
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_overwrite_starts_anew_where_checkpoints_is_a_link(config, tmp_path, resume, metrics):
+    config.train.steps = 2
+    trainer = make_trainer(config)
+    trainer.train()
+    trainer.close()
+    folder, disk = RunFolder(config), tmp_path / "disk"
+    folder.checkpoints.rename(disk)
+    folder.checkpoints.symlink_to(disk)
+    assert checkpoints_in(folder.checkpoints)
+    if not metrics:
+        folder.metrics.unlink()
+    config.optim.lr, config.run.overwrite, config.checkpoint.resume = 1e-4, True, resume
+    again = make_trainer(config)
+    again.close()
+    assert again.state.step == 0
+    assert folder.checkpoints.is_symlink()
+    assert not checkpoints_in(disk)
+
+
+def test_overwrite_keeps_linked_checkpoints_from_which_the_run_is_to_start(config, tmp_path):
+    config.train.steps = 2
+    trainer = make_trainer(config)
+    trainer.train()
+    trainer.close()
+    folder, disk = RunFolder(config), tmp_path / "disk"
+    folder.checkpoints.rename(disk)
+    folder.checkpoints.symlink_to(disk)
+    config.optim.lr, config.run.overwrite, config.checkpoint.resume = 1e-4, True, str(disk)
+    with pytest.raises(ConfigError, match=r"run\.overwrite=true would remove .*disk/step-"):
+        make_trainer(config)
+    assert checkpoints_in(disk)
+
+
+def test_a_dangling_link_of_checkpoints_is_named(config, tmp_path):
+    folder = RunFolder(config)
+    folder.path.mkdir()
+    folder.checkpoints.symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"run\.dir: the folder .*/checkpoints cannot be made"):
+        prepare_folder(config, folder, ALONE, mock.Mock())
 
 
 def test_a_restart_without_a_name_goes_on_with_a_run_of_its_settings(config):
