@@ -31,8 +31,8 @@ settings.register_profile(
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 torch.set_num_threads(1)  # tensors are small, and the ranks of the pool need the cores
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
-# A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP; their child processes
-# inherit that.
+# A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Their child
+# processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_DFL)
