@@ -9,7 +9,7 @@ from ringfa3.bench.common.results import FILE, Results, Summary, summaries
 from ringfa3.bench.tables.markdown import table
 from ringfa3.bench.tables.provenance import command
 
-CUDNN = "cuDNN"
+CUDNN = "cuDNN"  # these names stand in the result files
 RINGS = ("ring-flash-attn on FA3", "Ulysses on FA3", "PyTorch context_parallel")
 LIBRARIES = (FA3, FA4, CUDNN, *RINGS)
 

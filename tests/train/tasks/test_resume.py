@@ -80,9 +80,8 @@ def test_a_restart_goes_on_only_in_a_folder_that_its_job_has_prepared(config):
     assert folder.metrics.exists()
 
 
-@pytest.mark.parametrize("metrics", [True, False])
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_overwrite_starts_anew_where_checkpoints_is_a_link(config, tmp_path, resume, metrics):
+def run_with_linked_checkpoints(config, tmp_path):
+    """The folder of a run of two steps whose ``checkpoints/`` links to the folder that is second."""
     config.train.steps = 2
     trainer = make_trainer(config)
     trainer.train()
@@ -90,6 +89,13 @@ def test_overwrite_starts_anew_where_checkpoints_is_a_link(config, tmp_path, res
     folder, disk = RunFolder(config), tmp_path / "disk"
     folder.checkpoints.rename(disk)
     folder.checkpoints.symlink_to(disk)
+    return folder, disk
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_overwrite_starts_anew_where_checkpoints_is_a_link(config, tmp_path, resume, metrics):
+    folder, disk = run_with_linked_checkpoints(config, tmp_path)
     assert checkpoints_in(folder.checkpoints)
     if not metrics:
         folder.metrics.unlink()
@@ -102,13 +108,7 @@ def test_overwrite_starts_anew_where_checkpoints_is_a_link(config, tmp_path, res
 
 
 def test_overwrite_keeps_linked_checkpoints_from_which_the_run_is_to_start(config, tmp_path):
-    config.train.steps = 2
-    trainer = make_trainer(config)
-    trainer.train()
-    trainer.close()
-    folder, disk = RunFolder(config), tmp_path / "disk"
-    folder.checkpoints.rename(disk)
-    folder.checkpoints.symlink_to(disk)
+    _, disk = run_with_linked_checkpoints(config, tmp_path)
     config.optim.lr, config.run.overwrite, config.checkpoint.resume = 1e-4, True, str(disk)
     with pytest.raises(ConfigError, match=r"run\.overwrite=true would remove .*disk/step-"):
         make_trainer(config)
