@@ -81,7 +81,7 @@ def test_a_restart_goes_on_only_in_a_folder_that_its_job_has_prepared(config):
 
 
 def run_with_linked_checkpoints(config, tmp_path):
-    """The folder of a run of two steps whose ``checkpoints/`` links to the folder that is second."""
+    """The run's folder, and the folder to which its ``checkpoints/`` links, after two steps."""
     config.train.steps = 2
     trainer = make_trainer(config)
     trainer.train()
