@@ -18,13 +18,13 @@ def test_errors_of_the_kernels_are_those_of_the_reference(tmp_path: Path, head_d
     """Of O within 8%: the kernels' order of sums is another, and tensor cores cut them. Of LSE
     within 10% or .002 nats."""
     found = {}
-    for kind in ("executor", "kernels"):
-        folder = tmp_path / kind
+    for name in ("reference", "kernels"):
+        folder = tmp_path / name
         options = ["--lengths", "512", "--head-dim", str(head_dim), "--heads", "2", "--seeds", "2"]
-        flag = ["--kernels"] if kind == "kernels" else []
+        flag = ["--kernels"] if name == "kernels" else []
         assert main(["fp8", *options, *flag, "--device", "cuda", "--out", str(folder)]) == 0
-        found[kind] = json.loads((folder / "errors.json").read_text())["rows"]
-    for of_fallback, of_kernels in zip(found["executor"], found["kernels"], strict=True):
+        found[name] = json.loads((folder / "errors.json").read_text())["rows"]
+    for of_fallback, of_kernels in zip(found["reference"], found["kernels"], strict=True):
         assert set(of_kernels["out"]) == set(MEASURED)
         for name in MEASURED:
             case = f"{name}, causal {of_kernels['causal']}"

@@ -23,7 +23,13 @@ from ringfa3.quantisation.channels import KVCentres
 from ringfa3.quantisation.formats import FORMATS, Formats
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ, quantise
-from tests.support.forward_checks import LENGTHS, WINDOWS, inputs, split_into_hops
+from tests.support.forward_checks import (
+    LENGTHS,
+    WINDOWS,
+    empty_partial_out,
+    inputs,
+    split_into_hops,
+)
 from tests.support.quantise_checks import value_order
 
 Operands = tuple[QuantisedQ, QuantisedKV, TiledKV]
@@ -63,15 +69,15 @@ def attend(
     given: Operands,
     tilings: Sequence[Tiling],
     out_like: torch.Tensor,
-    padded: int,
+    plan: Plan,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the kernel over the hops of `tilings`; in all `padded` rows."""
+    """(out, lse) of the kernel over the hops of `tilings`, which are of `plan`."""
     q, _, kv = given
     (t, h, d), device = q.values.shape, q.values.device
     out = torch.full_like(out_like, torch.nan)
     lse = torch.full((h, t), torch.nan, device=device)
-    running = torch.full((padded, h, d), torch.nan, device=device)
+    running = empty_partial_out(unit, plan, h, str(device))
     for tiling in tilings:
         quantised.attend(unit, q, kv, tiling, scale or d**-0.5, out, running, lse)
     return out, lse
@@ -159,7 +165,7 @@ def random_sequences(unit: Unit, device: str, case: int) -> None:
     if unit.variant == IN_KERNEL_TRANSPOSE:
         given = (*given[:2], replace(given[2], v=e4m3_rows(v, given[2].centres)))
     tiling = plan.forward(unit.tile_m)
-    got = attend(unit, given, tiling, q, int(plan.padded_rows(unit.tile_m)[-1]))
+    got = attend(unit, given, tiling, q, plan)
     what = f"case {case}: {lengths}, window {window}, heads {q.shape[1]}:{k.shape[1]}"
     hold(
         got, expected(given, formats, plan, dtype, block=unit.tile_n), tolerance(unit, device), what
@@ -192,7 +198,7 @@ def rising_scores(unit: Unit, device: str) -> None:
             plan = plan_local(*(np.array(x) for x in zip(*lengths, strict=True)), *window)
             given = operands(q, k, v, plan, formats)
             tiling = plan.forward(unit.tile_m)
-            got = attend(unit, given, tiling, q, int(plan.padded_rows(unit.tile_m)[-1]))
+            got = attend(unit, given, tiling, q, plan)
             what = f"{nats} nats a key, window {window}"
             hold(got, expected(given, formats, plan, dtype, block=unit.tile_n), most, what)
 
@@ -219,8 +225,7 @@ def merged_hops(unit: Unit, device: str) -> None:
             given = operands(q, k, v, plan, formats)
             whole = plan.forward(unit.tile_m)[0]
             hops = split_into_hops(whole, pieces[::order])
-            padded = int(plan.padded_rows(unit.tile_m)[-1])
-            out, lse = attend(unit, given, hops, q, padded)
+            out, lse = attend(unit, given, hops, q, plan)
             once, once_lse = expected(given, formats, plan, dtype, block=unit.tile_n)
             ref = _dequantised_attention(given, n - t, right)
             what = f"{offsets}, window {right}, order {order}"
@@ -266,11 +271,11 @@ def what_is_not_finite_stays_in_its_document(unit: Unit, device: str) -> None:
         x[~y.isfinite()] = 0
     for left, right in ((-1, 0), (64, 0)):
         plan = plan_local(np.array(lengths), np.array(lengths), left, right)
-        tiling, padded = plan.forward(unit.tile_m), int(plan.padded_rows(unit.tile_m)[-1])
+        tiling = plan.forward(unit.tile_m)
         outs = []
         for x in (clean, spoilt):
             given = operands(*x, plan, formats)
-            outs.append(attend(unit, given, tiling, x[0], padded))
+            outs.append(attend(unit, given, tiling, x[0], plan))
         out, lse = outs[1]
         ref, ref_lse = expected(given, formats, plan, dtype, tile_m=unit.tile_m, block=unit.tile_n)
         lost = out.isnan()
@@ -295,7 +300,7 @@ def sums_of_p_overflow(unit: Unit, device: str) -> None:
     q, k, v = (x.to(dtype) for x in (q, k, v))
     plan = plan_local(np.array([256]), np.array([256]), -1, -1)
     given = operands(q, k, v, plan, formats)
-    got = attend(unit, given, plan.forward(unit.tile_m), q, 256)
+    got = attend(unit, given, plan.forward(unit.tile_m), q, plan)
     hold(
         got,
         expected(given, formats, plan, dtype, block=unit.tile_n),
@@ -312,7 +317,7 @@ def tiny_products_are_masked(unit: Unit, device: str) -> None:
     q = torch.zeros_like(v)
     plan = plan_local(np.array([200]), np.array([200]), -1, 0)
     given = operands(q, q, v, plan, formats)
-    got = attend(unit, given, plan.forward(unit.tile_m), q, 256, scale=2.0**-40)
+    got = attend(unit, given, plan.forward(unit.tile_m), q, plan, scale=2.0**-40)
     ref = expected(given, formats, plan, dtype, scale=2.0**-40, block=unit.tile_n)
     hold(got, ref, tolerance(unit, device), "a scale of 2^-40")
 
@@ -332,7 +337,7 @@ def powers_of_two_of_channels_change_no_bit(unit: Unit, device: str) -> None:
     whole = plan.forward(unit.tile_m)
     for tilings in (whole, split_into_hops(whole[0], ((0, 128), (128, 256)))):
         got, once = (
-            attend(unit, operands(q, k, x, plan, formats), tilings, q, 256)[0]
+            attend(unit, operands(q, k, x, plan, formats), tilings, q, plan)[0]
             for x in ((v.double() * by).to(dtype), v)
         )
         normal = once.abs() >= 2.0**-8
@@ -342,7 +347,7 @@ def powers_of_two_of_channels_change_no_bit(unit: Unit, device: str) -> None:
 
 
 def values_at_the_ends_of_float16_give_finite_outputs(unit: Unit, device: str) -> None:
-    """E4M3 V of -65504, and 65504 in the last keys: `tolerance` of the executor, no infinity; in
+    """E4M3 V of -65504, and 65504 in the last keys: `tolerance` of the reference, no infinity; in
     one hop and in two. Rows whose Q has a NaN stay NaN."""
     dtype, formats, d = getattr(torch, unit.dtype), FORMATS[unit.precision], unit.head_dim
     torch.manual_seed(0)
@@ -356,7 +361,7 @@ def values_at_the_ends_of_float16_give_finite_outputs(unit: Unit, device: str) -
         whole = plan.forward(unit.tile_m)
         ref, ref_lse = expected(given, formats, plan, dtype, block=unit.tile_n)
         for tilings in (whole, split_into_hops(whole[0], ((0, 128), (128, 256)))):
-            out, lse = attend(unit, given, tilings, q, 256)
+            out, lse = attend(unit, given, tilings, q, plan)
             assert torch.equal(out.isnan(), ref.isnan())
             assert out[7].isnan().all()
             assert not out.isinf().any(), f"{last} last keys"
