@@ -1,5 +1,5 @@
 # make demo    train a tiny transformer with ring attention over two processes
-# make test    run every test that needs no GPU
+# make test    run the suite on CPUs
 # make deepspeed  test engine=deepspeed on the CPU
 # make check   lint code and words, type-check and test the direction of imports
 # make kernels compile the head dim 128 kernels, judge their machine code and run their PTX on the
