@@ -30,6 +30,9 @@ def require_removal(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """``remove``, for what nothing reads: a failure only costs space."""
-    with contextlib.suppress(OSError):
-        remove(path)
+    """Remove as much of it as can be removed; nothing reads it, so what stays only costs space."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -31,6 +31,7 @@ from train.data.documents import DocumentError, Documents, SplitWriter, open_spl
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
 from train.data.removal import discard, require_removal
 from train.data.tokenizer import (
+    LONGEST_PRE_TOKEN,
     bos_id,
     encode,
     ignored_settings,
@@ -42,8 +43,8 @@ from train.data.tokenizer import (
 FORMAT = 3  # version of the files in the folder; part of its name
 SPLITS = ("train", "held_out")
 BATCH_DOCUMENTS = 64
-# Below: the tokenizer does not know the language, and most bytes are tokens of their own. Above:
-# text is lost. Whole words of scripts with three bytes a letter are in between.
+# Of byte-level tokenizers. Below: it does not know the language, and most bytes are tokens of their
+# own. Above: text is lost. Whole words of scripts with three bytes a letter are in between.
 USUAL_BYTES_PER_TOKEN = (1.5, 16.0)
 
 
@@ -119,10 +120,7 @@ def _tokenizer_file(data: DataConfig) -> bytes:
 
 
 def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
-    """Twenty hexadecimal digits, a hash of everything that can change a token of the corpus.
-
-    A tokenizer that an earlier version trained stays: it may have tokens of longer pre-tokens.
-    """
+    """Twenty hexadecimal digits, a hash of everything that can change a token of the corpus."""
     tokenizer = _tokenizer_file(data)
     settings = [
         FORMAT,
@@ -133,6 +131,8 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
         data.held_out,
         data.held_out_salt,
     ]
+    if data.tokenizer is None:  # earlier versions trained without this cut
+        settings.append({"longest_pre_token": LONGEST_PRE_TOKEN})
     if ignored := ignored_settings(tokenizer):  # earlier versions obeyed them, under another key
         settings.append({"ignored": ignored})
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]

@@ -15,8 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from train.config import ConfigError
 
 # Training cuts longer pre-tokens (runs of letters, digits, signs or spaces): its time is quadratic
-# in their length. Words are shorter, so text with spaces or punctuation gives the same merges.
-LONGEST_PRE_TOKEN = 256  # bytes
+# in their length. Text without longer runs gives the same merges as without the cut.
+LONGEST_PRE_TOKEN = 256  # bytes, for example 85 Chinese characters
 PROGRESS_S = 10.0
 Log = Callable[[str], None]
 
@@ -107,7 +107,7 @@ def ignored_settings(content: bytes) -> dict[str, Any]:
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """The largest id + 1: an embedding has a row for each id, also for ids that no token has."""
-    return max(tokenizer.get_vocab().values()) + 1
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:

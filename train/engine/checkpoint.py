@@ -32,14 +32,13 @@ from train.config import ConfigError
 from train.data.manifest import (
     DamagedError,
     FileMetadata,
-    Manifest,
     measure,
     read_manifest,
     sync_folder,
     verify,
     write_manifest,
 )
-from train.data.removal import discard, remove
+from train.data.removal import discard
 from train.engine.host_copies import HostCopies
 from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.shard import LoadPlanner, SavePlanner, Shard, own_share, whole
@@ -151,7 +150,8 @@ def require_fit(path: Path, tensors: Tensors) -> dict[str, Tensor | Shard]:
         stored = getattr(known.get(name), "size", None)
         if stored != tensor.shape:
             kept = f"{list(stored)} there" if stored is not None else "not in it"
-            anew = " (a tokenizer that leaves ids out: start anew)" if "embedding" in name else ""
+            rows = "embedding" in name and stored is not None and stored[1:] == tensor.shape[1:]
+            anew = " (if the tokenizer leaves ids out: start anew)" if rows else ""
             raise ConfigError(
                 f"checkpoint {path} does not fit this model: {name} is {list(tensor.shape)} "
                 f"here and {kept}; choose the model settings that it was made with{anew}"
@@ -236,12 +236,15 @@ class Checkpoints:
         self.saved = step
 
     def remove_partial_files(self) -> None:
-        """Remove the incomplete files of killed processes. No write may be in progress."""
-        for path in self.folder.glob(".*"):
-            try:
-                remove(path)
-            except OSError as error:
-                self.log(f"{path} could not be removed: {_cause(error)}")
+        """Remove the incomplete checkpoints of killed processes; no write may be in progress.
+
+        Other hidden files stay: the folder may be a link to a disk that has files of its own.
+        """
+        for name in (f".{PREFIX}[0-9]*", f".old-{PREFIX}[0-9]*"):
+            for path in self.folder.glob(name):
+                discard(path)
+                if path.is_symlink() or path.exists():
+                    self.log(f"{path}, an incomplete checkpoint, could not be removed: remove it")
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` is saved or being written."""
@@ -386,8 +389,7 @@ class Checkpoints:
 
 def read_manifest_metadata(path: Path) -> dict[str, Any]:
     """The metadata in the manifest of a checkpoint: ``TrainState.metadata`` and ``step``."""
-    manifest: Manifest = read_manifest(path)
-    return manifest.metadata
+    return read_manifest(path).metadata
 
 
 def _cause(error: BaseException) -> str:

@@ -58,7 +58,8 @@ class TrainState:
         if different := sorted(k for k in there | here if there.get(k) != here.get(k)):
             key = different[0]
             own = path.parent.parent / "tokenizer.json"
-            hint = f" (data.tokenizer={own}, if the run trained it)" if key == "corpus" else ""
+            hint = f" (data.tokenizer={own} in a new run.dir, if the run trained it)"
+            hint = hint if key == "corpus" else ""
             raise ConfigError(
                 f"checkpoint {path} was made from other samples: {key} was {there.get(key)}, is "
                 f"now {here.get(key)}; give the same files and data settings{hint}, or load only "

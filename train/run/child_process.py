@@ -37,9 +37,9 @@ def run_process(command: list[str]) -> tuple[int, list[str]]:
     """Run a job to its end; returns its exit code and the last lines of its stderr.
 
     The job has its own session, so that a signal of the terminal reaches it only once, through
-    ``Stopped``. After the signal it has ``SECONDS_TO_STOP`` to end. Then, or at a second signal, it
-    is killed with every process that it started, in any session (each worker of torchrun has its
-    own).
+    ``Stopped``. After the signal it has ``SECONDS_TO_STOP`` to end. Then, or at a second
+    ``Stopped``, it is killed with every process that it started, in any session (each worker of
+    torchrun has its own).
     """
     stderr: deque[str] = deque(maxlen=200)
     variable = f"{JOB_VARIABLE}={uuid.uuid4().hex}"
@@ -55,14 +55,14 @@ def run_process(command: list[str]) -> tuple[int, list[str]]:
     ended = False
     try:
         for line in process.stderr:
-            sys.stderr.write(line)
+            _copy(line)
             stderr.append(line)
         code, ended = process.wait(), True
         return code, list(stderr)
     except Stopped as stopped:
         process.send_signal(SIGNALS[signal.Signals(stopped.signum)])
         with contextlib.suppress(subprocess.TimeoutExpired):
-            sys.stderr.write(process.communicate(timeout=SECONDS_TO_STOP)[1])
+            _copy(process.communicate(timeout=SECONDS_TO_STOP)[1])
             ended = True
         raise
     finally:
@@ -70,6 +70,12 @@ def run_process(command: list[str]) -> tuple[int, list[str]]:
             process.kill()
             kill_job(variable)
             process.wait()
+
+
+def _copy(text: str) -> None:
+    """To our stderr, unless its terminal has closed."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
 
 
 def kill_job(variable: str) -> None:

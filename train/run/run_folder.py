@@ -176,10 +176,10 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files of a run and no others; ``ConfigError`` if one cannot be removed.
 
-        The settings go first: what a kill leaves is a run without settings, which no start
-        continues.
+        The settings go first and the metrics last: what a kill leaves is a run without settings,
+        which no start continues.
         """
-        for name in self.FILES:
+        for name in (name for name in self.FILES if name != self.metrics.name):
             require_removal(self.path / name)
         for path in (path for pattern in self.MEASURED for path in self.path.glob(pattern)):
             require_removal(path)
@@ -187,6 +187,7 @@ class RunFolder:
         # Other ranks have opened their logs.
         for name in set(self.FOLDERS) - {"logs", "checkpoints"}:
             require_removal(self.path / name)
+        require_removal(self.metrics)
 
     def _clear_checkpoints(self) -> None:
         """Remove the checkpoints, also where ``checkpoints`` is a mount or a link to another disk.

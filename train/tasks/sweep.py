@@ -38,7 +38,7 @@ from train.log.units import with_bits
 from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
 from train.run.inherit import resolve_inherited
 from train.run.run_folder import RunFolder
-from train.run.stopper import signals_to_take
+from train.run.stopper import MAY_BE_IGNORED, signals_to_take
 
 SCRIPT = Path(__file__).parents[1] / "pretrain.py"
 LONGEST_NAME = 120  # characters of a job's folder name; file systems allow 255 bytes
@@ -300,6 +300,10 @@ def run_sweep(compose: Callable[[list[str]], None], flags: list[str], overrides:
 
 
 def _stop(signum: int, _frame: object) -> NoReturn:
+    """Stops the sweep. A terminal that closes sends SIGHUP twice, so only SIGINT or SIGTERM may be
+    the second signal, which kills the job before it has saved."""
+    for number in MAY_BE_IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     raise Stopped(signum)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from train.config import ConfigError
@@ -31,6 +33,23 @@ def test_a_failure_is_an_error_only_where_it_matters(tmp_path, monkeypatch):
     discard(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot be removed \(Device or resource busy"):
         require_removal(tmp_path)
+
+
+def test_what_can_be_discarded_is(tmp_path, monkeypatch):
+    """A file that is busy costs only its own space."""
+    for name in "abc":
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / name).touch()
+    unlink = os.unlink
+
+    def busy(path, **options):
+        if os.fspath(path).endswith("b"):
+            raise OSError(16, "Device or resource busy", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", busy)
+    discard(tmp_path / "folder")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["b"]
 
 
 def test_settings_of_an_earlier_origin_never_stay(tmp_path):

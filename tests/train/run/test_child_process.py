@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.train.jobs import is_alive
+from tests.train.jobs import ROOT, is_alive
 from train.run import child_process
 from train.run.child_process import Stopped, failure_line, run_process
 
@@ -75,3 +77,47 @@ def test_a_kill_ends_every_process_of_a_job(tmp_path, monkeypatch):
     while any(is_alive(pid) for pid in pids):  # a killed process exists for another moment
         assert time.monotonic() < deadline, [is_alive(pid) for pid in pids]
         time.sleep(0.01)
+
+
+CLOSED_TERMINAL = """
+import signal, sys
+from train.run.child_process import SIGNALS, Stopped, run_process
+from train.tasks.sweep import _stop
+for number in SIGNALS:
+    signal.signal(number, _stop)
+job = '''
+import signal, sys, time
+def save(*_):
+    time.sleep(1)
+    open(sys.argv[1], "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("runs", file=sys.stderr, flush=True)
+time.sleep(60)
+'''
+try:
+    run_process([sys.executable, "-c", job, sys.argv[1]])
+except Stopped:
+    print("stopped")
+"""
+
+
+def test_a_job_saves_although_a_closing_terminal_sends_sighup_twice(tmp_path):
+    """From its shell, and from the kernel when the session leader ends."""
+    saved = tmp_path / "saved"
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLOSED_TERMINAL, str(saved)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr.readline() == "runs\n"
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGHUP)
+        out, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, out, saved.exists()) == (0, "stopped\n", True)

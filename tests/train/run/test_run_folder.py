@@ -217,6 +217,25 @@ def test_a_partial_checkpoint_alone_is_no_run(folder):
     assert not folder.holds_run()
 
 
+@pytest.mark.parametrize("removals", range(1, len(RunFolder.FILES)))
+def test_a_kill_during_a_clear_never_leaves_files_without_a_run(folder, monkeypatch, removals):
+    """Another start would mix them with its own."""
+    for name in RunFolder.FILES:
+        (folder.path / name).touch()
+    left = iter(range(removals))
+
+    def remove_or_die(path):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+
+    monkeypatch.setattr("train.run.run_folder.require_removal", remove_or_die)
+    with pytest.raises(KeyboardInterrupt):
+        folder.clear()
+    assert folder.holds_run()
+    assert not folder.config.exists()
+
+
 def test_clear_empties_a_linked_folder_of_checkpoints_and_keeps_the_link(folder, tmp_path):
     disk = tmp_path / "disk"
     folder.checkpoints.rmdir()
