@@ -160,6 +160,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     schedule: str = "cosine"
     warmup_steps: int = 10
+    schedule_steps: int | None = None
     decay_steps: int | None = None
     final_lr_ratio: float = 0.0
     clip: float | None = 1.0
@@ -241,7 +242,13 @@ class CheckpointConfig:
     keep_every: int | None = None
     resume: str = "auto"
     init_from: str | None = None
+    reset_data: bool = False
+    accept_changes: list[str] = field(default_factory=list)
     stop_s: float = 12.0
+
+    def resumes(self) -> bool:
+        """Whether ``resume`` is the path of another run or checkpoint."""
+        return self.resume not in ("auto", "never")
 
 
 @dataclass

@@ -16,11 +16,12 @@ from train.keys import flatten
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 
-# Keys that may differ when a run continues. The others determine its result.
+# Keys that may differ when a run continues. The others determine its result. train.run.recipe also
+# refuses a value of these that changes the batch or the next learning rate.
 MAY_CHANGE = (
     *("mode", "parallel.", "engine.", "memory.", "run.", "checkpoint.", "guard."),
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
-    *("train.deterministic", "train.compile"),
+    *("train.deterministic", "train.compile", "optim.schedule_steps", "optim.decay_steps"),
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
     *("train.final_eval_last", "train.final_eval_len", "rope."),
     *("hardware.", "log.", "profile.", "sweep.", "generate.", "eval.", "verify.", "estimate."),
@@ -109,13 +110,23 @@ class RunFolder:
             key, there, here = difference
             raise ConfigError(
                 f"{place} contains a run with different settings: {key} was {there}, is now "
-                f"{here}; give the same settings to continue it, or {ways}"
+                f"{here}; give the same settings to continue it, {self._way_to_change(key)}{ways}"
             )
         if config.train.steps <= (steps := self.complete_after()):
             raise ConfigError(
                 f"{place} contains this run, complete after {steps} steps; raise train.steps to "
                 f"continue it, or {ways}"
             )
+
+    def _way_to_change(self, key: str) -> str:
+        """How the run can go on with another value of ``key``; empty if it cannot."""
+        if key.startswith(("optim.", "train.")) and key != "train.seed":
+            accept = f"accept the change with checkpoint.accept_changes=[{key}], "
+        elif key.startswith("model.rope."):
+            accept = ""
+        else:
+            return ""
+        return f"{accept}start a new run from it with checkpoint.resume={self.path}, or "
 
     def complete_after(self) -> int:
         """Steps of the complete run in this folder; 0 without one or with a damaged summary."""
@@ -160,17 +171,19 @@ class RunFolder:
         return lock
 
     def difference(self, config: Config) -> tuple[str, Any, Any] | None:
-        """The first key that must not change and differs: (key, value in the folder, new value)."""
+        """The first key that must not change and differs: (key, value in the folder, new value).
+
+        ``checkpoint.accept_changes`` names keys that may.
+        """
         try:
-            there = flatten(dataclasses.asdict(from_plain(json.loads(self.config.read_text()))))
+            there = from_plain(json.loads(self.config.read_text()))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.config}, the settings of a run, cannot be read: {error}"
             ) from None
-        here = flatten(dataclasses.asdict(config))
-        for key in sorted(here.keys() | there.keys()):
-            if not may_change(key) and here.get(key) != there.get(key):
-                return key, there.get(key), here.get(key)
+        for key, values in changed_settings(there, config).items():
+            if key not in config.checkpoint.accept_changes:
+                return key, *values
         return None
 
     def clear(self) -> None:
@@ -213,6 +226,13 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def changed_settings(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys that determine a run's result and differ, with their values (null is None)."""
+    before, now = (flatten(dataclasses.asdict(config)) for config in (there, here))
+    pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
+    return {k: pair for k, pair in pairs.items() if pair[0] != pair[1] and not may_change(k)}
 
 
 def may_change(key: str) -> bool:

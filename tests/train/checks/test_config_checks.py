@@ -143,7 +143,7 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"engine.stage": 3}, "a key of engine=deepspeed, not of engine=ddp; leave it out"),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
         ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0; the default is optim.lr=0.003"),
-        ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
+        ({"optim.warmup_steps": 301}, "exceeds the schedule's 300 steps"),
         ({"optim.betas": [0.9, 1.0]}, "the default is optim.betas=[0.9, 0.95]"),
         ({"data.piece_len": 512}, "exceeds data.seq_len=256"),
         ({"data.held_out": 1.0}, "between 0 and 1"),
@@ -233,6 +233,7 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"guard.sigma": -1.0}, "above 0; the default is guard.sigma=null"),
         ({"checkpoint.keep": 0}, "nearest valid: checkpoint.keep=1"),
         ({"checkpoint.resume": "always"}, "must be auto, never or the folder of a run"),
+        ({"checkpoint.reset_data": True}, "checkpoint.resume=auto names none; give"),
         ({"checkpoint.init_from": "/nowhere"}, "checkpoint.init_from=/nowhere must be the folder"),
     ],
 )
