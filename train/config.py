@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -41,16 +40,6 @@ class ConfigError(ValueError):
     """
 
     found_by_all = True
-
-
-def make_folder(key: str, path: Path) -> None:
-    """Create the folder that ``key`` names, with its parents; ``ConfigError`` if that fails."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: the folder {path} cannot be made ({error.strerror}); choose another"
-        ) from None
 
 
 FULL = "full"  # in model.windows: no window

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from train.checks.batch import check_batch
 from train.checks.compile import check_compile
@@ -19,6 +18,7 @@ from train.config import CheckpointConfig, Config, ConfigError
 from train.extras import installed, remedy
 from train.hf.architecture import hf_folder
 from train.keys import default, get, nearest, schema_keys
+from train.paths import expand
 from train.run.recipe import newest_metadata, require_recipe
 from train.run.run_folder import RunFolder
 from train.run.schedule import schedule_length
@@ -318,7 +318,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     for key, value in (("resume", checkpoint.resume), ("init_from", checkpoint.init_from)):
         if value in (None, "auto", "never") or (key == "init_from" and hf_folder(value)):
             continue
-        if not Path(value).expanduser().is_dir():
+        if not expand(f"checkpoint.{key}", value).is_dir():
             words = "auto, never or " if key == "resume" else ""
             raise ConfigError(
                 f"checkpoint.{key}={value} must be {words}the folder of a run or of a checkpoint; "

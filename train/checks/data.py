@@ -8,6 +8,7 @@ from pathlib import Path
 
 from train.config import SOURCES, Config, ConfigError, DataConfig
 from train.keys import nearest
+from train.paths import expand
 
 # The smallest share of a source. A block of the mixture has a sample of each source, so its length
 # grows with 1 / share.
@@ -31,7 +32,7 @@ def check_data(data: DataConfig) -> None:
             "nearest valid: data.packing=stream (or data.document_mask=true)"
         )
     _check_paths(data)
-    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
+    if data.tokenizer is not None and not expand("data.tokenizer", data.tokenizer).is_file():
         raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
 
 
@@ -77,7 +78,7 @@ def check_text(config: Config) -> None:
 
 
 def _check_exists(key: str, value: str | None) -> None:
-    if value is not None and not Path(value).expanduser().exists():
+    if value is not None and not expand(key, value).exists():
         raise ConfigError(f"{key}={value} does not exist; {nearest_path(value)}")
 
 

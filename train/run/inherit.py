@@ -17,6 +17,7 @@ from train.config import (
 )
 from train.data.manifest import DamagedError, read_manifest
 from train.hf.architecture import CONFIG, hf_folder, read_model
+from train.paths import expand
 from train.run.run_config import read_config
 
 
@@ -44,7 +45,7 @@ def inherited_model(origin: str | None, key: str = "checkpoint.init_from") -> Mo
     if folder is not None:
         there = read_model(folder)
         return ModelConfig(**{**there, "rope": RopeConfig(**there["rope"])})
-    path = Path(origin).expanduser()
+    path = expand(key, origin)
     if (path / CONFIG).is_file():
         if _is_of_transformers(path / CONFIG):
             raise ConfigError(

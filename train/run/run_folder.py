@@ -10,9 +10,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from train.config import Config, ConfigError, from_plain, make_folder
+from train.config import Config, ConfigError, from_plain
 from train.data.removal import require_removal
 from train.keys import flatten
+from train.paths import expand, make_folder, unusable
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 
@@ -56,7 +57,7 @@ class RunFolder:
     MEASURED = ("eval-*.json", "eval-*.png", "needle.*", "rope.*")
 
     def __init__(self, config: Config) -> None:
-        self.path = Path(config.run.dir).expanduser().absolute()
+        self.path = expand("run.dir", config.run.dir).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.config, self.metrics, self.evaluations, self.events, self.summary, self.ranks = (
             self.path / name for name in self.FILES[:6]
@@ -168,6 +169,8 @@ class RunFolder:
                 f"run.dir={self.path} is in use by another job{process}; wait for it, stop it, or "
                 f"choose another run.dir"
             ) from None
+        except OSError as error:
+            raise unusable("run.dir", self.path, "locked", error) from None
         return lock
 
     def difference(self, config: Config) -> tuple[str, Any, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from train.config import CheckpointConfig, Config, ConfigError, make_folder
+from train.config import CheckpointConfig, Config, ConfigError
 from train.engine.checkpoint import (
     DAMAGED,
     Checkpoints,
@@ -19,6 +19,7 @@ from train.engine.train_state import TrainState
 from train.hf.architecture import hf_folder
 from train.hf.load import load_folder
 from train.hf.origin import keep_origin
+from train.paths import expand, make_folder
 from train.run.recipe import Change, recipe_changes, require_recipe
 from train.run.run_folder import RunFolder
 
@@ -128,7 +129,7 @@ def _origin(checkpoint: CheckpointConfig) -> Path | None:
     given = checkpoint.resume if checkpoint.resumes() else checkpoint.init_from
     if given is None or hf_folder(checkpoint.init_from):
         return None
-    return Path(given).expanduser()
+    return expand("checkpoint.resume" if checkpoint.resumes() else "checkpoint.init_from", given)
 
 
 def _require_origin(config: Config, replaced: RunFolder, state: TrainState) -> None:

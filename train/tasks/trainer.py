@@ -97,7 +97,7 @@ class Trainer:
         source = restore(self.config, self.state, self.checkpoints, self.print_line)
         if self.parallel.rank == 0:
             write_atomically(self.folder.config, config_json + "\n")
-            self.corpus.tokenizer.save(str(self.folder.tokenizer))
+            write_atomically(self.folder.tokenizer, self.corpus.tokenizer.to_str(pretty=True))
             wandb = None
             if self.config.log.wandb:
                 wandb = WandbRun(self.config, self.folder, self.print_line)

@@ -293,7 +293,7 @@ def stage_2(config: Config, text_folder: Path, origin: str) -> Config:
 
 
 def test_a_second_stage_keeps_weights_and_moments_under_other_data(config, text_folder):
-    """It begins at step 0 of its own data, is trained, stopped and continued by the same command."""
+    """It begins at step 0 of its own data; the same command continues it."""
     first = make_trainer(config)
     first.train()
     first.close()
