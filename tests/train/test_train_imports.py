@@ -13,6 +13,7 @@ TRAIN = Path(__file__).parents[2] / "train"
 ORDER = [
     "extras",
     "slurm",
+    "recipe",
     "sections",
     "config",
     "keys",
@@ -29,7 +30,7 @@ ORDER = [
     "probes",
     "pretrain",
 ]
-PACKAGES = ORDER[6:-1]
+PACKAGES = ORDER[7:-1]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

@@ -19,9 +19,9 @@ from train.extras import installed, remedy
 from train.hf.architecture import hf_folder
 from train.keys import default, get, nearest, schema_keys
 from train.paths import expand
-from train.run.recipe import newest_metadata, require_recipe
+from train.run.recipe_change import newest_metadata, require_recipe
 from train.run.run_folder import RunFolder
-from train.run.schedule import schedule_length
+from train.run.schedule import schedule_length, warmup_steps
 
 RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
 CHOICES = {
@@ -67,6 +67,7 @@ MINIMUM = {
     "train.steps": 1,
     "train.batch": 1,
     "train.accumulation": 1,
+    "train.batch_tokens": 1,
     "train.seed": 0,
     "memory.mlp_chunk": 1,
     "memory.loss_chunk": 1,
@@ -195,7 +196,7 @@ def check(config: Config, world: int) -> None:
         folder.require_fit(config)
         saved = None if folder.is_replaced_by(config) else newest_metadata(folder)
         if saved is not None:
-            require_recipe(config, config.train.accumulation_over(dp) * dp, saved)
+            require_recipe(config, config.accumulation_over(dp) * dp, saved)
 
 
 def _check_values(config: Config) -> None:
@@ -257,12 +258,7 @@ def _check_optim(config: Config) -> None:
             f"optim.schedule_steps={length}: with optim.final_lr_ratio=0 the learning rate is 0 "
             f"from there to train.steps={steps}; nearest valid: optim.schedule_steps={steps}"
         )
-    if optim.warmup_steps > length:
-        raise ConfigError(
-            f"optim.warmup_steps={optim.warmup_steps} exceeds the schedule's {length} steps; "
-            f"nearest valid: optim.warmup_steps={length}"
-        )
-    decay, room = optim.decay_steps, length - optim.warmup_steps
+    decay, room = optim.decay_steps, length - warmup_steps(optim, steps)
     if decay is not None and optim.schedule != "wsd":
         raise ConfigError(
             f"optim.decay_steps={decay} is a key of optim.schedule=wsd, not of "
@@ -271,7 +267,7 @@ def _check_optim(config: Config) -> None:
     if decay is not None and decay > room:
         best = f"optim.decay_steps={room}" if room else "optim.decay_steps=null"
         raise ConfigError(
-            f"optim.decay_steps={decay} exceeds the {room} steps that optim.warmup_steps leaves of "
+            f"optim.decay_steps={decay} exceeds the {room} steps that the warm-up leaves of "
             f"the schedule's {length}; nearest valid: {best}"
         )
 

@@ -32,7 +32,7 @@ class TrainState:
         self.step = 0
         self.samples = 0
         dp = engine.parallel.dp
-        self.batch = config.train.accumulation_over(dp) * dp
+        self.batch = config.accumulation_over(dp) * dp
         self.seconds = 0.0
 
     def shards(self) -> dict[str, Shard]:
@@ -111,7 +111,7 @@ class TrainState:
         The rows of its embedding are those of its own tokens. A checkpoint outside of a run folder
         has no record of them.
         """
-        own = path.parents[1] / "tokenizer.json"
+        own = path.absolute().parents[1] / "tokenizer.json"
         if not own.is_file():
             return
         if load_tokenizer(own).get_vocab() != self.corpus.tokenizer.get_vocab():

@@ -17,12 +17,13 @@ from train.paths import expand, make_folder, unusable
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 
-# Keys that may differ when a run continues. The others determine its result. train.run.recipe also
-# refuses a value of these that changes the batch or the next learning rate.
+# Keys that may differ when a run continues. The others determine its result. A value of these that
+# changes the batch or the next learning rate is refused by train.run.recipe_change.
 MAY_CHANGE = (
     *("mode", "parallel.", "engine.", "memory.", "run.", "checkpoint.", "guard."),
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
-    *("train.deterministic", "train.compile", "optim.schedule_steps", "optim.decay_steps"),
+    *("train.batch_tokens", "train.deterministic", "train.compile", "model.inherit"),
+    *("optim.schedule_steps", "optim.decay_steps"),
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
     *("train.final_eval_last", "train.final_eval_len", "rope."),
     *("hardware.", "log.", "profile.", "sweep.", "generate.", "eval.", "verify.", "estimate."),
@@ -108,10 +109,10 @@ class RunFolder:
         if config.checkpoint.resume == "never":
             raise ConfigError(f"{place} already contains a run and checkpoint.resume=never; {ways}")
         if difference := self.difference(config):
-            key, there, here = difference
+            key, change = difference
             raise ConfigError(
-                f"{place} contains a run with different settings: {key} was {there}, is now "
-                f"{here}; give the same settings to continue it, {self._way_to_change(key)}{ways}"
+                f"{place} contains a run with different settings: {change}; give the same settings "
+                f"to continue it, {self._way_to_change(key)}or {ways}"
             )
         if config.train.steps <= (steps := self.complete_after()):
             raise ConfigError(
@@ -121,13 +122,14 @@ class RunFolder:
 
     def _way_to_change(self, key: str) -> str:
         """How the run can go on with another value of ``key``; empty if it cannot."""
-        if key.startswith(("optim.", "train.")) and key != "train.seed":
-            accept = f"accept the change with checkpoint.accept_changes=[{key}], "
-        elif key.startswith("model.rope."):
-            accept = ""
-        else:
-            return ""
-        return f"{accept}start a new run from it with checkpoint.resume={self.path}, or "
+        anew = f"start a new run from it with checkpoint.resume={self.path}"
+        if key.startswith("data.") or key == "train.seed":
+            return f"{anew} checkpoint.reset_data=true, "
+        if key.startswith("model.rope."):
+            return f"{anew}, "
+        if key.startswith(("optim.", "train.")):
+            return f"accept the change with checkpoint.accept_changes=[{key}], {anew}, "
+        return ""
 
     def complete_after(self) -> int:
         """Steps of the complete run in this folder; 0 without one or with a damaged summary."""
@@ -173,8 +175,8 @@ class RunFolder:
             raise unusable("run.dir", self.path, "locked", error) from None
         return lock
 
-    def difference(self, config: Config) -> tuple[str, Any, Any] | None:
-        """The first key that must not change and differs: (key, value in the folder, new value).
+    def difference(self, config: Config) -> tuple[str, str] | None:
+        """The first key that must not change and differs, and a clause with both values.
 
         ``checkpoint.accept_changes`` names keys that may.
         """
@@ -184,10 +186,9 @@ class RunFolder:
             raise ConfigError(
                 f"{self.config}, the settings of a run, cannot be read: {error}"
             ) from None
-        for key, values in changed_settings(there, config).items():
-            if key not in config.checkpoint.accept_changes:
-                return key, *values
-        return None
+        changes = changed_settings(there, config).items()
+        accepted = config.checkpoint.accept_changes
+        return next((change for change in changes if change[0] not in accepted), None)
 
     def clear(self) -> None:
         """Remove the files of a run and no others; ``ConfigError`` if one cannot be removed.
@@ -220,6 +221,10 @@ class RunFolder:
                 require_removal(path)
 
 
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
 def _is_run(folder: Path) -> bool:
     return (folder / "config.json").exists() or (folder / "metrics.jsonl").exists()
 
@@ -231,11 +236,14 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def changed_settings(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys that determine a run's result and differ, with their values (null is None)."""
+def changed_settings(there: Config, here: Config) -> dict[str, str]:
+    """The keys that determine a run's result and differ, each with a clause with both values."""
     before, now = (flatten(dataclasses.asdict(config)) for config in (there, here))
-    pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
-    return {k: pair for k, pair in pairs.items() if pair[0] != pair[1] and not may_change(k)}
+    return {
+        key: f"{key} was {_text(before.get(key))}, is now {_text(now.get(key))}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not may_change(key)
+    }
 
 
 def may_change(key: str) -> bool:

@@ -20,7 +20,7 @@ from train.hf.architecture import hf_folder
 from train.hf.load import load_folder
 from train.hf.origin import keep_origin
 from train.paths import expand, make_folder
-from train.run.recipe import Change, recipe_changes, require_recipe
+from train.run.recipe_change import Change, recipe_changes, require_recipe
 from train.run.run_folder import RunFolder
 
 

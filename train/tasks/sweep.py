@@ -141,16 +141,15 @@ class Sweep:
         steps = there.complete_after()
         difference = there.difference(config)
         if difference is None and steps > config.train.steps:
-            difference = ("train.steps", steps, config.train.steps)
+            difference = "train.steps", f"train.steps was {steps}, is now {config.train.steps}"
         if difference is None:
             config.run.overwrite = False
             return steps == config.train.steps
         if config.run.overwrite:
             return False
-        key, before, now = difference
         raise ConfigError(
             f"sweep.dir={config.sweep.dir}: {folder.name} contains a run with different settings: "
-            f"{key} was {before}, is now {now}; choose another sweep.dir or replace such runs with "
+            f"{difference[1]}; choose another sweep.dir or replace such runs with "
             f"run.overwrite=true"
         )
 

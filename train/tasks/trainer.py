@@ -34,7 +34,7 @@ from train.log.wandb_run import WandbRun
 from train.model.window import widest
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder, write_atomically
-from train.run.schedule import learning_rate
+from train.run.schedule import describe, learning_rate
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
 from train.tasks.estimate import errors_of
@@ -66,7 +66,7 @@ class Trainer:
         digest = hashlib.sha256(config_json.encode()).hexdigest()[:12]
         require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
-        self.accumulation = train.accumulation_over(parallel.dp)
+        self.accumulation = config.accumulation_over(parallel.dp)
         self.samples = training_samples(corpus.train, data, train.seed)
         self.engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel)
         self.model = self.engine.model
@@ -394,3 +394,5 @@ class Trainer:
             f"run folder {self.folder.path}",
             soft_wrap=True,
         )
+        size = f"{self.state.batch} x {self.config.data.seq_len:,} tokens a step"
+        self.print_line(f"{size}; {describe(self.config.optim, self.config.train.steps)}")

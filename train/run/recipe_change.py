@@ -29,12 +29,12 @@ def require_recipe(config: Config, batch: int, metadata: dict[str, Any]) -> dict
     changes = recipe_changes(config, batch, metadata)
     for key, change in changes.items():
         if key not in config.checkpoint.accept_changes:
-            ways = [change.remedy] if change.remedy else []
-            ways += [f"accept it with checkpoint.accept_changes=[{key}]"]
+            keep = f"{change.remedy}, " if change.remedy else ""
             raise ConfigError(
                 f"run.dir={config.run.dir} continues after step {metadata['step']}, but "
-                f"{change.text}; {', '.join(ways)}, or start a new run with "
-                f"checkpoint.resume={config.run.dir} and another run.dir"
+                f"{change.text}; {keep}accept it with checkpoint.accept_changes=[{key}], start a "
+                f"new run from it with checkpoint.resume={config.run.dir} and another run.dir, or "
+                "replace it with run.overwrite=true checkpoint.resume=never"
             )
     return changes
 
@@ -45,10 +45,7 @@ def recipe_changes(config: Config, batch: int, metadata: dict[str, Any]) -> dict
     Each has the key that accepts it.
     """
     there, step = from_plain(metadata["settings"]), metadata["step"]
-    found = {
-        key: Change(f"{key} was {before}, is now {now}")
-        for key, (before, now) in changed_settings(there, config).items()
-    }
+    found = {key: Change(clause) for key, clause in changed_settings(there, config).items()}
     if step < config.train.steps and (change := _schedule_change(config, there, step)):
         found["train.steps"] = change
     before = metadata.get("batch")

@@ -12,7 +12,7 @@ from tests.train.held_runs import hold_run
 from train.checks.config import check
 from train.config import Config, ConfigError, OptimConfig, TrainConfig
 from train.data.manifest import write_manifest
-from train.run.recipe import recipe_changes, require_recipe
+from train.run.recipe_change import recipe_changes, require_recipe
 from train.run.schedule import learning_rate
 
 
