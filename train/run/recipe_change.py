@@ -33,7 +33,7 @@ def require_recipe(config: Config, batch: int, metadata: dict[str, Any]) -> dict
             raise ConfigError(
                 f"run.dir={config.run.dir} continues after step {metadata['step']}, but "
                 f"{change.text}; {keep}accept it with checkpoint.accept_changes=[{key}], start a "
-                f"new run from it with checkpoint.resume={config.run.dir} and another run.dir, or "
+                f"new run from it in another run.dir with checkpoint.resume={config.run.dir}, or "
                 "replace it with run.overwrite=true checkpoint.resume=never"
             )
     return changes

@@ -122,7 +122,7 @@ class RunFolder:
 
     def _way_to_change(self, key: str) -> str:
         """How the run can go on with another value of ``key``; empty if it cannot."""
-        anew = f"start a new run from it with checkpoint.resume={self.path}"
+        anew = f"start a new run from it in another run.dir with checkpoint.resume={self.path}"
         if key.startswith("data.") or key == "train.seed":
             return f"{anew} checkpoint.reset_data=true, "
         if key.startswith("model.rope."):

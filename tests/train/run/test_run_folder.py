@@ -79,7 +79,7 @@ def test_a_run_whose_settings_have_old_names_goes_on(config, folder):
     folder.require_fit(config)
 
 
-ANEW = "start a new run from it with checkpoint.resume=RUN"
+ANEW = "start a new run from it in another run.dir with checkpoint.resume=RUN"
 
 
 @pytest.mark.parametrize(
