@@ -30,7 +30,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         *("ringfa3", "torch._dynamo.testing", "pytest", "hypothesis"),
-        *("hydra.main", "matplotlib.figure"),
+        *("hydra.main", "matplotlib.figure", "torch.distributed.run"),
         *(f"train.tasks.{name}" for name in ("generate", "train", "verify")),
         "train.probes.text_loss",
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,13 +12,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.train.hf_folders import make_folder, started, tokenizer_file
-from tests.train.jobs import HANG_S, run_script
+from tests.train.jobs import run_script
 from train.config import Config
 from train.data.documents import Documents
 
 __all__ = ["make_folder", "started", "tokenizer_file"]  # fixtures of all folders
 
-ROOT = Path(__file__).absolute().parents[2]
 WORDS = ["ring", "attention", "keeps", "every", "token", "of", "a", "long", "tale", "naïve", "λ"]
 
 
@@ -95,12 +93,10 @@ def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         *arguments: str, processes: int | None = None, given: str = ""
     ) -> subprocess.CompletedProcess[str]:
-        if processes is None:
-            return run_script(*arguments, given=given)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(processes)]
-        command = [*launcher, str(ROOT / "train" / "pretrain.py"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
+        launcher = None
+        if processes is not None:
+            launcher = ["--standalone", "--nproc-per-node", str(processes)]
+        return run_script(*arguments, given=given, launcher=launcher)
 
     return run
 

@@ -13,35 +13,44 @@ from datetime import datetime
 from pathlib import Path
 
 from tests.support.ranks import free_port
-from tests.train.forks import Fork
+from tests.train.forks import ROOT, SCRIPT, TORCHRUN, Fork
 
-ROOT = Path(__file__).absolute().parents[2]
 HANG_S = 300.0  # a job that takes longer hangs, even on a slow machine
 
 
 class Job:
-    """A running ``torchrun train/pretrain.py`` with its run folder. Use it in a ``with``."""
+    """A running ``torchrun train/pretrain.py`` with its run folder. Use it in a ``with``.
+
+    Its processes are forks, or new interpreters if ``fresh``, which jobs on GPUs need: the
+    allocator's settings precede the import of PyTorch.
+    """
 
     def __init__(
         self,
         folder: Path,
         processes: int,
         *arguments: str,
-        launcher: tuple[str, ...] = (),
+        launcher: tuple[str, ...] = ("--standalone",),
         environment: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ):
         self.folder = folder
-        command = [sys.executable, "-m", "torch.distributed.run", *(launcher or ("--standalone",))]
-        command += ["--nproc-per-node", str(processes), str(ROOT / "train" / "pretrain.py")]
-        self.process = subprocess.Popen(
-            [*command, *arguments, f"run.dir={folder}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-            start_new_session=True,
-        )
+        flags = [*launcher, "--nproc-per-node", str(processes)]
+        command = [*arguments, f"run.dir={folder}"]
+        given = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self.process: Fork | subprocess.Popen[str]
+        if fresh:
+            self.process = subprocess.Popen(
+                [sys.executable, *TORCHRUN, *flags, SCRIPT, *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=ROOT,
+                env=given,
+                start_new_session=True,
+            )
+        else:
+            self.process = Fork(command, given, launcher=flags)
 
     def __enter__(self) -> Job:
         return self
@@ -69,13 +78,13 @@ class Job:
         deadline = time.monotonic() + limit
         while not true():
             assert time.monotonic() < deadline
-            assert self.process.poll() is None, self.process.stdout.read()
+            assert self.process.poll() is None, self.end()
             time.sleep(0.01)
 
     def end(self, limit: float = HANG_S) -> tuple[int, str]:
         """Wait at most ``limit`` seconds for the end; returns the exit code and the output."""
-        output, _ = self.process.communicate(timeout=limit)
-        return self.process.returncode, output
+        output = self.process.communicate(timeout=limit)
+        return self.process.returncode, "".join(text or "" for text in output)
 
     def finish(self) -> str:
         """Wait for a clean end and return the output: exit code 0, no abort, no process left."""
@@ -86,9 +95,12 @@ class Job:
         return output
 
 
-def run_script(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    """A finished run of ``train/pretrain.py`` in one process; ``given`` is its standard input."""
-    script = Fork([*arguments], given=given)
+def run_script(
+    *arguments: str, given: str = "", launcher: list[str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A finished run of ``train/pretrain.py``; ``given`` is its standard input, ``launcher`` the
+    arguments of torchrun."""
+    script = Fork([*arguments], given=given, launcher=launcher)
     try:
         output = script.communicate(HANG_S)
     finally:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.train.forks import SCRIPT, TORCHRUN
+from tests.train.jobs import HANG_S
 from train.checks import engine
 from train.keys import default, nearest, schema_keys, to_schema_key
 
@@ -97,8 +101,11 @@ def test_an_error_after_the_stopper_has_started_is_explained_alike(pretrain, tex
     assert "bad.json is not a tokenizer.json" in line
 
 
-def test_under_torchrun_one_process_prints_and_all_exit_2(pretrain):
-    done = pretrain("parallel.cp=3", processes=2)
+def test_under_torchrun_one_process_prints_and_all_exit_2():
+    """In new interpreters: they end before they import torch."""
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, SCRIPT, "parallel.cp=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.stderr.count("pretrain.py: parallel.cp=3") == 1
     assert set(re.findall(r"exitcode\s*: (\d+)", done.stderr)) == {"2"}
 

@@ -44,6 +44,7 @@ class TwoHosts:
             *self.arguments,
             launcher=launcher,
             environment={**own_store, **self.environments[number]},
+            fresh=True,
         )
         return self.stack.enter_context(job)
 

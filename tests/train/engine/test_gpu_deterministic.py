@@ -41,7 +41,7 @@ def arguments(tmp_path_factory) -> list[str]:
 
 def run(folder: Path, *arguments: str) -> str:
     """Run to the end; returns the output."""
-    with Job(folder, min(torch.cuda.device_count(), 2), *arguments) as job:
+    with Job(folder, min(torch.cuda.device_count(), 2), *arguments, fresh=True) as job:
         code, output = job.end(limit=400)
         assert code == 0, output
     return output
@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_bit_equal(arguments, tmp_path):
     assert output.count("torch.use_deterministic_algorithms") == 1
     assert "barrier()" not in output
     assert "destroy_process_group() was not called" not in output
-    with Job(killed, min(torch.cuda.device_count(), 2), *deterministic) as job:
+    with Job(killed, min(torch.cuda.device_count(), 2), *deterministic, fresh=True) as job:
         job.await_step(KILLED_AFTER)
         for pid in job.pids():
             os.kill(pid, signal.SIGKILL)

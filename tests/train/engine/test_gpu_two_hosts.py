@@ -50,7 +50,7 @@ def arguments(tmp_path_factory) -> list[str]:
 def expected(arguments, tmp_path_factory) -> list[tuple[int, float, float]]:
     """The steps of one process on one GPU."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    with Job(folder, 1, *arguments) as job:
+    with Job(folder, 1, *arguments, fresh=True) as job:
         job.finish()
     return steps(folder)
 

@@ -1,5 +1,7 @@
 """Killed, stopped and damaged runs continue, and compute the same as an undisturbed run.
 
+torchrun and its workers are forks, but with two agents, new interpreters.
+
 The reference is an undisturbed run: the loss and the gradient norm of each step must be bit-equal.
 ``pytest -m soak`` repeats the random tests with other seeds.
 """

@@ -18,11 +18,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from tests.train.forks import SCRIPT, Fork
 from tests.train.jobs import HANG_S
 from train.run.run_folder import RunFolder
 from train.tasks.sweep import Job, ProcessLauncher, Sweep, folder_name, quoted
-
-ROOT = Path(__file__).absolute().parents[3]
 
 
 @pytest.fixture
@@ -129,11 +128,14 @@ def test_results_are_sorted_and_failures_are_rows(pretrain, overrides, tmp_path)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_stops_the_job_and_prints_what_is_done(overrides, tmp_path, number):
-    overrides = [s for s in overrides if not s.startswith("train.steps")]
-    command = [sys.executable, "train/pretrain.py", *overrides, "-m", "train.steps=2,100000,3"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    """SIGINT to a sweep whose processes are new interpreters, SIGUSR1 to one of forks."""
+    arguments = [s for s in overrides if not s.startswith("train.steps")]
+    arguments += ["-m", "train.steps=2,100000,3"]
+    if number is signal.SIGUSR1:
+        process = Fork(arguments)
+    else:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, SCRIPT, *arguments], text=True, **pipes)
     metrics = tmp_path / "sweep" / "train.steps=100000" / "metrics.jsonl"
     try:
         while not (metrics.exists() and metrics.read_text().count("\n") > 3):
