@@ -99,8 +99,9 @@ def test_others_raise_within_the_timeout(
     check(results, world, victim, direction, TIMEOUT_S + SLACK_S)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-@pytest.mark.parametrize(("world", "direction"), [(3, "forward"), (4, "backward")])
+@pytest.mark.parametrize(
+    ("how", "world", "direction"), [("killed", 3, "forward"), ("stopped", 4, "backward")]
+)
 def test_the_rank_that_hosts_the_store_may_fail_too(how: str, world: int, direction: str) -> None:
     """Rank 0, without torchrun: the store is lost with it, and the timeout still holds."""
     results = sacrifice(world, TIMEOUT_S, _ring, 0, how, direction, 1, lost=0, hosts=True)

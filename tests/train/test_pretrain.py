@@ -37,8 +37,8 @@ def alone(overrides, tmp_path_factory) -> dict[int, Path]:
 
 @pytest.mark.parametrize(
     ("processes", "cp", "accumulation", "same_as"),
-    [(2, 2, 1, 1), (3, 3, 1, 1), (3, 3, 2, 2), (2, 1, 1, 2), (4, 2, 1, 2)],
-    ids=["cp 2", "cp 3", "cp 3 accumulating 2", "dp 2", "dp 2 x cp 2"],
+    [(3, 3, 2, 2), (2, 1, 1, 2), (4, 2, 1, 2)],
+    ids=["cp 3 accumulating 2", "dp 2", "dp 2 x cp 2"],
 )
 def test_curves_agree(overrides, alone, tmp_path, processes, cp, accumulation, same_as):
     """Loss and gradient norm of every step, clipped, within 1e-5 of one process's (float32).

@@ -137,14 +137,15 @@ def _compare_all(
     return results
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_bugs_of_a_ring_are_found(config: Config, precision: str) -> None:
+def test_bugs_of_a_ring_are_found(config: Config) -> None:
     """A mask that is off by one key of 30, a window of 90 keys for one of 40, local positions,
     gradients cp times too large, no dK, a dK of NaN, an eighth of a rank's dV lost.
+
+    In bfloat16, whose rounding hides the most; the test of every engine is in float32.
     """
     config.model.dim, config.model.ffn_dim, config.train.accumulation = 32, 64, 2
     config.model.n_layers, config.model.windows = 2, WINDOWS
-    config.data.seq_len, config.train.precision = 300, precision
+    config.data.seq_len, config.train.precision = 300, "bfloat16"
     config.memory.recompute, config.memory.offload = "attention-saving", "all"
     open_corpus(config.data)  # tokenised once, not by every rank
     by_rank = sacrifice(2, 60, _compare_all, config, list(BUGS), limit=100)
