@@ -12,7 +12,7 @@ from ringfa3.symmetric.cuda_graphs import FORKED, JOINED, fork_join
 from ringfa3.symmetric.stream_ops import Operation, RecordEvent, Stream, WaitEvent
 from tests.support.happens_before import SETTLED, Calls, problems, stuck
 from tests.support.placements import Placement, directions, layers, scattered
-from tests.symmetric.test_schedule import FORWARDS, KINDS, step
+from tests.symmetric.test_schedule import FORWARDS, KINDS, MANY, step
 
 DIRECTIONS = ("forward", "gathered", "backward")
 
@@ -48,20 +48,22 @@ def history(
     ]
 
 
+@pytest.mark.parametrize("count", [10, pytest.param(300, marks=MANY)])
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_calls_that_fork_and_join_may_have_any_parities(world: int) -> None:
+def test_calls_that_fork_and_join_may_have_any_parities(world: int, count: int) -> None:
     """Graphs are replayed in any order and any number of times, beside other calls: no hazard, no
     deadlock, no signal set before its last wait; also if all streams share a queue."""
-    for seed, placements in enumerate(placements_of(world, 30)):
+    for seed, placements in enumerate(placements_of(world, count)):
         calls = history(random.Random(seed), placements, FORWARDS[seed % 3])
         assert problems(calls) == [], seed
         assert problems(calls, one_queue=True) == [], seed
 
 
+@pytest.mark.parametrize("count", [15, pytest.param(300, marks=MANY)])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
-def test_no_device_order_of_a_graph_hangs(world: int, direction: str) -> None:
-    for placements in placements_of(world, 60):
+def test_no_device_order_of_a_graph_hangs(world: int, direction: str, count: int) -> None:
+    for placements in placements_of(world, count):
         for placement in placements:
             assert stuck(*call(placement, direction)) == []
 
