@@ -29,6 +29,7 @@ CHOICES = {
     "engine.name": tuple(ENGINES),
     "optim.schedule": ("cosine", "linear", "wsd"),
     "data.packing": ("stream", "best_fit"),
+    "data.special_tokens": ("text", "ids"),
     "parallel.layout": ("zigzag", "contiguous"),
     "parallel.transport": ("auto", "gloo", "nccl", "symmetric"),
     "parallel.device": ("auto", "cpu", "cuda"),

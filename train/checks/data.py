@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from train.config import SOURCES, Config, ConfigError, DataConfig
+from train.config import NO_EOS, SOURCES, Config, ConfigError, DataConfig
 from train.keys import nearest
 
 # The smallest share of a source. A block of the mixture has a sample of each source, so its length
@@ -29,6 +29,12 @@ def check_data(data: DataConfig) -> None:
         raise ConfigError(
             "data.packing=best_fit keeps documents apart, which data.document_mask=false joins; "
             "nearest valid: data.packing=stream (or data.document_mask=true)"
+        )
+    ends_apart = data.eos_token not in (None, NO_EOS, data.bos_token)
+    if data.tokenizer is None and ends_apart and data.vocab_size < 258:
+        raise ConfigError(
+            f"data.vocab_size={data.vocab_size} has no room for 256 bytes, data.bos_token and "
+            f"data.eos_token={data.eos_token}; nearest valid: data.vocab_size=258"
         )
     _check_paths(data)
     if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():

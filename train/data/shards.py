@@ -25,15 +25,15 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from train.config import ConfigError, DataConfig, make_folder
+from train.config import NO_EOS, ConfigError, DataConfig, make_folder
 from train.data import corpus
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
+from train.data.encoder import DocumentEncoder, trained_eos
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
 from train.data.removal import discard, require_removal
 from train.data.tokenizer import (
     LONGEST_PRE_TOKEN,
-    bos_id,
-    encode,
+    SPECIAL_AS_TEXT,
     ignored_settings,
     load_tokenizer,
     train_tokenizer,
@@ -95,7 +95,7 @@ def _values(value: Any) -> str:
 
 
 def _unusual_lengths(data: DataConfig, opened: Corpus) -> list[str]:
-    """A line for each source whose bytes per token, BOS left out, are far from usual."""
+    """A line for each source whose bytes per token of text are far from usual."""
     low, high = USUAL_BYTES_PER_TOKEN
     lines = []
     for number, name in enumerate(opened.train.sources):
@@ -103,7 +103,7 @@ def _unusual_lengths(data: DataConfig, opened: Corpus) -> list[str]:
         for split in (opened.train, opened.held_out):
             own = slice(*split.bounds[number : number + 2])
             n_bytes += int(split.n_bytes[own].sum())
-            n_tokens += int((split.lengths[own] - 1).sum())
+            n_tokens += int(split.text_lengths[own].sum())
         ratio = n_bytes / max(n_tokens, 1)
         if not low <= ratio <= high:
             given = f"data.sources.{name}" if name else f"data.path={data.path}"
@@ -133,6 +133,10 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
     ]
     if data.tokenizer is None:  # earlier versions trained without this cut
         settings.append({"longest_pre_token": LONGEST_PRE_TOKEN})
+    if data.eos_token != NO_EOS:  # earlier versions had neither this key nor the next
+        settings.append({"eos": data.eos_token})
+    if data.special_tokens != SPECIAL_AS_TEXT:
+        settings.append({"special_tokens": data.special_tokens})
     if ignored := ignored_settings(tokenizer):  # earlier versions obeyed them, under another key
         settings.append({"ignored": ignored})
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
@@ -165,10 +169,9 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
         sizes = []
         while entry := manifest.files.get(f"{split}/{len(sizes):05d}.bin"):
             sizes.append(entry.size)
+        names = (files, weights, "eos" in metadata)
         vocab_size = vocabulary_size(tokenizer)
-        splits.append(
-            open_split(folder / split, sizes, metadata["dtype"], vocab_size, files, weights)
-        )
+        splits.append(open_split(folder / split, sizes, metadata["dtype"], vocab_size, *names))
     content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
     digest = hashlib.sha256(content.encode()).hexdigest()[:20]
     return Corpus(*splits, tokenizer=tokenizer, digest=digest)
@@ -224,30 +227,35 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
             tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
         else:
             training = (d.text for _, d in documents() if not _is_held_out(data, d))
-            tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token, console.print)
+            tokenizer = train_tokenizer(
+                training, data.vocab_size, data.bos_token, console.print, trained_eos(data)
+            )
+        encoder = DocumentEncoder(tokenizer, data)
         tokenizer.save(str(folder / "tokenizer.json"))
         dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-        _write_splits(data, documents(), folder, tokenizer, dtype)
+        _write_splits(data, documents(), folder, encoder, dtype)
     for path in sorted(unreadable):
         console.print(f"left out, not UTF-8: {path}", soft_wrap=True)
     by_source = groupby(files, key=lambda file: file.source.name)
     names = {source: [file.name for file in own] for source, own in by_source}
     (folder / "files.json").write_text(json.dumps(names))
-    write_manifest(folder, {"format": FORMAT, "dtype": dtype.name})
+    metadata: dict[str, Any] = {"format": FORMAT, "dtype": dtype.name}
+    if encoder.eos is not None:
+        metadata["eos"] = encoder.eos
+    write_manifest(folder, metadata)
 
 
 def _write_splits(
     data: DataConfig,
     documents: Iterator[tuple[int, corpus.Document]],
     folder: Path,
-    tokenizer: Tokenizer,
+    encoder: DocumentEncoder,
     dtype: np.dtype[Any],
 ) -> None:
-    bos = bos_id(tokenizer, data.bos_token)
-    writers = {split: SplitWriter(folder / split, dtype, bos) for split in SPLITS}
+    writers = {split: SplitWriter(folder / split, dtype) for split in SPLITS}
     counts = {(s.name, split): 0 for s in corpus.sources_of(data) for split in SPLITS}
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        encoded = _encode(tokenizer, [document for _, document in batch])
+        encoded = _encode(encoder, [document for _, document in batch])
         for (number, document), ids in zip(batch, encoded, strict=True):
             hashed = document.hash(data.held_out_salt)
             split = SPLITS[corpus.is_held_out(hashed, data.held_out)]
@@ -270,14 +278,14 @@ def _is_held_out(data: DataConfig, document: corpus.Document) -> bool:
     return corpus.is_held_out(document.hash(data.held_out_salt), data.held_out)
 
 
-def _encode(tokenizer: Tokenizer, batch: list[corpus.Document]) -> list[list[int]]:
-    """Token ids of each document; ``DocumentError`` names a document that cannot be tokenised."""
+def _encode(encoder: DocumentEncoder, batch: list[corpus.Document]) -> list[list[int]]:
+    """Tokens of each document; ``DocumentError`` names a document that cannot be tokenised."""
     try:
-        return encode(tokenizer, [document.text for document in batch])
+        return encoder.documents([document.text for document in batch])
     except Exception:  # the library raises no specific type, and does not name the text
         for document in batch:
             try:
-                encode(tokenizer, [document.text])
+                encoder.documents([document.text])
             except Exception as error:
                 name = corpus.document_name(document.file.label, document.row)
                 raise DocumentError(name, f"cannot be tokenised: {error}") from error

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from train.config import Config, ConfigError, from_plain, make_folder
 from train.data.removal import require_removal
-from train.keys import flatten
+from train.keys import flatten, shown
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 
@@ -108,8 +108,8 @@ class RunFolder:
         if difference := self.difference(config):
             key, there, here = difference
             raise ConfigError(
-                f"{place} contains a run with different settings: {key} was {there}, is now "
-                f"{here}; give the same settings to continue it, or {ways}"
+                f"{place} contains a run with different settings: {key} was {shown(there)}, is "
+                f"now {shown(here)}; give the same settings to continue it, or {ways}"
             )
         if config.train.steps <= (steps := self.complete_after()):
             raise ConfigError(

@@ -37,7 +37,7 @@ def measure_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
     )
     texts = (
         tokenizer.decode(
-            held_out.tokens(document, 1, int(held_out.lengths[document])).tolist(),
+            held_out.text(document).tolist(),
             skip_special_tokens=False,
         )
         for document in chosen

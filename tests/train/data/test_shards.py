@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from train.config import ConfigError, SourceConfig
-from train.data import shards
+from train.data import encoder, shards
 from train.data.corpus import find_files, is_held_out, read_documents
 from train.data.documents import DocumentError
 from train.data.manifest import DamagedError, write_manifest
@@ -23,8 +23,8 @@ BOS = "<|endoftext|>"
 def texts_of(documents, tokenizer):
     for number in range(len(documents)):
         ids = documents.tokens(number, 0, int(documents.lengths[number])).tolist()
-        assert ids[0] == tokenizer.token_to_id(BOS)
-        yield tokenizer.decode(ids[1:], skip_special_tokens=False)
+        assert [ids[0], ids[-1]] == [tokenizer.token_to_id(BOS)] * 2
+        yield tokenizer.decode(ids[1:-1], skip_special_tokens=False)
 
 
 def test_both_splits_hold_every_text_unchanged(config):
@@ -78,6 +78,9 @@ def test_a_changed_file_or_config_gives_a_new_corpus(config, tmp_path):
         ("held_out", 0.3),
         ("held_out_salt", 1),
         ("bos_token", "<s>"),
+        ("eos_token", "</s>"),
+        ("eos_token", "none"),
+        ("special_tokens", "ids"),
         ("text_field", "body"),
         ("pattern", "deep/*"),
     ],
@@ -217,12 +220,12 @@ def test_a_source_with_an_empty_split_is_named(mixture, text_folder):
 
 
 def test_a_document_that_cannot_be_tokenised_is_named(mixture, monkeypatch):
-    def fail(tokenizer, texts):
+    def fail(tokenizer, texts, special_tokens):
         if any(text == line_of(41) for text in texts):
             raise RuntimeError("out of vocabulary")
-        return encode(tokenizer, texts)
+        return encode(tokenizer, texts, special_tokens)
 
-    monkeypatch.setattr(shards, "encode", fail)
+    monkeypatch.setattr(encoder, "encode", fail)
     with pytest.raises(DocumentError, match=r"document lines/a\.jsonl:42: .*out of vocabulary"):
         open_corpus(mixture.data)
 
@@ -255,7 +258,7 @@ def test_a_tokenizer_can_be_loaded_and_must_have_the_bos_token(config, tmp_path)
     config.data.tokenizer = str(path)
     with pytest.raises(ConfigError, match=r"data\.bos_token=.*special tokens: <s>"):
         open_corpus(config.data)
-    config.data.bos_token = "<s>"
+    config.data.bos_token = config.data.eos_token = "<s>"
     assert open_corpus(config.data).tokenizer.get_vocab_size() <= 280
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):

@@ -79,6 +79,17 @@ def test_a_run_whose_settings_have_old_names_goes_on(config, folder):
     folder.require_fit(config)
 
 
+def test_a_run_without_ends_of_documents_goes_on_without_them(config, folder):
+    """Its settings lack the key; the refusal of another recipe names the one that continues."""
+    values = json.loads(folder.config.read_text())
+    del values["data"]["eos_token"], values["data"]["special_tokens"]
+    folder.config.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"data\.eos_token was none, is now null"):
+        folder.require_fit(config)
+    config.data.eos_token = "none"
+    folder.require_fit(config)
+
+
 @pytest.mark.parametrize("key", ["model.rope.theta", "model.n_layers", "train.seed", "data.path"])
 def test_keys_that_a_run_may_not_change(config, folder, key):
     section, _, name = key.rpartition(".")

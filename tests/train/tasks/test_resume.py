@@ -189,7 +189,10 @@ def test_another_corpus_is_rejected_unless_only_weights_are_loaded(config):
     config.checkpoint.resume = origin
     with pytest.raises(ConfigError, match=r"other samples: corpus was .*checkpoint\.init_from"):
         make_trainer(config)
-    config.data.held_out, config.train.seed = 0.2, 5
+    config.data.held_out, config.data.eos_token = 0.2, "none"
+    with pytest.raises(ConfigError, match=r"samples: data\.eos_token was null, is now none; give"):
+        make_trainer(config)
+    config.data.eos_token, config.train.seed = None, 5
     with pytest.raises(ConfigError, match=r"made from other samples: train\.seed was 0, is now 5"):
         make_trainer(config)
     config.checkpoint.resume, config.checkpoint.init_from = "auto", origin
