@@ -55,6 +55,8 @@ def make_folder(key: str, path: Path) -> None:
 
 FULL = "full"  # in model.windows: no window
 NO_EOS = "none"  # as data.eos_token: no token ends a document
+AUTO = "auto"  # as train.eval_bytes or train.final_eval_bytes: at least these bytes
+AUTO_BYTES = {"eval_bytes": 100_000, "final_eval_bytes": 16_000_000}
 # The default chunk of the loss has at most 2^26 logits, but at least 1,024 tokens: matrix products
 # of fewer rows are slow.
 MOST_LOGITS, LEAST_LOSS_TOKENS = 2**26, 1024
@@ -135,6 +137,7 @@ class DataConfig:
     text_field: str = "text"
     held_out: float = 0.05
     held_out_salt: int = 0
+    validation_path: str | None = None
     tokenizer: str | None = None
     vocab_size: int = 4096
     bos_token: str = "<|endoftext|>"
@@ -199,8 +202,8 @@ class TrainConfig:
     attention: str = "ringfa3"
     compile: str = "none"
     eval_every: int = 100
-    eval_bytes: int | None = 100_000
-    final_eval_bytes: int | None = 16_000_000
+    eval_bytes: int | str | None = AUTO
+    final_eval_bytes: int | str | None = AUTO
     final_eval_last: int | None = None
     final_eval_len: int | None = None
     max_wall_time: float | None = None

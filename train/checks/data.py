@@ -16,9 +16,16 @@ MIN_SHARE = 1e-6
 
 def check_data(data: DataConfig) -> None:
     """Raise ``ConfigError`` for the first key of ``data`` that cannot work."""
-    if not 0 < data.held_out < 1:
+    if data.validation_path is not None and data.held_out != 0:
         raise ConfigError(
-            f"data.held_out={data.held_out} must lie between 0 and 1, for example 0.05"
+            f"data.held_out={data.held_out} and data.validation_path={data.validation_path} both "
+            f"name documents for validation; nearest valid: data.held_out=0 "
+            f"(or data.validation_path=null)"
+        )
+    if data.validation_path is None and not 0 < data.held_out < 1:
+        raise ConfigError(
+            f"data.held_out={data.held_out} must lie between 0 and 1, for example 0.05; 0 needs "
+            f"documents of data.validation_path"
         )
     if data.piece_len is not None and data.piece_len > data.seq_len:
         raise ConfigError(
@@ -46,6 +53,7 @@ def _check_paths(data: DataConfig) -> None:
         _check_sources(data)
     paths = {f"{SOURCES}.{name}.path": source.path for name, source in data.sources.items()}
     paths |= {"data.path": data.path, "data.tokenizer": data.tokenizer}
+    paths |= {"data.validation_path": data.validation_path}
     for key, value in paths.items():
         _check_exists(key, value)
 

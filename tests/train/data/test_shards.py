@@ -245,6 +245,57 @@ def test_of_two_hosts_that_build_at_once_the_first_to_finish_wins(config, monkey
     assert not list(Path(config.data.cache_dir).glob("*.tmp"))
 
 
+@pytest.fixture
+def validated(config, tmp_path):
+    """Texts 0 to 19 to train on in two overlapping sources, and 15 to 24 to validate with."""
+    for folder, numbers in (("one", range(20)), ("two", range(10, 20)), ("other", range(15, 25))):
+        (tmp_path / folder).mkdir()
+        for number in numbers:
+            (tmp_path / folder / f"{folder}{number}.txt").write_text(line_of(number))
+    config.data.path, config.data.held_out = None, 0.0
+    for name in ("one", "two"):
+        config.data.sources[name] = SourceConfig(path=str(tmp_path / name))
+    config.data.validation_path = str(tmp_path / "other")
+    return config
+
+
+def texts_in(documents, corpus) -> list[str]:
+    return [
+        corpus.tokenizer.decode(documents.text(n).tolist(), skip_special_tokens=False)
+        for n in range(len(documents))
+    ]
+
+
+def test_a_validation_set_is_never_trained_on(validated, capsys):
+    for _ in range(2):  # every start says so
+        corpus = open_corpus(validated.data)
+        assert "10 documents are left out: data.validation_path has" in capsys.readouterr().out
+    assert sorted(texts_in(corpus.held_out, corpus)) == [line_of(n) for n in range(15, 25)]
+    assert corpus.held_out.name(0).startswith("other")
+    assert dict(corpus.held_out.sources) == {"": 1.0}
+    expected = [line_of(n) for n in (*range(15), *range(10, 15))]
+    assert sorted(texts_in(corpus.train, corpus)) == sorted(expected)
+    assert list(corpus.train.sources) == ["one", "two"]
+    assert corpus.train.name(15).startswith("two/two1")
+
+
+def test_overlapping_sources_hold_out_the_same_texts(validated):
+    validated.data.validation_path, validated.data.held_out = None, 0.3
+    corpus = open_corpus(validated.data)
+    held_out, trained = (texts_in(d, corpus) for d in (corpus.held_out, corpus.train))
+    assert len(held_out) > len({*held_out}) > 1
+    assert not {*held_out} & {*trained}
+
+
+def test_another_validation_set_is_another_corpus(validated, tmp_path):
+    digest = open_corpus(validated.data).digest
+    (tmp_path / "other" / "other25.txt").write_text(line_of(25))
+    assert open_corpus(validated.data).digest != digest
+    validated.data.validation_path = str(tmp_path / "one")
+    with pytest.raises(ConfigError, match=r"leaves the split train of data\.sources\.one empty"):
+        open_corpus(validated.data)
+
+
 def test_an_empty_split_names_the_share(config, text_folder):
     config.data.path = str(text_folder / "1.txt")
     with pytest.raises(ConfigError, match=r"data\.held_out=0\.2"):
