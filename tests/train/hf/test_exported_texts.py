@@ -117,3 +117,26 @@ def test_a_run_without_eos_leaves_the_ends_of_its_origin(with_origin, tmp_path):
     )
     assert before == after
     assert transformers.AutoTokenizer.from_pretrained(target).eos_token == BOS
+
+
+@pytest.mark.soak
+def test_a_model_learns_to_end_a_document(pretrain, tmp_path):
+    """80 steps on documents of one sentence; the trainer and transformers stop after it."""
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"the ring keeps text number {number}.")
+    text = [f"data.path={tmp_path}/text", f"data.cache_dir={tmp_path}/cache", "data.held_out=0.2"]
+    model = ["model.dim=32", "model.ffn_dim=64", "model.n_layers=2", "parallel.threads=1"]
+    own = [f"run.dir={tmp_path}/run", "generate.temperature=0", "generate.tokens=100"]
+    length = ["train.steps=80", "data.seq_len=200", "data.vocab_size=300", "train.eval_every=0"]
+    pretrain(*text, *model, *length, *own).check_returncode()
+    generated = pretrain("mode=generate", *own, "generate.prompt='the ring keeps'").stdout
+    assert generated.endswith(".\n")
+    assert len(generated) < 30
+    pretrain("mode=export", *own[:1], f"export.dir={tmp_path}/out").check_returncode()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    prompt = tokenizer("the ring keeps", return_tensors="pt")
+    whole = model.generate(**prompt, do_sample=False, max_new_tokens=100)[0].tolist()
+    assert whole[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(whole, skip_special_tokens=True) == f"the ring keeps{generated[:-1]}"
